@@ -1,0 +1,72 @@
+"""Every exception that Partway raises on purpose.
+
+    PartwayError
+    ├── StrategyError (ValueError)      a strategy, layout, mesh or annotation that cannot be met
+    ├── ContextError (ValueError)       an unknown or wrong option of the parallel context
+    ├── CaptureError (RuntimeError)     a function that cannot be captured as one static graph
+    ├── OperatorError (ValueError)      an operator without a rule where that is not allowed
+    ├── VerifyError (AssertionError)    a broken invariant: a bug in Partway, not in the caller's code
+    └── RuntimeStateError (RuntimeError) processes, devices or parameters are not as the plan needs them
+
+`UnknownOperatorWarning` (UserWarning) names an operator that runs replicated for want of a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class PartwayError(Exception):
+    """Base of all exceptions of this package."""
+
+
+class StrategyError(PartwayError, ValueError):
+    """A strategy, layout, mesh or annotation cannot be met; `problems` lists every reason found."""
+
+    def __init__(self, message: str, problems: Iterable[Problem] = ()) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join([message, *(f"  - {problem}" for problem in self.problems)]))
+
+
+class ContextError(PartwayError, ValueError):
+    """An option of the parallel context is unknown, of a wrong type, or has a wrong value."""
+
+
+class CaptureError(PartwayError, RuntimeError):
+    """The function or module could not be captured as one static graph."""
+
+
+class OperatorError(PartwayError, ValueError):
+    """An operator has no rule and `on_unknown_op="error"` forbids running it replicated."""
+
+
+class VerifyError(PartwayError, AssertionError):
+    """A graph, plan or program breaks its own invariants: a bug in Partway."""
+
+
+class RuntimeStateError(PartwayError, RuntimeError):
+    """The processes, the devices or the parameters are not as the plan needs them."""
+
+
+class UnknownOperatorWarning(UserWarning):
+    """An operator has no rule: its operands are gathered and it runs replicated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One reason why an annotation cannot be met: where it is, what is wrong, what to write instead."""
+
+    where: str
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; {self.fix}"
+
+
+def raise_problems(title: str, problems: Iterable[Problem]) -> None:
+    """Raise one StrategyError that lists all `problems`, or return if there are none."""
+    found = tuple(problems)
+    if found:
+        raise StrategyError(title, found)

@@ -1,0 +1,95 @@
+"""A tensor's placement on every axis of a mesh."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from .errors import StrategyError
+from .mesh import Mesh
+from .placement import BROADCAST, PARTIAL, REPLICATE, Broadcast, Partial, Placement, Replicate, Shard, dual
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One placement for each axis of `mesh`, in the order of its axes.
+
+    A dim that several axes split is cut by the first of them into the largest pieces (mesh order is
+    major to minor). Layouts compare by value; `layout()` returns the one interned object for a value.
+
+    Raises StrategyError when the number of placements is not the number of axes.
+    """
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.placements) != len(self.mesh.axes):
+            raise StrategyError(
+                f"a layout on the mesh {self.mesh} takes {len(self.mesh.axes)} placements, not {len(self.placements)}"
+            )
+        for placement in self.placements:
+            if not isinstance(placement, Shard | Replicate | Broadcast | Partial):
+                raise StrategyError(
+                    f"{placement!r} is no placement; write Shard(dim), Replicate(), Broadcast() or Partial()"
+                )
+
+    @classmethod
+    def replicated(cls, mesh: Mesh) -> Layout:
+        """The layout in which every rank holds the whole value."""
+        return layout(mesh, (REPLICATE,) * len(mesh.axes))
+
+    def splits(self, ndim: int) -> tuple[int, ...]:
+        """Into how many parts each of `ndim` dims is split."""
+        return tuple(math.prod(self.mesh.size(axis) for axis in self.axes_of(dim)) for dim in range(ndim))
+
+    def axes_of(self, dim: int) -> tuple[str, ...]:
+        """The axes that split `dim`, major first."""
+        return tuple(a for a, p in zip(self.mesh.axes, self.placements, strict=True) if p == Shard(dim))
+
+    def divides(self, shape: tuple[int, ...]) -> bool:
+        """Whether every split dim exists in `shape` and is divided evenly."""
+        dims = [p.dim for p in self.placements if isinstance(p, Shard)]
+        if any(dim >= len(shape) for dim in dims):
+            return False
+        return all(size % parts == 0 for size, parts in zip(shape, self.splits(len(shape)), strict=True))
+
+    def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of one rank's part of a tensor of global `shape`. Raises StrategyError if it is uneven."""
+        if not self.divides(shape):
+            raise StrategyError(f"the layout {self} does not divide the shape {list(shape)} evenly")
+        return tuple(size // parts for size, parts in zip(shape, self.splits(len(shape)), strict=True))
+
+    def global_shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the tensor of which one rank holds a part of shape `local`."""
+        return tuple(size * parts for size, parts in zip(local, self.splits(len(local)), strict=True))
+
+    def slices(self, shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
+        """Where `rank`'s part lies in a tensor of global `shape`."""
+        local, coordinate = self.local_shape(shape), self.mesh.coordinate(rank)
+        index = [0] * len(shape)
+        for placement, size, position in zip(self.placements, self.mesh.sizes, coordinate, strict=True):
+            if isinstance(placement, Shard):
+                index[placement.dim] = index[placement.dim] * size + position
+        return tuple(slice(i * size, (i + 1) * size) for i, size in zip(index, local, strict=True))
+
+    def dual(self) -> Layout:
+        """The layout of the gradient of a value laid out like this."""
+        return layout(self.mesh, tuple(dual(p) for p in self.placements))
+
+    def replaced(self, axis: int, placement: Placement) -> Layout:
+        """This layout with another placement on the axis at position `axis`."""
+        return layout(self.mesh, (*self.placements[:axis], placement, *self.placements[axis + 1 :]))
+
+    def __str__(self) -> str:
+        return "[" + " ".join(f"{a}:{p}" for a, p in zip(self.mesh.axes, self.placements, strict=True)) + "]"
+
+
+@lru_cache(maxsize=None)
+def layout(mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
+    """The interned Layout with these placements."""
+    return Layout(mesh, placements)
+
+
+__all__ = ["BROADCAST", "PARTIAL", "REPLICATE", "Layout", "layout"]

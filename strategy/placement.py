@@ -1,0 +1,145 @@
+"""The placement algebra: the state of one tensor on one mesh axis, and how one state becomes another.
+
+Each placement has a *dual*, the placement of its gradient, so a conversion's transpose needs no table of its
+own: the backward of `source → target` is `dual(target) → dual(source)`. (JAX's explicit sharding calls
+Replicate and Broadcast "reduced" and "unreduced"; Megatron-LM's f and g are the conversions
+Replicate → Broadcast and Partial → Replicate.)
+
+    placement of the value     every rank holds           placement of its gradient
+    Shard(d)                   its slice of dim d         Shard(d)
+    Replicate                  the whole value            Replicate
+    Broadcast                  the whole value            Partial(sum): each rank's gradient is an addend
+    Partial(sum)               an addend of the value     Replicate: every addend gets the whole gradient
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from .errors import StrategyError
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Every rank of the axis holds its slice of dim `dim` (even slices, in rank order)."""
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 0:
+            raise StrategyError(f"Shard(dim) takes a dim of 0 or more, not {self.dim!r}; count dims from the front")
+
+    def __str__(self) -> str:
+        return f"S{self.dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank holds the whole value, and will hold the whole gradient."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Every rank holds the whole value for work of its own: its gradient is an addend."""
+
+    def __str__(self) -> str:
+        return "B"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every rank holds an addend of the value."""
+
+    reduce: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.reduce != "sum":
+            raise StrategyError(f"Partial(reduce) takes 'sum', not {self.reduce!r}")
+
+    def __str__(self) -> str:
+        return "P"
+
+
+Placement = Shard | Replicate | Broadcast | Partial
+
+REPLICATE = Replicate()
+BROADCAST = Broadcast()
+PARTIAL = Partial()
+
+
+class Kind(str, Enum):
+    """What a conversion does on one axis. The first four are collectives; the rest need no other rank."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    SLICE = "slice"  # keep this rank's slice of a whole value
+    PAD = "pad"  # zeros around this rank's slice: an addend of the whole
+    KEEP = "keep"  # rank 0 keeps the value, the others hold zeros: addends of it
+    NOTHING = "nothing"  # only the meaning changes
+
+    @property
+    def communicates(self) -> bool:
+        return self in COLLECTIVES
+
+    def __str__(self) -> str:
+        return self.value
+
+
+COLLECTIVES = frozenset({Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL})
+
+# (from, to) by type. Only the forward kind is written: `transpose` derives the backward from the duals.
+_KINDS: dict[tuple[type, type], Kind] = {
+    (Shard, Replicate): Kind.ALL_GATHER,
+    (Shard, Broadcast): Kind.ALL_GATHER,
+    (Shard, Partial): Kind.PAD,
+    (Replicate, Shard): Kind.SLICE,
+    (Replicate, Broadcast): Kind.NOTHING,
+    (Replicate, Partial): Kind.KEEP,
+    (Broadcast, Shard): Kind.SLICE,
+    (Broadcast, Replicate): Kind.NOTHING,
+    (Broadcast, Partial): Kind.KEEP,
+    (Partial, Shard): Kind.REDUCE_SCATTER,
+    (Partial, Replicate): Kind.ALL_REDUCE,
+    (Partial, Broadcast): Kind.ALL_REDUCE,
+}
+
+
+def dual(placement: Placement) -> Placement:
+    """The placement of the gradient of a value placed as `placement`."""
+    match placement:
+        case Broadcast():
+            return PARTIAL
+        case Partial():
+            return REPLICATE
+        case _:
+            return placement
+
+
+def kind(source: Placement, target: Placement) -> Kind:
+    """What turns a value placed as `source` into one placed as `target`."""
+    if source == target:
+        return Kind.NOTHING
+    if isinstance(source, Shard) and isinstance(target, Shard):
+        return Kind.ALL_TO_ALL
+    return _KINDS[type(source), type(target)]
+
+
+def transpose(source: Placement, target: Placement) -> tuple[Placement, Placement]:
+    """The conversion that the gradient of `source → target` takes, as (source, target)."""
+    return dual(target), dual(source)
+
+
+def placement_from_code(code: str) -> Placement:
+    """The placement whose `str` is `code`: "S0", "S1", ..., "R", "B", "P"."""
+    fixed: dict[str, Placement] = {"R": REPLICATE, "B": BROADCAST, "P": PARTIAL}
+    if code in fixed:
+        return fixed[code]
+    if code[:1] == "S" and code[1:].isdigit():
+        return Shard(int(code[1:]))
+    raise StrategyError(f"{code!r} is no placement; write S<dim>, R, B or P")
