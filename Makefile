@@ -1,0 +1,109 @@
+# `make demo` and `make test` set up what they need (once) and run: Python 3.11 and make are all that must be there.
+#
+#   INSTALL=editable  (default)  the checkout itself, in .venv
+#   INSTALL=wheel                the built wheel, in .venv-wheel: what a user gets, and what CI tests
+#   ARGS="tests/strategy -x"     more arguments for pytest
+
+PYTHON ?= python3
+INSTALL ?= editable
+WORKERS ?= 2
+ARGS ?=
+
+ifeq ($(INSTALL),editable)
+VENV ?= .venv
+else ifeq ($(INSTALL),wheel)
+VENV ?= .venv-wheel
+else
+$(error INSTALL is '$(INSTALL)'; it must be editable or wheel)
+endif
+
+BIN := $(abspath $(VENV))/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STAMP := $(VENV)/.$(INSTALL)
+SOURCES := $(shell find api strategy propagation fusion runtime -name '*.py') api/py.typed README.md LICENSE
+# One thread for each process: the tests run side by side and start processes of their own.
+PYTEST := OMP_NUM_THREADS=1 PARTWAY_CHECKOUT="$(CURDIR)" PARTWAY_INSTALL=$(INSTALL) $(BIN)/pytest
+
+.PHONY: help demo test check bench conformance format install clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo         train a real network over 8 virtual devices and show the plan'
+	@echo 'make test         run the tests'
+	@echo 'make check        ruff, mypy --strict and the import layers'
+	@echo 'make format       let ruff rewrite what `make check` would complain about'
+	@echo 'make conformance  run the slow tests'
+	@echo 'make bench        run the benchmarks'
+	@echo 'make install      only set up the virtual environment'
+	@echo 'make clean        remove what these commands made'
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: $(STAMP)
+	$(call pytest,-m "not slow and not gpu")
+
+conformance: $(STAMP)
+	$(call pytest,-m "slow and not gpu" --timeout 3600)
+
+bench: $(STAMP)
+	@set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(BIN)/python "$$script"; done
+
+# The type checker and import-linter name a module by its path, so they read the wheel, unpacked beside the tools.
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(call build_wheel)
+	rm -rf $(VENV)/unpacked
+	$(PIP) install --quiet --no-deps --target $(VENV)/unpacked $(VENV)/dist/*.whl
+	MYPYPATH=$(VENV)/unpacked $(BIN)/mypy -p partway
+	PYTHONPATH=$(VENV)/unpacked $(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: $(STAMP)
+
+clean:
+	rm -rf .venv .venv-wheel build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find api strategy propagation fusion runtime tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# No build isolation: an isolated build fetches its own setuptools, unpinned.
+$(VENV)/.editable: pyproject.toml constraints.txt
+	$(call make_venv)
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[test,demo]'
+	@touch $@
+
+# The second install replaces a wheel of the same version, which pip would leave alone.
+$(VENV)/.wheel: pyproject.toml constraints.txt $(SOURCES)
+	$(call make_venv)
+	$(call build_wheel)
+	$(PIP) install -c constraints.txt "$$(echo $(VENV)/dist/*.whl)[test,demo]"
+	$(PIP) install --quiet --no-deps --force-reinstall $(VENV)/dist/*.whl
+	@touch $@
+
+define make_venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Partway needs Python 3.11 or later; set PYTHON=")'
+$(PYTHON) -m venv $(VENV)
+$(PIP) install --quiet -c constraints.txt setuptools build
+endef
+
+# By way of the source distribution, so that both are known to hold every file.
+define build_wheel
+rm -rf $(VENV)/dist
+$(BIN)/python -m build --no-isolation --outdir $(VENV)/dist . >$(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
+endef
+
+# The wheel is tested from a copy without the package's folders, so that nothing can reach the checkout's modules.
+ifeq ($(INSTALL),wheel)
+define pytest
+@copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && \
+cp -R $(wildcard tests examples benchmarks docs) README.md pyproject.toml "$$copy" && cd "$$copy" && \
+$(PYTEST) -n $(WORKERS) $(1) $(ARGS)
+endef
+else
+define pytest
+$(PYTEST) -n $(WORKERS) $(1) $(ARGS)
+endef
+endif

@@ -1,0 +1,126 @@
+"""Layers go one way: strategy < propagation < fusion < runtime < the modules of api/.
+
+Import-linter checks the four stages (pyproject.toml). Here the sources themselves are read, so that a new
+module of api/ is covered without being listed anywhere.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.util import find_spec, resolve_name
+from pathlib import Path
+
+import pytest
+
+STAGES = ("strategy", "propagation", "fusion", "runtime")
+
+
+def folder(package: str) -> Path:
+    spec = find_spec(package)
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0])
+
+
+def sources(layer: str) -> list[Path]:
+    """The files of a stage; of api/, only its own (a wheel has the stages inside its folder)."""
+    files = folder("partway").glob("*.py") if layer == "api" else folder(f"partway.{layer}").rglob("*.py")
+    return sorted(files)
+
+
+def imports(source: Path, package: str) -> Iterator[tuple[int, str, bool]]:
+    """Each import as (line, the dotted name it binds, whether it was written as a relative one)."""
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, False) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = resolve_name("." * node.level + (node.module or ""), package)
+            yield from ((node.lineno, f"{module}.{alias.name}", node.level > 0) for alias in node.names)
+
+
+def package_of(source: Path, layer: str) -> str:
+    if layer == "api":
+        return "partway"
+    inside = source.relative_to(folder(f"partway.{layer}")).parent.parts
+    return ".".join(("partway", layer, *inside))
+
+
+def breaks(layer: str) -> list[str]:
+    """Every import of `layer` that the layers forbid, with its place."""
+    allowed = STAGES[: STAGES.index(layer) + 1]
+    found = []
+    for source in sources(layer):
+        for line, name, relative in imports(source, package_of(source, layer)):
+            first, _, rest = name.partition(".")
+            place = f"{layer}/{source.name}:{line} imports {name}"
+            if first in {*STAGES, "api"}:
+                found.append(f"{place}: a second copy of the same classes")
+            elif first == "partway" and rest.partition(".")[0] not in allowed:
+                found.append(f"{place}: {layer} may import {', '.join(allowed)}")
+            elif first == "partway" and not relative:
+                found.append(f"{place}: write a relative import inside a stage")
+    return found
+
+
+def private_torch_names(source: Path, package: str) -> set[str]:
+    """The names under torch with a private part that a file imports or reaches through `torch.`"""
+    tree = ast.parse(source.read_text(encoding="utf-8"))
+    names = {name for _, name, _ in imports(source, package)}
+    names |= {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return {name for name in names if name.startswith("torch.") and any(map(is_private, name.split(".")))}
+
+
+def is_private(part: str) -> bool:
+    return part.startswith("_") and not part.startswith("__")
+
+
+@pytest.mark.parametrize("layer", STAGES)
+def test_a_stage_imports_only_the_stages_before_it(layer: str) -> None:
+    assert not breaks(layer), "\n".join(breaks(layer))
+
+
+@pytest.mark.parametrize("layer", [*STAGES, "api"])
+def test_at_most_one_file_of_a_layer_uses_torch_internals(layer: str) -> None:
+    uses = {source.name: private_torch_names(source, package_of(source, layer)) for source in sources(layer)}
+    uses = {name: private for name, private in uses.items() if private}
+    assert len(uses) <= 1, f"gather the internals of torch that {layer}/ uses in one file: {uses}"
+
+
+@pytest.mark.parametrize(
+    ("written", "complaint"),
+    [
+        ("from ..propagation import rules", "strategy may import strategy"),
+        ("from .. import shard", "strategy may import strategy"),
+        ("from ..context import get", "strategy may import strategy"),
+        ("import partway", "strategy may import strategy"),
+        ("from partway.strategy import mesh", "relative import"),
+        ("import fusion", "second copy"),
+        ("from strategy.mesh import Mesh", "second copy"),
+        ("from .mesh import Mesh", None),
+        ("from torch import nn", None),
+    ],
+)
+def test_a_forbidden_import_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, written: str, complaint: str | None
+) -> None:
+    (tmp_path / "made.py").write_text(written, encoding="utf-8")
+    monkeypatch.setitem(globals(), "folder", lambda package: tmp_path)
+    found = breaks("strategy")
+    assert len(found) == (complaint is not None)
+    assert complaint is None or complaint in found[0]
+
+
+@pytest.mark.parametrize(
+    ("written", "private"),
+    [
+        ("from torch._subclasses import FakeTensorMode", {"torch._subclasses.FakeTensorMode"}),
+        ("import torch.fx._symbolic_trace", {"torch.fx._symbolic_trace"}),
+        ("from torch import _guards", {"torch._guards"}),
+        ("torch._C._set_x", {"torch._C", "torch._C._set_x"}),
+        ("from torch.fx import Graph; torch.__version__; x._torch", set()),
+    ],
+)
+def test_a_use_of_torch_internals_is_found(tmp_path: Path, written: str, private: set[str]) -> None:
+    (tmp_path / "made.py").write_text(written, encoding="utf-8")
+    assert private_torch_names(tmp_path / "made.py", "partway.strategy") == private
