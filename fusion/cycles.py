@@ -1,0 +1,50 @@
+"""Keep groups free of cycles: no group may wait, directly or through other groups, for a result of its own.
+
+A parameter that is replicated on two axes has its gradient reduced on one and then on the other: the second AllReduce
+needs the result of the first. Any policy may put such members together (or, with two groups, crosswise), so what
+a policy proposes is split here where that is needed, and policies need not know about dependencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+
+from .policy import Groups
+
+
+def split_cycles(groups: Groups, needs: Sequence[Set[int]]) -> Groups:
+    """`groups` with those that would wait for themselves split into consecutive pieces.
+
+    `needs[i]` are the positions of all members whose results member i needs, directly or indirectly. A member stays
+    in its group unless it and the piece before it depend on each other, given the pieces made so far.
+    """
+    before = [frozenset(positions) for positions in needs]
+    pieces: list[tuple[int, ...]] = []
+    for group in groups:
+        piece: tuple[int, ...] = ()
+        for position in group:
+            if piece and _independent(piece, position, before):
+                piece = (*piece, position)
+                _join(piece, before)
+            else:
+                if piece:
+                    pieces.append(piece)
+                piece = (position,)
+        if piece:
+            pieces.append(piece)
+    return tuple(pieces)
+
+
+def _independent(piece: Iterable[int], position: int, before: Sequence[Set[int]]) -> bool:
+    return before[position].isdisjoint(piece) and all(position not in before[member] for member in piece)
+
+
+def _join(piece: Iterable[int], before: list[frozenset[int]]) -> None:
+    """Let the members of `piece` wait for each other's needs, and whoever needs one of them wait for all."""
+    joint: frozenset[int] = frozenset().union(*(before[member] for member in piece))
+    reached = joint.union(piece)
+    for position, needed in enumerate(before):
+        if not needed.isdisjoint(piece):
+            before[position] = needed | reached
+    for member in piece:
+        before[member] = joint

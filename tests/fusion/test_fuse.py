@@ -1,0 +1,339 @@
+from __future__ import annotations
+
+import operator
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from partway.fusion import AllReduceFusion, FusionMode, fuse, gradient_all_reduces
+from partway.propagation.collectives import convert, convert_group, kind_of
+from partway.strategy.errors import ContextError
+from partway.strategy.placement import Kind
+
+RANKS = 4
+ALL = AllReduceFusion(FusionMode.AUTO)
+
+
+def index(*ends):
+    return AllReduceFusion(FusionMode.INDEX, ends)
+
+
+def trace(fn, *shapes, dtypes=()):
+    """The flat graph of `fn`, whose first input is the batch and whose others are parameters."""
+    dtypes = [*dtypes, *[torch.float32] * (len(shapes) - len(dtypes))]
+    with FakeTensorMode():
+        x, *weights = (torch.empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+        return make_fx(fn)(x, *(weight.requires_grad_() for weight in weights))
+
+
+def gradient(weight, tag, axis="dp"):
+    """What a parameter's conversion leaves in a backward graph: an AllReduce of its gradient."""
+    return convert(weight, "P", "R", axis, RANKS, tag)
+
+
+def mlp(*widths):
+    """A data-parallel MLP's joint graph, its gradients the results; and the tags of its parameters."""
+
+    def step(x, *weights):
+        for tag, weight in enumerate(weights):
+            x = torch.tanh(x @ convert(weight, "R", "B", "dp", RANKS, tag))
+        loss = convert(x.pow(2).sum(), "P", "R", "dp", RANKS, len(weights))
+        return [loss, *torch.autograd.grad(loss, weights)]
+
+    shapes = list(pairwise(widths))
+    return trace(step, (3, widths[0]), *shapes), frozenset(range(len(shapes)))
+
+
+def all_reduce(ranks):
+    total = ranks[0]
+    for value in ranks[1:]:
+        total = total + value
+    return [total] * len(ranks)
+
+
+def run(module, inputs):
+    """Run `module` on all ranks in lock-step: every value is a list with one tensor per rank."""
+
+    def meaning(ranks, source, target):
+        what = kind_of(source, target)
+        assert what in {Kind.ALL_REDUCE, Kind.NOTHING}
+        return all_reduce(ranks) if what is Kind.ALL_REDUCE else ranks
+
+    def call(node, rank):
+        return node.target(*fx.map_arg(node.args, lambda operand: values[operand][rank]), **node.kwargs)
+
+    values = {}
+    waiting = iter(inputs)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(waiting)
+        elif node.op == "get_attr":
+            values[node] = [getattr(module, node.target)] * RANKS
+        elif node.op == "output":
+            return fx.map_arg(node.args[0], values.__getitem__)
+        elif node.target is convert:
+            values[node] = meaning(values[node.args[0]], *node.args[1:3])
+        elif node.target is convert_group:
+            reduced = [meaning(values[operand], *node.args[1:3]) for operand in node.args[0]]
+            values[node] = list(zip(*reduced, strict=True))
+        else:
+            values[node] = [call(node, rank) for rank in range(RANKS)]
+    raise AssertionError("no output")
+
+
+def inputs_of(module, seed=0):
+    """Random inputs in the graph's own shapes: the batch differs by rank, the parameters do not."""
+    generator = torch.Generator().manual_seed(seed)
+    values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    drawn = [[torch.randn(value.shape, generator=generator).to(value.dtype) for _ in range(RANKS)] for value in values]
+    return [drawn[0], *([ranks[0]] * RANKS for ranks in drawn[1:])]
+
+
+def assert_same_results(before, after):
+    inputs = inputs_of(before)
+    expected, found = run(before, inputs), run(after, inputs)
+    for a, b in zip(expected, found, strict=True):
+        assert len(a) == len(b) == RANKS
+        assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def collectives(module, target=convert_group):
+    return [node for node in module.graph.nodes if node.target is target]
+
+
+def group_tags(module):
+    return [node.args[5] for node in collectives(module)]
+
+
+def order(module):
+    return [node.name for node in module.graph.nodes]
+
+
+def test_fused_gradients_are_those_of_the_unfused_graph_bit_for_bit():
+    module, tags = mlp(5, 7, 6, 4, 3, 2)
+    fused = fuse(module, tags, index(2, 4))
+    assert group_tags(fused) == [[4, 3], [2, 1]]
+    assert_same_results(module, fused)
+
+
+def test_collectives_outside_the_tags_are_left_alone():
+    module, tags = mlp(5, 7, 6)
+    fused = fuse(module, tags, ALL)
+    kept = [node.args[5] for node in collectives(fused, convert) if kind_of(*node.args[1:3]) is Kind.ALL_REDUCE]
+    assert kept == [2]  # the loss
+    assert group_tags(fuse(module, tags - {1}, ALL)) == []
+
+
+def test_20_35_groups_50_gradients_as_20_15_and_the_rest():
+    module, tags = mlp(*[2] * 51)
+    fused = fuse(module, tags, index(20, 35))
+    newest_first = list(range(49, -1, -1))
+    assert group_tags(fused) == [newest_first[:20], newest_first[20:35], newest_first[35:]]
+    assert_same_results(module, fused)
+
+
+def test_too_large_index_is_rejected_naming_how_many_there_are():
+    module, tags = mlp(5, 7, 6)
+    with pytest.raises(ContextError, match="goes beyond the 2 gradient AllReduces of this program"):
+        fuse(module, tags, index(1, 3))
+
+
+def test_graph_without_gradients_is_copied_whatever_the_policy():
+    module, _ = mlp(5, 7, 6)
+    assert order(fuse(module, frozenset(), index(20, 35))) == order(module)
+
+
+def test_without_a_policy_the_copy_is_as_the_graph_was():
+    module, tags = mlp(5, 7, 6)
+    copy = fuse(module, tags, None)
+    assert copy is not module
+    assert copy.graph is not module.graph
+    assert str(copy.graph) == str(module.graph)
+
+
+def test_input_graph_is_untouched():
+    module, tags = mlp(5, 7, 6)
+    before, metas = str(module.graph), [dict(node.meta) for node in module.graph.nodes]
+    fused = fuse(module, tags, ALL)
+    fused.graph.eliminate_dead_code()
+    assert str(module.graph) == before
+    assert [dict(node.meta) for node in module.graph.nodes] == metas
+
+
+def test_group_stands_right_after_its_last_operand():
+    module, tags = mlp(5, 7, 6, 4)
+    fused = fuse(module, tags, index(2))
+    (node,) = collectives(fused)
+    assert node.prev in node.args[0]
+    results = [node.next, node.next.next]
+    assert [(each.target, each.args) for each in results] == [(operator.getitem, (node, i)) for i in range(2)]
+    # The AllReduce that is alone is as early, wherever autograd had put it.
+    (alone,) = [each for each in collectives(fused, convert) if each.args[5] == 0 and each.args[1] == "P"]
+    assert alone.prev is alone.args[0]
+
+
+def test_new_nodes_know_their_local_values():
+    module, tags = mlp(5, 7, 6)
+    fused = fuse(module, tags, ALL)
+    (node,) = collectives(fused)
+    assert [tuple(value.shape) for value in node.meta["val"]] == [(7, 6), (5, 7)]
+    assert [tuple(user.meta["val"].shape) for user in node.users] == [(7, 6), (5, 7)]
+    assert all(each.meta["val"] is not None for each in fused.graph.nodes if each.op == "call_function")
+
+
+def test_other_dtypes_axes_and_targets_do_not_share_a_collective():
+    def step(x, *weights):
+        a, b, c, d, e, f = ((weight * x.sum()).to(weight.dtype) for weight in weights)
+        return [
+            gradient(a, 0),
+            gradient(b, 1),
+            gradient(c, 2, "tp"),
+            convert(d, "P", "B", "dp", RANKS, 3),
+            gradient(e, 4),
+            gradient(f, 5),
+        ]
+
+    module = trace(step, (2,), *[(3,)] * 6, dtypes=[torch.float32, torch.float32, torch.float64])
+    fused = fuse(module, frozenset(range(6)), ALL)
+    assert group_tags(fused) == [[0, 4, 5]]
+    assert_same_results(module, fused)
+
+
+def test_gradients_are_counted_in_the_order_their_operands_are_produced():
+    def step(x, *weights):
+        grads = [weight * x.sum() for weight in weights]
+        return [gradient(grad, tag) for tag, grad in reversed(list(enumerate(grads)))]
+
+    module = trace(step, (2,), *[(3,)] * 4)
+    assert [node.args[5] for node in gradient_all_reduces(module.graph, frozenset(range(4)))] == [0, 1, 2, 3]
+    fused = fuse(module, frozenset(range(4)), index(2))
+    assert group_tags(fused) == [[0, 1], [2, 3]]
+    assert_same_results(module, fused)
+
+
+def test_users_of_a_member_move_behind_the_group_and_all_else_keeps_its_order():
+    def step(x, v, w):
+        early = gradient(v * x.sum(), 0)
+        used = torch.sin(early)
+        twice = torch.cos(used)
+        other = torch.exp(x)
+        late = gradient(w * other.sum(), 1)
+        return [twice, other, late]
+
+    module = trace(step, (2,), (3,), (3,))
+    assert order(module).index("sin") < order(module).index("exp")
+    fused = fuse(module, frozenset({0, 1}), ALL)
+    names = order(fused)
+    moved = [name for name in names if name.startswith(("getitem", "convert_group", "sin", "cos"))]
+    assert moved == ["convert_group", "getitem", "getitem_1", "sin", "cos"]
+    kept = [name for name in order(module) if not name.startswith(("convert", "sin", "cos"))]
+    assert [name for name in names if name in kept] == kept
+    assert_same_results(module, fused)
+
+
+def test_member_that_needs_another_member_is_not_in_its_group():
+    def step(x, v, w, u):
+        first = gradient(v * x.sum(), 0)
+        free = gradient(u * x.sum(), 2)
+        return [gradient(w * torch.sin(first), 1), free, first]
+
+    module = trace(step, (2,), (3,), (3,), (3,))
+    fused = fuse(module, frozenset(range(3)), ALL)
+    assert group_tags(fused) == [[0, 2]]
+    assert_same_results(module, fused)
+
+
+def test_gradients_reduced_on_two_axes_make_one_group_for_each_axis():
+    def step(x, *weights):
+        return [gradient(gradient(w * x.sum(), 2 * i, "tp"), 2 * i + 1, "dp") for i, w in enumerate(weights)]
+
+    module = trace(step, (2,), *[(3,)] * 3)
+    fused = fuse(module, frozenset(range(6)), ALL)
+    assert group_tags(fused) == [[0, 2, 4], [1, 3, 5]]
+    assert_same_results(module, fused)
+
+
+def test_groups_that_would_wait_for_each_other_are_parted():
+    def step(x, v, w):
+        a = gradient(v * x.sum(), 0, "dp")
+        b = gradient(torch.sin(a), 1, "tp")
+        c = gradient(w * x.sum(), 2, "tp")
+        d = gradient(torch.sin(c), 3, "dp")
+        return [b, d]
+
+    module = trace(step, (2,), (3,), (3,))
+    fused = fuse(module, frozenset(range(4)), ALL)
+    assert group_tags(fused) == [[0, 3]]
+    assert_same_results(module, fused)
+
+
+def test_inputs_stay_in_front_of_a_collective_of_an_input():
+    def step(x, v, w):
+        return [gradient(x, 0), gradient(x, 1), v + w]
+
+    module = trace(step, (2,), (3,), (3,))
+    fused = fuse(module, frozenset({0, 1}), ALL)
+    assert [node.op for node in fused.graph.nodes][:3] == ["placeholder"] * 3
+    assert group_tags(fused) == [[0, 1]]
+    assert_same_results(module, fused)
+
+
+def test_constants_of_the_graph_are_kept():
+    graph = fx.Graph()
+    constant, x = graph.get_attr("constant"), graph.placeholder("x")
+    x.meta["val"] = constant.meta["val"] = torch.zeros(3)
+    total = graph.call_function(torch.ops.aten.add.Tensor, (x, constant))
+    total.meta["val"] = torch.zeros(3)
+    ends = [graph.call_function(convert, (total, "P", "R", "dp", RANKS, tag)) for tag in range(2)]
+    for node in ends:
+        node.meta["val"] = torch.zeros(3)
+    graph.output(ends)
+    root = torch.nn.Module()
+    root.register_buffer("constant", torch.arange(3.0))
+    module = fx.GraphModule(root, graph)
+    module.meta["kept"] = "yes"
+    fused = fuse(module, frozenset({0, 1}), ALL)
+    assert group_tags(fused) == [[0, 1]]
+    assert fused.meta["kept"] == "yes"
+    assert_same_results(module, fused)
+
+
+def random_program(seeds, keys):
+    """A straight-line program: each step multiplies, or reduces, one of the values before it."""
+
+    def step(x, w):
+        values = [x, w]
+        for tag, (choice, reduce) in enumerate(seeds):
+            value = values[choice % len(values)]
+            key = keys[tag % len(keys)]
+            values.append(gradient(value, tag, key) if reduce else value * 0.5 + w)
+        return values[2:]
+
+    return trace(step, (3,), (3,)), frozenset(range(len(seeds)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=14),
+    st.sampled_from(["a", "ab", "aab"]),
+    st.data(),
+)
+def test_any_program_and_config_gives_each_gradient_once_with_the_same_bits(seeds, keys, data):
+    module, tags = random_program(seeds, keys)
+    found = [node.args[5] for node in gradient_all_reduces(module.graph, tags)]
+    policy = ALL
+    if found and data.draw(st.booleans()):
+        policy = index(*sorted(data.draw(st.sets(st.integers(1, len(found)), min_size=1))))
+    fused = fuse(module, tags, policy)
+    singles = [node.args[5] for node in gradient_all_reduces(fused.graph, tags)]
+    assert sorted([*singles, *(tag for group in group_tags(fused) for tag in group)]) == sorted(found)
+    for group in group_tags(fused):
+        assert len(group) > 1
+        assert group == sorted(group, key=found.index)
+    assert_same_results(module, fused)
