@@ -63,3 +63,17 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd("partway::convert", _backward, setup_context=_keep_context)
+
+
+# A constraint of the person who wrote the model, where it stands in the model. `strategy` is the JSON text of
+# `constraint_text`; planning reads it, lowering leaves nothing of it.
+_LIBRARY.define("constrain(Tensor x, str strategy, str name) -> Tensor")
+constrain = torch.ops.partway.constrain.default
+
+
+@torch.library.register_fake("partway::constrain")
+def _fake_constrain(x: Tensor, strategy: str, name: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+torch.library.register_autograd("partway::constrain", lambda ctx, grad: (grad, None, None))

@@ -1,0 +1,243 @@
+"""Operators whose value is not a function of local parts become operators whose value is.
+
+A mean is a sum divided by the *global* count; batch statistics are sums; a loss that averages over its valid
+targets is a sum over a count. After this pass each of them is split like any sum, and the conversions of the
+placement algebra do the rest (the local element count never enters). One row in `EXPANSIONS` per operator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .graph import is_tensor, shape, value
+from .torch_internals import tree_map
+
+aten = torch.ops.aten
+_MEAN, _SUM = 1, 2  # torch.nn._reduction's codes
+
+
+class Builder:
+    """Adds nodes before one node of a graph, each with its value and with that node's provenance."""
+
+    def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
+        self._graph, self._before = graph, before
+        self._mode = next(
+            val.fake_mode
+            for node in graph.nodes
+            if isinstance(val := node.meta.get("val"), torch.Tensor) and hasattr(val, "fake_mode")
+        )
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(target, args, kwargs)
+        node.meta = {k: v for k, v in self._before.meta.items() if k in ("stack_trace", "nn_module_stack")}
+        with self._mode:
+            values = tree_map(lambda a: value(a) if isinstance(a, fx.Node) else a, (args, kwargs))
+            node.meta["val"] = target(*values[0], **values[1])
+        return node
+
+
+Expansion = Callable[[Builder, fx.Node], fx.Node | tuple[fx.Node | None, ...] | None]
+
+
+def expand(module: fx.GraphModule) -> None:
+    """Replace every node of `module` that has a row in EXPANSIONS (in place; capture owns the module)."""
+    for node in list(module.graph.nodes):
+        row = EXPANSIONS.get(node.target) if node.op == "call_function" else None
+        if row is None:
+            continue
+        new = row(Builder(module.graph, node), node)
+        if isinstance(new, fx.Node):
+            node.replace_all_uses_with(new)
+        elif new is not None:  # several results: each getitem takes its own
+            for item in list(node.users):
+                replacement = new[item.args[1]]  # type: ignore[index]
+                if replacement is not None:
+                    item.replace_all_uses_with(replacement)
+                    module.graph.erase_node(item)
+        if new is not None and not node.users:
+            module.graph.erase_node(node)
+
+
+def _argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """The argument called `name` of a call of an ATen operator."""
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            if i < len(node.args):
+                return node.args[i]
+            return node.kwargs.get(name, argument.default_value if argument.has_default_value() else default)
+    raise KeyError(name)
+
+
+def _mean(b: Builder, node: fx.Node) -> fx.Node:
+    x = node.args[0]
+    dims = _argument(node, "dim") if len(node.target._schema.arguments) > 2 else None  # type: ignore[union-attr]
+    every = tuple(range(len(shape(x))))
+    dims = [d % len(every) for d in dims] if dims else list(every)
+    keep = _argument(node, "keepdim") if len(node.target._schema.arguments) > 2 else False  # type: ignore[union-attr]
+    total = b(aten.sum.dim_IntList, x, dims, keep, dtype=_argument(node, "dtype"))
+    return b(aten.div.Scalar, total, math.prod(shape(x)[d] for d in dims))
+
+
+def _adaptive_avg_pool(b: Builder, node: fx.Node) -> fx.Node | None:
+    x, size = node.args[0], node.args[1]
+    dims = list(range(len(shape(x)) - len(size), len(shape(x))))  # type: ignore[arg-type]
+    if any(s != 1 for s in size):  # type: ignore[union-attr]
+        return None
+    return b(aten.div.Scalar, b(aten.sum.dim_IntList, x, dims, True), math.prod(shape(x)[d] for d in dims))
+
+
+def _batch_norm(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
+    """aten._native_batch_norm_legit_functional: (y, saved mean, saved rstd, new mean, new var)."""
+    x, weight, bias, old_mean, old_var, training, momentum, eps = node.args[:8]
+    return _batch_norm_of(b, x, weight, bias, old_mean, old_var, training, momentum, eps)
+
+
+def _batch_norm_eval(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
+    x, weight, bias, mean, var, momentum, eps = node.args[:7]
+    return _batch_norm_of(b, x, weight, bias, mean, var, False, momentum, eps)
+
+
+def _batch_norm_stateless(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
+    x, weight, bias, training, momentum, eps = node.args[:6]
+    return _batch_norm_of(b, x, weight, bias, None, None, training, momentum, eps)
+
+
+def _batch_norm_of(
+    b: Builder, x: Any, weight: Any, bias: Any, old_mean: Any, old_var: Any, training: Any, momentum: Any, eps: Any
+) -> tuple[fx.Node | None, ...]:
+    channels = [1, shape(x)[1], *[1] * (len(shape(x)) - 2)]
+    dims = [d for d in range(len(shape(x))) if d != 1]
+    count = math.prod(shape(x)[d] for d in dims)
+    dtype = value(x).dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+    def along(vector: fx.Node) -> fx.Node:
+        return b(aten.view.default, vector, channels)
+
+    if wide != dtype:
+        x = b(aten._to_copy.default, x, dtype=wide)
+    new_mean, new_var = old_mean, old_var
+    if training:
+        mean = b(aten.div.Scalar, b(aten.sum.dim_IntList, x, dims), count)
+        centred = b(aten.sub.Tensor, x, along(mean))
+        var = b(aten.div.Scalar, b(aten.sum.dim_IntList, b(aten.mul.Tensor, centred, centred), dims), count)
+        if old_mean is not None:
+            unbiased = b(aten.mul.Scalar, b(aten.detach.default, var), count / max(count - 1, 1))
+            new_mean = _blend(b, old_mean, b(aten.detach.default, mean), momentum)
+            new_var = _blend(b, old_var, unbiased, momentum)
+    else:
+        mean, var = old_mean, old_var
+        centred = b(aten.sub.Tensor, x, along(mean))
+    rstd = b(aten.rsqrt.default, b(aten.add.Scalar, var, eps))
+    y = b(aten.mul.Tensor, centred, along(rstd))
+    if weight is not None:
+        y = b(aten.mul.Tensor, y, along(weight))
+    if bias is not None:
+        y = b(aten.add.Tensor, y, along(bias))
+    if wide != dtype:
+        y = b(aten._to_copy.default, y, dtype=dtype)
+    return (y, mean, rstd, new_mean, new_var)
+
+
+def _blend(b: Builder, old: Any, new: Any, momentum: Any) -> fx.Node:
+    if value(new).dtype != value(old).dtype:
+        new = b(aten._to_copy.default, new, dtype=value(old).dtype)
+    return b(aten.add.Tensor, b(aten.mul.Scalar, old, 1 - momentum), b(aten.mul.Scalar, new, momentum))
+
+
+def _cross_entropy(b: Builder, node: fx.Node) -> fx.Node | None:
+    """A mean over valid targets is the sum over them divided by their number (by their weights, if any)."""
+    if _argument(node, "reduction") != _MEAN:
+        return None
+    x, target, weight = node.args[0], node.args[1], _argument(node, "weight")
+    ignored = _argument(node, "ignore_index") if "ignore_index" in _names(node) else -100
+    rest = {
+        name: _argument(node, name)
+        for name in ("weight", "ignore_index", "label_smoothing")
+        if name in _names(node) and _argument(node, name) is not None
+    }
+    total = b(node.target, x, target, reduction=_SUM, **rest)
+    if value(target).dtype.is_floating_point:  # class probabilities: every position counts
+        return b(aten.div.Scalar, total, math.prod(shape(target)) // shape(target)[min(1, len(shape(target)) - 1)])
+    valid = b(aten.ne.Scalar, target, ignored)
+    if weight is None:
+        counted = b(aten._to_copy.default, valid, dtype=value(total).dtype)
+    else:
+        safe = b(aten.mul.Tensor, target, valid)
+        counted = b(aten.mul.Tensor, b(aten.embedding.default, b(aten.unsqueeze.default, weight, 1), safe),
+                    b(aten.unsqueeze.default, valid, -1))  # fmt: skip
+    every = list(range(len(shape(counted))))
+    return b(aten.div.Tensor, total, b(aten.sum.dim_IntList, counted, every) if every else counted)
+
+
+def _names(node: fx.Node) -> set[str]:
+    return {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
+
+
+def _pointwise_loss(b: Builder, node: fx.Node) -> fx.Node | None:
+    """A pointwise loss with reduction="mean" is its sum over the global number of elements."""
+    if _argument(node, "reduction") != _MEAN:
+        return None
+    rest = {
+        argument.name: _argument(node, argument.name)
+        for argument in node.target._schema.arguments[2:]  # type: ignore[union-attr]
+        if argument.name != "reduction" and _argument(node, argument.name) is not None
+    }
+    count = math.prod(torch.broadcast_shapes(*(shape(a) for a in node.args[:2] if is_tensor(a))))  # type: ignore[arg-type]
+    return b(aten.div.Scalar, b(node.target, *node.args[:2], reduction=_SUM, **rest), count)
+
+
+def _native_dropout(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
+    """x * mask / (1 - p): the mask depends on nothing, so every layout of x takes its part of the same one."""
+    x, p, train = node.args[:3]
+    if not train or p == 0:
+        return (x, b(aten.ones.default, list(shape(x)), dtype=torch.bool, device=value(x).device))  # type: ignore
+    likely = b(aten.full.default, list(shape(x)), 1 - p, dtype=value(x).dtype, device=value(x).device)  # type: ignore
+    kept = b(aten.bernoulli.default, likely)
+    scaled = b(aten.div.Scalar, kept, 1 - p)  # type: ignore[operator]
+    return (b(aten.mul.Tensor, x, scaled), b(aten.ne.Scalar, kept, 0))
+
+
+def _like(maker: Any) -> Expansion:
+    """`zeros_like(x)` needs only the shape of x: it becomes `zeros(shape)`, and nothing depends on x."""
+
+    def expansion(b: Builder, node: fx.Node) -> fx.Node:
+        val = value(node)
+        fill = [node.args[-1]] if maker is aten.full.default else []
+        return b(maker, list(val.shape), *fill, dtype=val.dtype, device=val.device)
+
+    return expansion
+
+
+EXPANSIONS: dict[Any, Expansion] = {
+    aten._adaptive_avg_pool2d.default: _adaptive_avg_pool,
+    aten._native_batch_norm_legit.no_stats: _batch_norm_stateless,
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten._native_batch_norm_legit_no_training.default: _batch_norm_eval,
+    aten.adaptive_avg_pool1d.default: _adaptive_avg_pool,
+    aten.adaptive_avg_pool2d.default: _adaptive_avg_pool,
+    aten.binary_cross_entropy.default: _pointwise_loss,
+    aten.binary_cross_entropy_with_logits.default: _pointwise_loss,
+    aten.cross_entropy_loss.default: _cross_entropy,
+    aten.full_like.default: _like(aten.full.default),
+    aten.huber_loss.default: _pointwise_loss,
+    aten.l1_loss.default: _pointwise_loss,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.mse_loss.default: _pointwise_loss,
+    aten.native_dropout.default: _native_dropout,
+    aten.new_full.default: _like(aten.full.default),
+    aten.new_ones.default: _like(aten.ones.default),
+    aten.new_zeros.default: _like(aten.zeros.default),
+    aten.nll_loss_nd.default: _cross_entropy,
+    aten.ones_like.default: _like(aten.ones.default),
+    aten.smooth_l1_loss.default: _pointwise_loss,
+    aten.soft_margin_loss.default: _pointwise_loss,
+    aten.zeros_like.default: _like(aten.zeros.default),
+}

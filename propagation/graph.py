@@ -1,0 +1,134 @@
+"""The Graph: one call of a function as a flat, functional graph of ATen operators.
+
+The carrier is a `torch.fx.GraphModule`; a Graph is that module with the roles of its inputs and outputs. It is
+made once by `capture` and read by every later pass; none of them changes it.
+
+What `verify` promises: every node is a placeholder, a call of an ATen or Partway operator (or getitem), or the
+output; no operator writes to its operands; every tensor has `meta["val"]` with its global shape and dtype.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..strategy.errors import VerifyError
+from .structure import Structure
+from .torch_internals import OpOverload
+
+
+class Role(str, Enum):
+    """What an input of a graph is, or what becomes of an output."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"  # a tensor that the function closes over
+    INPUT = "input"
+    RESULT = "result"
+    BUFFER_UPDATE = "buffer update"
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One input or output of a graph: its node, its role, and the name a person knows it by."""
+
+    node: fx.Node
+    role: Role
+    name: str
+    argument: str = ""  # inputs of the call: the parameter that the tensor belongs to
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A captured function. `aliases` maps the other names of a tied parameter to the one that is an input."""
+
+    module: fx.GraphModule
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    result: Structure
+    aliases: dict[str, str]
+    constants: dict[str, torch.Tensor]
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The operators in order."""
+        return tuple(node for node in self.module.graph.nodes if node.op == "call_function")
+
+    def __str__(self) -> str:
+        lines = [f"{port.role.value} {port.name}: {describe(port.node)}" for port in self.inputs]
+        lines += [f"{node.name} = {operator_name(node)}: {describe(node)}" for node in self.nodes]
+        lines += [f"return {port.name} ({port.role.value}) = {port.node.name}" for port in self.outputs]
+        return "\n".join(lines)
+
+
+def value(node: fx.Node) -> Any:
+    """The fake tensor (or tuple of them) that `node` produces."""
+    return node.meta["val"]
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether `node` is a node that produces one tensor."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def shape(node: fx.Node) -> tuple[int, ...]:
+    """The global shape of the tensor that `node` produces."""
+    return tuple(value(node).shape)
+
+
+def operator_name(node: fx.Node) -> str:
+    """`aten.linear.default` for a node that calls it."""
+    return str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "?")
+
+
+def describe(node: fx.Node) -> str:
+    """The dtype and shape of what `node` produces, as `float32[8, 16]`."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):
+        return f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)}"
+    return type(val).__name__
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module that `node` was captured in, as `transformer.h.0.attn`."""
+    stack = node.meta.get("nn_module_stack") or {}
+    for path, _ in reversed(list(stack.values())):
+        return str(path).removeprefix("fn").removeprefix(".")
+    return ""
+
+
+def source_line(node: fx.Node) -> str:
+    """The line of the user's code that `node` comes from, as `model.py:31, in forward: x = self.l(x)`."""
+    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
+    frames = [i for i, line in enumerate(trace) if line.lstrip().startswith("File ")]
+    if not frames:
+        return ""
+    own = [i for i in frames if "/torch/nn/" not in trace[i] and "/torch/utils/" not in trace[i]] or frames
+    where = trace[own[-1]].strip().split(", ")
+    path = where[0].removeprefix('File "').removesuffix('"').rsplit("/", 1)[-1]
+    code = trace[own[-1] + 1].strip() if own[-1] + 1 < len(trace) else ""
+    return f"{path}:{where[1].removeprefix('line ')}, {where[2]}: {code}" if len(where) > 2 else path
+
+
+def verify(graph: Graph) -> Graph:
+    """Raise VerifyError unless `graph` keeps what this module promises; return it otherwise."""
+    for node in graph.module.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op != "call_function":
+            raise VerifyError(f"the graph has a {node.op} node, {node.name}")
+        if node.target is operator.getitem:
+            continue
+        if not isinstance(node.target, OpOverload):
+            raise VerifyError(f"node {node.name} calls {node.target}, which is no operator")
+        if node.target._schema.is_mutable:
+            raise VerifyError(f"node {node.name} calls {node.target}, which writes to its operands")
+        if "val" not in node.meta:
+            raise VerifyError(f"node {node.name} has no value")
+    return graph

@@ -1,0 +1,201 @@
+"""What a rule says of one operator, and the options on one mesh axis that follow from it.
+
+A rule names the *factors* of an operator: index letters that its operands and results share, as in
+`... k, n k, +n -> ... n`. Splitting a factor over an axis splits every tensor that has it:
+
+    an operand that has the factor   Shard          an operand that lacks it   Broadcast
+    a result that has it             Shard          a result that lacks it     Partial (the factor is summed)
+
+The notation of a row (`parse_row`):
+
+    m k          one factor for each dim                 ...    any leading dims, aligned from the right
+    (b s)        a dim merged from two factors, major    1      a dim that cannot be split
+                 first: only the major one can split
+    +n           an operand that enters a sum once: Partial, not Broadcast, where a summed factor is split
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from ..strategy.placement import BROADCAST, PARTIAL, REPLICATE, Placement, Shard
+from .graph import is_tensor, shape, value
+from .torch_internals import tree_flatten
+
+Dims = tuple[tuple[str, ...], ...]  # for each dim the factors that make it up, major first; () cannot be split
+# (args, kwargs, operand layouts, result layouts) of the global call -> (args, kwargs) of the local one
+Localize = Callable[[fx.Node, tuple[Any, ...], dict[str, Any], "LocalShapes"], tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShapes:
+    """The local shapes of a call: of each tensor operand and of each result."""
+
+    operands: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The factors of one call of an operator.
+
+    operands, results   the dims of each tensor operand (in the order of `operands(node)`) and result
+    sizes               the global size of each factor
+    reduce              factors that are summed over: a result that lacks one is Partial when it is split
+    additive            operands that enter the sum once
+    linear              sets of operands in which the operator is jointly linear, the others held fixed
+    flops               floating-point operations of the whole forward call; > 0 marks a contraction
+    local               rewrites arguments that depend on sizes
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    reduce: frozenset[str] = frozenset()
+    additive: frozenset[int] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    flops: float = 0.0
+    local: Localize | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AxisOption:
+    """What an operator does on one axis: the factor it splits (None: none), and where its tensors then are."""
+
+    factor: str | None
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+
+    def __str__(self) -> str:
+        return f"split {self.factor}" if self.factor else str(self.operands[0] if self.operands else REPLICATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the rule table: the factors as text, and what is not plain about them."""
+
+    text: str
+    reduce: str = ""
+    whole: str = ""
+    linear: tuple[str, ...] = ()
+    contraction: bool = False
+    local: Localize | None = field(default=None, compare=False)
+
+
+def operands(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The tensor operands of `node` in the order of its arguments, a repeated one repeated."""
+    return tuple(leaf for leaf in tree_flatten((node.args, node.kwargs))[0] if isinstance(leaf, fx.Node))
+
+
+def axis_options(rule: Rule) -> tuple[AxisOption, ...]:
+    """Every option that `rule` allows on one axis, before divisibility is looked at."""
+    options = [_split(rule, factor) for factor in rule.sizes if rule.sizes[factor] > 1]
+    count, results = len(rule.operands), len(rule.results)
+    options.append(AxisOption(None, (REPLICATE,) * count, (REPLICATE,) * results))
+    if count:
+        options.append(AxisOption(None, (BROADCAST,) * count, (BROADCAST,) * results))
+    for together in rule.linear:
+        placed = tuple(PARTIAL if i in together else BROADCAST for i in range(count))
+        options.append(AxisOption(None, placed, (PARTIAL,) * results))
+    return tuple(dict.fromkeys(option for option in options if option is not None))
+
+
+def _split(rule: Rule, factor: str) -> AxisOption | None:
+    """Split `factor`, or None where it is not the major part of a dim or a result cannot do without it."""
+    placed: list[Placement] = []
+    for i, dims in enumerate(rule.operands):
+        dim = _dim_of(dims, factor, rule.sizes)
+        if dim is None:
+            placed.append(PARTIAL if i in rule.additive and factor in rule.reduce else BROADCAST)
+        elif dim < 0:
+            return None
+        else:
+            placed.append(Shard(dim))
+    results: list[Placement] = []
+    for dims in rule.results:
+        dim = _dim_of(dims, factor, rule.sizes)
+        if dim is None and factor not in rule.reduce or dim is not None and dim < 0:
+            return None
+        results.append(PARTIAL if dim is None else Shard(dim))
+    return AxisOption(factor, tuple(placed), tuple(results))
+
+
+def _dim_of(dims: Dims, factor: str, sizes: Mapping[str, int]) -> int | None:
+    """The dim whose major part `factor` is; None if no dim has it; -1 if it is not the major part."""
+    for dim, parts in enumerate(dims):
+        if factor in parts:
+            before = parts[: parts.index(factor)]
+            return dim if all(sizes[part] == 1 for part in before) else -1
+    return None
+
+
+def parse_row(row: Row, node: fx.Node) -> Rule:
+    """The Rule of `row` for one call: names become sizes, absent optional operands drop out."""
+    texts, _, result_text = row.text.partition("->")
+    specs = [spec.strip() for spec in texts.split(",")]
+    present: list[tuple[str, fx.Node, int]] = []
+    tensors = [a for a in _schema_tensors(node)]
+    for position, (spec, tensor) in enumerate(zip(specs, tensors, strict=False)):
+        if tensor is not None:
+            present.append((spec, tensor, position))
+    sizes: dict[str, int] = {}
+    dims = tuple(_dims(spec.lstrip("+"), shape(tensor), sizes) for spec, tensor, _ in present)
+    every = value(node)
+    shapes = [tuple(t.shape) for t in (every if isinstance(every, tuple | list) else (every,))]
+    results = tuple(
+        _dims(spec.strip(), found, sizes) for spec, found in zip(result_text.split(","), shapes, strict=False)
+    )
+    flops = 2.0 * math.prod(sizes.values()) if row.contraction else 0.0
+    whole = set(row.whole.split())
+    renumber = {position: i for i, (_, _, position) in enumerate(present)}
+    linear = [frozenset(renumber[int(p)] for p in text.split() if int(p) in renumber) for text in row.linear]
+    return Rule(
+        operands=tuple(_without(d, whole) for d in dims),
+        results=tuple(_without(d, whole) for d in results),
+        sizes={name: size for name, size in sizes.items() if name not in whole},
+        reduce=frozenset(row.reduce.split()) | (_ellipsis(sizes) if "..." in row.reduce else frozenset()),
+        additive=frozenset(i for i, (spec, _, _) in enumerate(present) if spec.startswith("+")),
+        linear=tuple(together for together in linear if together),
+        flops=flops,
+        local=row.local,
+    )
+
+
+def _ellipsis(sizes: Mapping[str, int]) -> frozenset[str]:
+    return frozenset(name for name in sizes if name.startswith("_"))
+
+
+def _without(dims: Dims, whole: set[str]) -> Dims:
+    return tuple(() if whole & set(parts) else parts for parts in dims)
+
+
+def _schema_tensors(node: fx.Node) -> list[fx.Node | None]:
+    """The tensor arguments of the operator's schema, None for an absent optional one."""
+    found: list[fx.Node | None] = []
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if "Tensor" in str(argument.type):
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            found.append(given if is_tensor(given) else None)  # type: ignore[arg-type]
+    return found
+
+
+def _dims(spec: str, size: tuple[int, ...], sizes: dict[str, int]) -> Dims:
+    tokens = re.findall(r"\.\.\.|\([^)]*\)|\S+", spec)
+    named = len([t for t in tokens if t != "..."])
+    dims: list[tuple[str, ...]] = []
+    for token in tokens:
+        if token == "...":
+            leading = len(size) - named
+            dims += [(f"_{leading - i}",) for i in range(leading)]
+        else:
+            dims.append(() if token == "1" else tuple(token.strip("()").split()))
+    for parts, extent in zip(dims, size, strict=True):
+        if len(parts) == 1:
+            sizes.setdefault(parts[0], extent)
+    return tuple(dims)

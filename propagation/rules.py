@@ -1,0 +1,520 @@
+"""The rule table: one row per operator (at the bottom), and the functions for rows that are no text.
+
+Pointwise operators share one case; the rest stand alphabetically. A new operator is one row and one test.
+An operator without a row still gives right results: it runs replicated (`rule_of` returns None).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .collectives import constrain
+from .graph import is_tensor, shape, value
+from .rule import Dims, LocalShapes, Row, Rule, operands, parse_row
+
+aten = torch.ops.aten
+Function = Callable[[fx.Node], Rule | None]
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule of one call, or None for an operator without a row (and for what draws random numbers)."""
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return None
+    row = RULES.get(node.target)
+    if isinstance(row, Row):
+        return parse_row(row, node)
+    if row is not None:
+        return row(node)
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return _pointwise()(node)
+    return None
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument called `name` of a call, or its default."""
+    for i, formal in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if formal.name == name:
+            if i < len(node.args):
+                return node.args[i]
+            return node.kwargs.get(name, formal.default_value if formal.has_default_value() else None)
+    raise KeyError(f"{node.target} has no argument {name!r}")
+
+
+# -- helpers of the functions below
+
+
+def _letters(size: Iterable[int], prefix: str = "f") -> Dims:
+    """One factor for each dim, none for a dim of size 1."""
+    return tuple((f"{prefix}{d}",) if extent != 1 else () for d, extent in enumerate(size))
+
+
+def _sizes(dims: Dims, size: tuple[int, ...]) -> dict[str, int]:
+    return {parts[0]: extent for parts, extent in zip(dims, size, strict=True) if len(parts) == 1}
+
+
+def _rename(dims: Dims, whole: Iterable[int]) -> Dims:
+    dropped = set(whole)
+    return tuple(() if d in dropped else parts for d, parts in enumerate(dims))
+
+
+def _with_shape(position: int) -> Any:
+    """A localizer that puts the local shape of the result at the argument at `position`."""
+
+    def local(
+        node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: LocalShapes
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (*args[:position], list(shapes.results[0]), *args[position + 1 :]), kwargs
+
+    return local
+
+
+# -- functions
+
+
+def _pointwise(*linear: set[int]) -> Function:
+    """Elementwise with broadcasting; `linear` lists the sets of operands that it is jointly linear in."""
+
+    def rule(node: fx.Node) -> Rule | None:
+        if not is_tensor(node):
+            return None
+        out = shape(node)
+        letters = _letters(out)
+        dims = []
+        for operand in operands(node):
+            size = shape(operand)
+            aligned = letters[len(out) - len(size) :]
+            dims.append(tuple(parts if n != 1 else () for parts, n in zip(aligned, size, strict=True)))
+        sets = tuple(frozenset(together) for together in linear if max(together) < len(dims))
+        return Rule(tuple(dims), (letters,), _sizes(letters, out), linear=sets)
+
+    return rule
+
+
+def _scalar_linear(node: fx.Node) -> Rule | None:
+    """mul, div: by a tensor or by a number."""
+    both = node.target in (aten.mul.Tensor,) and len(operands(node)) == 2
+    return _pointwise(*([{0}, {1}] if both else [{0}]))(node)
+
+
+def _additive(node: fx.Node) -> Rule | None:
+    """add, sub: jointly linear in two tensors; adding a number is not linear."""
+    return _pointwise(*([{0, 1}] if len(operands(node)) == 2 else []))(node)
+
+
+def _where(node: fx.Node) -> Rule | None:
+    return _pointwise(*([{1, 2}] if len(operands(node)) == 3 else []))(node)
+
+
+def _along(*names: str, linear: bool = False) -> Function:
+    """Operators that work along the dims given by the arguments `names`; other dims are independent."""
+
+    def rule(node: fx.Node) -> Rule | None:
+        if not is_tensor(node):
+            return None
+        size = shape(operands(node)[0])
+        whole: set[int] = set()
+        for name in names:
+            dims = argument(node, name)
+            for dim in dims if isinstance(dims, list | tuple) else [dims]:
+                whole.add(dim % max(len(size), 1))
+        letters = _rename(_letters(size), whole)
+        out = _rename(letters, {d for d in range(len(size)) if shape(node)[d] != size[d]})
+        sets = (frozenset({0}),) if linear else ()
+        return Rule((letters,), (out,), _sizes(letters, size), linear=sets)
+
+    return rule
+
+
+def _reduction(node: fx.Node) -> Rule | None:
+    """Sums over dims: a split of a summed dim leaves addends."""
+    x = operands(node)[0]
+    size, dims = shape(x), argument(node, "dim") if len(node.target._schema.arguments) > 2 else None  # type: ignore
+    letters = _letters(size)
+    summed = {d % len(size) for d in dims} if dims else set(range(len(size)))
+    keep = bool(len(shape(node)))and len(shape(node)) == len(size)
+    out = _rename(letters, summed) if keep else tuple(p for d, p in enumerate(letters) if d not in summed)
+    return Rule(
+        (letters,), (out,), _sizes(letters, size),
+        reduce=frozenset(f for d in summed for f in letters[d]), linear=(frozenset({0}),),
+    )  # fmt: skip
+
+
+def _view(node: fx.Node) -> Rule | None:
+    """view, reshape, flatten, ...: factors are the common refinement of both shapes, major first."""
+    x = operands(node)[0]
+    before, after = shape(x), shape(node)
+    if math.prod(before) == 0:
+        return None
+    left: list[list[str]] = [[] for _ in before]
+    right: list[list[str]] = [[] for _ in after]
+    sizes: dict[str, int] = {}
+    rest_left, rest_right = list(before), list(after)
+    i = j = 0
+    while i < len(before) and j < len(after):
+        common = math.gcd(rest_left[i], rest_right[j])
+        if rest_left[i] == 1 or rest_right[j] == 1:
+            i, j = i + (rest_left[i] == 1), j + (rest_right[j] == 1)
+        elif common > 1:
+            name = f"f{len(sizes)}"
+            sizes[name] = common
+            left[i].append(name)
+            right[j].append(name)
+            rest_left[i] //= common
+            rest_right[j] //= common
+        else:  # nothing in common: these dims stay whole up to where both shapes have covered as much
+            a, b = rest_left[i], rest_right[j]
+            while a != b:
+                if a < b:
+                    i += 1
+                    a *= before[i]
+                else:
+                    j += 1
+                    b *= after[j]
+            i, j = i + 1, j + 1
+    return Rule(
+        (tuple(map(tuple, left)),), (tuple(map(tuple, right)),), sizes,
+        linear=(frozenset({0}),), local=_with_shape(1),
+    )  # fmt: skip
+
+
+def _expand(node: fx.Node) -> Rule | None:
+    x = operands(node)[0]
+    out, size = shape(node), shape(x)
+    letters = _letters(out)
+    aligned = letters[len(out) - len(size) :]
+    dims = tuple(parts if n != 1 else () for parts, n in zip(aligned, size, strict=True))
+    return Rule((dims,), (letters,), _sizes(letters, out), linear=(frozenset({0}),), local=_with_shape(1))
+
+
+def _reorder(order: Callable[[fx.Node, int], list[int]]) -> Function:
+    """Permutations: result dim d is operand dim order[d]."""
+
+    def rule(node: fx.Node) -> Rule | None:
+        size = shape(operands(node)[0])
+        letters = _letters(size)
+        out = tuple(letters[d] for d in order(node, len(size)))
+        return Rule((letters,), (out,), _sizes(letters, size), linear=(frozenset({0}),))
+
+    return rule
+
+
+def _transposed(node: fx.Node, n: int) -> list[int]:
+    order = list(range(n))
+    if n:
+        a, b = argument(node, "dim0") % n, argument(node, "dim1") % n
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _squeezed(node: fx.Node) -> Rule | None:
+    """squeeze, unsqueeze, and any view that only adds or drops dims of size 1."""
+    x = operands(node)[0]
+    letters = _letters(shape(x))
+    rest = [parts for parts in letters if parts]
+    out = tuple(() if n == 1 else rest.pop(0) for n in shape(node))
+    return Rule((letters,), (out,), _sizes(letters, shape(x)), linear=(frozenset({0}),))
+
+
+def _select(node: fx.Node) -> Rule | None:
+    x = operands(node)[0]
+    size = shape(x)
+    letters = _rename(_letters(size), {argument(node, "dim") % len(size)})
+    dim = argument(node, "dim") % len(size)
+    return Rule((letters,), (letters[:dim] + letters[dim + 1 :],), _sizes(letters, size), linear=(frozenset({0}),))
+
+
+def _cat(node: fx.Node) -> Rule | None:
+    parts = [o for o in operands(node) if shape(o) != (0,)]
+    if len(parts) != len(operands(node)):
+        return None
+    dim = argument(node, "dim") % len(shape(node))
+    letters = _rename(_letters(shape(node)), {dim})
+    everything = frozenset(range(len(parts)))
+    return Rule((letters,) * len(parts), (letters,), _sizes(letters, shape(node)), linear=(everything,))
+
+
+def _stack(node: fx.Node) -> Rule | None:
+    parts = operands(node)
+    dim = argument(node, "dim") % len(shape(node))
+    letters = _letters(shape(parts[0]))
+    everything = frozenset(range(len(parts)))
+    out = (*letters[:dim], (), *letters[dim:])
+    return Rule((letters,) * len(parts), (out,), _sizes(letters, shape(parts[0])), linear=(everything,))
+
+
+def _pieces(node: fx.Node) -> Rule | None:
+    """split, chunk, unbind: several results, cut along one dim that stays whole."""
+    x = operands(node)[0]
+    size = shape(x)
+    dim = argument(node, "dim") % len(size)
+    letters = _rename(_letters(size), {dim})
+    results = value(node)
+    out = letters if len(results[0].shape) == len(size) else letters[:dim] + letters[dim + 1 :]
+    return Rule((letters,), (out,) * len(results), _sizes(letters, size), linear=(frozenset({0}),))
+
+
+def _pad(node: fx.Node) -> Rule | None:
+    x = operands(node)[0]
+    size = shape(x)
+    touched = {d for d in range(len(size)) if shape(node)[d] != size[d]}
+    pad = argument(node, "pad")
+    touched |= {len(size) - 1 - i // 2 for i, n in enumerate(pad) if n}
+    letters = _rename(_letters(size), touched)
+    constant = "mode" not in {a.name for a in node.target._schema.arguments} or argument(node, "mode") == "constant"  # type: ignore
+    zero = constant and not argument(node, "value")
+    return Rule(
+        (letters,), (letters,), _sizes(letters, size), linear=(frozenset({0}),) if zero else ()
+    )
+
+
+def _slice(node: fx.Node) -> Rule | None:
+    x = operands(node)[0]
+    size = shape(x)
+    dim = (argument(node, "dim") or 0) % len(size)
+    whole = {dim} if shape(node)[dim] != size[dim] or argument(node, "step") not in (None, 1) else set()
+    letters = _rename(_letters(size), whole)
+    return Rule((letters,), (letters,), _sizes(letters, size), linear=(frozenset({0}),))
+
+
+def _layer_norm(node: fx.Node) -> Rule | None:
+    x = operands(node)[0]
+    size, count = shape(x), len(argument(node, "normalized_shape"))
+    letters = _rename(_letters(size), range(len(size) - count, len(size)))
+    affine = tuple(((),) * count for _ in operands(node)[1:])
+    return Rule((letters, *affine), (letters,), _sizes(letters, size))
+
+
+def _matmul(node: fx.Node) -> Rule | None:
+    a, b = (shape(o) for o in operands(node))
+    if len(a) == 1 or len(b) == 1:
+        return None
+    out = shape(node)
+    batch = _letters(out[:-2])
+
+    def dims(size: tuple[int, ...], last: Dims) -> Dims:
+        lead = batch[len(batch) - (len(size) - 2) :]
+        return (*(p if n != 1 else () for p, n in zip(lead, size[:-2], strict=True)), *last)
+
+    sizes = {**_sizes(batch, out[:-2]), "m": a[-2], "k": a[-1], "n": b[-1]}
+    return Rule(
+        (dims(a, (("m",), ("k",))), dims(b, (("k",), ("n",)))), ((*batch, ("m",), ("n",)),), sizes,
+        reduce=frozenset("k"), linear=(frozenset({0}), frozenset({1})), flops=2.0 * math.prod(sizes.values()),
+    )  # fmt: skip
+
+
+def _einsum(node: fx.Node) -> Rule | None:
+    equation = argument(node, "equation").replace(" ", "")
+    if "->" not in equation or "." in equation:
+        return None
+    left, _, right = equation.partition("->")
+    terms = left.split(",")
+    if any(len(set(term)) != len(term) for term in [*terms, right]):
+        return None
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, operands(node), strict=True):
+        sizes.update(zip(term, shape(operand), strict=True))
+    return Rule(
+        tuple(tuple((letter,) for letter in term) for term in terms), (tuple((letter,) for letter in right),), sizes,
+        reduce=frozenset(sizes) - frozenset(right), linear=tuple(frozenset({i}) for i in range(len(terms))),
+        flops=2.0 * math.prod(sizes.values()),
+    )  # fmt: skip
+
+
+def _attention(node: fx.Node) -> Rule | None:
+    """scaled_dot_product_attention: batch and heads, and queries where no mask ties them to positions."""
+    if argument(node, "dropout_p"):
+        return None
+    q, k, v = operands(node)[:3]
+    mask = operands(node)[3] if len(operands(node)) > 3 else None
+    size = shape(q)
+    if len(size) < 3 or shape(k)[:-3] != size[:-3]:
+        return None
+    batch = _letters(size[:-3], "b")
+    sizes = {**_sizes(batch, size[:-3]), "h": shape(k)[-3], "g": size[-3] // shape(k)[-3], "s": size[-2]}
+    heads = tuple(f for f in ("h", "g") if sizes[f] != 1)
+    queries = () if argument(node, "is_causal") else ("s",)
+    kv = (*batch, ("h",) if sizes["h"] != 1 else (), (), ())
+    dims: list[Dims] = [(*batch, heads, queries, ()), kv, kv]
+    if mask is not None:
+        full: Dims = (*batch, heads, queries, ())
+        aligned = full[len(full) - len(shape(mask)) :]
+        dims.append(tuple(p if n != 1 else () for p, n in zip(aligned, shape(mask), strict=True)))
+    if argument(node, "is_causal"):
+        del sizes["s"]
+    flops = 2.0 * math.prod(size[:-1]) * shape(k)[-2] * (size[-1] + shape(v)[-1])
+    return Rule(tuple(dims), ((*batch, heads, queries, ()),), sizes, flops=flops)
+
+
+def _convolution(node: fx.Node) -> Rule | None:
+    """conv1d, conv2d, conv3d: batch, output channels, input channels (summed), or groups; windows stay whole."""
+    x, weight = operands(node)[:2]
+    spatial = ((),) * (len(shape(weight)) - 2)
+    groups = argument(node, "groups") or 1
+    batched = len(shape(x)) == len(shape(weight))
+    lead: Dims = (("b",),) if batched else ()
+    outputs, inputs = shape(weight)[:2]
+    sizes = {"b": shape(x)[0]} if batched else {}
+    if groups == 1:
+        sizes |= {"o": outputs, "i": inputs}
+        dims: list[Dims] = [(*lead, ("i",), *spatial), (("o",), ("i",), *spatial), (("o",),)]
+        out = (*lead, ("o",), *spatial)
+    else:
+        sizes |= {"g": groups, "o": outputs // groups}
+        dims = [(*lead, ("g",), *spatial), (("g", "o"), (), *spatial), (("g", "o"),)]
+        out = (*lead, ("g", "o"), *spatial)
+    count = len(operands(node))
+    flops = 2.0 * math.prod(shape(node)) * math.prod(shape(weight)[1:])
+    linear = (frozenset({0, 2}), frozenset({1, 2})) if count == 3 else (frozenset({0}), frozenset({1}))
+    return Rule(
+        tuple(dims[:count]), (out,), sizes, reduce=frozenset("i") & frozenset(sizes), additive=frozenset({2}),
+        linear=linear, flops=flops, local=_local_groups if groups > 1 else None,
+    )  # fmt: skip
+
+
+def _local_groups(
+    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: LocalShapes
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A rank that holds a part of the groups convolves that many: its input channels over those of one group."""
+    channel = len(shapes.operands[0]) - (len(shapes.operands[1]) - 2) - 1
+    groups = shapes.operands[0][channel] // shapes.operands[1][1]
+    position = [a.name for a in node.target._schema.arguments].index("groups")  # type: ignore[union-attr]
+    return (*args[:position], groups, *args[position + 1 :]), kwargs
+
+
+def _pool(spatial: int) -> Function:
+    """Pools over the last dims: the windows stay whole, the other dims are independent."""
+
+    def rule(node: fx.Node) -> Rule | None:
+        size = shape(operands(node)[0])
+        letters = _rename(_letters(size), range(len(size) - spatial, len(size)))
+        results = len(value(node)) if isinstance(value(node), tuple | list) else 1
+        return Rule((letters,), (letters,) * results, _sizes(letters, size))
+
+    return rule
+
+
+def _cross_entropy(node: fx.Node) -> Rule | None:
+    """Summed (capture made means of it) or per element: positions are independent, classes stay whole."""
+    x, target = operands(node)[:2]
+    if argument(node, "reduction") == 1 or len(shape(x)) < 2:
+        return None
+    letters = _rename(_letters(shape(x)), {1})
+    positions = (letters[0], *letters[2:])
+    weight: tuple[Dims, ...] = tuple(((),) for _ in operands(node)[2:])
+    classes = len(shape(target)) == len(shape(x))
+    reduced = argument(node, "reduction") == 2
+    sizes = _sizes(letters, shape(x))
+    return Rule(
+        (letters, letters if classes else positions, *weight), (() if reduced else positions,), sizes,
+        reduce=frozenset(sizes) if reduced else frozenset(),
+    )  # fmt: skip
+
+
+def _loss(node: fx.Node) -> Rule | None:
+    """Pointwise losses, summed or per element."""
+    rule = _pointwise()(node) if argument(node, "reduction") == 0 else None
+    if rule is not None or argument(node, "reduction") != 2:
+        return rule
+    out = tuple(torch.broadcast_shapes(*(shape(o) for o in operands(node))))
+    letters = _letters(out)
+    dims = tuple(
+        tuple(p if n != 1 else () for p, n in zip(letters[len(out) - len(shape(o)) :], shape(o), strict=True))
+        for o in operands(node)
+    )
+    sizes = _sizes(letters, out)
+    return Rule(dims, ((),), sizes, reduce=frozenset(sizes))
+
+
+def _group_norm(node: fx.Node) -> Rule | None:
+    x = operands(node)[0]
+    letters = _rename(_letters(shape(x)), range(1, len(shape(x))))
+    return Rule((letters, *(((),) for _ in operands(node)[1:])), (letters,), _sizes(letters, shape(x)))
+
+
+_UNARY_LINEAR = _pointwise({0})
+_LINEAR = ("0 2", "1 2")
+
+RULES: dict[Any, Row | Function] = {
+    # pointwise operators that are linear in an operand, or that PyTorch does not tag as pointwise
+    aten._to_copy.default: _UNARY_LINEAR,
+    aten.add.Tensor: _additive,
+    aten.alias.default: _UNARY_LINEAR,
+    aten.clone.default: _UNARY_LINEAR,
+    aten.contiguous.default: _UNARY_LINEAR,
+    aten.detach.default: _UNARY_LINEAR,
+    aten.div.Scalar: _UNARY_LINEAR,
+    aten.div.Tensor: _UNARY_LINEAR,
+    aten.dropout.default: lambda node: None if argument(node, "train") and argument(node, "p") else _UNARY_LINEAR(node),
+    aten.lift_fresh_copy.default: _UNARY_LINEAR,
+    aten.masked_fill.Scalar: _pointwise(),
+    aten.mul.Scalar: _UNARY_LINEAR,
+    aten.mul.Tensor: _scalar_linear,
+    aten.neg.default: _UNARY_LINEAR,
+    aten.rsub.Scalar: _pointwise(),
+    aten.sub.Tensor: _additive,
+    aten.to.dtype: _UNARY_LINEAR,
+    aten.where.self: _where,
+    # the rest, alphabetically
+    aten._softmax.default: _along("dim"),
+    aten._unsafe_view.default: _view,
+    aten.addmm.default: Row("+n, m k, k n -> m n", reduce="k", linear=("0 1", "0 2"), contraction=True),
+    aten.bmm.default: Row("b m k, b k n -> b m n", reduce="k", linear=("0", "1"), contraction=True),
+    aten.cat.default: _cat,
+    aten.chunk.default: _pieces,
+    aten.constant_pad_nd.default: _pad,
+    aten.conv1d.default: _convolution,
+    aten.conv2d.default: _convolution,
+    aten.conv3d.default: _convolution,
+    aten.cross_entropy_loss.default: _cross_entropy,
+    aten.cumsum.default: _along("dim", linear=True),
+    aten.einsum.default: _einsum,
+    aten.embedding.default: Row("v d, ... -> ... d", whole="v", linear=("0",)),
+    aten.expand.default: _expand,
+    aten.group_norm.default: _group_norm,
+    aten.layer_norm.default: _layer_norm,
+    aten.linear.default: Row("... k, n k, +n -> ... n", reduce="k", linear=_LINEAR, contraction=True),
+    aten.log_softmax.int: _along("dim"),
+    aten.matmul.default: _matmul,
+    aten.max_pool1d.default: _pool(1),
+    aten.max_pool2d.default: _pool(2),
+    aten.max_pool2d_with_indices.default: _pool(2),
+    aten.max_pool3d.default: _pool(3),
+    aten.avg_pool2d.default: _pool(2),
+    aten._adaptive_avg_pool2d.default: _pool(2),
+    aten.adaptive_avg_pool2d.default: _pool(2),
+    aten.mm.default: Row("m k, k n -> m n", reduce="k", linear=("0", "1"), contraction=True),
+    aten.mse_loss.default: _loss,
+    aten.binary_cross_entropy.default: _loss,
+    aten.binary_cross_entropy_with_logits.default: _loss,
+    aten.huber_loss.default: _loss,
+    aten.l1_loss.default: _loss,
+    aten.smooth_l1_loss.default: _loss,
+    aten.soft_margin_loss.default: _loss,
+    aten.nll_loss_nd.default: _cross_entropy,
+    aten.pad.default: _pad,
+    aten.permute.default: _reorder(lambda node, n: [d % n for d in argument(node, "dims")]),
+    aten.reshape.default: _view,
+    aten.scaled_dot_product_attention.default: _attention,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.softmax.int: _along("dim"),
+    aten.split.Tensor: _pieces,
+    aten.split_with_sizes.default: _pieces,
+    aten.squeeze.default: _squeezed,
+    aten.squeeze.dim: _squeezed,
+    aten.squeeze.dims: _squeezed,
+    aten.stack.default: _stack,
+    aten.sum.default: _reduction,
+    aten.sum.dim_IntList: _reduction,
+    aten.t.default: _reorder(lambda node, n: list(range(n))[::-1]),
+    aten.transpose.int: _reorder(_transposed),
+    aten.unbind.int: _pieces,
+    aten.unsqueeze.default: _squeezed,
+    aten.view.default: _view,
+    constrain: _UNARY_LINEAR,
+}

@@ -1,0 +1,148 @@
+"""Arguments and results as flat lists of tensors: nested containers, dataclasses and plain values come apart
+and go together again.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .torch_internals import TreeSpec, tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A dataclass that torch's pytree does not know, opened into the values of its fields."""
+
+    template: Any
+    fields: tuple[str, ...]
+    structure: Structure
+
+    def close(self, tensors: list[Any]) -> Any:
+        instance = copy.copy(self.template)
+        for name, value in zip(self.fields, self.structure.build(tensors), strict=True):
+            object.__setattr__(instance, name, value)
+        return instance
+
+
+_TENSOR = object()
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Where the tensors of a value stand: `build` puts other tensors in their places."""
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]  # _TENSOR, an _Opened dataclass, or a plain value
+
+    def build(self, tensors: list[Any]) -> Any:
+        """The value with `tensors` (consumed from the front) in the places of its tensors."""
+        values = []
+        for leaf in self.leaves:
+            if leaf is _TENSOR:
+                values.append(tensors.pop(0))
+            else:
+                values.append(leaf.close(tensors) if isinstance(leaf, _Opened) else leaf)
+        return tree_unflatten(values, self.spec)
+
+    def count(self) -> int:
+        """How many tensors there are."""
+        return sum(leaf.structure.count() if isinstance(leaf, _Opened) else leaf is _TENSOR for leaf in self.leaves)
+
+    def key(self) -> tuple[Any, ...]:
+        """What must be equal for two calls to have the same graph: the shape of the tree, the plain values."""
+        plain = []
+        for leaf in self.leaves:
+            if isinstance(leaf, _Opened):
+                plain.append((type(leaf.template), leaf.structure.key()))
+            else:
+                plain.append("tensor" if leaf is _TENSOR else (type(leaf), _hashable(leaf)))
+        return (str(self.spec), tuple(plain))
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """Stands for a value that has no hash: equal only to the very same object, which it keeps alive."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return _Same(value)
+    return value
+
+
+def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
+    """The tensors of `value` in order, and the structure that `Structure.build` fills again."""
+    leaves, spec = tree_flatten(value)
+    tensors: list[torch.Tensor] = []
+    kept: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+            kept.append(_TENSOR)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = tuple(field.name for field in dataclasses.fields(leaf))
+            inner, structure = flatten(tuple(getattr(leaf, name) for name in fields))
+            tensors += inner
+            kept.append(_Opened(leaf, fields, structure))
+        else:
+            kept.append(leaf)
+    return tensors, Structure(spec, tuple(kept))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a function, flat: its tensors, their names, and the way back to (args, kwargs).
+
+    `arguments[i]` is the name of the parameter that tensor i belongs to, `names[i]` the tensor's own name
+    (`"x"`, or `"batch[0]"` when the argument holds several).
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    structure: Structure
+    arguments: tuple[str, ...]
+    names: tuple[str, ...]
+
+
+def flatten_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Flatten a call of `fn`. Arguments are named by its signature where it has one."""
+    tensors, structure = flatten((args, kwargs))
+    labelled = [(name, value) for name, value in _argument_names(fn, args)] + list(kwargs.items())
+    arguments: list[str] = []
+    names: list[str] = []
+    for name, value in labelled:
+        count = len(flatten(value)[0])
+        arguments += [name] * count
+        names += [name] if count == 1 and isinstance(value, torch.Tensor) else [f"{name}[{i}]" for i in range(count)]
+    return Call(tuple(tensors), structure, tuple(arguments), tuple(names))
+
+
+def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the parameters that `fn` takes by position, or () when it does not tell."""
+    try:
+        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in parameters if p.kind in positional)
+
+
+def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    known = parameter_names(fn)
+    return [(known[i] if i < len(known) else f"arg{i}", value) for i, value in enumerate(args)]
