@@ -1,0 +1,494 @@
+"""The parallel context: the options that hold for the whole process, and the only place that holds them.
+
+    set_auto_parallel_context(device_num=8, search_mode="sharding_propagation")
+    with auto_parallel_context(device_num=4): ...      # afterwards as before
+    set_algo_parameters(fully_use_devices=False)
+
+Names and meanings are MindSpore's. A call takes all its options or none: each value is frozen, validated once, and
+replaced whole. An option holds in every thread, so a `with` in one thread is seen by the others too. An option of
+MindSpore that would have no effect here does not exist; the error for it says what to use instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from enum import StrEnum
+from itertools import pairwise
+from threading import Lock
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar, get_args
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from partway.strategy.errors import ContextError, StrategyError
+from partway.strategy.validate import check_dataset_form
+
+# -- Closed choices, equal to the strings that users write and printed like them -------------------------------------
+
+
+class _Choice(StrEnum):
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class ParallelMode(_Choice):
+    STAND_ALONE = "stand_alone"
+    DATA_PARALLEL = "data_parallel"
+    SEMI_AUTO_PARALLEL = "semi_auto_parallel"
+    AUTO_PARALLEL = "auto_parallel"
+
+
+class SearchMode(_Choice):
+    SHARDING_PROPAGATION = "sharding_propagation"
+    DYNAMIC_PROGRAMMING = "dynamic_programming"
+    RECURSIVE_PROGRAMMING = "recursive_programming"
+
+
+class DatasetMode(_Choice):
+    DATA_PARALLEL = "data_parallel"
+    FULL_BATCH = "full_batch"
+
+
+class FusionMode(_Choice):
+    AUTO = "auto"
+    SIZE = "size"
+    INDEX = "index"
+
+
+class UnknownOp(_Choice):
+    WARN = "warn"
+    ERROR = "error"
+
+
+# -- Field types. The args of a validator's ValueError are its problems; none: "see what the field accepts". ----------
+
+
+def _positions(value: object) -> tuple[int, ...]:
+    """The list of positions at which groups of collectives end, as a tuple."""
+    if not isinstance(value, list | tuple) or not value or any(type(end) is not int or end < 1 for end in value):
+        raise ValueError
+    if any(end >= later for end, later in pairwise(value)):
+        raise ValueError
+    return tuple(value)
+
+
+def _dataset_strategy(value: object) -> object:
+    check_dataset_form(value)
+    return DatasetMode(value) if isinstance(value, str) else value
+
+
+_as_list = PlainSerializer(lambda value: list(value) if isinstance(value, tuple) else value)
+_POSITIONS = "a list of ascending positive ints, such as [20, 35] (the first 20, the next 15, the rest)"
+
+_Positions = Annotated[tuple[int, ...], PlainValidator(_positions), _as_list]
+_DatasetStrategy = Annotated[DatasetMode | tuple[tuple[int, ...], ...], PlainValidator(_dataset_strategy)]
+
+
+# -- The options. A field's `description` says what it accepts, where its type does not. -----------------------------
+
+
+class _Options(BaseModel):
+    """Frozen options; `absent` names MindSpore's that are not here, with what to do instead."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    absent: ClassVar[Mapping[str, str]] = {}
+
+    def describe(self) -> str:
+        """A table with one row per option: its name, its value, and whether it was set or is the default."""
+        values = {key: repr(value) for key, value in self.model_dump().items()}
+        key_width, value_width = (max(map(len, column)) for column in (values, values.values()))
+        return "\n".join(
+            f"{key:{key_width}}  {value:{value_width}}  {'set' if key in self.model_fields_set else 'default'}"
+            for key, value in values.items()
+        )
+
+    def __str__(self) -> str:
+        return self.describe()
+
+
+class AllReduceFusion(_Options):
+    """How gradient AllReduces are grouped: `auto` (64 MB), `size` (`config` in MB) or `index` (`config` positions)."""
+
+    mode: FusionMode = Field(strict=False)
+    config: Annotated[int | tuple[int, ...] | None, _as_list] = Field(description="None, an int (MB) or a list of ints")
+
+    @field_validator("config", mode="plain")
+    @classmethod
+    def _config_fits_mode(cls, value: object, info: ValidationInfo) -> object:
+        match info.data.get("mode"):
+            case FusionMode.AUTO if value is not None:
+                raise ValueError(_refusal(value, "None with mode 'auto'"))
+            case FusionMode.SIZE if type(value) is not int or value < 1:
+                raise ValueError(_refusal(value, "an int of 1 or more (MB) with mode 'size'"))
+            case FusionMode.INDEX:
+                try:
+                    return _positions(value)
+                except ValueError:
+                    raise ValueError(_refusal(value, f"{_POSITIONS} with mode 'index'")) from None
+        return value
+
+
+class CommFusion(_Options):
+    absent = {kind: f"{kind} fusion is not available yet" for kind in ("allgather", "reducescatter")}
+
+    openstate: bool = True
+    """False turns all grouping off, that of `all_reduce_fusion_config` too."""
+    allreduce: AllReduceFusion | None = Field(
+        default=None,
+        description='None or a dict such as {"mode": "size", "config": 32}; mode is one of auto, size, index',
+    )
+
+
+class StrategyCkptConfig(_Options):
+    load_file: str = Field(default="", description="the path of an existing file, or ''")
+    save_file: str = Field(default="", description="a path, or ''")
+    only_trainable_params: bool = True
+
+    @field_validator("load_file")
+    @classmethod
+    def _load_file_exists(cls, value: str) -> str:
+        if value and not os.path.isfile(value):
+            raise ValueError(f"there is no file {value!r}")
+        return value
+
+
+class ParallelOptimizerConfig(_Options):
+    absent = {
+        "gradient_accumulation_shard": "accumulated gradients are split as their parameters are",
+        "optimizer_weight_shard_size": "optimizer states are split over all devices that hold a copy",
+        "optimizer_level": "use enable_parallel_optimizer=True",
+    }
+
+    parallel_optimizer_threshold: int = Field(default=64, ge=0, description="an int of 0 or more (KB)")
+    """Parameters below this size, in KB, stay whole."""
+
+
+_GRADIENT_DTYPE = "gradients are summed in their own dtype"
+_PIPELINE = "pipeline parallelism is not available yet"
+_NORMS = "read the gradients' norms in the training loop"
+
+
+class ParallelContext(_Options):
+    """The parallel context. `current()` is the one in force."""
+
+    absent = {
+        "auto_parallel_search_mode": "use search_mode",
+        "auto_pipeline": _PIPELINE,
+        "communi_parallel_mode": "PyTorch chooses the streams of collectives",
+        "dump_device_local_norm": _NORMS,
+        "dump_local_norm": _NORMS,
+        "dump_local_norm_path": _NORMS,
+        "enable_alltoall": "an all-to-all is always used where a conversion calls for one",
+        "force_fp32_communication": _GRADIENT_DTYPE,
+        "global_rank": "the launcher numbers the processes; read the rank with partway.get_rank()",
+        "grad_accumulation_step": "call backward() several times before the optimizer's step()",
+        "gradient_fp32_sync": _GRADIENT_DTYPE,
+        "group_ckpt_save_file": "groups follow from the mesh, so there is nothing to save",
+        "loss_repeated_mean": "repeated computation never scales a gradient here",
+        "optimizer_weight_shard_size": ParallelOptimizerConfig.absent["optimizer_weight_shard_size"],
+        "pipeline_config": _PIPELINE,
+        "pipeline_result_broadcast": _PIPELINE,
+        "pipeline_stages": _PIPELINE,
+        "sharding_propagation": 'use search_mode="sharding_propagation"',
+        "strategy_ckpt_load_file": 'use strategy_ckpt_config={"load_file": ...}',
+        "strategy_ckpt_save_file": 'use strategy_ckpt_config={"save_file": ...}',
+    }
+
+    parallel_mode: ParallelMode = Field(default=ParallelMode.STAND_ALONE, strict=False)
+    """Where this was never set, `shard` acts as in auto_parallel (see `mode_was_set`), so that a script with one
+    annotation runs split; in the reference it is ignored. `hybrid_parallel` is left out: it is neither checked nor
+    planned there."""
+
+    search_mode: SearchMode = Field(default=SearchMode.DYNAMIC_PROGRAMMING, strict=False)
+    """As in the reference up to 2.0 (2.7: recursive_programming), because here it is exact and still fast."""
+
+    device_num: int = Field(default=1, ge=1, le=16384, description="an int from 1 to 16384")
+    """The reference says 4096 but takes more, and wants 1, 2, 4 or a multiple of 8; here any number will do."""
+
+    dataset_strategy: _DatasetStrategy = DatasetMode.DATA_PARALLEL
+    """A mode, or split counts for each input, as in ((1, 1, 1, 8), (1,)). An input of smaller rank may have a smaller
+    split count, as in the seeds; the reference wants them equal. In stand_alone and data_parallel mode only the default
+    has a meaning, and a call may go back to it."""
+
+    full_batch: bool = False
+    """Short for `dataset_strategy="full_batch"`: whichever was set, both read the same."""
+
+    gradients_mean: bool = True
+    """True: the gradient of the mean over the global batch, which is what one device computes. False: the sum of the
+    data-parallel parts' means, that is every parameter's gradient times the number of parts. The reference defaults
+    to False; here splitting a model must not change its training unasked."""
+
+    parameter_broadcast: bool = False
+
+    all_reduce_fusion_config: _Positions | None = Field(default=None, description=f"None or {_POSITIONS}")
+    """Short for comm_fusion={"allreduce": {"mode": "index", "config": ...}}. The reference's code counts [20, 35] as
+    21, 15, the rest; its documents and the seeds as 20, 15, the rest, and so do we."""
+
+    comm_fusion: CommFusion | None = Field(
+        default=None, description="None or a dict with the keys openstate and allreduce"
+    )
+    """Read `allreduce_fusion` for what follows from it."""
+
+    strategy_ckpt_config: StrategyCkptConfig = Field(
+        default=StrategyCkptConfig(), description="a dict with the keys load_file, save_file and only_trainable_params"
+    )
+    """A load_file must exist when it is set, so that a wrong path is an error at its own line."""
+
+    enable_parallel_optimizer: bool = False
+
+    parallel_optimizer_config: ParallelOptimizerConfig = Field(
+        default=ParallelOptimizerConfig(), description="a dict with the key parallel_optimizer_threshold"
+    )
+
+    on_unknown_op: UnknownOp = Field(default=UnknownOp.WARN, strict=False)
+    """Ours: whether an operator without a rule runs replicated with a warning, or is an error."""
+
+    @property
+    def mode_was_set(self) -> bool:
+        """Whether the user chose the parallel mode: an explicit stand_alone means one device, no choice means auto."""
+        return "parallel_mode" in self.model_fields_set
+
+    @property
+    def device_num_was_set(self) -> bool:
+        return "device_num" in self.model_fields_set
+
+    @property
+    def allreduce_fusion(self) -> AllReduceFusion | None:
+        """The grouping of gradient AllReduces in force, or None: each runs by itself."""
+        if self.comm_fusion and not self.comm_fusion.openstate:
+            return None
+        if self.all_reduce_fusion_config:
+            return AllReduceFusion(mode=FusionMode.INDEX, config=self.all_reduce_fusion_config)
+        return self.comm_fusion.allreduce if self.comm_fusion else None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if problems := tuple(self._contradictions()):
+            raise ValueError(*problems)
+        full_batch = self.full_batch or self.dataset_strategy == DatasetMode.FULL_BATCH
+        object.__setattr__(self, "full_batch", full_batch)
+        if full_batch:
+            object.__setattr__(self, "dataset_strategy", DatasetMode.FULL_BATCH)
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        dataset, mode = self.dataset_strategy, self.parallel_mode
+        if {"full_batch", "dataset_strategy"} <= self.model_fields_set:
+            if self.full_batch != (dataset == DatasetMode.FULL_BATCH):
+                yield (
+                    f"full_batch={self.full_batch} contradicts dataset_strategy={dataset!r}; "
+                    "full_batch=True is short for dataset_strategy='full_batch', so change one of them"
+                )
+        elif self.full_batch:
+            dataset = DatasetMode.FULL_BATCH
+        manual = self.mode_was_set and mode in (ParallelMode.STAND_ALONE, ParallelMode.DATA_PARALLEL)
+        if manual and dataset != DatasetMode.DATA_PARALLEL:
+            yield (
+                f"dataset_strategy={dataset!r} with parallel_mode={mode!r}: a dataset_strategy applies in semi-auto "
+                "and auto modes only; set parallel_mode='semi_auto_parallel' or 'auto_parallel'"
+            )
+        if self.all_reduce_fusion_config and self.comm_fusion and self.comm_fusion.allreduce:
+            yield (
+                'all_reduce_fusion_config and comm_fusion["allreduce"] both say how to group AllReduces; '
+                "set one of them to None"
+            )
+
+
+class AlgoParameters(_Options):
+    """Options of the strategy search. `current_algo()` is the one in force."""
+
+    absent = {
+        "algo_approxi_epsilon": "the search is exact and needs no approximation",
+        "elementwise_op_strategy_follow": "the search is exact, so nothing is gained by tying elementwise operators",
+        "enable_algo_approxi": "the search is exact and needs no approximation",
+    }
+
+    fully_use_devices: bool = True
+    """Every operator uses all devices or one. True as in the seeds; the reference changed it to False in 2.7, and then
+    leaves half the machine repeating work."""
+
+    tensor_slice_align_enable: bool = False
+    """The last dim of a matmul's slices must be a multiple of `tensor_slice_align_size`."""
+
+    tensor_slice_align_size: int = Field(default=16, ge=1, le=1024, description="an int from 1 to 1024")
+
+
+# -- From what pydantic finds to one error in the user's words -------------------------------------------------------
+
+
+def _refusal(value: object, accepts: str) -> str:
+    text = repr(value)
+    text = text if len(text) <= 80 else f"{text[:77]}..."
+    return f"got {text} ({type(value).__name__}); accepts {accepts}"
+
+
+def _accepts(field: FieldInfo) -> str:
+    if field.description:
+        return field.description
+    kind = field.annotation
+    assert isinstance(kind, type) and issubclass(kind, StrEnum | bool), f"{field} has no description"
+    return "True or False" if kind is bool else f"one of {', '.join(map(repr, kind))}"
+
+
+def _nested(field: FieldInfo) -> type[_Options] | None:
+    """The options inside a field whose type is options, or options or None."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, _Options)), None)
+
+
+def _unknown(options: type[_Options], key: object, path: str) -> str:
+    if key in options.absent:
+        return f"{path} is MindSpore's and not an option here: {options.absent[str(key)]}"
+    close = " or ".join(get_close_matches(str(key), options.model_fields))
+    every = ", ".join(options.model_fields)
+    return f"{path} is not an option" + (f"; did you mean {close}?" if close else "") + f" (all options: {every})"
+
+
+def _explain(options: type[_Options], error: ErrorDetails, given: Any) -> Iterable[str]:
+    """The problems that one of pydantic's errors stands for."""
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, StrategyError):
+        return map(str, cause.problems)
+    texts: tuple[str, ...] = cause.args if isinstance(cause, ValueError) else ()
+    if not error["loc"]:
+        return texts
+    path = ""
+    for key in error["loc"]:
+        path = f'{path}["{key}"]' if path else str(key)
+        field = options.model_fields.get(str(key))
+        if field is None:
+            return [_unknown(options, key, path)]
+        accepts = _accepts(field)
+        given, options = given.get(key), _nested(field) or options
+    what = f"is missing; accepts {accepts}" if error["type"] == "missing" else _refusal(given, accepts)
+    return [f"{path}: {text}" for text in texts or (what,)]
+
+
+def _problems(options: type[_Options], settings: Mapping[str, object]) -> list[str]:
+    """Every reason why `settings` are refused: the wrong ones, then what the others contradict."""
+    try:
+        options.model_validate(settings)
+    except ValidationError as refused:
+        errors = refused.errors(include_url=False)
+    else:
+        return []
+    wrong = {error["loc"][0] for error in errors if error["loc"]}
+    others = {key: value for key, value in settings.items() if key not in wrong}
+    texts = [text for error in errors for text in _explain(options, error, settings)]
+    return texts + (_problems(options, others) if wrong else [])
+
+
+def _listed(title: str, problems: Iterable[str]) -> ContextError:
+    return ContextError("\n".join([title, *("  - " + text.replace("\n", "\n  ") for text in problems)]))
+
+
+# -- The state of the process ----------------------------------------------------------------------------------------
+
+OptionsT = TypeVar("OptionsT", bound=_Options)
+
+
+class _State(Generic[OptionsT]):
+    """One frozen value for the whole process, replaced whole under a lock."""
+
+    def __init__(self, default: OptionsT) -> None:
+        self._default = self.value = default
+        self._lock = Lock()
+
+    def update(self, call: str, given: Mapping[str, object]) -> OptionsT:
+        """Merge `given` into what was set so far, all or nothing; return the value before."""
+        with self._lock:
+            before = self.value
+            settings = {**{key: getattr(before, key) for key in before.model_fields_set}, **given}
+            try:
+                self.value = type(before).model_validate(settings)
+            except ValidationError:
+                raise _listed(f"{call} changed nothing:", _problems(type(before), settings)) from None
+            return before
+
+    def replace(self, value: OptionsT | None = None) -> None:
+        """Put `value` in force, by default the defaults."""
+        with self._lock:
+            self.value = value or self._default
+
+    def get(self, call: str, key: str) -> Any:
+        options = type(self.value)
+        if key not in options.model_fields:
+            raise _listed(f"{call}:", [_unknown(options, key, key)])
+        return self.value.model_dump()[key]
+
+
+_parallel = _State(ParallelContext())
+_algo = _State(AlgoParameters())
+
+
+# -- The public functions --------------------------------------------------------------------------------------------
+
+
+def current() -> ParallelContext:
+    """The parallel context in force; print it for a table of all options."""
+    return _parallel.value
+
+
+def current_algo() -> AlgoParameters:
+    """The options of the strategy search in force; print them for a table."""
+    return _algo.value
+
+
+def set_auto_parallel_context(**kwargs: object) -> None:
+    """Set options of the parallel context, the fields of `ParallelContext`; the others stay as they are.
+
+    Raises ContextError (a ValueError) that lists every wrong option, and then changes none.
+    """
+    _parallel.update("set_auto_parallel_context", kwargs)
+
+
+def get_auto_parallel_context(key: str) -> Any:
+    """The value of one option, as `set_auto_parallel_context` takes it. Raises ContextError for an unknown one."""
+    return _parallel.get("get_auto_parallel_context", key)
+
+
+def reset_auto_parallel_context() -> None:
+    """Put every option back to its default, as if none had been set."""
+    _parallel.replace()
+
+
+@contextmanager
+def auto_parallel_context(**kwargs: object) -> Iterator[ParallelContext]:
+    """Set options inside a `with`; afterwards, after an exception too, the whole context is as it was before.
+
+    Raises ContextError on entering, as `set_auto_parallel_context`. Also works as a decorator.
+    """
+    before = _parallel.update("auto_parallel_context", kwargs)
+    try:
+        yield _parallel.value
+    finally:
+        _parallel.replace(before)
+
+
+def set_algo_parameters(**kwargs: object) -> None:
+    """Set options of the strategy search, the fields of `AlgoParameters`; raises as `set_auto_parallel_context`."""
+    _algo.update("set_algo_parameters", kwargs)
+
+
+def get_algo_parameters(key: str) -> Any:
+    """The value of one option of the strategy search. Raises ContextError for an unknown one."""
+    return _algo.get("get_algo_parameters", key)
+
+
+def reset_algo_parameters() -> None:
+    """Put every option of the strategy search back to its default."""
+    _algo.replace()

@@ -1,0 +1,431 @@
+"""The parallel context: what it takes, what it refuses and says, and that it comes back as it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from partway.context import (
+    AlgoParameters,
+    AllReduceFusion,
+    DatasetMode,
+    FusionMode,
+    ParallelContext,
+    ParallelMode,
+    auto_parallel_context,
+    current,
+    current_algo,
+    get_algo_parameters,
+    get_auto_parallel_context,
+    reset_algo_parameters,
+    reset_auto_parallel_context,
+    set_algo_parameters,
+    set_auto_parallel_context,
+)
+from partway.strategy.errors import ContextError
+
+DEFAULTS = {
+    "parallel_mode": "stand_alone",
+    "search_mode": "dynamic_programming",
+    "device_num": 1,
+    "dataset_strategy": "data_parallel",
+    "full_batch": False,
+    "gradients_mean": True,
+    "parameter_broadcast": False,
+    "all_reduce_fusion_config": None,
+    "comm_fusion": None,
+    "strategy_ckpt_config": {"load_file": "", "save_file": "", "only_trainable_params": True},
+    "enable_parallel_optimizer": False,
+    "parallel_optimizer_config": {"parallel_optimizer_threshold": 64},
+    "on_unknown_op": "warn",
+}
+ALGO_DEFAULTS = {"fully_use_devices": True, "tensor_slice_align_enable": False, "tensor_slice_align_size": 16}
+POSITIONS = "a list of ascending positive ints, such as [20, 35] (the first 20, the next 15, the rest)"
+
+
+@pytest.fixture(autouse=True)
+def defaults() -> Iterator[None]:
+    yield
+    reset_auto_parallel_context()
+    reset_algo_parameters()
+
+
+def message_of(call: Callable[..., Any], **options: object) -> str:
+    with pytest.raises(ContextError) as error:
+        call(**options)
+    return str(error.value)
+
+
+def allreduce(**config: object) -> dict[str, object]:
+    return {"comm_fusion": {"allreduce": config}}
+
+
+def test_defaults_are_these() -> None:
+    assert {key: get_auto_parallel_context(key) for key in ParallelContext.model_fields} == DEFAULTS
+    assert {key: get_algo_parameters(key) for key in AlgoParameters.model_fields} == ALGO_DEFAULTS
+    assert current().allreduce_fusion is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("parallel_mode", mode) for mode in ("stand_alone", "data_parallel", "semi_auto_parallel", "auto_parallel")],
+        *[("search_mode", f"{mode}_programming") for mode in ("dynamic", "recursive")],
+        ("search_mode", "sharding_propagation"),
+        ("device_num", 16384),
+        ("dataset_strategy", "full_batch"),
+        ("dataset_strategy", ((1, 1, 1, 8), (1,))),
+        ("full_batch", True),
+        ("gradients_mean", False),
+        ("parameter_broadcast", True),
+        ("all_reduce_fusion_config", [20, 35]),
+        ("all_reduce_fusion_config", None),
+        ("comm_fusion", {"openstate": False, "allreduce": None}),
+        ("comm_fusion", {"openstate": True, "allreduce": {"mode": "auto", "config": None}}),
+        ("comm_fusion", {"openstate": True, "allreduce": {"mode": "size", "config": 32}}),
+        ("comm_fusion", {"openstate": True, "allreduce": {"mode": "index", "config": [20, 35]}}),
+        ("strategy_ckpt_config", {"load_file": "", "save_file": "plan.json", "only_trainable_params": False}),
+        ("enable_parallel_optimizer", True),
+        ("parallel_optimizer_config", {"parallel_optimizer_threshold": 0}),
+        ("on_unknown_op", "error"),
+    ],
+)
+def test_an_option_reads_back_as_it_was_set_and_can_be_set_again(key: str, value: object) -> None:
+    set_auto_parallel_context(**{key: value})
+    assert get_auto_parallel_context(key) == value
+    set_auto_parallel_context(**{key: get_auto_parallel_context(key)})
+    assert get_auto_parallel_context(key) == value
+
+
+WRONG: list[tuple[dict[str, object], str]] = [
+    ({"device_nums": 8}, "device_nums is not an option; did you mean device_num? (all options: parallel_mode, search_"),
+    ({"xyzzy": 1}, "xyzzy is not an option (all options: parallel_mode, search_mode, device_num, dataset_strategy, fu"),
+    ({"pipeline_stages": 2}, "pipeline_stages is MindSpore's and not an option here: pipeline parallelism is not avai"),
+    ({"global_rank": 0}, "read the rank with partway.get_rank()"),
+    ({"gradient_fp32_sync": True}, "gradients are summed in their own dtype"),
+    ({"enable_alltoall": True}, "an all-to-all is always used where a conversion calls for one"),
+    ({"loss_repeated_mean": True}, "repeated computation never scales a gradient here"),
+    ({"auto_parallel_search_mode": "x"}, "use search_mode"),
+    ({"strategy_ckpt_load_file": "x"}, 'use strategy_ckpt_config={"load_file": ...}'),
+    ({"grad_accumulation_step": 4}, "call backward() several times before the optimizer's step()"),
+    ({"device_num": "8"}, "device_num: got '8' (str); accepts an int from 1 to 16384"),
+    ({"device_num": 8.0}, "device_num: got 8.0 (float); accepts an int from 1 to 16384"),
+    ({"device_num": True}, "device_num: got True (bool); accepts an int from 1 to 16384"),
+    ({"device_num": 0}, "device_num: got 0 (int); accepts an int from 1 to 16384"),
+    ({"device_num": 16385}, "device_num: got 16385 (int); accepts an int from 1 to 16384"),
+    ({"device_num": None}, "device_num: got None (NoneType); accepts an int from 1 to 16384"),
+    (
+        {"parallel_mode": "hybrid_parallel"},
+        "parallel_mode: got 'hybrid_parallel' (str); accepts one of 'stand_alone', 'data_parallel', "
+        "'semi_auto_parallel', 'auto_parallel'",
+    ),
+    (
+        {"search_mode": 1},
+        "search_mode: got 1 (int); accepts one of 'sharding_propagation', 'dynamic_programming', "
+        "'recursive_programming'",
+    ),
+    ({"on_unknown_op": "ignore"}, "on_unknown_op: got 'ignore' (str); accepts one of 'warn', 'error'"),
+    ({"full_batch": 1}, "full_batch: got 1 (int); accepts True or False"),
+    ({"gradients_mean": "yes"}, "gradients_mean: got 'yes' (str); accepts True or False"),
+    (
+        {"dataset_strategy": "half_batch"},
+        "dataset_strategy: 'half_batch' is unknown; write 'data_parallel' or 'full_batch', or a tup",
+    ),
+    (
+        {"dataset_strategy": ((1, 1, 4, 2), (1,))},
+        "\n  - dataset_strategy, input 0: (1, 1, 4, 2) splits 2 dims (2, 3); ",
+    ),
+    ({"dataset_strategy": ((1, 1), (8,))}, "dataset_strategy, input 1: (8,) splits it 8 ways, more than input 0"),
+    (
+        {"dataset_strategy": [(8, 1), (1,)]},
+        "dataset_strategy: [(8, 1), (1,)] is a list; write the tuple ((8, 1), (1,))",
+    ),
+    ({"dataset_strategy": ((8.0, 1),)}, "dataset_strategy, input 0: dim 0 has 8.0 as its split count; write an int"),
+    (
+        {"dataset_strategy": ((1, 8), (1,)), "parallel_mode": "data_parallel"},
+        "dataset_strategy=((1, 8), (1,)) with parallel_mode='data_parallel': a dataset_strategy applies in semi-auto "
+        "and auto modes only; set parallel_mode='semi_auto_parallel' or 'auto_parallel'",
+    ),
+    (
+        {"full_batch": True, "parallel_mode": "stand_alone"},
+        "dataset_strategy='full_batch' with parallel_mode='stand_alone': a dataset_strategy applies in semi-auto ",
+    ),
+    (
+        {"full_batch": True, "dataset_strategy": ((8, 1), (8,))},
+        "full_batch=True contradicts dataset_strategy=((8, 1), (8,)); full_batch=True is short for "
+        "dataset_strategy='full_batch', so change one of them",
+    ),
+    ({"full_batch": False, "dataset_strategy": "full_batch"}, "full_batch=False contradicts dataset_strategy='full_b"),
+    ({"all_reduce_fusion_config": []}, f"all_reduce_fusion_config: got [] (list); accepts None or {POSITIONS}"),
+    ({"all_reduce_fusion_config": [35, 20]}, "all_reduce_fusion_config: got [35, 20] (list); accepts None or a list"),
+    ({"all_reduce_fusion_config": [20, 20]}, "all_reduce_fusion_config: got [20, 20] (list); accepts None or a list"),
+    ({"all_reduce_fusion_config": [0, 20]}, "all_reduce_fusion_config: got [0, 20] (list); accepts None or a list"),
+    ({"all_reduce_fusion_config": 20}, "all_reduce_fusion_config: got 20 (int); accepts None or a list"),
+    ({"all_reduce_fusion_config": [True, 3]}, "all_reduce_fusion_config: got [True, 3] (list); accepts None or a l"),
+    ({"comm_fusion": 64}, "comm_fusion: got 64 (int); accepts None or a dict with the keys openstate and allreduce"),
+    (
+        {"comm_fusion": {"allgather": {"mode": "auto", "config": None}}},
+        'comm_fusion["allgather"] is MindSpore\'s and not an option here: allgather fusion is not available yet',
+    ),
+    ({"comm_fusion": {"reducescatter": {}}}, "reducescatter fusion is not available yet"),
+    (
+        {"comm_fusion": {"allreduced": {}}},
+        'comm_fusion["allreduced"] is not an option; did you mean allreduce? (all options: openstate, allreduce)',
+    ),
+    ({"comm_fusion": {1: True}}, 'comm_fusion["1"] is not an option (all options: openstate, allreduce)'),
+    ({"comm_fusion": {"openstate": "on"}}, "comm_fusion[\"openstate\"]: got 'on' (str); accepts True or False"),
+    ({"comm_fusion": {"allreduce": "auto"}}, "comm_fusion[\"allreduce\"]: got 'auto' (str); accepts None or a dict su"),
+    (
+        allreduce(config=32),
+        "comm_fusion[\"allreduce\"][\"mode\"]: is missing; accepts one of 'auto', 'size', 'index'",
+    ),
+    (allreduce(mode="auto"), 'comm_fusion["allreduce"]["config"]: is missing; accepts None, an int (MB) or a list of'),
+    (allreduce(mode="overlap", config=None), "got 'overlap' (str); accepts one of 'auto', 'size', 'index'"),
+    (
+        allreduce(mode="auto", config=64),
+        'comm_fusion["allreduce"]["config"]: got 64 (int); accepts None with mode \'auto\'',
+    ),
+    (
+        allreduce(mode="size", config=0),
+        'comm_fusion["allreduce"]["config"]: got 0 (int); accepts an int of 1 or more (MB) with mode \'size\'',
+    ),
+    (allreduce(mode="size", config=1.5), "got 1.5 (float); accepts an int of 1 or more (MB) with mode 'size'"),
+    (allreduce(mode="size", config=None), "got None (NoneType); accepts an int of 1 or more (MB) with mode 'size'"),
+    (allreduce(mode="index", config=[3, 1]), f"got [3, 1] (list); accepts {POSITIONS} with mode 'index'"),
+    (
+        {"all_reduce_fusion_config": [20]} | allreduce(mode="size", config=32),
+        'all_reduce_fusion_config and comm_fusion["allreduce"] both say how to group AllReduces; '
+        "set one of them to None",
+    ),
+    ({"strategy_ckpt_config": {"load": "x"}}, 'strategy_ckpt_config["load"] is not an option; did you mean load_file?'),
+    ({"strategy_ckpt_config": {"save_file": 3}}, 'strategy_ckpt_config["save_file"]: got 3 (int); accepts a path, or'),
+    (
+        {"strategy_ckpt_config": {"load_file": "/nowhere/plan.json"}},
+        "strategy_ckpt_config[\"load_file\"]: there is no file '/nowhere/plan.json'",
+    ),
+    (
+        {"parallel_optimizer_config": {"parallel_optimizer_threshold": -1}},
+        'parallel_optimizer_config["parallel_optimizer_threshold"]: got -1 (int); accepts an int of 0 or more (KB)',
+    ),
+    (
+        {"parallel_optimizer_config": {"optimizer_level": "level1"}},
+        'parallel_optimizer_config["optimizer_level"] is MindSpore\'s and not an option here: use enable_parallel_opt',
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), WRONG, ids=lambda value: str(value)[:50])
+def test_a_wrong_call_says_why_and_changes_nothing(options: dict[str, object], says: str) -> None:
+    set_auto_parallel_context(search_mode="sharding_propagation")
+    before = current()
+    for call in (set_auto_parallel_context, lambda **options: auto_parallel_context(**options).__enter__()):
+        message = message_of(call, parameter_broadcast=True, **options)
+        assert says in message
+        assert "auto_parallel_context changed nothing:\n  - " in message
+        assert current() is before
+
+
+ALGO_WRONG: list[tuple[dict[str, object], str]] = [
+    ({"fully_use_devices": 1}, "fully_use_devices: got 1 (int); accepts True or False"),
+    ({"tensor_slice_align_size": 0}, "tensor_slice_align_size: got 0 (int); accepts an int from 1 to 1024"),
+    ({"tensor_slice_align_size": 1025}, "tensor_slice_align_size: got 1025 (int); accepts an int from 1 to 1024"),
+    ({"fully_use_device": True}, "fully_use_device is not an option; did you mean fully_use_devices?"),
+    ({"enable_algo_approxi": True}, "MindSpore's and not an option here: the search is exact and needs no approxi"),
+    ({"algo_approxi_epsilon": 0.1}, "MindSpore's and not an option here: the search is exact and needs no approxi"),
+    ({"elementwise_op_strategy_follow": True}, "nothing is gained by tying elementwise operators"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), ALGO_WRONG, ids=lambda value: str(value)[:50])
+def test_a_wrong_algo_parameter_says_why_and_changes_nothing(options: dict[str, object], says: str) -> None:
+    before = current_algo()
+    message = message_of(set_algo_parameters, tensor_slice_align_enable=True, **options)
+    assert message.startswith("set_algo_parameters changed nothing:\n")
+    assert says in message
+    assert current_algo() is before
+
+
+def test_all_failures_of_one_call_are_in_one_error() -> None:
+    message = message_of(
+        set_auto_parallel_context,
+        device_num="8",
+        serch_mode="sharding_propagation",
+        parallel_mode="stand_alone",
+        full_batch=True,
+        comm_fusion={"openstate": 1, "allgather": {}, "allreduce": {"mode": "size", "config": -1}},
+    )
+    title, *problems = message.splitlines()
+    assert title == "set_auto_parallel_context changed nothing:"
+    assert sorted(problem.removeprefix("  - ").split()[0] for problem in problems) == [
+        'comm_fusion["allgather"]',
+        'comm_fusion["allreduce"]["config"]:',
+        'comm_fusion["openstate"]:',
+        "dataset_strategy='full_batch'",
+        "device_num:",
+        "serch_mode",
+    ]
+
+
+def test_a_long_value_is_cut_short_in_the_error() -> None:
+    message = message_of(set_auto_parallel_context, device_num=list(range(1000)))
+    assert "..." in message
+    assert len(message) < 200
+
+
+@pytest.mark.parametrize("get", [get_auto_parallel_context, get_algo_parameters])
+def test_reading_an_unknown_option_lists_the_closest_names(get: Callable[[str], object]) -> None:
+    with pytest.raises(ContextError, match=rf"^{get.__name__}:\n  - xyzzy is not an option \(all options: "):
+        get("xyzzy")
+    with pytest.raises(ContextError, match="did you mean device_num"):
+        get_auto_parallel_context("device_count")
+
+
+def test_options_add_up_over_calls_and_reset_takes_all_back() -> None:
+    set_auto_parallel_context(device_num=8)
+    set_auto_parallel_context(search_mode="sharding_propagation")
+    assert (current().device_num, current().search_mode) == (8, "sharding_propagation")
+    reset_auto_parallel_context()
+    assert {key: get_auto_parallel_context(key) for key in ParallelContext.model_fields} == DEFAULTS
+    assert not current().device_num_was_set
+
+
+def test_resetting_algo_parameters_takes_all_back() -> None:
+    set_algo_parameters(fully_use_devices=False, tensor_slice_align_size=32)
+    reset_algo_parameters()
+    assert {key: get_algo_parameters(key) for key in AlgoParameters.model_fields} == ALGO_DEFAULTS
+
+
+def test_an_option_set_to_its_default_counts_as_set() -> None:
+    assert (current().mode_was_set, current().device_num_was_set) == (False, False)
+    set_auto_parallel_context(parallel_mode="stand_alone", device_num=1)
+    assert current().mode_was_set
+    assert current().device_num_was_set
+
+
+def test_a_contradiction_with_an_earlier_call_is_refused() -> None:
+    set_auto_parallel_context(parallel_mode="data_parallel", all_reduce_fusion_config=[20])
+    assert "parallel_mode='data_parallel'" in message_of(set_auto_parallel_context, full_batch=True)
+    assert "set one of them to None" in message_of(set_auto_parallel_context, **allreduce(mode="auto", config=None))
+    set_auto_parallel_context(all_reduce_fusion_config=None, **allreduce(mode="auto", config=None))
+    assert current().allreduce_fusion == AllReduceFusion(mode=FusionMode.AUTO, config=None)
+
+
+def test_a_dataset_strategy_can_be_taken_back_before_leaving_the_auto_modes() -> None:
+    set_auto_parallel_context(parallel_mode="auto_parallel", dataset_strategy="full_batch")
+    message_of(set_auto_parallel_context, parallel_mode="data_parallel")
+    set_auto_parallel_context(parallel_mode="data_parallel", dataset_strategy="data_parallel")
+    assert current().parallel_mode is ParallelMode.DATA_PARALLEL
+
+
+def test_full_batch_and_its_dataset_strategy_read_the_same() -> None:
+    with auto_parallel_context(full_batch=True) as context:
+        assert context.dataset_strategy is DatasetMode.FULL_BATCH
+        set_auto_parallel_context(full_batch=False)
+        assert current().dataset_strategy is DatasetMode.DATA_PARALLEL
+    with auto_parallel_context(dataset_strategy="full_batch") as context:
+        assert context.full_batch
+
+
+def test_allreduce_fusion_is_what_follows_from_both_options() -> None:
+    with auto_parallel_context(all_reduce_fusion_config=[20, 35]) as context:
+        assert context.allreduce_fusion == AllReduceFusion(mode=FusionMode.INDEX, config=(20, 35))
+        set_auto_parallel_context(comm_fusion={"openstate": False})
+        assert current().allreduce_fusion is None
+    with auto_parallel_context(**allreduce(mode="size", config=32)) as context:
+        assert context.allreduce_fusion == AllReduceFusion(mode=FusionMode.SIZE, config=32)
+    with auto_parallel_context(comm_fusion={"openstate": True}) as context:
+        assert context.allreduce_fusion is None
+
+
+def test_an_existing_strategy_file_is_taken_and_looked_for_only_once(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text("{}")
+    set_auto_parallel_context(strategy_ckpt_config={"load_file": str(file)})
+    file.unlink()
+    set_auto_parallel_context(device_num=8)
+    assert get_auto_parallel_context("strategy_ckpt_config")["load_file"] == str(file)
+
+
+def test_nested_contexts_each_restore_what_was_before() -> None:
+    set_auto_parallel_context(device_num=2)
+    outermost = current()
+    with auto_parallel_context(device_num=4, full_batch=True):
+        outer = current()
+        with auto_parallel_context(device_num=8):
+            set_auto_parallel_context(parameter_broadcast=True)
+            assert (current().device_num, current().full_batch) == (8, True)
+        assert current() is outer
+    assert current() is outermost
+
+
+def test_a_context_is_restored_after_an_exception() -> None:
+    before = current()
+    with pytest.raises(ZeroDivisionError), auto_parallel_context(device_num=8):
+        raise ZeroDivisionError
+    assert current() is before
+
+
+def test_a_refused_inner_context_leaves_the_outer_one_in_force() -> None:
+    with auto_parallel_context(device_num=8) as outer:
+        with pytest.raises(ContextError), auto_parallel_context(device_num=0):
+            pass
+        assert current() is outer
+
+
+def test_a_context_decorates_a_function() -> None:
+    @auto_parallel_context(device_num=8)
+    def devices() -> int:
+        return current().device_num
+
+    assert (devices(), devices(), current().device_num) == (8, 8, 1)
+
+
+def test_an_option_holds_in_a_thread_started_later() -> None:
+    seen: list[int] = []
+    set_auto_parallel_context(device_num=8)
+    thread = threading.Thread(target=lambda: seen.append(current().device_num))
+    thread.start()
+    thread.join()
+    assert seen == [8]
+
+
+def test_calls_from_many_threads_lose_no_option() -> None:
+    keys = ["full_batch", "parameter_broadcast", "enable_parallel_optimizer"]
+    for _ in range(50):
+        reset_auto_parallel_context()
+        threads = [threading.Thread(target=set_auto_parallel_context, kwargs={key: True}) for key in keys]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(get_auto_parallel_context(key) for key in keys)
+
+
+def test_the_context_prints_as_a_table_that_tells_set_from_default() -> None:
+    set_algo_parameters(fully_use_devices=False)
+    assert str(current_algo()) == (
+        "fully_use_devices          False  set\n"
+        "tensor_slice_align_enable  False  default\n"
+        "tensor_slice_align_size    16     default"
+    )
+    with auto_parallel_context(**allreduce(mode="size", config=32)):
+        assert "{'openstate': True, 'allreduce': {'mode': 'size', 'config': 32}}" in current().describe()
+
+
+@pytest.mark.parametrize("options", [ParallelContext, AlgoParameters])
+def test_every_option_says_what_it_accepts(options: type[ParallelContext] | type[AlgoParameters]) -> None:
+    for key in options.model_fields:
+        with pytest.raises(ContextError, match=rf"{key}: .*\b(accepts|write) "):
+            (set_auto_parallel_context if options is ParallelContext else set_algo_parameters)(**{key: 3 + 4j})
+
+
+def test_the_context_is_frozen_and_can_be_a_cache_key() -> None:
+    key = "device_num"
+    with pytest.raises(ValueError, match="frozen"):
+        setattr(current(), key, 8)
+    set_auto_parallel_context(device_num=8, **allreduce(mode="index", config=[20, 35]))
+    assert hash(current()) == hash(current().model_copy())
