@@ -6,7 +6,7 @@
                    `scaled_dot_product_attention` whole, autocast as casts, mutated buffers as outputs
     unify_tied     the inputs of one tied parameter become one
     expand         operators whose rule would not be local become sums and pointwise operators (expand.py)
-    prune          asserts and dead nodes go
+    prune          views become reshapes; asserts and dead nodes go
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ..strategy.errors import CaptureError, PartwayError
 from .expand import expand
-from .graph import Graph, Port, Role, verify
+from .graph import Graph, Port, Role, requires_grad, source_of, verify
 from .structure import Call, Structure, flatten, flatten_call
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
@@ -159,10 +160,13 @@ def _graph(exported: torch.export.ExportedProgram, call: Call, result: Structure
     expand(module)
     _prune(module)
     final = next(node for node in module.graph.nodes if node.op == "output").args[0]
+    graph = Graph(module, tuple(ports), (), result, aliases, constants)
+    needs = requires_grad(graph)
     renewed = tuple(
-        Port(node, port.role, port.name) for node, port in zip(final, outputs, strict=True)  # type: ignore[arg-type]
+        Port(node, port.role, port.name, requires_grad=port.role is Role.RESULT and source_of(node) in needs)
+        for node, port in zip(final, outputs, strict=True)  # type: ignore[arg-type]
     )
-    return Graph(module, tuple(ports), renewed, result, aliases, constants)
+    return replace(graph, outputs=renewed)
 
 
 def _state(fn: Callable[..., Any]) -> dict[str, torch.Tensor]:
@@ -199,8 +203,11 @@ def result_names(result: Structure) -> tuple[str, ...]:
 
 
 def _prune(module: fx.GraphModule) -> None:
-    """Drop asserts on meta data (they hold for the captured signature) and what nothing uses."""
+    """Drop asserts on meta data (they hold for the captured signature) and what nothing uses. Views become
+    reshapes: whether one needs a copy depends on strides, and those of a local part are its own."""
     for node in reversed(list(module.graph.nodes)):
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default
         if node.op == "call_function" and "_assert" in str(node.target):
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))

@@ -19,7 +19,7 @@ from torch import fx
 
 from ..strategy.errors import VerifyError
 from .structure import Structure
-from .torch_internals import OpOverload
+from .torch_internals import OpOverload, tree_flatten
 
 
 class Role(str, Enum):
@@ -114,6 +114,82 @@ def source_line(node: fx.Node) -> str:
     path = where[0].removeprefix('File "').removesuffix('"').rsplit("/", 1)[-1]
     code = trace[own[-1] + 1].strip() if own[-1] + 1 < len(trace) else ""
     return f"{path}:{where[1].removeprefix('line ')}, {where[2]}: {code}" if len(where) > 2 else path
+
+
+def operands(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The tensor operands of `node` in the order of its arguments, a repeated one repeated."""
+    return tuple(leaf for leaf in tree_flatten((node.args, node.kwargs))[0] if isinstance(leaf, fx.Node))
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor of the graph: result `index` of `node`."""
+
+    node: fx.Node
+    index: int = 0
+
+
+def source_of(node: fx.Node) -> Value:
+    """The value that `node` stands for: a getitem stands for a result of its operand."""
+    if node.target is operator.getitem:
+        return Value(node.args[0], node.args[1])  # type: ignore[arg-type]
+    return Value(node)
+
+
+def tensor_of(v: Value) -> torch.Tensor:
+    """The fake tensor of a value."""
+    found = value(v.node)
+    return found[v.index] if isinstance(found, tuple | list) else found
+
+
+def constant_nodes(graph: Graph) -> frozenset[fx.Node]:
+    """Operators that depend on no parameter and no input of the call; a buffer is one tensor for all."""
+    varying = {port.node for port in graph.inputs if port.role in (Role.PARAMETER, Role.INPUT) or port.requires_grad}
+    constants = {port.node for port in graph.inputs if port.node not in varying}
+    for node in graph.nodes:
+        if all(operand in constants for operand in operands(node)):
+            constants.add(node)
+    return frozenset(constants)
+
+
+def differentiated(graph: Graph) -> tuple[bool, ...]:
+    """For each output whether its gradient is planned: the scalars (losses), or all if there is none."""
+    needs = requires_grad(graph)
+    able = [port.role is Role.RESULT and source_of(port.node) in needs for port in graph.outputs]
+    losses = [a and not value(port.node).shape for a, port in zip(able, graph.outputs, strict=True)]
+    return tuple(losses if any(losses) else able)
+
+
+def requires_grad(graph: Graph) -> frozenset[Value]:
+    """The values that depend differentiably on an input that requires a gradient."""
+    needs = {Value(port.node) for port in graph.inputs if port.requires_grad}
+    for node in graph.nodes:
+        if node.target is operator.getitem or node.target is torch.ops.aten.detach.default:
+            continue
+        if any(source_of(operand) in needs for operand in operands(node)):
+            found = value(node)
+            results = found if isinstance(found, tuple | list) else (found,)
+            for i, result in enumerate(results):
+                if isinstance(result, torch.Tensor) and (result.is_floating_point() or result.is_complex()):
+                    needs.add(Value(node, i))
+    return frozenset(needs)
+
+
+def gradient_flow(graph: Graph, wanted: tuple[bool, ...]) -> frozenset[Value]:
+    """The values that a gradient reaches when the outputs in `wanted` are differentiated."""
+    needs = requires_grad(graph)
+    reached = {source_of(port.node) for port, want in zip(graph.outputs, wanted, strict=True) if want}
+    for node in reversed(graph.nodes):
+        if node.target is operator.getitem:
+            continue
+        if any(v.node is node and v in reached for v in (Value(node, i) for i in range(_results(node)))):
+            reached |= {v for v in map(source_of, operands(node)) if v in needs}
+    return frozenset(reached & needs)
+
+
+def _results(node: fx.Node) -> int:
+    found = value(node)
+    return len(found) if isinstance(found, tuple | list) else 1
 
 
 def verify(graph: Graph) -> Graph:

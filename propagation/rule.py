@@ -26,7 +26,6 @@ from torch import fx
 
 from ..strategy.placement import BROADCAST, PARTIAL, REPLICATE, Placement, Shard
 from .graph import is_tensor, shape, value
-from .torch_internals import tree_flatten
 
 Dims = tuple[tuple[str, ...], ...]  # for each dim the factors that make it up, major first; () cannot be split
 # (args, kwargs, operand layouts, result layouts) of the global call -> (args, kwargs) of the local one
@@ -45,7 +44,7 @@ class LocalShapes:
 class Rule:
     """The factors of one call of an operator.
 
-    operands, results   the dims of each tensor operand (in the order of `operands(node)`) and result
+    operands, results   the dims of each tensor operand (in the order of `graph.operands(node)`) and result
     sizes               the global size of each factor
     reduce              factors that are summed over: a result that lacks one is Partial when it is split
     additive            operands that enter the sum once
@@ -86,11 +85,6 @@ class Row:
     linear: tuple[str, ...] = ()
     contraction: bool = False
     local: Localize | None = field(default=None, compare=False)
-
-
-def operands(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The tensor operands of `node` in the order of its arguments, a repeated one repeated."""
-    return tuple(leaf for leaf in tree_flatten((node.args, node.kwargs))[0] if isinstance(leaf, fx.Node))
 
 
 def axis_options(rule: Rule) -> tuple[AxisOption, ...]:

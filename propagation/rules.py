@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from .collectives import constrain
-from .graph import is_tensor, shape, value
-from .rule import Dims, LocalShapes, Row, Rule, operands, parse_row
+from .graph import is_tensor, operands, shape, value
+from .rule import Dims, LocalShapes, Row, Rule, parse_row
 
 aten = torch.ops.aten
 Function = Callable[[fx.Node], Rule | None]
@@ -461,7 +461,6 @@ RULES: dict[Any, Row | Function] = {
     aten.where.self: _where,
     # the rest, alphabetically
     aten._softmax.default: _along("dim"),
-    aten._unsafe_view.default: _view,
     aten.addmm.default: Row("+n, m k, k n -> m n", reduce="k", linear=("0 1", "0 2"), contraction=True),
     aten.bmm.default: Row("b m k, b k n -> b m n", reduce="k", linear=("0", "1"), contraction=True),
     aten.cat.default: _cat,
@@ -515,6 +514,5 @@ RULES: dict[Any, Row | Function] = {
     aten.transpose.int: _reorder(_transposed),
     aten.unbind.int: _pieces,
     aten.unsqueeze.default: _squeezed,
-    aten.view.default: _view,
     constrain: _UNARY_LINEAR,
 }

@@ -1,0 +1,341 @@
+"""From a plan's choices to the program that one rank runs: local operators, and conversions between layouts.
+
+Every tensor is converted at most once into each layout that its consumers want, so their gradients add up
+before one collective. The text is the same on every rank; a conversion knows its rank only when it runs.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..strategy.errors import VerifyError
+from ..strategy.layout import Layout
+from ..strategy.mesh import Mesh
+from ..strategy.placement import Kind, Placement, Shard, kind, transpose
+from .collectives import constrain, convert
+from .conversion import conversion_table
+from .cost import DeviceProfile, collective_seconds, wire_bytes
+from .graph import (
+    Graph,
+    Port,
+    Role,
+    Value,
+    module_path,
+    operands,
+    operator_name,
+    source_line,
+    source_of,
+    tensor_of,
+)
+from .problem import Option, SearchProblem, Vertex, VertexKind
+from .rule import LocalShapes
+from .torch_internals import tree_map
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """One single-axis conversion in a program, and why it is there.
+
+    shape and itemsize are those of the whole tensor; `whole_bytes` is what one rank would hold if this axis did
+    not split the tensor. `gradient`: its transpose runs in the backward.
+    """
+
+    tag: int
+    tensor: str
+    axis: str
+    size: int
+    source: Placement
+    target: Placement
+    whole_bytes: int
+    dtype: torch.dtype
+    gradient: bool
+    parameter: bool
+    producer: str
+    consumer: str
+    path: str
+    line: str
+
+    def kind(self, phase: str) -> Kind:
+        """What happens in the "forward" or the "backward"."""
+        if phase == "forward":
+            return kind(self.source, self.target)
+        return kind(*transpose(self.source, self.target)) if self.gradient else Kind.NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a program. Bytes are those of one rank; `members` are the tensors of a fused one.
+
+    payload_bytes   all_reduce, all_gather, reduce_scatter: the whole value; all_to_all: the part held
+    wire_bytes      what one rank sends, in a ring
+    predicted_time  seconds, by the device profile
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    group_size: int
+    payload_bytes: int
+    wire_bytes: float
+    phase: str
+    tensor: str
+    source: str
+    producer: str
+    consumer: str
+    dtype: torch.dtype
+    predicted_time: float
+    tag: int
+    members: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.phase} {self.kind} over {'x'.join(self.axes)} ({self.group_size} ranks) of {self.tensor}, "
+            f"{self.payload_bytes:,} bytes: {self.producer} -> {self.consumer}"
+        )
+
+
+def collective(conversion: Conversion, phase: str, profile: DeviceProfile) -> Collective | None:
+    """The collective of `conversion` in `phase`, or None if it needs no other rank there."""
+    found = conversion.kind(phase)
+    if not found.communicates:
+        return None
+    payload = conversion.whole_bytes // (conversion.size if found is Kind.ALL_TO_ALL else 1)
+    return Collective(
+        kind=found,
+        axes=(conversion.axis,),
+        group_size=conversion.size,
+        payload_bytes=payload,
+        wire_bytes=wire_bytes(found, payload, conversion.size),
+        phase=phase,
+        tensor=conversion.tensor,
+        source=conversion.line,
+        producer=conversion.producer,
+        consumer=conversion.consumer,
+        dtype=conversion.dtype,
+        predicted_time=collective_seconds(found, payload, conversion.size, profile),
+        tag=conversion.tag,
+        members=(conversion.tensor,),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPort:
+    """An input or output of a program: what it is, its global shape, and its layout at rest."""
+
+    port: Port
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.layout.local_shape(self.shape)
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """The forward that one rank runs, on its parts of the inputs."""
+
+    module: fx.GraphModule
+    mesh: Mesh
+    inputs: tuple[PlacedPort, ...]
+    outputs: tuple[PlacedPort, ...]
+    conversions: tuple[Conversion, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(program_lines(self.module.graph))
+
+
+def program_lines(graph: fx.Graph) -> list[str]:
+    """A graph of local operators and conversions as text, one line a node."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            lines.append(f"input {node.name}")
+        elif node.op == "output":
+            lines.append(f"return {', '.join(map(str, node.args[0]))}")
+        elif node.target is convert:
+            x, source, target, axis, size, _ = node.args
+            lines.append(f"{node.name} = {source} -> {target} over {axis} of {size}: {x}")
+        else:
+            lines.append(f"{node.name} = {operator_name(node)}{tuple(node.args)}".replace("'", ""))
+    return lines
+
+
+def lower(problem: SearchProblem, choice: tuple[int, ...]) -> LocalProgram:
+    """The program of the options `choice` of `problem`."""
+    return _Lowering(problem, choice).program()
+
+
+class _Lowering:
+    """The state of writing one program: where each value is in which layout already."""
+
+    def __init__(self, problem: SearchProblem, choice: tuple[int, ...]) -> None:
+        self.problem, self.settings = problem, problem.settings
+        self.graph = fx.Graph()
+        self.local: dict[tuple[Value, Layout], fx.Node] = {}
+        self.base: dict[Value, tuple[Layout, str]] = {}  # where consumers start from, and whose strategy that is
+        self.conversions: list[Conversion] = []
+        self.parameters = {port.node for port in problem.graph.inputs if port.role is Role.PARAMETER}
+        self.chosen: dict[tuple[VertexKind, fx.Node, str], tuple[Vertex, Option]] = {
+            (v.kind, v.node, v.name): (v, v.options[c]) for v, c in zip(problem.vertices, choice, strict=True)
+        }
+        self.operators = {v.node: (v, o) for (k, _, _), (v, o) in self.chosen.items() if k is VertexKind.OPERATOR}
+        self.hubs = {_hub_value(v): o.results[0] for (k, _, _), (v, o) in self.chosen.items() if k is VertexKind.HUB}
+
+    def program(self) -> LocalProgram:
+        inputs = []
+        whole = Layout.replicated(self.settings.mesh)
+        for port in self.problem.graph.inputs:
+            node = self.graph.placeholder(port.node.name)
+            found = self.chosen.get((VertexKind.INPUT, port.node, port.name))
+            rest = found[1].results[0] if found else whole
+            self._produce(Value(port.node), node, rest, f"{port.role.value} {rest}")
+            inputs.append(_placed(port, rest))
+        for node in self.problem.graph.nodes:
+            if node.target is not operator.getitem:
+                self._emit(node)
+        outputs, results = [], []
+        for port in self.problem.graph.outputs:
+            found = self.chosen.get((VertexKind.OUTPUT, port.node, port.name))
+            rest = found[1].operands[0] if found else whole
+            results.append(self._converted(source_of(port.node), rest, f"{port.role.value} {rest}", port.node))
+            outputs.append(_placed(port, rest))
+        self.graph.output(tuple(results))
+        self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+        module = fx.GraphModule(torch.nn.Module(), self.graph)
+        return LocalProgram(module, self.settings.mesh, tuple(inputs), tuple(outputs), tuple(self.conversions))
+
+    def _produce(self, v: Value, node: fx.Node, rest: Layout, strategy: str) -> None:
+        self.local[v, rest] = node
+        self.base[v] = (rest, strategy)
+        if v in self.hubs and self.hubs[v] != rest:
+            self._converted(v, self.hubs[v], f"shared by its consumers {self.hubs[v]}", v.node)
+            self.base[v] = (self.hubs[v], strategy)
+
+    def _emit(self, node: fx.Node) -> None:
+        """One operator on local parts."""
+        whole = Layout.replicated(self.settings.mesh)
+        vertex, option = self.operators.get(node, (None, None))
+        inputs = operands(node)
+        wanted = option.operands if option else (whole,) * len(inputs)
+        strategy = describe_option(vertex, option) if vertex and option else "constant"
+        consumer = f"{operator_name(node)} {node.name} {strategy}"
+        parts = iter(
+            [self._converted(source_of(o), found, consumer, node) for o, found in zip(inputs, wanted, strict=True)]
+        )
+        args, kwargs = tree_map(lambda a: next(parts) if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
+        produced = _values(node)
+        rests = option.results if option else (whole,) * len(produced)
+        if node.target is constrain:
+            self._produce(produced[0], args[0], rests[0], consumer)
+            return
+        if vertex and vertex.rule and vertex.rule.local and option:
+            shapes = LocalShapes(
+                tuple(lo.local_shape(_shape(source_of(o))) for o, lo in zip(inputs, wanted, strict=True)),
+                tuple(lo.local_shape(_shape(v)) for v, lo in zip(produced, rests, strict=True)),
+            )
+            args, kwargs = vertex.rule.local(node, tuple(args), dict(kwargs), shapes)
+        made = self.graph.call_function(node.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
+        several = isinstance(node.meta["val"], tuple | list)
+        for v, rest in zip(produced, rests, strict=True):
+            if not several:
+                self._produce(v, made, rest, consumer)
+            elif isinstance(tensor_of(v), torch.Tensor):
+                self._produce(v, self.graph.call_function(operator.getitem, (made, v.index)), rest, consumer)
+
+    def _converted(self, v: Value, target: Layout, consumer: str, where: fx.Node) -> fx.Node:
+        """The node that holds `v` laid out as `target`, made of conversions where there is none yet."""
+        if (v, target) in self.local:
+            return self.local[v, target]
+        here, producer = self.base[v]
+        tensor, s = tensor_of(v), self.settings
+        flows = v in self.problem.flows
+        table = conversion_table(
+            tuple(tensor.shape), tensor.element_size(), tensor.dtype is not torch.bool, flows,
+            s.mesh, s.profile, s.weights,
+        )  # fmt: skip
+        node = self.local[v, here]
+        for step in table.path(here, target):
+            if (v, step.after) not in self.local:
+                size = s.mesh.size(step.axis)
+                conversion = Conversion(
+                    tag=len(self.conversions),
+                    tensor=_tensor_name(self.problem.graph, v),
+                    axis=step.axis,
+                    size=size,
+                    source=step.source,
+                    target=step.target,
+                    whole_bytes=round(
+                        table.local_bytes(here) * (size if isinstance(step.source, Shard) else 1)
+                    ),
+                    dtype=tensor.dtype,
+                    gradient=flows,
+                    parameter=v.node in self.parameters,
+                    producer=producer,
+                    consumer=consumer,
+                    path=module_path(where),
+                    line=source_line(where),
+                )
+                if kind(step.source, step.target) is not Kind.NOTHING or flows:
+                    self.conversions.append(conversion)
+                    node = self.graph.call_function(
+                        convert, (node, str(step.source), str(step.target), step.axis, size, conversion.tag)
+                    )
+                self.local[v, step.after] = node
+            node, here = self.local[v, step.after], step.after
+        return node
+
+
+def describe_option(vertex: Vertex, option: Option) -> str:
+    """A strategy as text: what is split on each axis, or where the operator's tensors are if nothing is."""
+    mesh = (option.results or option.operands)[0].mesh
+    words = []
+    for i, axis in enumerate(mesh.axes):
+        factor = option.factors[i]
+        found = (option.results or option.operands)[0].placements[i]
+        words.append(f"{axis}:{factor}" if factor else f"{axis}:{found}")
+    return "(" + " ".join(words) + ")"
+
+
+def _hub_value(vertex: Vertex) -> Value:
+    name = vertex.name.removeprefix("hub of ")
+    return Value(vertex.node, int(name[name.index("[") + 1 : -1]) if name.endswith("]") else 0)
+
+
+def _placed(port: Port, rest: Layout) -> PlacedPort:
+    tensor = tensor_of(source_of(port.node))
+    return PlacedPort(port, tuple(tensor.shape), tensor.dtype, rest)
+
+
+def _values(node: fx.Node) -> tuple[Value, ...]:
+    found = node.meta["val"]
+    return tuple(Value(node, i) for i in range(len(found))) if isinstance(found, tuple | list) else (Value(node),)
+
+
+def _shape(v: Value) -> tuple[int, ...]:
+    tensor = tensor_of(v)
+    return tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else ()
+
+
+def _tensor_name(graph: Graph, v: Value) -> str:
+    for port in graph.inputs:
+        if port.node is v.node:
+            return port.name
+    return v.node.name if not v.index else f"{v.node.name}[{v.index}]"
+
+
+def verify_program(program: LocalProgram) -> LocalProgram:
+    """Raise VerifyError unless every conversion of the text is in the list, once, and the ports fit the mesh."""
+    tags = [node.args[5] for node in program.module.graph.nodes if node.target is convert]
+    if len(set(tags)) != len(tags) or any(not 0 <= tag < len(program.conversions) for tag in tags):
+        raise VerifyError("the conversions of the program are not those of its list")
+    for placed in (*program.inputs, *program.outputs):
+        if math.prod(placed.local_shape) * math.prod(placed.layout.splits(len(placed.shape))) != math.prod(placed.shape):
+            raise VerifyError(f"{placed.port.name} does not fit its layout {placed.layout}")
+    return program

@@ -1,0 +1,141 @@
+"""A graph as a list of instructions, made once per graph and run by both executors.
+
+`simulate` runs an instruction on a list with one tensor per rank, `execute` on one rank's tensor; what differs
+is how a conversion moves data, and that is the executor's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..propagation.collectives import convert, convert_group
+from ..strategy.placement import Kind, Placement, Shard, kind, placement_from_code
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A conversion of one or several tensors along one axis."""
+
+    kind: Kind
+    source: Placement
+    target: Placement
+    axis: str
+    size: int
+    phase: str
+    tags: tuple[int, ...]
+    grouped: bool
+
+    def payload(self, elements: int, itemsize: int) -> int:
+        """The payload of a local tensor of `elements` elements: see `Collective.payload_bytes`."""
+        whole = elements * itemsize * (self.size if self.kind is Kind.ALL_GATHER else 1)
+        return whole
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The dims that are put together and cut apart (0 where a side is whole)."""
+        before = self.source.dim if isinstance(self.source, Shard) else 0
+        after = self.target.dim if isinstance(self.target, Shard) else 0
+        return before, after
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """Compute slot `out` from the slots `operands`; `dead` slots are read for the last time."""
+
+    out: int
+    operands: tuple[int, ...]
+    dead: tuple[int, ...]
+    call: Callable[..., Any] | None
+    conversion: Conversion | None
+    once: bool  # draws random numbers: every rank must see the same ones
+    name: str
+
+
+@dataclass(frozen=True)
+class Code:
+    """A graph ready to run: inputs fill the first slots."""
+
+    instructions: tuple[Instruction, ...]
+    inputs: int
+    slots: int
+    outputs: tuple[int | None, ...]
+    unused: tuple[int, ...]  # inputs that nothing reads
+
+
+def assemble_code(module: fx.GraphModule, phase: str) -> Code:
+    """The instructions of a flat graph. Constants of the module are inputs of none: they are bound here."""
+    slots: dict[fx.Node, int] = {}
+    nodes = list(module.graph.nodes)
+    last: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            last[operand] = node
+    for node in nodes:
+        if node.op == "placeholder":
+            slots[node] = len(slots)
+    inputs = len(slots)
+    returned: tuple[Any, ...] = ()
+    instructions: list[Instruction] = []
+    for node in nodes:
+        if node.op == "output":
+            returned = node.args[0]
+        elif node.op == "get_attr":
+            slots[node] = len(slots)
+            constant = getattr(module, str(node.target))
+            instructions.append(Instruction(slots[node], (), (), lambda c=constant: c, None, False, node.name))
+        elif node.op == "call_function":
+            slots[node] = len(slots)
+            used = tuple(node.all_input_nodes)
+            dead = tuple(slots[operand] for operand in used if last[operand] is node)
+            instructions.append(
+                Instruction(
+                    slots[node], tuple(slots[o] for o in used), dead,
+                    None if node.target in (convert, convert_group) else _caller(node, used),
+                    _conversion(node, phase), torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()),
+                    node.name,
+                )
+            )  # fmt: skip
+    outputs = tuple(slots[o] if isinstance(o, fx.Node) else None for o in returned)
+    unused = tuple(slots[n] for n in nodes if n.op == "placeholder" and n not in last)
+    return Code(tuple(instructions), inputs, len(slots), outputs, unused)
+
+
+def _conversion(node: fx.Node, phase: str) -> Conversion | None:
+    if node.target not in (convert, convert_group):
+        return None
+    _, source, target, axis, size, tags = node.args
+    before, after = placement_from_code(str(source)), placement_from_code(str(target))
+    grouped = node.target is convert_group
+    return Conversion(kind(before, after), before, after, axis, size, phase, tuple(tags) if grouped else (tags,), grouped)  # type: ignore
+
+
+def _caller(node: fx.Node, used: tuple[fx.Node, ...]) -> Callable[..., Any]:
+    """A function of the values of `used` that calls the operator."""
+    position = {operand: i for i, operand in enumerate(used)}
+    target: Any = node.target
+    flat = all(not isinstance(a, list | tuple | dict | slice) or not _holds_node(a) for a in node.args)
+    if flat and not any(_holds_node(a) for a in node.kwargs.values()):
+        template = [(position[a], None) if isinstance(a, fx.Node) else (-1, a) for a in node.args]
+        kwargs = dict(node.kwargs)
+        if kwargs:
+            return lambda *v: target(*[v[i] if i >= 0 else c for i, c in template], **kwargs)
+        if [i for i, _ in template] == list(range(len(used))):
+            return target  # type: ignore[no-any-return]
+        return lambda *v: target(*[v[i] if i >= 0 else c for i, c in template])
+
+    def call(*values: Any) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: values[position[operand]])
+        return target(*args, **kwargs)
+
+    return call
+
+
+def _holds_node(argument: Any) -> bool:
+    found: list[fx.Node] = []
+    fx.node.map_arg(argument, lambda operand: found.append(operand))  # type: ignore[func-returns-value]
+    return bool(found)

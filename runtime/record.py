@@ -1,0 +1,51 @@
+"""What ran: every collective that an executor performs is told to the recorders that listen."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..propagation.cost import wire_bytes
+from ..strategy.placement import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One collective that ran. Bytes are those of one rank, as in `propagation.lower.Collective`."""
+
+    kind: Kind
+    axes: tuple[str, ...]
+    group_size: int
+    payload_bytes: int
+    phase: str
+    tags: tuple[int, ...]
+
+    @property
+    def wire_bytes(self) -> float:
+        return wire_bytes(self.kind, self.payload_bytes, self.group_size)
+
+
+_listeners: list[list[Event]] = []
+
+
+@contextlib.contextmanager
+def record_collectives() -> Iterator[list[Event]]:
+    """Collect, in order, the collectives that run inside the block (in simulation one event stands for all ranks)."""
+    events: list[Event] = []
+    _listeners.append(events)
+    try:
+        yield events
+    finally:
+        _listeners[:] = [listener for listener in _listeners if listener is not events]
+
+
+def note(event: Event) -> None:
+    """Tell the listeners."""
+    for events in _listeners:
+        events.append(event)
+
+
+def listening() -> bool:
+    """Whether anyone listens: an event costs nothing otherwise."""
+    return bool(_listeners)
