@@ -7,6 +7,7 @@ checkout with an editable install needs neither.
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 import tomllib
 from importlib.metadata import requires
@@ -67,3 +68,9 @@ def test_every_direct_dependency_has_an_exact_version_in_the_constraints() -> No
     needed = [*project["dependencies"], *(n for extra in project["optional-dependencies"].values() for n in extra)]
     assert {n.split(">=")[0] for n in needed} - pinned == set()
     assert {n.split(">=")[0].split(";")[0] for n in requires("partway") or []} - pinned == set()
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design/README.md"])
+def test_every_link_to_a_file_leads_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", (CHECKOUT / page).read_text(encoding="utf-8"))
+    assert [link for link in links if not ((CHECKOUT / page).parent / link).exists()] == []
