@@ -1,0 +1,85 @@
+"""How tensors may be laid out on a device mesh, and what users write to say so.
+
+Two names are not re-exported: the factory `layout.layout`, which would hide its module, and `torch_mesh`, which
+imports torch.distributed, while planning does without.
+"""
+
+from .errors import (
+    CaptureError,
+    ContextError,
+    OperatorError,
+    PartwayError,
+    Problem,
+    RuntimeStateError,
+    StrategyError,
+    UnknownOperatorWarning,
+    VerifyError,
+    raise_problems,
+)
+from .layout import Layout
+from .mesh import Mesh
+from .notation import (
+    Annotation,
+    coarsest_mesh,
+    from_dtensor,
+    parse,
+    to_dtensor,
+    to_ints,
+    to_names,
+    to_placements,
+)
+from .placement import (
+    BROADCAST,
+    PARTIAL,
+    REPLICATE,
+    Broadcast,
+    Kind,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    dual,
+    kind,
+    placement_from_code,
+    transpose,
+)
+from .validate import check_dataset_form, check_dataset_strategy, check_strategies
+
+__all__ = [
+    "BROADCAST",
+    "PARTIAL",
+    "REPLICATE",
+    "Annotation",
+    "Broadcast",
+    "CaptureError",
+    "ContextError",
+    "Kind",
+    "Layout",
+    "Mesh",
+    "OperatorError",
+    "Partial",
+    "PartwayError",
+    "Placement",
+    "Problem",
+    "Replicate",
+    "RuntimeStateError",
+    "Shard",
+    "StrategyError",
+    "UnknownOperatorWarning",
+    "VerifyError",
+    "check_dataset_form",
+    "check_dataset_strategy",
+    "check_strategies",
+    "coarsest_mesh",
+    "dual",
+    "from_dtensor",
+    "kind",
+    "parse",
+    "placement_from_code",
+    "raise_problems",
+    "to_dtensor",
+    "to_ints",
+    "to_names",
+    "to_placements",
+    "transpose",
+]

@@ -1,0 +1,39 @@
+"""Our mesh as torch's DeviceMesh and back. The only module of the stage that imports torch when it is imported."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .errors import RuntimeStateError, StrategyError
+from .mesh import Mesh
+
+
+def to_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """The DeviceMesh of all ranks with the axes of `mesh`; every rank calls it.
+
+    Raises RuntimeStateError without a process group, or with one that has not one rank a device.
+    """
+    if not dist.is_initialized():
+        raise RuntimeStateError("there is no process group; call torch.distributed.init_process_group first")
+    if dist.get_world_size() != mesh.device_num:
+        raise RuntimeStateError(
+            f"the mesh ({mesh}) has {mesh.device_num} devices, but there are {dist.get_world_size()} ranks; "
+            f"start {mesh.device_num} processes or use a mesh of {dist.get_world_size()} devices"
+        )
+    return init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.axes)
+
+
+def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
+    """Our mesh with the axis names and sizes of `device_mesh`; axes without names are d0, d1, ...
+
+    Raises StrategyError if its ranks are not 0, 1, 2, ... in row-major order, as they are on our meshes.
+    """
+    ranks = device_mesh.mesh.flatten().tolist()
+    if ranks != list(range(len(ranks))):
+        raise StrategyError(
+            f"the DeviceMesh holds the ranks {ranks}; a mesh of {len(ranks)} devices has the ranks "
+            f"0 to {len(ranks) - 1} in row-major order"
+        )
+    sizes, names = tuple(device_mesh.mesh.shape), device_mesh.mesh_dim_names
+    return Mesh.of_sizes(sizes) if names is None else Mesh(dict(zip(names, sizes, strict=True)))
