@@ -67,6 +67,13 @@ class Code:
     unused: tuple[int, ...]  # inputs that nothing reads
 
 
+# The strides of a real part may differ from those of the fake one that was traced: a view may need a copy.
+_STRIDE_FREE = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+
+
 def assemble_code(module: fx.GraphModule, phase: str) -> Code:
     """The instructions of a flat graph. Constants of the module are inputs of none: they are bound here."""
     slots: dict[fx.Node, int] = {}
@@ -117,7 +124,7 @@ def _conversion(node: fx.Node, phase: str) -> Conversion | None:
 def _caller(node: fx.Node, used: tuple[fx.Node, ...]) -> Callable[..., Any]:
     """A function of the values of `used` that calls the operator."""
     position = {operand: i for i, operand in enumerate(used)}
-    target: Any = node.target
+    target: Any = _STRIDE_FREE.get(node.target, node.target)
     flat = all(not isinstance(a, list | tuple | dict | slice) or not _holds_node(a) for a in node.args)
     if flat and not any(_holds_node(a) for a in node.kwargs.values()):
         template = [(position[a], None) if isinstance(a, fx.Node) else (-1, a) for a in node.args]

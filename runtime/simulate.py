@@ -91,9 +91,9 @@ def convert_group_of(c: Conversion, parts: Parts) -> Parts:
         case Kind.ALL_GATHER:
             return [torch.cat(parts, before)] * n
         case Kind.REDUCE_SCATTER:
-            return list(_total(parts).chunk(n, after))
+            return [part.contiguous() for part in _total(parts).chunk(n, after)]
         case Kind.ALL_TO_ALL:
-            return list(torch.cat(parts, before).chunk(n, after))
+            return [part.contiguous() for part in torch.cat(parts, before).chunk(n, after)]
         case _:
             return [local_conversion(c, part, i) for i, part in enumerate(parts)]
 
@@ -104,7 +104,7 @@ def local_conversion(c: Conversion, part: Tensor, position: int) -> Tensor:
     match c.kind:
         case Kind.SLICE:
             size = part.shape[after] // c.size
-            return part.narrow(after, position * size, size)
+            return part.narrow(after, position * size, size).contiguous()
         case Kind.PAD:
             shape = list(part.shape)
             shape[before] *= c.size
@@ -125,11 +125,19 @@ def _total(parts: Parts) -> Tensor:
 
 
 def split(tensor: Tensor, layout: Layout) -> Parts:
-    """The part of every rank (views of `tensor`)."""
+    """The part of every rank, contiguous as the graphs were traced; a view of `tensor` where it can be."""
     shape = tuple(tensor.shape)
     if not any(isinstance(p, Shard) for p in layout.placements):
-        return [tensor] * layout.mesh.device_num
-    return [tensor[layout.slices(shape, rank)] for rank in range(layout.mesh.device_num)]
+        return [tensor.contiguous()] * layout.mesh.device_num
+    cut: dict[tuple[tuple[int, int], ...], Tensor] = {}
+    parts = []
+    for rank in range(layout.mesh.device_num):
+        where = layout.slices(shape, rank)
+        key = tuple((s.start, s.stop) for s in where)
+        if key not in cut:
+            cut[key] = tensor[where].contiguous()
+        parts.append(cut[key])
+    return parts
 
 
 def join(parts: Parts, layout: Layout) -> Tensor:
