@@ -1,0 +1,72 @@
+"""Partway: a semi-automatic sharding-strategy compiler for PyTorch.
+
+    import partway as pw
+
+    model = pw.shard(model, in_strategy=(("dp", None),), mesh={"dp": 2, "tp": 4})
+"""
+
+from __future__ import annotations
+
+from partway.compile import Compiled, compile
+from partway.context import (
+    auto_parallel_context,
+    get_algo_parameters,
+    get_auto_parallel_context,
+    reset_algo_parameters,
+    reset_auto_parallel_context,
+    set_algo_parameters,
+    set_auto_parallel_context,
+)
+from partway.propagation.plan import Plan
+from partway.runtime.process import get_group_size, get_rank, init, shutdown
+from partway.runtime.record import record_collectives
+from partway.shard import shard
+from partway.strategy import (
+    Broadcast,
+    CaptureError,
+    ContextError,
+    Layout,
+    Mesh,
+    OperatorError,
+    Partial,
+    PartwayError,
+    Replicate,
+    RuntimeStateError,
+    Shard,
+    StrategyError,
+    UnknownOperatorWarning,
+    VerifyError,
+)
+
+__all__ = [
+    "Broadcast",
+    "CaptureError",
+    "Compiled",
+    "ContextError",
+    "Layout",
+    "Mesh",
+    "OperatorError",
+    "Partial",
+    "PartwayError",
+    "Plan",
+    "Replicate",
+    "RuntimeStateError",
+    "Shard",
+    "StrategyError",
+    "UnknownOperatorWarning",
+    "VerifyError",
+    "auto_parallel_context",
+    "compile",
+    "get_algo_parameters",
+    "get_auto_parallel_context",
+    "get_group_size",
+    "get_rank",
+    "init",
+    "record_collectives",
+    "reset_algo_parameters",
+    "reset_auto_parallel_context",
+    "set_algo_parameters",
+    "set_auto_parallel_context",
+    "shard",
+    "shutdown",
+]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..strategy.layout import Layout, layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import BROADCAST, PARTIAL, REPLICATE, Kind, Placement, Shard, kind, transpose
-from .cost import DeviceProfile, Weights, steps, wire_bytes
+from .cost import DeviceProfile, Weights, waiting_seconds, wire_bytes
 
 Floats = NDArray[np.float64]
 _STEP = 1e-13  # seconds: of two ways that cost the same the shorter one wins, and no way is a circle
@@ -130,7 +130,7 @@ class ConversionTable:
             ways = [kind(source, target)] + ([kind(*transpose(source, target))] if self.gradient else [])
             for way in ways:
                 share = 1 / size if way is Kind.ALL_TO_ALL else 1.0
-                fixed[i, j] += self.weights.latency * steps(way, size) * self.profile.latency
+                fixed[i, j] += self.weights.latency * waiting_seconds(way, size, self.profile)
                 linear[i, j] += self.weights.wire * wire_bytes(way, share, size) / self.profile.link_bandwidth
                 if way in (Kind.PAD, Kind.KEEP):
                     linear[i, j] += self.weights.compute / self.profile.memory_bandwidth

@@ -1,7 +1,7 @@
 """What things cost: collectives by alpha-beta per axis, operators by a roofline.
 
-The time of a collective over n ranks is `steps * latency + wire / bandwidth`, with `wire` the bytes that one
-rank sends in a ring (Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005):
+The time of a collective over n ranks is `launch + steps * latency + wire / bandwidth`, with `wire` the bytes that
+one rank sends in a ring (Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005):
 
     all_reduce       2 (n - 1) / n * bytes             2 (n - 1) steps
     all_gather       (n - 1) / n * bytes of the whole  (n - 1) steps
@@ -25,20 +25,22 @@ BACKWARD_FACTOR = 2.0
 
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
-    """One device and its links. flops in FLOP/s, bandwidths in bytes/s, latency in seconds per ring step."""
+    """One device and its links. flops in FLOP/s, bandwidths in bytes/s, latency in seconds per ring step, launch in
+    seconds per collective."""
 
     name: str
     flops: float
     memory_bandwidth: float
     link_bandwidth: float
     latency: float
+    launch: float
 
 
 # cpu: two shared cores and gloo over loopback, as measured for this project; h100: NVIDIA's data sheet for dense
 # TF32, HBM3 and NVLink, with the collective bandwidth and latency of an 8-GPU NVSwitch node.
 PROFILES = {
-    "cpu": DeviceProfile("cpu", flops=5e10, memory_bandwidth=1e10, link_bandwidth=1e9, latency=2e-5),
-    "cuda": DeviceProfile("h100", flops=4.0e14, memory_bandwidth=3.35e12, link_bandwidth=4.5e11, latency=2e-6),
+    "cpu": DeviceProfile("cpu", flops=5e10, memory_bandwidth=1e10, link_bandwidth=1e9, latency=2e-5, launch=3e-5),
+    "cuda": DeviceProfile("h100", flops=4.0e14, memory_bandwidth=3.35e12, link_bandwidth=4.5e11, latency=2e-6, launch=5e-6),
 }
 
 
@@ -89,9 +91,14 @@ def steps(kind: Kind, size: int) -> int:
     return (2 if kind is Kind.ALL_REDUCE else 1) * (size - 1)
 
 
+def waiting_seconds(kind: Kind, size: int, profile: DeviceProfile) -> float:
+    """The part of a collective's time that does not depend on its bytes."""
+    return profile.launch + steps(kind, size) * profile.latency if kind.communicates else 0.0
+
+
 def collective_seconds(kind: Kind, payload: float, size: int, profile: DeviceProfile) -> float:
     """The predicted time of one collective."""
-    return steps(kind, size) * profile.latency + wire_bytes(kind, payload, size) / profile.link_bandwidth
+    return waiting_seconds(kind, size, profile) + wire_bytes(kind, payload, size) / profile.link_bandwidth
 
 
 def operator_seconds(flops: float, moved: float, profile: DeviceProfile) -> float:

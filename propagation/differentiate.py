@@ -7,12 +7,13 @@ saved, as autograd would.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from ..strategy.errors import VerifyError
+from .graph import Role
 from .lower import LocalProgram
 from .torch_internals import FakeTensorMode, OpOverload, make_fx
 
@@ -40,7 +41,7 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
     if not any(wanted) or not any(needed):
         return Step(program, program.module, None, wanted, (False,) * len(needed))
     device = _device(program)
-    with FakeTensorMode():
+    with FakeTensorMode(), torch.enable_grad():
         inputs = [
             torch.empty(placed.local_shape, dtype=placed.dtype, device=device, requires_grad=needs)
             for placed, needs in zip(program.inputs, needed, strict=True)
@@ -118,3 +119,20 @@ def _cut(traced: fx.GraphModule, inputs: int, outputs: int) -> tuple[fx.GraphMod
     forward = graph(placeholders[:inputs], [n for n in body if n not in late], (*results, *saved))
     backward = graph([*saved, *placeholders[inputs:]], [n for n in body if n in late], gradients)
     return forward, backward
+
+
+def scale_parameter_gradients(step: Step, factor: float) -> Step:
+    """`step` with the gradient of every parameter multiplied by `factor`."""
+    if step.backward is None or factor == 1:
+        return step
+    graph = fx.Graph()
+    returned = graph.graph_copy(step.backward.graph, {})
+    placed = [p for p, needs in zip(step.program.inputs, step.needed, strict=True) if needs]
+    scaled = [
+        graph.call_function(torch.ops.aten.mul.Scalar, (gradient, factor))
+        if p.port.role is Role.PARAMETER and gradient is not None
+        else gradient
+        for p, gradient in zip(placed, returned, strict=True)
+    ]
+    graph.output(tuple(scaled))
+    return replace(step, backward=fx.GraphModule(step.backward, graph))

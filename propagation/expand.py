@@ -198,10 +198,36 @@ def _native_dropout(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | N
     x, p, train = node.args[:3]
     if not train or p == 0:
         return (x, b(aten.ones.default, list(shape(x)), dtype=torch.bool, device=value(x).device))  # type: ignore
-    likely = b(aten.full.default, list(shape(x)), 1 - p, dtype=value(x).dtype, device=value(x).device)  # type: ignore
-    kept = b(aten.bernoulli.default, likely)
-    scaled = b(aten.div.Scalar, kept, 1 - p)  # type: ignore[operator]
-    return (b(aten.mul.Tensor, x, scaled), b(aten.ne.Scalar, kept, 0))
+    kept = _random_mask(b, x, p)
+    return (b(aten.mul.Tensor, x, b(aten.div.Scalar, kept, 1 - p)), b(aten.ne.Scalar, kept, 0))
+
+
+def _random_mask(b: Builder, x: fx.Node, p: float) -> fx.Node:
+    """Ones with probability 1 - p, else zeros, in the shape and dtype of x: the numbers PyTorch itself would draw."""
+    fresh = b(aten.empty.memory_format, list(shape(x)), dtype=value(x).dtype, device=value(x).device)
+    return b(aten.bernoulli.p, fresh, 1 - p)
+
+
+def _attention(b: Builder, node: fx.Node) -> fx.Node | None:
+    """With dropout, attention is written out: its mask is then one for all layouts, as in `_native_dropout`."""
+    p = _argument(node, "dropout_p")
+    q, k, v = node.args[:3]
+    if not p or _argument(node, "enable_gqa"):
+        return None
+    mask, scale = _argument(node, "attn_mask"), _argument(node, "scale")
+    last = len(shape(q))
+    scores = b(aten.matmul.default, q, b(aten.transpose.int, k, last - 2, last - 1))
+    scores = b(aten.mul.Scalar, scores, shape(q)[-1] ** -0.5 if scale is None else scale)
+    if _argument(node, "is_causal"):
+        ones = b(aten.ones.default, list(shape(scores)[-2:]), dtype=torch.bool, device=value(q).device)
+        mask = b(aten.tril.default, ones)
+    if mask is not None and value(mask).dtype is torch.bool:
+        scores = b(aten.masked_fill.Scalar, scores, b(aten.logical_not.default, mask), float("-inf"))
+    elif mask is not None:
+        scores = b(aten.add.Tensor, scores, mask)
+    weights = b(aten.softmax.int, scores, last - 1)
+    kept = b(aten.div.Scalar, _random_mask(b, weights, p), 1 - p)
+    return b(aten.matmul.default, b(aten.mul.Tensor, weights, kept), v)
 
 
 def _like(maker: Any) -> Expansion:
@@ -237,6 +263,7 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.new_zeros.default: _like(aten.zeros.default),
     aten.nll_loss_nd.default: _cross_entropy,
     aten.ones_like.default: _like(aten.ones.default),
+    aten.scaled_dot_product_attention.default: _attention,
     aten.smooth_l1_loss.default: _pointwise_loss,
     aten.soft_margin_loss.default: _pointwise_loss,
     aten.zeros_like.default: _like(aten.zeros.default),

@@ -58,6 +58,7 @@ class Conversion:
     parameter: bool
     producer: str
     consumer: str
+    where: str
     path: str
     line: str
 
@@ -75,6 +76,7 @@ class Collective:
     payload_bytes   all_reduce, all_gather, reduce_scatter: the whole value; all_to_all: the part held
     wire_bytes      what one rank sends, in a ring
     predicted_time  seconds, by the device profile
+    where, path     the operator that wanted the conversion, and the module it is in
     """
 
     kind: Kind
@@ -87,7 +89,9 @@ class Collective:
     source: str
     producer: str
     consumer: str
-    dtype: torch.dtype
+    where: str
+    path: str
+    dtype: str
     predicted_time: float
     tag: int
     members: tuple[str, ...] = ()
@@ -116,7 +120,9 @@ def collective(conversion: Conversion, phase: str, profile: DeviceProfile) -> Co
         source=conversion.line,
         producer=conversion.producer,
         consumer=conversion.consumer,
-        dtype=conversion.dtype,
+        where=conversion.where,
+        path=conversion.path,
+        dtype=str(conversion.dtype).removeprefix("torch."),
         predicted_time=collective_seconds(found, payload, conversion.size, profile),
         tag=conversion.tag,
         members=(conversion.tensor,),
@@ -195,7 +201,7 @@ class _Lowering:
             node = self.graph.placeholder(port.node.name)
             found = self.chosen.get((VertexKind.INPUT, port.node, port.name))
             rest = found[1].results[0] if found else whole
-            self._produce(Value(port.node), node, rest, f"{port.role.value} {rest}")
+            self._produce(Value(port.node), node, rest, f"{port.role.value} {port.name} {rest}")
             inputs.append(_placed(port, rest))
         for node in self.problem.graph.nodes:
             if node.target is not operator.getitem:
@@ -204,7 +210,8 @@ class _Lowering:
         for port in self.problem.graph.outputs:
             found = self.chosen.get((VertexKind.OUTPUT, port.node, port.name))
             rest = found[1].operands[0] if found else whole
-            results.append(self._converted(source_of(port.node), rest, f"{port.role.value} {rest}", port.node))
+            consumer = f"{port.role.value} {port.name} {rest}"
+            results.append(self._converted(source_of(port.node), rest, consumer, port.node, f"output {port.name}"))
             outputs.append(_placed(port, rest))
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
@@ -249,7 +256,7 @@ class _Lowering:
             elif isinstance(tensor_of(v), torch.Tensor):
                 self._produce(v, self.graph.call_function(operator.getitem, (made, v.index)), rest, consumer)
 
-    def _converted(self, v: Value, target: Layout, consumer: str, where: fx.Node) -> fx.Node:
+    def _converted(self, v: Value, target: Layout, consumer: str, at: fx.Node, where: str = "") -> fx.Node:
         """The node that holds `v` laid out as `target`, made of conversions where there is none yet."""
         if (v, target) in self.local:
             return self.local[v, target]
@@ -279,8 +286,9 @@ class _Lowering:
                     parameter=v.node in self.parameters,
                     producer=producer,
                     consumer=consumer,
-                    path=module_path(where),
-                    line=source_line(where),
+                    where=where or at.name,
+                    path=module_path(at),
+                    line=source_line(at),
                 )
                 if kind(step.source, step.target) is not Kind.NOTHING or flows:
                     self.conversions.append(conversion)

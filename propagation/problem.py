@@ -100,13 +100,16 @@ class VertexKind(str, Enum):
 
 @dataclass(frozen=True)
 class Vertex:
-    """One choice to make. `unary[i]` is the cost of option i by itself."""
+    """One choice to make. Of option i by itself: its cost `unary[i]`, the predicted `seconds[i]` of the operator
+    (forward and backward), and the bytes `held[i]` that stay for the backward (of an input: its own)."""
 
     name: str
     kind: VertexKind
     node: fx.Node
     options: tuple[Option, ...]
     unary: Floats = field(repr=False)
+    seconds: Floats = field(repr=False)
+    held: Floats = field(repr=False)
     rule: Rule | None = None
     port: Port | None = None
     annotation: str = ""
@@ -222,10 +225,13 @@ class _Formulation:
         layouts, annotation = self._restrict(port.name, layouts)
         if annotation:
             self.near_annotation.add(Value(port.node))
-        held = 3.0 if port.role is Role.PARAMETER and port.requires_grad else 1.0
-        unary = [self.settings.weights.memory * held * table.local_bytes(found) / 1e9 for found in layouts]
+        copies = 3.0 if port.role is Role.PARAMETER and port.requires_grad else 1.0  # itself, gradient, momentum
+        held = np.array([table.local_bytes(found) for found in layouts])
+        unary = self.settings.weights.memory * copies * held / 1e9
         options = tuple(Option(_no_factors(found), (), (found,)) for found in layouts)
-        vertex = Vertex(port.name, VertexKind.INPUT, port.node, options, np.array(unary), None, port, annotation)
+        vertex = Vertex(
+            port.name, VertexKind.INPUT, port.node, options, unary, np.zeros(len(options)), held, None, port, annotation
+        )
         self._append(vertex, (Value(port.node),))
 
     def _split_at_rest(self, port: Port, table: ConversionTable, layouts: list[Layout]) -> list[Layout]:
@@ -264,8 +270,12 @@ class _Formulation:
             self.near_annotation.add(produced[0])
             annotation = annotation or name
         options = self._prefer(node, rule, options, sources, produced)
-        unary = np.array([self._operator_cost(node, rule, option, sources, produced) for option in options])
-        vertex = Vertex(node.name, VertexKind.OPERATOR, node, tuple(options), unary, rule, None, annotation)
+        work = np.array([self._operator_work(node, rule, option, sources, produced) for option in options])
+        seconds, held = work.reshape(-1, 2).T
+        unary = self.settings.weights.compute * seconds + self.settings.weights.memory * held / 1e9
+        vertex = Vertex(
+            node.name, VertexKind.OPERATOR, node, tuple(options), unary, seconds, held, rule, None, annotation
+        )
         index = self._append(vertex, produced)
         for i, source in enumerate(sources):
             self._connect(source, index, i)
@@ -322,19 +332,20 @@ class _Formulation:
                 return False
         return True
 
-    def _operator_cost(
+    def _operator_work(
         self, node: fx.Node, rule: Rule, option: Option, sources: tuple[Value, ...], produced: tuple[Value, ...]
-    ) -> float:
+    ) -> tuple[float, float]:
+        """The seconds of the operator, forward and backward, and the bytes of its results that are kept."""
         s = self.settings
         tensors = [v for v in produced if isinstance(tensor_of(v), torch.Tensor)]
         held = sum(self._table(v).local_bytes(o) for v, o in zip(produced, option.results, strict=True) if v in tensors)
         if is_view(node):
-            return 0.0
+            return 0.0, 0.0
         moved = held + sum(self._table(v).local_bytes(o) for v, o in zip(sources, option.operands, strict=True))
         backward = any(v in self.flows for v in produced)
         passes = 1.0 + (BACKWARD_FACTOR if backward else 0.0)
         seconds = operator_seconds(rule.flops / _used(option, s.mesh), moved, s.profile)
-        return s.weights.compute * passes * seconds + s.weights.memory * (held / 1e9 if backward else 0.0)
+        return passes * seconds, held if backward else 0.0
 
     def _add_output(self, port: Port) -> None:
         v = source_of(port.node)
@@ -348,8 +359,10 @@ class _Formulation:
             ]
         layouts, annotation = self._restrict(port.name, layouts)
         options = tuple(Option(_no_factors(found), (found,), ()) for found in layouts)
-        vertex = Vertex(port.name, VertexKind.OUTPUT, port.node, options, np.zeros(len(options)), None, port, annotation)
-        self.vertices.append(vertex)
+        free = np.zeros(len(options))
+        self.vertices.append(
+            Vertex(port.name, VertexKind.OUTPUT, port.node, options, free, free, free, None, port, annotation)
+        )
         self._connect(v, len(self.vertices) - 1, 0)
 
     def _append(self, vertex: Vertex, produced: tuple[Value, ...]) -> int:
@@ -371,7 +384,8 @@ class _Formulation:
         layouts = [found for found, valid in zip(table.layouts, table.valid, strict=True) if valid]
         options = tuple(Option(_no_factors(found), (found,), (found,)) for found in layouts)
         name = f"{v.node.name}[{v.index}]" if v.index else v.node.name
-        self.vertices.append(Vertex(f"hub of {name}", VertexKind.HUB, v.node, options, np.zeros(len(options))))
+        free = np.zeros(len(options))
+        self.vertices.append(Vertex(f"hub of {name}", VertexKind.HUB, v.node, options, free, free, free))
         index = len(self.vertices) - 1
         self._connect(v, index, 0)
         self.producer[v] = (index, 0)

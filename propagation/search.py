@@ -19,6 +19,7 @@ from enum import Enum
 import networkx as nx
 import numpy as np
 
+from ..strategy.errors import VerifyError
 from .problem import Floats, SearchProblem, VertexKind
 
 TABLE_LIMIT = 2**24  # entries of one table: 128 MiB
@@ -252,7 +253,24 @@ def _agree(problem: SearchProblem, vertex: int, options: list[int], chosen: int,
 
 def _restricted(problem: SearchProblem, kept: list[list[int]]) -> SearchProblem:
     vertices = tuple(
-        replace(v, options=tuple(v.options[i] for i in keep), unary=v.unary[keep])
+        replace(
+            v,
+            options=tuple(v.options[i] for i in keep),
+            unary=v.unary[keep],
+            seconds=v.seconds[keep],
+            held=v.held[keep],
+        )
         for v, keep in zip(problem.vertices, kept, strict=True)
     )
     return replace(problem, vertices=vertices)
+
+
+def verify_solution(problem: SearchProblem, solution: Solution) -> Solution:
+    """Raise VerifyError unless every vertex has one of its options, at the cost that is claimed."""
+    for vertex, choice in zip(problem.vertices, solution.choice, strict=True):
+        if not 0 <= choice < len(vertex.options):
+            raise VerifyError(f"{vertex.name} has no option {choice}")
+    cost = problem.cost(solution.choice)
+    if not math.isfinite(cost) or abs(cost - solution.cost) > 1e-9 * max(abs(cost), 1e-12):
+        raise VerifyError(f"the plan costs {cost}, not {solution.cost}")
+    return solution

@@ -1,0 +1,157 @@
+"""The passes in order: from a function and one call of it to the program that every rank runs.
+
+    capture  ─▶  annotate  ─▶  formulate  ─▶  search  ─▶  lower  ─▶  differentiate  ─▶  fuse
+    Graph        Allowed       SearchProblem  Solution    LocalProgram  Step             Program
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from partway.annotate import Annotations, Request, annotate, resolve_mesh
+from partway.context import AlgoParameters, ParallelContext, ParallelMode, current, current_algo
+from partway.fusion import AllReduceFusion, FusionMode
+from partway.fusion.program import Program, make_program
+from partway.propagation.capture import capture
+from partway.propagation.cost import WEIGHTS, Level, profile_of
+from partway.propagation.differentiate import Step, differentiate, scale_parameter_gradients
+from partway.propagation.graph import Graph, differentiated, value, verify
+from partway.propagation.lower import LocalProgram, lower, verify_program
+from partway.propagation.plan import Plan, make_plan
+from partway.propagation.problem import Fallback, SearchProblem, Settings, formulate
+from partway.propagation.search import SearchMode, Solution, search, verify_solution
+from partway.strategy import Layout, Mesh, StrategyError
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A function planned for one signature.
+
+    plan      a strategy for every operator, and what it costs
+    program   the graphs that every rank runs (made when first asked for)
+    """
+
+    graph: Graph
+    annotations: Annotations
+    problem: SearchProblem
+    solution: Solution
+    local: LocalProgram
+    plan: Plan
+    context: ParallelContext
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.local.mesh
+
+    @cached_property
+    def program(self) -> Program:
+        return self.program_for(differentiated(self.graph))
+
+    def program_for(self, wanted: tuple[bool, ...]) -> Program:
+        """The program whose backward starts from the outputs marked in `wanted`."""
+        step: Step = differentiate(self.local, wanted)
+        if not self.context.gradients_mean:
+            step = scale_parameter_gradients(step, self.annotations.parts)
+        return make_program(step, _policy(self.context), self.problem.settings.profile)
+
+
+def compile(
+    fn_or_module: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Any = None,
+    in_strategy: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    out_strategy: tuple[Any, ...] | None = None,
+    parameter_plan: Mapping[str, Any] | None = None,
+    device: str | None = None,
+    level: int = 0,
+) -> Compiled:
+    """Plan a call of a function or module without running it; tensors on the meta device are welcome.
+
+    The arguments are those of `shard`. Needs no process group and no second device.
+
+    Raises StrategyError for annotations that cannot be met (all reasons at once), CaptureError for a function that
+    torch.export cannot capture, OperatorError as `on_unknown_op` says.
+    """
+    request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level)
+    return compile_call(fn_or_module, args, dict(kwargs or {}), request, current(), current_algo())
+
+
+def compile_call(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    request: Request,
+    context: ParallelContext,
+    algo: AlgoParameters,
+    *,
+    processes: int | None = None,
+    fixed: Mapping[str, Layout] | None = None,
+) -> Compiled:
+    """All passes for one call. `processes`: how many a launcher started; `fixed`: layouts that parameters have."""
+    saved = Plan.load(path) if (path := context.strategy_ckpt_config.load_file) else None
+    with torch.random.fork_rng(enabled=True):  # a call draws the same numbers whether it was planned or not
+        graph = capture(fn, args, kwargs)
+    mesh = resolve_mesh(request, context, graph, processes, saved)
+    annotations = annotate(graph, fn, request, mesh, context, algo, fixed or {}, saved)
+    problem = formulate(
+        graph, settings_of(graph, request, mesh, context, algo), annotations.allowed, annotations.as_it_lies
+    )
+    mode = SearchMode(context.search_mode.value)
+    solution = search(problem, mode)
+    local = lower(problem, solution.choice)
+    plan = make_plan(problem, solution, local, mode)
+    if os.environ.get("PARTWAY_VERIFY") == "1":
+        verify(graph)
+        verify_solution(problem, solution)
+        verify_program(local)
+    if context.strategy_ckpt_config.save_file:
+        plan.save(context.strategy_ckpt_config.save_file)
+    return Compiled(graph, annotations, problem, solution, local, plan, context)
+
+
+def settings_of(
+    graph: Graph, request: Request, mesh: Mesh, context: ParallelContext, algo: AlgoParameters
+) -> Settings:
+    """What the search needs to know of the context."""
+    modes = (ParallelMode.SEMI_AUTO_PARALLEL, ParallelMode.DATA_PARALLEL)
+    threshold = context.parallel_optimizer_config.parallel_optimizer_threshold * 1024
+    return Settings(
+        mesh=mesh,
+        profile=profile_of(request.device or _device(graph)),
+        weights=WEIGHTS[Level(request.level)],
+        fully_use_devices=algo.fully_use_devices,
+        batch_by_default=context.mode_was_set and context.parallel_mode in modes,
+        slice_align=algo.tensor_slice_align_size if algo.tensor_slice_align_enable else 1,
+        shard_parameters=threshold if context.enable_parallel_optimizer else None,
+        on_unknown_op=Fallback(context.on_unknown_op.value),
+    )
+
+
+def _device(graph: Graph) -> str:
+    """The type of device that the tensors are on; meta tensors plan for the accelerator preset."""
+    for port in graph.inputs:
+        found = str(value(port.node).device.type)
+        return found if found in ("cpu", "cuda") else "cuda"
+    return "cpu"
+
+
+def check_device(tensors: Any, device: str | None) -> None:
+    """Raise StrategyError unless every tensor is on a device of type `device` (None: any)."""
+    for name, tensor in tensors:
+        if device is not None and tensor.device.type not in (device, "meta"):
+            raise StrategyError(
+                f"input {name!r} is on {tensor.device}, and device={device!r} was asked for; move it with .to({device!r})"
+            )
+
+
+def _policy(context: ParallelContext) -> AllReduceFusion | None:
+    found = context.allreduce_fusion
+    return AllReduceFusion(FusionMode(found.mode.value), found.config) if found else None

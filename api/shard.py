@@ -1,0 +1,294 @@
+"""`shard`: one engine behind three front doors — an eager function, an nn.Module, and a constraint inside a
+function that is being sharded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partway.annotate import Request, constraint_text, dataset_applies, dataset_was_set, given_mesh
+from partway.compile import Compiled, check_device, compile_call
+from partway.context import ParallelContext, ParallelMode, current, current_algo
+from partway.fusion.program import Program
+from partway.placing import Placing, placing_for
+from partway.propagation.capture import capturing
+from partway.propagation.collectives import constrain
+from partway.propagation.graph import Role
+from partway.propagation.plan import Plan
+from partway.propagation.structure import Call, flatten, flatten_call, parameter_names
+from partway.runtime.step import CompiledStep
+from partway.strategy import Layout, RuntimeStateError, StrategyError
+
+
+def shard(
+    fn: Any = None,
+    in_strategy: tuple[Any, ...] | Mapping[str, Any] | None = None,
+    out_strategy: tuple[Any, ...] | None = None,
+    *,
+    parameter_plan: Mapping[str, Any] | None = None,
+    mesh: Any = None,
+    device: str | None = None,
+    level: int = 0,
+) -> Any:
+    """Split a function or module over a mesh; everything that is not annotated is inferred.
+
+    fn              an eager function (also as a decorator, with or without arguments) or an nn.Module, which is
+                    changed in place and returned, as PyTorch's fully_shard does; its parameters keep their names
+    in_strategy     one entry per argument by position, or a dict by argument name. An entry is a tuple with one
+                    element per dim: split counts `(8, 1)`, axis names `("dp", None)`; or a list of placements, one
+                    per axis; or None: the search decides
+    out_strategy    likewise, one entry per output tensor; None: whole on every rank (tensors that are returned
+                    beside a scalar loss stay as they lie)
+    parameter_plan  a dict from fnmatch patterns on parameter names to strategies (modules only)
+    mesh            a Mesh, a dict of axis sizes, or a DeviceMesh; None: from `device_num`, or the processes
+    device          "cpu" or "cuda": where the tensors have to be, and whose profile prices the plan
+    level           what the search weighs most: 0 communication, 1 memory, 2 speed
+
+    The first call with a new signature (shapes, dtypes, modes) captures and plans; later ones only run. When a
+    launcher started this process it runs its own rank; otherwise all ranks are simulated in this process.
+
+    Inside a function that is being sharded, `shard` only constrains the tensors it touches.
+
+    Raises StrategyError for wrong arguments, here or at the call that shows their shapes.
+    """
+    request = Request(in_strategy, out_strategy, parameter_plan, given_mesh(mesh), device, level)
+    if fn is None:
+        return functools.partial(_shard, request=request)
+    return _shard(fn, request)
+
+
+def _shard(fn: Any, request: Request) -> Any:
+    if isinstance(fn, ShardedModule | ShardedFunction):
+        raise StrategyError("it is sharded already; call shard once, with all annotations")
+    if isinstance(fn, torch.nn.Module):
+        engine = _Engine(fn, request)
+        fn.__dict__["_partway"] = engine
+        fn.__class__ = _sharded_class(type(fn))
+        return fn
+    if isinstance(fn, type) or not callable(fn):
+        raise StrategyError(f"shard takes a function or an nn.Module object, not {fn!r}")
+    if request.parameter_plan:
+        raise StrategyError("parameter_plan needs an nn.Module; annotate a function's arguments with in_strategy")
+    return ShardedFunction(fn, request)
+
+
+class ShardedFunction:
+    """A function that runs split. `plan` and `program` are those of its last call."""
+
+    def __init__(self, fn: Callable[..., Any], request: Request) -> None:
+        functools.update_wrapper(self, fn)
+        self._engine = _Engine(fn, request)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine.call(args, kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        raise StrategyError(
+            f"{self.__qualname__} is a method; shard the module it belongs to, or a function of its tensors"
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last call."""
+        return self._engine.latest().plan
+
+    @property
+    def program(self) -> Program:
+        """The program of the last call."""
+        return self._engine.latest().program
+
+
+class ShardedModule:
+    """What `shard` adds to the class of a module. `plan` and `program` are those of its last call."""
+
+    _partway: _Engine
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last call."""
+        return self._partway.latest().plan
+
+    @property
+    def program(self) -> Program:
+        """The program of the last call."""
+        return self._partway.latest().program
+
+
+@functools.cache
+def _sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """`cls` with a forward that runs split: same name, same signature, an instance of both."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._partway.call(args, kwargs, functools.partial(cls.forward, self))
+
+    body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (ShardedModule, cls), body)
+
+
+class _Engine:
+    """Plans each signature of one function once, and runs it."""
+
+    def __init__(self, fn: Callable[..., Any], request: Request) -> None:
+        self.fn, self.request = fn, request
+        self._runners: dict[Any, _Runner] = {}
+        self._latest: Compiled | None = None
+        self._layouts: dict[str, Layout] = {}  # of the parameters, once a plan has split them
+        self._capturing = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Engine:
+        """A copy of the module plans anew."""
+        import copy
+
+        return _Engine(copy.deepcopy(self.fn, memo), self.request)
+
+    def latest(self) -> Compiled:
+        if self._latest is None:
+            raise RuntimeStateError(
+                "there is no plan yet: it is made by the first call; partway.compile plans without running"
+            )
+        return self._latest
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], plain: Callable[..., Any] | None = None) -> Any:
+        """Run one call: split, as a constraint (inside another capture), or plainly (stand_alone)."""
+        original = plain or self.fn
+        context = current()
+        if self._capturing:
+            return original(*args, **kwargs)
+        if capturing():
+            return self._constrained(original, args, kwargs)
+        if context.mode_was_set and context.parallel_mode == ParallelMode.STAND_ALONE:
+            return original(*args, **kwargs)
+        call = flatten_call(self.fn, args, kwargs)
+        check_device(zip(call.names, call.tensors, strict=True), self.request.device)
+        key = self._signature(call, context)
+        runner = self._runners.get(key)
+        if runner is None:
+            runner = self._runners[key] = self._plan(call, args, kwargs, context)
+        self._latest = runner.compiled
+        return runner(call.tensors)
+
+    def _signature(self, call: Call, context: ParallelContext) -> tuple[Any, ...]:
+        """All that a plan depends on. Parameters count by what may change: training flags and requires_grad."""
+        tensors = tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in call.tensors)
+        flags: tuple[Any, ...] = ()
+        if isinstance(self.fn, torch.nn.Module):
+            flags = (
+                tuple(module.training for module in self.fn.modules()),
+                tuple((p.requires_grad, p.dtype) for p in self.fn.parameters()),
+            )
+        autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        return call.structure.key(), tensors, flags, autocast, context, current_algo()
+
+    def _plan(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> _Runner:
+        local = dataset_was_set(context) and dataset_applies(self.request, context)
+        placing = placing_for(local)
+        args, kwargs = placing.whole_call(call, args, kwargs, self.request, context)
+        self._capturing = True
+        try:
+            compiled = compile_call(
+                self.fn, args, kwargs, self.request, context, current_algo(),
+                processes=placing.processes, fixed=self._layouts,
+            )  # fmt: skip
+        finally:
+            self._capturing = False
+        runner = _Runner(self.fn, compiled, placing)
+        if not self._layouts:
+            placing.settle(self.fn, compiled, context)
+        self._layouts.update(compiled.plan.parameters)
+        return runner
+
+    def _constrained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Inside a capture: mark the arguments and results that were annotated, and go on."""
+        request = self.request
+        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
+        given = request.in_strategy or {}
+        by_name = dict(given) if isinstance(given, Mapping) else dict(zip(parameter_names(self.fn), given, strict=False))
+        call = flatten_call(self.fn, args, kwargs)
+        marked = [
+            _mark(tensor, by_name.get(argument), request, f"argument {label!r} of {name}")
+            for tensor, argument, label in zip(call.tensors, call.arguments, call.names, strict=True)
+        ]
+        args, kwargs = call.structure.build(marked)
+        result = original(*args, **kwargs)
+        if request.out_strategy is None:
+            return result
+        tensors, structure = flatten(result)
+        wanted = [*request.out_strategy, *[None] * (len(tensors) - len(request.out_strategy))]
+        return structure.build(
+            [_mark(t, s, request, f"output {i} of {name}") for i, (t, s) in enumerate(zip(tensors, wanted, strict=True))]
+        )
+
+
+def _mark(tensor: Tensor, strategy: Any, request: Request, name: str) -> Tensor:
+    if strategy is None:
+        return tensor
+    marked: Tensor = constrain(tensor, constraint_text(strategy, request.mesh), name)
+    return marked
+
+
+class _Runner:
+    """One planned signature: gathers the tensors of a call, runs the step, writes buffers, builds the result."""
+
+    def __init__(self, fn: Callable[..., Any], compiled: Compiled, placing: Placing) -> None:
+        self.compiled, self._placing = compiled, placing
+        graph = compiled.graph
+        self._result = graph.result
+        self._inputs = compiled.local.inputs
+        self._outputs = compiled.local.outputs
+        updated = {port.name for port in graph.outputs if port.role is Role.BUFFER_UPDATE}
+        self._sources = [_source(fn, graph.constants, p.port.role, p.port.name) for p in self._inputs]
+        self._copied = [p.port.name in updated for p in self._inputs]
+        self._buffers = [
+            _source(fn, graph.constants, Role.BUFFER, p.port.name) if p.port.role is Role.BUFFER_UPDATE else None
+            for p in self._outputs
+        ]
+        self._executor = placing.executor(compiled.mesh)
+        self._step: CompiledStep | None = None
+
+    def _compiled_step(self) -> CompiledStep:
+        if self._step is None:
+            self._step = self._build(None)
+        return self._step
+
+    def _build(self, wanted: tuple[bool, ...] | None) -> CompiledStep:
+        program = self.compiled.program if wanted is None else self.compiled.program_for(wanted)
+        return CompiledStep(program.step, self._executor, self._build)
+
+    def __call__(self, given: Sequence[Tensor]) -> Any:
+        rest = iter(given)
+        tensors = []
+        for placed, source, copied in zip(self._inputs, self._sources, self._copied, strict=True):
+            tensor = next(rest) if source is None else source()
+            # a buffer that this call overwrites must stay as it was for the backward
+            tensors.append(self._placing.enter(tensor.clone() if copied else tensor, placed))
+        results = []
+        for value, placed, buffer in zip(self._compiled_step()(tensors), self._outputs, self._buffers, strict=True):
+            if buffer is not None:
+                with torch.no_grad():
+                    buffer().copy_(value)
+            else:
+                results.append(self._placing.leave(value, placed, self.compiled.mesh))
+        return self._result.build(results)
+
+
+def _source(
+    fn: Any, constants: Mapping[str, Tensor], role: Role, name: str
+) -> Callable[[], Tensor] | None:
+    """Where a tensor of a call comes from: a place in the module, a constant, or (None) the call itself."""
+    if role is Role.INPUT:
+        return None
+    if role is Role.CONSTANT:
+        constant = constants[name]
+        return lambda: constant
+    path, _, attribute = name.rpartition(".")
+    module = fn.get_submodule(path)
+    store = module._parameters if role is Role.PARAMETER else module._buffers
+    return functools.partial(store.__getitem__, attribute)

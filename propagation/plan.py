@@ -1,0 +1,364 @@
+"""The Plan: a strategy for every operator of a graph, the collectives that follow, and what it all costs.
+
+A plan is plain data: it can be printed, asked, saved and loaded without the model it was made for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from io import StringIO
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from ..strategy.errors import StrategyError
+from ..strategy.layout import Layout, layout
+from ..strategy.mesh import Mesh
+from ..strategy.placement import placement_from_code
+from .graph import Role, describe, is_tensor, module_path, operator_name, source_line
+from .lower import Collective, LocalProgram, collective, describe_option
+from .problem import SearchProblem, VertexKind
+from .search import SearchMode, Solution
+
+FORMAT = 1
+
+
+class Report(str):
+    """Text that an interactive session shows as it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class TensorPlan(_Frozen):
+    """One input or output: its global shape, its layout at rest (a code for each axis), and the annotation."""
+
+    name: str
+    role: Role
+    shape: tuple[int, ...]
+    dtype: str
+    codes: tuple[str, ...]
+    annotation: str = ""
+
+
+class OperatorPlan(_Frozen):
+    """One operator: what it splits on each axis (a factor, or None), and the layouts of its tensors."""
+
+    name: str
+    operator: str
+    result: str
+    module: str
+    source: str
+    factors: tuple[str | None, ...]
+    operands: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[str, ...], ...]
+    strategy: str
+    seconds: float
+    annotation: str = ""
+
+
+class Memory(_Frozen):
+    """Bytes on one device. activations: what is kept for the backward, at most."""
+
+    parameters: int
+    gradients: int
+    activations: int
+
+    def __str__(self) -> str:
+        return (
+            f"parameters {human(self.parameters)}, gradients {human(self.gradients)}, "
+            f"activations {human(self.activations)}"
+        )
+
+
+class Certificate(_Frozen):
+    """What the search knows of its answer. `bound`: no plan under these annotations costs less (None: unknown)."""
+
+    mode: SearchMode
+    cost: float
+    bound: float | None
+    proven: bool
+    width: int
+
+    def __str__(self) -> str:
+        if self.proven:
+            return f"{self.mode.value}: the optimum, proven"
+        if self.bound is None:
+            return f"{self.mode.value}: no bound"
+        gap = 100 * (self.cost - self.bound) / self.cost if self.cost else 0.0
+        return f"{self.mode.value}: at most {gap:.1f} % above the optimum"
+
+
+class Plan(_Frozen):
+    """A strategy for every operator of one captured call on one mesh.
+
+    collectives      each with kind, axes, group_size, payload_bytes, wire_bytes, phase, tensor, source, and the
+                     strategies of its producer and consumer; the forward's first
+    predicted_time   seconds of one forward and backward on one device, nothing overlapped
+    memory           bytes on one device
+    """
+
+    format: Literal[1] = FORMAT
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    inputs: tuple[TensorPlan, ...]
+    operators: tuple[OperatorPlan, ...]
+    outputs: tuple[TensorPlan, ...]
+    collectives: tuple[Collective, ...]
+    memory: Memory
+    certificate: Certificate
+    unknown_operators: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(dict(zip(self.axes, self.sizes, strict=True)))
+
+    @property
+    def parameters(self) -> dict[str, Layout]:
+        """The layout at rest of every parameter, by name."""
+        return {t.name: self._layout(t.codes) for t in self.inputs if t.role is Role.PARAMETER}
+
+    @property
+    def predicted_time(self) -> float:
+        """Seconds of one step, nothing overlapped."""
+        return sum(o.seconds for o in self.operators) + sum(c.predicted_time for c in self.collectives)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one rank sends in one step."""
+        return sum(c.wire_bytes for c in self.collectives)
+
+    def _layout(self, codes: Iterable[str]) -> Layout:
+        return layout(self.mesh, tuple(map(placement_from_code, codes)))
+
+    def table(self, *, every: bool = False) -> Report:
+        """The plan as a table: operator, strategy, layout, collectives, bytes, predicted time.
+
+        Views for which nothing is sent are left out unless `every`.
+        """
+        table = Table(title=f"plan on {self.mesh}", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+        for name in ("operator", "strategy", "layout", "collectives", "sent", "predicted"):
+            table.add_column(name, justify="right" if name in ("sent", "predicted") else "left", overflow="fold")
+        at = self._by_operator()
+        for operator in self.operators:
+            here = at.get(operator.name, [])
+            if every or here or operator.seconds:
+                table.add_row(
+                    f"{operator.module or operator.name} {operator.operator.split('.')[1]}",
+                    operator.strategy.strip("()"),
+                    " ".join("".join(codes) for codes in operator.results),
+                    _brief(here),
+                    human(sum(c.wire_bytes for c in here)) if here else "",
+                    _seconds(operator.seconds + sum(c.predicted_time for c in here)),
+                )
+        for output in self.outputs:
+            here = at.get(f"output {output.name}", [])
+            if here:
+                table.add_row(output.name, "", "".join(output.codes), _brief(here),
+                              human(sum(c.wire_bytes for c in here)), _seconds(sum(c.predicted_time for c in here)))  # fmt: skip
+        return Report(_rendered(table) + self.summary())
+
+    def summary(self) -> Report:
+        """Totals in three lines."""
+        forward = [c for c in self.collectives if c.phase == "forward"]
+        backward = [c for c in self.collectives if c.phase == "backward"]
+        return Report(
+            f"{len(forward)} collectives forward, {len(backward)} backward; one rank sends "
+            f"{human(self.wire_bytes)} a step; predicted {_seconds(self.predicted_time)}\n"
+            f"on one device: {self.memory}\n"
+            f"search: {self.certificate}"
+        )
+
+    def explain(self, name: Any) -> Report:
+        """Why an operator, a module or a tensor is as it is: its strategy, and each collective with its cause.
+
+        `name` is an operator's name, a module's path (its operators inside), a parameter's, input's or output's
+        name, an fnmatch pattern of these, or an fx.Node. Raises StrategyError, with the closest names, for others.
+        """
+        text = str(getattr(name, "name", name))
+        operators = [o for o in self.operators if _matches(text, o.name) or _inside(text, o.module)]
+        tensors = [t for t in (*self.inputs, *self.outputs) if _matches(text, t.name)]
+        if not operators and not tensors:
+            raise StrategyError(_not_found(text, self))
+        lines: list[str] = []
+        for tensor in tensors:
+            lines.append(f"{tensor.role.value} {tensor.name} {tensor.dtype}{list(tensor.shape)}: {_codes(self, tensor.codes)}")
+            lines += [f"    annotated {tensor.annotation}"] if tensor.annotation else []
+            lines += [_why(c) for c in self.collectives if c.tensor == tensor.name]
+        at = self._by_operator()
+        for operator in operators:
+            lines.append(f"{operator.name} = {operator.operator} {operator.result} in {operator.module or 'the function'}")
+            lines.append(f"    splits {operator.strategy}; results {', '.join(_codes(self, r) for r in operator.results)}")
+            lines += [f"    annotated {operator.annotation}"] if operator.annotation else []
+            lines += [f"    from {operator.source}"] if operator.source else []
+            lines += [_why(c) for c in at.get(operator.name, [])]
+        return Report("\n".join(lines))
+
+    def _by_operator(self) -> dict[str, list[Collective]]:
+        at: dict[str, list[Collective]] = {}
+        for c in self.collectives:
+            at.setdefault(c.where, []).append(c)
+        return at
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote. Raises StrategyError if the file holds none."""
+        try:
+            return cls.model_validate_json(Path(path).read_text())
+        except OSError as error:
+            raise StrategyError(f"could not read a plan from {str(path)!r}: {error.strerror}") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            raise StrategyError(f"{str(path)!r} holds no plan of this version: {where}: {first['msg']}") from error
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+    def __repr__(self) -> str:
+        return f"<Plan on {self.mesh}: {len(self.operators)} operators, {len(self.collectives)} collectives>"
+
+
+def make_plan(problem: SearchProblem, solution: Solution, program: LocalProgram, mode: SearchMode) -> Plan:
+    """The Plan of a solution, with the collectives of its program."""
+    chosen = list(zip(problem.vertices, solution.choice, strict=True))
+    operators = []
+    activations = 0.0
+    for vertex, choice in chosen:
+        if vertex.kind is not VertexKind.OPERATOR:
+            continue
+        option = vertex.options[choice]
+        activations += float(vertex.held[choice])
+        operators.append(
+            OperatorPlan(
+                name=vertex.name,
+                operator=operator_name(vertex.node),
+                result=describe(vertex.node) if is_tensor(vertex.node) else "",
+                module=module_path(vertex.node),
+                source=source_line(vertex.node),
+                factors=option.factors,
+                operands=tuple(_code(found) for found in option.operands),
+                results=tuple(_code(found) for found in option.results),
+                strategy=describe_option(vertex, option),
+                seconds=float(vertex.seconds[choice]),
+                annotation=vertex.annotation,
+            )
+        )
+    annotations = {(v.kind, v.name): v.annotation for v, _ in chosen}
+    profile = problem.settings.profile
+    found = [collective(c, phase, profile) for phase in ("forward", "backward") for c in program.conversions]
+
+    def tensors(placed: Iterable[Any], kind: VertexKind) -> tuple[TensorPlan, ...]:
+        return tuple(
+            TensorPlan(
+                name=p.port.name, role=p.port.role, shape=p.shape, dtype=str(p.dtype).removeprefix("torch."),
+                codes=_code(p.layout), annotation=annotations.get((kind, p.port.name), ""),
+            )
+            for p in placed
+        )  # fmt: skip
+
+    parameters = [p for p in program.inputs if p.port.role is Role.PARAMETER]
+    held = {p.port.name: _bytes(p) for p in parameters}
+    return Plan(
+        axes=problem.settings.mesh.axes,
+        sizes=problem.settings.mesh.sizes,
+        inputs=tensors(program.inputs, VertexKind.INPUT),
+        operators=tuple(operators),
+        outputs=tensors(program.outputs, VertexKind.OUTPUT),
+        collectives=tuple(c for c in found if c is not None),
+        memory=Memory(
+            parameters=sum(held.values()),
+            gradients=sum(held[p.port.name] for p in parameters if p.port.requires_grad),
+            activations=round(activations),
+        ),
+        certificate=Certificate(
+            mode=mode,
+            cost=solution.cost,
+            bound=None if solution.bound == float("-inf") else solution.bound,
+            proven=solution.proven,
+            width=solution.width,
+        ),
+        unknown_operators=problem.unknown,
+    )
+
+
+def _bytes(placed: Any) -> int:
+    size = placed.dtype.itemsize
+    for extent in placed.local_shape:
+        size *= extent
+    return int(size)
+
+
+def _code(found: Layout) -> tuple[str, ...]:
+    return tuple(map(str, found.placements))
+
+
+def _codes(plan: Plan, codes: Iterable[str]) -> str:
+    return "[" + " ".join(f"{axis}:{code}" for axis, code in zip(plan.axes, codes, strict=True)) + "]"
+
+
+def _brief(collectives: Iterable[Collective]) -> str:
+    """`2 all_gather(tp), all_reduce(dp) backward`."""
+    counts = Counter(
+        f"{c.kind}({','.join(c.axes)}){' backward' if c.phase == 'backward' else ''}" for c in collectives
+    )
+    return ", ".join(f"{n} {text}" if n > 1 else text for text, n in counts.items())
+
+
+def _why(c: Collective) -> str:
+    return (
+        f"    {c.phase} {c.kind} over {','.join(c.axes)} ({c.group_size} ranks) of {c.tensor}: "
+        f"{human(c.payload_bytes)}, {human(c.wire_bytes)} sent, {_seconds(c.predicted_time)}\n"
+        f"        because {c.producer} meets {c.consumer}" + (f"\n        at {c.source}" if c.source else "")
+    )
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return bool(name) and fnmatchcase(name, pattern)
+
+
+def _inside(pattern: str, path: str) -> bool:
+    parts = path.split(".")
+    return any(_matches(pattern, ".".join(parts[: i + 1])) for i in range(len(parts)))
+
+
+def _not_found(text: str, plan: Plan) -> str:
+    names = {o.name for o in plan.operators} | {o.module for o in plan.operators} | {t.name for t in plan.inputs}
+    close = get_close_matches(text, sorted(names - {""}), 3)
+    return f"the plan has nothing called {text!r}" + (f"; did you mean {', '.join(close)}?" if close else "")
+
+
+def _rendered(table: Table) -> str:
+    out = StringIO()
+    Console(file=out, width=180, force_terminal=False, highlight=False, markup=False).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def human(size: float) -> str:
+    """Bytes in the unit that suits: `1.5 MB` (1 MB = 1,000,000 bytes)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    raise AssertionError(size)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
