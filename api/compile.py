@@ -1,5 +1,7 @@
 """The passes in order: from a function and one call of it to the program that every rank runs.
 
+Each arrow is a pure function from one frozen value to the next:
+
     capture  ─▶  annotate  ─▶  formulate  ─▶  search  ─▶  lower  ─▶  differentiate  ─▶  fuse
     Graph        Allowed       SearchProblem  Solution    LocalProgram  Step             Program
 """
@@ -21,7 +23,7 @@ from partway.fusion.program import Program, make_program
 from partway.propagation.capture import capture
 from partway.propagation.cost import WEIGHTS, Level, profile_of
 from partway.propagation.differentiate import Step, differentiate, scale_parameter_gradients
-from partway.propagation.graph import Graph, differentiated, value, verify
+from partway.propagation.graph import Graph, differentiated, verify
 from partway.propagation.lower import LocalProgram, lower, verify_program
 from partway.propagation.plan import Plan, make_plan
 from partway.propagation.problem import Fallback, SearchProblem, Settings, formulate
@@ -117,15 +119,13 @@ def compile_call(
     return Compiled(graph, annotations, problem, solution, local, plan, context)
 
 
-def settings_of(
-    graph: Graph, request: Request, mesh: Mesh, context: ParallelContext, algo: AlgoParameters
-) -> Settings:
+def settings_of(graph: Graph, request: Request, mesh: Mesh, context: ParallelContext, algo: AlgoParameters) -> Settings:
     """What the search needs to know of the context."""
     modes = (ParallelMode.SEMI_AUTO_PARALLEL, ParallelMode.DATA_PARALLEL)
     threshold = context.parallel_optimizer_config.parallel_optimizer_threshold * 1024
     return Settings(
         mesh=mesh,
-        profile=profile_of(request.device or _device(graph)),
+        profile=profile_of(request.device or ("cuda" if graph.device == "meta" else graph.device)),
         weights=WEIGHTS[Level(request.level)],
         fully_use_devices=algo.fully_use_devices,
         batch_by_default=context.mode_was_set and context.parallel_mode in modes,
@@ -133,14 +133,6 @@ def settings_of(
         shard_parameters=threshold if context.enable_parallel_optimizer else None,
         on_unknown_op=Fallback(context.on_unknown_op.value),
     )
-
-
-def _device(graph: Graph) -> str:
-    """The type of device that the tensors are on; meta tensors plan for the accelerator preset."""
-    for port in graph.inputs:
-        found = str(value(port.node).device.type)
-        return found if found in ("cpu", "cuda") else "cuda"
-    return "cpu"
 
 
 def check_device(tensors: Any, device: str | None) -> None:

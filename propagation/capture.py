@@ -1,5 +1,7 @@
 """From a callable and one call of it to a Graph: `torch.export`, then a few named passes.
 
+The passes, in order:
+
     export         torch.export (non-strict), the training IR
     stop_gradients results of `torch.no_grad` regions are detached, before the regions are inlined
     functionalize  run_decompositions({}): no in-place operators, `linear`, `layer_norm`, `cross_entropy_loss`,
@@ -24,8 +26,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ..strategy.errors import CaptureError, PartwayError
 from .expand import expand
-from .graph import Graph, Port, Role, requires_grad, source_of, verify
+from .graph import Graph, Port, Role, requires_grad, source_of, value, verify
 from .structure import Call, Structure, flatten, flatten_call
+from .torch_internals import FakeTensor, tree_map
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
@@ -157,15 +160,18 @@ def _graph(exported: torch.export.ExportedProgram, call: Call, result: Structure
                 raise CaptureError(f"inputs of kind {spec.kind} ({spec.arg.name}) are not supported")
         ports.append(port)
     outputs = _outputs(exported, module, result)
+    device = next((value(port.node).device.type for port in ports), "cpu")
+    if device == "meta":
+        _leave_meta(module)
     expand(module)
     _prune(module)
     final = next(node for node in module.graph.nodes if node.op == "output").args[0]
-    graph = Graph(module, tuple(ports), (), result, aliases, constants)
+    graph = Graph(module, tuple(ports), (), result, aliases, constants, device)
     needs = requires_grad(graph)
     renewed = tuple(
         Port(node, port.role, port.name, requires_grad=port.role is Role.RESULT and source_of(node) in needs)
-        for node, port in zip(final, outputs, strict=True)  # type: ignore[arg-type]
-    )
+        for node, port in zip(final, outputs, strict=True)
+)
     return replace(graph, outputs=renewed)
 
 
@@ -200,6 +206,22 @@ def result_names(result: Structure) -> tuple[str, ...]:
     """A name for each tensor of a result: `result`, or `result[0]`, `result[1]`, ..."""
     tensors = result.count()
     return ("result",) if tensors == 1 else tuple(f"result[{i}]" for i in range(tensors))
+
+
+def _leave_meta(module: fx.GraphModule) -> None:
+    """Plan tensors of the meta device as if they were on the CPU: kernels and constants have to agree on one."""
+
+    def moved(val: Any) -> Any:
+        if isinstance(val, FakeTensor) and val.device.type == "meta":
+            with val.fake_mode:
+                return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="cpu")
+        return val
+
+    for node in module.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = tree_map(moved, node.meta["val"])
+        if str(node.kwargs.get("device")) == "meta":
+            node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
 
 
 def _prune(module: fx.GraphModule) -> None:

@@ -8,6 +8,7 @@ saved, as autograd would.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -40,7 +41,7 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
     needed = tuple(placed.port.requires_grad for placed in program.inputs)
     if not any(wanted) or not any(needed):
         return Step(program, program.module, None, wanted, (False,) * len(needed))
-    device = _device(program)
+    device = program.inputs[0].port.node.meta["val"].device
     with FakeTensorMode(), torch.enable_grad():
         inputs = [
             torch.empty(placed.local_shape, dtype=placed.dtype, device=device, requires_grad=needs)
@@ -76,15 +77,6 @@ def _overwrites(node: fx.Node) -> bool:
         return False
     written = node.args[0]
     return not (isinstance(written, fx.Node) and written.op == "call_function" and len(written.users) == 1)
-
-
-def _device(program: LocalProgram) -> torch.device:
-    """Where the program computes; meta parameters plan as on the CPU."""
-    for placed in program.inputs:
-        found: torch.device = placed.port.node.meta["val"].device
-        if found.type != "meta":
-            return found
-    return torch.device("cpu")
 
 
 def _cut(traced: fx.GraphModule, inputs: int, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -126,7 +118,7 @@ def scale_parameter_gradients(step: Step, factor: float) -> Step:
     if step.backward is None or factor == 1:
         return step
     graph = fx.Graph()
-    returned = graph.graph_copy(step.backward.graph, {})
+    returned: Any = graph.graph_copy(step.backward.graph, {})
     placed = [p for p, needs in zip(step.program.inputs, step.needed, strict=True) if needs]
     scaled = [
         graph.call_function(torch.ops.aten.mul.Scalar, (gradient, factor))

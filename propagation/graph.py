@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .structure import Structure
 from .torch_internals import OpOverload, tree_flatten
 
 
-class Role(str, Enum):
+class Role(StrEnum):
     """What an input of a graph is, or what becomes of an output."""
 
     PARAMETER = "parameter"
@@ -46,7 +46,8 @@ class Port:
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured function. `aliases` maps the other names of a tied parameter to the one that is an input."""
+    """A captured function. `aliases` maps the other names of a tied parameter to the one that is an input;
+    `device` is the type of device of the call's tensors ("meta" ones are planned as on the CPU)."""
 
     module: fx.GraphModule
     inputs: tuple[Port, ...]
@@ -54,6 +55,7 @@ class Graph:
     result: Structure
     aliases: dict[str, str]
     constants: dict[str, torch.Tensor]
+    device: str = "cpu"
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -139,7 +141,8 @@ def source_of(node: fx.Node) -> Value:
 def tensor_of(v: Value) -> torch.Tensor:
     """The fake tensor of a value."""
     found = value(v.node)
-    return found[v.index] if isinstance(found, tuple | list) else found
+    tensor: torch.Tensor = found[v.index] if isinstance(found, tuple | list) else found
+    return tensor
 
 
 def constant_nodes(graph: Graph) -> frozenset[fx.Node]:

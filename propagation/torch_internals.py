@@ -1,5 +1,7 @@
 """The only file of this stage that imports private modules of PyTorch.
 
+Each name, and why:
+
     torch._subclasses.FakeTensorMode   shapes without data; torch.export hands out fake tensors, and no public
                                        name makes more of them in the same mode
     torch._ops.OpOverload              the type of torch.ops.aten.add.Tensor; torch.ops does not export it
