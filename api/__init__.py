@@ -1,5 +1,7 @@
 """Partway: a semi-automatic sharding-strategy compiler for PyTorch.
 
+Annotate a few tensors, and train as before:
+
     import partway as pw
 
     model = pw.shard(model, in_strategy=(("dp", None),), mesh={"dp": 2, "tp": 4})

@@ -46,9 +46,7 @@ def make_program(step: Step, policy: AllReduceFusion | None, profile: DeviceProf
 
 def gradient_tags(step: Step) -> frozenset[int]:
     """The conversions whose backward is the AllReduce of a parameter's gradient."""
-    return frozenset(
-        c.tag for c in step.program.conversions if c.parameter and c.kind("backward") is Kind.ALL_REDUCE
-    )
+    return frozenset(c.tag for c in step.program.conversions if c.parameter and c.kind("backward") is Kind.ALL_REDUCE)
 
 
 def _collectives(graph: fx.Graph, phase: str, step: Step, profile: DeviceProfile) -> Iterator[Collective]:

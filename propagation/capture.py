@@ -171,7 +171,7 @@ def _graph(exported: torch.export.ExportedProgram, call: Call, result: Structure
     renewed = tuple(
         Port(node, port.role, port.name, requires_grad=port.role is Role.RESULT and source_of(node) in needs)
         for node, port in zip(final, outputs, strict=True)
-)
+    )
     return replace(graph, outputs=renewed)
 
 

@@ -40,12 +40,12 @@ def kind_of(source: str, target: str) -> Kind:
     return kind(placement_from_code(source), placement_from_code(target))
 
 
-@torch.library.register_fake("partway::convert")
+@torch.library.register_fake("partway::convert")  # type: ignore[untyped-decorator]
 def _fake_convert(x: Tensor, source: str, target: str, axis: str, size: int, tag: int) -> Tensor:
     return x.new_empty(converted_shape(tuple(x.shape), source, target, size))
 
 
-@torch.library.register_fake("partway::convert_group")
+@torch.library.register_fake("partway::convert_group")  # type: ignore[untyped-decorator]
 def _fake_group(xs: list[Tensor], source: str, target: str, axis: str, size: int, tags: list[int]) -> list[Tensor]:
     return [x.new_empty(converted_shape(tuple(x.shape), source, target, size)) for x in xs]
 
@@ -71,7 +71,7 @@ _LIBRARY.define("constrain(Tensor x, str strategy, str name) -> Tensor")
 constrain = torch.ops.partway.constrain.default
 
 
-@torch.library.register_fake("partway::constrain")
+@torch.library.register_fake("partway::constrain")  # type: ignore[untyped-decorator]
 def _fake_constrain(x: Tensor, strategy: str, name: str) -> Tensor:
     return torch.empty_like(x)
 

@@ -151,7 +151,12 @@ class ConversionTable:
                         continue
                     there = int(np.ravel_multi_index((*position[:axis], state, *position[axis + 1 :]), (n,) * axes))
                     options.append(
-                        (self._steps[axis][(*others, position[axis], state)] + self.cost[there, goal], axis, state, there)
+                        (
+                            self._steps[axis][(*others, position[axis], state)] + self.cost[there, goal],
+                            axis,
+                            state,
+                            there,
+                        )
                     )
             _, axis, state, here = min(options)
             chain.append(

@@ -40,7 +40,9 @@ class DeviceProfile:
 # TF32, HBM3 and NVLink, with the collective bandwidth and latency of an 8-GPU NVSwitch node.
 PROFILES = {
     "cpu": DeviceProfile("cpu", flops=5e10, memory_bandwidth=1e10, link_bandwidth=1e9, latency=2e-5, launch=3e-5),
-    "cuda": DeviceProfile("h100", flops=4.0e14, memory_bandwidth=3.35e12, link_bandwidth=4.5e11, latency=2e-6, launch=5e-6),
+    "cuda": DeviceProfile(
+        "h100", flops=4.0e14, memory_bandwidth=3.35e12, link_bandwidth=4.5e11, latency=2e-6, launch=5e-6
+    ),
 }
 
 

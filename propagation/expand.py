@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph import is_tensor, shape, value
+from .graph import is_tensor, operands, shape, value
 from .torch_internals import tree_map
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ def expand(module: fx.GraphModule) -> None:
             node.replace_all_uses_with(new)
         elif new is not None:  # several results: each getitem takes its own
             for item in list(node.users):
-                replacement = new[item.args[1]]  # type: ignore[index]
+                replacement = new[item.args[1]]
                 if replacement is not None:
                     item.replace_all_uses_with(replacement)
                     module.graph.erase_node(item)
@@ -75,7 +75,7 @@ def _argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def _mean(b: Builder, node: fx.Node) -> fx.Node:
-    x = node.args[0]
+    x = operands(node)[0]
     dims = _argument(node, "dim") if len(node.target._schema.arguments) > 2 else None  # type: ignore[union-attr]
     every = tuple(range(len(shape(x))))
     dims = [d % len(every) for d in dims] if dims else list(every)
@@ -85,9 +85,9 @@ def _mean(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _adaptive_avg_pool(b: Builder, node: fx.Node) -> fx.Node | None:
-    x, size = node.args[0], node.args[1]
-    dims = list(range(len(shape(x)) - len(size), len(shape(x))))  # type: ignore[arg-type]
-    if any(s != 1 for s in size):  # type: ignore[union-attr]
+    x, size = operands(node)[0], _argument(node, "output_size")
+    dims = list(range(len(shape(x)) - len(size), len(shape(x))))
+    if any(s != 1 for s in size):
         return None
     return b(aten.div.Scalar, b(aten.sum.dim_IntList, x, dims, True), math.prod(shape(x)[d] for d in dims))
 
@@ -155,7 +155,7 @@ def _cross_entropy(b: Builder, node: fx.Node) -> fx.Node | None:
     """A mean over valid targets is the sum over them divided by their number (by their weights, if any)."""
     if _argument(node, "reduction") != _MEAN:
         return None
-    x, target, weight = node.args[0], node.args[1], _argument(node, "weight")
+    (x, target), weight = operands(node)[:2], _argument(node, "weight")
     ignored = _argument(node, "ignore_index") if "ignore_index" in _names(node) else -100
     rest = {
         name: _argument(node, name)
@@ -195,9 +195,9 @@ def _pointwise_loss(b: Builder, node: fx.Node) -> fx.Node | None:
 
 def _native_dropout(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
     """x * mask / (1 - p): the mask depends on nothing, so every layout of x takes its part of the same one."""
-    x, p, train = node.args[:3]
+    x, p, train = operands(node)[0], _argument(node, "p"), _argument(node, "train")
     if not train or p == 0:
-        return (x, b(aten.ones.default, list(shape(x)), dtype=torch.bool, device=value(x).device))  # type: ignore
+        return (x, b(aten.ones.default, list(shape(x)), dtype=torch.bool, device=value(x).device))
     kept = _random_mask(b, x, p)
     return (b(aten.mul.Tensor, x, b(aten.div.Scalar, kept, 1 - p)), b(aten.ne.Scalar, kept, 0))
 
@@ -211,7 +211,7 @@ def _random_mask(b: Builder, x: fx.Node, p: float) -> fx.Node:
 def _attention(b: Builder, node: fx.Node) -> fx.Node | None:
     """With dropout, attention is written out: its mask is then one for all layouts, as in `_native_dropout`."""
     p = _argument(node, "dropout_p")
-    q, k, v = node.args[:3]
+    q, k, v = operands(node)[:3]
     if not p or _argument(node, "enable_gqa"):
         return None
     mask, scale = _argument(node, "attn_mask"), _argument(node, "scale")

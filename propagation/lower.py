@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -278,9 +277,7 @@ class _Lowering:
                     size=size,
                     source=step.source,
                     target=step.target,
-                    whole_bytes=round(
-                        table.local_bytes(here) * (size if isinstance(step.source, Shard) else 1)
-                    ),
+                    whole_bytes=round(table.local_bytes(here) * (size if isinstance(step.source, Shard) else 1)),
                     dtype=tensor.dtype,
                     gradient=flows,
                     parameter=v.node in self.parameters,
@@ -344,6 +341,8 @@ def verify_program(program: LocalProgram) -> LocalProgram:
     if len(set(tags)) != len(tags) or any(not 0 <= tag < len(program.conversions) for tag in tags):
         raise VerifyError("the conversions of the program are not those of its list")
     for placed in (*program.inputs, *program.outputs):
-        if math.prod(placed.local_shape) * math.prod(placed.layout.splits(len(placed.shape))) != math.prod(placed.shape):
+        if math.prod(placed.local_shape) * math.prod(placed.layout.splits(len(placed.shape))) != math.prod(
+            placed.shape
+        ):
             raise VerifyError(f"{placed.port.name} does not fit its layout {placed.layout}")
     return program

@@ -27,7 +27,7 @@ from .lower import Collective, LocalProgram, collective, describe_option
 from .problem import SearchProblem, VertexKind
 from .search import SearchMode, Solution
 
-FORMAT = 1
+FORMAT: Literal[1] = 1
 
 
 class Report(str):
@@ -167,8 +167,8 @@ class Plan(_Frozen):
         for output in self.outputs:
             here = at.get(f"output {output.name}", [])
             if here:
-                table.add_row(output.name, "", "".join(output.codes), _brief(here),
-                              human(sum(c.wire_bytes for c in here)), _seconds(sum(c.predicted_time for c in here)))  # fmt: skip
+                sent, seconds = sum(c.wire_bytes for c in here), sum(c.predicted_time for c in here)
+                table.add_row(output.name, "", "".join(output.codes), _brief(here), human(sent), _seconds(seconds))
         return Report(_rendered(table) + self.summary())
 
     def summary(self) -> Report:
@@ -195,13 +195,19 @@ class Plan(_Frozen):
             raise StrategyError(_not_found(text, self))
         lines: list[str] = []
         for tensor in tensors:
-            lines.append(f"{tensor.role.value} {tensor.name} {tensor.dtype}{list(tensor.shape)}: {_codes(self, tensor.codes)}")
+            lines.append(
+                f"{tensor.role.value} {tensor.name} {tensor.dtype}{list(tensor.shape)}: {_codes(self, tensor.codes)}"
+            )
             lines += [f"    annotated {tensor.annotation}"] if tensor.annotation else []
             lines += [_why(c) for c in self.collectives if c.tensor == tensor.name]
         at = self._by_operator()
         for operator in operators:
-            lines.append(f"{operator.name} = {operator.operator} {operator.result} in {operator.module or 'the function'}")
-            lines.append(f"    splits {operator.strategy}; results {', '.join(_codes(self, r) for r in operator.results)}")
+            lines.append(
+                f"{operator.name} = {operator.operator} {operator.result} in {operator.module or 'the function'}"
+            )
+            lines.append(
+                f"    splits {operator.strategy}; results {', '.join(_codes(self, r) for r in operator.results)}"
+            )
             lines += [f"    annotated {operator.annotation}"] if operator.annotation else []
             lines += [f"    from {operator.source}"] if operator.source else []
             lines += [_why(c) for c in at.get(operator.name, [])]
@@ -316,9 +322,7 @@ def _codes(plan: Plan, codes: Iterable[str]) -> str:
 
 def _brief(collectives: Iterable[Collective]) -> str:
     """`2 all_gather(tp), all_reduce(dp) backward`."""
-    counts = Counter(
-        f"{c.kind}({','.join(c.axes)}){' backward' if c.phase == 'backward' else ''}" for c in collectives
-    )
+    counts = Counter(f"{c.kind}({','.join(c.axes)}){' backward' if c.phase == 'backward' else ''}" for c in collectives)
     return ", ".join(f"{n} {text}" if n > 1 else text for text, n in counts.items())
 
 

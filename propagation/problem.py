@@ -17,7 +17,7 @@ import operator
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -42,8 +42,8 @@ from .graph import (
     differentiated,
     gradient_flow,
     module_path,
-    operator_name,
     operands,
+    operator_name,
     source_of,
     tensor_of,
     value,
@@ -54,7 +54,7 @@ from .rules import rule_of
 Floats = NDArray[np.float64]
 
 
-class Fallback(str, Enum):
+class Fallback(StrEnum):
     """What to do with an operator that has no rule."""
 
     WARN = "warn"
@@ -91,7 +91,7 @@ class Option:
     results: tuple[Layout, ...]
 
 
-class VertexKind(str, Enum):
+class VertexKind(StrEnum):
     INPUT = "input"
     OPERATOR = "operator"
     HUB = "hub"
@@ -158,7 +158,9 @@ class SearchProblem:
 Allowed = Mapping[str, tuple[tuple[Layout, ...], str]]  # port or constraint name -> (layouts, what the person wrote)
 
 
-def formulate(graph: Graph, settings: Settings, allowed: Allowed, as_it_lies: frozenset[str] = frozenset()) -> SearchProblem:
+def formulate(
+    graph: Graph, settings: Settings, allowed: Allowed, as_it_lies: frozenset[str] = frozenset()
+) -> SearchProblem:
     """The search problem of `graph`. `allowed` restricts the layouts of inputs, outputs and constraints by
     name; outputs in `as_it_lies` may stay split. Raises StrategyError where an annotation leaves no option,
     OperatorError for an operator without a rule under `on_unknown_op="error"`.
@@ -403,8 +405,8 @@ class _Formulation:
 
     def _report_unknown(self) -> None:
         lines = [
-            f'{name} (node {node.name}, {describe(node)}, in {module_path(node) or "the function"}) has no rule; '
-            f'its operands are gathered and it runs replicated. Add a row to propagation/rules.py: '
+            f"{name} (node {node.name}, {describe(node)}, in {module_path(node) or 'the function'}) has no rule; "
+            f"its operands are gathered and it runs replicated. Add a row to propagation/rules.py: "
             f'{name}: Row("{_sketch(node)}")'
             for name, node in self.unknown.items()
         ]
@@ -441,4 +443,5 @@ def _used(option: Option, mesh: Mesh) -> int:
 def is_view(node: fx.Node) -> bool:
     """Whether the operator only looks at its operand's memory."""
     schema = getattr(node.target, "_schema", None)
-    return bool(schema) and any(a.alias_info is not None for a in schema.arguments) or node.target is constrain
+    aliases = schema is not None and any(a.alias_info is not None for a in schema.arguments)
+    return aliases or node.target is constrain

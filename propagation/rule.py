@@ -114,7 +114,7 @@ def _split(rule: Rule, factor: str) -> AxisOption | None:
     results: list[Placement] = []
     for dims in rule.results:
         dim = _dim_of(dims, factor, rule.sizes)
-        if dim is None and factor not in rule.reduce or dim is not None and dim < 0:
+        if (dim is None and factor not in rule.reduce) or (dim is not None and dim < 0):
             return None
         results.append(PARTIAL if dim is None else Shard(dim))
     return AxisOption(factor, tuple(placed), tuple(results))
@@ -134,8 +134,7 @@ def parse_row(row: Row, node: fx.Node) -> Rule:
     texts, _, result_text = row.text.partition("->")
     specs = [spec.strip() for spec in texts.split(",")]
     present: list[tuple[str, fx.Node, int]] = []
-    tensors = [a for a in _schema_tensors(node)]
-    for position, (spec, tensor) in enumerate(zip(specs, tensors, strict=False)):
+    for position, (spec, tensor) in enumerate(zip(specs, _schema_tensors(node), strict=False)):
         if tensor is not None:
             present.append((spec, tensor, position))
     sizes: dict[str, int] = {}

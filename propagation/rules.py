@@ -45,6 +45,10 @@ def argument(node: fx.Node, name: str) -> Any:
     raise KeyError(f"{node.target} has no argument {name!r}")
 
 
+def _argument_names(node: fx.Node) -> list[str]:
+    return [formal.name for formal in node.target._schema.arguments]  # type: ignore[union-attr]
+
+
 # -- helpers of the functions below
 
 
@@ -133,10 +137,10 @@ def _along(*names: str, linear: bool = False) -> Function:
 def _reduction(node: fx.Node) -> Rule | None:
     """Sums over dims: a split of a summed dim leaves addends."""
     x = operands(node)[0]
-    size, dims = shape(x), argument(node, "dim") if len(node.target._schema.arguments) > 2 else None  # type: ignore
+    size, dims = shape(x), argument(node, "dim") if "dim" in _argument_names(node) else None
     letters = _letters(size)
     summed = {d % len(size) for d in dims} if dims else set(range(len(size)))
-    keep = bool(len(shape(node)))and len(shape(node)) == len(size)
+    keep = bool(len(shape(node))) and len(shape(node)) == len(size)
     out = _rename(letters, summed) if keep else tuple(p for d, p in enumerate(letters) if d not in summed)
     return Rule(
         (letters,), (out,), _sizes(letters, size),
@@ -265,11 +269,9 @@ def _pad(node: fx.Node) -> Rule | None:
     pad = argument(node, "pad")
     touched |= {len(size) - 1 - i // 2 for i, n in enumerate(pad) if n}
     letters = _rename(_letters(size), touched)
-    constant = "mode" not in {a.name for a in node.target._schema.arguments} or argument(node, "mode") == "constant"  # type: ignore
+    constant = "mode" not in _argument_names(node) or argument(node, "mode") == "constant"
     zero = constant and not argument(node, "value")
-    return Rule(
-        (letters,), (letters,), _sizes(letters, size), linear=(frozenset({0}),) if zero else ()
-    )
+    return Rule((letters,), (letters,), _sizes(letters, size), linear=(frozenset({0}),) if zero else ())
 
 
 def _slice(node: fx.Node) -> Rule | None:
@@ -382,7 +384,7 @@ def _local_groups(
     """A rank that holds a part of the groups convolves that many: its input channels over those of one group."""
     channel = len(shapes.operands[0]) - (len(shapes.operands[1]) - 2) - 1
     groups = shapes.operands[0][channel] // shapes.operands[1][1]
-    position = [a.name for a in node.target._schema.arguments].index("groups")  # type: ignore[union-attr]
+    position = _argument_names(node).index("groups")
     return (*args[:position], groups, *args[position + 1 :]), kwargs
 
 

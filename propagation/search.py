@@ -1,5 +1,7 @@
 """The searches: from a SearchProblem to one option per vertex.
 
+One problem, three ways:
+
     dynamic_programming    exact: min-sum elimination along a min-degree order of the problem's graph (Dechter,
                            "Bucket elimination", 1999). Where a table would pass `TABLE_LIMIT`, its bucket is split
                            (mini-buckets, Dechter & Rish 2003): the sum of the parts' minima is a lower bound,
@@ -14,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 
 import networkx as nx
 import numpy as np
@@ -25,7 +27,7 @@ from .problem import Floats, SearchProblem, VertexKind
 TABLE_LIMIT = 2**24  # entries of one table: 128 MiB
 
 
-class SearchMode(str, Enum):
+class SearchMode(StrEnum):
     """How a plan is searched for."""
 
     SHARDING_PROPAGATION = "sharding_propagation"

@@ -57,7 +57,7 @@ class Structure:
 
     def key(self) -> tuple[Any, ...]:
         """What must be equal for two calls to have the same graph: the shape of the tree, the plain values."""
-        plain = []
+        plain: list[Any] = []
         for leaf in self.leaves:
             if isinstance(leaf, _Opened):
                 plain.append((type(leaf.template), leaf.structure.key()))

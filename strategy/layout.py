@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from .errors import StrategyError
 from .mesh import Mesh
@@ -86,7 +86,7 @@ class Layout:
         return "[" + " ".join(f"{a}:{p}" for a, p in zip(self.mesh.axes, self.placements, strict=True)) + "]"
 
 
-@lru_cache(maxsize=None)
+@cache
 def layout(mesh: Mesh, placements: tuple[Placement, ...]) -> Layout:
     """The interned Layout with these placements."""
     return Layout(mesh, placements)

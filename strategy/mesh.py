@@ -24,7 +24,9 @@ class Mesh:
 
     def __init__(self, axes: Mapping[str, int]) -> None:
         if not isinstance(axes, Mapping) or not axes:
-            raise StrategyError(f'Mesh takes a dict of axis names and sizes, such as {{"dp": 2, "tp": 4}}, not {axes!r}')
+            raise StrategyError(
+                f'Mesh takes a dict of axis names and sizes, such as {{"dp": 2, "tp": 4}}, not {axes!r}'
+            )
         for name, size in axes.items():
             if not isinstance(name, str) or not name.isidentifier():
                 raise StrategyError(f"mesh axis name {name!r} must be an identifier, such as 'dp'")

@@ -15,7 +15,7 @@ Replicate → Broadcast and Partial → Replicate.)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from .errors import StrategyError
 
@@ -71,7 +71,7 @@ BROADCAST = Broadcast()
 PARTIAL = Partial()
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What a conversion does on one axis. The first four are collectives; the rest need no other rank."""
 
     ALL_REDUCE = "all_reduce"
@@ -86,9 +86,6 @@ class Kind(str, Enum):
     @property
     def communicates(self) -> bool:
         return self in COLLECTIVES
-
-    def __str__(self) -> str:
-        return self.value
 
 
 COLLECTIVES = frozenset({Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL})
