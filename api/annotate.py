@@ -49,18 +49,20 @@ class Request:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.in_strategy is not None and not isinstance(self.in_strategy, tuple | Mapping):
+        given: tuple[Any, Any, Any] = self.in_strategy, self.out_strategy, self.parameter_plan  # of any type, as yet
+        in_strategy, out_strategy, parameter_plan = given
+        if in_strategy is not None and not isinstance(in_strategy, tuple | Mapping):
             problems.append(
-                Problem("in_strategy", f"is {_kind(self.in_strategy)}", "write a tuple with one strategy (or None) per "
+                Problem("in_strategy", f"is {_kind(in_strategy)}", "write a tuple with one strategy (or None) per "
                         "argument, or a dict by argument name")
             )  # fmt: skip
-        if self.out_strategy is not None and not isinstance(self.out_strategy, tuple):
+        if out_strategy is not None and not isinstance(out_strategy, tuple):
             problems.append(
-                Problem("out_strategy", f"is {_kind(self.out_strategy)}", "write a tuple with one strategy per output")
+                Problem("out_strategy", f"is {_kind(out_strategy)}", "write a tuple with one strategy per output")
             )
-        if self.parameter_plan is not None and not isinstance(self.parameter_plan, Mapping):
+        if parameter_plan is not None and not isinstance(parameter_plan, Mapping):
             problems.append(
-                Problem("parameter_plan", f"is {_kind(self.parameter_plan)}", "write a dict from name patterns to "
+                Problem("parameter_plan", f"is {_kind(parameter_plan)}", "write a dict from name patterns to "
                         'strategies, such as {"layers.*.weight": ("tp", None)}')
             )  # fmt: skip
         if self.level not in (0, 1, 2) or isinstance(self.level, bool):
@@ -167,7 +169,7 @@ def _is_counts(strategy: Any, devices: int) -> bool:
     """Whether a strategy is split counts that could be written; what could not is for the validator to refuse."""
     if not isinstance(strategy, tuple) or not strategy:
         return False
-    if not all(entry is None or isinstance(entry, int) and not isinstance(entry, bool) for entry in strategy):
+    if not all(entry is None or (isinstance(entry, int) and not isinstance(entry, bool)) for entry in strategy):
         return False
     product = 1
     for entry in strategy:
@@ -223,7 +225,7 @@ def annotate(
         raise
     raise_problems(f"the annotations cannot be met on the mesh {mesh}", problems)
     allowed: dict[str, tuple[tuple[Layout, ...], str]] = {}
-    for (key, words, size, strategy), annotation in zip(named, checked, strict=True):
+    for (key, words, size, _), annotation in zip(named, checked, strict=True):
         if annotation is not None:
             _allow(allowed, key, words, annotation, annotation.layouts(size), problems)
     raise_problems("annotations contradict each other", problems)
@@ -253,9 +255,7 @@ def _allow(
     if key in allowed:
         both = tuple(found for found in layouts if found in allowed[key][0])
         if not both:
-            problems.append(
-                Problem(words, f"is annotated {allowed[key][1]} and {annotation}", "drop one of the two")
-            )
+            problems.append(Problem(words, f"is annotated {allowed[key][1]} and {annotation}", "drop one of the two"))
             return
         layouts = both
     allowed[key] = (layouts, str(annotation))
@@ -339,7 +339,7 @@ def _parameters(graph: Graph, fn: Any, request: Request, problems: list[Problem]
             problems.append(
                 Problem(f"parameter_plan[{pattern!r}]", "matches no parameter that the call uses",
                         f"did you mean {' or '.join(map(repr, close))}?" if close else
-                        f"the parameters are {', '.join(map(repr, list(names)[:6]))}{', ...' if len(names) > 6 else ''}")
+                        f"the parameters are {', '.join(map(repr, list(names)[:6]))}{', ...' * (len(names) > 6)}")
             )  # fmt: skip
         if strategy is not None:
             named += [(name, f"parameter {name!r}", shape(ports[name].node), strategy) for name in matched]
@@ -401,14 +401,12 @@ def _data_parallel(
                     "drop them, or set parallel_mode='semi_auto_parallel'")
         )  # fmt: skip
         return []
-    named: list[Any] = []
-    for port in graph.inputs:
-        if port.role is Role.PARAMETER:
-            named.append((port.name, f"parameter {port.name!r}", shape(port.node), (Replicate(),) * len(mesh.axes)))
-    for port in inputs:
-        if shape(port.node):
-            named.append((port.name, f"input {port.name!r}", shape(port.node), (Shard(0),) * len(mesh.axes)))
-    return named
+    whole, split = (Replicate(),) * len(mesh.axes), (Shard(0),) * len(mesh.axes)
+    parameters = [port for port in graph.inputs if port.role is Role.PARAMETER]
+    return [
+        *((p.name, f"parameter {p.name!r}", shape(p.node), whole) for p in parameters),
+        *((p.name, f"input {p.name!r}", shape(p.node), split) for p in inputs if shape(p.node)),
+    ]
 
 
 def _load(
@@ -430,7 +428,7 @@ def _load(
     trainable = context.strategy_ckpt_config.only_trainable_params
     for name, found in saved.parameters.items():
         port = ports.get(name)
-        if port is None or trainable and not port.requires_grad or name in allowed:
+        if port is None or (trainable and not port.requires_grad) or name in allowed:
             continue
         if not found.divides(shape(port.node)):
             problems.append(

@@ -140,7 +140,8 @@ def check_device(tensors: Any, device: str | None) -> None:
     for name, tensor in tensors:
         if device is not None and tensor.device.type not in (device, "meta"):
             raise StrategyError(
-                f"input {name!r} is on {tensor.device}, and device={device!r} was asked for; move it with .to({device!r})"
+                f"input {name!r} is on {tensor.device}, and device={device!r} was asked for; "
+                f"move it with .to({device!r})"
             )
 
 
