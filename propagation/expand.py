@@ -230,6 +230,13 @@ def _attention(b: Builder, node: fx.Node) -> fx.Node | None:
     return b(aten.matmul.default, b(aten.mul.Tensor, weights, kept), v)
 
 
+def _broadcast_tensors(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
+    """Each tensor by itself, expanded to the common shape (mse_loss broadcasts its arguments this way)."""
+    tensors: Any = node.args[0]
+    common = tuple(torch.broadcast_shapes(*map(shape, tensors)))
+    return tuple(t if shape(t) == common else b(aten.expand.default, t, list(common)) for t in tensors)
+
+
 def _like(maker: Any) -> Expansion:
     """`zeros_like(x)` needs only the shape of x: it becomes `zeros(shape)`, and nothing depends on x."""
 
@@ -250,6 +257,7 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.adaptive_avg_pool2d.default: _adaptive_avg_pool,
     aten.binary_cross_entropy.default: _pointwise_loss,
     aten.binary_cross_entropy_with_logits.default: _pointwise_loss,
+    aten.broadcast_tensors.default: _broadcast_tensors,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.full_like.default: _like(aten.full.default),
     aten.huber_loss.default: _pointwise_loss,
