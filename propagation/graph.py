@@ -123,6 +123,16 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(leaf for leaf in tree_flatten((node.args, node.kwargs))[0] if isinstance(leaf, fx.Node))
 
 
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether the call draws from a random generator. (Attention and dropout are operators that can; without a
+    probability, or outside training, a call of them does not.)"""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return bool(given.get("dropout_p", 0.0 if "dropout_p" in names else 1.0)) and bool(given.get("train", True))
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """One tensor of the graph: result `index` of `node`."""

@@ -40,6 +40,7 @@ from .graph import (
     constant_nodes,
     describe,
     differentiated,
+    draws_random_numbers,
     gradient_flow,
     module_path,
     operands,
@@ -399,8 +400,7 @@ class _Formulation:
         self.edges.append(Edge(v, producer, result, consumer, operand, self._table(v)))
 
     def _note_unknown(self, node: fx.Node) -> None:
-        random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-        if not random:
+        if not draws_random_numbers(node):
             self.unknown.setdefault(operator_name(node), node)
 
     def _report_unknown(self) -> None:

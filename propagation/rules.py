@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from .collectives import constrain
-from .graph import is_tensor, operands, shape, value
+from .graph import draws_random_numbers, is_tensor, operands, shape, value
 from .rule import Dims, LocalShapes, Row, Rule, parse_row
 
 aten = torch.ops.aten
@@ -23,7 +23,7 @@ Function = Callable[[fx.Node], Rule | None]
 
 def rule_of(node: fx.Node) -> Rule | None:
     """The rule of one call, or None for an operator without a row (and for what draws random numbers)."""
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+    if draws_random_numbers(node):
         return None
     row = RULES.get(node.target)
     if isinstance(row, Row):

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ..propagation.collectives import convert, convert_group
+from ..propagation.graph import draws_random_numbers
 from ..strategy.placement import Kind, Placement, Shard, kind, placement_from_code
 
 
@@ -103,7 +104,7 @@ def assemble_code(module: fx.GraphModule, phase: str) -> Code:
                 Instruction(
                     slots[node], tuple(slots[o] for o in used), dead,
                     None if node.target in (convert, convert_group) else _caller(node, used),
-                    _conversion(node, phase), torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()),
+                    _conversion(node, phase), draws_random_numbers(node),
                     node.name,
                 )
             )  # fmt: skip
