@@ -1,0 +1,93 @@
+"""When two runs count as equal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import partway as pw
+
+Batch = Mapping[str, Any]
+
+
+def loss_of(result: Any) -> Tensor:
+    """The loss in what a model returns."""
+    return result if isinstance(result, Tensor) else result.loss
+
+
+def gradients(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """The loss of one call and every parameter's gradient."""
+    model.zero_grad()
+    loss = loss_of(model(**batch))
+    loss.backward()
+    return loss.detach(), gradients_of(model)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def curve(model: nn.Module, optimizer: Callable[..., Any], batches: Iterable[Batch], **options: Any) -> list[float]:
+    """The losses of training on `batches` in turn."""
+    stepper = optimizer(model.parameters(), **options)
+    losses = []
+    for batch in batches:
+        stepper.zero_grad()
+        loss = loss_of(model(**batch))
+        loss.backward()
+        stepper.step()
+        losses.append(loss.item())
+    return losses
+
+
+def tolerance(dtype: torch.dtype, single: bool = False) -> float:
+    """How far two right results may be apart, relatively. `single`: the model itself computes in float32."""
+    if dtype is torch.float32:
+        return 1e-4
+    return 1e-6 if single else 1e-10
+
+
+def assert_same_gradients(
+    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], relative: float
+) -> None:
+    """Every gradient is there or absent alike, and |found - expected| <= relative |expected| + eps * the largest |gradient|.
+
+    The last term is what rounding leaves of a gradient that is zero in exact arithmetic: a key's bias moves all
+    scores of a query alike and softmax does not see it, so what is computed is the rest of terms that cancel, and those
+    are as large as other gradients. It is one unit of rounding (2e-16 in float64), so no wrong factor hides in it.
+    """
+    assert list(found) == list(expected)
+    assert {n for n, g in found.items() if g is None} == {n for n, g in expected.items() if g is None}
+    largest = max(g.norm().item() for g in expected.values() if g is not None)
+    for name, gradient in expected.items():
+        if gradient is not None:
+            other = found[name]
+            assert other is not None and other.shape == gradient.shape and other.dtype == gradient.dtype, name
+            error = (other - gradient).norm().item()
+            allowed = relative * gradient.norm().item() + torch.finfo(gradient.dtype).eps * largest
+            assert error <= allowed, f"gradient of {name} is {error:.2e} off, {allowed:.2e} is allowed"
+
+
+def assert_same_loss(found: Tensor, expected: Tensor, relative: float) -> None:
+    """Losses agree. Hugging Face casts logits to float32 for some losses, whatever the model's dtype."""
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    if found.dtype is torch.float32:
+        relative = max(relative, 1e-6)
+    error = abs(found.item() - expected.item())
+    assert error <= relative * abs(expected.item()), f"loss {found.item()} instead of {expected.item()}"
+
+
+def counted(collectives: Iterable[Any]) -> Counter[tuple[Any, ...]]:
+    """Collectives (planned, of a program, or that ran) as a multiset."""
+    return Counter((str(c.kind), c.axes, c.group_size, c.payload_bytes, c.phase) for c in collectives)
+
+
+def run_and_count(model: Any, batch: Batch) -> Counter[tuple[Any, ...]]:
+    """What one training step of `model` communicates."""
+    with pw.record_collectives() as events:
+        loss_of(model(**batch)).backward()
+    return counted(events)

@@ -1,0 +1,100 @@
+"""Real models, split in the usual ways over 8 simulated ranks, train as they do on one device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from checks import (
+    assert_same_gradients,
+    assert_same_loss,
+    counted,
+    curve,
+    gradients,
+    run_and_count,
+    tolerance,
+)
+from torch import Tensor
+from zoo import CASES, Case
+
+import partway as pw
+
+STEPS = 5
+OPTIMIZERS: dict[Any, dict[str, Any]] = {
+    torch.optim.SGD: {"lr": 0.05, "momentum": 0.9},
+    torch.optim.AdamW: {"lr": 1e-3, "weight_decay": 0.1},
+}
+Reference = tuple[Tensor, dict[str, Tensor | None], dict[Any, list[float]]]
+
+
+@functools.cache
+def reference(name: str, dtype: torch.dtype) -> Reference:
+    """Loss, gradients and training curves on one device."""
+    case = CASES[name]
+    loss, found = gradients(case.build(dtype), case.batch(dtype))
+    return loss, found, {o: curve(case.build(dtype), o, _batches(case, dtype), **k) for o, k in OPTIMIZERS.items()}
+
+
+def _batches(case: Case, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    return [case.batch(dtype, step) for step in range(STEPS)]
+
+
+def _batch_by_count(case: Case) -> dict[str, Any]:
+    """The first input by split counts; the mesh is `device_num`'s, and the other inputs follow."""
+    pw.set_auto_parallel_context(device_num=8)
+    first = next(iter(case.ranks))
+    return {"in_strategy": {first: case.batch_split(8)[first]}}
+
+
+def _batch_by_name(case: Case) -> dict[str, Any]:
+    return {"mesh": {"dp": 8}, "in_strategy": case.batch_split("dp")}
+
+
+def _first_block(case: Case) -> dict[str, Any]:
+    return {"mesh": {"tp": 8}, "parameter_plan": case.block_split("tp")}
+
+
+def _both(case: Case) -> dict[str, Any]:
+    return {
+        "mesh": pw.Mesh({"dp": 2, "tp": 4}),
+        "in_strategy": case.batch_split("dp"),
+        "parameter_plan": case.block_split("tp"),
+    }
+
+
+def check(name: str, annotations: Any, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    expected_loss, expected_gradients, expected_curves = reference(name, dtype)
+    relative = tolerance(dtype, case.single)
+    model: Any = pw.shard(case.build(dtype), **annotations(case))
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+
+    loss, found = gradients(model, case.batch(dtype))
+    assert_same_loss(loss, expected_loss, relative)
+    assert_same_gradients(found, expected_gradients, relative)
+
+    assert model.plan.collectives
+    assert model.plan.unknown_operators == ()
+    ran = run_and_count(model, case.batch(dtype))
+    assert ran == counted(model.plan.collectives) == counted(model.program.collectives)
+
+    plan = model.plan
+    for optimizer, options in OPTIMIZERS.items():
+        model.load_state_dict(start)
+        losses = curve(model, optimizer, _batches(case, dtype), **options)
+        assert losses == pytest.approx(expected_curves[optimizer], rel=max(relative, 1e-9)), optimizer.__name__
+        assert losses[0] != losses[-1]
+    assert model.plan is plan  # planned once
+
+
+@pytest.mark.parametrize("annotations", [_batch_by_count, _batch_by_name, _first_block, _both])
+@pytest.mark.parametrize("name", CASES)
+def test_training_equals_one_device_in_float64(name: str, annotations: Any) -> None:
+    check(name, annotations, torch.float64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_equals_one_device_in_float32(name: str) -> None:
+    check(name, _both, torch.float32)
