@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from partway.annotate import Request, given_mesh
-from partway.compile import Compiled
-from partway.context import ParallelContext
+from partway.annotate import Request
+from partway.context import DatasetMode, ParallelContext
 from partway.propagation.graph import Role
 from partway.propagation.lower import PlacedPort
 from partway.propagation.structure import Call
 from partway.runtime.process import init, launched
 from partway.runtime.simulate import Simulator
 from partway.runtime.step import Executor
-from partway.strategy import Mesh
+from partway.strategy import Layout, Mesh, Replicate, StrategyError
 
 
 class Placing(Protocol):
@@ -25,21 +25,25 @@ class Placing(Protocol):
 
     processes: int | None
 
-    def executor(self, mesh: Mesh) -> Executor: ...
+    def executor(self, mesh: Mesh) -> Executor:
+        """What runs a step on `mesh`."""
+
+    def adopt(self, module: torch.nn.Module, context: ParallelContext) -> None:
+        """A module was sharded: before anyone asks for its parameters."""
 
     def whole_call(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request, context: ParallelContext
+        self, call: Call, context: ParallelContext, local: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with tensors of their global shapes."""
-        ...
+        """The arguments of a call with tensors of their global shapes. `local`: a rank is given its part."""
 
-    def settle(self, fn: Any, compiled: Compiled, context: ParallelContext) -> None:
-        """After the first plan: put the parameters where it wants them."""
-        ...
+    def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
+        """A plan gave parameters their layouts at rest: put them there."""
 
-    def enter(self, tensor: Tensor, placed: PlacedPort) -> Tensor: ...
+    def enter(self, tensor: Tensor, placed: PlacedPort, mesh: Mesh, local: bool) -> Tensor:
+        """A tensor of a call as the executor takes it."""
 
-    def leave(self, value: Tensor, placed: PlacedPort, mesh: Mesh) -> Tensor: ...
+    def leave(self, value: Tensor, placed: PlacedPort, mesh: Mesh) -> Tensor:
+        """A result of the executor as the caller gets it."""
 
 
 class Simulated:
@@ -50,19 +54,106 @@ class Simulated:
     def executor(self, mesh: Mesh) -> Executor:
         return _simulator(mesh)
 
-    def whole_call(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], request: Request, context: ParallelContext
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, kwargs
-
-    def settle(self, fn: Any, compiled: Compiled, context: ParallelContext) -> None:
+    def adopt(self, module: torch.nn.Module, context: ParallelContext) -> None:
         return None
 
-    def enter(self, tensor: Tensor, placed: PlacedPort) -> Tensor:
+    def whole_call(
+        self, call: Call, context: ParallelContext, local: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = call.structure.build(list(call.tensors))
+        return args, kwargs
+
+    def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
+        return None
+
+    def enter(self, tensor: Tensor, placed: PlacedPort, mesh: Mesh, local: bool) -> Tensor:
         return tensor
 
     def leave(self, value: Tensor, placed: PlacedPort, mesh: Mesh) -> Tensor:
         return value
+
+
+class Launched:
+    """One rank of a process group. Parameters are DTensors, so that optimizers and checkpoints of the ecosystem take
+    them; plain inputs are whole on every rank (or, where the dataset_strategy was set, this rank's part); results are
+    plain where they are whole, DTensors where they are split."""
+
+    def __init__(self) -> None:
+        self.processes: int | None = init()
+
+    def executor(self, mesh: Mesh) -> Executor:
+        from partway.runtime.execute import Worker
+
+        return Worker(mesh)
+
+    def adopt(self, module: torch.nn.Module, context: ParallelContext) -> None:
+        """Parameters become DTensors now, whole on every rank, so that an optimizer made next holds the objects that
+        stay; the first plan splits them in place."""
+        from partway.runtime.execute import broadcast, check_agreement, generators
+        from partway.runtime.parameters import distribute
+
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        if context.parameter_broadcast:
+            broadcast([tensor.detach() for tensor in named.values()])
+        else:
+            check_agreement(named)
+        check_agreement(generators(), "seed every rank alike with torch.manual_seed")
+        distribute(module)
+
+    def whole_call(
+        self, call: Call, context: ParallelContext, local: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tensors = [_plain(tensor) for tensor in call.tensors]
+        if local:
+            parts = _dataset_parts(tensors, context, self.processes or 1)
+            tensors = [_enlarged(tensor, splits) for tensor, splits in zip(tensors, parts, strict=True)]
+        args, kwargs = call.structure.build(tensors)
+        return args, kwargs
+
+    def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
+        from partway.runtime.parameters import redistribute
+
+        redistribute(module, layouts)
+
+    def enter(self, tensor: Tensor, placed: PlacedPort, mesh: Mesh, local: bool) -> Tensor:
+        from partway.runtime.parameters import local_part
+
+        given_part = local and placed.port.role is Role.INPUT
+        return local_part(tensor, placed.layout, whole=not given_part)
+
+    def leave(self, value: Tensor, placed: PlacedPort, mesh: Mesh) -> Tensor:
+        from partway.runtime.execute import device_mesh
+        from partway.runtime.parameters import as_dtensor
+
+        if all(isinstance(p, Replicate) for p in placed.layout.placements):
+            return value
+        return as_dtensor(value, placed.layout, placed.shape, device_mesh(mesh))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """A tensor of the same global shape that is no DTensor; only its meta data is read."""
+    if not hasattr(tensor, "placements"):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
+
+
+def _dataset_parts(tensors: list[Tensor], context: ParallelContext, devices: int) -> list[tuple[int, ...]]:
+    """Into how many parts the dataset_strategy splits each dim of each input."""
+    value = context.dataset_strategy
+    if isinstance(value, DatasetMode):
+        first = devices if value is DatasetMode.DATA_PARALLEL else 1
+        return [(first, *(1,) * (tensor.dim() - 1)) if tensor.dim() else () for tensor in tensors]
+    if len(value) != len(tensors) or any(len(s) != t.dim() for s, t in zip(value, tensors, strict=False)):
+        raise StrategyError(
+            f"dataset_strategy {value} does not fit {len(tensors)} inputs of ranks {[t.dim() for t in tensors]}; "
+            "write one tuple per input with one split count per dim"
+        )
+    return list(value)
+
+
+def _enlarged(tensor: Tensor, splits: tuple[int, ...]) -> Tensor:
+    shape = [size * parts for size, parts in zip(tensor.shape, splits, strict=True)]
+    return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
 
 
 @functools.cache
@@ -70,8 +161,11 @@ def _simulator(mesh: Mesh) -> Simulator:
     return Simulator(mesh)
 
 
-def placing_for(local_inputs: bool) -> Placing:
-    """The Placing of this process. `local_inputs`: a launched rank is given only its part of every input."""
-    if not launched():
-        return Simulated()
-    raise NotImplementedError
+@functools.cache
+def _launched() -> Launched:
+    return Launched()
+
+
+def placing() -> Placing:
+    """The Placing of this process. Where a launcher started it, the process group is started if there is none."""
+    return _launched() if launched() else Simulated()

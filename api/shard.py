@@ -15,7 +15,7 @@ from partway.annotate import Request, constraint_text, dataset_applies, dataset_
 from partway.compile import Compiled, check_device, compile_call
 from partway.context import ParallelContext, ParallelMode, current, current_algo
 from partway.fusion.program import Program
-from partway.placing import Placing, placing_for
+from partway.placing import Placing, placing
 from partway.propagation.capture import capturing
 from partway.propagation.collectives import constrain
 from partway.propagation.graph import Role
@@ -67,6 +67,8 @@ def _shard(fn: Any, request: Request) -> Any:
         raise StrategyError("it is sharded already; call shard once, with all annotations")
     if isinstance(fn, torch.nn.Module):
         engine = _Engine(fn, request)
+        if not _stands_alone(current()):
+            placing().adopt(fn, current())
         fn.__dict__["_partway"] = engine
         fn.__class__ = _sharded_class(type(fn))
         return fn
@@ -164,14 +166,14 @@ class _Engine:
             return original(*args, **kwargs)
         if capturing():
             return self._constrained(original, args, kwargs)
-        if context.mode_was_set and context.parallel_mode == ParallelMode.STAND_ALONE:
+        if _stands_alone(context):
             return original(*args, **kwargs)
         call = flatten_call(self.fn, args, kwargs)
         check_device(zip(call.names, call.tensors, strict=True), self.request.device)
         key = self._signature(call, context)
         runner = self._runners.get(key)
         if runner is None:
-            runner = self._runners[key] = self._plan(call, args, kwargs, context)
+            runner = self._runners[key] = self._plan(call, context)
         self._latest = runner.compiled
         return runner(call.tensors)
 
@@ -187,23 +189,23 @@ class _Engine:
         autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
         return call.structure.key(), tensors, flags, autocast, context, current_algo()
 
-    def _plan(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> _Runner:
+    def _plan(self, call: Call, context: ParallelContext) -> _Runner:
         local = dataset_was_set(context) and dataset_applies(self.request, context)
-        placing = placing_for(local)
-        args, kwargs = placing.whole_call(call, args, kwargs, self.request, context)
+        place = placing()
+        args, kwargs = place.whole_call(call, context, local)
         self._capturing = True
         try:
             compiled = compile_call(
                 self.fn, args, kwargs, self.request, context, current_algo(),
-                processes=placing.processes, fixed=self._layouts,
+                processes=place.processes, fixed=self._layouts,
             )  # fmt: skip
         finally:
             self._capturing = False
-        runner = _Runner(self.fn, compiled, placing)
-        if not self._layouts:
-            placing.settle(self.fn, compiled, context)
-        self._layouts.update(compiled.plan.parameters)
-        return runner
+        if isinstance(self.fn, torch.nn.Module):
+            fresh = {name: found for name, found in compiled.plan.parameters.items() if name not in self._layouts}
+            place.settle(self.fn, fresh)
+            self._layouts.update(fresh)
+        return _Runner(self.fn, compiled, place, local)
 
     def _constrained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside a capture: mark the arguments and results that were annotated, and go on."""
@@ -227,6 +229,11 @@ class _Engine:
         )
 
 
+def _stands_alone(context: ParallelContext) -> bool:
+    """Whether the user chose stand_alone: everything runs as if `shard` were not there."""
+    return context.mode_was_set and context.parallel_mode == ParallelMode.STAND_ALONE
+
+
 def _mark(tensor: Tensor, strategy: Any, request: Request, name: str) -> Tensor:
     if strategy is None:
         return tensor
@@ -237,8 +244,8 @@ def _mark(tensor: Tensor, strategy: Any, request: Request, name: str) -> Tensor:
 class _Runner:
     """One planned signature: gathers the tensors of a call, runs the step, writes buffers, builds the result."""
 
-    def __init__(self, fn: Callable[..., Any], compiled: Compiled, placing: Placing) -> None:
-        self.compiled, self._placing = compiled, placing
+    def __init__(self, fn: Callable[..., Any], compiled: Compiled, place: Placing, local: bool) -> None:
+        self.compiled, self._placing, self._local = compiled, place, local
         graph = compiled.graph
         self._result = graph.result
         self._inputs = compiled.local.inputs
@@ -250,7 +257,7 @@ class _Runner:
             _source(fn, graph.constants, Role.BUFFER, p.port.name) if p.port.role is Role.BUFFER_UPDATE else None
             for p in self._outputs
         ]
-        self._executor = placing.executor(compiled.mesh)
+        self._executor = place.executor(compiled.mesh)
         self._step: CompiledStep | None = None
 
     def _compiled_step(self) -> CompiledStep:
@@ -268,7 +275,8 @@ class _Runner:
         for placed, source, copied in zip(self._inputs, self._sources, self._copied, strict=True):
             tensor = next(rest) if source is None else source()
             # a buffer that this call overwrites must stay as it was for the backward
-            tensors.append(self._placing.enter(tensor.clone() if copied else tensor, placed))
+            tensor = tensor.clone() if copied else tensor
+            tensors.append(self._placing.enter(tensor, placed, self.compiled.mesh, self._local))
         results = []
         for value, placed, buffer in zip(self._compiled_step()(tensors), self._outputs, self._buffers, strict=True):
             if buffer is not None:
