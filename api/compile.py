@@ -28,6 +28,7 @@ from partway.propagation.lower import LocalProgram, lower, verify_program
 from partway.propagation.plan import Plan, make_plan
 from partway.propagation.problem import Fallback, SearchProblem, Settings, formulate
 from partway.propagation.search import SearchMode, Solution, search, verify_solution
+from partway.runtime.process import get_rank
 from partway.strategy import Layout, Mesh, StrategyError
 
 
@@ -114,7 +115,7 @@ def compile_call(
         verify(graph)
         verify_solution(problem, solution)
         verify_program(local)
-    if context.strategy_ckpt_config.save_file:
+    if context.strategy_ckpt_config.save_file and (processes is None or get_rank() == 0):
         plan.save(context.strategy_ckpt_config.save_file)
     return Compiled(graph, annotations, problem, solution, local, plan, context)
 

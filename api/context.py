@@ -318,8 +318,10 @@ class AlgoParameters(_Options):
     }
 
     fully_use_devices: bool = True
-    """Every operator uses all devices or one. True as in the seeds; the reference changed it to False in 2.7, and then
-    leaves half the machine repeating work."""
+    """Matrix products, convolutions and attention are spread over all devices wherever they can be; lighter operators
+    are split where that is cheapest. False: the objective alone decides, and small work may be repeated. True as in the
+    seeds; the reference changed it to False in 2.7, and then leaves half the machine repeating work. Set explicitly to
+    True, a strategy of split counts that uses some devices but not all is an error."""
 
     tensor_slice_align_enable: bool = False
     """The last dim of a matmul's slices must be a multiple of `tensor_slice_align_size`."""

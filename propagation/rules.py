@@ -110,6 +110,12 @@ def _additive(node: fx.Node) -> Rule | None:
     return _pointwise(*([{0, 1}] if len(operands(node)) == 2 else []))(node)
 
 
+def _cast(node: fx.Node) -> Rule | None:
+    """Linear, but not from a number with a fraction to one without."""
+    before, after = value(operands(node)[0]).dtype, value(node).dtype
+    return _pointwise(*([] if before.is_floating_point and not after.is_floating_point else [{0}]))(node)
+
+
 def _where(node: fx.Node) -> Rule | None:
     return _pointwise(*([{1, 2}] if len(operands(node)) == 3 else []))(node)
 
@@ -443,7 +449,7 @@ _LINEAR = ("0 2", "1 2")
 
 RULES: dict[Any, Row | Function] = {
     # pointwise operators that are linear in an operand, or that PyTorch does not tag as pointwise
-    aten._to_copy.default: _UNARY_LINEAR,
+    aten._to_copy.default: _cast,
     aten.add.Tensor: _additive,
     aten.alias.default: _UNARY_LINEAR,
     aten.clone.default: _UNARY_LINEAR,
@@ -459,7 +465,7 @@ RULES: dict[Any, Row | Function] = {
     aten.neg.default: _UNARY_LINEAR,
     aten.rsub.Scalar: _pointwise(),
     aten.sub.Tensor: _additive,
-    aten.to.dtype: _UNARY_LINEAR,
+    aten.to.dtype: _cast,
     aten.where.self: _where,
     # the rest, alphabetically
     aten._softmax.default: _along("dim"),
@@ -469,8 +475,11 @@ RULES: dict[Any, Row | Function] = {
     aten.chunk.default: _pieces,
     aten.constant_pad_nd.default: _pad,
     aten.conv1d.default: _convolution,
+    aten.conv1d.padding: _convolution,
     aten.conv2d.default: _convolution,
+    aten.conv2d.padding: _convolution,
     aten.conv3d.default: _convolution,
+    aten.conv3d.padding: _convolution,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.cumsum.default: _along("dim", linear=True),
     aten.einsum.default: _einsum,
