@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from partway.propagation.collectives import constrain
 from partway.propagation.graph import Graph, Port, Role, shape
 from partway.propagation.plan import Plan
 from partway.propagation.problem import Allowed
-from partway.propagation.structure import parameter_names
+from partway.propagation.structure import place_names
 from partway.strategy import (
     Annotation,
     Layout,
@@ -28,10 +29,13 @@ from partway.strategy import (
     check_dataset_strategy,
     check_strategies,
     coarsest_mesh,
+    form_problems,
+    is_one_strategy,
     placement_from_code,
 )
 from partway.strategy.errors import raise_problems
 from partway.strategy.layout import layout
+from partway.strategy.notation import Form, counted, form_of, placements_of, read_placement
 
 Strategies = tuple[Any, ...] | Mapping[str, Any] | None
 
@@ -48,36 +52,33 @@ class Request:
     level: int = 0
 
     def __post_init__(self) -> None:
-        problems = []
-        given: tuple[Any, Any, Any] = self.in_strategy, self.out_strategy, self.parameter_plan  # of any type, as yet
-        in_strategy, out_strategy, parameter_plan = given
-        if in_strategy is not None and not isinstance(in_strategy, tuple | Mapping):
-            problems.append(
-                Problem("in_strategy", f"is {_kind(in_strategy)}", "write a tuple with one strategy (or None) per "
-                        "argument, or a dict by argument name")
-            )  # fmt: skip
-        if out_strategy is not None and not isinstance(out_strategy, tuple):
-            problems.append(
-                Problem("out_strategy", f"is {_kind(out_strategy)}", "write a tuple with one strategy per output")
-            )
-        if parameter_plan is not None and not isinstance(parameter_plan, Mapping):
-            problems.append(
-                Problem("parameter_plan", f"is {_kind(parameter_plan)}", "write a dict from name patterns to "
-                        'strategies, such as {"layers.*.weight": ("tp", None)}')
-            )  # fmt: skip
+        per = {"in_strategy": "argument", "out_strategy": "output tensor"}
+        problems = [p for name, noun in per.items() for p in _tuple_problems(name, getattr(self, name), noun)]
+        plan: object = self.parameter_plan
+        if plan is not None and not isinstance(plan, Mapping):
+            fix = 'write a dict from name patterns to strategies, such as {"layers.*.weight": ("tp", None)}'
+            problems.append(Problem("parameter_plan", f"is {_kind(plan)}", fix))
+        for name, keys in (("in_strategy", "an argument's name"), ("parameter_plan", "a pattern on parameter names")):
+            given = getattr(self, name)
+            wrong = [key for key in given if not isinstance(key, str)] if isinstance(given, Mapping) else []
+            problems += [Problem(name, f"has the key {_kind(key)}", f"write {keys}, a str") for key in wrong]
         if self.level not in (0, 1, 2) or isinstance(self.level, bool):
-            problems.append(
-                Problem("level", f"is {self.level!r}", "write 0 (least communication), 1 (least memory) or 2 (speed)")
-            )
+            fix = "write 0 (least communication), 1 (least memory) or 2 (speed)"
+            problems.append(Problem("level", f"is {_kind(self.level)}", fix))
         if self.device not in (None, "cpu", "cuda"):
-            problems.append(Problem("device", f"is {self.device!r}", "write 'cpu', 'cuda' or None"))
-        for name, strategy in self.given():
-            if strategy is not None and not isinstance(strategy, tuple | list | Layout):
-                problems.append(
-                    Problem(name, f"its strategy is {_kind(strategy)}", "write a tuple with one entry per dim, "
-                            'such as ("dp", None) or (8, 1), a list of placements, or None')
-                )  # fmt: skip
-        raise_problems("the arguments of shard are wrong", problems)
+            problems.append(Problem("device", f"is {_kind(self.device)}", "write 'cpu', 'cuda' or None"))
+        if not problems:  # else a strategy of one tensor is refused as a whole, and not by its entries again
+            problems += [problem for name, strategy in self.given() for problem in form_problems(name, strategy)]
+        try:
+            self.own_mesh  # noqa: B018 - read once here, so that it is checked with the rest
+        except StrategyError as error:
+            problems.append(Problem("mesh", str(error), "or leave it out and set device_num in the context"))
+        raise_problems(f"{counted(len(problems), 'problem')} with the arguments of shard or compile:", problems)
+
+    @cached_property
+    def own_mesh(self) -> Mesh | None:
+        """The mesh that was given, if one was."""
+        return given_mesh(self.mesh)
 
     def given(self) -> list[tuple[str, Any]]:
         """Every strategy with the words that name its place."""
@@ -93,28 +94,44 @@ class Request:
         return found
 
 
+def _tuple_problems(name: str, value: object, noun: str) -> Iterator[Problem]:
+    """Why `value` is not one strategy for each `noun`."""
+    named = ", or a dict by argument name" if name == "in_strategy" else ""
+    if value is None or (named and isinstance(value, Mapping)):
+        return
+    if is_one_strategy(value):
+        what = f"{_short(value)} is the strategy of one tensor"
+        yield Problem(name, what, f"write a tuple with one for each {noun}, as in ({_short(value)},){named}")
+    elif isinstance(value, list):
+        yield Problem(name, f"{_short(value)} is a list", f"write the tuple {_short(tuple(value))}{named}")
+    elif not isinstance(value, tuple):
+        yield Problem(name, f"is {_kind(value)}", f"write a tuple with one strategy (or None) for each {noun}{named}")
+
+
 def _kind(value: object) -> str:
-    return f"{value!r} ({type(value).__name__})"
+    return f"{_short(value)} ({type(value).__name__})"
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 # -- constraints inside a function travel through the captured graph as text
 
 
-def constraint_text(strategy: Any, mesh: Mesh | None) -> str:
-    """A strategy as JSON, for `partway::constrain`; `constraint_of` reads it."""
-    codes = None
-    if isinstance(strategy, Layout):
-        codes = [str(p) for p in strategy.placements]
-    elif isinstance(strategy, tuple | list) and any(not isinstance(e, str | int | tuple | None) for e in strategy):
-        codes = [_placement_code(p) for p in strategy]
-    value = {"placements": codes} if codes is not None else {"dims": strategy}
+def constraint_text(where: str, strategy: Any, mesh: Mesh | None, ndim: int) -> str:
+    """A strategy for a tensor of `ndim` dims as JSON, for `partway::constrain`; `constraint_of` reads it.
+
+    Raises StrategyError for placements that such a tensor cannot have.
+    """
+    value: dict[str, Any] = {"dims": strategy}
+    if form_of(strategy) is Form.PLACEMENTS:
+        mesh = strategy.mesh if isinstance(strategy, Layout) else mesh
+        read = [read_placement(where, placement, ndim) for placement in placements_of(strategy)]
+        raise_problems("a constraint cannot be met:", (p for p in read if isinstance(p, Problem)))
+        value = {"placements": [str(placement) for placement in read]}
     return json.dumps({**value, "mesh": dict(zip(mesh.axes, mesh.sizes, strict=True)) if mesh else None})
-
-
-def _placement_code(placement: Any) -> str:
-    if getattr(placement, "dim", None) is not None:
-        return f"S{placement.dim}"
-    return {"Replicate": "R", "Broadcast": "B", "Partial": "P"}.get(type(placement).__name__, "R")
 
 
 def constraint_of(text: str) -> tuple[Any, Mesh | None]:
@@ -135,11 +152,11 @@ def given_mesh(mesh: Any) -> Mesh | None:
         return mesh
     if isinstance(mesh, Mapping):
         return Mesh(mesh)
-    if hasattr(mesh, "mesh_dim_names"):
+    if type(mesh).__name__ == "DeviceMesh":
         from partway.strategy.torch_mesh import from_device_mesh
 
         return from_device_mesh(mesh)
-    raise StrategyError(f"mesh is {_kind(mesh)}; write a Mesh, a dict such as {{'dp': 2, 'tp': 4}}, or a DeviceMesh")
+    raise StrategyError(f"it is {_kind(mesh)}; write a Mesh, a dict such as {{'dp': 2, 'tp': 4}}, or a DeviceMesh")
 
 
 def resolve_mesh(
@@ -147,7 +164,7 @@ def resolve_mesh(
 ) -> Mesh:
     """The mesh of a call: the one given, or the coarsest one of the devices that its int strategies can be
     written on. `processes`: how many a launcher started, or None in simulation."""
-    mesh = given_mesh(request.mesh)
+    mesh = request.own_mesh
     if mesh is None and saved is not None:
         mesh = saved.mesh
     if mesh is not None:
@@ -207,158 +224,209 @@ def annotate(
     `fixed` are the layouts that parameters already have (an earlier plan split them). Raises StrategyError.
     """
     problems: list[Problem] = []
-    named: list[tuple[str, str, tuple[int, ...], Any]] = []  # key, words, shape, strategy
     inputs = [port for port in graph.inputs if port.role is Role.INPUT]
     results = [port for port in graph.outputs if port.role is Role.RESULT]
-    named += _inputs(inputs, fn, request, problems)
-    named += _results(results, request, problems)
-    named += _parameters(graph, fn, request, problems)
-    named += _constraints(graph, mesh, problems)
-    named += _dataset(inputs, request, context, mesh)
+    said = [
+        *_inputs(inputs, fn, request, problems),
+        *_results(results, request, problems),
+        *_parameters(graph, fn, request, mesh, problems),
+        *_constraints(graph, mesh, problems),
+        *_dataset(inputs, request, context, mesh, problems),
+    ]
     if context.mode_was_set and context.parallel_mode == ParallelMode.DATA_PARALLEL:
-        named += _data_parallel(graph, inputs, request, mesh, problems)
+        said += _data_parallel(graph, inputs, request, mesh, problems)
     strict = algo.fully_use_devices and "fully_use_devices" in algo.model_fields_set
+    checked: tuple[Annotation | None, ...] = ()
     try:
-        checked = check_strategies([(words, size, s) for _, words, size, s in named], mesh, fully_use_devices=strict)
+        checked = check_strategies([(s.words, s.shape, s.strategy) for s in said], mesh, fully_use_devices=strict)
     except StrategyError as error:
-        raise_problems(str(error).splitlines()[0], [*problems, *error.problems])
-        raise
-    raise_problems(f"the annotations cannot be met on the mesh {mesh}", problems)
+        problems += error.problems
+    raise_problems(f"{counted(len(problems), 'problem')} with strategies on the mesh {mesh}:", problems)
     allowed: dict[str, tuple[tuple[Layout, ...], str]] = {}
-    for (key, words, size, _), annotation in zip(named, checked, strict=True):
+    sayers: dict[str, _Said] = {}
+    for one, annotation in zip(said, checked, strict=True):
         if annotation is not None:
-            _allow(allowed, key, words, annotation, annotation.layouts(size), problems)
-    raise_problems("annotations contradict each other", problems)
+            _allow(allowed, sayers, one, annotation, problems)
+    raise_problems("annotations contradict each other:", problems)
     if saved is not None:
         _load(allowed, graph, saved, mesh, context, problems)
-    for name, found in fixed.items():
-        if name in allowed and found not in allowed[name][0]:
-            problems.append(
-                Problem(f"parameter {name!r}", f"is already split as {found}, which {allowed[name][1]} does not allow",
-                        "shard a fresh copy of the module to change the layout of its parameters")
-            )  # fmt: skip
-        allowed[name] = ((found,), allowed[name][1] if name in allowed else "")
-    raise_problems("annotations contradict each other", problems)
+        raise_problems("the plan that strategy_ckpt_config loads does not fit:", problems)
+    _fix(allowed, graph, fixed, mesh, problems)
+    raise_problems("the parameters have layouts already:", problems)
     losses = [port for port in results if port.requires_grad and not shape(port.node)]
     free = {p.name for p in results if losses and shape(p.node) and p.name not in allowed}
     return Annotations(allowed, frozenset(free), _parts(inputs, allowed))
 
 
+@dataclass(frozen=True)
+class _Said:
+    """That `source` wrote `strategy` of one tensor: its key among the allowed layouts, the words for it, its shape."""
+
+    key: str
+    words: str
+    shape: tuple[int, ...]
+    strategy: Any
+    source: str
+
+
 def _allow(
     allowed: dict[str, tuple[tuple[Layout, ...], str]],
-    key: str,
-    words: str,
+    sayers: dict[str, _Said],
+    said: _Said,
     annotation: Annotation,
-    layouts: tuple[Layout, ...],
     problems: list[Problem],
 ) -> None:
-    if key in allowed:
-        both = tuple(found for found in layouts if found in allowed[key][0])
+    layouts = annotation.layouts(said.shape)
+    if said.key in allowed:
+        before, text = allowed[said.key]
+        other = sayers[said.key]
+        both = tuple(found for found in layouts if found in before)
         if not both:
-            problems.append(Problem(words, f"is annotated {allowed[key][1]} and {annotation}", "drop one of the two"))
+            what = f"{other.source} says {text}, and {said.source} says {annotation}"
+            problems.append(Problem(said.words, what, "drop one of the two"))
             return
         layouts = both
-    allowed[key] = (layouts, str(annotation))
+    allowed[said.key], sayers[said.key] = (layouts, str(annotation)), said
 
 
-def _inputs(inputs: Sequence[Port], fn: Any, request: Request, problems: list[Problem]) -> list[Any]:
-    """One entry for each tensor of an annotated argument."""
-    given = request.in_strategy
+def _fix(
+    allowed: dict[str, tuple[tuple[Layout, ...], str]],
+    graph: Graph,
+    fixed: Mapping[str, Layout],
+    mesh: Mesh,
+    problems: list[Problem],
+) -> None:
+    """Keep the layouts that an earlier plan gave to parameters."""
+    fresh = "shard a fresh copy of the module to change the layout of its parameters"
+    others = dict.fromkeys(found.mesh for found in fixed.values() if found.mesh != mesh)
+    problems += [
+        Problem("mesh", f"this call is on ({mesh}), and they are split on ({other})", f"use that, or {fresh}")
+        for other in others
+    ]
+    shapes = {port.name: shape(port.node) for port in graph.inputs if port.role is Role.PARAMETER}
+    for name, found in fixed.items():
+        if others or name not in shapes:
+            continue
+        if not found.divides(shapes[name]):
+            what = f"has now the shape {list(shapes[name])}, which its layout {found} does not divide"
+            problems.append(Problem(f"parameter {name!r}", what, fresh))
+        elif name in allowed and found not in allowed[name][0]:
+            what = f"is already split as {found}, which {allowed[name][1]} does not allow"
+            problems.append(Problem(f"parameter {name!r}", what, fresh))
+        allowed[name] = ((found,), allowed[name][1] if name in allowed else "")
+
+
+def by_argument(fn: Any, given: Strategies, present: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
+    """The strategy of each argument by name. `present`: the arguments in which a call passes tensors."""
     if given is None:
-        return []
-    positional = parameter_names(fn)
-    present = list(dict.fromkeys(port.argument for port in inputs))
+        return {}
     if isinstance(given, Mapping):
         by_name = dict(given)
     else:
-        places = positional or tuple(present)
+        places = place_names(fn, len(given))
         if len(given) > len(places):
-            problems.append(
-                Problem("in_strategy", f"has {len(given)} entries for {len(places)} arguments ({', '.join(places)})",
-                        "write one entry per argument, in order")
-            )  # fmt: skip
+            what = f"has {counted(len(given), 'entry', 'entries')} for {counted(len(places), 'argument')}"
+            listed = f" ({', '.join(places)})" if places else ""
+            problems.append(Problem("in_strategy", what + listed, "write one entry per argument, in order"))
         by_name = dict(zip(places, given, strict=False))
-    named = []
+    known = place_names(fn, len(by_name) + 64)
     for name, strategy in by_name.items():
-        ports = [port for port in inputs if port.argument == name]
-        if strategy is None:
-            continue
-        if not ports:
-            known = name in positional
-            close = get_close_matches(name, present)
-            problems.append(
-                Problem(f"in_strategy[{name!r}]",
-                        "the call passes no tensor for it" if known else "there is no such argument",
-                        f"annotate one of {', '.join(map(repr, close or present)) or 'the tensors of the call'}")
-            )  # fmt: skip
-        named += [(port.name, f"input {port.name!r}", shape(port.node), strategy) for port in ports]
-    return named
+        if strategy is not None and name not in present:
+            what = "the call passes no tensor for it" if name in known else "there is no such argument"
+            close = get_close_matches(name, present) or list(present)
+            fix = f"annotate {' or '.join(map(repr, close))}" if close else "the call passes no tensors at all"
+            problems.append(Problem(f"in_strategy[{name!r}]", what, fix))
+    return by_name
 
 
-def _results(results: Sequence[Port], request: Request, problems: list[Problem]) -> list[Any]:
-    given = request.out_strategy
-    if given is None:
-        return []
-    if len(given) > len(results):
-        problems.append(
-            Problem("out_strategy", f"has {len(given)} entries for {len(results)} output tensors",
-                    "write one entry per output tensor, in order")
-        )  # fmt: skip
+def _inputs(inputs: Sequence[Port], fn: Any, request: Request, problems: list[Problem]) -> list[_Said]:
+    """One entry for each tensor of an annotated argument."""
+    present = list(dict.fromkeys(port.argument for port in inputs))
+    by_name = by_argument(fn, request.in_strategy, present, problems)
     return [
-        (port.name, f"output {i}", shape(port.node), strategy)
+        _Said(port.name, f"input {port.name!r}", shape(port.node), strategy, f"in_strategy[{name!r}]")
+        for name, strategy in by_name.items()
+        if strategy is not None
+        for port in inputs
+        if port.argument == name
+    ]
+
+
+def check_out_strategy(given: Sequence[Any] | None, results: int, problems: list[Problem]) -> None:
+    """An out_strategy has at most one entry for each of the output tensors."""
+    if given is not None and len(given) > results:
+        what = f"has {counted(len(given), 'entry', 'entries')} for {counted(results, 'output tensor')}"
+        problems.append(Problem("out_strategy", what, "write one entry per output tensor, in order"))
+
+
+def _results(results: Sequence[Port], request: Request, problems: list[Problem]) -> list[_Said]:
+    given = request.out_strategy or ()
+    check_out_strategy(given, len(results), problems)
+    return [
+        _Said(port.name, f"output {i}", shape(port.node), strategy, f"out_strategy[{i}]")
         for i, (port, strategy) in enumerate(zip(results, given, strict=False))
         if strategy is not None
     ]
 
 
-def nested_plans(fn: Any) -> dict[str, Any]:
-    """The parameter plans of sharded modules inside a module, by full name."""
-    found: dict[str, Any] = {}
+def _requests(fn: Any, request: Request) -> Iterator[tuple[str, Request]]:
+    """The requests of the sharded modules inside a module, each with the prefix of its parameters' names, and then
+    `request` itself."""
     if isinstance(fn, torch.nn.Module):
         for path, module in fn.named_modules():
             engine = module.__dict__.get("_partway")
-            if path and engine is not None and engine.request.parameter_plan:
-                found.update({f"{path}.{name}": s for name, s in engine.request.parameter_plan.items()})
-    return found
+            if engine is not None and engine.request is not request:
+                yield f"{path}." if path else "", engine.request
+    yield "", request
 
 
-def _parameters(graph: Graph, fn: Any, request: Request, problems: list[Problem]) -> list[Any]:
-    plan = {**nested_plans(fn), **(request.parameter_plan or {})}
+def _parameters(graph: Graph, fn: Any, request: Request, mesh: Mesh, problems: list[Problem]) -> list[_Said]:
     ports = {port.name: port for port in graph.inputs if port.role is Role.PARAMETER}
     names = {**{name: name for name in ports}, **graph.aliases}
-    if plan and not isinstance(fn, torch.nn.Module):
-        problems.append(
-            Problem("parameter_plan", "a function has no parameters", "annotate its arguments with in_strategy")
-        )
-        return []
-    named = []
-    for pattern, strategy in plan.items():
-        matched = dict.fromkeys(names[name] for name in names if fnmatchcase(name, pattern))
-        if not matched:
-            close = get_close_matches(pattern, list(names), 3)
-            problems.append(
-                Problem(f"parameter_plan[{pattern!r}]", "matches no parameter that the call uses",
-                        f"did you mean {' or '.join(map(repr, close))}?" if close else
-                        f"the parameters are {', '.join(map(repr, list(names)[:6]))}{', ...' * (len(names) > 6)}")
-            )  # fmt: skip
-        if strategy is not None:
-            named += [(name, f"parameter {name!r}", shape(ports[name].node), strategy) for name in matched]
-    return named
+    tied = {found: [alias for alias, name in graph.aliases.items() if name == found] for found in ports}
+    said = []
+    for prefix, inner in _requests(fn, request):
+        if inner.parameter_plan and inner.own_mesh not in (None, mesh):
+            what = f"the parameter_plan inside is written for the mesh {inner.own_mesh}, inside one for {mesh}"
+            problems.append(Problem(f"module {prefix.rstrip('.')!r}", what, "use one mesh, or leave it out inside"))
+            continue
+        for pattern, strategy in (inner.parameter_plan or {}).items():
+            source = f"parameter_plan[{prefix + pattern!r}]"
+            if not isinstance(fn, torch.nn.Module):
+                problems.append(
+                    Problem(source, "a function has no parameters", "annotate its arguments in in_strategy")
+                )
+                continue
+            matched = dict.fromkeys(names[name] for name in names if fnmatchcase(name, prefix + pattern))
+            if not matched:
+                problems.append(Problem(source, "matches no parameter that the call uses", _nearest(pattern, names)))
+            for name in matched if strategy is not None else ():
+                words = f"parameter {name!r}" + "".join(f" (tied to {alias!r})" for alias in tied[name])
+                said.append(_Said(name, words, shape(ports[name].node), strategy, source))
+    return said
 
 
-def _constraints(graph: Graph, mesh: Mesh, problems: list[Problem]) -> list[Any]:
-    named = []
+def _nearest(pattern: str, names: Iterable[str]) -> str:
+    every = list(names)
+    close = get_close_matches(pattern, every, 3)
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    listed = ", ".join(map(repr, every[:6])) + (", ..." if len(every) > 6 else "")
+    return f"the parameters are {listed}" if every else "there are no parameters"
+
+
+def _constraints(graph: Graph, mesh: Mesh, problems: list[Problem]) -> list[_Said]:
+    said = []
     for node in graph.nodes:
         if node.target is constrain:
+            words = f"constraint on {node.args[2]}"
             strategy, own = constraint_of(str(node.args[1]))
             if own is not None and own != mesh:
-                problems.append(
-                    Problem(f"constraint on {node.args[2]}", f"is written for the mesh {own}, inside one for {mesh}",
-                            "use one mesh, or leave it out inside")
-                )  # fmt: skip
+                what = f"is written for the mesh {own}, inside one for {mesh}"
+                problems.append(Problem(words, what, "use one mesh, or leave it out inside"))
                 continue
-            named.append((f"constraint:{node.name}", f"constraint on {node.args[2]}", shape(node), strategy))
-    return named
+            said.append(_Said(f"constraint:{node.name}", words, shape(node), strategy, words))
+    return said
 
 
 def dataset_applies(request: Request, context: ParallelContext) -> bool:
@@ -374,18 +442,23 @@ def dataset_was_set(context: ParallelContext) -> bool:
     return bool({"dataset_strategy", "full_batch"} & context.model_fields_set)
 
 
-def _dataset(inputs: Sequence[Port], request: Request, context: ParallelContext, mesh: Mesh) -> list[Any]:
+def _dataset(
+    inputs: Sequence[Port], request: Request, context: ParallelContext, mesh: Mesh, problems: list[Problem]
+) -> list[_Said]:
     mode = context.parallel_mode if context.mode_was_set else ParallelMode.AUTO_PARALLEL
-    if not inputs or not dataset_applies(request, context) or mode not in (
-        ParallelMode.SEMI_AUTO_PARALLEL, ParallelMode.AUTO_PARALLEL,
-    ):  # fmt: skip
+    modes = (ParallelMode.SEMI_AUTO_PARALLEL, ParallelMode.AUTO_PARALLEL)
+    if not inputs or mode not in modes or not dataset_applies(request, context):
         return []
     value = context.dataset_strategy
     plain: Any = value.value if isinstance(value, DatasetMode) else value
     shapes = [shape(port.node) for port in inputs]
-    strategies = check_dataset_strategy(plain, shapes, mesh.device_num, mode=mode.value) or ()
+    try:
+        strategies = check_dataset_strategy(plain, shapes, mesh.device_num, mode=mode.value) or ()
+    except StrategyError as error:
+        problems += error.problems
+        return []
     return [
-        (port.name, f"input {port.name!r}", size, strategy)
+        _Said(port.name, f"input {port.name!r}", size, strategy, "dataset_strategy")
         for port, size, strategy in zip(inputs, shapes, strategies, strict=True)
         if size
     ]
@@ -393,20 +466,21 @@ def _dataset(inputs: Sequence[Port], request: Request, context: ParallelContext,
 
 def _data_parallel(
     graph: Graph, inputs: Sequence[Port], request: Request, mesh: Mesh, problems: list[Problem]
-) -> list[Any]:
+) -> list[_Said]:
     """parallel_mode="data_parallel": parameters whole, every input split along its first dim."""
     if request.given():
-        problems.append(
-            Problem("parallel_mode 'data_parallel'", "splits the batch and nothing else, and strategies were given",
-                    "drop them, or set parallel_mode='semi_auto_parallel'")
-        )  # fmt: skip
+        what = f"splits the batch and nothing else, and {request.given()[0][0]} was given"
+        fix = "drop the strategies, or set parallel_mode='semi_auto_parallel'"
+        problems.append(Problem("parallel_mode 'data_parallel'", what, fix))
         return []
-    whole, split = (Replicate(),) * len(mesh.axes), (Shard(0),) * len(mesh.axes)
-    parameters = [port for port in graph.inputs if port.role is Role.PARAMETER]
-    return [
-        *((p.name, f"parameter {p.name!r}", shape(p.node), whole) for p in parameters),
-        *((p.name, f"input {p.name!r}", shape(p.node), split) for p in inputs if shape(p.node)),
-    ]
+    whole, batch = (Replicate(),) * len(mesh.axes), (Shard(0),) * len(mesh.axes)
+    said = []
+    for port in (*(port for port in graph.inputs if port.role is Role.PARAMETER), *inputs):
+        if shape(port.node):
+            strategy = batch if port.role is Role.INPUT else whole
+            words = f"{port.role.value} {port.name!r}"
+            said.append(_Said(port.name, words, shape(port.node), strategy, "parallel_mode 'data_parallel'"))
+    return said
 
 
 def _load(
@@ -425,6 +499,9 @@ def _load(
         )  # fmt: skip
         return
     ports = {port.name: port for port in graph.inputs if port.role is Role.PARAMETER}
+    if saved.parameters and ports and not ports.keys() & saved.parameters.keys():
+        what = f"the saved plan is of other parameters, such as {next(iter(saved.parameters))!r}"
+        problems.append(Problem("strategy_ckpt_config", what, "load the plan of this model"))
     trainable = context.strategy_ckpt_config.only_trainable_params
     for name, found in saved.parameters.items():
         port = ports.get(name)

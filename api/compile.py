@@ -28,8 +28,10 @@ from partway.propagation.lower import LocalProgram, lower, verify_program
 from partway.propagation.plan import Plan, make_plan
 from partway.propagation.problem import Fallback, SearchProblem, Settings, formulate
 from partway.propagation.search import SearchMode, Solution, search, verify_solution
+from partway.propagation.structure import Call, check_call, flatten_call
+from partway.propagation.torch_internals import is_transformed
 from partway.runtime.process import get_rank
-from partway.strategy import Layout, Mesh, StrategyError
+from partway.strategy import Layout, Mesh, Problem, StrategyError, raise_problems
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,17 @@ def compile(
     torch.export cannot capture, OperatorError as `on_unknown_op` says.
     """
     request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level)
-    return compile_call(fn_or_module, args, dict(kwargs or {}), request, current(), current_algo())
+    check_target("compile", fn_or_module)
+    if not isinstance(args, tuple | list):
+        raise StrategyError(
+            f"args is a {type(args).__name__}; write the arguments of the call as a tuple, such as (x,)"
+        )
+    if not isinstance(kwargs, Mapping | None):
+        raise StrategyError(f"kwargs is a {type(kwargs).__name__}; write a dict from argument names to values")
+    args, kwargs = tuple(args), dict(kwargs or {})
+    check_call(fn_or_module, args, kwargs)
+    check_tensors(flatten_call(fn_or_module, args, kwargs), None)
+    return compile_call(fn_or_module, args, kwargs, request, current(), current_algo())
 
 
 def compile_call(
@@ -136,14 +148,34 @@ def settings_of(graph: Graph, request: Request, mesh: Mesh, context: ParallelCon
     )
 
 
-def check_device(tensors: Any, device: str | None) -> None:
-    """Raise StrategyError unless every tensor is on a device of type `device` (None: any)."""
-    for name, tensor in tensors:
-        if device is not None and tensor.device.type not in (device, "meta"):
-            raise StrategyError(
-                f"input {name!r} is on {tensor.device}, and device={device!r} was asked for; "
-                f"move it with .to({device!r})"
-            )
+def check_target(call: str, fn: Any) -> None:
+    """Raise StrategyError unless `fn` is a function or a module that `call` (shard or compile) can take."""
+    if isinstance(fn, torch.jit.ScriptModule):
+        raise StrategyError(f"{call} takes an eager module, not a scripted one; give it the module that was scripted")
+    if isinstance(fn, torch.nn.Module) and any(map(torch.nn.parameter.is_lazy, fn.parameters())):
+        raise StrategyError(f"{type(fn).__name__} has parameters without a shape yet; call it once before {call}")
+    if isinstance(fn, type):
+        raise StrategyError(f"{call} takes an nn.Module object, not the class {fn.__name__}; write {fn.__name__}(...)")
+    if not callable(fn) or getattr(fn, "forward", None) is torch.nn.Module.forward:
+        text = type(fn).__name__ if isinstance(fn, torch.Tensor | torch.nn.Module) else repr(fn)
+        raise StrategyError(f"{call} takes a function or an nn.Module object with a forward, not {text}")
+
+
+def check_tensors(call: Call, device: str | None) -> None:
+    """Raise StrategyError unless every tensor is one that can be split, on a device of type `device` (None: any)."""
+    problems = []
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        where = f"input {name!r}"
+        if is_transformed(tensor):
+            what = "is inside a transform of torch.func (vmap, grad, jvp, ...)"
+            problems.append(Problem(where, what, "transform plain functions, and call the sharded one outside"))
+        elif tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
+            problems.append(Problem(where, f"is a {kind} tensor", "give a dense one, as with .to_dense()"))
+        elif device is not None and tensor.device.type not in (device, "meta"):
+            what = f"is on {tensor.device}, and device={device!r} was asked for"
+            problems.append(Problem(where, what, f"move it with .to({device!r})"))
+    raise_problems("the tensors of the call cannot be split:", problems)
 
 
 def _policy(context: ParallelContext) -> AllReduceFusion | None:

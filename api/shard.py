@@ -11,8 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partway.annotate import Request, constraint_text, dataset_applies, dataset_was_set, given_mesh
-from partway.compile import Compiled, check_device, compile_call
+from partway.annotate import (
+    Request,
+    by_argument,
+    check_out_strategy,
+    constraint_text,
+    dataset_applies,
+    dataset_was_set,
+)
+from partway.compile import Compiled, check_target, check_tensors, compile_call
 from partway.context import ParallelContext, ParallelMode, current, current_algo
 from partway.fusion.program import Program
 from partway.placing import Placing, placing
@@ -20,9 +27,9 @@ from partway.propagation.capture import capturing
 from partway.propagation.collectives import constrain
 from partway.propagation.graph import Role
 from partway.propagation.plan import Plan
-from partway.propagation.structure import Call, flatten, flatten_call, parameter_names
+from partway.propagation.structure import Call, check_call, flatten, flatten_call, name_of
 from partway.runtime.step import CompiledStep
-from partway.strategy import Layout, RuntimeStateError, StrategyError
+from partway.strategy import Layout, Problem, RuntimeStateError, StrategyError, raise_problems
 
 
 def shard(
@@ -54,29 +61,34 @@ def shard(
 
     Inside a function that is being sharded, `shard` only constrains the tensors it touches.
 
-    Raises StrategyError for wrong arguments, here or at the call that shows their shapes.
+    Raises StrategyError for wrong arguments, here or at the call that shows their shapes. What failed has changed
+    nothing: after a first call that was refused, `shard` takes the same module again with other annotations.
     """
-    request = Request(in_strategy, out_strategy, parameter_plan, given_mesh(mesh), device, level)
+    request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level)
     if fn is None:
         return functools.partial(_shard, request=request)
     return _shard(fn, request)
 
 
 def _shard(fn: Any, request: Request) -> Any:
-    if isinstance(fn, ShardedModule | ShardedFunction):
-        raise StrategyError("it is sharded already; call shard once, with all annotations")
+    before: _Engine | None = fn._engine if isinstance(fn, ShardedFunction) else getattr(fn, "_partway", None)
+    if before is not None and not before.refused:
+        raise StrategyError(f"{name_of(fn)} is sharded already; call shard once, with all annotations")
+    check_target("shard", fn)
+    if isinstance(fn, torch.nn.Module) and before is not None:
+        fn.__dict__["_partway"] = _Engine(fn, request)
+        return fn
     if isinstance(fn, torch.nn.Module):
         engine = _Engine(fn, request)
         if not _stands_alone(current()):
             placing().adopt(fn, current())
         fn.__dict__["_partway"] = engine
-        fn.__class__ = _sharded_class(type(fn))
+        kind: Any = type(fn)
+        fn.__class__ = _sharded_class(kind)
         return fn
-    if isinstance(fn, type) or not callable(fn):
-        raise StrategyError(f"shard takes a function or an nn.Module object, not {fn!r}")
     if request.parameter_plan:
         raise StrategyError("parameter_plan needs an nn.Module; annotate a function's arguments with in_strategy")
-    return ShardedFunction(fn, request)
+    return ShardedFunction(fn if before is None else before.fn, request)
 
 
 class ShardedFunction:
@@ -93,7 +105,7 @@ class ShardedFunction:
         if instance is None:
             return self
         raise StrategyError(
-            f"{self.__qualname__} is a method; shard the module it belongs to, or a function of its tensors"
+            f"{name_of(self)} is a method; shard the module it belongs to, or a function of its tensors"
         )
 
     @property
@@ -144,12 +156,18 @@ class _Engine:
         self._latest: Compiled | None = None
         self._layouts: dict[str, Layout] = {}  # of the parameters, once a plan has split them
         self._capturing = False
+        self._refused = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Engine:
         """A copy of the module plans anew."""
         import copy
 
         return _Engine(copy.deepcopy(self.fn, memo), self.request)
+
+    @property
+    def refused(self) -> bool:
+        """Whether every call so far was refused before there was a plan."""
+        return self._refused and not self._runners
 
     def latest(self) -> Compiled:
         if self._latest is None:
@@ -168,8 +186,9 @@ class _Engine:
             return self._constrained(original, args, kwargs)
         if _stands_alone(context):
             return original(*args, **kwargs)
+        check_call(self.fn, args, kwargs)
         call = flatten_call(self.fn, args, kwargs)
-        check_device(zip(call.names, call.tensors, strict=True), self.request.device)
+        check_tensors(call, self.request.device)
         key = self._signature(call, context)
         runner = self._runners.get(key)
         if runner is None:
@@ -178,13 +197,13 @@ class _Engine:
         return runner(call.tensors)
 
     def _signature(self, call: Call, context: ParallelContext) -> tuple[Any, ...]:
-        """All that a plan depends on. Parameters count by what may change: training flags and requires_grad."""
+        """All that a plan depends on. Parameters count by what may change: flags, dtypes and shapes."""
         tensors = tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in call.tensors)
         flags: tuple[Any, ...] = ()
         if isinstance(self.fn, torch.nn.Module):
             flags = (
                 tuple(module.training for module in self.fn.modules()),
-                tuple((p.requires_grad, p.dtype) for p in self.fn.parameters()),
+                tuple((p.requires_grad, p.dtype, tuple(p.shape)) for p in self.fn.parameters()),
             )
         autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
         return call.structure.key(), tensors, flags, autocast, context, current_algo()
@@ -199,6 +218,9 @@ class _Engine:
                 self.fn, args, kwargs, self.request, context, current_algo(),
                 processes=place.processes, fixed=self._layouts,
             )  # fmt: skip
+        except Exception:
+            self._refused = True
+            raise
         finally:
             self._capturing = False
         if isinstance(self.fn, torch.nn.Module):
@@ -210,10 +232,11 @@ class _Engine:
     def _constrained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside a capture: mark the arguments and results that were annotated, and go on."""
         request = self.request
-        name = getattr(self.fn, "__qualname__", type(self.fn).__name__)
-        given = request.in_strategy or {}
-        by_name = dict(given) if isinstance(given, Mapping) else dict(zip(parameter_names(self.fn), given, strict=False))
+        name = name_of(self.fn)
         call = flatten_call(self.fn, args, kwargs)
+        problems: list[Problem] = []
+        by_name = by_argument(self.fn, request.in_strategy, call.arguments, problems)
+        raise_problems(f"the constraint {name} cannot be met:", problems)
         marked = [
             _mark(tensor, by_name.get(argument), request, f"argument {label!r} of {name}")
             for tensor, argument, label in zip(call.tensors, call.arguments, call.names, strict=True)
@@ -223,9 +246,14 @@ class _Engine:
         if request.out_strategy is None:
             return result
         tensors, structure = flatten(result)
+        check_out_strategy(request.out_strategy, len(tensors), problems)
+        raise_problems(f"the constraint {name} cannot be met:", problems)
         wanted = [*request.out_strategy, *[None] * (len(tensors) - len(request.out_strategy))]
         return structure.build(
-            [_mark(t, s, request, f"output {i} of {name}") for i, (t, s) in enumerate(zip(tensors, wanted, strict=True))]
+            [
+                _mark(t, s, request, f"output {i} of {name}")
+                for i, (t, s) in enumerate(zip(tensors, wanted, strict=True))
+            ]
         )
 
 
@@ -237,7 +265,7 @@ def _stands_alone(context: ParallelContext) -> bool:
 def _mark(tensor: Tensor, strategy: Any, request: Request, name: str) -> Tensor:
     if strategy is None:
         return tensor
-    marked: Tensor = constrain(tensor, constraint_text(strategy, request.mesh), name)
+    marked: Tensor = constrain(tensor, constraint_text(name, strategy, request.own_mesh, tensor.ndim), name)
     return marked
 
 
@@ -287,9 +315,7 @@ class _Runner:
         return self._result.build(results)
 
 
-def _source(
-    fn: Any, constants: Mapping[str, Tensor], role: Role, name: str
-) -> Callable[[], Tensor] | None:
+def _source(fn: Any, constants: Mapping[str, Tensor], role: Role, name: str) -> Callable[[], Tensor] | None:
     """Where a tensor of a call comes from: a place in the module, a constant, or (None) the call itself."""
     if role is Role.INPUT:
         return None

@@ -14,8 +14,11 @@ The passes, in order:
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -23,12 +26,26 @@ from typing import Any
 import torch
 from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.overrides import TorchFunctionMode
 
 from ..strategy.errors import CaptureError, PartwayError
+from ..strategy.notation import counted
 from .expand import expand
-from .graph import Graph, Port, Role, requires_grad, source_of, value, verify
-from .structure import Call, Structure, flatten, flatten_call
-from .torch_internals import FakeTensor, tree_map
+from .graph import (
+    Graph,
+    Port,
+    Role,
+    module_path,
+    operands,
+    operator_name,
+    requires_grad,
+    source_line,
+    source_of,
+    value,
+    verify,
+)
+from .structure import Call, Structure, flatten, flatten_call, name_of
+from .torch_internals import FakeTensor, data_dependent, tree_flatten, tree_map
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
@@ -41,15 +58,17 @@ def capturing() -> bool:
 def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
     """Capture one call of `fn` (a function or nn.Module; meta tensors welcome) as a Graph.
 
-    Raises CaptureError, naming the cause, when torch.export cannot make one static graph of it.
+    Raises CaptureError when torch.export cannot make one static graph of it, or when `fn` itself raises: it names
+    the line of the caller's code, and its cause is the original exception.
     """
     call = flatten_call(fn, args, kwargs)
     seen: list[Structure] = []
-    flat = _Flat(fn, call, seen)
+    outside = _Outside()
+    flat = _Flat(fn, call, seen, outside)
     example = tuple(t.detach().requires_grad_(t.requires_grad) for t in call.tensors)
     token = _capturing.set(True)
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), _plain_parameters(fn):
+        with warnings.catch_warnings(), torch.enable_grad(), _plain_parameters(fn), _quiet():
             warnings.simplefilter("ignore")
             exported = torch.export.export(flat, example, strict=False)
             _stop_gradients(exported.graph_module)
@@ -57,32 +76,139 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     except PartwayError:
         raise
     except Exception as error:  # torch.export raises many types; the caller's code may raise any
-        raise CaptureError(
-            f"could not capture {_name(fn)} as one static graph: {type(error).__name__}: {error}\n"
-            "Partway captures with torch.export: branches on tensor values, and calls into libraries that "
-            "torch.export cannot trace, have to stay outside the sharded function"
-        ) from error
+        raise CaptureError(_reason(fn, error)) from error
     finally:
         _capturing.reset(token)
-    return verify(_graph(exported, call, seen[-1], fn))
+    if outside.found:
+        raise CaptureError(
+            f"{name_of(fn)} uses {counted(len(outside.found), 'tensor')} from outside that a gradient should reach "
+            f"({', '.join(outside.found)}); shard the module they belong to, or pass them as arguments"
+        )
+    _check_static(exported.graph_module, fn)
+    return verify(_check_dtypes(_graph(exported, call, seen[-1], fn)))
 
 
-def _name(fn: Callable[..., Any]) -> str:
-    return str(getattr(fn, "__qualname__", type(fn).__name__))
+def _reason(fn: Callable[..., Any], error: Exception) -> str:
+    """Why a capture failed: by a limit of torch.export, or because the caller's own code raised."""
+    at = _callers_line(error)
+    if isinstance(error, data_dependent):
+        return (
+            f"could not capture {name_of(fn)} as one static graph: its course depends on the values of tensors{at}; "
+            "write it without branches on tensors and .item(), with torch.where for example, or do this part outside "
+            f"the sharded function\n  torch.export: {_first_line(error)}"
+        )
+    return (
+        f"could not capture {name_of(fn)} as one static graph: {type(error).__name__}: {error}{at}\n"
+        "If the same call works without shard, torch.export cannot trace what stands there: do it outside the sharded "
+        "function"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def _callers_line(error: Exception) -> str:
+    """Where in the caller's code `error` was raised: the innermost line that is neither PyTorch's nor ours."""
+    torchs, ours = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
+    own = [os.path.join(ours, name) + os.sep for name in ("api", "strategy", "propagation", "fusion", "runtime", "")]
+    installed = not os.path.exists(os.path.join(ours, "pyproject.toml"))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        mine = any(frame.filename.startswith(folder) for folder in (own if installed else own[:-1]))
+        if not mine and not frame.filename.startswith((torchs + os.sep, "<")):
+            return f"\n  at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+    return ""
+
+
+def _check_static(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
+    """Raise CaptureError if a size or a number in the graph depends on the values of tensors."""
+    symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    for node in module.graph.nodes:
+        found = node.meta.get("val")
+        sizes = found.shape if isinstance(found, torch.Tensor) else ()
+        if isinstance(found, symbolic) or any(isinstance(size, symbolic) for size in sizes):
+            what = "gives a result whose size depends" if sizes else "gives a number that depends"
+            raise CaptureError(
+                f"could not capture {name_of(fn)} as one static graph: {operator_name(node)} {what} on the values of "
+                f"tensors{_line(node)}; do this part outside the sharded function, or keep it a tensor of fixed size"
+            )
+
+
+# Operators that want one dtype of their tensors, which torch.export does not check.
+_ONE_DTYPE = frozenset(
+    {"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "scaled_dot_product_attention"}
+)
+
+
+def _check_dtypes(graph: Graph) -> Graph:
+    """The graph itself. Raises CaptureError for a product of tensors of different dtypes."""
+    for node in graph.nodes:
+        if operator_name(node).split(".")[1:2] and operator_name(node).split(".")[1] in _ONE_DTYPE:
+            found = list(dict.fromkeys(value(operand).dtype for operand in operands(node)))
+            if len(found) > 1:
+                dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
+                raise CaptureError(
+                    f"operator {operator_name(node)} in {module_path(node) or 'the function'} gets tensors of dtypes "
+                    f"{dtypes}{_line(node)}; convert them to one, as with .to(torch.{str(found[-1]).split('.')[1]})"
+                )
+    return graph
+
+
+def _line(node: fx.Node) -> str:
+    line = source_line(node)
+    return f"\n  at {line}" if line else ""
+
+
+class _Outside(TorchFunctionMode):
+    """Notes the tensors that need a gradient and are neither arguments nor the module's: torch.export takes them for
+    constants, so that no gradient would reach them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, None] = {}
+        self._seen: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for leaf in tree_flatten((args, kwargs or {}))[0]:
+            # everything that takes part in the capture is a FakeTensor or another subclass by now
+            if type(leaf) in (torch.Tensor, torch.nn.Parameter) and id(leaf) not in self._seen and leaf.requires_grad:
+                self._seen.add(id(leaf))
+                self.found[f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"] = None
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch.export logs of a failure: the CaptureError says it."""
+    loggers = [
+        logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
+    ]
+    before = [logger.disabled for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.disabled = True
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 class _Flat(torch.nn.Module):
     """`fn` as a module from tensors to a tuple of tensors; what is around them is told to `seen`."""
 
-    def __init__(self, fn: Callable[..., Any], call: Call, seen: list[Structure]) -> None:
+    def __init__(self, fn: Callable[..., Any], call: Call, seen: list[Structure], outside: _Outside) -> None:
         super().__init__()
+        self.outside = outside
         self.fn = fn
         self.call = call
         self.seen = seen.append  # a bound method: torch.export puts back what forward does to attributes
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.call.structure.build(list(tensors))
-        results, structure = flatten(self.fn(*args, **kwargs))
+        with self.outside:
+            results, structure = flatten(self.fn(*args, **kwargs))
         self.seen(structure)
         return tuple(results)
 
@@ -159,7 +285,7 @@ def _graph(exported: torch.export.ExportedProgram, call: Call, result: Structure
             case _:
                 raise CaptureError(f"inputs of kind {spec.kind} ({spec.arg.name}) are not supported")
         ports.append(port)
-    outputs = _outputs(exported, module, result)
+    outputs = _outputs(exported, module, result, {port.node.name: port.name for port in ports})
     device = next((value(port.node).device.type for port in ports), "cpu")
     if device == "meta":
         _leave_meta(module)
@@ -183,7 +309,9 @@ def _state(fn: Callable[..., Any]) -> dict[str, torch.Tensor]:
     return named
 
 
-def _outputs(exported: torch.export.ExportedProgram, module: fx.GraphModule, result: Structure) -> list[Port]:
+def _outputs(
+    exported: torch.export.ExportedProgram, module: fx.GraphModule, result: Structure, inputs: Mapping[str, str]
+) -> list[Port]:
     """The ports of the outputs; an input that the function writes to, other than a buffer, is refused."""
     returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
     outputs: list[Port] = []
@@ -196,8 +324,9 @@ def _outputs(exported: torch.export.ExportedProgram, module: fx.GraphModule, res
             case OutputKind.BUFFER_MUTATION:
                 outputs.append(Port(node, Role.BUFFER_UPDATE, (spec.target or "").removeprefix("fn.")))
             case _:
+                written = inputs.get(spec.target or "", (spec.target or "").removeprefix("fn."))
                 raise CaptureError(
-                    f"the function writes to {spec.target!r}; write to a buffer of a module, or return the new value"
+                    f"the function writes to {written!r} in place; return the new value, or keep it in a buffer"
                 )
     return outputs
 

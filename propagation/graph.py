@@ -10,6 +10,7 @@ output; no operator writes to its operands; every tensor has `meta["val"]` with 
 from __future__ import annotations
 
 import operator
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -109,9 +110,10 @@ def source_line(node: fx.Node) -> str:
     """The line of the user's code that `node` comes from, as `model.py:31, in forward: x = self.l(x)`."""
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
     frames = [i for i, line in enumerate(trace) if line.lstrip().startswith("File ")]
-    if not frames:
+    others = ("/torch/nn/", "/torch/utils/", os.path.dirname(__file__) + os.sep)
+    own = [i for i in frames if not any(folder in trace[i] for folder in others)]
+    if not own:
         return ""
-    own = [i for i in frames if "/torch/nn/" not in trace[i] and "/torch/utils/" not in trace[i]] or frames
     where = trace[own[-1]].strip().split(", ")
     path = where[0].removeprefix('File "').removesuffix('"').rsplit("/", 1)[-1]
     code = trace[own[-1] + 1].strip() if own[-1] + 1 < len(trace) else ""

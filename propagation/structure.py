@@ -133,6 +133,11 @@ def flatten_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return Call(tuple(tensors), structure, tuple(arguments), tuple(names))
 
 
+def name_of(fn: object) -> str:
+    """What messages call a function, or a module by its class."""
+    return str(getattr(fn, "__qualname__", type(fn).__name__))
+
+
 def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...]:
     """The names of the parameters that `fn` takes by position, or () when it does not tell."""
     try:
@@ -143,6 +148,37 @@ def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in positional)
 
 
+def place_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """The names of the first `count` arguments by position; fewer where `fn` takes no more.
+
+    Those that `*args` takes are `arg0`, `arg1`, ... by their position, as are all when `fn` does not tell.
+    """
+    known = parameter_names(fn)[:count]
+    more = _takes_more(fn)
+    return (*known, *(f"arg{i}" for i in range(len(known), count))) if more else known
+
+
+def _takes_more(fn: Callable[..., Any]) -> bool:
+    """Whether there is an `*args`, or nothing is known of what `fn` takes."""
+    try:
+        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+
+
+def check_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise the TypeError that a call of `fn` with arguments that do not fit its signature raises."""
+    try:
+        signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name_of(fn)} takes {signature}, and its call does not fit: {error}") from None
+
+
 def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[str, Any]]:
-    known = parameter_names(fn)
+    known = place_names(fn, len(args))
     return [(known[i] if i < len(known) else f"arg{i}", value) for i, value in enumerate(args)]

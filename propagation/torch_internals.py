@@ -7,21 +7,34 @@ Each name, and why:
     torch._ops.OpOverload              the type of torch.ops.aten.add.Tensor; torch.ops does not export it
     torch.utils._pytree                the flattening that torch.export itself uses (torch.utils.pytree is not
                                        in 2.11)
+    torch._C._functorch                whether a tensor is inside torch.func's transforms; there is no public name
+    DataDependentOutputException, ...  what torch.export raises where a graph depends on the values of tensors
     torch.fx.experimental.proxy_tensor make_fx; public use is documented, the module is not
 """
 
 from __future__ import annotations
 
+from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+data_dependent = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "TreeSpec",
+    "data_dependent",
+    "is_transformed",
     "make_fx",
     "tree_flatten",
     "tree_map",

@@ -43,7 +43,13 @@ from .placement import (
     placement_from_code,
     transpose,
 )
-from .validate import check_dataset_form, check_dataset_strategy, check_strategies
+from .validate import (
+    check_dataset_form,
+    check_dataset_strategy,
+    check_strategies,
+    form_problems,
+    is_one_strategy,
+)
 
 __all__ = [
     "BROADCAST",
@@ -72,7 +78,9 @@ __all__ = [
     "check_strategies",
     "coarsest_mesh",
     "dual",
+    "form_problems",
     "from_dtensor",
+    "is_one_strategy",
     "kind",
     "parse",
     "placement_from_code",

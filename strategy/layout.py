@@ -25,6 +25,12 @@ class Layout:
     placements: tuple[Placement, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise StrategyError(f"a layout takes a Mesh, such as Mesh({{'dp': 2, 'tp': 4}}), not {self.mesh!r}")
+        if not isinstance(self.placements, tuple):
+            raise StrategyError(
+                f"a layout takes a tuple of placements, one for each axis of ({self.mesh}), not {self.placements!r}"
+            )
         if len(self.placements) != len(self.mesh.axes):
             raise StrategyError(
                 f"a layout on the mesh {self.mesh} takes {len(self.mesh.axes)} placements, not {len(self.placements)}"

@@ -27,8 +27,11 @@ def to_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
 def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     """Our mesh with the axis names and sizes of `device_mesh`; axes without names are d0, d1, ...
 
-    Raises StrategyError if its ranks are not 0, 1, 2, ... in row-major order, as they are on our meshes.
+    Raises StrategyError if it is no DeviceMesh, or if its ranks are not 0, 1, 2, ... in row-major order, as they are
+    on our meshes.
     """
+    if not isinstance(device_mesh, DeviceMesh):
+        raise StrategyError(f"{device_mesh!r} is no DeviceMesh object")
     ranks = device_mesh.mesh.flatten().tolist()
     if ranks != list(range(len(ranks))):
         raise StrategyError(

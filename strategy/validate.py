@@ -56,6 +56,19 @@ def check_strategies(
     return tuple(annotations)
 
 
+def form_problems(where: str, strategy: object) -> Iterator[Problem]:
+    """What is wrong with `strategy` whatever the mesh and the tensor are: that it is in none of the notations."""
+    if strategy is not None and form_of(strategy) is None:
+        yield from _type_problems(where, strategy)
+
+
+def is_one_strategy(value: object) -> bool:
+    """Whether `value`, given where a tuple of strategies belongs, is by its entries the strategy of one tensor."""
+    if isinstance(value, Layout):
+        return True
+    return form_of(value) is not None and any(isinstance(entry, int | str) for entry in value)  # type: ignore[attr-defined]
+
+
 def _problems(
     where: str, shape: tuple[int, ...], strategy: Any, mesh: Mesh, fully_use_devices: bool
 ) -> Iterator[Problem]:
@@ -128,7 +141,9 @@ def _count_problems(
         sized = f" has size {shape[dim]} and" if dim < len(shape) else " has"
         yield Problem(where, f"dim {dim}{sized} the split count {count}", "write an int of 1 or more")
     for dim, (size, count) in enumerate(zip(shape, counts, strict=False)):
-        if count >= 1 and size % count:
+        if size == 0 and count > 1:
+            yield _empty_problem(where, dim)
+        elif count >= 1 and size % count:
             divider = f"its split count {count}{_only_axes(mesh, count)} does"
             yield _division_problem(where, dim, size, count, divider, mesh)
     if low:
@@ -179,10 +194,16 @@ _CHECKS: dict[Form, Callable[[str, tuple[int, ...], Any, Mesh], Iterator[Problem
 
 
 def _division_problems(where: str, dim: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> Iterator[Problem]:
+    if size == 0 and axes:
+        yield _empty_problem(where, dim)
     parts = math.prod(mesh.size(axis) for axis in axes)
     if size % parts:
         divider = f"{_axes_text(axes, mesh)} {'does' if len(axes) == 1 else 'do'}"
         yield _division_problem(where, dim, size, parts, divider, mesh)
+
+
+def _empty_problem(where: str, dim: int) -> Problem:
+    return Problem(where, f"dim {dim} has size 0, and there is nothing to split", "leave the dim whole")
 
 
 def _division_problem(where: str, dim: int, size: int, parts: int, divider: str, mesh: Mesh) -> Problem:
@@ -354,6 +375,8 @@ def _axes_text(axes: tuple[str, ...], mesh: Mesh | None = None) -> str:
 def _rename(axis: str, mesh: Mesh) -> str:
     if axis == "None":
         return "write None without quotes"
+    if mesh == Mesh.of_sizes(mesh.sizes):  # nobody has named the axes
+        return f"name the axes of the mesh, such as mesh={{{axis!r}: {mesh.device_num}}}, or write split counts"
     close = difflib.get_close_matches(axis, mesh.axes, n=1, cutoff=0.5)  # half of a two-letter name
     return f"did you mean {close[0]!r}?" if close else f"use {_either(map(repr, mesh.axes))}"
 
