@@ -1,0 +1,38 @@
+"""Running a program: all ranks simulated in one process (`Simulator`), or this rank of a process group (`Worker`).
+
+Both run the same graphs, through a `CompiledStep`, and report the same collectives to `record_collectives`.
+"""
+
+from __future__ import annotations
+
+from .execute import Worker, broadcast, check_agreement, device_mesh, generators
+from .parameters import as_dtensor, distribute, local_part, redistribute, shard_tensor
+from .process import get_group_size, get_rank, init, launched, shutdown
+from .record import Event, record_collectives
+from .simulate import Simulator, join, split
+from .step import CompiledStep, Executor
+
+__all__ = [
+    "CompiledStep",
+    "Event",
+    "Executor",
+    "Simulator",
+    "Worker",
+    "as_dtensor",
+    "broadcast",
+    "check_agreement",
+    "device_mesh",
+    "distribute",
+    "generators",
+    "get_group_size",
+    "get_rank",
+    "init",
+    "join",
+    "launched",
+    "local_part",
+    "record_collectives",
+    "redistribute",
+    "shard_tensor",
+    "shutdown",
+    "split",
+]

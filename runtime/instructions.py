@@ -1,17 +1,18 @@
 """A graph as a list of instructions, made once per graph and run by both executors.
 
 `simulate` runs an instruction on a list with one tensor per rank, `execute` on one rank's tensor; what differs
-is how a conversion moves data, and that is the executor's.
+is how a conversion moves data, and that is the executor's. Conversions that move nothing are here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..propagation.collectives import convert, convert_group
 from ..propagation.graph import draws_random_numbers
@@ -33,8 +34,7 @@ class Conversion:
 
     def payload(self, elements: int, itemsize: int) -> int:
         """The payload of a local tensor of `elements` elements: see `Collective.payload_bytes`."""
-        whole = elements * itemsize * (self.size if self.kind is Kind.ALL_GATHER else 1)
-        return whole
+        return elements * itemsize * (self.size if self.kind is Kind.ALL_GATHER else 1)
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -68,8 +68,43 @@ class Code:
     unused: tuple[int, ...]  # inputs that nothing reads
 
 
+def interpret(code: Code, inputs: Sequence[Any], apply: Callable[[Instruction, list[Any]], Any]) -> list[Any]:
+    """The outputs of `code`; `apply` computes the result of one instruction from the values of its operands.
+
+    A value is whatever the executor takes for one tensor. `inputs` is left as it is; each value is let go after its
+    last use.
+    """
+    slots: list[Any] = [None] * code.slots
+    slots[: code.inputs] = inputs
+    for instruction in code.instructions:
+        result = apply(instruction, [slots[i] for i in instruction.operands])
+        for i in instruction.dead:
+            slots[i] = None
+        slots[instruction.out] = result
+    return [None if i is None else slots[i] for i in code.outputs]
+
+
+def local_conversion(c: Conversion, part: Tensor, position: int) -> Tensor:
+    """A conversion that needs no other rank, for the rank at `position` of its group."""
+    before, after = c.dims
+    match c.kind:
+        case Kind.SLICE:
+            size = part.shape[after] // c.size
+            return part.narrow(after, position * size, size).contiguous()
+        case Kind.PAD:
+            shape = list(part.shape)
+            shape[before] *= c.size
+            whole = part.new_zeros(shape)
+            whole.narrow(before, position * part.shape[before], part.shape[before]).copy_(part)
+            return whole
+        case Kind.KEEP:
+            return part if position == 0 else torch.zeros_like(part)
+        case _:
+            return part
+
+
 # The strides of a real part may differ from those of the fake one that was traced: a view may need a copy.
-_STRIDE_FREE = {
+_STRIDE_FREE: dict[Any, Any] = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
 }
@@ -78,7 +113,7 @@ _STRIDE_FREE = {
 def assemble_code(module: fx.GraphModule, phase: str) -> Code:
     """The instructions of a flat graph. Constants of the module are inputs of none: they are bound here."""
     slots: dict[fx.Node, int] = {}
-    nodes = list(module.graph.nodes)
+    nodes = _members_late(list(module.graph.nodes))
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         for operand in node.all_input_nodes:
@@ -87,11 +122,11 @@ def assemble_code(module: fx.GraphModule, phase: str) -> Code:
         if node.op == "placeholder":
             slots[node] = len(slots)
     inputs = len(slots)
-    returned: tuple[Any, ...] = ()
+    returned: Any = ()
     instructions: list[Instruction] = []
     for node in nodes:
         if node.op == "output":
-            returned = node.args[0]
+            (returned,) = node.args
         elif node.op == "get_attr":
             slots[node] = len(slots)
             constant = getattr(module, str(node.target))
@@ -113,13 +148,29 @@ def assemble_code(module: fx.GraphModule, phase: str) -> Code:
     return Code(tuple(instructions), inputs, len(slots), outputs, unused)
 
 
+def _members_late(nodes: list[fx.Node]) -> list[fx.Node]:
+    """`nodes` with what takes one tensor out of a group of conversions moved to just before its first use: an
+    executor may go on while the group is under way, and waits where a result is read."""
+    place = {node: i for i, node in enumerate(nodes)}
+
+    def when(node: fx.Node) -> tuple[int, int]:
+        if node.target is operator.getitem and node.all_input_nodes[0].target is convert_group and node.users:
+            return min(place[user] for user in node.users), 0
+        return place[node], 1
+
+    return sorted(nodes, key=when)
+
+
 def _conversion(node: fx.Node, phase: str) -> Conversion | None:
     if node.target not in (convert, convert_group):
         return None
-    _, source, target, axis, size, tags = node.args
-    before, after = placement_from_code(str(source)), placement_from_code(str(target))
+    arguments: tuple[Any, ...] = node.args
+    _, source, target, axis, size, tags = arguments
+    before, after = placement_from_code(source), placement_from_code(target)
     grouped = node.target is convert_group
-    return Conversion(kind(before, after), before, after, axis, size, phase, tuple(tags) if grouped else (tags,), grouped)  # type: ignore
+    return Conversion(
+        kind(before, after), before, after, axis, size, phase, tuple(tags) if grouped else (tags,), grouped
+    )
 
 
 def _caller(node: fx.Node, used: tuple[fx.Node, ...]) -> Callable[..., Any]:
@@ -145,5 +196,10 @@ def _caller(node: fx.Node, used: tuple[fx.Node, ...]) -> Callable[..., Any]:
 
 def _holds_node(argument: Any) -> bool:
     found: list[fx.Node] = []
-    fx.node.map_arg(argument, lambda operand: found.append(operand))  # type: ignore[func-returns-value]
+
+    def see(node: fx.Node) -> fx.Node:
+        found.append(node)
+        return node
+
+    fx.node.map_arg(argument, see)
     return bool(found)

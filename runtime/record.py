@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from ..propagation.cost import wire_bytes
 from ..strategy.placement import Kind
+from .instructions import Conversion
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +43,10 @@ def record_collectives() -> Iterator[list[Event]]:
         _listeners[:] = [listener for listener in _listeners if listener is not events]
 
 
-def note(event: Event) -> None:
-    """Tell the listeners."""
-    for events in _listeners:
-        events.append(event)
-
-
-def listening() -> bool:
-    """Whether anyone listens: an event costs nothing otherwise."""
-    return bool(_listeners)
+def note(c: Conversion, parts: Sequence[Tensor]) -> None:
+    """Tell the listeners that `c` communicates the local tensors `parts`, all in one collective."""
+    if _listeners and c.kind.communicates:
+        payload = sum(c.payload(part.numel(), part.element_size()) for part in parts)
+        event = Event(c.kind, (c.axis,), c.size, payload, c.phase, c.tags)
+        for events in _listeners:
+            events.append(event)

@@ -14,8 +14,8 @@ from ..propagation.lower import PlacedPort
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind, Partial, Shard
-from .instructions import Code, Conversion
-from .record import Event, listening, note
+from .instructions import Code, Conversion, Instruction, interpret, local_conversion
+from .record import note
 
 Parts = list[Tensor]
 
@@ -43,30 +43,24 @@ class Simulator:
         n = self.mesh.device_num
         return [list(tensors[i : i + n]) for i in range(0, len(tensors), n)]
 
+    def zeros(self, placed: PlacedPort, device: torch.device) -> Parts:
+        """The value of a tensor placed like `placed` that is zero."""
+        return [torch.zeros(placed.local_shape, dtype=placed.dtype, device=device)] * self.mesh.device_num
+
     def run(self, code: Code, inputs: Sequence[Parts]) -> list[Any]:
-        """The outputs of `code` on every rank. `inputs` is left as it is."""
-        slots: list[Any] = [None] * code.slots
-        slots[: code.inputs] = inputs
-        ranks = range(self.mesh.device_num)
-        for step in code.instructions:
-            operands = [slots[i] for i in step.operands]
-            if step.conversion is not None:
-                result: Any = self._convert(step.conversion, operands)
-            elif not operands or step.once:  # the same on every rank
-                one = step.call(*[parts[0] for parts in operands])  # type: ignore[misc]
-                result = [one for _ in ranks]
-            else:
-                call = step.call
-                result = [call(*values) for values in zip(*operands, strict=True)]  # type: ignore[misc]
-            for i in step.dead:
-                slots[i] = None
-            slots[step.out] = result
-        return [None if i is None else slots[i] for i in code.outputs]
+        """The outputs of `code` on every rank."""
+        return interpret(code, inputs, self._apply)
+
+    def _apply(self, step: Instruction, operands: list[Any]) -> Any:
+        if step.conversion is not None:
+            return self._convert(step.conversion, operands)
+        assert step.call is not None
+        if not operands or step.once:  # the same on every rank
+            return [step.call(*[parts[0] for parts in operands])] * self.mesh.device_num
+        return [step.call(*values) for values in zip(*operands, strict=True)]
 
     def _convert(self, c: Conversion, operands: list[Parts]) -> Any:
-        if listening() and c.kind.communicates:
-            payload = sum(c.payload(parts[0].numel(), parts[0].element_size()) for parts in operands)
-            note(Event(c.kind, (c.axis,), c.size, payload, c.phase, c.tags))
+        note(c, [parts[0] for parts in operands])
         converted = [self._convert_one(c, parts) for parts in operands]
         if not c.grouped:
             return converted[0]
@@ -96,25 +90,6 @@ def convert_group_of(c: Conversion, parts: Parts) -> Parts:
             return [part.contiguous() for part in torch.cat(parts, before).chunk(n, after)]
         case _:
             return [local_conversion(c, part, i) for i, part in enumerate(parts)]
-
-
-def local_conversion(c: Conversion, part: Tensor, position: int) -> Tensor:
-    """A conversion that needs no other rank, for the rank at `position` of its group."""
-    before, after = c.dims
-    match c.kind:
-        case Kind.SLICE:
-            size = part.shape[after] // c.size
-            return part.narrow(after, position * size, size).contiguous()
-        case Kind.PAD:
-            shape = list(part.shape)
-            shape[before] *= c.size
-            whole = part.new_zeros(shape)
-            whole.narrow(before, position * part.shape[before], part.shape[before]).copy_(part)
-            return whole
-        case Kind.KEEP:
-            return part if position == 0 else torch.zeros_like(part)
-        case _:
-            return part
 
 
 def _total(parts: Parts) -> Tensor:

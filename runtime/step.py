@@ -1,10 +1,12 @@
 """One call of a compiled function: the forward graph runs, what the backward needs is saved, and autograd
-calls the backward graph. The executor (simulated ranks or one rank of a process group) is an argument.
+calls the backward graph. The executor (simulated ranks or one rank of a process group) is an argument: with
+simulated ranks a call takes and gives whole tensors, with one rank of a process group that rank's parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -21,11 +23,19 @@ Wanted = tuple[bool, ...]
 
 
 class Executor(Protocol):
-    """Runs code on values; a value is what stands for one tensor (a list of parts, or one rank's part)."""
+    """Runs code on values; a value is what stands for one tensor (a list of parts, or one rank's part).
+
+    enter, leave    between the tensors of a call and values
+    zeros           the value that is zero, for a gradient that did not come
+    pack, unpack    between values and flat lists of tensors, for autograd to save
+    run             the values that a code computes of values
+    """
 
     def enter(self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort]) -> list[Any]: ...
 
     def leave(self, values: Sequence[Any], layouts: Sequence[Layout]) -> list[Tensor]: ...
+
+    def zeros(self, placed: PlacedPort, device: torch.device) -> Any: ...
 
     def pack(self, values: Sequence[Any]) -> list[Tensor]: ...
 
@@ -46,11 +56,12 @@ class CompiledStep:
         self.forward = assemble_code(self.step.forward, "forward")
         self.backward = assemble_code(self.step.backward, "backward") if self.step.backward else None
         self.inference = _without_saved(self.forward, len(self.step.program.outputs))
+        self.random = any(instruction.once for instruction in self.forward.instructions)
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs for the `tensors` of the program's inputs, in order."""
         if torch.is_grad_enabled() and self.backward is not None:
-            results: tuple[Tensor, ...] = _Function.apply(self, *tensors)
+            results: tuple[Tensor, ...] = _Function.apply(self, *tensors)  # type: ignore[no-untyped-call]
             return results
         with torch.no_grad():
             program = self.step.program
@@ -79,6 +90,7 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, compiled: CompiledStep, *tensors: Tensor) -> tuple[Tensor, ...]:
         step, executor = compiled.step, compiled.executor
         program = step.program
+        ctx.generators = _generators(tensors[0].device) if compiled.random else None
         values = executor.run(compiled.forward, executor.enter(tensors, program.inputs))
         count = len(program.outputs)
         saved = executor.pack(values[count:])
@@ -103,24 +115,44 @@ class _Function(torch.autograd.Function):
         executor = compiled.executor
         saved = executor.unpack(packed)
         if any(a and not w for a, w in zip(asked, wanted, strict=True)):
-            # An output whose gradient was not planned for: run the forward again for the backward that is.
+            # An output whose gradient was not planned for: run the forward again, with the random numbers that it
+            # drew, for the backward that is.
             compiled = compiled.rebuild(tuple(a or w for a, w in zip(asked, wanted, strict=True)))
             wanted, program = compiled.step.wanted, compiled.step.program
-            values = executor.run(compiled.forward, executor.enter(primals, program.inputs))
+            with _drawing_again(ctx.generators, primals[0].device):
+                values = executor.run(compiled.forward, executor.enter(primals, program.inputs))
             saved = values[len(program.outputs) :]
         assert compiled.backward is not None
         program = compiled.step.program
-        tangents = executor.enter(
-            [
-                torch.zeros(placed.shape, dtype=placed.dtype, device=primals[0].device) if g is None else g
-                for g, placed, want in zip(gradients, program.outputs, wanted, strict=True)
-                if want
-            ],
-            [placed for placed, want in zip(program.outputs, wanted, strict=True) if want],
-        )
+        tangents = [
+            executor.zeros(placed, primals[0].device) if g is None else executor.enter([g], [placed])[0]
+            for g, placed, want in zip(gradients, program.outputs, wanted, strict=True)
+            if want
+        ]
         found = iter(executor.run(compiled.backward, [*saved, *tangents]))
         results: list[Tensor | None] = []
         for placed, needs in zip(program.inputs, compiled.step.needed, strict=True):
             value = next(found) if needs else None
             results.append(None if value is None else executor.leave([value], [placed.layout.dual()])[0])
         return (None, *results)
+
+
+Generators = tuple[Tensor, Tensor | None]  # the states of the CPU's and, where there is one, the GPU's
+
+
+def _generators(device: torch.device) -> Generators:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+@contextlib.contextmanager
+def _drawing_again(generators: Generators | None, device: torch.device) -> Iterator[None]:
+    """Draw the numbers that come after the states `generators` again, and leave the generators as they are."""
+    if generators is None:
+        yield
+        return
+    cpu, gpu = generators
+    with torch.random.fork_rng([] if gpu is None else [device]):
+        torch.set_rng_state(cpu)
+        if gpu is not None:
+            torch.cuda.set_rng_state(gpu, device)
+        yield

@@ -1,0 +1,269 @@
+"""One rank of torch.distributed: a value is this rank's tensor, and a conversion is a collective of a process group.
+
+A collective is issued when its operands are ready and waited for where its result is read. What only moves data
+is sent as bytes, so every dtype can be; gloo and NCCL add up all dtypes but 16-bit ints (done here as 32-bit ones)
+and 8-bit floats (an error of the backend).
+
+Random operators draw on every rank, each from its own generator: the ranks see the same numbers as long as their
+generators agree, which `check_agreement` with `generators()` makes sure of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..propagation.lower import PlacedPort
+from ..strategy.errors import RuntimeStateError
+from ..strategy.layout import Layout
+from ..strategy.mesh import Mesh
+from ..strategy.placement import Kind
+from ..strategy.torch_mesh import to_device_mesh
+from .instructions import Code, Conversion, Instruction, interpret, local_conversion
+from .process import device_type
+from .record import note
+
+# torch 2.13 renamed these two and warns about the old names.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_ADDED_AS = {torch.int16: torch.int32}  # neither backend adds these
+
+_world: Any = None
+_device_meshes: dict[Mesh, DeviceMesh] = {}
+
+
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    """The DeviceMesh of `mesh`, made once for a process group; every rank calls it, in the same order.
+
+    Raises RuntimeStateError without a process group, or with another number of ranks than the mesh has devices.
+    """
+    global _world  # noqa: PLW0603 - meshes of a group that has ended are of no use
+    if not dist.is_initialized():
+        raise RuntimeStateError("there is no process group; call init() in a process that a launcher started")
+    if _world is not dist.group.WORLD:
+        _device_meshes.clear()
+        _world = dist.group.WORLD
+    if mesh not in _device_meshes:
+        _device_meshes[mesh] = to_device_mesh(mesh, device_type())
+    return _device_meshes[mesh]
+
+
+class Worker:
+    """Runs the program of this process's rank of `mesh`; every rank makes one, in the same order.
+
+    Raises RuntimeStateError without a process group, or with another number of ranks than the mesh has devices.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.device_mesh = device_mesh(mesh)
+        self.rank = dist.get_rank()
+        self._group = {axis: self.device_mesh.get_group(axis) for axis in mesh.axes}
+        self._position = dict(zip(mesh.axes, mesh.coordinate(self.rank), strict=True))
+
+    def cut(self, tensor: Tensor, layout: Layout) -> Tensor:
+        """This rank's part of a `tensor` that every rank holds whole. Raises StrategyError if it is uneven."""
+        return tensor[layout.slices(tuple(tensor.shape), self.rank)].contiguous()
+
+    def enter(self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort]) -> list[Tensor]:
+        """The tensors, which are this rank's parts already. Raises RuntimeStateError if one has another shape."""
+        for tensor, port in zip(tensors, placed, strict=True):
+            if tuple(tensor.shape) != port.local_shape:
+                raise RuntimeStateError(
+                    f"rank {self.rank} got {port.port.name} of shape {list(tensor.shape)}; its part under "
+                    f"{port.layout} has the shape {list(port.local_shape)}: cut whole tensors with Worker.cut"
+                )
+        return [tensor.contiguous() for tensor in tensors]
+
+    def leave(self, values: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
+        """The values: they stay this rank's parts."""
+        return list(values)
+
+    def zeros(self, placed: PlacedPort, device: torch.device) -> Tensor:
+        """The part of a tensor placed like `placed` that is zero."""
+        return torch.zeros(placed.local_shape, dtype=placed.dtype, device=device)
+
+    def pack(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Values are tensors already."""
+        return list(values)
+
+    unpack = pack
+
+    def run(self, code: Code, inputs: Sequence[Tensor]) -> list[Any]:
+        """The outputs of `code` on this rank."""
+        return [_ready(value) for value in interpret(code, inputs, self._apply)]
+
+    def _apply(self, step: Instruction, operands: list[Any]) -> Any:
+        values = [_ready(operand) for operand in operands]
+        c = step.conversion
+        if c is None:
+            assert step.call is not None
+            return step.call(*values)
+        if not c.kind.communicates:
+            converted = [local_conversion(c, value, self._position[c.axis]) for value in values]
+            return converted if c.grouped else converted[0]
+        note(c, values)
+        return self._start(c, values) if c.grouped else self._start(c, values).first()
+
+    def _start(self, c: Conversion, parts: list[Tensor]) -> Pending:
+        """Issue one collective for all of `parts`."""
+        group = self._group[c.axis]
+        before, after = c.dims
+        match c.kind:
+            case Kind.ALL_REDUCE:
+                return _all_reduce(parts, group)
+            case Kind.REDUCE_SCATTER:
+                packed, unpack = _pack([_pieces(part, after, c.size) for part in parts])
+                added = packed.to(_ADDED_AS.get(packed.dtype, packed.dtype))
+                out = added.new_empty(added.shape[1])
+                work = _reduce_scatter(out, added.view(-1), group=group, async_op=True)
+                return Pending(work, (added,), lambda: [p.squeeze(0) for p in unpack(out.to(packed.dtype)[None])])
+            case Kind.ALL_GATHER:
+                packed, unpack = _pack([part[None] for part in parts])
+                out = packed.new_empty(c.size, packed.shape[1])
+                work = _all_gather(_bytes(out), _bytes(packed), group=group, async_op=True)
+            case _:
+                packed, unpack = _pack([_pieces(part, after, c.size) for part in parts])
+                out = torch.empty_like(packed)
+                work = dist.all_to_all_single(_bytes(out), _bytes(packed), group=group, async_op=True)
+        return Pending(work, (packed,), lambda: [_joined(p, before) for p in unpack(out)])
+
+
+class Pending:
+    """What a collective that was issued will give, and the buffers it reads until then."""
+
+    def __init__(self, work: Any, buffers: tuple[Tensor, ...], finish: Callable[[], Any]) -> None:
+        self._work, self._buffers, self._finish = work, buffers, finish
+        self._result: Any = None
+
+    def wait(self) -> Any:
+        """The result, computed when it is first asked for."""
+        if self._work is not None:
+            self._work.wait()
+            self._result = self._finish()
+            self._work, self._buffers, self._finish = None, (), list
+        return self._result
+
+    def first(self) -> Pending:
+        """This, for a collective of one tensor: the result is that tensor."""
+        finish = self._finish
+        self._finish = lambda: finish()[0]
+        return self
+
+
+def _ready(value: Any) -> Any:
+    return value.wait() if isinstance(value, Pending) else value
+
+
+def _all_reduce(parts: list[Tensor], group: Any) -> Pending:
+    """The sums of `parts` over the group, in one buffer: the parts themselves stay as they are."""
+    dtype = parts[0].dtype
+    wide = _ADDED_AS.get(dtype, dtype)
+    if len(parts) == 1:
+        buffer = parts[0].to(wide, copy=True, memory_format=torch.contiguous_format)
+    else:
+        buffer = torch.cat([part.reshape(-1) for part in parts]).to(wide)
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+
+    def finish() -> list[Tensor]:
+        pieces = buffer.to(dtype).view(-1).split([part.numel() for part in parts])
+        return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+
+    return Pending(work, (), finish)
+
+
+def _pieces(part: Tensor, dim: int, n: int) -> Tensor:
+    """The `n` pieces of `part` along `dim`, stacked."""
+    pieces: Tensor = part.unflatten(dim, (n, part.shape[dim] // n))
+    return pieces.movedim(dim, 0)
+
+
+def _joined(pieces: Tensor, dim: int) -> Tensor:
+    """Stacked pieces one after another along `dim`, contiguous."""
+    return pieces.flatten(0, 1).contiguous() if dim == 0 else torch.cat(pieces.unbind(), dim)
+
+
+def _pack(stacks: list[Tensor]) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+    """Stacks of pieces as one matrix, a row of which goes to one rank, and how to take such a matrix apart."""
+    shapes = [stack.shape[1:] for stack in stacks]
+    rows = [stack.reshape(stack.shape[0], shape.numel()) for stack, shape in zip(stacks, shapes, strict=True)]
+
+    def unpack(matrix: Tensor) -> list[Tensor]:
+        columns = matrix.split([shape.numel() for shape in shapes], 1)
+        return [column.reshape(len(matrix), *shape) for column, shape in zip(columns, shapes, strict=True)]
+
+    return (rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 1)), unpack
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor: neither backend moves every dtype."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+# -- Do the ranks agree? ---------------------------------------------------------------------------------------------
+
+
+def broadcast(tensors: Sequence[Tensor]) -> None:
+    """Write rank 0's values into `tensors` on every rank, in place; every rank calls it."""
+    with torch.no_grad():
+        for tensor in tensors:
+            whole = tensor.contiguous()
+            dist.broadcast(_bytes(whole), 0)
+            if whole is not tensor:
+                tensor.copy_(whole)
+
+
+def generators() -> dict[str, Tensor]:
+    """The states of the random generators that operators draw from, for `check_agreement`."""
+    states = {"the random generator": torch.get_rng_state()}
+    if device_type() == "cuda":
+        states["the random generator of CUDA"] = torch.cuda.get_rng_state()
+    return states
+
+
+def check_agreement(
+    named: Mapping[str, Tensor], fix: str = "seed every rank alike, or set parameter_broadcast=True"
+) -> None:
+    """Raise RuntimeStateError, on every rank, unless all ranks hold the same tensors: the same names, shapes, dtypes
+    and bits. It names the first tensor that differs and `fix`. Every rank calls it; one number a tensor is exchanged.
+    """
+    mine = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), _digest(t)) for name, t in named.items()]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for rank, theirs in enumerate(everyone):
+        if len(theirs) != len(everyone[0]):
+            raise RuntimeStateError(
+                f"rank 0 has {len(everyone[0])} tensors and rank {rank} has {len(theirs)}; run the same program on "
+                "every rank"
+            )
+    for entries in zip(*everyone, strict=True):
+        for rank, entry in enumerate(entries):
+            if entry != entries[0]:
+                raise RuntimeStateError(f"{_difference(entries[0], entry, rank)}; {fix}")
+
+
+def _difference(first: Any, other: Any, rank: int) -> str:
+    (name, *kind, _), (other_name, *other_kind, _) = first, other
+    if name != other_name:
+        return f"rank 0 has {name} where rank {rank} has {other_name}"
+    if kind != other_kind:
+        (a, b), (c, d) = kind, other_kind
+        return f"{name} is {a}{list(b)} on rank 0 and {c}{list(d)} on rank {rank}"
+    return f"{name} has other values on rank {rank} than on rank 0"
+
+
+def _digest(tensor: Tensor) -> int:
+    """A checksum of the bits, with each element's position: integers, so that no order of adding matters."""
+    data = tensor.detach()
+    if data.is_complex():
+        data = torch.view_as_real(data)
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = data.contiguous().view(-1).view(widths[data.element_size()]).to(torch.int64)
+    place = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return int((bits * (2 * place + 1)).sum() ^ bits.sum())

@@ -1,0 +1,174 @@
+"""Parameters as DTensors, for one rank of a process group: optimizers and torch.distributed.checkpoint take them.
+
+An optimizer holds parameters as objects, so these must stay the same from when it is made. `distribute` makes the
+parameters DTensors when a module is sharded, before there is a plan: whole on every rank. `redistribute` splits them
+when there is one, in place (`torch.utils.swap_tensors`). An ordinary parameter cannot become a DTensor in place (the
+classes differ in their slots), so for an optimizer that was made even earlier, `distribute` puts the new parameter
+wherever a list or dict holds the old one: that is how modules and optimizers hold it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..strategy.errors import RuntimeStateError
+from ..strategy.layout import Layout
+from ..strategy.mesh import Mesh
+from ..strategy.notation import to_dtensor
+from ..strategy.placement import Shard
+from .execute import device_mesh
+
+
+def distribute(module: nn.Module) -> None:
+    """Make the parameters of `module` DTensors that are whole on every rank. Their values must agree on all ranks.
+
+    Lists and dicts that held an old parameter hold the new one: optimizers that were made before (their states are
+    kept), lists for clipping. What a local variable or a tuple holds does not change, and a parameter's hooks do not
+    move; a gradient that still reaches an old parameter raises RuntimeStateError. DTensors stay as they are.
+    """
+    layout = Layout.replicated(Mesh.of_sizes((dist.get_world_size(),)))
+    names = {id(held): name for name, held in module.named_parameters() if not isinstance(held, DTensor)}
+    pairs = [(held, _parameter(held, layout)) for held in module.parameters() if id(held) in names]
+    new = {id(old): made for old, made in pairs}
+    for owner in module.modules():
+        for name, held in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(held) in new:
+                setattr(owner, name, new[id(held)])
+    for holder in gc.get_referrers(*(old for old, _ in pairs)):
+        if issubclass(type(holder), list):  # isinstance would ask a holder for its __class__, which may be code
+            holder[:] = [new.get(id(held), held) for held in holder]
+        elif issubclass(type(holder), dict):
+            items = [(new.get(id(key), key), new.get(id(value), value)) for key, value in holder.items()]
+            holder.clear()
+            holder.update(items)
+    _cut_states({id(made): layout for _, made in pairs}, new.values())
+    for old, _ in pairs:
+        if old.requires_grad:
+            old.register_hook(_refusal(names[id(old)]))
+
+
+def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
+    """Give the parameters of `module` the layouts that `layouts` has for their names, in place: they stay the same
+    objects, and so do their gradients' and optimizer states' places. Every rank calls it.
+
+    Raises RuntimeStateError for a name that `module` does not have, two layouts for one parameter, one that is no
+    DTensor, or one that something else still needs as it is (a graph whose backward has not run, a weak reference).
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    wanted: dict[int, tuple[str, Layout]] = {}
+    for name, layout in layouts.items():
+        if not isinstance(parameters.get(name), DTensor):
+            known = ", ".join(other for other, held in parameters.items() if isinstance(held, DTensor))
+            raise RuntimeStateError(f"there is no parameter {name} that is a DTensor; there are: {known or 'none'}")
+        other, before = wanted.setdefault(id(parameters[name]), (name, layout))
+        if before != layout:
+            raise RuntimeStateError(
+                f"{other} and {name} are one parameter, but their layouts are {before} and {layout}; give them one"
+            )
+    for name, layout in wanted.values():
+        try:
+            torch.utils.swap_tensors(parameters[name], _parameter(parameters[name], layout))
+        except RuntimeError as error:
+            raise RuntimeStateError(
+                f"parameter {name} cannot be split now, because something holds on to it; run backward() of what was "
+                f"computed with it before the first call of the sharded module, and keep no weak references: {error}"
+            ) from error
+    _cut_states({key: layout for key, (_, layout) in wanted.items()}, parameters.values())
+
+
+def _parameter(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
+    """A DTensor parameter of the same value and gradient, with the attributes that people gave `parameter`."""
+    new = nn.Parameter(shard_tensor(parameter, layout), requires_grad=parameter.requires_grad)
+    if parameter.grad is not None:
+        new.grad = shard_tensor(parameter.grad, layout)
+    for name, attribute in vars(parameter).items():
+        setattr(new, name, attribute)
+    return new
+
+
+def _cut_states(layouts: Mapping[int, Layout], parameters: Iterable[nn.Parameter]) -> None:
+    """Give what optimizers keep for a parameter in its shape the layout that `layouts` has for the parameter's id."""
+    for holder in gc.get_referrers(*parameters):
+        for parameter, state in _states(holder):
+            if id(parameter) in layouts:
+                shape, layout = parameter.shape, layouts[id(parameter)]
+                state |= {k: shard_tensor(v, layout) for k, v in state.items() if _like(v, shape)}
+
+
+def _states(holder: Any) -> Iterator[tuple[Tensor, dict[Any, Any]]]:
+    """The entries of a dict from parameters to dicts, as `Optimizer.state` is."""
+    if issubclass(type(holder), dict):
+        for key, value in holder.items():
+            if isinstance(key, nn.Parameter) and isinstance(value, dict):
+                yield key, value
+
+
+def _like(value: object, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape and value.dim() > 0
+
+
+def _refusal(name: str) -> Callable[[Tensor], None]:
+    def refuse(gradient: Tensor) -> None:
+        raise RuntimeStateError(
+            f"a gradient reached what was parameter {name} before its module was sharded; run backward() of earlier "
+            "results before that, and take the parameter from the module again"
+        )
+
+    return refuse
+
+
+# -- Between tensors and the parts that a program takes ---------------------------------------------------------------
+
+
+def shard_tensor(tensor: Tensor, layout: Layout) -> DTensor:
+    """A detached DTensor with `layout` of a tensor that every rank holds whole (no communication), or of a DTensor.
+
+    Where a rank's part is the whole, it shares the tensor's memory. Raises StrategyError if `layout` cuts the tensor
+    unevenly or has a Broadcast, which DTensor lacks.
+    """
+    whole = tensor.detach()
+    if isinstance(whole, DTensor):
+        whole = whole.full_tensor()
+    part = whole[layout.slices(tuple(whole.shape), dist.get_rank())]
+    # A copy of a smaller part, so that the whole can go.
+    part = part.contiguous() if part.shape == whole.shape else part.clone(memory_format=torch.contiguous_format)
+    return as_dtensor(part, layout, tuple(whole.shape), device_mesh(layout.mesh))
+
+
+def local_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
+    """This rank's part, under `layout`, of a DTensor or of a plain tensor; with `whole` false, a plain tensor is
+    that part already. A gradient of the part becomes one of the tensor: placed like it, and whole where it is whole.
+    """
+    mesh, placements = device_mesh(layout.mesh), to_dtensor(layout)
+    if not isinstance(tensor, DTensor):
+        if not whole or not any(isinstance(p, Shard) for p in layout.placements):
+            return tensor
+        if not tensor.requires_grad or not torch.is_grad_enabled():
+            return tensor[layout.slices(tuple(tensor.shape), dist.get_rank())].contiguous()
+        tensor = as_dtensor(tensor, Layout.replicated(layout.mesh), tuple(tensor.shape), mesh)
+    if tensor.placements != placements:
+        if tensor.device_mesh != mesh:
+            raise RuntimeStateError(
+                f"a DTensor on the mesh {tensor.device_mesh} was given where the plan has {layout} on {mesh}; give "
+                "the whole tensor, or a DTensor on the plan's mesh"
+            )
+        tensor = tensor.redistribute(mesh, placements)
+    part: Tensor = tensor.to_local(grad_placements=placements)
+    return part
+
+
+def as_dtensor(part: Tensor, layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
+    """The DTensor of global `shape` on `mesh` whose part on this rank is `part`; its gradient comes back as a part.
+
+    Raises StrategyError if `layout` has a Broadcast, which DTensor lacks.
+    """
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, mesh, to_dtensor(layout), run_check=False, shape=torch.Size(shape), stride=stride)

@@ -1,0 +1,156 @@
+"""The processes that run a program: whether a launcher started them, and which of them this one is.
+
+    torchrun       RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (LOCAL_RANK picks the GPU)
+    a scheduler    MS_ROLE, MS_WORKER_NUM, MS_SCHED_HOST and MS_SCHED_PORT, and MS_NODE_ID for a fixed rank
+    neither        one process simulates every device
+
+With a scheduler, the process whose MS_ROLE is MS_SCHED runs the same script; in it `init` keeps the store through
+which the workers (MS_WORKER) find each other, and ends the process when the last worker has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..strategy.errors import RuntimeStateError
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SCHEDULER = ("MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
+_ROLES = ("MS_WORKER", "MS_SCHED")
+_DONE = "partway/done"
+
+
+def launched() -> bool:
+    """Whether this process is one of several that run the program, a rank each: a launcher started it, or there is
+    a process group already."""
+    return dist.is_initialized() or "RANK" in os.environ or "MS_ROLE" in os.environ
+
+
+def init(simulate: int | None = None, backend: str | None = None) -> int:
+    """Start the default process group if a launcher started this process, and return the number of devices.
+
+    simulate   the number of devices if no launcher did (default 1); a launcher's world size comes first, so that
+               one script serves both
+    backend    "gloo" or "nccl" (default: nccl where there is CUDA, and this process takes the GPU of its LOCAL_RANK)
+
+    A second call changes nothing. Raises RuntimeStateError for a wrong `simulate` or `backend`, another backend than
+    that of the group there is, or missing variables of the environment, which it names.
+    """
+    if simulate is not None and (not isinstance(simulate, int) or isinstance(simulate, bool) or simulate < 1):
+        raise RuntimeStateError(f"simulate is {simulate!r}; it is a number of devices, an int of 1 or more")
+    _check_backend(backend)
+    if not launched():
+        return simulate or 1
+    if not dist.is_initialized():
+        _start(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+    elif backend is not None and backend != dist.get_backend():
+        raise RuntimeStateError(
+            f"the process group there is uses {dist.get_backend()}, not {backend}; leave out backend, or call "
+            "shutdown() first"
+        )
+    return dist.get_world_size()
+
+
+def get_rank() -> int:
+    """The rank of this process: 0 where no launcher started it. Raises RuntimeStateError before `init`."""
+    return dist.get_rank() if _ready() else 0
+
+
+def get_group_size() -> int:
+    """How many processes run the program. Raises RuntimeStateError before `init`.
+
+    In simulation it is 1, however many devices are simulated: this process stands for all of them, so a data loader
+    that reads the share `get_rank()` of `get_group_size()` reads the whole batch, as it has to.
+    """
+    return dist.get_world_size() if _ready() else 1
+
+
+def shutdown() -> None:
+    """End the default process group; nothing to do where there is none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def device_type() -> str:
+    """Where the ranks of the process group compute: "cuda" or "cpu"."""
+    return "cuda" if "nccl" in dist.get_backend() else "cpu"
+
+
+def _ready() -> bool:
+    if launched() and not dist.is_initialized():
+        raise RuntimeStateError("a launcher started this process, but there is no process group yet; call init() first")
+    return dist.is_initialized()
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend not in (None, "gloo", "nccl"):
+        raise RuntimeStateError(f"backend is {backend!r}; it must be 'gloo' (CPU) or 'nccl' (CUDA)")
+    if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
+        raise RuntimeStateError("backend is 'nccl', which needs CUDA, and there is none here; use backend='gloo'")
+
+
+def _start(backend: str) -> None:
+    """Join the default process group as the launcher's variables say."""
+    if "RANK" in os.environ:
+        _require(_TORCHRUN, "torchrun")
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        join: dict[str, object] = {"init_method": "env://"}
+    else:
+        _require(_SCHEDULER, "the scheduler")
+        store, rank, local = _meet_scheduler()
+        join = {"store": store, "rank": rank, "world_size": _number("MS_WORKER_NUM", 1)}
+    if backend == "nccl":
+        torch.cuda.set_device(local)
+    dist.init_process_group(backend, **join)  # type: ignore[arg-type]
+
+
+def _require(names: Sequence[str], launcher: str) -> None:
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise RuntimeStateError(
+            f"{launcher} started this process, as {names[0]}={os.environ[names[0]]} says, but the environment has no "
+            f"{', '.join(missing)}; set what is missing, or unset {names[0]} to simulate all devices in one process"
+        )
+
+
+def _number(name: str, least: int) -> int:
+    text = os.environ[name]
+    if not text.isdecimal() or int(text) < least:
+        raise RuntimeStateError(f"{name} is {text!r}; it must be an int of {least} or more")
+    return int(text)
+
+
+def _meet_scheduler() -> tuple[Any, int, int]:
+    """The scheduler's store, this worker's rank (of MS_NODE_ID, or in order of arrival), and its position on its host.
+
+    In the scheduler itself this waits until all workers have ended, and then ends the process.
+    """
+    role, host = os.environ["MS_ROLE"], os.environ["MS_SCHED_HOST"]
+    port, workers = _number("MS_SCHED_PORT", 1), _number("MS_WORKER_NUM", 1)
+    if role not in _ROLES:
+        raise RuntimeStateError(f"MS_ROLE is {role!r}; it must be {' or '.join(_ROLES)}")
+    try:
+        store = dist.TCPStore(host, port, is_master=role == "MS_SCHED", wait_for_workers=False)  # type: ignore[attr-defined]
+    except dist.DistError as error:
+        raise RuntimeStateError(
+            f"{role} cannot {'listen' if role == 'MS_SCHED' else 'reach the scheduler'} at {host}:{port}; start one "
+            "process with MS_ROLE=MS_SCHED there, and check MS_SCHED_HOST and MS_SCHED_PORT"
+        ) from error
+    if role == "MS_SCHED":
+        while store.add(_DONE, 0) < workers:
+            time.sleep(0.1)
+        raise SystemExit(0)
+    atexit.register(store.add, _DONE, 1)
+    arrived = store.add("partway/rank", 1) - 1
+    rank = _number("MS_NODE_ID", 0) if "MS_NODE_ID" in os.environ else arrived
+    if rank >= workers:
+        raise RuntimeStateError(f"rank {rank} is one too many for MS_WORKER_NUM={workers}; start {workers} workers")
+    return store, rank, store.add(f"partway/host/{socket.gethostname()}", 1) - 1
