@@ -120,6 +120,14 @@ def _where(node: fx.Node) -> Rule | None:
     return _pointwise(*([{1, 2}] if len(operands(node)) == 3 else []))(node)
 
 
+def _addmm(node: fx.Node) -> Rule | None:
+    """The addend is of any shape that broadcasts to the result, and enters the sum over k once."""
+    addend = shape(operands(node)[0])
+    dims = " ".join(f if n != 1 else "1" for f, n in zip("mn"[2 - len(addend) :], addend, strict=True))
+    row = Row(f"+{dims}, m k, k n -> m n", reduce="k", linear=("0 1", "0 2"), contraction=True)
+    return parse_row(row, node)
+
+
 def _along(*names: str, linear: bool = False) -> Function:
     """Operators that work along the dims given by the arguments `names`; other dims are independent."""
 
@@ -258,7 +266,7 @@ def _stack(node: fx.Node) -> Rule | None:
 
 
 def _pieces(node: fx.Node) -> Rule | None:
-    """split, chunk, unbind: several results, cut along one dim that stays whole."""
+    """split, unbind: several results, cut along one dim that stays whole."""
     x = operands(node)[0]
     size = shape(x)
     dim = argument(node, "dim") % len(size)
@@ -409,10 +417,11 @@ def _pool(spatial: int) -> Function:
 def _cross_entropy(node: fx.Node) -> Rule | None:
     """Summed (capture made means of it) or per element: positions are independent, classes stay whole."""
     x, target = operands(node)[:2]
-    if argument(node, "reduction") == 1 or len(shape(x)) < 2:
+    if argument(node, "reduction") == 1:
         return None
-    letters = _rename(_letters(shape(x)), {1})
-    positions = (letters[0], *letters[2:])
+    dim = min(1, len(shape(x)) - 1)  # of the classes
+    letters = _rename(_letters(shape(x)), {dim})
+    positions = (*letters[:dim], *letters[dim + 1 :])
     weight: tuple[Dims, ...] = tuple(((),) for _ in operands(node)[2:])
     classes = len(shape(target)) == len(shape(x))
     reduced = argument(node, "reduction") == 2
@@ -453,26 +462,21 @@ RULES: dict[Any, Row | Function] = {
     aten.add.Tensor: _additive,
     aten.alias.default: _UNARY_LINEAR,
     aten.clone.default: _UNARY_LINEAR,
-    aten.contiguous.default: _UNARY_LINEAR,
     aten.detach.default: _UNARY_LINEAR,
     aten.div.Scalar: _UNARY_LINEAR,
     aten.div.Tensor: _UNARY_LINEAR,
-    aten.dropout.default: lambda node: None if argument(node, "train") and argument(node, "p") else _UNARY_LINEAR(node),
-    aten.lift_fresh_copy.default: _UNARY_LINEAR,
     aten.masked_fill.Scalar: _pointwise(),
     aten.mul.Scalar: _UNARY_LINEAR,
     aten.mul.Tensor: _scalar_linear,
     aten.neg.default: _UNARY_LINEAR,
     aten.rsub.Scalar: _pointwise(),
     aten.sub.Tensor: _additive,
-    aten.to.dtype: _cast,
     aten.where.self: _where,
     # the rest, alphabetically
     aten._softmax.default: _along("dim"),
-    aten.addmm.default: Row("+n, m k, k n -> m n", reduce="k", linear=("0 1", "0 2"), contraction=True),
+    aten.addmm.default: _addmm,
     aten.bmm.default: Row("b m k, b k n -> b m n", reduce="k", linear=("0", "1"), contraction=True),
     aten.cat.default: _cat,
-    aten.chunk.default: _pieces,
     aten.constant_pad_nd.default: _pad,
     aten.conv1d.default: _convolution,
     aten.conv1d.padding: _convolution,

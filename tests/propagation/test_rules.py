@@ -1,0 +1,369 @@
+"""Every row of the rule table, proven: each option of each operator gives PyTorch's value and gradients."""
+
+import random
+from dataclasses import dataclass, field
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+
+from partway.propagation.capture import capture, capturing
+from partway.propagation.collectives import constrain
+from partway.propagation.rule import axis_options
+from partway.propagation.rules import RULES, rule_of
+from partway.strategy import Layout, Mesh, Partial
+
+aten = torch.ops.aten
+
+
+def real(*shape):
+    return ("real", shape)
+
+
+def positive(*shape):
+    return ("positive", shape)
+
+
+def unit(*shape):
+    return ("unit", shape)
+
+
+def fixed(*shape):
+    return ("fixed", shape)
+
+
+def index(high, *shape):
+    return ("index", shape, high)
+
+
+def mask(*shape):
+    return ("mask", shape)
+
+
+def make(spec, generator):
+    kind, shape = spec[:2]
+    if kind == "index":
+        return torch.randint(0, spec[2], shape, generator=generator)
+    if kind == "mask":
+        return torch.rand(shape, generator=generator) > 0.4
+    x = torch.rand(shape, generator=generator, dtype=torch.float64)
+    x = {"real": 2 * x - 1, "positive": x + 0.5, "unit": 0.1 + 0.8 * x, "fixed": x + 0.5}[kind]
+    return x.requires_grad_(kind != "fixed")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of `target` that `fn` makes, and the factors that one axis may split in it."""
+
+    target: object
+    splits: str
+    fn: object
+    args: tuple
+    linear: int = field(default=0)  # how many options let Partial pass
+
+
+def case(target, splits, fn, *args, linear=0):
+    return Case(target, splits, fn, args, linear)
+
+
+CASES = [
+    # pointwise, by rows of their own
+    case(aten._to_copy.default, "f0 f1", lambda x: x.float().double(), real(4, 4), linear=1),
+    case(aten._to_copy.default, "f0 f1", lambda x, i: x * i.double(), real(4, 4), index(3, 4, 4), linear=1),
+    case(aten._to_copy.default, "f0", lambda x, w: F.embedding((3 * x).long(), w), unit(4), real(3, 2)),
+    case(aten.add.Tensor, "f0 f1", lambda x, y: x + y, real(4, 4), real(4, 4), linear=1),
+    case(aten.add.Tensor, "f0 f1", lambda x, y: x + 2 * y, real(4, 4), real(4), linear=1),
+    case(aten.add.Tensor, "f0 f1", lambda x: x + 2.5, real(4, 4)),
+    case(aten.add.Tensor, "f0 f1", lambda x, y: x + y, real(4, 1), real(1, 4), linear=1),
+    case(aten.alias.default, "f0 f1", lambda x: aten.alias(x) * 2, real(4, 4), linear=1),
+    case(aten.clone.default, "f0 f1", lambda x: x.clone() * x, real(4, 4), linear=1),
+    case(aten.detach.default, "f0 f1", lambda x: x.detach() * x, real(4, 4), linear=1),
+    case(aten.div.Scalar, "f0", lambda x: x.mean(1), real(4, 4), linear=1),
+    case(aten.div.Tensor, "f0 f1", lambda x, y: x / y, real(4, 4), positive(4, 4), linear=1),
+    case(aten.div.Tensor, "f0 f1", lambda x, y: x / y, real(4, 4), positive(4, 1), linear=1),
+    case(aten.div.Tensor, "f0 f1", lambda x: x / 3, real(4, 4), linear=1),
+    case(aten.masked_fill.Scalar, "f0 f1", lambda x, m: x.masked_fill(m, 2.0), real(4, 4), mask(4, 4)),
+    case(aten.mul.Scalar, "f0 f1", lambda x: aten.mul.Scalar(x, 3.0), real(4, 4), linear=1),
+    case(aten.mul.Tensor, "f0 f1", lambda x, y: x * y, real(4, 4), real(4, 4), linear=2),
+    case(aten.mul.Tensor, "f0 f1", lambda x, y: x * y, real(4, 1), real(4), linear=2),
+    case(aten.mul.Tensor, "f0 f1", lambda x: x * x, real(4, 4), linear=2),
+    case(aten.mul.Tensor, "f0 f1", lambda x: x * 3.0, real(4, 4), linear=1),
+    case(aten.neg.default, "f0 f1", lambda x: -x, real(4, 4), linear=1),
+    case(aten.rsub.Scalar, "f0 f1", lambda x: 1 - x, real(4, 4)),
+    case(aten.sub.Tensor, "f0 f1", lambda x, y: x - y, real(4, 4), real(1, 4), linear=1),
+    case(aten.sub.Tensor, "f0 f1", lambda x: x - 1.5, real(4, 4)),
+    case(aten.where.self, "f0 f1", torch.where, mask(4, 4), real(4, 4), real(4), linear=1),
+    case(constrain, "f0 f1", lambda x: (constrain(x, "", "x") if capturing() else x) * x, real(4, 4), linear=1),
+    # the rest, alphabetically
+    case(aten._adaptive_avg_pool2d.default, "f0 f1", lambda x: aten._adaptive_avg_pool2d(x, [2, 3]), real(4, 4, 4, 6)),
+    case(aten._softmax.default, "f0", lambda x: aten._softmax(x, 1, False), real(4, 4)),
+    case(aten.adaptive_avg_pool2d.default, "f0 f1", lambda x: F.adaptive_avg_pool2d(x, 2), real(4, 4, 4, 4)),
+    case(aten.addmm.default, "m k n", torch.addmm, real(4), real(4, 4), real(4, 4), linear=2),
+    case(aten.addmm.default, "m k n", lambda b, x, y: torch.addmm(b, x, y, beta=2, alpha=3),
+         real(4), real(4, 4), real(4, 4), linear=2),
+    case(aten.addmm.default, "m k n", torch.addmm,
+         real(4, 4), real(4, 4), real(4, 4), linear=2),
+    case(aten.addmm.default, "m k n", torch.addmm,
+         real(4, 1), real(4, 4), real(4, 4), linear=2),
+    case(aten.avg_pool2d.default, "f0 f1", lambda x: F.avg_pool2d(x, 3, 2, 1), real(4, 4, 5, 5)),
+    case(aten.binary_cross_entropy.default, "f0 f1", F.binary_cross_entropy, unit(4, 4), unit(4, 4)),
+    case(aten.binary_cross_entropy.default, "f0 f1",
+         lambda x, t: F.binary_cross_entropy(x, t, reduction="none"), unit(4, 4), unit(4, 4)),
+    case(aten.binary_cross_entropy_with_logits.default, "f0 f1",
+         lambda x, t, p: F.binary_cross_entropy_with_logits(x, t, pos_weight=p, reduction="sum"),
+         real(4, 4), unit(4, 4), fixed(4)),
+    case(aten.bmm.default, "b m k n", torch.bmm, real(4, 4, 4), real(4, 4, 4), linear=2),
+    case(aten.cat.default, "f0", lambda x, y: torch.cat([x, y, x], 1), real(4, 2), real(4, 4), linear=1),
+    case(aten.constant_pad_nd.default, "f0", lambda x: aten.constant_pad_nd(x, [1, 2]), real(4, 4), linear=1),
+    case(aten.constant_pad_nd.default, "f0", lambda x: aten.constant_pad_nd(x, [1, 2], 3.0), real(4, 4)),
+    case(aten.conv1d.default, "b o i", lambda x, w, b: F.conv1d(x, w, b, padding=1),
+         real(4, 4, 5), real(4, 4, 3), real(4), linear=2),
+    case(aten.conv1d.padding, "b o i", lambda x, w: F.conv1d(x, w, padding="same"),
+         real(2, 4, 5), real(4, 4, 3), linear=2),
+    case(aten.conv2d.padding, "b g", lambda x, w, b: F.conv2d(x, w, b, padding="same", groups=2),
+         real(2, 4, 5, 5), real(4, 2, 3, 3), real(4), linear=2),
+    case(aten.conv3d.padding, "b o i", lambda x, w, b: F.conv3d(x, w, b, padding="valid"),
+         real(2, 4, 3, 3, 3), real(4, 4, 2, 2, 2), real(4), linear=2),
+    case(aten.conv2d.default, "b o i", lambda x, w: F.conv2d(x, w, stride=2),
+         real(4, 4, 5, 5), real(4, 4, 3, 3), linear=2),
+    case(aten.conv2d.default, "b g", lambda x, w, b: F.conv2d(x, w, b, groups=4),
+         real(4, 8, 4, 4), real(8, 2, 3, 3), real(8), linear=2),
+    case(aten.conv2d.default, "b g", lambda x, w: F.conv2d(x, w, groups=2),
+         real(2, 4, 4, 4), real(8, 2, 3, 3), linear=2),
+    case(aten.conv2d.default, "o i", F.conv2d, real(4, 4, 4), real(4, 4, 3, 3), real(4), linear=2),
+    case(aten.conv3d.default, "b o i", F.conv3d,
+         real(2, 4, 3, 3, 3), real(4, 4, 2, 2, 2), real(4), linear=2),
+    case(aten.cross_entropy_loss.default, "f0", F.cross_entropy, real(4, 4), index(4, 4)),
+    case(aten.cross_entropy_loss.default, "f0 f2",
+         lambda x, t, w: F.cross_entropy(x, t, w, reduction="sum", ignore_index=1),
+         real(4, 3, 4), index(3, 4, 4), fixed(3)),
+    case(aten.cross_entropy_loss.default, "f0 f2", lambda x, t: F.cross_entropy(x, t, reduction="none"),
+         real(4, 3, 4), index(3, 4, 4)),
+    case(aten.cross_entropy_loss.default, "f0 f2", lambda x, t: F.cross_entropy(x, t.softmax(1)),
+         real(4, 3, 4), real(4, 3, 4)),
+    case(aten.cross_entropy_loss.default, "", F.cross_entropy, real(4), index(4)),
+    case(aten.cumsum.default, "f0", lambda x: x.cumsum(1), real(4, 4), linear=1),
+    case(aten.einsum.default, "b i j k", lambda x, y: torch.einsum("bij,bjk->bki", x, y),
+         real(4, 4, 4), real(4, 4, 4), linear=2),
+    case(aten.einsum.default, "i j k", lambda x, y, z: torch.einsum("ij,j,jk->k", x, y, z),
+         real(4, 4), real(4), real(4, 4), linear=3),
+    case(aten.embedding.default, "d _1 _2", F.embedding, index(5, 4, 4), real(5, 4), linear=1),
+    case(aten.embedding.default, "d _1", lambda i, w: F.embedding(i, w, padding_idx=1),
+         index(5, 4), real(5, 4), linear=1),
+    case(aten.expand.default, "f0 f1 f2", lambda x: x.expand(4, 4, 4) * 2, real(4, 1), linear=1),
+    case(aten.group_norm.default, "f0", lambda x, w, b: F.group_norm(x, 2, w, b), real(4, 4, 4), real(4), real(4)),
+    case(aten.huber_loss.default, "f0 f1", F.huber_loss, real(4, 4), real(4, 4)),
+    case(aten.l1_loss.default, "f0 f1", F.l1_loss, real(4, 4), real(4, 4)),
+    case(aten.layer_norm.default, "f0 f1",
+         lambda x, w, b: F.layer_norm(x, (4,), w, b), real(4, 4, 4), real(4), real(4)),
+    case(aten.layer_norm.default, "f0", lambda x: F.layer_norm(x, (4, 4)), real(4, 4, 4)),
+    case(aten.linear.default, "_2 _1 k n", F.linear, real(4, 4, 4), real(4, 4), real(4), linear=2),
+    case(aten.linear.default, "k n", F.linear, real(4), real(4, 4), linear=2),
+    case(aten.log_softmax.int, "f1", lambda x: x.log_softmax(0), real(4, 4)),
+    case(aten.matmul.default, "f0 m k n", lambda x, y: x @ y, real(4, 4, 4), real(4, 4, 4), linear=2),
+    case(aten.matmul.default, "f0 f1 m k n", lambda x, y: x @ y, real(4, 1, 4, 4), real(4, 4, 4), linear=2),
+    case(aten.matmul.default, "m k n", lambda x, y: x @ y, real(4, 4), real(4, 4), linear=2),
+    case(aten.max_pool1d.default, "f0 f1", lambda x: F.max_pool1d(x, 2), real(4, 4, 4)),
+    case(aten.max_pool2d.default, "f0 f1", lambda x: F.max_pool2d(x, 2), real(4, 4, 4, 4)),
+    case(aten.max_pool2d_with_indices.default, "f0 f1",
+         lambda x: F.max_pool2d(x, 2, return_indices=True), real(4, 4, 4, 4)),
+    case(aten.max_pool3d.default, "f0 f1", lambda x: F.max_pool3d(x, 2), real(4, 4, 4, 4, 4)),
+    case(aten.mm.default, "m k n", torch.mm, real(4, 4), real(4, 4), linear=2),
+    case(aten.mse_loss.default, "f0 f1", F.mse_loss, real(4, 4), real(4, 4)),
+    case(aten.nll_loss_nd.default, "f0", F.nll_loss, real(4, 4), index(4, 4)),
+    case(aten.pad.default, "f0", lambda x: F.pad(x, (1, 2)), real(4, 4), linear=1),
+    case(aten.pad.default, "f0", lambda x: F.pad(x, (1, 1), mode="reflect"), real(4, 4)),
+    case(aten.pad.default, "f0 f1", lambda x: F.pad(x, (0, 0, 2, 1), value=1.0), real(4, 4, 3, 1)),
+    case(aten.permute.default, "f0 f1 f2", lambda x: x.permute(2, 0, -2) * 2, real(4, 4, 4), linear=1),
+    case(aten.reshape.default, "f0", lambda x: x.reshape(16) * 2, real(4, 4), linear=1),
+    case(aten.scaled_dot_product_attention.default, "b0 h s", F.scaled_dot_product_attention,
+         real(4, 4, 4, 3), real(4, 4, 4, 3), real(4, 4, 4, 3)),
+    case(aten.scaled_dot_product_attention.default, "b0 h",
+         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+         real(4, 4, 4, 3), real(4, 4, 4, 3), real(4, 4, 4, 3)),
+    case(aten.scaled_dot_product_attention.default, "b0 h s",
+         lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, m, scale=0.3),
+         real(4, 2, 4, 3), real(4, 2, 4, 3), real(4, 2, 4, 3), real(2, 4, 4)),
+    case(aten.scaled_dot_product_attention.default, "b0 h s",
+         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+         real(4, 8, 4, 3), real(4, 4, 4, 3), real(4, 4, 4, 3)),
+    case(aten.select.int, "f0", lambda x: x[:, 1] * 2, real(4, 4), linear=1),
+    case(aten.slice.Tensor, "f0", lambda x: x[:, 1:3] * 2, real(4, 4), linear=1),
+    case(aten.slice.Tensor, "f1", lambda x: x[::2] * 2, real(4, 4), linear=1),
+    case(aten.smooth_l1_loss.default, "f0 f1", F.smooth_l1_loss, real(4, 4), real(4, 4)),
+    case(aten.soft_margin_loss.default, "f0 f1", F.soft_margin_loss, real(4, 4), fixed(4, 4)),
+    case(aten.softmax.int, "f0 f1", lambda x: x.softmax(-1), real(4, 4, 3)),
+    case(aten.split.Tensor, "f0", lambda x: [p * 2 for p in x.split(3, -1)], real(4, 8), linear=1),
+    case(aten.split_with_sizes.default, "f1", lambda x: x.split([1, 3])[1] * 2, real(4, 4), linear=1),
+    case(aten.squeeze.default, "f0 f2", lambda x: x.squeeze() * 2, real(4, 1, 4), linear=1),
+    case(aten.squeeze.dim, "f0 f2", lambda x: x.squeeze(1) * 2, real(4, 1, 4), linear=1),
+    case(aten.squeeze.dims, "f0", lambda x: x.squeeze((1, 2)) * 2, real(4, 1, 1), linear=1),
+    case(aten.stack.default, "f0 f1", lambda x, y: torch.stack([x, y], 1), real(4, 4), real(4, 4), linear=1),
+    case(aten.sum.default, "f0 f1", lambda x: x.sum(), real(4, 4), linear=1),
+    case(aten.sum.dim_IntList, "f0 f1", lambda x: x.sum(-1), real(4, 4), linear=1),
+    case(aten.sum.dim_IntList, "f0 f1 f2", lambda x: x.sum((0, 2), keepdim=True), real(4, 4, 4), linear=1),
+    case(aten.t.default, "f0 f1", lambda x: x.t() * 2, real(4, 4), linear=1),
+    case(aten.transpose.int, "f0 f1 f2", lambda x: x.transpose(-1, 0) * 2, real(4, 4, 4), linear=1),
+    case(aten.unbind.int, "f1", lambda x: [p * 2 for p in x], real(2, 4), linear=1),
+    case(aten.unsqueeze.default, "f0 f1", lambda x: x.unsqueeze(-1) * 2, real(4, 4), linear=1),
+]  # fmt: skip
+
+POINTWISE = [
+    case(aten.abs.default, "f0 f1", torch.abs, real(4, 4)),
+    case(aten.addcmul.default, "f0 f1", torch.addcmul, real(4, 4), real(4), real(4, 1)),
+    case(aten.atan2.default, "f0 f1", torch.atan2, real(4, 4), positive(4, 4)),
+    case(aten.clamp.default, "f0 f1", lambda x: x.clamp(-0.5, 0.5), real(4, 4)),
+    case(aten.clamp.Tensor, "f0 f1", lambda x, y: torch.clamp(x, min=y), real(4, 4), real(4)),
+    case(aten.cos.default, "f0 f1", torch.cos, real(4, 4)),
+    case(aten.div.Tensor_mode, "f0 f1", lambda x, y: x.div(y, rounding_mode="floor") * x, real(4, 4), positive(4, 4)),
+    case(aten.elu.default, "f0 f1", F.elu, real(4, 4)),
+    case(aten.erf.default, "f0 f1", torch.erf, real(4, 4)),
+    case(aten.exp.default, "f0 f1", torch.exp, real(4, 4)),
+    case(aten.gelu.default, "f0 f1", lambda x: F.gelu(x, approximate="tanh"), real(4, 4)),
+    case(aten.gt.Scalar, "f0 f1", lambda x: (x > 0).double() * x, real(4, 4)),
+    case(aten.hardtanh.default, "f0 f1", F.hardtanh, real(4, 4)),
+    case(aten.leaky_relu.default, "f0 f1", F.leaky_relu, real(4, 4)),
+    case(aten.le.Tensor, "f0 f1", lambda x, y: (x <= y).double() * x, real(4, 4), real(4, 1)),
+    case(aten.lerp.Tensor, "f0 f1", torch.lerp, real(4, 4), real(4, 4), real(4)),
+    case(aten.log.default, "f0 f1", torch.log, positive(4, 4)),
+    case(aten.logical_not.default, "f0 f1", lambda m, x: (~m).logical_not().double() * x, mask(4, 4), real(4, 4)),
+    case(aten.maximum.default, "f0 f1", torch.maximum, real(4, 4), real(4)),
+    case(aten.pow.Tensor_Scalar, "f0 f1", lambda x: x**3, real(4, 4)),
+    case(aten.pow.Tensor_Tensor, "f0 f1", torch.pow, positive(4, 4), real(4, 1)),
+    case(aten.reciprocal.default, "f0 f1", lambda x: 1 / x, positive(4, 4)),
+    case(aten.relu.default, "f0 f1", F.relu, real(4, 4)),
+    case(aten.remainder.Tensor, "f0 f1", torch.remainder, real(4, 4), positive(4, 4)),
+    case(aten.rsqrt.default, "f0 f1", torch.rsqrt, positive(4, 4)),
+    case(aten.sigmoid.default, "f0 f1", torch.sigmoid, real(4, 4)),
+    case(aten.silu.default, "f0 f1", F.silu, real(4, 4)),
+    case(aten.softplus.default, "f0 f1", F.softplus, real(4, 4)),
+    case(aten.sqrt.default, "f0 f1", torch.sqrt, positive(4, 4)),
+    case(aten.tanh.default, "f0 f1", torch.tanh, real(4, 4)),
+    case(aten.xlogy.Tensor, "f0 f1", torch.xlogy, positive(4, 4), positive(4)),
+]  # fmt: skip
+
+
+def name_of(one):
+    shapes = "-".join("x".join(map(str, spec[1])) for spec in one.args)
+    return f"{str(one.target).removeprefix('aten.')}-{shapes}"
+
+
+def tensors_of(one, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(make(spec, generator) for spec in one.args)
+
+
+@pytest.mark.parametrize("one", [*CASES, *POINTWISE], ids=name_of)
+def test_every_option_computes_the_value_and_the_gradients(one, lab):
+    choices = random.Random(0)
+    args = tensors_of(one)
+    graph = capture(one.fn, args, {})
+    vertices = lab.check_options(graph, one.fn, args, one.target, lab.LINE, 12, choices)
+    assert vertices, "the function does not call the operator"
+    options = axis_options(vertices[0].rule)
+    assert {option.factor for option in options} - {None} == set(one.splits.split())
+    assert sum("P" in map(str, option.results) for option in options if option.factor is None) == one.linear
+    lab.check_options(graph, one.fn, args, one.target, lab.SQUARE, 5, choices)
+
+
+def test_every_row_has_a_case():
+    covered = {one.target for one in CASES}
+    missing = [str(target) for target in RULES if target not in covered]
+    assert not missing, f"no case calls {', '.join(missing)}"
+
+
+def test_a_row_that_nothing_reaches_is_not_kept():
+    def f(x):
+        return (
+            aten.contiguous(x) + aten.chunk(x.to(torch.float32).double(), 2)[0].repeat(2, 1) + F.dropout(x, 0.5, False)
+        )
+
+    targets = {str(node.target) for node in capture(f, (torch.ones(4, 4),), {}).nodes}
+    assert targets.isdisjoint(
+        {"aten.contiguous.default", "aten.chunk.default", "aten.to.dtype", "aten.dropout.default"}
+    )
+
+
+# -- views
+
+
+def reshape_node(before, after):
+    """A call of reshape that was never captured: the rule needs only shapes."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(before, device="meta")
+    node = graph.call_function(aten.reshape.default, (x, list(after)))
+    node.meta["val"] = torch.empty(after, device="meta")
+    return node
+
+
+def grouped(draw, factors):
+    """Dims whose sizes are products of neighbouring `factors`, and some of size 1."""
+    dims, current = [], 1
+    for factor in factors:
+        current *= factor
+        if draw(st.booleans()):
+            dims.append(current)
+            current = 1
+    dims.append(current)
+    for _ in range(draw(st.integers(0, 2))):
+        dims.insert(draw(st.integers(0, len(dims))), 1)
+    return tuple(dims)
+
+
+@st.composite
+def reshapes(draw):
+    """Two shapes of as many elements: of common factors, or of any."""
+    factors = draw(st.lists(st.sampled_from([2, 2, 3, 4, 6]), min_size=1, max_size=4))
+    other = factors if draw(st.booleans()) else draw(st.permutations(factors))
+    return grouped(draw, factors), grouped(draw, other)
+
+
+@given(reshapes(), st.sampled_from([(2,), (3,), (2, 2), (2, 3), (4,)]))
+def test_a_view_of_a_part_is_the_part_of_the_view(shapes, sizes):
+    before, after = shapes
+    mesh = Mesh.of_sizes(sizes)
+    rule = rule_of(reshape_node(before, after))
+    x = torch.arange(prod(before)).reshape(before)
+    y = x.reshape(after)
+    for chosen in product([o for o in axis_options(rule) if "P" not in map(str, o.results)], repeat=len(sizes)):
+        parts = {}
+        for option, size in zip(chosen, sizes, strict=True):
+            parts[option.factor] = parts.get(option.factor, 1) * size
+        if any(f is not None and rule.sizes[f] % n for f, n in parts.items()):
+            continue
+        source = Layout(mesh, tuple(o.operands[0] for o in chosen))
+        target = Layout(mesh, tuple(o.results[0] for o in chosen))
+        assert Partial() not in target.placements
+        for rank in range(mesh.device_num):
+            local = x[source.slices(before, rank)].reshape(target.local_shape(after))
+            assert torch.equal(local, y[target.slices(after, rank)]), f"{before} -> {after} as {source} -> {target}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "splits"),
+    [
+        ((4, 6), (4, 2, 3), "S0>S0 S1>S1"),
+        ((4, 2, 3), (4, 6), "S0>S0 S1>S1"),
+        ((8, 12), (96,), "S0>S0"),
+        ((2, 3), (3, 2), ""),
+        ((4, 3), (6, 2), "S0>S0"),
+        ((5, 2, 3), (5, 3, 2), "S0>S0"),
+        ((1, 4, 1), (4,), "S1>S0"),
+        ((4,), (1, 2, 1, 2), "S0>S1"),
+        ((2, 1, 4), (2, 4), "S0>S0 S2>S1"),
+        ((3, 4, 8), (12, 2, 4), "S0>S0 S2>S1"),
+    ],
+)
+def test_the_major_part_of_a_merged_dim_splits(before, after, splits):
+    options = axis_options(rule_of(reshape_node(before, after)))
+    assert [f"{o.operands[0]}>{o.results[0]}" for o in options if o.factor] == splits.split()
+
+
+def test_a_view_of_nothing_has_no_rule():
+    assert rule_of(reshape_node((0, 4), (4, 0))) is None
