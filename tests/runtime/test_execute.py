@@ -1,0 +1,217 @@
+"""One rank of gloo does what the simulator does."""
+
+import operator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from partway.propagation.collectives import convert, convert_group
+from partway.runtime import Simulator, Worker, broadcast, check_agreement, device_mesh, generators, record_collectives
+from partway.runtime.instructions import assemble_code
+from partway.strategy import (
+    BROADCAST,
+    PARTIAL,
+    REPLICATE,
+    Kind,
+    Layout,
+    Mesh,
+    RuntimeStateError,
+    Shard,
+    StrategyError,
+    kind,
+)
+
+MESHES = {2: [{"x": 2}, {"one": 1, "x": 2}], 4: [{"x": 4}, {"dp": 2, "tp": 2}]}
+PLACEMENTS = (Shard(0), Shard(1), Shard(2), REPLICATE, BROADCAST, PARTIAL)
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int16,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+)
+ADDS = {Kind.ALL_REDUCE, Kind.REDUCE_SCATTER}
+
+
+def code_of(source, target, axis, size, count=None):
+    """One conversion, of one tensor or of a group of `count`."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(f"x{i}") for i in range(count or 1)]
+    rest = str(source), str(target), axis, size
+    if count is None:
+        outputs = [graph.call_function(convert, (inputs[0], *rest, 0))]
+    else:
+        group = graph.call_function(convert_group, (inputs, *rest, list(range(count))))
+        outputs = [graph.call_function(operator.getitem, (group, i)) for i in range(count)]
+    graph.output(tuple(outputs))
+    return assemble_code(fx.GraphModule(torch.nn.Module(), graph), "backward")
+
+
+def parts_of(shape, dtype, ranks, generator):
+    """Small integers, so that sums are exact in every dtype."""
+    numbers = [torch.randint(0, 4, shape, generator=generator) for _ in range(ranks)]
+    return [n.bool() if dtype is torch.bool else n.to(dtype) for n in numbers]
+
+
+def check_code(code, values, mesh):
+    worker, simulator, rank = Worker(mesh), Simulator(mesh), dist.get_rank()
+    before = [value[rank].float() if value[rank].dtype.is_floating_point else value[rank].clone() for value in values]
+    with record_collectives() as said:
+        got = worker.run(code, [value[rank] for value in values])
+    with record_collectives() as expected:
+        wanted = simulator.run(code, values)
+    assert said == expected, (said, expected)
+    for one, other in zip(got, wanted, strict=True):
+        assert one.dtype == other[rank].dtype
+        assert one.shape == other[rank].shape
+        assert one.is_contiguous()
+        assert bits(one) == bits(other[rank]), (code, one, other[rank])
+    for value, kept in zip(values, before, strict=True):
+        assert torch.equal(value[rank].to(kept.dtype), kept), "an operand was written to"
+    return len(said)
+
+
+def bits(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).tolist()
+
+
+def check_conversions(axes, dtypes, shapes):
+    mesh, generator, collectives = Mesh(axes), torch.Generator().manual_seed(0), 0
+    for axis, size in axes.items():
+        for source in PLACEMENTS:
+            for target in PLACEMENTS:
+                for dtype in dtypes:
+                    if kind(source, target) in ADDS and dtype in (torch.bool, torch.float8_e4m3fn):
+                        continue
+                    for shape in shapes:
+                        if any(isinstance(p, Shard) and p.dim >= len(shape) for p in (source, target)):
+                            continue
+                        value = parts_of(shape, dtype, mesh.device_num, generator)
+                        collectives += check_code(code_of(source, target, axis, size), [value], mesh)
+    return collectives
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("n", [2, 4])
+def test_every_conversion_gives_what_the_simulator_gives(on_ranks, n):
+    for axes in MESHES[n]:
+        found = on_ranks(n, check_conversions, axes, (torch.float64,), ((4, 8, 4), (4, 0, 4), (8,), ()))
+        assert set(found) == {found[0]}
+        assert found[0] > 20
+
+
+@pytest.mark.gloo
+def test_every_dtype_can_be_converted(on_ranks):
+    on_ranks(2, check_conversions, {"x": 2}, DTYPES, ((2, 4, 2),))
+    on_ranks(4, check_conversions, {"x": 4}, (torch.bfloat16, torch.bool, torch.int16), ((4, 4, 4),))
+
+
+def check_groups(axes, dtype):
+    mesh, generator = Mesh(axes), torch.Generator().manual_seed(0)
+    for axis, size in axes.items():
+        for source, target in (
+            (PARTIAL, REPLICATE),
+            (PARTIAL, Shard(1)),
+            (Shard(1), REPLICATE),
+            (Shard(0), Shard(1)),
+            (REPLICATE, Shard(0)),
+            (Shard(0), PARTIAL),
+        ):
+            shapes = [(4, 4), (8, 4, 3), (4, 4)] + ([(), (5,)] if target == REPLICATE and source == PARTIAL else [])
+            values = [parts_of(shape, dtype, mesh.device_num, generator) for shape in shapes]
+            check_code(code_of(source, target, axis, size, len(shapes)), values, mesh)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_group_of_conversions_is_one_collective_with_the_results_of_each(on_ranks, n):
+    for axes in MESHES[n]:
+        for dtype in (torch.float32, torch.bfloat16, torch.int16):
+            on_ranks(n, check_groups, axes, dtype)
+
+
+def check_uncontiguous(axes):
+    """Operands in other strides are converted by value."""
+    mesh = Mesh(axes)
+    for source, target in ((PARTIAL, REPLICATE), (PARTIAL, Shard(0)), (Shard(0), Shard(1)), (Shard(1), REPLICATE)):
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        turned = graph.call_function(torch.ops.aten.t.default, (x,))
+        graph.output((graph.call_function(convert, (turned, str(source), str(target), "x", mesh.size("x"), 0)),))
+        code = assemble_code(fx.GraphModule(torch.nn.Module(), graph), "forward")
+        values = parts_of((4, 8), torch.float32, mesh.device_num, torch.Generator().manual_seed(0))
+        got, wanted = Worker(mesh).run(code, [values[dist.get_rank()]]), Simulator(mesh).run(code, [values])
+        assert torch.equal(got[0], wanted[0][dist.get_rank()])
+
+
+@pytest.mark.gloo
+def test_operands_need_not_be_contiguous(on_ranks):
+    on_ranks(2, check_uncontiguous, {"x": 2})
+
+
+def make_workers():
+    mesh = Mesh({"dp": 2, "tp": 2})
+    first, second = Worker(mesh), Worker(Mesh({"dp": 2, "tp": 2}))
+    assert first.device_mesh is second.device_mesh
+    flat = device_mesh(Mesh({"x": 4}))
+    assert flat.get_group("x") is dist.group.WORLD
+    whole = torch.arange(32.0).view(4, 8)
+    for layout in (Layout(mesh, (Shard(0), Shard(1))), Layout(mesh, (Shard(1), Shard(1))), Layout.replicated(mesh)):
+        part = first.cut(whole, layout)
+        assert part.is_contiguous()
+        assert torch.equal(part, whole[layout.slices((4, 8), dist.get_rank())])
+    with pytest.raises(StrategyError, match="evenly"):
+        first.cut(torch.zeros(3), Layout(mesh, (Shard(0), REPLICATE)))
+    with pytest.raises(RuntimeStateError, match=r"has 8 devices, but there are 4 ranks; start 8 processes or use a"):
+        Worker(Mesh({"x": 8}))
+
+
+@pytest.mark.gloo
+def test_a_second_worker_makes_no_groups_and_a_mesh_of_another_size_is_rejected(on_ranks):
+    on_ranks(4, make_workers)
+
+
+def agree():
+    rank = dist.get_rank()
+    torch.manual_seed(7)
+    same = {"weight": torch.rand(3, 4), "mask": torch.tensor([True, False]), "none": torch.zeros(0)}
+    nan = {"nan": torch.tensor([float("nan"), -0.0]), "half": torch.ones(5, dtype=torch.bfloat16)}
+    check_agreement({**same, **nan, "complex": torch.ones(2, dtype=torch.complex64), **generators()})
+    with pytest.raises(RuntimeStateError, match=r"^bias has other values on rank 1 than on rank 0; seed every rank"):
+        check_agreement({**same, "bias": torch.full((2,), float(rank))})
+    with pytest.raises(RuntimeStateError, match=r"labels has other values .*; give every rank the whole batch"):
+        check_agreement({"labels": torch.tensor([1, 2] if rank else [2, 1])}, "give every rank the whole batch")
+    with pytest.raises(RuntimeStateError, match=r"bias is float32\[2\] on rank 0 and float32\[3\] on rank 1"):
+        check_agreement({**same, "bias": torch.zeros(2 + rank)})
+    with pytest.raises(RuntimeStateError, match=r"rank 0 has a0 where rank 1 has a1"):
+        check_agreement({f"a{rank}": torch.zeros(2)})
+    with pytest.raises(RuntimeStateError, match=r"rank 0 has 1 tensors and rank 1 has 2; run the same program"):
+        check_agreement({f"a{i}": torch.zeros(2) for i in range(rank + 1)})
+    torch.manual_seed(rank)
+    with pytest.raises(RuntimeStateError, match="the random generator has other values on rank 1 than on rank 0"):
+        check_agreement(generators())
+    mixed = [torch.full((3,), rank, dtype=dtype) for dtype in DTYPES]
+    mixed += [
+        torch.full((2, 3), float(rank)).t(),
+        torch.nn.Parameter(torch.full((2,), float(rank))),
+        torch.tensor(rank),
+    ]
+    broadcast(mixed)
+    assert not any(t.to(torch.complex64).any() for t in mixed)
+
+
+@pytest.mark.gloo
+def test_ranks_that_differ_are_told_what_differs_and_can_take_rank_0s_values(on_ranks):
+    on_ranks(2, agree)
+
+
+def test_a_worker_without_processes_is_told_to_start_them():
+    with pytest.raises(RuntimeStateError, match=r"there is no process group; call init\(\)"):
+        Worker(Mesh({"x": 2}))

@@ -1,0 +1,159 @@
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from partway.runtime import get_group_size, get_rank, init, launched, shutdown
+from partway.strategy import RuntimeStateError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MS_NODE_ID")
+VARIABLES += ("MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def set_all(monkeypatch, **variables):
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+
+
+def test_without_a_launcher_one_process_stands_for_all_devices():
+    assert not launched()
+    assert (init(), init(simulate=8)) == (1, 8)
+    assert (get_rank(), get_group_size()) == (0, 1)
+    assert not dist.is_initialized()
+    shutdown()
+
+
+def test_variables_left_over_from_a_shell_do_not_make_a_worker(monkeypatch):
+    set_all(monkeypatch, WORLD_SIZE="8", MS_WORKER_NUM="8", MS_SCHED_HOST="127.0.0.1", MS_SCHED_PORT="6667")
+    assert not launched()
+    assert init(simulate=4) == 4
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "2"])
+def test_a_number_of_devices_is_an_int_of_1_or_more(wrong):
+    with pytest.raises(RuntimeStateError, match=f"simulate is {wrong!r}; it is a number of devices, an int of 1 or mo"):
+        init(simulate=wrong)
+
+
+def test_an_unknown_backend_is_rejected():
+    with pytest.raises(RuntimeStateError, match=r"backend is 'mpi'; it must be 'gloo' \(CPU\) or 'nccl' \(CUDA\)"):
+        init(backend="mpi")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_nccl_needs_cuda():
+    with pytest.raises(RuntimeStateError, match=r"'nccl', which needs CUDA, .* use backend='gloo'"):
+        init(backend="nccl")
+
+
+def test_missing_variables_of_a_launcher_are_named(monkeypatch):
+    set_all(monkeypatch, RANK="3", MASTER_ADDR="127.0.0.1")
+    assert launched()
+    expected = r"torchrun started this process, as RANK=3 says, but .* no WORLD_SIZE, MASTER_PORT; set .* or unset RANK"
+    with pytest.raises(RuntimeStateError, match=expected):
+        init()
+    with pytest.raises(RuntimeStateError, match=r"there is no process group yet; call init\(\) first"):
+        get_rank()
+    monkeypatch.delenv("RANK")
+    set_all(monkeypatch, MS_ROLE="MS_WORKER", MS_SCHED_HOST="127.0.0.1")
+    with pytest.raises(RuntimeStateError, match=r"the scheduler started .* no MS_WORKER_NUM, MS_SCHED_PORT; set"):
+        init()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("MS_WORKER_NUM", "0", "MS_WORKER_NUM is '0'; it must be an int of 1 or more"),
+        ("MS_SCHED_PORT", "http", "MS_SCHED_PORT is 'http'; it must be an int of 1 or more"),
+        ("MS_ROLE", "MS_SERVER", "MS_ROLE is 'MS_SERVER'; it must be MS_WORKER or MS_SCHED"),
+    ],
+)
+def test_wrong_variables_of_the_scheduler_are_rejected(monkeypatch, name, text, said):
+    set_all(monkeypatch, MS_ROLE="MS_WORKER", MS_WORKER_NUM="2", MS_SCHED_HOST="127.0.0.1", MS_SCHED_PORT="6667")
+    set_all(monkeypatch, **{name: text})
+    with pytest.raises(RuntimeStateError, match=said):
+        init()
+
+
+def test_a_process_group_that_is_there_already_is_used():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert launched()
+        assert init(simulate=8, backend="gloo") == 1
+        assert (get_rank(), get_group_size()) == (0, 1)
+    finally:
+        shutdown()
+    assert not dist.is_initialized()
+    shutdown()
+
+
+# -- With processes ---------------------------------------------------------------------------------------------------
+
+
+def who(backend):
+    assert init(backend=backend) == init(simulate=99) == dist.get_world_size()
+    return get_rank(), get_group_size(), dist.get_backend()
+
+
+@pytest.mark.gloo
+def test_ranks_of_torchrun_have_gloo_on_the_cpu(on_ranks):
+    assert on_ranks(2, who, None if not torch.cuda.is_available() else "gloo") == [(0, 2, "gloo"), (1, 2, "gloo")]
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from partway.runtime import get_group_size, get_rank, init, shutdown
+torch.set_num_threads(1)
+size = init(backend="gloo")
+x = torch.ones(1) * (get_rank() + 1)
+dist.all_reduce(x)
+print("rank", get_rank(), "of", get_group_size(), size, "sum", x.item())
+shutdown()
+"""
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("numbered", [True, False])
+def test_a_scheduler_and_its_workers_run_one_script(numbered):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "OMP_NUM_THREADS": "1"}
+
+    def start(role, **more):
+        environment = {**os.environ, **common, "MS_ROLE": role, **more}
+        pipe = subprocess.PIPE
+        return subprocess.Popen([sys.executable, "-c", SCRIPT], env=environment, stdout=pipe, stderr=pipe, text=True)
+
+    workers = [start("MS_WORKER", **({"MS_NODE_ID": str(1 - i)} if numbered else {})) for i in range(2)]
+    processes = [start("MS_SCHED"), *workers]
+    try:
+        said = [process.communicate(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0, 0], said
+    assert said[0][0] == "", "the scheduler ran the script"
+    lines = [out for out, _ in said[1:]]
+    expected = [f"rank {rank} of 2 2 sum 3.0\n" for rank in (0, 1)]
+    assert lines == expected[::-1] if numbered else sorted(lines) == expected
+
+
+def test_a_scheduler_that_cannot_listen_says_where(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        set_all(monkeypatch, MS_ROLE="MS_SCHED", MS_WORKER_NUM="1", MS_SCHED_HOST="127.0.0.1", MS_SCHED_PORT=port)
+        with pytest.raises(RuntimeStateError, match=f"MS_SCHED cannot listen at 127.0.0.1:{port}; start one process"):
+            init()
