@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -64,6 +65,30 @@ def search(problem: SearchProblem, mode: SearchMode) -> Solution:
 
 
 @dataclass(frozen=True)
+class Costs:
+    """A problem as numbers: `unary[v][i]` is the cost of option i of vertex v, and `pairs[a, b][i, j]`, with a < b,
+    what option i of a and option j of b cost together."""
+
+    unary: tuple[Floats, ...]
+    pairs: Mapping[tuple[int, int], Floats]
+
+    def of(self, choice: tuple[int, ...]) -> float:
+        """The cost of one option per vertex."""
+        alone = sum(float(costs[c]) for costs, c in zip(self.unary, choice, strict=True))
+        return alone + sum(float(matrix[choice[a], choice[b]]) for (a, b), matrix in self.pairs.items())
+
+
+def costs_of(problem: SearchProblem) -> Costs:
+    """The numbers of `problem`; those of parallel edges are added up."""
+    pairs: dict[tuple[int, int], Floats] = {}
+    for edge in problem.edges:
+        matrix = edge.matrix(problem.vertices)
+        key = (edge.producer, edge.consumer)
+        pairs[key] = pairs[key] + matrix if key in pairs else matrix
+    return Costs(tuple(v.unary for v in problem.vertices), pairs)
+
+
+@dataclass(frozen=True)
 class _Table:
     """A function of the options of `scope`."""
 
@@ -73,18 +98,23 @@ class _Table:
 
 def dynamic_programming(problem: SearchProblem, table_limit: int = TABLE_LIMIT) -> Solution:
     """The optimum, proven; or, where tables would pass `table_limit` entries, a plan and how far off it may be."""
-    sizes = [len(vertex.options) for vertex in problem.vertices]
+    return eliminate(costs_of(problem), table_limit)
+
+
+def eliminate(costs: Costs, table_limit: int = TABLE_LIMIT) -> Solution:
+    """Min-sum elimination: `dynamic_programming` on numbers."""
+    sizes = [len(unary) for unary in costs.unary]
     buckets: list[list[_Table]] = [[] for _ in sizes]
-    order = elimination_order(problem)
+    order = elimination_order(costs)
     place = {vertex: i for i, vertex in enumerate(order)}
 
     def file(table: _Table) -> None:
         buckets[min(table.scope, key=place.__getitem__)].append(table)
 
-    for vertex, data in enumerate(problem.vertices):
-        file(_Table((vertex,), data.unary))
-    for (a, b), matrix in pairwise(problem).items():
-        file(_Table((a, b), matrix))
+    for vertex, unary in enumerate(costs.unary):
+        file(_Table((vertex,), unary))
+    for pair, matrix in costs.pairs.items():
+        file(_Table(pair, matrix))
     originals = [list(bucket) for bucket in buckets]
     bound, width = 0.0, 0
     for vertex in order:
@@ -103,24 +133,14 @@ def dynamic_programming(problem: SearchProblem, table_limit: int = TABLE_LIMIT) 
         for table in tables:
             total = total + _slice(table, vertex, choice)
         choice[vertex] = int(np.argmin(total))
-    return Solution(tuple(choice), problem.cost(tuple(choice)), bound, width)
+    return Solution(tuple(choice), costs.of(tuple(choice)), bound, width)
 
 
-def pairwise(problem: SearchProblem) -> dict[tuple[int, int], Floats]:
-    """The edges' matrices, parallel edges added up, keyed by (lower, higher) vertex."""
-    matrices: dict[tuple[int, int], Floats] = {}
-    for edge in problem.edges:
-        matrix = edge.matrix(problem.vertices)
-        key = (edge.producer, edge.consumer)
-        matrices[key] = matrices[key] + matrix if key in matrices else matrix
-    return matrices
-
-
-def elimination_order(problem: SearchProblem) -> list[int]:
+def elimination_order(costs: Costs) -> list[int]:
     """Vertices so that the next to go has the fewest neighbours left, which are then joined (min-degree)."""
     graph = nx.Graph()
-    graph.add_nodes_from(range(len(problem.vertices)))
-    graph.add_edges_from((edge.producer, edge.consumer) for edge in problem.edges)
+    graph.add_nodes_from(range(len(costs.unary)))
+    graph.add_edges_from(costs.pairs)
     waiting: dict[int, set[int]] = {}
     for vertex, degree in graph.degree():
         waiting.setdefault(degree, set()).add(vertex)
@@ -130,7 +150,7 @@ def elimination_order(problem: SearchProblem) -> list[int]:
         waiting[before].discard(vertex)
         waiting.setdefault(graph.degree(vertex), set()).add(vertex)
 
-    while len(order) < len(problem.vertices):
+    while len(order) < len(costs.unary):
         least = min(degree for degree, vertices in waiting.items() if vertices)
         vertex = min(waiting[least])
         waiting[least].discard(vertex)
@@ -183,24 +203,28 @@ def _slice(table: _Table, vertex: int, choice: list[int]) -> Floats:
 
 def sharding_propagation(problem: SearchProblem) -> Solution:
     """Breadth-first from the annotated vertices (the inputs, if none is annotated)."""
-    matrices = pairwise(problem)
-    neighbours: list[list[tuple[int, Floats]]] = [[] for _ in problem.vertices]
-    for (a, b), matrix in matrices.items():
+    annotated = [i for i, v in enumerate(problem.vertices) if v.annotation]
+    inputs = [i for i, v in enumerate(problem.vertices) if v.kind is VertexKind.INPUT]
+    return propagate(costs_of(problem), annotated or inputs)
+
+
+def propagate(costs: Costs, sources: list[int]) -> Solution:
+    """Breadth-first from `sources`: `sharding_propagation` on numbers."""
+    neighbours: list[list[tuple[int, Floats]]] = [[] for _ in costs.unary]
+    for (a, b), matrix in costs.pairs.items():
         neighbours[a].append((b, matrix))
         neighbours[b].append((a, matrix.T))
-    sources = [i for i, v in enumerate(problem.vertices) if v.annotation]
-    inputs = [i for i, v in enumerate(problem.vertices) if v.kind is VertexKind.INPUT]
     choice: dict[int, int] = {}
-    queue: deque[int] = deque(dict.fromkeys([*(sources or inputs)]))
+    queue = deque(sources)
     seen = set(queue)
-    rest = iter(range(len(problem.vertices)))
-    while len(choice) < len(problem.vertices):
+    rest = iter(range(len(costs.unary)))
+    while len(choice) < len(costs.unary):
         if not queue:
             vertex = next(v for v in rest if v not in choice)
             queue.append(vertex)
             seen.add(vertex)
         vertex = queue.popleft()
-        total = problem.vertices[vertex].unary.copy()
+        total = costs.unary[vertex]
         for other, matrix in neighbours[vertex]:
             # an unvisited neighbour will choose what suits it best
             total = total + (matrix[:, choice[other]] if other in choice else matrix.min(axis=1))
@@ -209,8 +233,8 @@ def sharding_propagation(problem: SearchProblem) -> Solution:
             if other not in seen:
                 seen.add(other)
                 queue.append(other)
-    found = tuple(choice[i] for i in range(len(problem.vertices)))
-    return Solution(found, problem.cost(found), -math.inf, 1)
+    found = tuple(choice[i] for i in range(len(costs.unary)))
+    return Solution(found, costs.of(found), -math.inf, 1)
 
 
 def recursive_programming(problem: SearchProblem) -> Solution:
@@ -269,6 +293,8 @@ def _restricted(problem: SearchProblem, kept: list[list[int]]) -> SearchProblem:
 
 def verify_solution(problem: SearchProblem, solution: Solution) -> Solution:
     """Raise VerifyError unless every vertex has one of its options, at the cost that is claimed."""
+    if len(solution.choice) != len(problem.vertices):
+        raise VerifyError(f"the plan has {len(solution.choice)} choices for {len(problem.vertices)} vertices")
     for vertex, choice in zip(problem.vertices, solution.choice, strict=True):
         if not 0 <= choice < len(vertex.options):
             raise VerifyError(f"{vertex.name} has no option {choice}")

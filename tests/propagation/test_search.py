@@ -1,0 +1,190 @@
+"""The searches against brute force: on random numbers, and on small graphs."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partway.propagation.search import (
+    Costs,
+    SearchMode,
+    costs_of,
+    dynamic_programming,
+    eliminate,
+    elimination_order,
+    propagate,
+    recursive_programming,
+    search,
+    sharding_propagation,
+    verify_solution,
+)
+from partway.strategy import BROADCAST, REPLICATE, Layout, Mesh, Shard, VerifyError
+
+
+@st.composite
+def random_costs(draw, vertices=6, options=4, forbidden=True):
+    """Costs of a random graph: whole numbers, so that ties happen, and some choices that are impossible."""
+    count = draw(st.integers(1, vertices))
+    sizes = draw(st.lists(st.integers(1, options), min_size=count, max_size=count))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    possible = list(itertools.combinations(range(count), 2))
+    edges = draw(st.lists(st.sampled_from(possible), unique=True)) if possible else []
+
+    def numbers(*shape):
+        found = rng.integers(0, 9, shape).astype(float)
+        if forbidden and rng.random() < 0.3:
+            found[rng.random(shape) < 0.2] = math.inf
+        return found
+
+    return Costs(tuple(numbers(n) for n in sizes), {(a, b): numbers(sizes[a], sizes[b]) for a, b in edges})
+
+
+def brute_force(costs):
+    return min(costs.of(choice) for choice in itertools.product(*(range(len(u)) for u in costs.unary)))
+
+
+@settings(max_examples=400, deadline=None)
+@given(random_costs())
+def test_elimination_finds_the_optimum_and_proves_it(costs):
+    solution = eliminate(costs)
+    best = brute_force(costs)
+    assert solution.cost == best == solution.bound
+    assert math.isinf(best) or solution.proven
+    assert costs.of(solution.choice) == solution.cost
+
+
+@settings(max_examples=400, deadline=None)
+@given(random_costs(vertices=7, options=3, forbidden=False), st.integers(1, 30))
+def test_with_small_tables_the_optimum_lies_between_the_bound_and_the_cost(costs, limit):
+    solution = eliminate(costs, limit)
+    assert solution.bound <= brute_force(costs) <= solution.cost
+    assert costs.of(solution.choice) == solution.cost
+    if solution.proven:
+        assert solution.cost == brute_force(costs)
+
+
+@settings(max_examples=200, deadline=None)
+@given(random_costs(forbidden=False), st.data())
+def test_propagation_claims_the_cost_of_its_plan_and_is_never_better_than_the_optimum(costs, data):
+    sources = data.draw(st.lists(st.integers(0, len(costs.unary) - 1), unique=True))
+    solution = propagate(costs, sources)
+    assert costs.of(solution.choice) == solution.cost >= brute_force(costs)
+    assert solution.bound == -math.inf
+    assert not solution.proven
+
+
+def test_each_vertex_goes_when_it_has_the_fewest_neighbours_left():
+    chain = Costs((np.zeros(2),) * 5, {(i, i + 1): np.zeros((2, 2)) for i in range(4)})
+    assert eliminate(chain).width == 2
+    star = Costs((np.zeros(2),) * 5, {(0, i): np.zeros((2, 2)) for i in range(1, 5)})
+    assert elimination_order(star)[-2:] == [0, 4] or elimination_order(star)[-1] == 0
+    assert eliminate(star).width == 2
+    clique = Costs((np.zeros(2),) * 4, {pair: np.zeros((2, 2)) for pair in itertools.combinations(range(4), 2)})
+    assert eliminate(clique).width == 4
+
+
+def test_a_table_that_would_be_too_large_is_never_built():
+    wide = Costs((np.zeros(8),) * 12, {pair: np.ones((8, 8)) for pair in itertools.combinations(range(12), 2)})
+    solution = eliminate(wide, 600)
+    assert solution.width <= 3
+    assert solution.bound <= 66 == solution.cost
+
+
+# -- small graphs
+
+
+def mlp(x, w, v, b):
+    return F.linear(torch.relu(F.linear(x, w)), v, b).pow(2).mean()
+
+
+def mlp_tensors():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 4), (4, 4), (4, 4), (4,)]
+    return tuple(torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes)
+
+
+def rows(x):
+    return (x * 2 + x.sum(0, keepdim=True)).sum(1)
+
+
+@pytest.mark.parametrize("mode", list(SearchMode))
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+def test_every_search_gives_a_plan_that_computes_the_right_thing(lab, mode, sizes):
+    args = mlp_tensors()
+    mesh = Mesh.of_sizes(sizes)
+    split = Layout(mesh, (Shard(0), *[REPLICATE] * (len(sizes) - 1)))
+    problem = lab.problem_of(mlp, args, mesh, {"x": ((split,), "by hand")})
+    solution = verify_solution(problem, search(problem, mode))
+    optimum = dynamic_programming(problem)
+    assert optimum.proven
+    assert optimum.cost == pytest.approx(optimum.bound)
+    assert solution.cost >= optimum.cost - 1e-15
+    assert solution.cost == problem.cost(solution.choice)
+    at = next(i for i, v in enumerate(problem.vertices) if v.name == "x")
+    assert problem.vertices[at].options[solution.choice[at]].results == (split,)
+    tensors = lab.call_tensors(problem, mlp, args)
+    lab.check_choice(problem, solution.choice, mlp, args, lab.value_and_gradients([mlp(*args)], tensors), str(mode))
+
+
+def test_dynamic_programming_is_brute_force_on_a_small_graph(lab):
+    x = torch.randn(4, 6, requires_grad=True)
+    problem = lab.problem_of(rows, (x,), lab.LINE)
+    costs = costs_of(problem)
+    total = math.prod(len(u) for u in costs.unary)
+    assert 1000 < total < 200_000
+    found = dynamic_programming(problem)
+    assert found.cost == pytest.approx(brute_force(costs))
+    assert found.cost == pytest.approx(problem.cost(found.choice))
+
+
+def test_the_numbers_of_a_problem_are_its_costs(lab):
+    problem = lab.problem_of(mlp, mlp_tensors(), lab.SQUARE)
+    costs = costs_of(problem)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        choice = tuple(int(rng.integers(len(v.options))) for v in problem.vertices)
+        assert costs.of(choice) == pytest.approx(problem.cost(choice))
+
+
+def test_recursion_on_one_axis_is_the_optimum(lab):
+    problem = lab.problem_of(mlp, mlp_tensors(), lab.LINE)
+    assert recursive_programming(problem).cost == pytest.approx(dynamic_programming(problem).cost)
+
+
+def test_recursion_keeps_what_is_annotated_on_a_later_axis(lab):
+    later = Layout(lab.SQUARE, (REPLICATE, Shard(1)))
+    problem = lab.problem_of(mlp, mlp_tensors(), lab.SQUARE, {"w": ((later,), "by hand")})
+    solution = verify_solution(problem, recursive_programming(problem))
+    at = next(i for i, v in enumerate(problem.vertices) if v.name == "w")
+    assert problem.vertices[at].options[solution.choice[at]].results == (later,)
+
+
+def test_propagation_spreads_an_annotation_to_its_neighbours(lab):
+    split = Layout(lab.LINE, (Shard(0),))
+    problem = lab.problem_of(mlp, mlp_tensors(), lab.LINE, {"x": ((split,), "by hand")})
+    solution = sharding_propagation(problem)
+    first, second = lab.vertices_of(problem, torch.ops.aten.linear.default)
+    for vertex in (first, second):
+        chosen = problem.vertices[vertex].options[solution.choice[vertex]]
+        assert chosen.factors == ("_1",)
+        assert chosen.operands[1].placements == (BROADCAST,)
+
+
+def test_a_solution_that_was_tampered_with_is_refused(lab):
+    problem = lab.problem_of(mlp, mlp_tensors(), lab.LINE)
+    good = verify_solution(problem, dynamic_programming(problem))
+    first = problem.vertices[0]
+    with pytest.raises(VerifyError, match=f"{first.name} has no option {len(first.options)}"):
+        verify_solution(problem, dataclasses.replace(good, choice=(len(first.options), *good.choice[1:])))
+    with pytest.raises(VerifyError, match="has no option -1"):
+        verify_solution(problem, dataclasses.replace(good, choice=(-1, *good.choice[1:])))
+    with pytest.raises(VerifyError, match="the plan costs"):
+        verify_solution(problem, dataclasses.replace(good, cost=good.cost * 0.9))
+    with pytest.raises(VerifyError, match="choices for"):
+        verify_solution(problem, dataclasses.replace(good, choice=good.choice[1:]))
