@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from partway.annotate import Request
 from partway.context import DatasetMode, ParallelContext
 from partway.propagation.graph import Role
 from partway.propagation.lower import PlacedPort

@@ -144,7 +144,8 @@ def _check_dtypes(graph: Graph) -> Graph:
     """The graph itself. Raises CaptureError for a product of tensors of different dtypes."""
     for node in graph.nodes:
         if operator_name(node).split(".")[1:2] and operator_name(node).split(".")[1] in _ONE_DTYPE:
-            found = list(dict.fromkeys(value(operand).dtype for operand in operands(node)))
+            dtypes_of = [value(operand).dtype for operand in operands(node)]
+            found = list(dict.fromkeys(dtype for dtype in dtypes_of if dtype is not torch.bool))  # a mask may be
             if len(found) > 1:
                 dtypes = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
                 raise CaptureError(

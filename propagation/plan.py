@@ -6,7 +6,7 @@ A plan is plain data: it can be printed, asked, saved and loaded without the mod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from io import StringIO
@@ -144,32 +144,35 @@ class Plan(_Frozen):
     def _layout(self, codes: Iterable[str]) -> Layout:
         return layout(self.mesh, tuple(map(placement_from_code, codes)))
 
-    def table(self, *, every: bool = False) -> Report:
+    def table(self, *, every: bool = False, rows: int | None = None, width: int = 180) -> Report:
         """The plan as a table: operator, strategy, layout, collectives, bytes, predicted time.
 
-        Views for which nothing is sent are left out unless `every`.
+        every   also operators that send nothing and take next to nothing: less than 1/10,000 of the step
+        rows    no more than the first so many
+        width   of the whole, in characters
         """
         table = Table(title=f"plan on {self.mesh}", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
         for name in ("operator", "strategy", "layout", "collectives", "sent", "predicted"):
             table.add_column(name, justify="right" if name in ("sent", "predicted") else "left", overflow="fold")
+        lines = list(self._rows(0.0 if every else 1e-4 * self.predicted_time, every))
+        for line in lines[:rows]:
+            table.add_row(*line)
+        left = len(lines) - len(lines[:rows])
+        more = f" ... and {left} more\n" if left else ""
+        return Report(_rendered(table, width) + more + self.summary())
+
+    def _rows(self, least: float, every: bool) -> Iterator[tuple[str, ...]]:
+        """The cells of `table`; without `every` only what sends something or takes more than `least` seconds."""
         at = self._by_operator()
-        for operator in self.operators:
-            here = at.get(operator.name, [])
-            if every or here or operator.seconds:
-                table.add_row(
-                    f"{operator.module or operator.name} {operator.operator.split('.')[1]}",
-                    operator.strategy.strip("()"),
-                    " ".join("".join(codes) for codes in operator.results),
-                    _brief(here),
-                    human(sum(c.wire_bytes for c in here)) if here else "",
-                    _seconds(operator.seconds + sum(c.predicted_time for c in here)),
-                )
+        for o in self.operators:
+            here = at.get(o.name, [])
+            if every or here or o.seconds > least:
+                name = f"{o.module} {o.operator.split('.')[1]}" if o.module else o.name
+                layouts = " ".join("".join(codes) for codes in o.results)
+                yield (name, o.strategy.strip("()"), layouts, *_costs(here, o.seconds))
         for output in self.outputs:
-            here = at.get(f"output {output.name}", [])
-            if here:
-                sent, seconds = sum(c.wire_bytes for c in here), sum(c.predicted_time for c in here)
-                table.add_row(output.name, "", "".join(output.codes), _brief(here), human(sent), _seconds(seconds))
-        return Report(_rendered(table) + self.summary())
+            if here := at.get(f"output {output.name}", []):
+                yield (output.name, "", "".join(output.codes), *_costs(here, 0.0))
 
     def summary(self) -> Report:
         """Totals in three lines."""
@@ -320,10 +323,20 @@ def _codes(plan: Plan, codes: Iterable[str]) -> str:
     return "[" + " ".join(f"{axis}:{code}" for axis, code in zip(plan.axes, codes, strict=True)) + "]"
 
 
+def _costs(collectives: list[Collective], seconds: float) -> tuple[str, str, str]:
+    """The cells of an operator's collectives, the bytes that they send, and its time with theirs."""
+    sent = human(sum(c.wire_bytes for c in collectives)) if collectives else ""
+    return _brief(collectives), sent, _seconds(seconds + sum(c.predicted_time for c in collectives))
+
+
 def _brief(collectives: Iterable[Collective]) -> str:
-    """`2 all_gather(tp), all_reduce(dp) backward`."""
-    counts = Counter(f"{c.kind}({','.join(c.axes)}){' backward' if c.phase == 'backward' else ''}" for c in collectives)
-    return ", ".join(f"{n} {text}" if n > 1 else text for text, n in counts.items())
+    """`2 all_gather(tp); backward all_reduce(dp), reduce_scatter(tp)`."""
+    phases = []
+    for phase in ("forward", "backward"):
+        counts = Counter(f"{c.kind}({','.join(c.axes)})" for c in collectives if c.phase == phase)
+        words = ", ".join(f"{n} {text}" if n > 1 else text for text, n in counts.items())
+        phases.append(f"backward {words}" if words and phase == "backward" else words)
+    return "; ".join(filter(None, phases))
 
 
 def _why(c: Collective) -> str:
@@ -349,9 +362,9 @@ def _not_found(text: str, plan: Plan) -> str:
     return f"the plan has nothing called {text!r}" + (f"; did you mean {', '.join(close)}?" if close else "")
 
 
-def _rendered(table: Table) -> str:
+def _rendered(table: Table, width: int) -> str:
     out = StringIO()
-    Console(file=out, width=180, force_terminal=False, highlight=False, markup=False).print(table)
+    Console(file=out, width=width, force_terminal=False, highlight=False, markup=False).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
