@@ -167,7 +167,8 @@ def test_recursion_keeps_what_is_annotated_on_a_later_axis(lab):
 
 def test_propagation_spreads_an_annotation_to_its_neighbours(lab):
     split = Layout(lab.LINE, (Shard(0),))
-    problem = lab.problem_of(mlp, mlp_tensors(), lab.LINE, {"x": ((split,), "by hand")})
+    _, *parameters = mlp_tensors()
+    problem = lab.problem_of(mlp, (torch.ones(4096, 4).double(), *parameters), lab.LINE, {"x": ((split,), "by hand")})
     solution = sharding_propagation(problem)
     first, second = lab.vertices_of(problem, torch.ops.aten.linear.default)
     for vertex in (first, second):

@@ -1,0 +1,251 @@
+"""Conversions between layouts: their costs against a search over single steps, and what they do to values."""
+
+import itertools
+import math
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from partway.propagation.conversion import ConversionTable, conversion_table
+from partway.propagation.cost import PROFILES, WEIGHTS, Level, waiting_seconds, wire_bytes
+from partway.runtime.instructions import Conversion
+from partway.runtime.simulate import Simulator, join, split
+from partway.strategy import BROADCAST, PARTIAL, REPLICATE, Layout, Mesh, Shard
+from partway.strategy.placement import Kind, kind, transpose
+
+STEP = 1e-13
+
+
+def table_of(shape, sizes, gradient=True, partial=True, level=Level.SPEED, itemsize=8):
+    mesh = Mesh.of_sizes(sizes)
+    return conversion_table(shape, itemsize, partial, gradient, mesh, PROFILES["cpu"], WEIGHTS[level])
+
+
+def step_cost(table, source, axis, placement):
+    """The cost of one single-axis step, written out; None where it is not allowed."""
+    mesh, old = table.mesh, source.placements[axis]
+    target = source.replaced(axis, placement)
+    if not target.divides(table.shape) or not source.divides(table.shape):
+        return None
+    for state in (old, placement):
+        if isinstance(state, Shard) and state in source.placements[axis + 1 :]:
+            return None  # only the last axis that splits a dim may come or go
+    size = mesh.sizes[axis]
+    held = math.prod(table.shape) * table.itemsize
+    for other, (p, n) in enumerate(zip(source.placements, mesh.sizes, strict=True)):
+        if other != axis and isinstance(p, Shard):
+            held /= n
+    total = STEP
+    for way in [kind(old, placement), *([kind(*transpose(old, placement))] if table.gradient else [])]:
+        payload = held / size if way is Kind.ALL_TO_ALL else held
+        total += table.weights.latency * waiting_seconds(way, size, table.profile)
+        total += table.weights.wire * wire_bytes(way, payload, size) / table.profile.link_bandwidth
+        if way in (Kind.PAD, Kind.KEEP):
+            total += table.weights.compute * held / table.profile.memory_bandwidth
+    return total
+
+
+def steps_of(table):
+    """All single-axis steps between layouts as a graph."""
+    graph = nx.DiGraph()
+    for source in table.layouts:
+        if source.divides(table.shape):
+            graph.add_node(source)
+            for axis, placement in itertools.product(range(len(table.mesh.axes)), table.states):
+                if placement != source.placements[axis]:
+                    cost = step_cost(table, source, axis, placement)
+                    if cost is not None:
+                        graph.add_edge(source, source.replaced(axis, placement), weight=cost)
+    return graph
+
+
+TABLES = [
+    ((4, 6), (2,)),
+    ((4,), (2, 2)),
+    ((8, 6), (2, 3)),
+    ((8, 1, 4), (2, 2)),
+    ((8,), (2, 2, 2)),
+    ((), (2, 2)),
+    ((3, 5), (2,)),
+    ((1024, 64), (4, 2)),
+]
+
+
+@pytest.mark.parametrize("level", list(Level))
+@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize(("shape", "sizes"), TABLES)
+def test_costs_are_those_of_the_shortest_chains_of_single_steps(shape, sizes, gradient, level):
+    table = table_of(shape, sizes, gradient, level=level)
+    expected = dict(nx.all_pairs_dijkstra_path_length(steps_of(table)))
+    for (i, source), (j, target) in itertools.product(enumerate(table.layouts), repeat=2):
+        found = table.cost[i, j]
+        wanted = expected.get(source, {}).get(target, math.inf)
+        assert found == pytest.approx(wanted, rel=1e-9, abs=1e-20), f"{source} -> {target}"
+
+
+@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize(("shape", "sizes"), [*TABLES[:5], ((4, 4), (2, 2, 2))])
+def test_a_path_is_a_chain_of_allowed_steps_that_costs_what_the_table_says(shape, sizes, partial):
+    table = table_of(shape, sizes, partial=partial)
+    valid = [found for found, ok in zip(table.layouts, table.valid, strict=True) if ok]
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        source, target = (valid[int(rng.integers(len(valid)))] for _ in range(2))
+        here, total = source, 0.0
+        for step in table.path(source, target):
+            axis = table.mesh.index(step.axis)
+            assert here.placements[axis] == step.source != step.target
+            cost = step_cost(table, here, axis, step.target)
+            assert cost is not None, f"{here} -> {step}"
+            here, total = here.replaced(axis, step.target), total + cost
+            assert here == step.after
+        assert here == target
+        assert total == pytest.approx(table.cost[table.index[source], table.index[target]], rel=1e-9, abs=1e-20)
+
+
+def test_every_valid_layout_becomes_every_other():
+    for shape, sizes in TABLES:
+        for partial in (True, False):
+            table = table_of(shape, sizes, partial=partial)
+            assert np.isfinite(table.cost[np.ix_(table.valid, table.valid)]).all()
+
+
+def test_a_layout_that_does_not_divide_is_out_of_reach():
+    table = table_of((3, 4), (2,))
+    uneven = table.index[Layout(table.mesh, (Shard(0),))]
+    whole = table.index[Layout(table.mesh, (REPLICATE,))]
+    assert math.isinf(table.cost[whole, uneven])
+    assert math.isinf(table.cost[uneven, whole])
+    assert math.isinf(table.cost[uneven, uneven])
+
+
+def test_no_state_splits_a_dim_of_size_1_and_booleans_have_no_addends():
+    assert table_of((1, 4), (2,)).states == (Shard(1), REPLICATE, BROADCAST, PARTIAL)
+    assert table_of((4,), (2,), partial=False).states == (Shard(0), REPLICATE, BROADCAST)
+
+
+def test_what_one_rank_holds():
+    table = table_of((8, 6), (2, 3))
+    assert table.local_bytes(Layout(table.mesh, (Shard(0), Shard(1)))) == 8 * 6 * 8 / 6
+    assert table.local_bytes(Layout(table.mesh, (PARTIAL, Shard(1)))) == 8 * 6 * 8 / 3
+    assert table.local_bytes(Layout(table.mesh, (BROADCAST, REPLICATE))) == 8 * 6 * 8
+
+
+def codes(mesh, text):
+    table = {"R": REPLICATE, "B": BROADCAST, "P": PARTIAL}
+    return Layout(mesh, tuple(table.get(c) or Shard(int(c[1:])) for c in text.split()))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "wanted"),
+    [
+        ("P R", "S0 R", "d0 P>S0"),
+        ("S0 R", "R S0", "d0 S0>R d1 R>S0"),
+        ("S0 S0", "R R", "d1 S0>R d0 S0>R"),
+        ("R S0", "S0 S0", "d1 S0>P d0 R>S0 d1 P>S0"),
+        ("S0 P", "S0 R", "d1 P>R"),
+        ("R R", "R R", ""),
+        ("P P", "S0 S0", "d0 P>S0 d1 P>S0"),
+        ("R R", "B S1", "d1 R>S1 d0 R>B"),
+    ],
+)
+def test_the_way_between_two_layouts(source, target, wanted):
+    table = table_of((64, 64), (2, 2), level=Level.COMMUNICATION)
+    path = table.path(codes(table.mesh, source), codes(table.mesh, target))
+    assert " ".join(f"{step.axis} {step.source}>{step.target}" for step in path) == wanted
+
+
+def test_tables_are_shared():
+    assert table_of((4, 4), (2,)) is table_of((4, 4), (2,))
+    assert isinstance(table_of((4, 4), (2,)), ConversionTable)
+
+
+# -- on values
+
+
+def parts_of(whole, found, generator):
+    """Parts of `whole` laid out as `found`: addends are random numbers with the right sum."""
+    mesh = found.mesh
+    parts = split(whole, found)
+    for axis, placement in enumerate(found.placements):
+        if placement == PARTIAL:
+            for group in mesh.groups(mesh.axes[axis]):
+                noise = [torch.randint(-9, 9, parts[r].shape, generator=generator).double() for r in group]
+                for rank in group[1:]:
+                    parts[rank] = torch.zeros_like(parts[rank])
+                for i, rank in enumerate(group):
+                    parts[rank] = parts[rank] + noise[i] - noise[i - 1]
+    return copied(parts, found)
+
+
+def copied(parts, found):
+    """`parts` with the copies of one part equal on the axes that replicate it."""
+    mesh, out = found.mesh, list(parts)
+    for rank in range(mesh.device_num):
+        coordinate = [
+            c if isinstance(p, Shard) or p == PARTIAL else 0
+            for c, p in zip(mesh.coordinate(rank), found.placements, strict=True)
+        ]
+        out[rank] = parts[mesh.rank(tuple(coordinate))]
+    return out
+
+
+def convert_all(mesh, steps, parts, pair):
+    """Run `steps` as the simulator does; `pair` gives (source, target) of a step."""
+    simulator = Simulator(mesh)
+    for step in steps:
+        source, target = pair(step)
+        if source != target:
+            c = Conversion(
+                kind(source, target), source, target, step.axis, mesh.size(step.axis), "forward", (0,), False
+            )
+            parts = simulator._convert(c, [parts])
+    return parts
+
+
+@st.composite
+def two_layouts(draw):
+    sizes = draw(st.sampled_from([(2,), (3,), (2, 2), (2, 3), (2, 2, 2)]))
+    shape = draw(st.sampled_from([(24,), (8, 6), (4, 24), (2, 12, 3)]))
+    mesh = Mesh.of_sizes(sizes)
+    states = [*(Shard(d) for d in range(len(shape))), REPLICATE, BROADCAST, PARTIAL]
+    layouts = [Layout(mesh, tuple(draw(st.sampled_from(states)) for _ in sizes)) for _ in range(2)]
+    assume(all(found.divides(shape) for found in layouts))
+    return shape, sizes, *layouts
+
+
+@settings(max_examples=250, deadline=None)
+@given(two_layouts(), st.integers(0, 999))
+def test_a_path_keeps_the_value_and_its_transpose_the_gradient(drawn, seed):
+    shape, sizes, source, target = drawn
+    generator = torch.Generator().manual_seed(seed)
+    table = table_of(shape, sizes)
+    path = table.path(source, target)
+    whole = torch.randint(-99, 99, shape, generator=generator).double()
+    start = parts_of(whole, source, generator)
+    assert torch.equal(join(start, source), whole)
+    end = convert_all(table.mesh, path, start, lambda step: (step.source, step.target))
+    assert torch.equal(join(end, target), whole)
+    for rank, same in itertools.product(range(table.mesh.device_num), repeat=2):
+        if all(
+            a == b or not (isinstance(p, Shard) or p == PARTIAL)
+            for a, b, p in zip(table.mesh.coordinate(rank), table.mesh.coordinate(same), target.placements, strict=True)
+        ):
+            assert torch.equal(end[rank], end[same])
+    back = parts_of(whole, target.dual(), generator)
+    gradient = convert_all(table.mesh, path[::-1], back, lambda step: transpose(step.source, step.target))
+    assert torch.equal(join(gradient, source.dual()), whole)
+
+
+def test_the_same_dim_on_two_axes_is_moved_in_one_piece():
+    table = table_of((16,), (2, 2))
+    source, target = codes(table.mesh, "S0 S0"), codes(table.mesh, "R S0")
+    whole = torch.arange(16.0)
+    parts = split(whole, source)
+    end = convert_all(table.mesh, table.path(source, target), parts, lambda s: (s.source, s.target))
+    assert torch.equal(join(end, target), whole)
+    assert torch.equal(end[1], whole[8:])
