@@ -21,7 +21,8 @@ from rich.table import Table
 from ..strategy.errors import StrategyError
 from ..strategy.layout import Layout, layout
 from ..strategy.mesh import Mesh
-from ..strategy.placement import placement_from_code
+from ..strategy.notation import counted
+from ..strategy.placement import Shard, placement_from_code
 from .graph import Role, describe, is_tensor, module_path, operator_name, source_line
 from .lower import Collective, LocalProgram, collective, describe_option
 from .problem import SearchProblem, VertexKind
@@ -223,20 +224,40 @@ class Plan(_Frozen):
         return at
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(self.model_dump_json(indent=1) + "\n")
+        """Write the plan as JSON; folders on the way are made. Raises StrategyError where it cannot be written."""
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise StrategyError(f"could not write the plan to {str(path)!r}: {error.strerror}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` wrote. Raises StrategyError if the file holds none."""
         try:
-            return cls.model_validate_json(Path(path).read_text())
+            plan = cls.model_validate_json(Path(path).read_bytes())
+            plan._check_layouts()
+        except StrategyError as error:
+            raise StrategyError(f"{str(path)!r} holds no plan: {error}") from error
         except OSError as error:
             raise StrategyError(f"could not read a plan from {str(path)!r}: {error.strerror}") from error
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"
             raise StrategyError(f"{str(path)!r} holds no plan of this version: {where}: {first['msg']}") from error
+        return plan
+
+    def _check_layouts(self) -> None:
+        """Raise StrategyError unless the mesh and the layouts of all tensors make sense."""
+        if len(self.axes) != len(self.sizes):
+            raise StrategyError(
+                f"its mesh has {counted(len(self.axes), 'axis', 'axes')} and {counted(len(self.sizes), 'size')}"
+            )
+        for tensor in (*self.inputs, *self.outputs):
+            if any(isinstance(p, Shard) and p.dim >= len(tensor.shape) for p in self._layout(tensor.codes).placements):
+                raise StrategyError(
+                    f"{tensor.name!r} of shape {list(tensor.shape)} cannot be laid out as {tensor.codes}"
+                )
 
     def __str__(self) -> str:
         return str(self.table())
@@ -357,9 +378,13 @@ def _inside(pattern: str, path: str) -> bool:
 
 
 def _not_found(text: str, plan: Plan) -> str:
-    names = {o.name for o in plan.operators} | {o.module for o in plan.operators} | {t.name for t in plan.inputs}
-    close = get_close_matches(text, sorted(names - {""}), 3)
-    return f"the plan has nothing called {text!r}" + (f"; did you mean {', '.join(close)}?" if close else "")
+    tensors = [t.name for t in (*plan.inputs, *plan.outputs)]
+    names = dict.fromkeys([*tensors, *(o.module for o in plan.operators), *(o.name for o in plan.operators)])
+    close = get_close_matches(text, sorted(names), 3)
+    if close:
+        return f"the plan has nothing called {text!r}; did you mean {', '.join(close)}?"
+    tops = dict.fromkeys(name.split(".")[0] for name in names if name)
+    return f"the plan has nothing called {text!r}; its names are, or begin with, {', '.join(list(tops)[:12])}"
 
 
 def _rendered(table: Table, width: int) -> str:
