@@ -3,14 +3,14 @@
 An optimizer holds parameters as objects, so these must stay the same from when it is made. `distribute` makes the
 parameters DTensors when a module is sharded, before there is a plan: whole on every rank. `redistribute` splits them
 when there is one, in place (`torch.utils.swap_tensors`). An ordinary parameter cannot become a DTensor in place (the
-classes differ in their slots), so for an optimizer that was made even earlier, `distribute` puts the new parameter
-wherever a list or dict holds the old one: that is how modules and optimizers hold it.
+classes differ in their slots), so an optimizer that was made even earlier would step the old ones: that is an error,
+as it would go wrong silently.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,30 +29,28 @@ from .execute import device_mesh
 
 def distribute(module: nn.Module) -> None:
     """Make the parameters of `module` DTensors that are whole on every rank. Their values must agree on all ranks.
+    DTensors stay as they are.
 
-    Lists and dicts that held an old parameter hold the new one: optimizers that were made before (their states are
-    kept), lists for clipping. What a local variable or a tuple holds does not change, and a parameter's hooks do not
-    move; a gradient that still reaches an old parameter raises RuntimeStateError. DTensors stay as they are.
+    Raises RuntimeStateError if an optimizer was made of the old parameters; a gradient that still reaches one of them
+    later raises it too.
     """
     layout = Layout.replicated(Mesh.of_sizes((dist.get_world_size(),)))
-    names = {id(held): name for name, held in module.named_parameters() if not isinstance(held, DTensor)}
-    pairs = [(held, _parameter(held, layout)) for held in module.parameters() if id(held) in names]
-    new = {id(old): made for old, made in pairs}
+    old = {id(held): (name, held) for name, held in module.named_parameters() if not isinstance(held, DTensor)}
+    if _holders(old):
+        gc.collect()  # one that is only not collected yet does no harm
+    for optimizer, name in _holders(old):
+        raise RuntimeStateError(
+            f"{optimizer} was made of parameter {name} before its module was sharded, and would step what the module no "
+            "longer uses; call shard first, then make the optimizer of the sharded module's parameters"
+        )
+    new = {key: _parameter(held, layout) for key, (_, held) in old.items()}
     for owner in module.modules():
         for name, held in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if id(held) in new:
                 setattr(owner, name, new[id(held)])
-    for holder in gc.get_referrers(*(old for old, _ in pairs)):
-        if issubclass(type(holder), list):  # isinstance would ask a holder for its __class__, which may be code
-            holder[:] = [new.get(id(held), held) for held in holder]
-        elif issubclass(type(holder), dict):
-            items = [(new.get(id(key), key), new.get(id(value), value)) for key, value in holder.items()]
-            holder.clear()
-            holder.update(items)
-    _cut_states({id(made): layout for _, made in pairs}, new.values())
-    for old, _ in pairs:
-        if old.requires_grad:
-            old.register_hook(_refusal(names[id(old)]))
+    for name, held in old.values():
+        if held.requires_grad:
+            held.register_hook(_refusal(name))
 
 
 def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
@@ -81,7 +79,11 @@ def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
                 f"parameter {name} cannot be split now, because something holds on to it; run backward() of what was "
                 f"computed with it before the first call of the sharded module, and keep no weak references: {error}"
             ) from error
-    _cut_states({key: layout for key, (_, layout) in wanted.items()}, parameters.values())
+    for optimizer in _optimizers():
+        for parameter, state in optimizer.state.items():
+            if id(parameter) in wanted:
+                shape, layout = parameter.shape, wanted[id(parameter)][1]
+                state |= {key: shard_tensor(v, layout) for key, v in state.items() if _like(v, shape)}
 
 
 def _parameter(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
@@ -94,21 +96,22 @@ def _parameter(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     return new
 
 
-def _cut_states(layouts: Mapping[int, Layout], parameters: Iterable[nn.Parameter]) -> None:
-    """Give what optimizers keep for a parameter in its shape the layout that `layouts` has for the parameter's id."""
-    for holder in gc.get_referrers(*parameters):
-        for parameter, state in _states(holder):
-            if id(parameter) in layouts:
-                shape, layout = parameter.shape, layouts[id(parameter)]
-                state |= {k: shard_tensor(v, layout) for k, v in state.items() if _like(v, shape)}
+def _holders(parameters: Mapping[int, tuple[str, nn.Parameter]]) -> list[tuple[str, str]]:
+    """The optimizers of any of `parameters` (by id), each with the name of one."""
+    return [
+        (type(optimizer).__name__, parameters[id(held)][0])
+        for optimizer in _optimizers()
+        for group in optimizer.param_groups
+        for held in group["params"]
+        if id(held) in parameters
+    ]
 
 
-def _states(holder: Any) -> Iterator[tuple[Tensor, dict[Any, Any]]]:
-    """The entries of a dict from parameters to dicts, as `Optimizer.state` is."""
-    if issubclass(type(holder), dict):
-        for key, value in holder.items():
-            if isinstance(key, nn.Parameter) and isinstance(value, dict):
-                yield key, value
+def _optimizers() -> Iterator[torch.optim.Optimizer]:
+    """The optimizers that there are."""
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.optim.Optimizer):  # isinstance would ask for its __class__, which may be code
+            yield found
 
 
 def _like(value: object, shape: torch.Size) -> bool:
