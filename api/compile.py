@@ -156,7 +156,7 @@ def check_target(call: str, fn: Any) -> None:
         raise StrategyError(f"{type(fn).__name__} has parameters without a shape yet; call it once before {call}")
     if isinstance(fn, type):
         raise StrategyError(f"{call} takes an nn.Module object, not the class {fn.__name__}; write {fn.__name__}(...)")
-    if not callable(fn) or getattr(fn, "forward", None) is torch.nn.Module.forward:
+    if not callable(fn) or getattr(type(fn), "forward", None) is torch.nn.Module.forward:
         text = type(fn).__name__ if isinstance(fn, torch.Tensor | torch.nn.Module) else repr(fn)
         raise StrategyError(f"{call} takes a function or an nn.Module object with a forward, not {text}")
 

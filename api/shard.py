@@ -5,7 +5,7 @@ function that is being sharded.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -186,15 +186,33 @@ class _Engine:
             return self._constrained(original, args, kwargs)
         if _stands_alone(context):
             return original(*args, **kwargs)
-        check_call(self.fn, args, kwargs)
         call = flatten_call(self.fn, args, kwargs)
+        try:
+            runner = self._runner(call, args, kwargs, context)
+        except Exception:
+            for engine in self._engines():
+                engine._refused = True
+            raise
+        self._latest = runner.compiled
+        return runner(call.tensors)
+
+    def _engines(self) -> Iterator[_Engine]:
+        """This one, and those of the sharded modules inside."""
+        yield self
+        if isinstance(self.fn, torch.nn.Module):
+            for module in self.fn.modules():
+                if isinstance(module, ShardedModule):
+                    yield module._partway
+
+    def _runner(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> _Runner:
+        """What runs a call; it is planned if it is the first of its signature."""
+        check_call(self.fn, args, kwargs)
         check_tensors(call, self.request.device)
         key = self._signature(call, context)
         runner = self._runners.get(key)
         if runner is None:
             runner = self._runners[key] = self._plan(call, context)
-        self._latest = runner.compiled
-        return runner(call.tensors)
+        return runner
 
     def _signature(self, call: Call, context: ParallelContext) -> tuple[Any, ...]:
         """All that a plan depends on. Parameters count by what may change: flags, dtypes and shapes."""
@@ -218,9 +236,6 @@ class _Engine:
                 self.fn, args, kwargs, self.request, context, current_algo(),
                 processes=place.processes, fixed=self._layouts,
             )  # fmt: skip
-        except Exception:
-            self._refused = True
-            raise
         finally:
             self._capturing = False
         if isinstance(self.fn, torch.nn.Module):

@@ -238,9 +238,12 @@ class _Formulation:
         self._append(vertex, (Value(port.node),))
 
     def _split_at_rest(self, port: Port, table: ConversionTable, layouts: list[Layout]) -> list[Layout]:
-        whole = table.local_bytes(Layout.replicated(self.settings.mesh))
-        if not port.requires_grad or whole < (self.settings.shard_parameters or 0):
+        """The layouts under enable_parallel_optimizer: as far split as can be, or whole where it is small."""
+        whole = Layout.replicated(self.settings.mesh)
+        if not port.requires_grad:
             return layouts
+        if table.local_bytes(whole) < (self.settings.shard_parameters or 0):
+            return [whole]
         least = min(table.local_bytes(found) for found in layouts)
         return [found for found in layouts if table.local_bytes(found) == least]
 
@@ -404,13 +407,18 @@ class _Formulation:
             self.unknown.setdefault(operator_name(node), node)
 
     def _report_unknown(self) -> None:
+        forbidden = self.settings.on_unknown_op is Fallback.ERROR
+        so = (
+            ", and on_unknown_op='error' forbids to run it replicated"
+            if forbidden
+            else "; its operands are gathered and it runs replicated"
+        )
         lines = [
-            f"{name} (node {node.name}, {describe(node)}, in {module_path(node) or 'the function'}) has no rule; "
-            f"its operands are gathered and it runs replicated. Add a row to propagation/rules.py: "
-            f'{name}: Row("{_sketch(node)}")'
+            f"{name} (node {node.name}, {describe(node)}, in {module_path(node) or 'the function'}) has no rule{so}. "
+            f'Add a row to propagation/rules.py: {name}: Row("{_sketch(node)}")'
             for name, node in self.unknown.items()
         ]
-        if lines and self.settings.on_unknown_op is Fallback.ERROR:
+        if lines and forbidden:
             raise OperatorError("\n".join(lines))
         if lines:
             warnings.warn("\n".join(lines), UnknownOperatorWarning, stacklevel=2)

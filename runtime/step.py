@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..propagation.differentiate import Step
 from ..propagation.lower import PlacedPort
+from ..strategy.errors import RuntimeStateError
 from ..strategy.layout import Layout
 from .instructions import Code, assemble_code
 
@@ -105,8 +105,15 @@ class _Function(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            results = _Function.gradients(ctx, gradients)
+        if torch.is_grad_enabled():  # create_graph=True
+            results = _Once.apply(torch.empty(0, requires_grad=True), *results)  # type: ignore[no-untyped-call]
+        return (None, *results)
+
+    @staticmethod
+    def gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         compiled: CompiledStep = ctx.compiled
         tensors = ctx.saved_tensors
         primals, packed = tensors[: ctx.inputs], tensors[ctx.inputs :]
@@ -134,7 +141,22 @@ class _Function(torch.autograd.Function):
         for placed, needs in zip(program.inputs, compiled.step.needed, strict=True):
             value = next(found) if needs else None
             results.append(None if value is None else executor.leave([value], [placed.layout.dual()])[0])
-        return (None, *results)
+        return tuple(results)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients as they are; to differentiate them again is an error instead of a silent zero."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise RuntimeStateError(
+            "a sharded function has no second derivative: its gradients, made with create_graph=True, cannot be "
+            "differentiated again; compute them with the plain function"
+        )
 
 
 Generators = tuple[Tensor, Tensor | None]  # the states of the CPU's and, where there is one, the GPU's
