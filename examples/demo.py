@@ -97,7 +97,7 @@ def demo(
         )
     console = Console(highlight=False)
     if not console.is_terminal:  # a log file is as wide as its lines
-        console.width = 140
+        console.width = 175
     torch.set_num_threads(1)  # the tensors are small
     torch.set_default_dtype(torch.float64)  # an error of the split cannot pass for rounding
     started = perf_counter()
