@@ -13,7 +13,7 @@ from partway.context import DatasetMode, ParallelContext
 from partway.propagation.graph import Role
 from partway.propagation.lower import PlacedPort
 from partway.propagation.structure import Call
-from partway.runtime.process import init, launched
+from partway.runtime.process import get_group_size, init, launched
 from partway.runtime.simulate import Simulator
 from partway.runtime.step import Executor
 from partway.strategy import Layout, Mesh, Replicate, StrategyError
@@ -22,7 +22,9 @@ from partway.strategy import Layout, Mesh, Replicate, StrategyError
 class Placing(Protocol):
     """What differs between simulation and a process group, around the step itself."""
 
-    processes: int | None
+    @property
+    def processes(self) -> int | None:
+        """How many processes a launcher started, or None in simulation."""
 
     def executor(self, mesh: Mesh) -> Executor:
         """What runs a step on `mesh`."""
@@ -48,7 +50,9 @@ class Placing(Protocol):
 class Simulated:
     """Every rank in this process: tensors are whole on both sides, parameters stay ordinary parameters."""
 
-    processes = None
+    @property
+    def processes(self) -> int | None:
+        return None
 
     def executor(self, mesh: Mesh) -> Executor:
         return _simulator(mesh)
@@ -78,7 +82,11 @@ class Launched:
     plain where they are whole, DTensors where they are split."""
 
     def __init__(self) -> None:
-        self.processes: int | None = init()
+        init()
+
+    @property
+    def processes(self) -> int | None:
+        return get_group_size()
 
     def executor(self, mesh: Mesh) -> Executor:
         from partway.runtime.execute import Worker
@@ -160,11 +168,6 @@ def _simulator(mesh: Mesh) -> Simulator:
     return Simulator(mesh)
 
 
-@functools.cache
-def _launched() -> Launched:
-    return Launched()
-
-
 def placing() -> Placing:
     """The Placing of this process. Where a launcher started it, the process group is started if there is none."""
-    return _launched() if launched() else Simulated()
+    return Launched() if launched() else Simulated()
