@@ -261,6 +261,7 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.full_like.default: _like(aten.full.default),
     aten.huber_loss.default: _pointwise_loss,
+    aten.kl_div.default: _pointwise_loss,
     aten.l1_loss.default: _pointwise_loss,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,

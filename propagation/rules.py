@@ -506,6 +506,7 @@ RULES: dict[Any, Row | Function] = {
     aten.binary_cross_entropy.default: _loss,
     aten.binary_cross_entropy_with_logits.default: _loss,
     aten.huber_loss.default: _loss,
+    aten.kl_div.default: _loss,
     aten.l1_loss.default: _loss,
     aten.smooth_l1_loss.default: _loss,
     aten.soft_margin_loss.default: _loss,

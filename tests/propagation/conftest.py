@@ -109,9 +109,9 @@ def check_choice(problem, choice, fn, args, expected, message):
     assert_same(found, expected, message)
 
 
-def check_optimum(fn, args, mesh, allowed=None, **changes):
-    """Run the best plan of a call of `fn` and compare it with plain PyTorch. Returns the problem and solution."""
-    problem = problem_of(fn, args, mesh, allowed, **changes)
+def check_optimum(graph, fn, args, mesh, allowed=None):
+    """Run the best plan of the graph of `fn` and compare it with plain PyTorch. Returns the problem and solution."""
+    problem = formulate(graph, settings_of(mesh, on_unknown_op="error"), allowed or {})
     solution = verify_solution(problem, dynamic_programming(problem))
     tensors = call_tensors(problem, fn, args)
     leaves = [t for t in tensors if t.requires_grad]

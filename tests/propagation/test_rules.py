@@ -158,6 +158,7 @@ CASES = [
     case(aten.expand.default, "f0 f1 f2", lambda x: x.expand(4, 4, 4) * 2, real(4, 1), linear=1),
     case(aten.group_norm.default, "f0", lambda x, w, b: F.group_norm(x, 2, w, b), real(4, 4, 4), real(4), real(4)),
     case(aten.huber_loss.default, "f0 f1", F.huber_loss, real(4, 4), real(4, 4)),
+    case(aten.kl_div.default, "f0 f1", lambda x, t: F.kl_div(x, t, reduction="batchmean"), real(4, 4), unit(4, 4)),
     case(aten.l1_loss.default, "f0 f1", F.l1_loss, real(4, 4), real(4, 4)),
     case(aten.layer_norm.default, "f0 f1",
          lambda x, w, b: F.layer_norm(x, (4,), w, b), real(4, 4, 4), real(4), real(4)),
