@@ -28,7 +28,8 @@ class Program:
     collectives: tuple[Collective, ...]
 
     def __str__(self) -> str:
-        parts = [f"on {self.step.program.mesh}", "", "forward", *program_lines(self.step.forward.graph)]
+        inputs = self.step.program.inputs
+        parts = [f"on {self.step.program.mesh}", "", "forward", *program_lines(self.step.forward.graph, inputs)]
         if self.step.backward is not None:
             parts += ["", "backward", *program_lines(self.step.backward.graph)]
         return "\n".join(parts)

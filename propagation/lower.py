@@ -141,6 +141,9 @@ class PlacedPort:
     def local_shape(self) -> tuple[int, ...]:
         return self.layout.local_shape(self.shape)
 
+    def __str__(self) -> str:
+        return f"{self.port.role.value} {self.port.name} {list(self.local_shape)} of {list(self.shape)} {self.layout}"
+
 
 @dataclass(frozen=True)
 class LocalProgram:
@@ -153,15 +156,17 @@ class LocalProgram:
     conversions: tuple[Conversion, ...]
 
     def __str__(self) -> str:
-        return "\n".join(program_lines(self.module.graph))
+        return "\n".join(program_lines(self.module.graph, self.inputs))
 
 
-def program_lines(graph: fx.Graph) -> list[str]:
-    """A graph of local operators and conversions as text, one line a node."""
+def program_lines(graph: fx.Graph, inputs: tuple[PlacedPort, ...] = ()) -> list[str]:
+    """A graph of local operators and conversions as text, one line a node; `inputs`: what its first ones are."""
     lines = []
+    known = iter(inputs)
     for node in graph.nodes:
         if node.op == "placeholder":
-            lines.append(f"input {node.name}")
+            placed = next(known, None)
+            lines.append(f"input {node.name}" + (f": {placed}" if placed else ""))
         elif node.op == "output":
             lines.append(f"return {', '.join(map(str, node.args[0]))}")
         elif node.target is convert:
