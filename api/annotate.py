@@ -234,7 +234,7 @@ def annotate(
         *_dataset(inputs, request, context, mesh, problems),
     ]
     if context.mode_was_set and context.parallel_mode == ParallelMode.DATA_PARALLEL:
-        said += _data_parallel(graph, inputs, request, mesh, problems)
+        said += _data_parallel(graph, inputs, request, mesh, context, problems)
     strict = algo.fully_use_devices and "fully_use_devices" in algo.model_fields_set
     checked: tuple[Annotation | None, ...] = ()
     try:
@@ -465,9 +465,15 @@ def _dataset(
 
 
 def _data_parallel(
-    graph: Graph, inputs: Sequence[Port], request: Request, mesh: Mesh, problems: list[Problem]
+    graph: Graph,
+    inputs: Sequence[Port],
+    request: Request,
+    mesh: Mesh,
+    context: ParallelContext,
+    problems: list[Problem],
 ) -> list[_Said]:
-    """parallel_mode="data_parallel": parameters whole, every input split along its first dim."""
+    """parallel_mode="data_parallel": parameters whole (but for those that enable_parallel_optimizer splits), every
+    input split along its first dim."""
     if request.given():
         what = f"splits the batch and nothing else, and {request.given()[0][0]} was given"
         fix = "drop the strategies, or set parallel_mode='semi_auto_parallel'"
@@ -475,7 +481,9 @@ def _data_parallel(
         return []
     whole, batch = (Replicate(),) * len(mesh.axes), (Shard(0),) * len(mesh.axes)
     said = []
-    for port in (*(port for port in graph.inputs if port.role is Role.PARAMETER), *inputs):
+    optimizer = context.enable_parallel_optimizer
+    parameters = [p for p in graph.inputs if p.role is Role.PARAMETER and not (optimizer and p.requires_grad)]
+    for port in (*parameters, *inputs):
         if shape(port.node):
             strategy = batch if port.role is Role.INPUT else whole
             words = f"{port.role.value} {port.name!r}"

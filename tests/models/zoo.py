@@ -41,6 +41,21 @@ class MLP(nn.Module):
         return self.loss(self.fc3(torch.tanh(self.fc2(torch.relu(self.fc1(x))))), target)
 
 
+class ConvNet(nn.Module):
+    """Two convolutions, each with a batch norm, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.conv2, self.norm2 = nn.Conv2d(16, 32, 3, padding=1, stride=2), nn.BatchNorm2d(32, momentum=0.3)
+        self.head = nn.Linear(32, CLASSES)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        x = torch.relu(self.norm1(self.conv1(pixel_values)))
+        x = torch.relu(self.norm2(self.conv2(x)))
+        return nn.functional.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, a batch for it, and a Megatron-style annotation of its first block.
@@ -195,11 +210,13 @@ _RESNET_BLOCK = {
     "resnet.encoder.stages.0.layers.0.layer.0.convolution.weight": "x...",
     "resnet.encoder.stages.0.layers.0.layer.1.convolution.weight": ".x..",
 }
+_CONVNET_BLOCK = {"conv1.weight": "x...", "conv1.bias": "x", "norm1.*": "x", "conv2.weight": ".x.."}
 _TOKENS, _IMAGES = {"input_ids": 2, "labels": 2}, {"pixel_values": 4, "labels": 1}
 
 CASES = {
     "mlp": Case(MLP, _features, {"x": 2, "target": 2}, _MLP_BLOCK),
     "mlp_classes": Case(lambda: MLP(nn.functional.cross_entropy), _classified, {"x": 2, "target": 1}, _MLP_BLOCK),
+    "convnet": Case(ConvNet, _images(8), _IMAGES, _CONVNET_BLOCK),
     "gpt2": Case(gpt2, _tokens, _TOKENS, _GPT2_BLOCK),
     "llama": Case(llama, _tokens, _TOKENS, _LLAMA_BLOCK, single=True),
     "llama_heads": Case(lambda: llama(8), _tokens, _TOKENS, _LLAMA_BLOCK, single=True),
