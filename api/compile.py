@@ -52,6 +52,7 @@ class Compiled:
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh that it was planned on."""
         return self.local.mesh
 
     @cached_property

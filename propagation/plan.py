@@ -125,6 +125,7 @@ class Plan(_Frozen):
 
     @property
     def mesh(self) -> Mesh:
+        """The mesh it is for."""
         return Mesh(dict(zip(self.axes, self.sizes, strict=True)))
 
     @property

@@ -1,0 +1,135 @@
+"""The names, signatures and docstrings that users rely on, and what importing the package costs."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import partway as pw
+
+PUBLIC = [
+    "Broadcast",
+    "CaptureError",
+    "Compiled",
+    "ContextError",
+    "Layout",
+    "Mesh",
+    "OperatorError",
+    "Partial",
+    "PartwayError",
+    "Plan",
+    "Replicate",
+    "RuntimeStateError",
+    "Shard",
+    "StrategyError",
+    "UnknownOperatorWarning",
+    "VerifyError",
+    "auto_parallel_context",
+    "compile",
+    "get_algo_parameters",
+    "get_auto_parallel_context",
+    "get_group_size",
+    "get_rank",
+    "init",
+    "record_collectives",
+    "reset_algo_parameters",
+    "reset_auto_parallel_context",
+    "set_algo_parameters",
+    "set_auto_parallel_context",
+    "shard",
+    "shutdown",
+]
+
+
+def parameters(function: object) -> str:
+    """The parameters of a function with their kinds and defaults, without types."""
+    assert callable(function)
+    signature = inspect.signature(function)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+def test_these_are_the_public_names():
+    assert pw.__all__ == PUBLIC
+    assert all(hasattr(pw, name) for name in PUBLIC)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (
+            pw.shard,
+            "(fn=None, in_strategy=None, out_strategy=None, *, parameter_plan=None, mesh=None, device=None, level=0)",
+        ),
+        (
+            pw.compile,
+            "(fn_or_module, args=(), kwargs=None, *, mesh=None, in_strategy=None, out_strategy=None, "
+            "parameter_plan=None, device=None, level=0)",
+        ),
+        (pw.init, "(simulate=None, backend=None)"),
+        (pw.get_rank, "()"),
+        (pw.get_group_size, "()"),
+        (pw.shutdown, "()"),
+        (pw.Mesh, "(axes)"),
+        (pw.Layout, "(mesh, placements)"),
+        (pw.Shard, "(dim)"),
+        (pw.Replicate, "()"),
+        (pw.Broadcast, "()"),
+        (pw.Partial, "(reduce='sum')"),
+        (pw.set_auto_parallel_context, "(**kwargs)"),
+        (pw.get_auto_parallel_context, "(key)"),
+        (pw.reset_auto_parallel_context, "()"),
+        (pw.auto_parallel_context, "(**kwargs)"),
+        (pw.set_algo_parameters, "(**kwargs)"),
+        (pw.get_algo_parameters, "(key)"),
+        (pw.reset_algo_parameters, "()"),
+        (pw.Plan.table, "(self, *, every=False, rows=None, width=180)"),
+        (pw.Plan.explain, "(self, name)"),
+        (pw.Plan.summary, "(self)"),
+        (pw.Plan.save, "(self, path)"),
+        (pw.Plan.load, "(path)"),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", None),
+)
+def test_signatures_are_these(function, expected):
+    assert parameters(function) == expected
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_and_method_has_a_docstring(name):
+    public = getattr(pw, name)
+    members = [public]
+    if inspect.isclass(public) and not issubclass(public, Exception):
+        own = [value for key, value in vars(public).items() if not key.startswith("_")]
+        members += [value for value in own if inspect.isfunction(value) or isinstance(value, classmethod | property)]
+    undocumented = [member for member in members if not inspect.getdoc(member)]
+    assert undocumented == []
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC if name.endswith("Error") and name != "PartwayError"])
+def test_every_error_is_a_partway_error_and_a_builtin_one(name):
+    error = getattr(pw, name)
+    assert issubclass(error, pw.PartwayError)
+    assert issubclass(error, ValueError | RuntimeError | AssertionError)
+
+
+IMPORT = """
+import sys, time
+import torch
+before = set(sys.modules)
+start = time.process_time()
+import partway
+seconds = time.process_time() - start
+heavy = {"transformers", "sklearn", "scipy", "matplotlib", "pandas", "torchvision"} & (set(sys.modules) - before)
+assert not heavy, heavy
+assert not torch.distributed.is_initialized()
+assert partway.get_rank() == 0 and partway.get_group_size() == 1
+print(seconds)
+"""
+
+
+def test_import_is_quiet_and_quick_and_needs_no_process_group():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert float(done.stdout) < 10.0  # CPU seconds beside torch's own import: about 1.5 of an idle core
