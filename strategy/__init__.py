@@ -22,7 +22,6 @@ from .notation import (
     Annotation,
     coarsest_mesh,
     from_dtensor,
-    parse,
     to_dtensor,
     to_ints,
     to_names,
@@ -49,6 +48,7 @@ from .validate import (
     check_strategies,
     form_problems,
     is_one_strategy,
+    parse,
 )
 
 __all__ = [

@@ -61,16 +61,6 @@ class Annotation:
         return self.text
 
 
-def parse(strategy: object, mesh: Mesh, shape: Sequence[int]) -> Annotation:
-    """The annotation that `strategy` is for a tensor of `shape`. Raises StrategyError with every reason why not."""
-    from .validate import check_strategies  # the validator reads through this file, so the import waits
-
-    (annotation,) = check_strategies([("the strategy", shape, strategy)], mesh)
-    if annotation is None:
-        raise StrategyError("the strategy is None; write one entry a dim, such as (None, None) for a whole tensor")
-    return annotation
-
-
 def form_of(strategy: object) -> Form | None:
     """The one notation that all entries of `strategy` belong to, or None if there is none."""
     if isinstance(strategy, Layout):

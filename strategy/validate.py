@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from .errors import Problem, raise_problems
+from .errors import Problem, StrategyError, raise_problems
 from .layout import Layout
 from .mesh import Mesh
 from .notation import (
@@ -34,6 +34,14 @@ from .placement import Broadcast, Partial, Shard
 
 DATASET_MODES = ("semi_auto_parallel", "auto_parallel")
 DATASET_STRATEGIES = ("data_parallel", "full_batch")
+
+
+def parse(strategy: object, mesh: Mesh, shape: Sequence[int]) -> Annotation:
+    """The annotation that `strategy` is for a tensor of `shape`. Raises StrategyError with every reason why not."""
+    (annotation,) = check_strategies([("the strategy", shape, strategy)], mesh)
+    if annotation is None:
+        raise StrategyError("the strategy is None; write one entry a dim, such as (None, None) for a whole tensor")
+    return annotation
 
 
 def check_strategies(
