@@ -63,6 +63,9 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
             return (*outputs, *gradients)
 
         traced = make_fx(joint)(*inputs, *tangents)
+        if any(map(_overwrites, traced.graph.nodes)):  # some of autograd's formulas fill a buffer, as that of rfft
+            with torch.no_grad():
+                traced = make_fx(torch.func.functionalize(traced))(*inputs, *tangents)
     for node in traced.graph.nodes:
         if _overwrites(node):
             raise VerifyError(f"the traced program writes in place: {node.format_node()}")
@@ -76,7 +79,9 @@ def _overwrites(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return False
     written = node.args[0]
-    return not (isinstance(written, fx.Node) and written.op == "call_function" and len(written.users) == 1)
+    if not isinstance(written, fx.Node) or written.op != "call_function" or len(written.users) > 1:
+        return True
+    return not isinstance(written.target, OpOverload) or any(r.alias_info for r in written.target._schema.returns)
 
 
 def _cut(traced: fx.GraphModule, inputs: int, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
