@@ -31,6 +31,7 @@ class Pool:
                 "MASTER_PORT": str(self.store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 need not listen itself
                 "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(sys.path),  # pytest's `pythonpath` too
             }
             log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
             command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(theirs.fileno())]
