@@ -17,7 +17,7 @@ from partway.propagation.collectives import constrain
 from partway.propagation.graph import Graph, Port, Role, shape
 from partway.propagation.plan import Plan
 from partway.propagation.problem import Allowed
-from partway.propagation.structure import place_names
+from partway.propagation.structure import optional_names, place_names
 from partway.strategy import (
     Annotation,
     Layout,
@@ -317,7 +317,8 @@ def _fix(
 
 
 def by_argument(fn: Any, given: Strategies, present: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
-    """The strategy of each argument by name. `present`: the arguments in which a call passes tensors."""
+    """The strategy of each argument by name. `present`: the arguments in which a call passes tensors; one that is None
+    by default may be missing (labels, in evaluation), and its strategy then says nothing."""
     if given is None:
         return {}
     if isinstance(given, Mapping):
@@ -331,7 +332,7 @@ def by_argument(fn: Any, given: Strategies, present: Sequence[str], problems: li
         by_name = dict(zip(places, given, strict=False))
     known = place_names(fn, len(by_name) + 64)
     for name, strategy in by_name.items():
-        if strategy is not None and name not in present:
+        if strategy is not None and name not in present and name not in optional_names(fn):
             what = "the call passes no tensor for it" if name in known else "there is no such argument"
             close = get_close_matches(name, present) or list(present)
             fix = f"annotate {' or '.join(map(repr, close))}" if close else "the call passes no tensors at all"

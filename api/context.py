@@ -233,6 +233,8 @@ class ParallelContext(_Options):
     to False; here splitting a model must not change its training unasked."""
 
     parameter_broadcast: bool = False
+    """True: `shard` gives every process rank 0's parameters, buffers and random generators. False: where they differ,
+    it is an error."""
 
     all_reduce_fusion_config: _Positions | None = Field(default=None, description=f"None or {_POSITIONS}")
     """Short for comm_fusion={"allreduce": {"mode": "index", "config": ...}}. The reference's code counts [20, 35] as

@@ -32,9 +32,7 @@ class Placing(Protocol):
     def adopt(self, module: torch.nn.Module, context: ParallelContext) -> None:
         """A module was sharded: before anyone asks for its parameters."""
 
-    def whole_call(
-        self, call: Call, context: ParallelContext, local: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def whole_call(self, call: Call, context: ParallelContext, local: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call with tensors of their global shapes. `local`: a rank is given its part."""
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
@@ -60,9 +58,7 @@ class Simulated:
     def adopt(self, module: torch.nn.Module, context: ParallelContext) -> None:
         return None
 
-    def whole_call(
-        self, call: Call, context: ParallelContext, local: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def whole_call(self, call: Call, context: ParallelContext, local: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = call.structure.build(list(call.tensors))
         return args, kwargs
 
@@ -96,20 +92,19 @@ class Launched:
     def adopt(self, module: torch.nn.Module, context: ParallelContext) -> None:
         """Parameters become DTensors now, whole on every rank, so that an optimizer made next holds the objects that
         stay; the first plan splits them in place."""
-        from partway.runtime.execute import broadcast, check_agreement, generators
+        from partway.runtime.execute import broadcast, check_agreement, generators, share_generators
         from partway.runtime.parameters import distribute
 
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         if context.parameter_broadcast:
             broadcast([tensor.detach() for tensor in named.values()])
+            share_generators()  # ranks whose parameters differ were seeded differently
         else:
             check_agreement(named)
-        check_agreement(generators(), "seed every rank alike with torch.manual_seed")
+            check_agreement(generators(), "seed every rank alike with torch.manual_seed")
         distribute(module)
 
-    def whole_call(
-        self, call: Call, context: ParallelContext, local: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def whole_call(self, call: Call, context: ParallelContext, local: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tensors = [_plain(tensor) for tensor in call.tensors]
         if local:
             parts = _dataset_parts(tensors, context, self.processes or 1)

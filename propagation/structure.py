@@ -158,6 +158,15 @@ def place_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
     return (*known, *(f"arg{i}" for i in range(len(known), count))) if more else known
 
 
+def optional_names(fn: Callable[..., Any]) -> frozenset[str]:
+    """The arguments of `fn` that are None by default: a call may do without them."""
+    try:
+        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset()
+    return frozenset(p.name for p in parameters if p.default is None)
+
+
 def _takes_more(fn: Callable[..., Any]) -> bool:
     """Whether there is an `*args`, or nothing is known of what `fn` takes."""
     try:

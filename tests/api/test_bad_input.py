@@ -329,11 +329,6 @@ ARGUMENTS = [
         ("in_strategy[0]: the strategy {'a': 2} is a dict, not a tuple",),
     ),
     Wrong(
-        "in_strategy_of_an_argument_without_a_tensor",
-        run(in_strategy=(("dp", None), ("dp", None))),
-        ("in_strategy['mask']: the call passes no tensor for it", "annotate 'x'"),
-    ),
-    Wrong(
         "in_strategy_of_a_number",
         run(X, None, 2.0, in_strategy={"scale": (2,)}),
         ("in_strategy['scale']: the call passes no tensor for it",),
@@ -1226,7 +1221,6 @@ def test_all_annotations_that_cannot_be_met_are_reported_together() -> None:
     found = problems(lambda: model(torch.ones(6, 8)))
     assert found == [
         "in_strategy",
-        "in_strategy['mask']",
         "out_strategy",
         "parameter_plan['up.weigth']",
         "input 'x'",
@@ -1301,3 +1295,9 @@ def test_annotations_by_position_reach_the_tensors_of_var_args() -> None:
     summed = pw.shard(lambda first, *more: first + sum(more), in_strategy=(None, ("dp", None)), mesh=MESH)
     torch.testing.assert_close(summed(X, X), X + X)
     assert "('dp', None)" in summed.plan.explain("arg1")
+
+
+def test_an_annotated_argument_that_is_none_by_default_may_be_left_out() -> None:
+    model = pw.shard(Net(), in_strategy={"x": ("dp", None), "mask": ("dp", None)}, mesh=MESH)
+    both, one = model(X, torch.ones_like(model(X))), model(X)
+    assert torch.equal(both, one)
