@@ -6,7 +6,6 @@ before one collective. The text is the same on every rank; a conversion knows it
 
 from __future__ import annotations
 
-import math
 import operator
 from dataclasses import dataclass
 
@@ -346,8 +345,6 @@ def verify_program(program: LocalProgram) -> LocalProgram:
     if len(set(tags)) != len(tags) or any(not 0 <= tag < len(program.conversions) for tag in tags):
         raise VerifyError("the conversions of the program are not those of its list")
     for placed in (*program.inputs, *program.outputs):
-        if math.prod(placed.local_shape) * math.prod(placed.layout.splits(len(placed.shape))) != math.prod(
-            placed.shape
-        ):
+        if not placed.layout.divides(placed.shape):
             raise VerifyError(f"{placed.port.name} does not fit its layout {placed.layout}")
     return program

@@ -97,9 +97,9 @@ class Certificate(_Frozen):
     def __str__(self) -> str:
         if self.proven:
             return f"{self.mode.value}: the optimum, proven"
-        if self.bound is None:
+        if self.bound is None or self.bound <= 0:
             return f"{self.mode.value}: no bound"
-        gap = 100 * (self.cost - self.bound) / self.cost if self.cost else 0.0
+        gap = 100 * (self.cost - self.bound) / self.bound
         return f"{self.mode.value}: at most {gap:.1f} % above the optimum"
 
 
@@ -204,7 +204,7 @@ class Plan(_Frozen):
                 f"{tensor.role.value} {tensor.name} {tensor.dtype}{list(tensor.shape)}: {_codes(self, tensor.codes)}"
             )
             lines += [f"    annotated {tensor.annotation}"] if tensor.annotation else []
-            lines += [_why(c) for c in self.collectives if c.tensor == tensor.name]
+            lines += [_why(c) for c in self.collectives if tensor.name in (c.tensor, c.where.removeprefix("output "))]
         at = self._by_operator()
         for operator in operators:
             lines.append(
@@ -395,13 +395,19 @@ def _rendered(table: Table, width: int) -> str:
 
 
 def human(size: float) -> str:
-    """Bytes in the unit that suits: `1.5 MB` (1 MB = 1,000,000 bytes)."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1000
-    raise AssertionError(size)
+    """Bytes in the unit that suits, with three digits: `1.5 MB` (1 MB = 1,000,000 bytes)."""
+    return _in_units(round(size) if size < 1000 else size, ("B", "kB", "MB", "GB", "TB"))
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} us" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
+    return _in_units(seconds * 1e6, ("us", "ms", "s"))
+
+
+def _in_units(amount: float, units: tuple[str, ...]) -> str:
+    """`amount` of the first unit, in the largest unit of which there is one; each is 1000 of the one before."""
+    for unit in units:
+        amount = float(f"{amount:.3g}")
+        if amount < 1000 or unit == units[-1]:
+            return f"{amount:.0f} {unit}" if amount >= 100 else f"{amount:.3g} {unit}"
+        amount /= 1000
+    raise AssertionError(units)

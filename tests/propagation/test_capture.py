@@ -1,0 +1,336 @@
+"""From a call to a graph: structure, state, gradients, and what is refused."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from partway.propagation.capture import capture, capturing
+from partway.propagation.graph import (
+    Role,
+    constant_nodes,
+    describe,
+    differentiated,
+    gradient_flow,
+    module_path,
+    operator_name,
+    requires_grad,
+    source_line,
+    verify,
+)
+from partway.strategy import CaptureError, VerifyError
+
+aten = torch.ops.aten
+
+
+def names(graph, role):
+    return [port.name for port in graph.inputs if port.role is role]
+
+
+def operators(graph):
+    return [operator_name(node).split(".")[1] for node in graph.nodes]
+
+
+def run(graph, **tensors):
+    """The outputs of a captured graph, its inputs given by name."""
+    given = {**graph.constants, **tensors}
+    return fx.Interpreter(graph.module).run(*(given[port.name] for port in graph.inputs))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def test_the_graph_of_a_tiny_mlp():
+    graph = capture(MLP(), (torch.ones(2, 4),), {})
+    assert str(graph).splitlines() == [
+        "parameter up.weight: float32[8, 4]",
+        "parameter up.bias: float32[8]",
+        "parameter down.weight: float32[4, 8]",
+        "input x: float32[2, 4]",
+        "linear = aten.linear.default: float32[2, 8]",
+        "relu = aten.relu.default: float32[2, 8]",
+        "linear_1 = aten.linear.default: float32[2, 4]",
+        "return result (result) = linear_1",
+    ]
+
+
+def test_every_operator_knows_its_module_and_its_line():
+    up, relu, down = capture(MLP(), (torch.ones(2, 4),), {}).nodes
+    assert [module_path(node) for node in (up, relu, down)] == ["up", "", "down"]
+    assert source_line(down).endswith("in forward: return self.down(torch.relu(self.up(x)))")
+    assert source_line(down).startswith("test_capture.py:")
+
+
+# -- structure
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    scale: float
+    mask: torch.Tensor | None = None
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    parts: dict
+    note: str
+
+
+def test_arguments_and_results_keep_their_structure():
+    def fn(batch, others, *, power=2, unused=None):
+        y = batch.x * batch.scale + others["a"][0] ** power
+        return Output(y.sum(), {"y": y, "n": 3}, "done"), None
+
+    x, a = torch.ones(2, 3), torch.full((3,), 2.0)
+    graph = capture(fn, (Batch(x, 0.5),), {"others": {"a": (a, 7)}, "power": 3})
+    assert names(graph, Role.INPUT) == ["batch[0]", "others[0]"]
+    assert [port.argument for port in graph.inputs] == ["batch", "others"]
+    assert [port.name for port in graph.outputs] == ["result[0]", "result[1]"]
+    built, nothing = graph.result.build(list(run(graph, **{"batch[0]": x, "others[0]": a})))
+    assert nothing is None
+    assert isinstance(built, Output)
+    assert built.note == "done"
+    assert built.parts["n"] == 3
+    torch.testing.assert_close(built.parts["y"], x * 0.5 + a**3)
+    assert built.loss == built.parts["y"].sum()
+
+
+def test_arguments_are_named_by_the_signature():
+    graph = capture(
+        lambda first, *rest, last: first + rest[0] + last, (torch.ones(2), torch.ones(2)), {"last": torch.ones(2)}
+    )
+    assert names(graph, Role.INPUT) == ["first", "arg1", "last"]
+
+
+def test_a_result_that_is_an_input_or_a_number_is_allowed():
+    graph = capture(lambda x: (x, 5, x + 1), (torch.ones(2),), {})
+    assert [port.name for port in graph.outputs] == ["result[0]", "result[1]"]
+    assert graph.result.build(["a", "b"]) == ("a", 5, "b")
+
+
+# -- state
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, ids):
+        self.seen += 1
+        return self.head(self.embed(ids)) * self.scale
+
+
+def test_a_tied_weight_is_one_input_with_two_names():
+    graph = capture(Tied(), (torch.tensor([1, 2]),), {})
+    assert names(graph, Role.PARAMETER) == ["embed.weight"]
+    assert graph.aliases == {"head.weight": "embed.weight"}
+    (port,) = (port for port in graph.inputs if port.role is Role.PARAMETER)
+    assert sorted(operator_name(user) for user in port.node.users) == ["aten.embedding.default", "aten.linear.default"]
+
+
+def test_buffers_are_inputs_and_what_is_written_to_them_is_an_output():
+    module = Tied()
+    graph = capture(module, (torch.tensor([1, 2]),), {})
+    assert names(graph, Role.BUFFER) == ["scale", "seen"]
+    assert [(port.role, port.name) for port in graph.outputs] == [(Role.BUFFER_UPDATE, "seen"), (Role.RESULT, "result")]
+    assert module.seen == 0
+
+
+def test_a_frozen_parameter_needs_no_gradient():
+    module = MLP()
+    module.up.weight.requires_grad_(False)
+    graph = capture(module, (torch.ones(2, 4),), {})
+    assert {port.name: port.requires_grad for port in graph.inputs} == {
+        "up.weight": False,
+        "up.bias": True,
+        "down.weight": True,
+        "x": False,
+    }
+
+
+def test_a_tensor_that_is_closed_over_is_a_constant():
+    table = torch.arange(4.0)
+    graph = capture(lambda x: x * table + torch.tensor([1.0, 2.0, 3.0, 4.0]), (torch.ones(4),), {})
+    assert len(names(graph, Role.CONSTANT)) == 2
+    (out,) = run(graph, x=torch.ones(4))
+    assert out.tolist() == [1, 3, 5, 7]
+
+
+def test_a_parameter_that_is_closed_over_is_refused_for_no_gradient_would_reach_it():
+    weight = nn.Parameter(torch.ones(3, 4))
+    with pytest.raises(CaptureError, match=r"float32\[3, 4\]\); shard the module they belong to, or pass them"):
+        capture(lambda x: F.linear(x, weight), (torch.ones(2, 4),), {})
+
+
+def test_what_depends_on_no_input_is_constant():
+    graph = capture(lambda x: x + torch.arange(4).float().cos(), (torch.ones(4),), {})
+    constant = constant_nodes(graph)
+    assert [operator_name(node) in ("aten.add.Tensor",) for node in graph.nodes if node not in constant] == [True]
+
+
+# -- gradients
+
+
+def test_a_no_grad_region_stops_gradients(lab):
+    def fn(x):
+        with torch.no_grad():
+            scale = x.sum() * 2
+        return x * scale
+
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    graph = capture(fn, (x,), {})
+    lab.check_optimum(graph, fn, (x,), lab.LINE)
+    assert "detach" in operators(graph)
+
+
+def test_nested_no_grad_and_enable_grad(lab):
+    def fn(x):
+        with torch.no_grad():
+            y = x * 2
+            with torch.enable_grad():
+                z = x * 3
+            y = y + 1
+        return (x * y * z).sum()
+
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    lab.check_optimum(capture(fn, (x,), {}), fn, (x,), lab.LINE)
+
+
+def test_a_loss_is_what_is_differentiated():
+    weight = torch.ones(3, requires_grad=True)
+    assert differentiated(capture(lambda x, w: ((x * w).sum(), x * w), (torch.ones(3), weight), {})) == (True, False)
+    assert differentiated(capture(lambda x, w: (x * w, x * 2), (torch.ones(3), weight), {})) == (True, False)
+
+
+def test_gradients_flow_between_parameters_and_the_loss_only():
+    def fn(x, w):
+        y = x.exp()
+        return (y * w).sum(), (y * 2).sum()
+
+    graph = capture(fn, (torch.ones(3), torch.ones(3, requires_grad=True)), {})
+    assert {operator_name(v.node) for v in requires_grad(graph) if v.node.op != "placeholder"} == {
+        "aten.mul.Tensor",
+        "aten.sum.default",
+    }
+    flows = gradient_flow(graph, differentiated(graph))
+    assert sorted(v.node.name for v in flows if v.node.op != "placeholder") == ["mul", "sum_1"]
+
+
+# -- what PyTorch code does
+
+
+def test_autocast_becomes_casts():
+    def fn(x, w):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.linear(x, w).float()
+
+    graph = capture(fn, (torch.ones(2, 4), torch.ones(3, 4)), {})
+    assert operators(graph).count("_to_copy") == 3
+    (linear,) = (node for node in graph.nodes if node.target is aten.linear.default)
+    assert describe(linear) == "bfloat16[2, 3]"
+
+
+def test_writing_in_place_to_a_fresh_tensor(lab):
+    def fn(x):
+        y = x * 2
+        y += 1
+        y.sub_(0.5)
+        return y.mul_(2) * x
+
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    graph = capture(fn, (x,), {})
+    verify(graph)
+    lab.check_optimum(graph, fn, (x,), lab.LINE)
+
+
+@pytest.mark.filterwarnings("ignore::partway.strategy.errors.UnknownOperatorWarning")
+def test_writing_in_place_to_a_view(lab):
+    def fn(x):
+        y = x.clone()
+        y[0] = 1.0
+        y[:, 1] += 2
+        y[1:3].mul_(3)
+        return y * x
+
+    x = torch.randn(4, 4, dtype=torch.float64)
+    graph = verify(capture(fn, (x,), {}))
+    (out,) = run(graph, x=x)
+    torch.testing.assert_close(out, fn(x))
+
+
+def test_an_input_that_is_written_to_is_refused():
+    with pytest.raises(CaptureError, match="the function writes to"):
+        capture(lambda x: x.add_(1), (torch.ones(3),), {})
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda x: x * 2 if x.sum() > 0 else x, "its course depends on the values of tensors"),
+        (lambda x: x * x[0].item(), "on the values of tensors|its course depends"),
+        (lambda x: x.nonzero(), "depends on the values of tensors"),
+        (lambda x: x @ torch.ones(5, 5), "could not capture .* as one static graph: RuntimeError"),
+        (lambda x: x[7], "could not capture .* as one static graph: IndexError"),
+        (lambda x: x.no_such_method(), "AttributeError"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(fn, message):
+    with pytest.raises(CaptureError, match=message):
+        capture(fn, (torch.ones(3),), {})
+    assert not capturing()
+
+
+def test_capturing_is_known_inside_only():
+    seen = []
+    capture(lambda x: seen.append(capturing()) or x + 1, (torch.ones(2),), {})
+    assert set(seen) == {True}
+    assert not capturing()
+
+
+def test_meta_tensors_are_captured_like_others():
+    with torch.device("meta"):
+        module, x = MLP(), torch.ones(2, 4)
+    graph = capture(module, (x,), {})
+    assert graph.device == "meta"
+    assert str(graph) == str(capture(MLP(), (torch.ones(2, 4),), {}))
+
+
+def test_the_module_is_left_as_it_was():
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    state = torch.get_rng_state()
+    capture(module, (torch.randn(4, 3, generator=torch.Generator()),), {})
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_verify_refuses_a_graph_with_other_calls():
+    graph = capture(lambda x: x + 1, (torch.ones(2),), {})
+    (node,) = graph.nodes
+    node.target = torch.add
+    with pytest.raises(VerifyError, match="which is no operator"):
+        verify(graph)
+    node.target = aten.add_.Tensor
+    with pytest.raises(VerifyError, match="writes to its operands"):
+        verify(graph)
+    node.target = aten.add.Tensor
+    del node.meta["val"]
+    with pytest.raises(VerifyError, match="has no value"):
+        verify(graph)
