@@ -78,7 +78,7 @@ def _mean(b: Builder, node: fx.Node) -> fx.Node:
     x = operands(node)[0]
     dims = _argument(node, "dim") if len(node.target._schema.arguments) > 2 else None  # type: ignore[union-attr]
     every = tuple(range(len(shape(x))))
-    dims = [d % len(every) for d in dims] if dims else list(every)
+    dims = [d % len(every) for d in dims] if dims and every else list(every)
     keep = _argument(node, "keepdim") if len(node.target._schema.arguments) > 2 else False  # type: ignore[union-attr]
     total = b(aten.sum.dim_IntList, x, dims, keep, dtype=_argument(node, "dtype"))
     return b(aten.div.Scalar, total, math.prod(shape(x)[d] for d in dims))

@@ -153,7 +153,7 @@ def _reduction(node: fx.Node) -> Rule | None:
     x = operands(node)[0]
     size, dims = shape(x), argument(node, "dim") if "dim" in _argument_names(node) else None
     letters = _letters(size)
-    summed = {d % len(size) for d in dims} if dims else set(range(len(size)))
+    summed = {d % len(size) for d in dims} if dims and size else set(range(len(size)))
     keep = bool(len(shape(node))) and len(shape(node)) == len(size)
     out = _rename(letters, summed) if keep else tuple(p for d, p in enumerate(letters) if d not in summed)
     return Rule(
