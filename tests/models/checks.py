@@ -54,7 +54,7 @@ def tolerance(dtype: torch.dtype, single: bool = False) -> float:
 def assert_same_gradients(
     found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], relative: float
 ) -> None:
-    """Every gradient is there or absent alike, and |found - expected| <= relative |expected| + eps * the largest |gradient|.
+    """Every gradient is there or absent alike, and |found - expected| <= relative |expected| + eps * the largest norm.
 
     The last term is what rounding leaves of a gradient that is zero in exact arithmetic: a key's bias moves all
     scores of a query alike and softmax does not see it, so what is computed is the rest of terms that cancel, and those
@@ -66,7 +66,8 @@ def assert_same_gradients(
     for name, gradient in expected.items():
         if gradient is not None:
             other = found[name]
-            assert other is not None and other.shape == gradient.shape and other.dtype == gradient.dtype, name
+            assert other is not None
+            assert (other.shape, other.dtype) == (gradient.shape, gradient.dtype), name
             error = (other - gradient).norm().item()
             allowed = relative * gradient.norm().item() + torch.finfo(gradient.dtype).eps * largest
             assert error <= allowed, f"gradient of {name} is {error:.2e} off, {allowed:.2e} is allowed"
@@ -74,7 +75,7 @@ def assert_same_gradients(
 
 def assert_same_loss(found: Tensor, expected: Tensor, relative: float) -> None:
     """Losses agree. Hugging Face casts logits to float32 for some losses, whatever the model's dtype."""
-    assert found.dtype == expected.dtype and found.shape == expected.shape
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     if found.dtype is torch.float32:
         relative = max(relative, 1e-6)
     error = abs(found.item() - expected.item())

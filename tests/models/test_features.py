@@ -32,7 +32,11 @@ EXACT = 1e-10
 def pair(name: str, **options: Any) -> tuple[nn.Module, Any]:
     """A model on one device, and the same split both ways."""
     case = CASES[name]
-    given: dict[str, Any] = {"in_strategy": case.batch_split("dp"), "parameter_plan": case.block_split("tp"), "mesh": MESH}
+    given: dict[str, Any] = {
+        "in_strategy": case.batch_split("dp"),
+        "parameter_plan": case.block_split("tp"),
+        "mesh": MESH,
+    }
     return case.build(), pw.shard(case.build(), **{**given, **options})
 
 
@@ -86,7 +90,7 @@ def test_a_deep_copy_plans_anew_and_trains_apart() -> None:
     gradients(model, batch)
     other = copy.deepcopy(model)
     with pytest.raises(RuntimeError, match="there is no plan yet"):
-        other.plan  # noqa: B018
+        other.plan
     assert_same_step(plain, other, batch)
     assert other.plan is not model.plan
     assert other.plan.parameters == model.plan.parameters
@@ -366,9 +370,16 @@ def test_autocast_regions_compute_in_bfloat16() -> None:
 # -- options
 
 
-@pytest.mark.parametrize("mode", ["sharding_propagation", "dynamic_programming", "recursive_programming"])
-@pytest.mark.parametrize("level", [0, 1, 2])
-@pytest.mark.parametrize("name", ["mlp", "gpt2"])
+MODES = ("sharding_propagation", "dynamic_programming", "recursive_programming")
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "level"),
+    [
+        *(("mlp", mode, level) for mode in MODES for level in (0, 1, 2)),
+        *zip(["gpt2"] * 3, MODES, (1, 2, 0), strict=True),
+    ],
+)
 def test_every_search_and_level_gives_a_right_program(name: str, mode: str, level: int) -> None:
     pw.set_auto_parallel_context(search_mode=mode)
     plain, model = pair(name, level=level)
@@ -380,7 +391,7 @@ def test_every_search_and_level_gives_a_right_program(name: str, mode: str, leve
 
 def test_no_search_beats_dynamic_programming() -> None:
     costs = {}
-    for mode in ("dynamic_programming", "sharding_propagation", "recursive_programming"):
+    for mode in MODES:
         pw.set_auto_parallel_context(search_mode=mode)
         case = CASES["vit"]
         planned = pw.compile(
@@ -461,10 +472,12 @@ def test_stand_alone_runs_plain_pytorch() -> None:
         assert_same_step(plain, model, CASES["mlp"].batch())
     assert events == []
     with pytest.raises(RuntimeError, match="there is no plan yet"):
-        model.plan  # noqa: B018
+        model.plan
 
 
-@pytest.mark.parametrize("strategy", ["data_parallel", "full_batch", ((8, 1), (8, 1)), ((1, 8), (1, 1)), ((4, 1), (2, 1))])
+@pytest.mark.parametrize(
+    "strategy", ["data_parallel", "full_batch", ((8, 1), (8, 1)), ((1, 8), (1, 1)), ((4, 1), (2, 1))]
+)
 def test_dataset_strategies_place_the_inputs(strategy: Any) -> None:
     pw.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=8, dataset_strategy=strategy)
     case = CASES["mlp"]

@@ -1,0 +1,202 @@
+"""`shard` on functions, as a decorator, and inside what is being sharded; operators that have no rule."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_same_gradients, counted, gradients
+from torch import Tensor, nn
+from zoo import CASES, MLP
+
+import partway as pw
+
+MESH = {"dp": 2, "tp": 4}
+EXACT = 1e-10
+
+
+def assert_same_function(sharded: Any, plain: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
+    """Values and gradients of every argument are those of one device, and what ran is what was planned."""
+    torch.manual_seed(1)
+    given = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    again = [x.detach().clone().requires_grad_() for x in given]
+    expected = plain(*given)
+    with pw.record_collectives() as events:
+        found = sharded(*again)
+        torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
+        found.square().sum().backward()
+    expected.square().sum().backward()
+    for x, y in zip(again, given, strict=True):
+        torch.testing.assert_close(x.grad, y.grad, rtol=EXACT, atol=EXACT)
+    assert counted(events) == counted(sharded.plan.collectives)
+
+
+def layout_of(plan: Any, name: str) -> str:
+    return next(" ".join(t.codes) for t in (*plan.inputs, *plan.outputs) if t.name == name)
+
+
+def product(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w)
+
+
+# -- functions
+
+
+def test_a_decorator_without_arguments_splits_by_the_context() -> None:
+    @pw.shard
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        """Docs stay."""
+        return product(x, w)
+
+    pw.set_auto_parallel_context(device_num=8)
+    assert (f.__name__, f.__doc__) == ("f", "Docs stay.")
+    assert_same_function(f, product, (8, 16), (16, 24))
+
+
+def test_a_decorator_with_arguments_splits_as_told() -> None:
+    pw.set_auto_parallel_context(device_num=8)
+
+    @pw.shard(in_strategy=((8, 1), None), out_strategy=((1, 1),))
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return product(x, w)
+
+    assert_same_function(f, product, (8, 16), (16, 24))
+    assert layout_of(f.plan, "x") == "S0"
+    assert layout_of(f.plan, "result") == "R"
+
+
+@pytest.mark.parametrize(
+    ("strategies", "out"),
+    [
+        ((("dp", None), (None, "tp")), (("dp", "tp"),)),
+        (((None, "tp"), ("tp", None)), (("dp", None),)),
+        (((("dp", "tp"), None), None), None),
+        (((None, None), (None, None)), ((None, ("dp", "tp")),)),
+        ({"w": ("tp", "dp")}, None),
+    ],
+)
+def test_strategies_of_a_product_give_the_same_values(strategies: Any, out: Any) -> None:
+    f = pw.shard(product, strategies, out, mesh=MESH)
+    assert_same_function(f, product, (16, 16), (16, 24))
+
+
+def test_a_split_sum_inside_a_product_is_reduced_once() -> None:
+    f = pw.shard(product, ((None, "tp"), ("tp", None)), ((None, None),), mesh={"tp": 8})
+    assert_same_function(f, product, (16, 16), (16, 24))
+    forward = [str(c.kind) for c in f.plan.collectives if c.phase == "forward"]
+    assert forward == ["all_reduce"]
+
+
+def test_a_module_is_changed_in_place_and_returned() -> None:
+    module = MLP().double()
+    assert pw.shard(module, mesh=MESH) is module
+    assert isinstance(module, MLP)
+
+
+# -- constraints
+
+
+def test_a_function_inside_a_sharded_one_is_a_constraint() -> None:
+    @pw.shard(in_strategy=((None, "tp"),), out_strategy=(("dp", None),))
+    def middle(x: Tensor) -> Tensor:
+        return torch.relu(x) * 2
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        return (torch.relu(x @ w) * 2).sin()
+
+    @pw.shard(mesh=MESH, in_strategy=(("dp", None), None))
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        return middle(x @ w).sin()
+
+    assert_same_function(f, plain, (8, 16), (16, 24))
+    constraints = [o for o in f.plan.operators if o.annotation]
+    assert [o.results for o in constraints] == [(("R", "S1"),), (("S0", "R"),)]
+
+
+@pytest.mark.parametrize("by", [("tp", None), (8, 1), [pw.Replicate(), pw.Shard(0)]], ids=str)
+def test_constraints_take_every_notation(by: Any) -> None:
+    inner = pw.shard(lambda x: x * 3, in_strategy=(by,))
+    options: dict[str, Any] = {"mesh": MESH}
+    if by == (8, 1):
+        pw.set_auto_parallel_context(device_num=8)
+        options = {}
+    f = pw.shard(lambda x, w: inner(x @ w), **options)
+    assert_same_function(f, lambda x, w: (x @ w) * 3, (8, 16), (16, 24))
+
+
+class Outer(nn.Module):
+    def __init__(self, **inner: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 32)
+        self.inner = nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+        if inner:
+            self.inner = pw.shard(self.inner, **inner)
+        self.last = nn.Linear(32, 8)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.last(self.inner(self.first(x))), target)
+
+
+def test_a_module_inside_a_sharded_one_is_a_constraint() -> None:
+    torch.manual_seed(0)
+    plain = Outer().double()
+    torch.manual_seed(0)
+    model: Any = Outer(
+        in_strategy=(("dp", None),), out_strategy=((None, "tp"),), parameter_plan={"0.weight": ("tp", None)}
+    ).double()
+    assert list(model.state_dict()) == list(plain.state_dict())
+    pw.shard(model, mesh=MESH)
+    batch = CASES["mlp"].batch()
+    _, expected = gradients(plain, batch)
+    _, found = gradients(model, batch)
+    assert_same_gradients(found, expected, EXACT)
+    assert layout_of(model.plan, "inner.0.weight") == "R S0"
+    assert [o.results for o in model.plan.operators if o.operator.endswith("constrain.default")] == [
+        (("S0", "R"),),
+        (("R", "S1"),),
+    ]
+
+
+def test_constraints_without_effect_on_values_when_called_alone() -> None:
+    inner = pw.shard(lambda x: x * 3, in_strategy=(("tp", None),), mesh=MESH)
+    assert_same_function(inner, lambda x: x * 3, (8, 16))
+
+
+# -- operators without a rule
+
+
+def _roll(x: Tensor, w: Tensor) -> Tensor:
+    return torch.roll(torch.relu(x @ w), 1, 0) * 2
+
+
+def _spectrum(x: Tensor, w: Tensor) -> Tensor:
+    return torch.fft.rfft(x @ w).abs()
+
+
+@pytest.mark.parametrize(
+    ("fn", "name"), [(_roll, "aten.roll.default"), (_spectrum, "aten.fft_rfft.default")], ids=["roll", "rfft"]
+)
+def test_an_operator_without_a_rule_runs_right_and_is_named_once(fn: Callable[..., Tensor], name: str) -> None:
+    f = pw.shard(fn, (("dp", None), (None, "tp")), mesh=MESH)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert_same_function(f, fn, (8, 16), (16, 24))
+        f(torch.ones(8, 16).double(), torch.ones(16, 24).double())
+        f(torch.ones(8, 16).double(), torch.ones(16, 24).double())
+    found = [w for w in seen if issubclass(w.category, pw.UnknownOperatorWarning)]
+    assert len(found) == 2  # one for each plan: with gradients, and without
+    assert all(f'{name}: Row("a b -> a b")' in str(w.message) for w in found)
+    assert f.plan.unknown_operators == (name,)
+
+
+@pytest.mark.parametrize("fn", [_roll, _spectrum])
+def test_an_operator_without_a_rule_can_be_an_error(fn: Callable[..., Tensor]) -> None:
+    pw.set_auto_parallel_context(on_unknown_op="error")
+    f = pw.shard(fn, (("dp", None), (None, "tp")), mesh=MESH)
+    with pytest.raises(pw.OperatorError, match=r"propagation/rules\.py"):
+        f(torch.ones(8, 16), torch.ones(16, 24))
+    with pytest.raises(RuntimeError, match="there is no plan yet"):
+        f.plan
