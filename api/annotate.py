@@ -168,6 +168,10 @@ def resolve_mesh(
     if mesh is None and saved is not None:
         mesh = saved.mesh
     if mesh is not None:
+        if processes is not None:
+            from partway.strategy.torch_mesh import check_ranks
+
+            check_ranks(mesh, processes)
         return mesh
     if processes is None and not context.device_num_was_set:
         raise StrategyError(

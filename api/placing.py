@@ -29,8 +29,8 @@ class Placing(Protocol):
     def executor(self, mesh: Mesh) -> Executor:
         """What runs a step on `mesh`."""
 
-    def adopt(self, module: torch.nn.Module, context: ParallelContext) -> None:
-        """A module was sharded: before anyone asks for its parameters."""
+    def adopt(self, module: torch.nn.Module, context: ParallelContext, mesh: Mesh | None) -> None:
+        """A module was sharded, over `mesh` if one was given: before anyone asks for its parameters."""
 
     def whole_call(self, call: Call, context: ParallelContext, local: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call with tensors of their global shapes. `local`: a rank is given its part."""
@@ -55,7 +55,7 @@ class Simulated:
     def executor(self, mesh: Mesh) -> Executor:
         return _simulator(mesh)
 
-    def adopt(self, module: torch.nn.Module, context: ParallelContext) -> None:
+    def adopt(self, module: torch.nn.Module, context: ParallelContext, mesh: Mesh | None) -> None:
         return None
 
     def whole_call(self, call: Call, context: ParallelContext, local: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -89,12 +89,15 @@ class Launched:
 
         return Worker(mesh)
 
-    def adopt(self, module: torch.nn.Module, context: ParallelContext) -> None:
+    def adopt(self, module: torch.nn.Module, context: ParallelContext, mesh: Mesh | None) -> None:
         """Parameters become DTensors now, whole on every rank, so that an optimizer made next holds the objects that
         stay; the first plan splits them in place."""
         from partway.runtime.execute import broadcast, check_agreement, generators, share_generators
         from partway.runtime.parameters import distribute
+        from partway.strategy.torch_mesh import check_ranks
 
+        if mesh is not None:
+            check_ranks(mesh, self.processes)
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         if context.parameter_broadcast:
             broadcast([tensor.detach() for tensor in named.values()])
@@ -107,7 +110,7 @@ class Launched:
     def whole_call(self, call: Call, context: ParallelContext, local: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tensors = [_plain(tensor) for tensor in call.tensors]
         if local:
-            parts = _dataset_parts(tensors, context, self.processes or 1)
+            parts = _dataset_parts(tensors, context, self.processes)
             tensors = [_enlarged(tensor, splits) for tensor, splits in zip(tensors, parts, strict=True)]
         args, kwargs = call.structure.build(tensors)
         return args, kwargs

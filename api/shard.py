@@ -81,7 +81,7 @@ def _shard(fn: Any, request: Request) -> Any:
     if isinstance(fn, torch.nn.Module):
         engine = _Engine(fn, request)
         if not _stands_alone(current()):
-            placing().adopt(fn, current())
+            placing().adopt(fn, current(), request.own_mesh)
         fn.__dict__["_partway"] = engine
         kind: Any = type(fn)
         fn.__class__ = _sharded_class(kind)

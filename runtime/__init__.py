@@ -5,7 +5,7 @@ Both run the same graphs, through a `CompiledStep`, and report the same collecti
 
 from __future__ import annotations
 
-from .execute import Worker, broadcast, check_agreement, device_mesh, generators
+from .execute import Worker, broadcast, check_agreement, device_mesh, generators, share_generators
 from .parameters import as_dtensor, distribute, local_part, redistribute, shard_tensor
 from .process import get_group_size, get_rank, init, launched, shutdown
 from .record import Event, record_collectives
@@ -32,6 +32,7 @@ __all__ = [
     "local_part",
     "record_collectives",
     "redistribute",
+    "share_generators",
     "shard_tensor",
     "shutdown",
     "split",

@@ -227,6 +227,16 @@ def generators() -> dict[str, Tensor]:
     return states
 
 
+def share_generators() -> None:
+    """Give every rank the states of rank 0's random generators; every rank calls it."""
+    states: list[Any] = [generators()]
+    dist.broadcast_object_list(states, 0)
+    cpu, *cuda = states[0].values()
+    torch.set_rng_state(cpu)
+    for state in cuda:
+        torch.cuda.set_rng_state(state)
+
+
 def check_agreement(
     named: Mapping[str, Tensor], fix: str = "seed every rank alike, or set parameter_broadcast=True"
 ) -> None:

@@ -16,12 +16,17 @@ def to_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """
     if not dist.is_initialized():
         raise RuntimeStateError("there is no process group; call torch.distributed.init_process_group first")
-    if dist.get_world_size() != mesh.device_num:
-        raise RuntimeStateError(
-            f"the mesh ({mesh}) has {mesh.device_num} devices, but there are {dist.get_world_size()} ranks; "
-            f"start {mesh.device_num} processes or use a mesh of {dist.get_world_size()} devices"
-        )
+    check_ranks(mesh, dist.get_world_size())
     return init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.axes)
+
+
+def check_ranks(mesh: Mesh, ranks: int) -> None:
+    """Raise RuntimeStateError unless `mesh` has a device for each of `ranks`."""
+    if mesh.device_num != ranks:
+        raise RuntimeStateError(
+            f"the mesh ({mesh}) has {mesh.device_num} devices, but there are {ranks} ranks; "
+            f"start {mesh.device_num} processes or use a mesh of {ranks} devices"
+        )
 
 
 def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
