@@ -32,8 +32,8 @@ __all__ = [
     "local_part",
     "record_collectives",
     "redistribute",
-    "share_generators",
     "shard_tensor",
+    "share_generators",
     "shutdown",
     "split",
 ]

@@ -43,6 +43,6 @@ def serve(connection):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    init()
+    init(backend="gloo")
     serve(Connection(int(sys.argv[1])))
     shutdown()

@@ -1,0 +1,479 @@
+"""What a training script does around a model works on 2 gloo processes: every check is against one device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checks import assert_same_gradients, assert_same_loss, counted, gradients, gradients_of, loss_of, run_and_count
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Replicate as Whole
+from torch.distributed.tensor import Shard as Split
+from zoo import CASES, gpt2
+
+import partway as pw
+
+pytestmark = pytest.mark.gloo
+
+Ranks = Callable[..., list[Any]]
+EXACT = 1e-10
+
+
+def fresh(**options: Any) -> None:
+    """A rank as it starts: the test before may have left its context and its generator in any state."""
+    pw.reset_auto_parallel_context()
+    pw.reset_algo_parameters()
+    torch.manual_seed(0)
+    pw.set_auto_parallel_context(**options)
+
+
+def pair(name: str, block: bool = True) -> tuple[nn.Module, Any]:
+    """A model on one device, and the same split over two: the first block over `tp`, or the batch over `dp`."""
+    fresh()
+    case = CASES[name]
+    given: dict[str, Any] = {"mesh": {"dp": 2, "tp": 1}, "in_strategy": case.batch_split("dp")}
+    if block:
+        given = {"mesh": {"dp": 1, "tp": 2}, "parameter_plan": case.block_split("tp")}
+    return case.build(), pw.shard(case.build(), **given)
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: whole(found) for name, found in gradients_of(model).items()}
+
+
+def assert_equal(found: Any, expected: Any, relative: float = EXACT) -> None:
+    torch.testing.assert_close(whole(found), whole(expected), rtol=relative, atol=relative)
+
+
+def assert_same_step(plain: nn.Module, model: Any, batch: Any, relative: float = EXACT, given: Any = None) -> None:
+    """`given`: what the split model is called with, where it is not the whole batch."""
+    torch.manual_seed(7)
+    loss, expected = gradients(plain, batch)
+    torch.manual_seed(7)
+    found_loss, found = gradients(model, batch if given is None else given)
+    assert_same_loss(whole(found_loss), loss, relative)
+    assert_same_gradients({name: whole(g) for name, g in found.items()}, expected, relative)
+
+
+# -- the module stays the module it was
+
+
+def ties() -> None:
+    plain, model = pair("gpt2")
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert_same_step(plain, model, CASES["gpt2"].batch())
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert isinstance(model.lm_head.weight, DTensor)
+    for each in (plain, model):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    assert_equal(model.lm_head.weight, plain.lm_head.weight)
+    assert_same_step(plain, model, CASES["gpt2"].batch())
+
+
+def test_tied_weights_stay_one_parameter(on_ranks: Ranks) -> None:
+    on_ranks(2, ties)
+
+
+def evaluates() -> None:
+    plain, model = pair("convnet", block=False)
+    case = CASES["convnet"]
+    for step in range(3):
+        assert_same_step(plain, model, case.batch(step=step))
+    with torch.no_grad():
+        assert_equal(loss_of(model(**case.batch(step=3))), loss_of(plain(**case.batch(step=3))))
+    buffers = dict(plain.named_buffers())
+    assert all(b == 4 for n, b in model.named_buffers() if n.endswith("num_batches_tracked"))
+    for each in (plain, model):
+        each.eval()
+    for size in (8, 4):
+        assert_same_step(plain, model, case.batch(size=size))
+        with torch.no_grad():
+            assert_equal(loss_of(model(**case.batch(size=size))), loss_of(plain(**case.batch(size=size))))
+    for name, buffer in model.named_buffers():
+        assert_equal(buffer, buffers[name])
+
+
+def test_batch_norm_keeps_the_statistics_of_one_device_in_training_and_in_evaluation(on_ranks: Ranks) -> None:
+    on_ranks(2, evaluates)
+
+
+def infers() -> None:
+    plain, model = pair("mlp")
+    case = CASES["mlp"]
+    with torch.no_grad(), pw.record_collectives() as events:
+        found = model(**case.batch())
+    assert not found.requires_grad
+    assert_equal(found, plain(**case.batch()).detach())
+    assert counted(events) == counted(c for c in model.plan.collectives if c.phase == "forward")
+    assert_same_step(plain, model, case.batch())
+    first = model.plan
+    assert_same_step(plain, model, case.batch(size=4))
+    assert model.plan is not first
+    assert model.plan.parameters == first.parameters
+    assert_same_step(plain, model, case.batch())
+    assert model.plan is first
+
+
+def test_no_grad_and_a_second_shape(on_ranks: Ranks) -> None:
+    on_ranks(2, infers)
+
+
+def drops() -> None:
+    case, options = CASES["gpt2"], {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.3, "n_layer": 1}
+    fresh()
+    plain = gpt2(**options).double()
+    fresh()
+    model: Any = pw.shard(gpt2(**options).double(), mesh={"dp": 2}, in_strategy=case.batch_split("dp"))
+    for _ in range(2):  # planned, then only run: the generator stands where one device leaves it
+        assert_same_step(plain, model, case.batch())
+        after = torch.get_rng_state()
+        assert_same_step(plain, plain, case.batch())
+        assert torch.equal(after, torch.get_rng_state())
+
+
+def test_dropout_draws_the_numbers_of_one_device(on_ranks: Ranks) -> None:
+    on_ranks(2, drops)
+
+
+def accumulates(block: bool) -> None:
+    plain, model = pair("mlp", block=block)
+    case = CASES["mlp"]
+    for each in (plain, model):
+        for step in range(2):
+            loss_of(each(**case.batch(step=step))).backward()
+    assert_same_gradients(whole_gradients(model), whole_gradients(plain), EXACT)
+    norms = [whole(nn.utils.clip_grad_norm_(each.parameters(), 0.1)) for each in (plain, model)]
+    assert_equal(norms[1], norms[0])
+    assert_same_gradients(whole_gradients(model), whole_gradients(plain), EXACT)
+    for each in (plain, model):
+        each.zero_grad()
+        (loss_of(each(**case.batch(step=0))) + 2 * loss_of(each(**case.batch(step=1)))).backward()
+    assert_same_gradients(whole_gradients(model), whole_gradients(plain), EXACT)
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["batch", "block"])
+def test_gradients_accumulate_and_their_norm_is_clipped(on_ranks: Ranks, block: bool) -> None:
+    on_ranks(2, accumulates, block)
+
+
+# -- what each rank passes
+
+
+def reads(name: str, strategy: Any, cut: dict[str, int]) -> None:
+    """`cut`: the dim along which each rank reads its part of an input."""
+    case = CASES[name]
+    fresh(parallel_mode="semi_auto_parallel", dataset_strategy=strategy)
+    model: Any = pw.shard(case.build())
+    batch = case.batch()
+    part = {n: t.chunk(2, cut[n])[pw.get_rank()] if n in cut else t for n, t in batch.items()}
+    plain = case.build()
+    assert_same_step(plain, model, batch, given=part)
+    for each in (plain, model):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    assert_same_step(plain, model, batch, given=part)
+    for found in model.plan.inputs:
+        if found.name in batch:
+            assert ("S" in str(found.codes)) == (found.name in cut), found
+    assert run_and_count(model, part) == counted(model.plan.collectives)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "cut"),
+    [
+        ("mlp", "data_parallel", {"x": 0, "target": 0}),
+        ("mlp", "full_batch", {}),
+        ("mlp", ((1, 2), (1, 1)), {"x": 1}),
+        ("gpt2", "data_parallel", {"input_ids": 0, "labels": 0}),
+        ("convnet", ((1, 1, 1, 2), (1,)), {"pixel_values": 3}),
+        ("convnet", ((2, 1, 1, 1), (1,)), {"pixel_values": 0}),
+    ],
+    ids=str,
+)
+def test_a_dataset_strategy_says_which_part_of_the_batch_a_rank_reads(
+    on_ranks: Ranks, name: str, strategy: Any, cut: dict[str, int]
+) -> None:
+    on_ranks(2, reads, name, strategy, cut)
+
+
+def takes_dtensors() -> None:
+    case = CASES["mlp"]
+    fresh()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model: Any = pw.shard(case.build(), mesh=mesh, in_strategy=case.batch_split("dp"))
+    batch = case.batch()
+    for placements in ((Split(0), Split(0)), (Split(1), Whole())):
+        given = {
+            name: distribute_tensor(tensor, mesh, [placement])
+            for (name, tensor), placement in zip(batch.items(), placements, strict=True)
+        }
+        assert_same_step(case.build(), model, batch, given=given)
+
+
+def test_inputs_may_be_dtensors(on_ranks: Ranks) -> None:
+    on_ranks(2, takes_dtensors)
+
+
+# -- what comes back
+
+
+def double_layer(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w) @ w.T
+
+
+def returns_parts() -> None:
+    fresh()
+    x, w = torch.randn(8, 4, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+    expected = [t.clone().requires_grad_() for t in (x, w)]
+    result = double_layer(*expected)
+    result.square().mean().backward()
+
+    fn = pw.shard(mesh={"dp": 2}, in_strategy=(("dp", None), None), out_strategy=(("dp", None),))(double_layer)
+    losses: tuple[Callable[[Any], Tensor], ...] = (
+        lambda out: out.full_tensor().square().mean(),
+        lambda out: out.square().mean(),
+        lambda out: out.square().mean().full_tensor(),
+    )
+    for loss in losses:
+        given = [t.clone().requires_grad_() for t in (x, w)]
+        out = fn(*given)
+        assert isinstance(out, DTensor)
+        assert out.shape == result.shape
+        assert out.placements == (Split(0),)
+        assert out.to_local().shape == (4, 4)
+        assert_equal(out, result.detach())
+        loss(out).backward()
+        for one, other in zip(given, expected, strict=True):
+            assert not isinstance(one.grad, DTensor)
+            assert_equal(one.grad, other.grad)
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    kept = distribute_tensor(x, mesh, [Split(0)]).requires_grad_()
+    fn(kept, w).square().mean().backward()
+    assert kept.grad is not None
+    assert_equal(kept.grad, expected[0].grad)
+
+    fn = pw.shard(double_layer, mesh={"dp": 2}, in_strategy=(("dp", None), None))
+    given = [t.clone().requires_grad_() for t in (x, w)]
+    out = fn(*given)
+    assert not isinstance(out, DTensor)
+    assert_equal(out, result.detach())
+    out.square().mean().backward()
+    assert_equal(given[0].grad, expected[0].grad)
+    assert_equal(given[1].grad, expected[1].grad)
+
+
+def test_a_split_output_is_a_dtensor_that_a_loss_outside_differentiates(on_ranks: Ranks) -> None:
+    on_ranks(2, returns_parts)
+
+
+def returns_logits() -> None:
+    plain, model = pair("gpt2", block=False)
+    batch = CASES["gpt2"].batch()
+    expected, found = plain(**batch), model(**batch)
+    assert type(found) is type(expected)
+    assert list(found) == list(expected)
+    assert isinstance(found.logits, DTensor)
+    assert found.logits.shape == expected.logits.shape
+    assert_equal(found.logits.detach(), expected.logits.detach())
+    (found.loss + found.logits.square().mean().full_tensor()).backward()
+    (expected.loss + expected.logits.square().mean()).backward()
+    assert_same_gradients(whole_gradients(model), whole_gradients(plain), EXACT)
+
+
+def test_what_is_returned_beside_a_loss_stays_split(on_ranks: Ranks) -> None:
+    on_ranks(2, returns_logits)
+
+
+# -- options
+
+
+def optimizes_in_parallel() -> None:
+    fresh(enable_parallel_optimizer=True, parallel_optimizer_config={"parallel_optimizer_threshold": 0})
+    case = CASES["mlp"]
+    plain = case.build()
+    model: Any = pw.shard(case.build(), mesh={"dp": 2}, in_strategy=case.batch_split("dp"))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, model)]
+    for step in range(3):
+        assert_same_step(plain, model, case.batch(step=step, size=256))
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.placements[0], Split), name
+        assert parameter.to_local().numel() * 2 == parameter.numel()
+        assert optimizers[1].state[parameter]["exp_avg"].placements == parameter.placements
+        assert_equal(parameter, plain.get_parameter(name))
+    found = {str(c.kind) for c in model.plan.collectives if c.phase == "backward" and c.tensor in model.plan.parameters}
+    assert found == {"reduce_scatter"}
+    assert run_and_count(model, case.batch(size=256)) == counted(model.plan.collectives)
+
+
+def test_the_parallel_optimizer_keeps_parameters_and_states_split(on_ranks: Ranks) -> None:
+    on_ranks(2, optimizes_in_parallel)
+
+
+def disagrees(seed_model: bool, seed_after: bool, options: dict[str, Any]) -> str:
+    """The error that sharding gives if ranks seed their generators differently before or after building the model."""
+    fresh(**options)
+    case = CASES["convnet"]
+    if seed_model:
+        torch.manual_seed(dist.get_rank())
+    model: Any = case.model().double()
+    torch.manual_seed(dist.get_rank() if seed_after else 3)
+    try:
+        pw.shard(model, mesh={"dp": 2}, in_strategy=case.batch_split("dp"))
+    except RuntimeError as error:
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+        model(**case.batch())  # as it was
+        return str(error)
+    torch.manual_seed(0)
+    plain = case.model().double()  # rank 0's values
+    assert_same_step(plain, model, case.batch())
+    return ""
+
+
+def test_ranks_that_differ_are_refused_on_every_rank(on_ranks: Ranks) -> None:
+    said = "conv1.weight has other values on rank 1 than on rank 0; "
+    said += "seed every rank alike, or set parameter_broadcast=True"
+    assert on_ranks(2, disagrees, True, False, {}) == [said] * 2
+    said = "the random generator has other values on rank 1 than on rank 0; "
+    said += "seed every rank alike with torch.manual_seed"
+    assert on_ranks(2, disagrees, False, True, {}) == [said] * 2
+
+
+def test_parameter_broadcast_makes_ranks_agree(on_ranks: Ranks) -> None:
+    assert on_ranks(2, disagrees, True, False, {"parameter_broadcast": True}) == [""] * 2
+    assert on_ranks(2, disagrees, True, True, {"parameter_broadcast": True}) == [""] * 2
+
+
+# -- checkpoints
+
+
+def saves_and_loads(folder: str) -> None:
+    case = CASES["mlp"]
+
+    def start(block: bool) -> tuple[Any, Any]:
+        _, model = pair("mlp", block=block)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def steps(model: Any, optimizer: Any, numbers: range) -> list[float]:
+        losses = []
+        for number in numbers:
+            loss, _ = gradients(model, case.batch(step=number))
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    model, optimizer = start(True)
+    steps(model, optimizer, range(2))
+    states = get_state_dict(model, optimizer)
+    assert list(states[0]) == list(case.build().state_dict())
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=folder)
+    kept = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    expected = steps(model, optimizer, range(2, 4))
+
+    for block in (True, False):  # into the same placements, and into others
+        for planned in (True, False):  # before the first call, parameters are whole on every rank
+            model, optimizer = start(block)
+            if planned:
+                steps(model, optimizer, range(7, 8))
+            states = get_state_dict(model, optimizer)
+            loaded = {"model": states[0], "optimizer": states[1]}
+            dcp.load(loaded, checkpoint_id=folder)
+            set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(tensor.full_tensor(), kept[name]), name
+            assert steps(model, optimizer, range(2, 4)) == pytest.approx(expected, rel=EXACT)
+
+
+def test_checkpoints_of_model_and_optimizer_are_saved_and_loaded(on_ranks: Ranks, tmp_path: Path) -> None:
+    on_ranks(2, saves_and_loads, str(tmp_path / "checkpoint"))
+
+
+# -- errors
+
+
+def refused(what: str) -> str:
+    case = CASES["mlp"]
+    fresh()
+    model: Any = case.build()
+    held: list[Any] = []
+    if what == "an optimizer":
+        held.append(torch.optim.SGD(model.parameters(), lr=0.1))
+    mesh = {"dp": 4} if what == "a mesh" else {"dp": 2}
+    try:
+        pw.shard(model, mesh=mesh, in_strategy=case.batch_split("dp"))
+    except pw.PartwayError as error:
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+        model(**case.batch())  # as it was
+        return str(error)
+    return ""
+
+
+def test_an_optimizer_made_before_shard_is_refused(on_ranks: Ranks) -> None:
+    for said in on_ranks(2, refused, "an optimizer"):
+        assert said.startswith("SGD was made of parameter fc1.weight before its module was sharded")
+        assert "call shard first" in said
+
+
+def test_a_mesh_of_another_number_of_devices_than_processes_is_refused(on_ranks: Ranks) -> None:
+    said = "the mesh (dp=4) has 4 devices, but there are 2 ranks; start 4 processes or use a mesh of 2 devices"
+    assert on_ranks(2, refused, "a mesh") == [said] * 2
+
+
+# -- one script, unchanged
+
+SCRIPT = """
+import sys
+import torch
+import partway as pw
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)).double()
+model = pw.shard(model, mesh={"dp": 2, "tp": 2}, in_strategy=(("dp", None),), parameter_plan={"0.weight": ("tp", None)})
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(5):
+    torch.manual_seed(step)
+    x, y = torch.randn(8, 8).double(), torch.randn(8, 4).double()
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    if pw.get_rank() == 0:
+        print(repr(loss.item()))
+sys.stderr.write(f"{pw.get_group_size()}\\n")
+pw.shutdown()
+"""
+
+
+def test_a_script_that_never_calls_init_runs_on_virtual_devices_and_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    found = []
+    for launcher, processes in (((), 1), (("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"), 4)):
+        done = subprocess.run(
+            [sys.executable, *launcher, str(script)],
+            env={**kept, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": ""},
+            capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.splitlines().count(str(processes)) == processes, done.stderr
+        found.append([float(line) for line in done.stdout.split()])
+    assert len(found[0]) == 5
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
