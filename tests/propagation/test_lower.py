@@ -53,11 +53,11 @@ def conversions(graph):
 def test_the_program_of_a_megatron_mlp():
     compiled = compile_mlp()
     assert str(compiled.local).splitlines() == [
-        "input p_fn_up_weight",
-        "input p_fn_up_bias",
-        "input p_fn_down_weight",
-        "input p_fn_down_bias",
-        "input tensors_0",
+        "input p_fn_up_weight: parameter up.weight [512, 512] of [2048, 512] [dp:R tp:S0]",
+        "input p_fn_up_bias: parameter up.bias [512] of [2048] [dp:R tp:S0]",
+        "input p_fn_down_weight: parameter down.weight [512, 512] of [512, 2048] [dp:R tp:S1]",
+        "input p_fn_down_bias: parameter down.bias [128] of [512] [dp:R tp:S0]",
+        "input tensors_0: input x [512, 512] of [1024, 512] [dp:S0 tp:R]",
         "convert_default = R -> B over tp of 4: tensors_0",
         "convert_default_1 = R -> B over dp of 2: p_fn_up_weight",
         "convert_default_2 = R -> B over dp of 2: p_fn_up_bias",
