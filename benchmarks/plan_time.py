@@ -117,7 +117,9 @@ def main(
             figures.append({"model": name, "mesh": label, "runs": runs})
     Console(width=200).print(table)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"machine": platform.processor(), "torch": torch.__version__, "cases": figures}, indent=1))
+    out.write_text(
+        json.dumps({"machine": platform.processor(), "torch": torch.__version__, "cases": figures}, indent=1)
+    )
     print(f"wrote {out}")
 
 

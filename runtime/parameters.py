@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,8 +39,8 @@ def distribute(module: nn.Module) -> None:
         gc.collect()  # one that is only not collected yet does no harm
     for optimizer, name in _holders(old):
         raise RuntimeStateError(
-            f"{optimizer} was made of parameter {name} before its module was sharded, and would step what the module no "
-            "longer uses; call shard first, then make the optimizer of the sharded module's parameters"
+            f"{optimizer} was made of parameter {name} before its module was sharded, and would step what the module "
+            "no longer uses; call shard first, then make the optimizer of the sharded module's parameters"
         )
     new = {key: _parameter(held, layout) for key, (_, held) in old.items()}
     for owner in module.modules():
