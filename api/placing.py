@@ -81,7 +81,7 @@ class Launched:
         init()
 
     @property
-    def processes(self) -> int | None:
+    def processes(self) -> int:
         return get_group_size()
 
     def executor(self, mesh: Mesh) -> Executor:
