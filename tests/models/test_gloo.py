@@ -111,7 +111,7 @@ def cases() -> Iterator[Any]:
                 yield pytest.param(n, name, how, marks=[pytest.mark.slow] if slow else [])
 
 
-@pytest.mark.parametrize(("n", "name", "how"), cases())
+@pytest.mark.parametrize(("n", "name", "how"), list(cases()))
 def test_processes_train_as_one_device_in_float64(on_ranks: Ranks, n: int, name: str, how: str) -> None:
     on_ranks(n, trains_as, name, torch.float64, how, n, one_device(name, torch.float64))
 
