@@ -92,13 +92,17 @@ class Launched:
     def adopt(self, module: torch.nn.Module, context: ParallelContext, mesh: Mesh | None) -> None:
         """Parameters become DTensors now, whole on every rank, so that an optimizer made next holds the objects that
         stay; the first plan splits them in place."""
+        from torch.distributed.tensor import DTensor
+
         from partway.runtime.execute import broadcast, check_agreement, generators, share_generators
         from partway.runtime.parameters import distribute
         from partway.strategy.torch_mesh import check_ranks
 
         if mesh is not None:
             check_ranks(mesh, self.processes)
-        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        # those of a module inside that was sharded before agree already
+        named = {name: tensor for name, tensor in held.items() if not isinstance(tensor, DTensor)}
         if context.parameter_broadcast:
             broadcast([tensor.detach() for tensor in named.values()])
             share_generators()  # ranks whose parameters differ were seeded differently

@@ -82,8 +82,9 @@ class Worker:
         return [tensor.contiguous() for tensor in tensors]
 
     def leave(self, values: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
-        """The values: they stay this rank's parts."""
-        return list(values)
+        """The values: they stay this rank's parts. What is a piece of a larger buffer is copied, so that the buffer
+        can go (and because PyTorch cannot deep-copy a DTensor whose part has an offset)."""
+        return [v if v.untyped_storage().nbytes() == v.nbytes else v.clone() for v in values]
 
     def zeros(self, placed: PlacedPort, device: torch.device) -> Tensor:
         """The part of a tensor placed like `placed` that is zero."""
