@@ -514,6 +514,7 @@ RULES: dict[Any, Row | Function] = {
     aten.pad.default: _pad,
     aten.permute.default: _reorder(lambda node, n: [d % n for d in argument(node, "dims")]),
     aten.reshape.default: _view,
+    aten.rms_norm.default: _layer_norm,
     aten.scaled_dot_product_attention.default: _attention,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,

@@ -163,6 +163,7 @@ CASES = [
     case(aten.layer_norm.default, "f0 f1",
          lambda x, w, b: F.layer_norm(x, (4,), w, b), real(4, 4, 4), real(4), real(4)),
     case(aten.layer_norm.default, "f0", lambda x: F.layer_norm(x, (4, 4)), real(4, 4, 4)),
+    case(aten.rms_norm.default, "f0 f1", lambda x, w: F.rms_norm(x, (4,), w), real(4, 4, 4), real(4)),
     case(aten.linear.default, "_2 _1 k n", F.linear, real(4, 4, 4), real(4, 4), real(4), linear=2),
     case(aten.linear.default, "k n", F.linear, real(4), real(4, 4), linear=2),
     case(aten.log_softmax.int, "f1", lambda x: x.log_softmax(0), real(4, 4)),
