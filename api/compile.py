@@ -61,7 +61,8 @@ class Compiled:
 
     def program_for(self, wanted: tuple[bool, ...]) -> Program:
         """The program whose backward starts from the outputs marked in `wanted`."""
-        step: Step = differentiate(self.local, wanted)
+        with _own_saved_tensors():
+            step: Step = differentiate(self.local, wanted)
         if not self.context.gradients_mean:
             step = scale_parameter_gradients(step, self.annotations.parts)
         return make_program(step, _policy(self.context), self.problem.settings.profile)
@@ -113,7 +114,8 @@ def compile_call(
 ) -> Compiled:
     """All passes for one call. `processes`: how many a launcher started; `fixed`: layouts that parameters have."""
     saved = Plan.load(path) if (path := context.strategy_ckpt_config.load_file) else None
-    with torch.random.fork_rng(enabled=True):  # a call draws the same numbers whether it was planned or not
+    # a call draws the same numbers whether it was planned or not
+    with torch.random.fork_rng(enabled=True), _own_saved_tensors():
         graph = capture(fn, args, kwargs)
     mesh = resolve_mesh(request, context, graph, processes, saved)
     annotations = annotate(graph, fn, request, mesh, context, algo, fixed or {}, saved)
@@ -131,6 +133,11 @@ def compile_call(
     if context.strategy_ckpt_config.save_file and (processes is None or get_rank() == 0):
         plan.save(context.strategy_ckpt_config.save_file)
     return Compiled(graph, annotations, problem, solution, local, plan, context)
+
+
+def _own_saved_tensors() -> torch.autograd.graph.saved_tensors_hooks:
+    """Keeps the caller's hooks, as those of activation checkpointing, off what is only traced."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def settings_of(graph: Graph, request: Request, mesh: Mesh, context: ParallelContext, algo: AlgoParameters) -> Settings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -15,11 +16,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checks import assert_same_gradients, assert_same_loss, counted, gradients, gradients_of, loss_of, run_and_count
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard as Split
+from torch.utils.checkpoint import checkpoint
 from zoo import CASES, gpt2
 
 import partway as pw
@@ -87,6 +94,67 @@ def ties() -> None:
 
 def test_tied_weights_stay_one_parameter(on_ranks: Ranks) -> None:
     on_ranks(2, ties)
+
+
+def copies() -> None:
+    plain, model = pair("mlp")
+    batch = CASES["mlp"].batch()
+    assert_same_step(plain, model, batch)
+    other = copy.deepcopy(model)
+    assert_same_step(plain, other, batch)
+    assert other.plan is not model.plan
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert_same_step(plain, model, batch)
+
+
+def test_a_deep_copy_plans_anew_and_trains_apart(on_ranks: Ranks) -> None:
+    on_ranks(2, copies)
+
+
+def nests() -> None:
+    fresh()
+    case = CASES["mlp"]
+    model: Any = case.build()
+    model.fc2 = pw.shard(model.fc2, in_strategy=((None, "tp"),))
+    model = pw.shard(model, mesh={"tp": 2})
+    assert_same_step(case.build(), model, case.batch())
+    assert [o.operands for o in model.plan.operators if o.name == "constrain"] == [(("S1",),)]
+
+
+def test_a_sharded_module_inside_is_a_constraint(on_ranks: Ranks) -> None:
+    on_ranks(2, nests)
+
+
+def recomputes() -> None:
+    plain, model = pair("mlp", block=False)
+    batch = CASES["mlp"].batch()
+    _, expected = gradients(plain, batch)
+    for _ in range(2):  # planned inside, then only run
+        model.zero_grad()
+        checkpoint(model, *batch.values(), use_reentrant=False).backward()
+        assert_same_gradients(whole_gradients(model), expected, EXACT)
+
+
+def test_activation_checkpointing_runs_a_sharded_module_again(on_ranks: Ranks) -> None:
+    on_ranks(2, recomputes)
+
+
+def freezes() -> None:
+    plain, model = pair("mlp", block=False)
+    for each in (plain, model):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_(name.startswith("fc3"))
+    assert_same_step(plain, model, CASES["mlp"].batch())
+    assert model.fc1.weight.grad is None
+    for each in (plain, model):
+        each.requires_grad_(True)
+    assert_same_step(plain, model, CASES["mlp"].batch())
+
+
+def test_frozen_parameters_get_no_gradient_until_they_are_thawed(on_ranks: Ranks) -> None:
+    on_ranks(2, freezes)
 
 
 def evaluates() -> None:
@@ -402,6 +470,20 @@ def saves_and_loads(folder: str) -> None:
 
 def test_checkpoints_of_model_and_optimizer_are_saved_and_loaded(on_ranks: Ranks, tmp_path: Path) -> None:
     on_ranks(2, saves_and_loads, str(tmp_path / "checkpoint"))
+
+
+def takes_whole_values() -> None:
+    plain, model = pair("mlp")
+    for step in range(2):
+        torch.manual_seed(step)
+        state = {name: torch.randn_like(value) for name, value in plain.state_dict().items()}
+        plain.load_state_dict(state)
+        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+        assert_same_step(plain, model, CASES["mlp"].batch())
+
+
+def test_a_checkpoint_of_one_device_is_loaded(on_ranks: Ranks) -> None:
+    on_ranks(2, takes_whole_values)
 
 
 # -- errors
