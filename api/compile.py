@@ -18,7 +18,7 @@ import torch
 
 from partway.annotate import Annotations, Request, annotate, resolve_mesh
 from partway.context import AlgoParameters, ParallelContext, ParallelMode, current, current_algo
-from partway.fusion import AllReduceFusion, FusionMode
+from partway.fusion import AllReduceFusion
 from partway.fusion.program import Program, make_program
 from partway.propagation.capture import capture
 from partway.propagation.cost import WEIGHTS, Level, profile_of
@@ -26,8 +26,8 @@ from partway.propagation.differentiate import Step, differentiate, scale_paramet
 from partway.propagation.graph import Graph, differentiated, verify
 from partway.propagation.lower import LocalProgram, lower, verify_program
 from partway.propagation.plan import Plan, make_plan
-from partway.propagation.problem import Fallback, SearchProblem, Settings, formulate
-from partway.propagation.search import SearchMode, Solution, search, verify_solution
+from partway.propagation.problem import SearchProblem, Settings, formulate
+from partway.propagation.search import Solution, search, verify_solution
 from partway.propagation.structure import Call, check_call, flatten_call
 from partway.propagation.torch_internals import is_transformed
 from partway.runtime.process import get_rank
@@ -122,7 +122,7 @@ def compile_call(
     problem = formulate(
         graph, settings_of(graph, request, mesh, context, algo), annotations.allowed, annotations.as_it_lies
     )
-    mode = SearchMode(context.search_mode.value)
+    mode = context.search_mode
     solution = search(problem, mode)
     local = lower(problem, solution.choice)
     plan = make_plan(problem, solution, local, mode)
@@ -152,7 +152,7 @@ def settings_of(graph: Graph, request: Request, mesh: Mesh, context: ParallelCon
         batch_by_default=context.mode_was_set and context.parallel_mode in modes,
         slice_align=algo.tensor_slice_align_size if algo.tensor_slice_align_enable else 1,
         shard_parameters=threshold if context.enable_parallel_optimizer else None,
-        on_unknown_op=Fallback(context.on_unknown_op.value),
+        on_unknown_op=context.on_unknown_op,
     )
 
 
@@ -188,4 +188,4 @@ def check_tensors(call: Call, device: str | None) -> None:
 
 def _policy(context: ParallelContext) -> AllReduceFusion | None:
     found = context.allreduce_fusion
-    return AllReduceFusion(FusionMode(found.mode.value), found.config) if found else None
+    return AllReduceFusion(found.mode, found.config) if found else None

@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from enum import StrEnum
 from itertools import pairwise
 from threading import Lock
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar, get_args
@@ -34,44 +33,26 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from partway.fusion import FusionMode
+from partway.propagation.problem import Fallback
+from partway.propagation.search import SearchMode
+from partway.strategy.choice import Choice
 from partway.strategy.errors import ContextError, StrategyError
 from partway.strategy.validate import check_dataset_form
 
 # -- Closed choices, equal to the strings that users write and printed like them -------------------------------------
 
 
-class _Choice(StrEnum):
-    def __repr__(self) -> str:
-        return repr(self.value)
-
-
-class ParallelMode(_Choice):
+class ParallelMode(Choice):
     STAND_ALONE = "stand_alone"
     DATA_PARALLEL = "data_parallel"
     SEMI_AUTO_PARALLEL = "semi_auto_parallel"
     AUTO_PARALLEL = "auto_parallel"
 
 
-class SearchMode(_Choice):
-    SHARDING_PROPAGATION = "sharding_propagation"
-    DYNAMIC_PROGRAMMING = "dynamic_programming"
-    RECURSIVE_PROGRAMMING = "recursive_programming"
-
-
-class DatasetMode(_Choice):
+class DatasetMode(Choice):
     DATA_PARALLEL = "data_parallel"
     FULL_BATCH = "full_batch"
-
-
-class FusionMode(_Choice):
-    AUTO = "auto"
-    SIZE = "size"
-    INDEX = "index"
-
-
-class UnknownOp(_Choice):
-    WARN = "warn"
-    ERROR = "error"
 
 
 # -- Field types. The args of a validator's ValueError are its problems; none: "see what the field accepts". ----------
@@ -217,7 +198,8 @@ class ParallelContext(_Options):
     """As in the reference up to 2.0 (2.7: recursive_programming), because here it is exact and still fast."""
 
     device_num: int = Field(default=1, ge=1, le=16384, description="an int from 1 to 16384")
-    """The reference says 4096 but takes more, and wants 1, 2, 4 or a multiple of 8; here any number will do."""
+    """How many devices are simulated; under a launcher there are as many as processes, so that one script serves both.
+    The reference says 4096 but takes more, and wants 1, 2, 4 or a multiple of 8; here any number will do."""
 
     dataset_strategy: _DatasetStrategy = DatasetMode.DATA_PARALLEL
     """A mode, or split counts for each input, as in ((1, 1, 1, 8), (1,)). An input of smaller rank may have a smaller
@@ -256,7 +238,7 @@ class ParallelContext(_Options):
         default=ParallelOptimizerConfig(), description="a dict with the key parallel_optimizer_threshold"
     )
 
-    on_unknown_op: UnknownOp = Field(default=UnknownOp.WARN, strict=False)
+    on_unknown_op: Fallback = Field(default=Fallback.WARN, strict=False)
     """Ours: whether an operator without a rule runs replicated with a warning, or is an error."""
 
     @property
@@ -344,7 +326,7 @@ def _accepts(field: FieldInfo) -> str:
     if field.description:
         return field.description
     kind = field.annotation
-    assert isinstance(kind, type) and issubclass(kind, StrEnum | bool), f"{field} has no description"
+    assert isinstance(kind, type) and issubclass(kind, Choice | bool), f"{field} has no description"
     return "True or False" if kind is bool else f"one of {', '.join(map(repr, kind))}"
 
 

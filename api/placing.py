@@ -112,6 +112,13 @@ class Launched:
         distribute(module)
 
     def whole_call(self, call: Call, context: ParallelContext, local: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        from partway.runtime.execute import check_agreement
+
+        if not local:  # once for each plan: the other calls are not worth a collective
+            plain = {f"input {name!r}": t for name, t in zip(call.names, call.tensors, strict=True) if not _placed(t)}
+            check_agreement(
+                plain, "give every rank the same whole batch, or set dataset_strategy where each has its own part"
+            )
         tensors = [_plain(tensor) for tensor in call.tensors]
         if local:
             parts = _dataset_parts(tensors, context, self.processes)
@@ -139,9 +146,14 @@ class Launched:
         return as_dtensor(value, placed.layout, placed.shape, device_mesh(mesh))
 
 
+def _placed(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(tensor, "placements")
+
+
 def _plain(tensor: Tensor) -> Tensor:
     """A tensor of the same global shape that is no DTensor; only its meta data is read."""
-    if not hasattr(tensor, "placements"):
+    if not _placed(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
 

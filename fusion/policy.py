@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import torch
 
 from ..propagation.collectives import kind_of
+from ..strategy.choice import Choice
 from ..strategy.errors import ContextError
 from ..strategy.placement import Kind
 
@@ -20,7 +20,7 @@ Key = tuple[str, str, str, torch.dtype]
 Groups = tuple[tuple[int, ...], ...]
 
 
-class FusionMode(StrEnum):
+class FusionMode(Choice):
     """How the boundaries between groups are chosen."""
 
     AUTO = "auto"  # groups of at most AUTO_MB

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
+from ..strategy.choice import Choice
 from ..strategy.errors import OperatorError, Problem, StrategyError, UnknownOperatorWarning
 from ..strategy.layout import Layout, layout
 from ..strategy.mesh import Mesh
@@ -55,7 +56,7 @@ from .rules import rule_of
 Floats = NDArray[np.float64]
 
 
-class Fallback(StrEnum):
+class Fallback(Choice):
     """What to do with an operator that has no rule."""
 
     WARN = "warn"

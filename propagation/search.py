@@ -17,18 +17,18 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 import networkx as nx
 import numpy as np
 
+from ..strategy.choice import Choice
 from ..strategy.errors import VerifyError
 from .problem import Floats, SearchProblem, VertexKind
 
 TABLE_LIMIT = 2**24  # entries of one table: 128 MiB
 
 
-class SearchMode(StrEnum):
+class SearchMode(Choice):
     """How a plan is searched for."""
 
     SHARDING_PROPAGATION = "sharding_propagation"

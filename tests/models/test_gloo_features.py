@@ -423,6 +423,23 @@ def test_ranks_that_differ_are_refused_on_every_rank(on_ranks: Ranks) -> None:
     assert on_ranks(2, disagrees, False, True, {}) == [said] * 2
 
 
+def reads_its_own_batch() -> str:
+    """The error of a first call in which every rank gives another batch, none of them said to be a part."""
+    fresh()
+    case = CASES["mlp"]
+    model: Any = pw.shard(case.build(), mesh={"dp": 2}, in_strategy=case.batch_split("dp"))
+    with pytest.raises(pw.RuntimeStateError) as error:
+        model(**case.batch(step=dist.get_rank()))
+    assert_same_step(case.build(), model, case.batch())
+    return str(error.value)
+
+
+def test_ranks_that_give_different_whole_batches_are_refused(on_ranks: Ranks) -> None:
+    said = "input 'x' has other values on rank 1 than on rank 0; give every rank the same whole batch, or set "
+    said += "dataset_strategy where each has its own part"
+    assert on_ranks(2, reads_its_own_batch) == [said] * 2
+
+
 def test_parameter_broadcast_makes_ranks_agree(on_ranks: Ranks) -> None:
     assert on_ranks(2, disagrees, True, False, {"parameter_broadcast": True}) == [""] * 2
     assert on_ranks(2, disagrees, True, True, {"parameter_broadcast": True}) == [""] * 2
