@@ -205,8 +205,7 @@ def _is_counts(strategy: Any, devices: int) -> bool:
 
 @dataclass(frozen=True)
 class Annotations:
-    """What `formulate` needs: allowed layouts by name, results that may stay split, and whether the plain inputs of
-    a rank are only its part (`dataset_strategy`)."""
+    """What `formulate` needs of the annotations: the allowed layouts by name, and the results that may stay split."""
 
     allowed: Allowed
     as_it_lies: frozenset[str]
