@@ -102,7 +102,7 @@ def main(
     """Measure every case and print a table."""
     table = Table(title=f"CPU seconds to plan, median of {repeat} (min to max), torch {torch.__version__}")
     for column in ("model", "mesh", *PASSES, "beside capture", "operators", "width", "optimum", "sent MB"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     figures: list[dict[str, Any]] = []
     for name, build in (("gpt2 124M", gpt2), ("llama3-8b, 8 layers", llama)):
         for label, mesh in MESHES.items():
@@ -124,7 +124,7 @@ def main(
 
 
 def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 if __name__ == "__main__":
