@@ -16,11 +16,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -64,7 +66,7 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     call = flatten_call(fn, args, kwargs)
     seen: list[Structure] = []
     outside = _Outside()
-    flat = _Flat(fn, call, seen, outside)
+    flat = _Flat(_with_source_lines(fn), call, seen, outside)
     example = tuple(t.detach().requires_grad_(t.requires_grad) for t in call.tensors)
     token = _capturing.set(True)
     try:
@@ -84,13 +86,14 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             f"{name_of(fn)} uses {counted(len(outside.found), 'tensor')} from outside that a gradient should reach "
             f"({', '.join(outside.found)}); shard the module they belong to, or pass them as arguments"
         )
+    _name_frames(exported.graph_module, fn)
     _check_static(exported.graph_module, fn)
     return verify(_check_dtypes(_graph(exported, call, seen[-1], fn)))
 
 
 def _reason(fn: Callable[..., Any], error: Exception) -> str:
     """Why a capture failed: by a limit of torch.export, or because the caller's own code raised."""
-    at = _callers_line(error)
+    at = _callers_line(error, fn)
     if isinstance(error, data_dependent):
         return (
             f"could not capture {name_of(fn)} as one static graph: its course depends on the values of tensors{at}; "
@@ -108,7 +111,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-def _callers_line(error: Exception) -> str:
+def _callers_line(error: Exception, fn: Callable[..., Any]) -> str:
     """Where in the caller's code `error` was raised: the innermost line that is neither PyTorch's nor ours."""
     torchs, ours = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
     own = [os.path.join(ours, name) + os.sep for name in ("api", "strategy", "propagation", "fusion", "runtime", "")]
@@ -116,8 +119,39 @@ def _callers_line(error: Exception) -> str:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         mine = any(frame.filename.startswith(folder) for folder in (own if installed else own[:-1]))
         if not mine and not frame.filename.startswith((torchs + os.sep, "<")):
-            return f"\n  at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+            name = _frame_name(fn, frame.filename, frame.lineno or 0, frame.name)
+            return f"\n  at {frame.filename}:{frame.lineno}, in {name}: {frame.line}"
     return ""
+
+
+def _with_source_lines(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, or a twin of a plain function whose frames are called "forward": torch.export keeps the source lines of
+    such frames only. `_name_frames` gives them their name back."""
+    if not isinstance(fn, FunctionType):
+        return fn
+    code = fn.__code__.replace(co_name="forward")
+    twin = FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    twin.__kwdefaults__ = fn.__kwdefaults__
+    return twin
+
+
+def _frame_name(fn: Callable[..., Any], filename: str, line: int, name: str) -> str:
+    """The name of the function that a frame called `name` runs: that of `fn`, if the line stands in its body."""
+    if not isinstance(fn, FunctionType) or filename != fn.__code__.co_filename:
+        return name
+    return fn.__name__ if line in {number for *_, number in fn.__code__.co_lines()} else name
+
+
+def _name_frames(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
+    """Call the frames of `fn` by its name in what the nodes of a graph say of their source."""
+
+    def named(frame: re.Match[str]) -> str:
+        return frame[1] + _frame_name(fn, frame[2], int(frame[3]), "forward")
+
+    for node in module.graph.nodes:
+        if "stack_trace" in node.meta:
+            trace = node.meta["stack_trace"] or ""
+            node.meta["stack_trace"] = re.sub(r'(File "(.+?)", line (\d+), in )forward\b', named, trace)
 
 
 def _check_static(module: fx.GraphModule, fn: Callable[..., Any]) -> None:

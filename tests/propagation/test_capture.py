@@ -334,3 +334,17 @@ def test_verify_refuses_a_graph_with_other_calls():
     del node.meta["val"]
     with pytest.raises(VerifyError, match="has no value"):
         verify(graph)
+
+
+def test_the_operators_of_a_plain_function_name_its_lines():
+    def half_of_a_product(x):
+        y = x @ x
+        return y / 2
+
+    graph = capture(half_of_a_product, (torch.ones(4, 4),), {})
+    lines = [source_line(node) for node in graph.nodes]
+    assert [line.split(", in ", 1)[1] for line in lines] == [
+        "half_of_a_product: y = x @ x",
+        "half_of_a_product: return y / 2",
+    ]
+    assert all(line.startswith("test_capture.py:") for line in lines)
