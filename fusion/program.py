@@ -52,6 +52,8 @@ def gradient_tags(step: Step) -> frozenset[int]:
 
 def _collectives(graph: fx.Graph, phase: str, step: Step, profile: DeviceProfile) -> Iterator[Collective]:
     conversions: tuple[Conversion, ...] = step.program.conversions
+    if phase == "backward":  # what stands there runs, whether or not it was planned to
+        conversions = tuple(replace(conversion, gradient=True) for conversion in conversions)
     for node in graph.nodes:
         if node.target is convert:
             found = collective(conversions[node.args[5]], phase, profile)

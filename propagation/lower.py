@@ -27,6 +27,7 @@ from .graph import (
     module_path,
     operands,
     operator_name,
+    requires_grad,
     source_line,
     source_of,
     tensor_of,
@@ -41,7 +42,7 @@ class Conversion:
     """One single-axis conversion in a program, and why it is there.
 
     shape and itemsize are those of the whole tensor; `whole_bytes` is what one rank would hold if this axis did
-    not split the tensor. `gradient`: its transpose runs in the backward.
+    not split the tensor. `gradient`: its transpose runs in the backward that was planned.
     """
 
     tag: int
@@ -190,6 +191,7 @@ class _Lowering:
         self.local: dict[tuple[Value, Layout], fx.Node] = {}
         self.base: dict[Value, tuple[Layout, str]] = {}  # where consumers start from, and whose strategy that is
         self.conversions: list[Conversion] = []
+        self.differentiable = requires_grad(problem.graph)
         self.parameters = {port.node for port in problem.graph.inputs if port.role is Role.PARAMETER}
         self.chosen: dict[tuple[VertexKind, fx.Node, str], tuple[Vertex, Option]] = {
             (v.kind, v.node, v.name): (v, v.options[c]) for v, c in zip(problem.vertices, choice, strict=True)
@@ -291,7 +293,8 @@ class _Lowering:
                     path=module_path(at),
                     line=source_line(at),
                 )
-                if kind(step.source, step.target) is not Kind.NOTHING or flows:
+                # also where the planned backward does not come by: another output may be differentiated
+                if kind(step.source, step.target) is not Kind.NOTHING or v in self.differentiable:
                     self.conversions.append(conversion)
                     node = self.graph.call_function(
                         convert, (node, str(step.source), str(step.target), step.axis, size, conversion.tag)

@@ -200,3 +200,17 @@ def test_an_operator_without_a_rule_can_be_an_error(fn: Callable[..., Tensor]) -
         f(torch.ones(8, 16), torch.ones(16, 24))
     with pytest.raises(RuntimeError, match="there is no plan yet"):
         f.plan
+
+
+def test_an_output_beside_the_loss_that_the_loss_does_not_need_has_its_gradients() -> None:
+    def forward(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return (x @ w).pow(2).sum(), torch.relu(x @ v)
+
+    torch.manual_seed(0)
+    x, w, v = (torch.randn(8, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    split = pw.shard(forward, in_strategy=((4, 1), (1, 1), (1, 1)), mesh={"a": 4})
+    for results in (lambda fn: fn(x, w, v)[1].pow(2).sum(), lambda fn: sum(t.sum() for t in fn(x, w, v))):
+        found = torch.autograd.grad(results(split), (x, w, v), allow_unused=True, materialize_grads=True)
+        expected = torch.autograd.grad(results(forward), (x, w, v), allow_unused=True, materialize_grads=True)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
