@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .graph import is_tensor, operands, shape, value
+from .graph import argument, argument_names, is_tensor, operands, shape, value
 from .torch_internals import tree_map
 
 aten = torch.ops.aten
@@ -64,28 +64,18 @@ def expand(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
 
 
-def _argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """The argument called `name` of a call of an ATen operator."""
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == name:
-            if i < len(node.args):
-                return node.args[i]
-            return node.kwargs.get(name, argument.default_value if argument.has_default_value() else default)
-    raise KeyError(name)
-
-
 def _mean(b: Builder, node: fx.Node) -> fx.Node:
     x = operands(node)[0]
-    dims = _argument(node, "dim") if len(node.target._schema.arguments) > 2 else None  # type: ignore[union-attr]
+    dims = argument(node, "dim") if "dim" in argument_names(node) else None
     every = tuple(range(len(shape(x))))
     dims = [d % len(every) for d in dims] if dims and every else list(every)
-    keep = _argument(node, "keepdim") if len(node.target._schema.arguments) > 2 else False  # type: ignore[union-attr]
-    total = b(aten.sum.dim_IntList, x, dims, keep, dtype=_argument(node, "dtype"))
+    keep = argument(node, "keepdim") if "keepdim" in argument_names(node) else False
+    total = b(aten.sum.dim_IntList, x, dims, keep, dtype=argument(node, "dtype"))
     return b(aten.div.Scalar, total, math.prod(shape(x)[d] for d in dims))
 
 
 def _adaptive_avg_pool(b: Builder, node: fx.Node) -> fx.Node | None:
-    x, size = operands(node)[0], _argument(node, "output_size")
+    x, size = operands(node)[0], argument(node, "output_size")
     dims = list(range(len(shape(x)) - len(size), len(shape(x))))
     if any(s != 1 for s in size):
         return None
@@ -153,14 +143,14 @@ def _blend(b: Builder, old: Any, new: Any, momentum: Any) -> fx.Node:
 
 def _cross_entropy(b: Builder, node: fx.Node) -> fx.Node | None:
     """A mean over valid targets is the sum over them divided by their number (by their weights, if any)."""
-    if _argument(node, "reduction") != _MEAN:
+    if argument(node, "reduction") != _MEAN:
         return None
-    (x, target), weight = operands(node)[:2], _argument(node, "weight")
-    ignored = _argument(node, "ignore_index") if "ignore_index" in _names(node) else -100
+    (x, target), weight = operands(node)[:2], argument(node, "weight")
+    ignored = argument(node, "ignore_index") if "ignore_index" in argument_names(node) else -100
     rest = {
-        name: _argument(node, name)
+        name: argument(node, name)
         for name in ("weight", "ignore_index", "label_smoothing")
-        if name in _names(node) and _argument(node, name) is not None
+        if name in argument_names(node) and argument(node, name) is not None
     }
     total = b(node.target, x, target, reduction=_SUM, **rest)
     if value(target).dtype.is_floating_point:  # class probabilities: every position counts
@@ -176,18 +166,14 @@ def _cross_entropy(b: Builder, node: fx.Node) -> fx.Node | None:
     return b(aten.div.Tensor, total, b(aten.sum.dim_IntList, counted, every) if every else counted)
 
 
-def _names(node: fx.Node) -> set[str]:
-    return {argument.name for argument in node.target._schema.arguments}  # type: ignore[union-attr]
-
-
 def _pointwise_loss(b: Builder, node: fx.Node) -> fx.Node | None:
     """A pointwise loss with reduction="mean" is its sum over the global number of elements."""
-    if _argument(node, "reduction") != _MEAN:
+    if argument(node, "reduction") != _MEAN:
         return None
     rest = {
-        argument.name: _argument(node, argument.name)
-        for argument in node.target._schema.arguments[2:]  # type: ignore[union-attr]
-        if argument.name != "reduction" and _argument(node, argument.name) is not None
+        name: argument(node, name)
+        for name in argument_names(node)[2:]
+        if name != "reduction" and argument(node, name) is not None
     }
     count = math.prod(torch.broadcast_shapes(*(shape(a) for a in node.args[:2] if is_tensor(a))))  # type: ignore[arg-type]
     return b(aten.div.Scalar, b(node.target, *node.args[:2], reduction=_SUM, **rest), count)
@@ -195,7 +181,7 @@ def _pointwise_loss(b: Builder, node: fx.Node) -> fx.Node | None:
 
 def _native_dropout(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
     """x * mask / (1 - p): the mask depends on nothing, so every layout of x takes its part of the same one."""
-    x, p, train = operands(node)[0], _argument(node, "p"), _argument(node, "train")
+    x, p, train = operands(node)[0], argument(node, "p"), argument(node, "train")
     if not train or p == 0:
         return (x, b(aten.ones.default, list(shape(x)), dtype=torch.bool, device=value(x).device))
     kept = _random_mask(b, x, p)
@@ -210,15 +196,15 @@ def _random_mask(b: Builder, x: fx.Node, p: float) -> fx.Node:
 
 def _attention(b: Builder, node: fx.Node) -> fx.Node | None:
     """With dropout, attention is written out: its mask is then one for all layouts, as in `_native_dropout`."""
-    p = _argument(node, "dropout_p")
+    p = argument(node, "dropout_p")
     q, k, v = operands(node)[:3]
-    if not p or _argument(node, "enable_gqa"):
+    if not p or argument(node, "enable_gqa"):
         return None
-    mask, scale = _argument(node, "attn_mask"), _argument(node, "scale")
+    mask, scale = argument(node, "attn_mask"), argument(node, "scale")
     last = len(shape(q))
     scores = b(aten.matmul.default, q, b(aten.transpose.int, k, last - 2, last - 1))
     scores = b(aten.mul.Scalar, scores, shape(q)[-1] ** -0.5 if scale is None else scale)
-    if _argument(node, "is_causal"):
+    if argument(node, "is_causal"):
         ones = b(aten.ones.default, list(shape(scores)[-2:]), dtype=torch.bool, device=value(q).device)
         mask = b(aten.tril.default, ones)
     if mask is not None and value(mask).dtype is torch.bool:

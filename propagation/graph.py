@@ -125,12 +125,27 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(leaf for leaf in tree_flatten((node.args, node.kwargs))[0] if isinstance(leaf, fx.Node))
 
 
+def argument_names(node: fx.Node) -> list[str]:
+    """The names of the arguments that the operator of a call takes."""
+    return [formal.name for formal in node.target._schema.arguments]  # type: ignore[union-attr]
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument called `name` of a call of an operator, or its default."""
+    for i, formal in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if formal.name == name:
+            if i < len(node.args):
+                return node.args[i]
+            return node.kwargs.get(name, formal.default_value if formal.has_default_value() else None)
+    raise KeyError(f"{node.target} has no argument {name!r}")
+
+
 def draws_random_numbers(node: fx.Node) -> bool:
     """Whether the call draws from a random generator. (Attention and dropout are operators that can; without a
     probability, or outside training, a call of them does not.)"""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = argument_names(node)
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return bool(given.get("dropout_p", 0.0 if "dropout_p" in names else 1.0)) and bool(given.get("train", True))
 
@@ -141,6 +156,12 @@ class Value:
 
     node: fx.Node
     index: int = 0
+
+
+def values_of(node: fx.Node) -> tuple[Value, ...]:
+    """The results of `node`."""
+    found = value(node)
+    return tuple(Value(node, i) for i in range(len(found))) if isinstance(found, tuple | list) else (Value(node),)
 
 
 def source_of(node: fx.Node) -> Value:
@@ -182,11 +203,10 @@ def requires_grad(graph: Graph) -> frozenset[Value]:
         if node.target is operator.getitem or node.target is torch.ops.aten.detach.default:
             continue
         if any(source_of(operand) in needs for operand in operands(node)):
-            found = value(node)
-            results = found if isinstance(found, tuple | list) else (found,)
-            for i, result in enumerate(results):
+            for v in values_of(node):
+                result = tensor_of(v)
                 if isinstance(result, torch.Tensor) and (result.is_floating_point() or result.is_complex()):
-                    needs.add(Value(node, i))
+                    needs.add(v)
     return frozenset(needs)
 
 
@@ -197,14 +217,9 @@ def gradient_flow(graph: Graph, wanted: tuple[bool, ...]) -> frozenset[Value]:
     for node in reversed(graph.nodes):
         if node.target is operator.getitem:
             continue
-        if any(v.node is node and v in reached for v in (Value(node, i) for i in range(_results(node)))):
+        if any(v in reached for v in values_of(node)):
             reached |= {v for v in map(source_of, operands(node)) if v in needs}
     return frozenset(reached & needs)
-
-
-def _results(node: fx.Node) -> int:
-    found = value(node)
-    return len(found) if isinstance(found, tuple | list) else 1
 
 
 def verify(graph: Graph) -> Graph:

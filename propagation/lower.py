@@ -17,7 +17,6 @@ from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind, Placement, Shard, kind, transpose
 from .collectives import constrain, convert
-from .conversion import conversion_table
 from .cost import DeviceProfile, collective_seconds, wire_bytes
 from .graph import (
     Graph,
@@ -31,8 +30,9 @@ from .graph import (
     source_line,
     source_of,
     tensor_of,
+    values_of,
 )
-from .problem import Option, SearchProblem, Vertex, VertexKind
+from .problem import Option, SearchProblem, Vertex, VertexKind, table_of
 from .rule import LocalShapes
 from .torch_internals import tree_map
 
@@ -197,7 +197,11 @@ class _Lowering:
             (v.kind, v.node, v.name): (v, v.options[c]) for v, c in zip(problem.vertices, choice, strict=True)
         }
         self.operators = {v.node: (v, o) for (k, _, _), (v, o) in self.chosen.items() if k is VertexKind.OPERATOR}
-        self.hubs = {_hub_value(v): o.results[0] for (k, _, _), (v, o) in self.chosen.items() if k is VertexKind.HUB}
+        self.hubs = {
+            edge.value: problem.vertices[edge.consumer].options[choice[edge.consumer]].results[0]
+            for edge in problem.edges
+            if problem.vertices[edge.consumer].kind is VertexKind.HUB
+        }
 
     def program(self) -> LocalProgram:
         inputs = []
@@ -242,7 +246,7 @@ class _Lowering:
             [self._converted(source_of(o), found, consumer, node) for o, found in zip(inputs, wanted, strict=True)]
         )
         args, kwargs = tree_map(lambda a: next(parts) if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
-        produced = _values(node)
+        produced = values_of(node)
         rests = option.results if option else (whole,) * len(produced)
         if node.target is constrain:
             self._produce(produced[0], args[0], rests[0], consumer)
@@ -266,16 +270,12 @@ class _Lowering:
         if (v, target) in self.local:
             return self.local[v, target]
         here, producer = self.base[v]
-        tensor, s = tensor_of(v), self.settings
         flows = v in self.problem.flows
-        table = conversion_table(
-            tuple(tensor.shape), tensor.element_size(), tensor.dtype is not torch.bool, flows,
-            s.mesh, s.profile, s.weights,
-        )  # fmt: skip
+        table = table_of(v, flows, self.settings)
         node = self.local[v, here]
         for step in table.path(here, target):
             if (v, step.after) not in self.local:
-                size = s.mesh.size(step.axis)
+                size = self.settings.mesh.size(step.axis)
                 conversion = Conversion(
                     tag=len(self.conversions),
                     tensor=_tensor_name(self.problem.graph, v),
@@ -284,7 +284,7 @@ class _Lowering:
                     source=step.source,
                     target=step.target,
                     whole_bytes=round(table.local_bytes(here) * (size if isinstance(step.source, Shard) else 1)),
-                    dtype=tensor.dtype,
+                    dtype=tensor_of(v).dtype,
                     gradient=flows,
                     parameter=v.node in self.parameters,
                     producer=producer,
@@ -315,19 +315,9 @@ def describe_option(vertex: Vertex, option: Option) -> str:
     return "(" + " ".join(words) + ")"
 
 
-def _hub_value(vertex: Vertex) -> Value:
-    name = vertex.name.removeprefix("hub of ")
-    return Value(vertex.node, int(name[name.index("[") + 1 : -1]) if name.endswith("]") else 0)
-
-
 def _placed(port: Port, rest: Layout) -> PlacedPort:
     tensor = tensor_of(source_of(port.node))
     return PlacedPort(port, tuple(tensor.shape), tensor.dtype, rest)
-
-
-def _values(node: fx.Node) -> tuple[Value, ...]:
-    found = node.meta["val"]
-    return tuple(Value(node, i) for i in range(len(found))) if isinstance(found, tuple | list) else (Value(node),)
 
 
 def _shape(v: Value) -> tuple[int, ...]:

@@ -49,6 +49,7 @@ from .graph import (
     source_of,
     tensor_of,
     value,
+    values_of,
 )
 from .rule import AxisOption, Rule, axis_options
 from .rules import rule_of
@@ -160,6 +161,20 @@ class SearchProblem:
 Allowed = Mapping[str, tuple[tuple[Layout, ...], str]]  # port or constraint name -> (layouts, what the person wrote)
 
 
+def table_of(v: Value, gradient: bool, s: Settings) -> ConversionTable:
+    """The costs of converting the tensor `v`. `gradient`: that of its gradient counts too."""
+    tensor = tensor_of(v)
+    return conversion_table(
+        tuple(tensor.shape),
+        tensor.element_size(),
+        tensor.dtype is not torch.bool,
+        gradient,
+        s.mesh,
+        s.profile,
+        s.weights,
+    )
+
+
 def formulate(
     graph: Graph, settings: Settings, allowed: Allowed, as_it_lies: frozenset[str] = frozenset()
 ) -> SearchProblem:
@@ -209,11 +224,7 @@ class _Formulation:
         return uses
 
     def _table(self, v: Value) -> ConversionTable:
-        tensor, s = tensor_of(v), self.settings
-        return conversion_table(
-            tuple(tensor.shape), tensor.element_size(), tensor.dtype is not torch.bool, v in self.flows,
-            s.mesh, s.profile, s.weights,
-        )  # fmt: skip
+        return table_of(v, v in self.flows, self.settings)
 
     def _add_input(self, port: Port) -> None:
         table = self._table(Value(port.node))
@@ -258,15 +269,13 @@ class _Formulation:
     def _add_operator(self, node: fx.Node) -> None:
         inputs = operands(node)
         sources = tuple(map(source_of, inputs))
-        found = value(node)
-        results = found if isinstance(found, tuple | list) else (found,)
-        produced = tuple(Value(node, i) for i in range(len(results)))
+        produced = values_of(node)
         rule = rule_of(node)
         annotation = ""
         if rule is None:
             self._note_unknown(node)
-            single = tuple(AxisOption(None, (p,) * len(inputs), (p,) * len(results)) for p in (REPLICATE, BROADCAST))
-            rule = Rule(tuple(() for _ in inputs), tuple(() for _ in results), {})
+            single = tuple(AxisOption(None, (p,) * len(inputs), (p,) * len(produced)) for p in (REPLICATE, BROADCAST))
+            rule = Rule(tuple(() for _ in inputs), tuple(() for _ in produced), {})
         else:
             single = axis_options(rule)
         options = self._combine(rule, single, sources, produced)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from .collectives import constrain
-from .graph import draws_random_numbers, is_tensor, operands, shape, value
+from .graph import argument, argument_names, draws_random_numbers, is_tensor, operands, shape, value
 from .rule import Dims, LocalShapes, Row, Rule, parse_row
 
 aten = torch.ops.aten
@@ -33,20 +33,6 @@ def rule_of(node: fx.Node) -> Rule | None:
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return _pointwise()(node)
     return None
-
-
-def argument(node: fx.Node, name: str) -> Any:
-    """The argument called `name` of a call, or its default."""
-    for i, formal in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if formal.name == name:
-            if i < len(node.args):
-                return node.args[i]
-            return node.kwargs.get(name, formal.default_value if formal.has_default_value() else None)
-    raise KeyError(f"{node.target} has no argument {name!r}")
-
-
-def _argument_names(node: fx.Node) -> list[str]:
-    return [formal.name for formal in node.target._schema.arguments]  # type: ignore[union-attr]
 
 
 # -- helpers of the functions below
@@ -151,7 +137,7 @@ def _along(*names: str, linear: bool = False) -> Function:
 def _reduction(node: fx.Node) -> Rule | None:
     """Sums over dims: a split of a summed dim leaves addends."""
     x = operands(node)[0]
-    size, dims = shape(x), argument(node, "dim") if "dim" in _argument_names(node) else None
+    size, dims = shape(x), argument(node, "dim") if "dim" in argument_names(node) else None
     letters = _letters(size)
     summed = {d % len(size) for d in dims} if dims and size else set(range(len(size)))
     keep = bool(len(shape(node))) and len(shape(node)) == len(size)
@@ -283,7 +269,7 @@ def _pad(node: fx.Node) -> Rule | None:
     pad = argument(node, "pad")
     touched |= {len(size) - 1 - i // 2 for i, n in enumerate(pad) if n}
     letters = _rename(_letters(size), touched)
-    constant = "mode" not in _argument_names(node) or argument(node, "mode") == "constant"
+    constant = "mode" not in argument_names(node) or argument(node, "mode") == "constant"
     zero = constant and not argument(node, "value")
     return Rule((letters,), (letters,), _sizes(letters, size), linear=(frozenset({0}),) if zero else ())
 
@@ -398,7 +384,7 @@ def _local_groups(
     """A rank that holds a part of the groups convolves that many: its input channels over those of one group."""
     channel = len(shapes.operands[0]) - (len(shapes.operands[1]) - 2) - 1
     groups = shapes.operands[0][channel] // shapes.operands[1][1]
-    position = _argument_names(node).index("groups")
+    position = argument_names(node).index("groups")
     return (*args[:position], groups, *args[position + 1 :]), kwargs
 
 
