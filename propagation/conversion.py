@@ -1,47 +1,62 @@
 """The cost of every conversion between two layouts of one tensor, and the cheapest way to do it.
 
-A conversion is a chain of single-axis steps of the placement algebra. A dim that several axes split is cut by
-them in mesh order, so a step may put or take away a split of a dim only on the last axis that splits it. All
-pairs at once are a shortest-path problem on the grid of layouts; `ConversionTable` relaxes it axis by axis
-until nothing improves, which is exact because every step changes one axis only.
+A conversion is a chain of steps of the placement algebra. A step takes one axis, or several that are placed alike,
+from one placement to another: one all_reduce over two axes sends less than two, one over each. A dim that several
+axes split is cut by them in mesh order, so a step may put or take away a split of a dim only on the last axes that
+split it. The cheapest chains from a layout to all others are a shortest-path problem on the grid of layouts;
+`ConversionTable` relaxes it axis by axis until nothing improves.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..strategy.layout import Layout, layout
 from ..strategy.mesh import Mesh
-from ..strategy.placement import BROADCAST, PARTIAL, REPLICATE, Kind, Placement, Shard, kind, transpose
-from .cost import DeviceProfile, Weights, waiting_seconds, wire_bytes
+from ..strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement, Shard, kind, transpose
+from .cost import DeviceProfile, Weights, collective_cost
 
 Floats = NDArray[np.float64]
+Codes = NDArray[np.intp]
 _STEP = 1e-13  # seconds: of two ways that cost the same the shorter one wins, and no way is a circle
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One single-axis conversion: `axis` goes from `source` to `target`, giving `after`."""
+    """One step of a conversion: all of `axes` go from `source` to `target`, giving `after`."""
 
-    axis: str
+    axes: tuple[str, ...]
     source: Placement
     target: Placement
     after: Layout
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class _Move:
+    """All steps over one set of axes. `codes[o, s]` is the layout that has state s on these axes, the other axes
+    standing as in o; `cost[o, s, t]` is the cost of the step from there to state t."""
+
+    axes: tuple[int, ...]
+    codes: Codes
+    cost: Floats
+
+
+@dataclass(frozen=True, eq=False)
 class ConversionTable:
-    """Costs between all layouts of tensors of one shape. `gradient`: the backward of a conversion runs too."""
+    """Costs between all layouts of tensors of one shape. A layout is known by its code: its states, one digit per
+    axis. `partial`: how addends of the tensor combine, if it can be one; `gradient`: the backward of a conversion
+    runs too."""
 
     shape: tuple[int, ...]
     itemsize: int
-    partial: bool
+    partial: str | None
     gradient: bool
     mesh: Mesh
     profile: DeviceProfile
@@ -49,127 +64,205 @@ class ConversionTable:
 
     @cached_property
     def states(self) -> tuple[Placement, ...]:
-        """The placements that one axis may have; a layout is one of them for each axis."""
+        """The placements that one axis may have, the splits first; a layout is one of them for each axis."""
         dims = [Shard(d) for d, size in enumerate(self.shape) if size > 1]
-        return (*dims, REPLICATE, BROADCAST, *([PARTIAL] if self.partial else []))
+        return (*dims, REPLICATE, BROADCAST, *([Partial(self.partial)] if self.partial else []))
 
-    @cached_property
+    @property
     def layouts(self) -> tuple[Layout, ...]:
-        """All layouts, numbered; some do not divide the shape evenly (`valid`)."""
-        return tuple(layout(self.mesh, p) for p in itertools.product(self.states, repeat=len(self.mesh.axes)))
+        """All layouts, by code; some do not divide the shape evenly (`valid`)."""
+        return _layouts(self.mesh, self.states)
+
+    @property
+    def index(self) -> dict[Layout, int]:
+        """The code of each layout."""
+        return _index(self.mesh, self.states)
 
     @cached_property
-    def index(self) -> dict[Layout, int]:
-        return {found: i for i, found in enumerate(self.layouts)}
+    def digits(self) -> Codes:
+        """The state of each axis, for every code."""
+        return digits_of(len(self.states), len(self.mesh.axes))
+
+    def parts(self, dim: int) -> Codes:
+        """Into how many parts `dim` is split, for every code."""
+        if Shard(dim) not in self.states:
+            return np.ones(len(self.digits), dtype=np.intp)
+        found: Codes = np.where(self.digits == self.states.index(Shard(dim)), self.mesh.sizes, 1).prod(axis=1)
+        return found
 
     @cached_property
     def valid(self) -> NDArray[np.bool_]:
-        return np.array([found.divides(self.shape) for found in self.layouts])
+        """Whether each layout divides the shape evenly."""
+        valid = np.ones(len(self.digits), dtype=bool)
+        for dim, size in enumerate(self.shape):
+            valid &= size % self.parts(dim) == 0
+        return valid
+
+    @cached_property
+    def held(self) -> Floats:
+        """The bytes of one rank's part, for every code."""
+        split = np.where(self.digits < self._splits, self.mesh.sizes, 1).prod(axis=1)
+        found: Floats = math.prod(self.shape) * self.itemsize / split
+        return found
 
     def local_bytes(self, found: Layout) -> float:
         """The bytes of one rank's part."""
-        split = math.prod(n for p, n in zip(found.placements, self.mesh.sizes, strict=True) if isinstance(p, Shard))
-        return math.prod(self.shape) * self.itemsize / split
+        return float(self.held[self.index[found]])
+
+    @property
+    def _splits(self) -> int:
+        return sum(isinstance(p, Shard) for p in self.states)
 
     @cached_property
     def cost(self) -> Floats:
         """`cost[i, j]`: the weighted cost of layout i becoming layout j, forward and backward; inf: impossible."""
-        axes, n = len(self.mesh.axes), len(self.states)
-        grid = (n,) * axes
-        best = np.full((n**axes, *grid), np.inf)
-        best.reshape(n**axes, n**axes)[np.diag_indices(n**axes)] = 0.0
-        best[:, ~self.valid.reshape(grid)] = np.inf
-        while True:
-            before = best
-            for axis, step in enumerate(self._steps):
-                moved = np.moveaxis(best, axis + 1, -1)
-                relaxed = np.min(moved[..., :, None] + step[None], axis=-2)
-                best = np.moveaxis(np.minimum(moved, relaxed), -1, axis + 1)
-            if np.array_equal(best, before):
-                break
-        best = best.reshape(n**axes, n**axes).copy()
-        best[~self.valid] = np.inf
-        return best
+        return self.rows(range(len(self.digits)))
+
+    def rows(self, sources: Iterable[int]) -> Floats:
+        """The rows of `cost` of these codes; only rows that were asked for are ever computed."""
+        sources = list(sources)
+        known = self._known
+        missing = [code for code in dict.fromkeys(sources) if code not in known]
+        if missing:
+            known.update(zip(missing, self._distances(missing), strict=True))
+        return np.stack([known[code] for code in sources]) if sources else np.zeros((0, len(self.digits)))
 
     @cached_property
-    def _steps(self) -> tuple[Floats, ...]:
-        """For each axis the costs [states of the other axes..., from, to] of one step on it."""
-        found = []
-        sizes, n = self.mesh.sizes, len(self.states)
-        sharded = np.array([isinstance(p, Shard) for p in self.states])
-        for axis, size in enumerate(sizes):
-            fixed, linear = self._step_coefficients(size)
-            others = [a for a in range(len(sizes)) if a != axis]
-            split = np.ones((n,) * len(others))
-            taken = np.zeros((*split.shape, n), dtype=bool)  # is the dim of this state split by a later axis?
-            for position, other in enumerate(others):
-                along = [1] * len(others)
-                along[position] = n
-                split = split * np.where(sharded, sizes[other], 1).reshape(along)
-                if other > axis:
-                    same = np.diag(sharded)
-                    taken |= same.reshape((*along, n))
-            whole = math.prod(self.shape) * self.itemsize / split
-            cost = fixed + linear * whole[..., None, None]
-            blocked = taken[..., :, None] | taken[..., None, :]
-            blocked &= ~np.eye(n, dtype=bool)
-            cost = np.where(blocked, np.inf, cost)
-            target_valid = np.moveaxis(self.valid.reshape((n,) * len(sizes)), axis, -1)
-            cost = np.where(target_valid[..., None, :] | np.eye(n, dtype=bool), cost, np.inf)
-            found.append(cost)
-        return tuple(found)
+    def _known(self) -> dict[int, Floats]:
+        return {}
 
-    def _step_coefficients(self, size: int) -> tuple[Floats, Floats]:
-        """A step costs `fixed + linear * bytes of the value, whole along this axis`."""
-        n = len(self.states)
-        fixed, linear = np.full((n, n), _STEP), np.zeros((n, n))
-        np.fill_diagonal(fixed, 0.0)
-        for (i, source), (j, target) in itertools.product(enumerate(self.states), repeat=2):
-            if i == j:
-                continue
-            ways = [kind(source, target)] + ([kind(*transpose(source, target))] if self.gradient else [])
-            for way in ways:
-                share = 1 / size if way is Kind.ALL_TO_ALL else 1.0
-                fixed[i, j] += self.weights.latency * waiting_seconds(way, size, self.profile)
-                linear[i, j] += self.weights.wire * wire_bytes(way, share, size) / self.profile.link_bandwidth
-                if way in (Kind.PAD, Kind.KEEP):
-                    linear[i, j] += self.weights.compute / self.profile.memory_bandwidth
-        return fixed, linear
+    def _distances(self, sources: list[int]) -> Floats:
+        best = np.full((len(sources), len(self.digits)), np.inf)
+        best[np.arange(len(sources)), sources] = 0.0
+        best[:, ~self.valid] = np.inf
+        while True:
+            before = best.copy()
+            for move in self._moves:
+                here = best[:, move.codes]
+                there = here.copy()
+                for state in range(here.shape[-1]):
+                    np.minimum(there, here[..., state, None] + move.cost[:, state], out=there)
+                best[:, move.codes] = there
+            if np.array_equal(best, before):
+                return best
+
+    @cached_property
+    def _moves(self) -> tuple[_Move, ...]:
+        axes = range(len(self.mesh.axes))
+        return tuple(
+            self._move(chosen) for count in range(1, len(axes) + 1) for chosen in itertools.combinations(axes, count)
+        )
+
+    def _move(self, axes: tuple[int, ...]) -> _Move:
+        codes, others = _groups_of_codes(len(self.states), len(self.mesh.axes), axes)
+        digits = self.digits[codes[:, 0]][:, others]
+        sizes = np.array([self.mesh.sizes[a] for a in others], dtype=float)
+        split = np.where(digits < self._splits, sizes, 1.0).prod(axis=1)
+        whole = math.prod(self.shape) * self.itemsize / split
+        fixed, linear = _coefficients(
+            self.states, self.gradient, self.mesh, tuple(self.mesh.axes[a] for a in axes), self.profile, self.weights
+        )
+        cost = fixed + linear * whole[:, None, None]
+        # a later axis that splits the same dim stands in the way of putting or taking away a split
+        later = digits[:, [i for i, other in enumerate(others) if other > axes[0]]]
+        blocked = (later[:, :, None] == np.arange(self._splits)).any(axis=1)
+        cost[:, : self._splits][blocked] = np.inf
+        cost[:, :, : self._splits].transpose(0, 2, 1)[blocked] = np.inf
+        cost[~np.broadcast_to(self.valid[codes][:, None, :], cost.shape)] = np.inf
+        return _Move(axes, codes, cost)
 
     def path(self, source: Layout, target: Layout) -> tuple[Step, ...]:
         """The cheapest chain of steps from `source` to `target`."""
+        key = (self.index[source], self.index[target])
+        if key not in self._paths:
+            self._paths[key] = self._path(*key)
+        return self._paths[key]
+
+    @cached_property
+    def _paths(self) -> dict[tuple[int, int], tuple[Step, ...]]:
+        return {}
+
+    def _path(self, source: int, target: int) -> tuple[Step, ...]:
+        distance = self.rows([source])[0]
         chain: list[Step] = []
-        here, goal = self.index[source], self.index[target]
-        n, axes = len(self.states), len(self.mesh.axes)
-        while here != goal:
-            position = np.unravel_index(here, (n,) * axes)
-            options = []
-            for axis in range(axes):
-                others = tuple(p for a, p in enumerate(position) if a != axis)
-                for state in range(n):
-                    if state == position[axis]:
-                        continue
-                    there = int(np.ravel_multi_index((*position[:axis], state, *position[axis + 1 :]), (n,) * axes))
-                    options.append(
-                        (
-                            self._steps[axis][(*others, position[axis], state)] + self.cost[there, goal],
-                            axis,
-                            state,
-                            there,
-                        )
-                    )
-            _, axis, state, here = min(options)
-            chain.append(
-                Step(self.mesh.axes[axis], self.states[position[axis]], self.states[state], self.layouts[here])
-            )
-        return tuple(chain)
+        while target != source:
+            found: list[tuple[float, int, int, int]] = []
+            for i, move in enumerate(self._moves):
+                others, states = np.nonzero(move.codes == target)
+                if not len(others):
+                    continue
+                ways = distance[move.codes[others[0]]] + move.cost[others[0], :, states[0]]
+                ways[states[0]] = np.inf
+                found.append((float(ways.min()), i, int(ways.argmin()), int(others[0])))
+            _, i, state, other = min(found)
+            move = self._moves[i]
+            axes = tuple(self.mesh.axes[a] for a in move.axes)
+            to = self.states[self.digits[target, move.axes[0]]]
+            chain.append(Step(axes, self.states[state], to, self.layouts[target]))
+            target = int(move.codes[other, state])
+        return tuple(reversed(chain))
+
+
+@cache
+def digits_of(states: int, axes: int) -> Codes:
+    return np.indices((states,) * axes).reshape(axes, states**axes).T.copy()
+
+
+@cache
+def _layouts(mesh: Mesh, states: tuple[Placement, ...]) -> tuple[Layout, ...]:
+    return tuple(layout(mesh, p) for p in itertools.product(states, repeat=len(mesh.axes)))
+
+
+@cache
+def _index(mesh: Mesh, states: tuple[Placement, ...]) -> dict[Layout, int]:
+    return {found: i for i, found in enumerate(_layouts(mesh, states))}
+
+
+@cache
+def _groups_of_codes(states: int, axes: int, chosen: tuple[int, ...]) -> tuple[Codes, list[int]]:
+    """For every state of the axes not in `chosen`, the codes with one state on all of `chosen`; and those axes."""
+    others = [a for a in range(axes) if a not in chosen]
+    weights = [states ** (axes - 1 - a) for a in range(axes)]
+    base = digits_of(states, len(others)) @ np.array([weights[a] for a in others], dtype=np.intp)
+    along = np.arange(states) * sum(weights[a] for a in chosen)
+    return base[:, None] + along[None, :], others
+
+
+@lru_cache(maxsize=4096)
+def _coefficients(
+    states: tuple[Placement, ...],
+    gradient: bool,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    profile: DeviceProfile,
+    weights: Weights,
+) -> tuple[Floats, Floats]:
+    """A step over `axes` costs `fixed + linear * bytes of the value, whole along these axes`. Over several axes at
+    once there are only steps that communicate: the others cost the same one by one."""
+    size = math.prod(mesh.size(axis) for axis in axes)
+    fixed, linear = np.full((len(states),) * 2, np.inf), np.zeros((len(states),) * 2)
+    np.fill_diagonal(fixed, 0.0)
+    for (i, source), (j, target) in itertools.permutations(enumerate(states), 2):
+        ways = [kind(source, target)] + ([kind(*transpose(source, target))] if gradient else [])
+        if len(axes) > 1 and not any(way.communicates for way in ways):
+            continue
+        fixed[i, j] = _STEP
+        for way in ways:
+            if way.communicates:
+                seconds, per_byte = collective_cost(way, mesh, axes, profile)
+                share = 1 / size if way is Kind.ALL_TO_ALL else 1.0
+                fixed[i, j] += weights.latency * seconds
+                linear[i, j] += weights.wire * share * per_byte
+            elif way in (Kind.PAD, Kind.KEEP):
+                linear[i, j] += weights.compute / profile.memory_bandwidth
+    return fixed, linear
 
 
 @lru_cache(maxsize=4096)
 def conversion_table(
     shape: tuple[int, ...],
     itemsize: int,
-    partial: bool,
+    partial: str | None,
     gradient: bool,
     mesh: Mesh,
     profile: DeviceProfile,

@@ -13,10 +13,15 @@ An operator takes `max(flops / peak, bytes / memory bandwidth)` (Williams et al.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+
+import numpy as np
 
 from ..strategy.errors import StrategyError
+from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind
 
 # Forward plus backward of an operator, in units of the forward: each operand's gradient costs about as much.
@@ -98,11 +103,17 @@ def waiting_seconds(kind: Kind, size: int, profile: DeviceProfile) -> float:
     return profile.launch + steps(kind, size) * profile.latency if kind.communicates else 0.0
 
 
+def collective_cost(kind: Kind, mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> tuple[float, float]:
+    """What a collective over `axes` costs: seconds, and seconds per byte of its payload."""
+    size = math.prod(mesh.size(axis) for axis in axes)
+    return waiting_seconds(kind, size, profile), wire_bytes(kind, 1.0, size) / profile.link_bandwidth
+
+
 def collective_seconds(kind: Kind, payload: float, size: int, profile: DeviceProfile) -> float:
     """The predicted time of one collective."""
     return waiting_seconds(kind, size, profile) + wire_bytes(kind, payload, size) / profile.link_bandwidth
 
 
-def operator_seconds(flops: float, moved: float, profile: DeviceProfile) -> float:
+def operator_seconds(flops: Any, moved: Any, profile: DeviceProfile) -> Any:
     """The predicted time of one operator that computes `flops` and moves `moved` bytes."""
-    return max(flops / profile.flops, moved / profile.memory_bandwidth)
+    return np.maximum(flops / profile.flops, moved / profile.memory_bandwidth)

@@ -122,7 +122,9 @@ def source_line(node: fx.Node) -> str:
 
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor operands of `node` in the order of its arguments, a repeated one repeated."""
-    return tuple(leaf for leaf in tree_flatten((node.args, node.kwargs))[0] if isinstance(leaf, fx.Node))
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), lambda leaf: found.append(leaf) or leaf)
+    return tuple(found)
 
 
 def argument_names(node: fx.Node) -> list[str]:

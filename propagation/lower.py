@@ -275,11 +275,12 @@ class _Lowering:
         node = self.local[v, here]
         for step in table.path(here, target):
             if (v, step.after) not in self.local:
-                size = self.settings.mesh.size(step.axis)
+                (axis,) = step.axes
+                size = self.settings.mesh.size(axis)
                 conversion = Conversion(
                     tag=len(self.conversions),
                     tensor=_tensor_name(self.problem.graph, v),
-                    axis=step.axis,
+                    axis=axis,
                     size=size,
                     source=step.source,
                     target=step.target,
@@ -297,7 +298,7 @@ class _Lowering:
                 if kind(step.source, step.target) is not Kind.NOTHING or v in self.differentiable:
                     self.conversions.append(conversion)
                     node = self.graph.call_function(
-                        convert, (node, str(step.source), str(step.target), step.axis, size, conversion.tag)
+                        convert, (node, str(step.source), str(step.target), axis, size, conversion.tag)
                     )
                 self.local[v, step.after] = node
             node, here = self.local[v, step.after], step.after

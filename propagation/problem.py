@@ -11,12 +11,10 @@ every rank has them whole, and cutting a part costs nothing, so they tie nothing
 
 from __future__ import annotations
 
-import itertools
-import math
 import operator
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -27,11 +25,11 @@ from torch import fx
 
 from ..strategy.choice import Choice
 from ..strategy.errors import OperatorError, Problem, StrategyError, UnknownOperatorWarning
-from ..strategy.layout import Layout, layout
+from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
-from ..strategy.placement import BROADCAST, REPLICATE, Shard
+from ..strategy.placement import BROADCAST, REPLICATE, Partial, Placement, Shard
 from .collectives import constrain
-from .conversion import ConversionTable, conversion_table
+from .conversion import Codes, ConversionTable, Floats, conversion_table, digits_of
 from .cost import BACKWARD_FACTOR, DeviceProfile, Weights, operator_seconds
 from .graph import (
     Graph,
@@ -54,7 +52,7 @@ from .graph import (
 from .rule import AxisOption, Rule, axis_options
 from .rules import rule_of
 
-Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 
 
 class Fallback(Choice):
@@ -73,6 +71,7 @@ class Settings:
     slice_align         contractions keep slices of the last dim to multiples of this (1: no limit)
     shard_parameters    parameters of at least this many bytes are split at rest on every axis that can
                         (enable_parallel_optimizer); None: the search decides
+    optimizer_states    how many copies of each parameter the optimizer keeps (Adam: 2)
     """
 
     mesh: Mesh
@@ -82,6 +81,7 @@ class Settings:
     batch_by_default: bool = False
     slice_align: int = 1
     shard_parameters: int | None = None
+    optimizer_states: float = 2.0
     on_unknown_op: Fallback = Fallback.WARN
 
 
@@ -94,6 +94,77 @@ class Option:
     results: tuple[Layout, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The options of a vertex as columns of numbers, one row each; vertices of the same structure share them.
+
+    operands, results   the code of each tensor's layout, in the ConversionTable of that tensor
+    factors             what each axis splits: a number into `names`, -1 for nothing
+    unary               the cost of the option by itself
+    seconds, flops      of the operator on one device, forward and backward
+    held                bytes on one device: what stays for the backward; of an input, itself
+    memory              bytes that count against the memory limit
+    """
+
+    tables: tuple[tuple[ConversionTable | None, ...], tuple[ConversionTable | None, ...]] = field(repr=False)
+    operands: tuple[Codes, ...]
+    results: tuple[Codes, ...]
+    factors: Codes
+    names: tuple[str, ...]
+    mesh: Mesh
+    unary: Floats = field(repr=False)
+    seconds: Floats = field(repr=False)
+    flops: Floats = field(repr=False)
+    held: Floats = field(repr=False)
+    memory: Floats = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.factors)
+
+    def __getitem__(self, i: int) -> Option:
+        if not -len(self) <= i < len(self):
+            raise IndexError(i)
+        factors = tuple(self.names[f] if f >= 0 else None for f in self.factors[i])
+        operands, results = (
+            tuple(self._layout(table, codes[i]) for table, codes in zip(tables, columns, strict=True))
+            for tables, columns in zip(self.tables, (self.operands, self.results), strict=True)
+        )
+        return Option(factors, operands, results)
+
+    def __iter__(self) -> Iterator[Option]:
+        return (self[i] for i in range(len(self)))
+
+    def _layout(self, table: ConversionTable | None, code: int) -> Layout:
+        return table.layouts[code] if table else Layout.replicated(self.mesh)
+
+    def take(self, rows: Any) -> Options:
+        """Some of these options, by number or by a mask."""
+        rows = np.asarray(rows)
+        rows = rows if rows.dtype == bool else rows.astype(np.intp)
+        if len(rows) == len(self) and rows.dtype == bool and rows.all():
+            return self
+        return replace(
+            self,
+            operands=tuple(codes[rows] for codes in self.operands),
+            results=tuple(codes[rows] for codes in self.results),
+            factors=self.factors[rows], unary=self.unary[rows], seconds=self.seconds[rows], flops=self.flops[rows],
+            held=self.held[rows], memory=self.memory[rows],
+        )  # fmt: skip
+
+    def placed(self, of: str, i: int) -> Codes:
+        """The states of tensor i of the "operands" or "results", one row per option and one column per axis."""
+        tables = self.tables[0] if of == "operands" else self.tables[1]
+        codes = self.operands[i] if of == "operands" else self.results[i]
+        table = tables[i]
+        return table.digits[codes] if table else np.zeros((len(self), len(self.mesh.axes)), dtype=np.intp)
+
+
+    def whole(self, of: str, i: int) -> int:
+        """The state of tensor i that is whole on every rank."""
+        table = (self.tables[0] if of == "operands" else self.tables[1])[i]
+        return table.states.index(REPLICATE) if table else 0
+
+
 class VertexKind(StrEnum):
     INPUT = "input"
     OPERATOR = "operator"
@@ -103,22 +174,30 @@ class VertexKind(StrEnum):
 
 @dataclass(frozen=True)
 class Vertex:
-    """One choice to make. Of option i by itself: its cost `unary[i]`, the predicted `seconds[i]` of the operator
-    (forward and backward), and the bytes `held[i]` that stay for the backward (of an input: its own)."""
+    """One choice to make."""
 
     name: str
     kind: VertexKind
     node: fx.Node
-    options: tuple[Option, ...]
-    unary: Floats = field(repr=False)
-    seconds: Floats = field(repr=False)
-    held: Floats = field(repr=False)
+    options: Options
     rule: Rule | None = None
     port: Port | None = None
     annotation: str = ""
 
+    @property
+    def unary(self) -> Floats:
+        return self.options.unary
 
-@dataclass(frozen=True)
+    @property
+    def seconds(self) -> Floats:
+        return self.options.seconds
+
+    @property
+    def held(self) -> Floats:
+        return self.options.held
+
+
+@dataclass(frozen=True, slots=True)
 class Edge:
     """The tensor `value` goes from result `result` of vertex `producer` to operand `operand` of `consumer`."""
 
@@ -129,12 +208,23 @@ class Edge:
     operand: int
     table: ConversionTable
 
+    def codes(self, vertices: tuple[Vertex, ...]) -> tuple[Codes, Codes]:
+        """The layouts of the tensor under each option of the producer, and of the consumer."""
+        return vertices[self.producer].options.results[self.result], vertices[self.consumer].options.operands[
+            self.operand
+        ]
+
     def matrix(self, vertices: tuple[Vertex, ...]) -> Floats:
         """The conversion costs [option of the producer, option of the consumer]."""
-        rows = [self.table.index[o.results[self.result]] for o in vertices[self.producer].options]
-        columns = [self.table.index[o.operands[self.operand]] for o in vertices[self.consumer].options]
-        found: Floats = self.table.cost[np.ix_(rows, columns)]
-        return found
+        rows, columns = self.codes(vertices)
+        return between(self.table, rows, columns)
+
+
+def between(table: ConversionTable, rows: Codes, columns: Codes) -> Floats:
+    """`table.cost[rows][:, columns]`, of which only the rows that are needed are computed."""
+    needed, places = np.unique(rows, return_inverse=True)
+    found: Floats = table.rows(needed.tolist())[:, columns][places]
+    return found
 
 
 @dataclass(frozen=True)
@@ -153,9 +243,13 @@ class SearchProblem:
         """The cost of one option per vertex."""
         total = sum(float(v.unary[c]) for v, c in zip(self.vertices, choice, strict=True))
         for edge in self.edges:
-            matrix = edge.matrix(self.vertices)
-            total += float(matrix[choice[edge.producer], choice[edge.consumer]])
+            rows, columns = edge.codes(self.vertices)
+            total += float(edge.table.rows([int(rows[choice[edge.producer]])])[0, columns[choice[edge.consumer]]])
         return total
+
+    def memory(self, choice: tuple[int, ...]) -> float:
+        """The bytes on one device under one option per vertex: parameters, gradients, optimizer, activations."""
+        return sum(float(v.options.memory[c]) for v, c in zip(self.vertices, choice, strict=True))
 
 
 Allowed = Mapping[str, tuple[tuple[Layout, ...], str]]  # port or constraint name -> (layouts, what the person wrote)
@@ -167,7 +261,7 @@ def table_of(v: Value, gradient: bool, s: Settings) -> ConversionTable:
     return conversion_table(
         tuple(tensor.shape),
         tensor.element_size(),
-        tensor.dtype is not torch.bool,
+        None if tensor.dtype is torch.bool else "sum",
         gradient,
         s.mesh,
         s.profile,
@@ -198,6 +292,9 @@ class _Formulation:
         self.unknown: dict[str, fx.Node] = {}
         self.uses = self._count_uses()
         self.near_annotation: set[Value] = set()
+        self.tables: dict[Value, ConversionTable] = {}
+        self.resting: dict[tuple[Placement, ...], Codes] = {}
+        self.shared: dict[object, tuple[Rule | None, Options]] = {}
 
     def problem(self) -> SearchProblem:
         for port in self.graph.inputs:
@@ -224,161 +321,182 @@ class _Formulation:
         return uses
 
     def _table(self, v: Value) -> ConversionTable:
-        return table_of(v, v in self.flows, self.settings)
+        if v not in self.tables:
+            self.tables[v] = table_of(v, v in self.flows, self.settings)
+        return self.tables[v]
 
     def _add_input(self, port: Port) -> None:
-        table = self._table(Value(port.node))
-        layouts = [
-            found
-            for found, valid in zip(table.layouts, table.valid, strict=True)
-            if valid and all(isinstance(p, Shard) or p == REPLICATE for p in found.placements)
-        ]
-        if port.role not in (Role.PARAMETER, Role.INPUT):
-            layouts = [Layout.replicated(self.settings.mesh)]
-        if port.role is Role.PARAMETER and self.settings.shard_parameters is not None:
-            layouts = self._split_at_rest(port, table, layouts)
-        layouts, annotation = self._restrict(port.name, layouts)
+        v = Value(port.node)
+        table = self._table(v)
+        allowed = (Layout.replicated(self.settings.mesh),)
+        if port.role in (Role.PARAMETER, Role.INPUT):
+            allowed = self._at_rest(table)
+        if port.role is Role.PARAMETER and self.settings.shard_parameters is not None and port.requires_grad:
+            allowed = self._split_at_rest(table, allowed)
+        layouts, annotation = self._restrict(port.name, allowed)
         if annotation:
-            self.near_annotation.add(Value(port.node))
-        copies = 3.0 if port.role is Role.PARAMETER and port.requires_grad else 1.0  # itself, gradient, momentum
-        held = np.array([table.local_bytes(found) for found in layouts])
-        unary = self.settings.weights.memory * copies * held / 1e9
-        options = tuple(Option(_no_factors(found), (), (found,)) for found in layouts)
-        vertex = Vertex(
-            port.name, VertexKind.INPUT, port.node, options, unary, np.zeros(len(options)), held, None, port, annotation
-        )
-        self._append(vertex, (Value(port.node),))
+            self.near_annotation.add(v)
+        options = self._plain(("input", table, layouts, port.role, port.requires_grad), lambda: self._input_options(port, table, layouts))
+        self._append(Vertex(port.name, VertexKind.INPUT, port.node, options, None, port, annotation), (v,))
 
-    def _split_at_rest(self, port: Port, table: ConversionTable, layouts: list[Layout]) -> list[Layout]:
+    def _input_options(self, port: Port, table: ConversionTable, layouts: tuple[Layout, ...]) -> Options:
+        codes = np.array([table.index[found] for found in layouts], dtype=np.intp)
+        held = table.held[codes]
+        s = self.settings
+        copies = 2.0 + s.optimizer_states if port.role is Role.PARAMETER and port.requires_grad else 1.0
+        return _identity(s.mesh, (), ((table, codes),), s.weights.memory * copies * held / 1e9, held, copies * held)
+
+    def _at_rest(self, table: ConversionTable) -> tuple[Layout, ...]:
+        """The layouts that an input or output may have: split or whole."""
+        if table.states not in self.resting:
+            whole = [isinstance(p, Shard) or p == REPLICATE for p in table.states]
+            at_rest = np.array(whole)[table.digits].all(axis=1)
+            self.resting[table.states] = np.flatnonzero(at_rest)
+        codes = self.resting[table.states]
+        return tuple(table.layouts[code] for code in codes[table.valid[codes]])
+
+    def _split_at_rest(self, table: ConversionTable, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """The layouts under enable_parallel_optimizer: as far split as can be, or whole where it is small."""
         whole = Layout.replicated(self.settings.mesh)
-        if not port.requires_grad:
-            return layouts
         if table.local_bytes(whole) < (self.settings.shard_parameters or 0):
-            return [whole]
+            return (whole,)
         least = min(table.local_bytes(found) for found in layouts)
-        return [found for found in layouts if table.local_bytes(found) == least]
+        return tuple(found for found in layouts if table.local_bytes(found) == least)
 
-    def _restrict(self, name: str, layouts: list[Layout]) -> tuple[list[Layout], str]:
+    def _restrict(self, name: str, layouts: tuple[Layout, ...]) -> tuple[tuple[Layout, ...], str]:
         if name not in self.allowed:
             return layouts, ""
         wanted, annotation = self.allowed[name]
-        kept = [found for found in layouts if found in wanted]
-        return kept or list(wanted), annotation
+        kept = tuple(found for found in layouts if found in wanted)
+        return kept or tuple(wanted), annotation
+
+    def _plain(self, key: object, make: Callable[[], Options]) -> Options:
+        if key not in self.shared:
+            self.shared[key] = (None, make())
+        return self.shared[key][1]
 
     def _add_operator(self, node: fx.Node) -> None:
         inputs = operands(node)
         sources = tuple(map(source_of, inputs))
         produced = values_of(node)
-        rule = rule_of(node)
+        near = any(source in self.near_annotation for source in sources)
+        key = (_signature(node, self.constants), tuple(map(self._table_or_none, (*sources, *produced))), near)
         annotation = ""
-        if rule is None:
-            self._note_unknown(node)
-            single = tuple(AxisOption(None, (p,) * len(inputs), (p,) * len(produced)) for p in (REPLICATE, BROADCAST))
-            rule = Rule(tuple(() for _ in inputs), tuple(() for _ in produced), {})
-        else:
-            single = axis_options(rule)
-        options = self._combine(rule, single, sources, produced)
         if node.target is constrain:
-            name = str(node.args[2])
-            layouts, annotation = self._restrict(f"constraint:{node.name}", [o.results[0] for o in options])
-            options = [Option(_no_factors(found), (found,), (found,)) for found in layouts]
+            rule, options, annotation = self._constraint(node, sources, produced)
             self.near_annotation.add(produced[0])
-            annotation = annotation or name
-        options = self._prefer(node, rule, options, sources, produced)
-        work = np.array([self._operator_work(node, rule, option, sources, produced) for option in options])
-        seconds, held = work.reshape(-1, 2).T
-        unary = self.settings.weights.compute * seconds + self.settings.weights.memory * held / 1e9
-        vertex = Vertex(
-            node.name, VertexKind.OPERATOR, node, tuple(options), unary, seconds, held, rule, None, annotation
-        )
-        index = self._append(vertex, produced)
+        else:
+            if key not in self.shared:
+                rule = rule_of(node)
+                self.shared[key] = (rule, self._operator_options(node, rule, sources, produced, near))
+            rule, options = self.shared[key]
+            if rule is None:
+                self._note_unknown(node)
+        index = self._append(Vertex(node.name, VertexKind.OPERATOR, node, options, rule, None, annotation), produced)
         for i, source in enumerate(sources):
             self._connect(source, index, i)
 
-    def _combine(
-        self, rule: Rule, single: tuple[AxisOption, ...], sources: tuple[Value, ...], produced: tuple[Value, ...]
-    ) -> list[Option]:
-        """One option per axis, all combinations that divide evenly."""
-        mesh = self.settings.mesh
-        unique: dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], Option] = {}
-        for chosen in itertools.product(single, repeat=len(mesh.axes)):
-            split: dict[str, int] = {}
-            for option, size in zip(chosen, mesh.sizes, strict=True):
-                if option.factor:
-                    split[option.factor] = split.get(option.factor, 1) * size
-            if any(rule.sizes[factor] % parts for factor, parts in split.items()):
-                continue
-            ins = tuple(layout(mesh, tuple(o.operands[i] for o in chosen)) for i in range(len(sources)))
-            outs = tuple(layout(mesh, tuple(o.results[i] for o in chosen)) for i in range(len(produced)))
-            if any(not self._exists(v, found) for v, found in zip((*sources, *produced), (*ins, *outs), strict=True)):
-                continue
-            unique.setdefault((ins, outs), Option(tuple(o.factor for o in chosen), ins, outs))
-        return list(unique.values())
+    def _table_or_none(self, v: Value) -> ConversionTable | None:
+        return self._table(v) if isinstance(tensor_of(v), torch.Tensor) else None
 
-    def _exists(self, v: Value, found: Layout) -> bool:
-        if not isinstance(tensor_of(v), torch.Tensor):
-            return True
-        table = self._table(v)
-        index = table.index.get(found)
-        return index is not None and bool(table.valid[index])
+    def _constraint(
+        self, node: fx.Node, sources: tuple[Value, ...], produced: tuple[Value, ...]
+    ) -> tuple[Rule | None, Options, str]:
+        """An identity whose layouts are those that the person allows."""
+        table = self._table(produced[0])
+        layouts = tuple(table.layouts[code] for code in np.flatnonzero(table.valid))
+        layouts, annotation = self._restrict(f"constraint:{node.name}", layouts)
+        codes = np.array([table.index[found] for found in layouts], dtype=np.intp)
+        free = np.zeros(len(codes))
+        options = _identity(self.settings.mesh, ((table, codes),), ((table, codes),), free, free, free)
+        return rule_of(node), options, annotation or str(node.args[2])
 
-    def _prefer(
-        self, node: fx.Node, rule: Rule, options: list[Option], sources: tuple[Value, ...], produced: tuple[Value, ...]
-    ) -> list[Option]:
-        """The options that the settings leave: even use of the devices, aligned slices, the batch by default."""
+    def _operator_options(
+        self, node: fx.Node, rule: Rule | None, sources: tuple[Value, ...], produced: tuple[Value, ...], near: bool
+    ) -> Options:
+        """All options of an operator that divide evenly, less those that the settings leave out."""
+        if rule is None:
+            rule = Rule(tuple(() for _ in sources), tuple(() for _ in produced), {})
+            single = tuple(
+                AxisOption(None, (p,) * len(sources), (p,) * len(produced)) for p in (REPLICATE, BROADCAST)
+            )
+        else:
+            single = axis_options(rule)
+        constant = [source.node in self.constants for source in sources]
+        tables = tuple(map(self._table_or_none, sources)), tuple(map(self._table_or_none, produced))
+        single = tuple(option for option in single if _exists(option, tables, constant))
+        picks = digits_of(len(single), len(self.settings.mesh.axes))
+        sizes = np.array(self.settings.mesh.sizes)
+        keep = np.ones(len(picks), dtype=bool)
+        for factor, size in rule.sizes.items():
+            splits = np.array([option.factor == factor for option in single])[picks]
+            keep &= size % np.where(splits, sizes, 1).prod(axis=1) == 0
+        columns = [
+            _codes_of(table, [option.operands[i] for option in single], picks) for i, table in enumerate(tables[0])
+        ], [_codes_of(table, [option.results[i] for option in single], picks) for i, table in enumerate(tables[1])]
+        for table, codes in zip((*tables[0], *tables[1]), (*columns[0], *columns[1]), strict=True):
+            if table:
+                keep &= table.valid[codes]
+        names = tuple(rule.sizes)
+        split = np.array([names.index(option.factor) if option.factor else -1 for option in single], dtype=np.intp)
+        factors = split[picks]
+        used = np.where(factors >= 0, sizes, 1).prod(axis=1).astype(float)
+        keep = self._prefer(rule, keep, used, tables, columns, near)
+        operand_codes, result_codes = (tuple(codes[keep] for codes in side) for side in columns)
+        work = self._work(node, rule, used[keep], sources, produced, tables, (operand_codes, result_codes))
+        seconds, flops, held = work
+        s = self.settings
+        unary = s.weights.compute * seconds + s.weights.memory * held / 1e9
+        return Options(
+            tables, operand_codes, result_codes, factors[keep], names, s.mesh, unary, seconds, flops, held, held
+        )
+
+    def _prefer(self, rule: Rule, keep: Mask, used: Floats, tables: Any, columns: Any, near: bool) -> Mask:
+        """Of the options in `keep`, those that the settings leave: even use of the devices, aligned slices, the batch
+        by default."""
         s = self.settings
         if rule.flops and s.slice_align > 1:
-            options = [o for o in options if self._aligned(o, sources, produced)] or options
-        if s.batch_by_default and not any(source in self.near_annotation for source in sources):
-            options = self._most(options, lambda option: _split_of(option.results[0], 0) if option.results else 1)
+            aligned = keep.copy()
+            for table, codes in zip((*tables[0], *tables[1]), (*columns[0], *columns[1]), strict=True):
+                if table and table.shape:
+                    last = table.parts(len(table.shape) - 1)[codes]
+                    aligned &= (last == 1) | (table.shape[-1] // last % s.slice_align == 0)
+            keep = aligned if aligned.any() else keep
+        if s.batch_by_default and not near and columns[1] and tables[1][0]:
+            keep = _most(keep, tables[1][0].parts(0)[columns[1][0]])
         if rule.flops and s.fully_use_devices:
-            options = self._most(options, lambda option: _used(option, s.mesh))
-        return options
+            keep = _most(keep, used)
+        return keep
 
-    @staticmethod
-    def _most(options: list[Option], score: Any) -> list[Option]:
-        best = max(map(score, options), default=1)
-        return [option for option in options if score(option) == best]
-
-    def _aligned(self, option: Option, sources: tuple[Value, ...], produced: tuple[Value, ...]) -> bool:
-        for v, found in zip((*sources, *produced), (*option.operands, *option.results), strict=True):
-            size = tuple(tensor_of(v).shape)
-            if size and found.axes_of(len(size) - 1) and found.local_shape(size)[-1] % self.settings.slice_align:
-                return False
-        return True
-
-    def _operator_work(
-        self, node: fx.Node, rule: Rule, option: Option, sources: tuple[Value, ...], produced: tuple[Value, ...]
-    ) -> tuple[float, float]:
-        """The seconds of the operator, forward and backward, and the bytes of its results that are kept."""
-        s = self.settings
-        tensors = [v for v in produced if isinstance(tensor_of(v), torch.Tensor)]
-        held = sum(self._table(v).local_bytes(o) for v, o in zip(produced, option.results, strict=True) if v in tensors)
+    def _work(
+        self, node: fx.Node, rule: Rule, used: Floats, sources: tuple[Value, ...], produced: tuple[Value, ...],
+        tables: Any, columns: Any,
+    ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
+        """Of every option the seconds and the flops of the operator on one device, forward and backward, and the
+        bytes of its results that are kept. The backward of a contraction computes a product for each operand that
+        needs a gradient; that of another operator reads and writes as much as the forward does."""
+        results = sum((t.held[c] for t, c in zip(tables[1], columns[1], strict=True) if t), np.zeros(len(used)))
         if is_view(node):
-            return 0.0, 0.0
-        moved = held + sum(self._table(v).local_bytes(o) for v, o in zip(sources, option.operands, strict=True))
+            return np.zeros(len(used)), np.zeros(len(used)), np.zeros(len(used))
+        moved = results + sum(t.held[c] for t, c in zip(tables[0], columns[0], strict=True) if t)
         backward = any(v in self.flows for v in produced)
-        passes = 1.0 + (BACKWARD_FACTOR if backward else 0.0)
-        seconds = operator_seconds(rule.flops / _used(option, s.mesh), moved, s.profile)
-        return passes * seconds, held if backward else 0.0
+        passes = 0.0
+        if backward:
+            wanted = [v in self.flows and i not in rule.additive for i, v in enumerate(sources)]
+            passes = float(max(sum(wanted), 1)) if rule.flops else BACKWARD_FACTOR
+        flops = rule.flops / used
+        seconds = (1.0 + passes) * operator_seconds(flops, moved, self.settings.profile)
+        return seconds, (1.0 + passes) * flops, results if backward else np.zeros(len(used))
 
     def _add_output(self, port: Port) -> None:
         v = source_of(port.node)
         table = self._table(v)
-        layouts = [Layout.replicated(self.settings.mesh)]
-        if port.name in self.as_it_lies:
-            layouts = [
-                found
-                for found, valid in zip(table.layouts, table.valid, strict=True)
-                if valid and all(isinstance(p, Shard) or p == REPLICATE for p in found.placements)
-            ]
+        layouts = self._at_rest(table) if port.name in self.as_it_lies else (Layout.replicated(self.settings.mesh),)
         layouts, annotation = self._restrict(port.name, layouts)
-        options = tuple(Option(_no_factors(found), (found,), ()) for found in layouts)
-        free = np.zeros(len(options))
-        self.vertices.append(
-            Vertex(port.name, VertexKind.OUTPUT, port.node, options, free, free, free, None, port, annotation)
-        )
+        codes = np.array([table.index[found] for found in layouts], dtype=np.intp)
+        free = np.zeros(len(codes))
+        options = _identity(self.settings.mesh, ((table, codes),), (), free, free, free)
+        self.vertices.append(Vertex(port.name, VertexKind.OUTPUT, port.node, options, None, port, annotation))
         self._connect(v, len(self.vertices) - 1, 0)
 
     def _append(self, vertex: Vertex, produced: tuple[Value, ...]) -> int:
@@ -397,11 +515,15 @@ class _Formulation:
 
     def _add_hub(self, v: Value) -> None:
         table = self._table(v)
-        layouts = [found for found, valid in zip(table.layouts, table.valid, strict=True) if valid]
-        options = tuple(Option(_no_factors(found), (found,), (found,)) for found in layouts)
+
+        def make() -> Options:
+            codes = np.flatnonzero(table.valid)
+            free = np.zeros(len(codes))
+            return _identity(self.settings.mesh, ((table, codes),), ((table, codes),), free, free, free)
+
+        options = self._plain(("hub", table), make)
         name = f"{v.node.name}[{v.index}]" if v.index else v.node.name
-        free = np.zeros(len(options))
-        self.vertices.append(Vertex(f"hub of {name}", VertexKind.HUB, v.node, options, free, free, free))
+        self.vertices.append(Vertex(f"hub of {name}", VertexKind.HUB, v.node, options))
         index = len(self.vertices) - 1
         self._connect(v, index, 0)
         self.producer[v] = (index, 0)
@@ -445,17 +567,62 @@ def _sketch(node: fx.Node) -> str:
     return f"{', '.join(letters(value(o)) for o in operands(node))} -> {', '.join(map(letters, results))}"
 
 
-def _no_factors(found: Layout) -> tuple[None, ...]:
-    return (None,) * len(found.placements)
+def _identity(
+    mesh: Mesh,
+    operands: tuple[tuple[ConversionTable, Codes], ...],
+    results: tuple[tuple[ConversionTable, Codes], ...],
+    unary: Floats,
+    held: Floats,
+    memory: Floats,
+) -> Options:
+    """Options of a vertex that splits no factor."""
+    tables = tuple(table for table, _ in operands), tuple(table for table, _ in results)
+    factors = np.full((len(unary), len(mesh.axes)), -1, dtype=np.intp)
+    free = np.zeros(len(unary))
+    return Options(
+        tables, tuple(codes for _, codes in operands), tuple(codes for _, codes in results), factors, (), mesh,
+        unary, free, free, held, memory,
+    )  # fmt: skip
 
 
-def _split_of(found: Layout, dim: int) -> int:
-    return math.prod(found.mesh.size(axis) for axis in found.axes_of(dim))
+def _exists(
+    option: AxisOption, tables: tuple[tuple[ConversionTable | None, ...], ...], constant: list[bool]
+) -> bool:
+    """Whether the tensors of an operator can be placed so. Addends of constants alone would be work done twice."""
+    placed = zip((*tables[0], *tables[1]), (*option.operands, *option.results), strict=True)
+    addends = [c for c, p in zip(constant, option.operands, strict=True) if isinstance(p, Partial)]
+    if addends and all(addends):
+        return False
+    return all(table is None or placement in table.states for table, placement in placed)
 
 
-def _used(option: Option, mesh: Mesh) -> int:
-    """Over how many devices the work of an operator is spread."""
-    return math.prod(size for factor, size in zip(option.factors, mesh.sizes, strict=True) if factor)
+def _codes_of(table: ConversionTable | None, placements: list[Placement], picks: Codes) -> Codes:
+    """The layouts of one tensor, given its placement on an axis under each option of that axis."""
+    if table is None:
+        return np.zeros(len(picks), dtype=np.intp)
+    states = np.array([table.states.index(p) for p in placements], dtype=np.intp)[picks]
+    found: Codes = states @ len(table.states) ** np.arange(picks.shape[1] - 1, -1, -1)
+    return found
+
+
+def _most(keep: Mask, score: Any) -> Mask:
+    """Of the rows in `keep` those with the highest score."""
+    found: Mask = keep & (score == score[keep].max()) if keep.any() else keep
+    return found
+
+
+def _signature(node: fx.Node, constants: frozenset[fx.Node]) -> tuple[object, ...]:
+    """What the options of a call depend on, beside the tables of its tensors."""
+
+    def frozen(argument: Any) -> object:
+        if isinstance(argument, fx.Node):
+            found = value(argument)
+            return argument in constants, str(getattr(found, "dtype", found))
+        if isinstance(argument, list | tuple):
+            return tuple(map(frozen, argument))
+        return argument if isinstance(argument, int | float | str | None) else repr(argument)
+
+    return node.target, frozen(node.args), tuple((key, frozen(a)) for key, a in node.kwargs.items())
 
 
 def is_view(node: fx.Node) -> bool:

@@ -15,17 +15,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 
-import networkx as nx
 import numpy as np
+from numpy.typing import NDArray
 
 from ..strategy.choice import Choice
 from ..strategy.errors import VerifyError
-from .problem import Floats, SearchProblem, VertexKind
+from .conversion import Floats
+from .problem import Edge, Options, SearchProblem, VertexKind
 
-TABLE_LIMIT = 2**24  # entries of one table: 128 MiB
+TABLE_LIMIT = 2**26  # sums that one step of the elimination looks at
+SLAB = 2**17  # of them at a time: 1 MiB
+REPEATED = 26.0  # log2 of the joint table up to which a vertex that looks like another one goes first
 
 
 class SearchMode(Choice):
@@ -67,7 +71,7 @@ def search(problem: SearchProblem, mode: SearchMode) -> Solution:
 @dataclass(frozen=True)
 class Costs:
     """A problem as numbers: `unary[v][i]` is the cost of option i of vertex v, and `pairs[a, b][i, j]`, with a < b,
-    what option i of a and option j of b cost together."""
+    what option i of a and option j of b cost together. Arrays that are one object are solved once."""
 
     unary: tuple[Floats, ...]
     pairs: Mapping[tuple[int, int], Floats]
@@ -78,19 +82,37 @@ class Costs:
         return alone + sum(float(matrix[choice[a], choice[b]]) for (a, b), matrix in self.pairs.items())
 
 
-def costs_of(problem: SearchProblem) -> Costs:
-    """The numbers of `problem`; those of parallel edges are added up."""
-    pairs: dict[tuple[int, int], Floats] = {}
+def costs_of(problem: SearchProblem, price: float = 0.0) -> Costs:
+    """The numbers of `problem`, with `price` for each byte of memory; those of parallel edges are added up. What has
+    the same structure is the same array."""
+    shared: dict[object, Floats] = {}
+
+    def once(key: object, make: Callable[[], Floats]) -> Floats:
+        if key not in shared:
+            shared[key] = make()
+        return shared[key]
+
+    def alone(options: Options) -> Floats:
+        return once(id(options), lambda: options.unary + price * options.memory if price else options.unary)
+
+    parallel: dict[tuple[int, int], list[tuple[object, Edge]]] = {}
     for edge in problem.edges:
-        matrix = edge.matrix(problem.vertices)
-        key = (edge.producer, edge.consumer)
-        pairs[key] = pairs[key] + matrix if key in pairs else matrix
-    return Costs(tuple(v.unary for v in problem.vertices), pairs)
+        ends = id(problem.vertices[edge.producer].options), id(problem.vertices[edge.consumer].options)
+        key = (id(edge.table), *ends, edge.result, edge.operand)
+        parallel.setdefault((edge.producer, edge.consumer), []).append((key, edge))
+    pairs = {
+        ends: once(
+            tuple(key for key, _ in edges),
+            lambda edges=edges: sum(edge.matrix(problem.vertices) for _, edge in edges),
+        )
+        for ends, edges in parallel.items()
+    }
+    return Costs(tuple(alone(v.options) for v in problem.vertices), pairs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Table:
-    """A function of the options of `scope`."""
+    """A function of the options of `scope`, vertices in ascending order."""
 
     scope: tuple[int, ...]
     values: Floats
@@ -102,70 +124,132 @@ def dynamic_programming(problem: SearchProblem, table_limit: int = TABLE_LIMIT) 
 
 
 def eliminate(costs: Costs, table_limit: int = TABLE_LIMIT) -> Solution:
-    """Min-sum elimination: `dynamic_programming` on numbers."""
+    """Min-sum elimination: `dynamic_programming` on numbers.
+
+    Tables that were made of the same arrays in the same way are the same table and computed once, so that a block
+    that repeats costs one block and the logarithm of how often it does.
+    """
     sizes = [len(unary) for unary in costs.unary]
-    buckets: list[list[_Table]] = [[] for _ in sizes]
-    order = elimination_order(costs)
-    place = {vertex: i for i, vertex in enumerate(order)}
-
-    def file(table: _Table) -> None:
-        buckets[min(table.scope, key=place.__getitem__)].append(table)
-
+    live = _Live(sizes)
+    made: dict[object, tuple[list[_Table], Floats]] = {}
     for vertex, unary in enumerate(costs.unary):
-        file(_Table((vertex,), unary))
+        live.add(_Table((vertex,), unary))
     for pair, matrix in costs.pairs.items():
-        file(_Table(pair, matrix))
-    originals = [list(bucket) for bucket in buckets]
+        live.add(_Table(pair, matrix))
     bound, width = 0.0, 0
-    for vertex in order:
-        for group in _mini_buckets(buckets[vertex], vertex, sizes, table_limit):
-            joined = _join(group, vertex)
-            width = max(width, len(joined.scope))
-            rest = joined.values.min(axis=-1)
-            if joined.scope[:-1]:
-                file(_Table(joined.scope[:-1], rest))
+    buckets: list[tuple[int, list[_Table]]] = []
+    while (vertex := live.next()) is not None:
+        bucket = live.take(vertex)
+        buckets.append((vertex, bucket))
+        for group in _mini_buckets(bucket, vertex, sizes, table_limit):
+            scope = tuple(sorted({v for table in group for v in table.scope} - {vertex}))
+            joint = (*scope, vertex)
+            width = max(width, len(joint))
+            seats = {v: i for i, v in enumerate(joint)}
+            key = tuple(sorted((tuple(seats[v] for v in table.scope), id(table.values)) for table in group))
+            if key not in made:  # the group is kept with it: an id lives as long as its array
+                made[key] = group, _least(group, joint, sizes)
+            rest = made[key][1]
+            if scope:
+                live.add(_Table(scope, rest))
             else:
                 bound += float(rest)
     choice = [0] * len(sizes)
-    for vertex in reversed(order):
-        tables = buckets[vertex] if not math.isinf(bound) else originals[vertex]
+    for vertex, bucket in reversed(buckets):
         total = np.zeros(sizes[vertex])
-        for table in tables:
-            total = total + _slice(table, vertex, choice)
+        for table in bucket:
+            total = total + table.values[tuple(slice(None) if v == vertex else choice[v] for v in table.scope)]
         choice[vertex] = int(np.argmin(total))
     return Solution(tuple(choice), costs.of(tuple(choice)), bound, width)
 
 
-def elimination_order(costs: Costs) -> list[int]:
-    """Vertices so that the next to go has the fewest neighbours left, which are then joined (min-degree)."""
-    graph = nx.Graph()
-    graph.add_nodes_from(range(len(costs.unary)))
-    graph.add_edges_from(costs.pairs)
-    waiting: dict[int, set[int]] = {}
-    for vertex, degree in graph.degree():
-        waiting.setdefault(degree, set()).add(vertex)
-    order: list[int] = []
+class _Live:
+    """The tables that are left while vertices go one by one, and which vertex goes next.
 
-    def move(vertex: int, before: int) -> None:
-        waiting[before].discard(vertex)
-        waiting.setdefault(graph.degree(vertex), set()).add(vertex)
+    First those go that look like others (by the arrays that they are in), and all that look alike one after the other,
+    so that a block that repeats is dealt with in the same way everywhere before what lies around it makes its copies
+    differ; of a chain of equals every other one goes, and its rest is again a chain of equals. Otherwise the vertex
+    goes that leaves the smallest joint table.
+    """
 
-    while len(order) < len(costs.unary):
-        least = min(degree for degree, vertices in waiting.items() if vertices)
-        vertex = min(waiting[least])
-        waiting[least].discard(vertex)
-        neighbours = list(graph.neighbors(vertex))
-        degrees = {n: graph.degree(n) for n in neighbours}
-        graph.add_edges_from((a, b) for i, a in enumerate(neighbours) for b in neighbours[i + 1 :])
-        graph.remove_node(vertex)
-        for n in neighbours:
-            move(n, degrees[n])
-        order.append(vertex)
-    return order
+    def __init__(self, sizes: list[int]) -> None:
+        self._sizes = [math.log2(max(size, 1)) for size in sizes]
+        self._tables: list[dict[int, _Table]] = [{} for _ in sizes]
+        self._looks = [0] * len(sizes)  # a sum of hashes, so that tables can be added and taken away
+        self._alike: dict[int, set[int]] = {}
+        self._gone = [False] * len(sizes)
+        self._changed: set[int] = set()
+        self._heap: list[tuple[bool, float, int]] = []
+        self._queue: deque[tuple[int, int]] = deque()  # vertices that looked alike, and how they looked
+
+    def add(self, table: _Table) -> None:
+        for vertex in table.scope:
+            self._tables[vertex][id(table)] = table
+        self._note(table, 1)
+
+    def _note(self, table: _Table, sign: int) -> None:
+        for place, vertex in enumerate(table.scope):
+            before = self._looks[vertex]
+            if before in self._alike:
+                self._alike[before].discard(vertex)
+            self._looks[vertex] = before + sign * hash((id(table.values), place, len(table.scope)))
+            self._changed.add(vertex)
+
+    def _rank(self, vertex: int) -> tuple[bool, float, int]:
+        near = {v for table in self._tables[vertex].values() for v in table.scope}
+        cost = round(sum(self._sizes[v] for v in near), 6)
+        return len(self._alike[self._looks[vertex]]) < 2 or cost > REPEATED, cost, vertex
+
+    def _refresh(self) -> None:
+        """Note how the vertices look whose tables changed."""
+        changed = {v for v in self._changed if not self._gone[v]}
+        self._changed = set()
+        for vertex in changed:
+            self._alike.setdefault(self._looks[vertex], set()).add(vertex)
+        for vertex in list(changed):
+            alike = self._alike[self._looks[vertex]]
+            if len(alike) == 2:  # the other one was alone so far
+                changed |= alike
+        for vertex in changed:
+            heappush(self._heap, self._rank(vertex))
+
+    def next(self) -> int | None:
+        """The vertex to go next, or None when all are gone."""
+        while self._queue:
+            vertex, look = self._queue.popleft()
+            if not self._gone[vertex] and self._looks[vertex] == look:
+                return vertex
+        self._refresh()
+        while self._heap:
+            found = heappop(self._heap)
+            vertex = found[-1]
+            if self._gone[vertex]:
+                continue
+            if found == (rank := self._rank(vertex)):
+                if not found[0]:
+                    look = self._looks[vertex]
+                    self._queue.extend((other, look) for other in sorted(self._alike[look] - {vertex}))
+                return vertex
+            heappush(self._heap, rank)
+        return None
+
+    def take(self, vertex: int) -> list[_Table]:
+        """The tables of `vertex`, which is then gone."""
+        found = list(self._tables[vertex].values())
+        self._gone[vertex] = True
+        self._alike.get(self._looks[vertex], set()).discard(vertex)
+        for table in found:
+            self._note(table, -1)
+            for other in table.scope:
+                self._tables[other].pop(id(table), None)
+        return found
 
 
 def _mini_buckets(tables: list[_Table], vertex: int, sizes: list[int], limit: int) -> list[list[_Table]]:
     """The tables of one bucket in groups whose joint table stays within `limit`; one group where it fits."""
+    everything = {vertex}.union(*(table.scope for table in tables))
+    if math.prod(sizes[v] for v in everything) <= limit:
+        return [tables]
     groups: list[tuple[set[int], list[_Table]]] = []
     for table in sorted(tables, key=lambda t: -t.values.size):
         for scope, members in groups:
@@ -178,26 +262,23 @@ def _mini_buckets(tables: list[_Table], vertex: int, sizes: list[int], limit: in
     return [members for _, members in groups]
 
 
-def _join(tables: list[_Table], vertex: int) -> _Table:
-    """The sum of `tables`, with `vertex` as the last axis."""
-    scope = (*sorted({v for table in tables for v in table.scope} - {vertex}), vertex)
-    total = np.zeros((1,) * len(scope))
+def _least(tables: list[_Table], joint: tuple[int, ...], sizes: list[int]) -> Floats:
+    """The sum of `tables` over the options of `joint`, its last vertex taking its best option: in slabs that stay in
+    the cache."""
+    extents = [sizes[v] for v in joint]
+    views = []
     for table in tables:
-        order = sorted(range(len(table.scope)), key=lambda i, table=table: scope.index(table.scope[i]))  # type: ignore[misc]
-        values = table.values.transpose(order)
+        order = sorted(range(len(table.scope)), key=lambda i, scope=table.scope: joint.index(scope[i]))  # type: ignore[misc]
         present = set(table.scope)
-        total = total + values.reshape([values.shape[_rank(scope, v, present)] if v in present else 1 for v in scope])
-    return _Table(scope, total)
-
-
-def _rank(scope: tuple[int, ...], vertex: int, present: set[int]) -> int:
-    return [v for v in scope if v in present].index(vertex)
-
-
-def _slice(table: _Table, vertex: int, choice: list[int]) -> Floats:
-    """The costs of the options of `vertex`, the other vertices of the table being chosen."""
-    index = tuple(slice(None) if v == vertex else choice[v] for v in table.scope)
-    found: Floats = table.values[index]
+        views.append(table.values.transpose(order).reshape([sizes[v] if v in present else 1 for v in joint]))
+    views.sort(key=lambda view: view.size)
+    outer = next(i for i in range(len(joint)) if math.prod(extents[i:]) <= SLAB or i == len(joint) - 1)
+    found = np.empty(extents[:-1])
+    for index in np.ndindex(*extents[:outer]):
+        total = np.zeros(())
+        for view in views:
+            total = total + view[tuple(i if n > 1 else 0 for i, n in zip(index, view.shape, strict=False))]
+        found[index] = np.broadcast_to(total, extents[outer:]).min(axis=-1)
     return found
 
 
@@ -239,56 +320,64 @@ def propagate(costs: Costs, sources: list[int]) -> Solution:
 
 def recursive_programming(problem: SearchProblem) -> Solution:
     """Axis by axis: the options that leave later axes whole, given what the earlier axes chose."""
-    kept = [list(range(len(v.options))) for v in problem.vertices]
-    solution = None
-    axes = len(problem.settings.mesh.axes)
-    for axis in range(axes):
-        narrowed = [_leave_whole(problem, i, options, axis) for i, options in enumerate(kept)]
-        part = _restricted(problem, narrowed)
-        solution = dynamic_programming(part)
-        chosen = [narrowed[i][c] for i, c in enumerate(solution.choice)]
-        kept = [_agree(problem, i, options, chosen[i], axis) for i, options in enumerate(kept)]
-    assert solution is not None
+    kept = [np.arange(len(v.options)) for v in problem.vertices]
+    chosen: list[int] = []
+    width = 0
+    for axis in range(len(problem.settings.mesh.axes)):
+        part = _Axes(problem, axis)
+        narrowed = [part.leave_whole(i, rows) for i, rows in enumerate(kept)]
+        solution = dynamic_programming(restricted(problem, narrowed))
+        chosen = [int(rows[c]) for rows, c in zip(narrowed, solution.choice, strict=True)]
+        kept = [part.agree(i, rows, c) for i, (rows, c) in enumerate(zip(kept, chosen, strict=True))]
+        width = max(width, solution.width)
     found = tuple(chosen)
-    return Solution(found, problem.cost(found), -math.inf, solution.width)
+    return Solution(found, problem.cost(found), -math.inf, width)
 
 
-def _signature(problem: SearchProblem, vertex: int, option: int, axes: slice) -> tuple[object, ...]:
-    o = problem.vertices[vertex].options[option]
-    return tuple(layout.placements[axes] for layout in (*o.operands, *o.results))
+class _Axes:
+    """The options of a problem as seen on the axes up to `axis`; those of vertices that share options are one."""
+
+    def __init__(self, problem: SearchProblem, axis: int) -> None:
+        self.problem, self.axis = problem, axis
+        self._seen: dict[int, tuple[NDArray[np.intp], NDArray[np.intp]]] = {}
+
+    def _signatures(self, vertex: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+        """For every option a number that says what it does up to `axis`, and how much it uses later axes."""
+        options = self.problem.vertices[vertex].options
+        if id(options) not in self._seen:
+            sides = [("operands", i) for i in range(len(options.operands))]
+            sides += [("results", i) for i in range(len(options.results))]
+            placed = [(options.placed(of, i), options.whole(of, i)) for of, i in sides]
+            columns = [states[:, : self.axis + 1] for states, _ in placed]
+            later = sum((states[:, self.axis + 1 :] != whole for states, whole in placed), np.zeros((len(options), 1)))
+            _, names = np.unique(np.concatenate(columns, axis=1), axis=0, return_inverse=True)
+            self._seen[id(options)] = names.reshape(-1), later.sum(axis=1).astype(np.intp)
+        return self._seen[id(options)]
+
+    def leave_whole(self, vertex: int, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Of `rows`, for each thing to do up to `axis`, the one that uses the least of later axes (none, unless
+        annotated)."""
+        names, later = self._signatures(vertex)
+        order = rows[np.lexsort((rows, later[rows]))]
+        _, first = np.unique(names[order], return_index=True)
+        return np.sort(order[first])
+
+    def agree(self, vertex: int, rows: NDArray[np.intp], chosen: int) -> NDArray[np.intp]:
+        """Of `rows`, those that do what `chosen` does up to `axis`."""
+        names, _ = self._signatures(vertex)
+        return rows[names[rows] == names[chosen]]
 
 
-def _leave_whole(problem: SearchProblem, vertex: int, options: list[int], axis: int) -> list[int]:
-    """Of `options`, those that use the least of the axes after `axis` (none, unless annotated)."""
-
-    def later(option: int) -> int:
-        o = problem.vertices[vertex].options[option]
-        return sum(str(p) != "R" for layout in (*o.operands, *o.results) for p in layout.placements[axis + 1 :])
-
-    least: dict[tuple[object, ...], tuple[int, int]] = {}
-    for option in options:
-        key = _signature(problem, vertex, option, slice(0, axis + 1))
-        least[key] = min(least.get(key, (later(option), option)), (later(option), option))
-    return [option for _, option in least.values()]
-
-
-def _agree(problem: SearchProblem, vertex: int, options: list[int], chosen: int, axis: int) -> list[int]:
-    wanted = _signature(problem, vertex, chosen, slice(0, axis + 1))
-    return [o for o in options if _signature(problem, vertex, o, slice(0, axis + 1)) == wanted]
-
-
-def _restricted(problem: SearchProblem, kept: list[list[int]]) -> SearchProblem:
-    vertices = tuple(
-        replace(
-            v,
-            options=tuple(v.options[i] for i in keep),
-            unary=v.unary[keep],
-            seconds=v.seconds[keep],
-            held=v.held[keep],
-        )
-        for v, keep in zip(problem.vertices, kept, strict=True)
-    )
-    return replace(problem, vertices=vertices)
+def restricted(problem: SearchProblem, kept: list[NDArray[np.intp]]) -> SearchProblem:
+    """`problem` with only some options of each vertex, by number."""
+    shared: dict[tuple[int, bytes], Options] = {}
+    vertices = []
+    for vertex, rows in zip(problem.vertices, kept, strict=True):
+        key = (id(vertex.options), rows.tobytes())
+        if key not in shared:
+            shared[key] = vertex.options.take(rows)
+        vertices.append(replace(vertex, options=shared[key]))
+    return replace(problem, vertices=tuple(vertices))
 
 
 def verify_solution(problem: SearchProblem, solution: Solution) -> Solution:

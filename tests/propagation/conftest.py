@@ -34,14 +34,7 @@ def problem_of(fn, args, mesh, allowed=None, kwargs=None, **changes):
 def choose(problem, vertex, options):
     """`problem` with the options of one vertex cut down to the given ones."""
     old = problem.vertices[vertex]
-    options = list(options)
-    new = dataclasses.replace(
-        old,
-        options=tuple(old.options[i] for i in options),
-        unary=old.unary[options],
-        seconds=old.seconds[options],
-        held=old.held[options],
-    )
+    new = dataclasses.replace(old, options=old.options.take(list(options)))
     return dataclasses.replace(problem, vertices=(*problem.vertices[:vertex], new, *problem.vertices[vertex + 1 :]))
 
 
