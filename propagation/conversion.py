@@ -25,6 +25,7 @@ from .cost import DeviceProfile, Weights, collective_cost
 
 Floats = NDArray[np.float64]
 Codes = NDArray[np.intp]
+CHUNK = 2**16  # costs that are relaxed at a time: they stay in the cache
 _STEP = 1e-13  # seconds: of two ways that cost the same the shorter one wins, and no way is a circle
 
 
@@ -46,6 +47,14 @@ class _Move:
     axes: tuple[int, ...]
     codes: Codes
     cost: Floats
+
+    @cached_property
+    def states(self) -> list[int]:
+        """The states that a step can start from."""
+        steps = np.isfinite(self.cost).any(axis=0)
+        np.fill_diagonal(steps, False)
+        found: list[int] = np.flatnonzero(steps.any(axis=1)).tolist()
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +133,10 @@ class ConversionTable:
         known = self._known
         missing = [code for code in dict.fromkeys(sources) if code not in known]
         if missing:
-            known.update(zip(missing, self._distances(missing), strict=True))
+            chunk = max(1, CHUNK // len(self.digits))
+            for start in range(0, len(missing), chunk):
+                part = missing[start : start + chunk]
+                known.update(zip(part, self._distances(part), strict=True))
         return np.stack([known[code] for code in sources]) if sources else np.zeros((0, len(self.digits)))
 
     @cached_property
@@ -132,19 +144,24 @@ class ConversionTable:
         return {}
 
     def _distances(self, sources: list[int]) -> Floats:
-        best = np.full((len(sources), len(self.digits)), np.inf)
-        best[np.arange(len(sources)), sources] = 0.0
-        best[:, ~self.valid] = np.inf
-        while True:
-            before = best.copy()
-            for move in self._moves:
-                here = best[:, move.codes]
-                there = here.copy()
-                for state in range(here.shape[-1]):
-                    np.minimum(there, here[..., state, None] + move.cost[:, state], out=there)
-                best[:, move.codes] = there
-            if np.array_equal(best, before):
-                return best
+        """Rows of `cost`: every move is tried in turn, until none has improved anything since it was last tried."""
+        best = np.full((len(self.digits), len(sources)), np.inf)
+        best[sources, np.arange(len(sources))] = 0.0
+        best[~self.valid] = np.inf
+        quiet = 0
+        for move in itertools.cycle(self._moves):
+            here = best[move.codes]  # [others, state, source]
+            there = here.copy()
+            for state in move.states:
+                np.minimum(there, here[:, state, None] + move.cost[:, state, :, None], out=there)
+            if np.array_equal(there, here):
+                quiet += 1
+                if quiet == len(self._moves):
+                    break
+            else:
+                best[move.codes] = there
+                quiet = 1
+        return np.ascontiguousarray(best.T)
 
     @cached_property
     def _moves(self) -> tuple[_Move, ...]:

@@ -270,15 +270,26 @@ def _least(tables: list[_Table], joint: tuple[int, ...], sizes: list[int]) -> Fl
     for table in tables:
         order = sorted(range(len(table.scope)), key=lambda i, scope=table.scope: joint.index(scope[i]))  # type: ignore[misc]
         present = set(table.scope)
-        views.append(table.values.transpose(order).reshape([sizes[v] if v in present else 1 for v in joint]))
-    views.sort(key=lambda view: view.size)
+        view = table.values.transpose(order).reshape([sizes[v] if v in present else 1 for v in joint])
+        views.append(np.ascontiguousarray(view))
     outer = next(i for i in range(len(joint)) if math.prod(extents[i:]) <= SLAB or i == len(joint) - 1)
+    fixed: Floats = np.zeros((1,) * (len(joint) - outer))  # what does not change from slab to slab
+    varying = []
+    for view in sorted(views, key=lambda view: view.size):
+        if all(n == 1 for n in view.shape[:outer]):
+            fixed = fixed + view.reshape(view.shape[outer:])
+        else:
+            varying.append(view)
     found = np.empty(extents[:-1])
+    slab = np.empty(extents[outer:])
     for index in np.ndindex(*extents[:outer]):
-        total = np.zeros(())
-        for view in views:
-            total = total + view[tuple(i if n > 1 else 0 for i, n in zip(index, view.shape, strict=False))]
-        found[index] = np.broadcast_to(total, extents[outer:]).min(axis=-1)
+        before = fixed
+        for view in varying:
+            np.add(before, view[tuple(i if n > 1 else 0 for i, n in zip(index, view.shape, strict=False))], out=slab)
+            before = slab
+        if before is fixed:
+            np.copyto(slab, fixed)
+        found[index] = slab.min(axis=-1)
     return found
 
 
