@@ -55,7 +55,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.o(self.attention(self.norm1(x)))
         hidden = F.gelu(self.first(self.norm2(x), self.w1.weight, self.w1.bias), approximate="tanh")
-        return x + self.w2(hidden)
+        out: Tensor = x + self.w2(hidden)
+        return out
 
     def attention(self, x: Tensor) -> Tensor:
         parts = (

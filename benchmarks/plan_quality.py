@@ -189,10 +189,10 @@ def compiled(case: Case, model: Model) -> pw.Compiled:
     with torch.device("meta"):
         module, batch = model.build(linear_of(case)), model.batch()
     with pw.auto_parallel_context(device_num=DEVICES):
-        return pw.compile(module, (), batch, **annotations(case, batch))
+        return pw.compile(module, (), batch, **arguments(case, batch))
 
 
-def annotations(case: Case, batch: Batch) -> dict[str, Any]:
+def arguments(case: Case, batch: Batch) -> dict[str, Any]:
     """What `case` says, as keyword arguments of `pw.compile` and `pw.shard`."""
     return {
         "mesh": case.mesh,

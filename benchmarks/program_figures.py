@@ -8,7 +8,7 @@ memory(program)      bytes that one rank holds: at rest, and at most
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,24 @@ from partway.strategy.placement import Kind
 
 aten = torch.ops.aten
 
-# Attention on the CPU and the meta device, which PyTorch's own table does not have: operands and their formula.
-_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (3, sdpa_flop_count),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (4, sdpa_backward_flop_count),
+
+@dataclass(frozen=True)
+class Attention:
+    """The FLOPs of an attention operator: `formula` of the shapes of its first `operands` operands."""
+
+    operands: int
+    formula: Callable[..., int]
+
+    def count(self, shapes: Sequence[Any]) -> int:
+        return int(self.formula(*shapes[: self.operands]))
+
+
+# What attention becomes on the CPU and the meta device; PyTorch's own table lacks it.
+ATTENTION: Mapping[Any, Attention] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: Attention(3, sdpa_flop_count),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: Attention(4, sdpa_backward_flop_count),
 }
+_FORMULAS: Mapping[Any, Callable[..., int]] = flop_registry
 
 
 def graphs(program: Program) -> tuple[fx.Graph, ...]:
@@ -49,15 +62,15 @@ def flops(program: Program) -> int:
 def _flops(node: fx.Node) -> int:
     if node.op != "call_function":
         return 0
-    if node.target in _ATTENTION:
-        count, formula = _ATTENTION[node.target]  # type: ignore[index]
-        return int(formula(*(tuple(_value(operand).shape) for operand in node.args[:count])))
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    attention = ATTENTION.get(node.target)
+    if attention is not None:
+        return attention.count([tuple(_value(operand).shape) for operand in node.args[: attention.operands]])
+    formula = _FORMULAS.get(getattr(node.target, "overloadpacket", None))
     if formula is not None:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value)
         return int(formula(*args, **kwargs, out_val=_value(node)))
     if "attention" in str(node.target):
-        raise ValueError(f"no formula for the FLOPs of {node.target} (node {node.name}); add it to _ATTENTION")
+        raise ValueError(f"no formula for the FLOPs of {node.target} (node {node.name}); add it to ATTENTION")
     return 0
 
 
@@ -69,13 +82,12 @@ def wire(program: Program) -> float:
 def _wire(node: fx.Node) -> float:
     if node.target not in (convert, convert_group):
         return 0.0
-    operands, source, target, _, size, _ = node.args
-    kind = kind_of(str(source), str(target))
-    many = node.target is convert_group
-    given, made = (operands, _value(node)) if many else ([operands], [_value(node)])
+    arguments: tuple[Any, ...] = node.args
+    given, source, target, _, size, _ = arguments
+    kind = kind_of(source, target)
     # The payload of an all_gather is what it makes; of the others, what they are given.
-    held = made if kind is Kind.ALL_GATHER else [_value(operand) for operand in given]  # type: ignore[union-attr]
-    return sum(wire_bytes(kind, _bytes(tensor), int(size)) for tensor in held)  # type: ignore[arg-type]
+    held = [node] if kind is Kind.ALL_GATHER else given if node.target is convert_group else [given]
+    return sum(wire_bytes(kind, _bytes(tensor), size) for one in held for tensor in _tensors(_value(one)))
 
 
 @dataclass(frozen=True)
