@@ -156,11 +156,11 @@ class ConversionTable:
                 np.minimum(there, here[:, state, None] + move.cost[:, state, :, None], out=there)
             if np.array_equal(there, here):
                 quiet += 1
-                if quiet == len(self._moves):
+                if quiet >= len(self._moves):
                     break
             else:
                 best[move.codes] = there
-                quiet = 1
+                quiet = 0  # a step after a step of the same axes can pay too
         return np.ascontiguousarray(best.T)
 
     @cached_property

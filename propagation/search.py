@@ -58,14 +58,17 @@ class Solution:
 
 
 def search(problem: SearchProblem, mode: SearchMode) -> Solution:
-    """The plan that `mode` finds. Its cost is that of the whole problem, whatever the mode looked at."""
+    """The plan that `mode` finds. Its cost is that of the whole problem, whatever the mode looked at, and stands beside
+    the bound that the exact search proves."""
+    optimum = dynamic_programming(problem)
     match mode:
         case SearchMode.DYNAMIC_PROGRAMMING:
-            return dynamic_programming(problem)
+            return optimum
         case SearchMode.SHARDING_PROPAGATION:
-            return sharding_propagation(problem)
+            found = sharding_propagation(problem)
         case SearchMode.RECURSIVE_PROGRAMMING:
-            return recursive_programming(problem)
+            found = recursive_programming(problem)
+    return replace(found, bound=optimum.bound)
 
 
 @dataclass(frozen=True)
@@ -294,18 +297,21 @@ def _least(tables: list[_Table], joint: tuple[int, ...], sizes: list[int]) -> Fl
 
 
 def sharding_propagation(problem: SearchProblem) -> Solution:
-    """Breadth-first from the annotated vertices (the inputs, if none is annotated)."""
+    """Breadth-first from the annotated vertices (the inputs, if none is annotated), then revisiting while it pays.
+
+    Both orders are tried where something is annotated, from the annotations and from the inputs, and the cheaper plan
+    stands: an annotation cannot wreck what it has nothing to do with.
+    """
     annotated = [i for i, v in enumerate(problem.vertices) if v.annotation]
     inputs = [i for i, v in enumerate(problem.vertices) if v.kind is VertexKind.INPUT]
-    return propagate(costs_of(problem), annotated or inputs)
+    costs = costs_of(problem)
+    starts = [sources for sources in (annotated, inputs) if sources] or [[0]]
+    return min((revisit(costs, propagate(costs, sources)) for sources in starts), key=lambda found: found.cost)
 
 
 def propagate(costs: Costs, sources: list[int]) -> Solution:
-    """Breadth-first from `sources`: `sharding_propagation` on numbers."""
-    neighbours: list[list[tuple[int, Floats]]] = [[] for _ in costs.unary]
-    for (a, b), matrix in costs.pairs.items():
-        neighbours[a].append((b, matrix))
-        neighbours[b].append((a, matrix.T))
+    """Breadth-first from `sources`, each vertex taking its cheapest option given its visited neighbours."""
+    neighbours = _neighbours(costs)
     choice: dict[int, int] = {}
     queue = deque(sources)
     seen = set(queue)
@@ -327,6 +333,58 @@ def propagate(costs: Costs, sources: list[int]) -> Solution:
                 queue.append(other)
     found = tuple(choice[i] for i in range(len(costs.unary)))
     return Solution(found, costs.of(found), -math.inf, 1)
+
+
+def revisit(costs: Costs, solution: Solution) -> Solution:
+    """`solution`, with every vertex looked at again as long as that pays: it may change together with its neighbours,
+    each of which then takes what suits it best (for one vertex alone a change of layout seldom pays)."""
+    neighbours = _neighbours(costs)
+    choice = list(solution.choice)
+
+    def given(vertex: int, but: int) -> Floats:
+        """The cost of each option of `vertex`, its neighbours but one staying as they are."""
+        total = costs.unary[vertex]
+        for other, matrix in neighbours[vertex]:
+            if other != but:
+                total = total + matrix[:, choice[other]]
+        return total
+
+    queue = deque(range(len(choice)))
+    waiting = set(queue)
+    while queue:
+        vertex = queue.popleft()
+        waiting.discard(vertex)
+        near = {other for other, _ in neighbours[vertex]}
+        # neighbours that are neighbours of each other cannot move at the same time
+        movable = [(o, m) for o, m in neighbours[vertex] if not near & {n for n, _ in neighbours[o]}]
+        still = [(o, m) for o, m in neighbours[vertex] if (o, m) not in movable] if len(movable) < len(near) else []
+        fields = [matrix + given(other, vertex) for other, matrix in movable]
+        total = costs.unary[vertex] + sum((field.min(axis=1) for field in fields), np.zeros(1))
+        total = total + sum((matrix[:, choice[other]] for other, matrix in still), np.zeros(1))
+        now = costs.unary[vertex][choice[vertex]] + sum(
+            float(field[choice[vertex], choice[other]]) for field, (other, _) in zip(fields, movable, strict=True)
+        )
+        now += sum(float(matrix[choice[vertex], choice[other]]) for other, matrix in still)
+        best = int(np.argmin(total))
+        if total[best] >= now - 1e-12 * abs(now) or (math.isinf(now) and math.isinf(total[best])):
+            continue
+        choice[vertex] = best
+        for field, (other, _) in zip(fields, movable, strict=True):
+            choice[other] = int(np.argmin(field[best]))
+        for other in {vertex, *near, *(n for o in near for n, _ in neighbours[o])} - waiting:
+            queue.append(other)
+            waiting.add(other)
+    found = tuple(choice)
+    return Solution(found, costs.of(found), -math.inf, 1)
+
+
+def _neighbours(costs: Costs) -> list[list[tuple[int, Floats]]]:
+    """For each vertex its neighbours, with the costs [its option, the neighbour's]."""
+    neighbours: list[list[tuple[int, Floats]]] = [[] for _ in costs.unary]
+    for (a, b), matrix in costs.pairs.items():
+        neighbours[a].append((b, matrix))
+        neighbours[b].append((a, matrix.T))
+    return neighbours
 
 
 def recursive_programming(problem: SearchProblem) -> Solution:
