@@ -27,9 +27,9 @@ _STEP = 1e-13  # seconds: of two ways that cost the same the shorter one wins, a
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One single-axis conversion: `axis` goes from `source` to `target`, giving `after`."""
+    """One conversion: all of `axes`, in the order of the mesh, go from `source` to `target`, giving `after`."""
 
-    axis: str
+    axes: tuple[str, ...]
     source: Placement
     target: Placement
     after: Layout
@@ -160,7 +160,7 @@ class ConversionTable:
                     )
             _, axis, state, here = min(options)
             chain.append(
-                Step(self.mesh.axes[axis], self.states[position[axis]], self.states[state], self.layouts[here])
+                Step((self.mesh.axes[axis],), self.states[position[axis]], self.states[state], self.layouts[here])
             )
         return tuple(chain)
 

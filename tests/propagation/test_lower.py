@@ -47,7 +47,7 @@ def compile_mlp(requires_grad=True, **changes):
 
 def conversions(graph):
     """Each conversion of a graph as `P -> R over tp`."""
-    return [f"{n.args[1]} -> {n.args[2]} over {n.args[3]}" for n in graph.nodes if n.target is convert]
+    return [f"{n.args[1]} -> {n.args[2]} over {','.join(n.args[3])}" for n in graph.nodes if n.target is convert]
 
 
 def test_the_program_of_a_megatron_mlp():
@@ -217,5 +217,5 @@ def test_a_value_is_converted_at_most_once_into_each_layout(lab):
     for layout in (split, whole):
         problem = lab.problem_of(fn, (x,), lab.LINE, {"x": ((layout,), "")})
         program = verify_program(lower(problem, dynamic_programming(problem).choice))
-        taken = [(n.args[0], n.args[2], n.args[3]) for n in program.module.graph.nodes if n.target is convert]
+        taken = [(n.args[0], n.args[2], *n.args[3]) for n in program.module.graph.nodes if n.target is convert]
         assert len(taken) == len(set(taken))
