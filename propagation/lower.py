@@ -335,13 +335,13 @@ def _tensor_name(graph: Graph, v: Value) -> str:
 
 def verify_program(program: LocalProgram) -> LocalProgram:
     """Raise VerifyError unless every conversion of the text is in the list, once, and all fits the mesh."""
-    tags = [node.args[5] for node in program.module.graph.nodes if node.target is convert]
+    mesh, tags = program.mesh, [n.args[5] for n in program.module.graph.nodes if n.target is convert]
     if len(set(tags)) != len(tags) or any(not 0 <= tag < len(program.conversions) for tag in tags):
         raise VerifyError("the conversions of the program are not those of its list")
     for c in program.conversions:
-        if len(program.mesh.group(0, *c.axes)) != c.size:
+        if c.axes != tuple(a for a in mesh.axes if a in c.axes) or mesh.size(*c.axes) != c.size:
             raise VerifyError(
-                f"the conversion of {c.tensor} over {','.join(c.axes)} is of {c.size} ranks; the mesh is {program.mesh}"
+                f"the conversion of {c.tensor} over {','.join(c.axes)} is of {c.size} ranks; the mesh is {mesh}"
             )
     for placed in (*program.inputs, *program.outputs):
         if not placed.layout.divides(placed.shape):

@@ -270,10 +270,14 @@ def test_a_conversion_that_is_not_in_the_list_is_refused(lab):
         verify_program(dataclasses.replace(program, conversions=()))
 
 
-def test_a_conversion_of_another_number_of_ranks_than_its_axes_have_is_refused(lab):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"size": 3}, "x is of 3"), ({"axes": ("x", "x"), "size": 4}, "x,x is of 4"), ({"axes": ("y",)}, "y")],
+)
+def test_a_conversion_that_does_not_fit_the_mesh_is_refused(lab, change, said):
     program = small(lab)
-    wrong = tuple(dataclasses.replace(c, size=3) for c in program.conversions)
-    with pytest.raises(VerifyError, match=r"^the conversion of \w+ over x is of 3 ranks; the mesh is x=2$"):
+    wrong = tuple(dataclasses.replace(c, **change) for c in program.conversions)
+    with pytest.raises(VerifyError, match=rf"^the conversion of \w+ over {said}.* ranks; the mesh is x=2$"):
         verify_program(dataclasses.replace(program, conversions=wrong))
 
 

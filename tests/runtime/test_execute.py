@@ -307,3 +307,5 @@ def test_ranks_that_differ_are_told_what_differs_and_can_take_rank_0s_values(on_
 def test_a_worker_without_processes_is_told_to_start_them():
     with pytest.raises(RuntimeStateError, match=r"there is no process group; call init\(\)"):
         Worker(Mesh({"x": 2}))
+    with pytest.raises(RuntimeStateError, match=r"there is no process group; call init\(\)"):
+        process_group(Mesh({"dp": 2, "tp": 2}), ("dp", "tp"))
