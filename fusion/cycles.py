@@ -1,8 +1,8 @@
 """Keep groups free of cycles: no group may wait, directly or through other groups, for a result of its own.
 
-A parameter that is replicated on two axes has its gradient reduced on one and then on the other: the second AllReduce
-needs the result of the first. Any policy may put such members together (or, with two groups, crosswise), so what
-a policy proposes is split here where that is needed, and policies need not know about dependencies.
+A parameter's gradient may be reduced on one axis and then on another: the second AllReduce needs the result of the
+first. Any policy may put such members together (or, with two groups, crosswise), so what a policy proposes is split
+here where that is needed, and policies need not know about dependencies.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from graphlib import TopologicalSorter
 from heapq import heappop, heappush
+from typing import Any
 
 import torch
 from torch import fx
@@ -50,10 +51,11 @@ def gradient_all_reduces(graph: fx.Graph, tags: frozenset[int]) -> tuple[fx.Node
 
 def member(node: fx.Node) -> Member:
     """What a policy sees of a `convert` node."""
-    operand, source, target, axis, _, tag = node.args
+    arguments: tuple[Any, ...] = node.args
+    operand, source, target, axes, _, tag = arguments
     value = operand.meta["val"] if isinstance(operand, fx.Node) else operand
     assert isinstance(value, torch.Tensor) and isinstance(tag, int), f"{node.format_node()} is no convert of a tensor"
-    return Member(tag, str(source), str(target), str(axis), value.dtype, value.numel() * value.element_size())
+    return Member(tag, source, target, tuple(axes), value.dtype, value.numel() * value.element_size())
 
 
 def group(members: Sequence[Member], policy: AllReduceFusion) -> Groups:
@@ -117,8 +119,8 @@ def _rebuild(units: Iterable[Unit]) -> fx.Graph:
             new[unit[0]] = graph.node_copy(unit[0], new.__getitem__)
             continue
         operands = [new[node.all_input_nodes[0]] for node in unit]
-        _, source, target, axis, size, _ = unit[0].args
-        arguments = operands, source, target, axis, size, [node.args[5] for node in unit]
+        _, source, target, axes, size, _ = unit[0].args
+        arguments = operands, source, target, axes, size, [node.args[5] for node in unit]
         fused = graph.call_function(convert_group, arguments, name="convert_group")
         fused.meta["val"] = [node.meta["val"] for node in unit]
         for index, node in enumerate(unit):

@@ -16,7 +16,7 @@ from ..strategy.placement import Kind
 MB = 1024 * 1024
 AUTO_MB = 64
 
-Key = tuple[str, str, str, torch.dtype]
+Key = tuple[tuple[str, ...], str, str, torch.dtype]
 Groups = tuple[tuple[int, ...], ...]
 
 
@@ -70,12 +70,12 @@ class AllReduceFusion:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One collective that may join a group: a conversion along `axis`, with the bytes of its local operand."""
+    """One collective that may join a group: a conversion along `axes`, with the bytes of its local operand."""
 
     tag: int
     source: str
     target: str
-    axis: str
+    axes: tuple[str, ...]
     dtype: torch.dtype
     bytes: int
 
@@ -86,7 +86,7 @@ class Member:
     @property
     def key(self) -> Key:
         """Only members with equal keys can be one collective."""
-        return self.axis, self.source, self.target, self.dtype
+        return self.axes, self.source, self.target, self.dtype
 
 
 def _is_count(value: object) -> bool:

@@ -1,8 +1,9 @@
 """The two operators that a program has beside PyTorch's own: `convert` and, after fusion, `convert_group`.
 
-`partway::convert(x, source, target, axis, size, tag)` turns the part of a tensor that a rank holds under the
-placement `source` on `axis` into its part under `target` (`strategy/placement.py` says by what collective or
-local step). `tag` is the position of the conversion in the program's list, where its reason is kept.
+`partway::convert(x, source, target, axes, size, tag)` turns the part of a tensor that a rank holds under the
+placement `source` on each of `axes` into its part under `target` on each (`strategy/placement.py` says by what
+collective or local step). Several axes, in the order of the mesh, act as one axis of `size` ranks, the product of
+theirs. `tag` is the position of the conversion in the program's list, where its reason is kept.
 Both operators are symbols: they have shapes and a derivative, and the executors of `runtime/` give them
 their meaning; calling one outside an executor is an error.
 """
@@ -17,15 +18,15 @@ from torch import Tensor
 from ..strategy.placement import Kind, Shard, kind, placement_from_code, transpose
 
 _LIBRARY = torch.library.Library("partway", "DEF")
-_LIBRARY.define("convert(Tensor x, str source, str target, str axis, int size, int tag) -> Tensor")
-_LIBRARY.define("convert_group(Tensor[] xs, str source, str target, str axis, int size, int[] tags) -> Tensor[]")
+_LIBRARY.define("convert(Tensor x, str source, str target, str[] axes, int size, int tag) -> Tensor")
+_LIBRARY.define("convert_group(Tensor[] xs, str source, str target, str[] axes, int size, int[] tags) -> Tensor[]")
 
 convert = torch.ops.partway.convert.default
 convert_group = torch.ops.partway.convert_group.default
 
 
 def converted_shape(shape: tuple[int, ...], source: str, target: str, size: int) -> tuple[int, ...]:
-    """The local shape after converting a local `shape` along an axis of `size` ranks."""
+    """The local shape after converting a local `shape` among `size` ranks."""
     out = list(shape)
     before, after = placement_from_code(source), placement_from_code(target)
     if isinstance(before, Shard):
@@ -41,24 +42,26 @@ def kind_of(source: str, target: str) -> Kind:
 
 
 @torch.library.register_fake("partway::convert")  # type: ignore[untyped-decorator]
-def _fake_convert(x: Tensor, source: str, target: str, axis: str, size: int, tag: int) -> Tensor:
+def _fake_convert(x: Tensor, source: str, target: str, axes: list[str], size: int, tag: int) -> Tensor:
     return x.new_empty(converted_shape(tuple(x.shape), source, target, size))
 
 
 @torch.library.register_fake("partway::convert_group")  # type: ignore[untyped-decorator]
-def _fake_group(xs: list[Tensor], source: str, target: str, axis: str, size: int, tags: list[int]) -> list[Tensor]:
+def _fake_group(
+    xs: list[Tensor], source: str, target: str, axes: list[str], size: int, tags: list[int]
+) -> list[Tensor]:
     return [x.new_empty(converted_shape(tuple(x.shape), source, target, size)) for x in xs]
 
 
 def _keep_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, source, target, ctx.axis, ctx.size, ctx.tag = inputs
+    _, source, target, ctx.axes, ctx.size, ctx.tag = inputs
     ctx.back = transpose(placement_from_code(source), placement_from_code(target))
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     source, target = ctx.back
     if source != target:
-        grad = convert(grad, str(source), str(target), ctx.axis, ctx.size, ctx.tag)
+        grad = convert(grad, str(source), str(target), ctx.axes, ctx.size, ctx.tag)
     return grad, None, None, None, None, None
 
 

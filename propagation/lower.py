@@ -39,15 +39,16 @@ from .torch_internals import tree_map
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """One single-axis conversion in a program, and why it is there.
+    """One conversion in a program, and why it is there.
 
-    shape and itemsize are those of the whole tensor; `whole_bytes` is what one rank would hold if this axis did
-    not split the tensor. `gradient`: its transpose runs in the backward that was planned.
+    All of `axes`, in the order of the mesh, go from `source` to `target`, as one axis of `size` ranks would; size is
+    the product of theirs. `whole_bytes` is what one rank would hold if none of these axes split the tensor.
+    `gradient`: its transpose runs in the backward that was planned.
     """
 
     tag: int
     tensor: str
-    axis: str
+    axes: tuple[str, ...]
     size: int
     source: Placement
     target: Placement
@@ -97,7 +98,7 @@ class Collective:
 
     def __str__(self) -> str:
         return (
-            f"{self.phase} {self.kind} over {'x'.join(self.axes)} ({self.group_size} ranks) of {self.tensor}, "
+            f"{self.phase} {self.kind} over {','.join(self.axes)} ({self.group_size} ranks) of {self.tensor}, "
             f"{self.payload_bytes:,} bytes: {self.producer} -> {self.consumer}"
         )
 
@@ -110,7 +111,7 @@ def collective(conversion: Conversion, phase: str, profile: DeviceProfile) -> Co
     payload = conversion.whole_bytes // (conversion.size if found is Kind.ALL_TO_ALL else 1)
     return Collective(
         kind=found,
-        axes=(conversion.axis,),
+        axes=conversion.axes,
         group_size=conversion.size,
         payload_bytes=payload,
         wire_bytes=wire_bytes(found, payload, conversion.size),
@@ -170,8 +171,8 @@ def program_lines(graph: fx.Graph, inputs: tuple[PlacedPort, ...] = ()) -> list[
         elif node.op == "output":
             lines.append(f"return {', '.join(map(str, node.args[0]))}")
         elif node.target is convert:
-            x, source, target, axis, size, _ = node.args
-            lines.append(f"{node.name} = {source} -> {target} over {axis} of {size}: {x}")
+            x, source, target, axes, size, _ = node.args
+            lines.append(f"{node.name} = {source} -> {target} over {','.join(axes)} of {size}: {x}")
         else:
             lines.append(f"{node.name} = {operator_name(node)}{tuple(node.args)}".replace("'", ""))
     return lines
@@ -275,12 +276,11 @@ class _Lowering:
         node = self.local[v, here]
         for step in table.path(here, target):
             if (v, step.after) not in self.local:
-                (axis,) = step.axes
-                size = self.settings.mesh.size(axis)
+                size = self.settings.mesh.size(*step.axes)
                 conversion = Conversion(
                     tag=len(self.conversions),
                     tensor=_tensor_name(self.problem.graph, v),
-                    axis=axis,
+                    axes=step.axes,
                     size=size,
                     source=step.source,
                     target=step.target,
@@ -298,7 +298,7 @@ class _Lowering:
                 if kind(step.source, step.target) is not Kind.NOTHING or v in self.differentiable:
                     self.conversions.append(conversion)
                     node = self.graph.call_function(
-                        convert, (node, str(step.source), str(step.target), axis, size, conversion.tag)
+                        convert, (node, str(step.source), str(step.target), list(step.axes), size, conversion.tag)
                     )
                 self.local[v, step.after] = node
             node, here = self.local[v, step.after], step.after
@@ -334,10 +334,15 @@ def _tensor_name(graph: Graph, v: Value) -> str:
 
 
 def verify_program(program: LocalProgram) -> LocalProgram:
-    """Raise VerifyError unless every conversion of the text is in the list, once, and the ports fit the mesh."""
-    tags = [node.args[5] for node in program.module.graph.nodes if node.target is convert]
+    """Raise VerifyError unless every conversion of the text is in the list, once, and all fits the mesh."""
+    mesh, tags = program.mesh, [n.args[5] for n in program.module.graph.nodes if n.target is convert]
     if len(set(tags)) != len(tags) or any(not 0 <= tag < len(program.conversions) for tag in tags):
         raise VerifyError("the conversions of the program are not those of its list")
+    for c in program.conversions:
+        if c.axes != tuple(a for a in mesh.axes if a in c.axes) or mesh.size(*c.axes) != c.size:
+            raise VerifyError(
+                f"the conversion of {c.tensor} over {','.join(c.axes)} is of {c.size} ranks; the mesh is {mesh}"
+            )
     for placed in (*program.inputs, *program.outputs):
         if not placed.layout.divides(placed.shape):
             raise VerifyError(f"{placed.port.name} does not fit its layout {placed.layout}")

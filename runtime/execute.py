@@ -36,6 +36,7 @@ _ADDED_AS = {torch.int16: torch.int32}  # neither backend adds these
 
 _world: Any = None
 _device_meshes: dict[Mesh, DeviceMesh] = {}
+_joint_groups: dict[tuple[Mesh, tuple[str, ...]], Any] = {}
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -48,10 +49,27 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
         raise RuntimeStateError("there is no process group; call init() in a process that a launcher started")
     if _world is not dist.group.WORLD:
         _device_meshes.clear()
+        _joint_groups.clear()
         _world = dist.group.WORLD
     if mesh not in _device_meshes:
         _device_meshes[mesh] = to_device_mesh(mesh, device_type())
     return _device_meshes[mesh]
+
+
+def process_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
+    """The process group of this rank along `axes`, its ranks in the order of `mesh.group`.
+
+    Those along several axes are made when they are first asked for, once; every rank asks, in the same order. Raises
+    RuntimeStateError as `device_mesh` does, and StrategyError as `mesh.group` does.
+    """
+    made = device_mesh(mesh)
+    if len(axes) == 1:
+        return made.get_group(axes[0])
+    if (mesh, axes) not in _joint_groups:
+        groups = [list(ranks) for ranks in mesh.groups(*axes)]
+        own = dist.new_subgroups_by_enumeration(groups)[0] if len(groups) > 1 else dist.group.WORLD
+        _joint_groups[mesh, axes] = own
+    return _joint_groups[mesh, axes]
 
 
 class Worker:
@@ -64,8 +82,6 @@ class Worker:
         self.mesh = mesh
         self.device_mesh = device_mesh(mesh)
         self.rank = dist.get_rank()
-        self._group = {axis: self.device_mesh.get_group(axis) for axis in mesh.axes}
-        self._position = dict(zip(mesh.axes, mesh.coordinate(self.rank), strict=True))
 
     def cut(self, tensor: Tensor, layout: Layout) -> Tensor:
         """This rank's part of a `tensor` that every rank holds whole. Raises StrategyError if it is uneven."""
@@ -107,14 +123,15 @@ class Worker:
             assert step.call is not None
             return step.call(*values)
         if not c.kind.communicates:
-            converted = [local_conversion(c, value, self._position[c.axis]) for value in values]
+            position = self.mesh.position(self.rank, *c.axes)
+            converted = [local_conversion(c, value, position) for value in values]
             return converted if c.grouped else converted[0]
         note(c, values)
         return self._start(c, values) if c.grouped else self._start(c, values).first()
 
     def _start(self, c: Conversion, parts: list[Tensor]) -> Pending:
         """Issue one collective for all of `parts`."""
-        group = self._group[c.axis]
+        group = process_group(self.mesh, c.axes)
         before, after = c.dims
         match c.kind:
             case Kind.ALL_REDUCE:

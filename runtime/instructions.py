@@ -21,12 +21,12 @@ from ..strategy.placement import Kind, Placement, Shard, kind, placement_from_co
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A conversion of one or several tensors along one axis."""
+    """A conversion of one or several tensors along `axes`."""
 
     kind: Kind
     source: Placement
     target: Placement
-    axis: str
+    axes: tuple[str, ...]
     size: int
     phase: str
     tags: tuple[int, ...]
@@ -165,12 +165,11 @@ def _conversion(node: fx.Node, phase: str) -> Conversion | None:
     if node.target not in (convert, convert_group):
         return None
     arguments: tuple[Any, ...] = node.args
-    _, source, target, axis, size, tags = arguments
+    _, source, target, axes, size, tags = arguments
     before, after = placement_from_code(source), placement_from_code(target)
     grouped = node.target is convert_group
-    return Conversion(
-        kind(before, after), before, after, axis, size, phase, tuple(tags) if grouped else (tags,), grouped
-    )
+    tags = tuple(tags) if grouped else (tags,)
+    return Conversion(kind(before, after), before, after, tuple(axes), size, phase, tags, grouped)
 
 
 def _caller(node: fx.Node, used: tuple[fx.Node, ...]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ class Simulator:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._groups = {axis: mesh.groups(axis) for axis in mesh.axes}
+        self._groups: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
     def enter(self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort]) -> list[Parts]:
         """Cut whole tensors into the parts of every rank."""
@@ -68,7 +68,9 @@ class Simulator:
 
     def _convert_one(self, c: Conversion, parts: Parts) -> Parts:
         out: Parts = list(parts)
-        for group in self._groups[c.axis]:
+        if c.axes not in self._groups:
+            self._groups[c.axes] = self.mesh.groups(*c.axes)
+        for group in self._groups[c.axes]:
             results = convert_group_of(c, [parts[rank] for rank in group])
             for rank, result in zip(group, results, strict=True):
                 out[rank] = result

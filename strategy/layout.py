@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -48,7 +47,7 @@ class Layout:
 
     def splits(self, ndim: int) -> tuple[int, ...]:
         """Into how many parts each of `ndim` dims is split."""
-        return tuple(math.prod(self.mesh.size(axis) for axis in self.axes_of(dim)) for dim in range(ndim))
+        return tuple(self.mesh.size(*self.axes_of(dim)) for dim in range(ndim))
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """The axes that split `dim`, major first."""

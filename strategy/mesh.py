@@ -53,9 +53,10 @@ class Mesh:
     def device_num(self) -> int:
         return math.prod(self.sizes)
 
-    def size(self, axis: str) -> int:
-        """The size of the axis named `axis`. Raises StrategyError, naming the axes there are."""
-        return self.sizes[self.index(axis)]
+    def size(self, *axes: str) -> int:
+        """How many ranks a group along `axes` has: the product of their sizes. Raises StrategyError, naming the axes
+        there are."""
+        return math.prod(self.sizes[self.index(axis)] for axis in axes)
 
     def index(self, axis: str) -> int:
         """The position of the axis named `axis`. Raises StrategyError, naming the axes there are."""
@@ -84,15 +85,41 @@ class Mesh:
         """How far apart the ranks of one group along `axis` are."""
         return math.prod(self.sizes[self.index(axis) + 1 :])
 
-    def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axis`, in order, `rank` among them."""
-        stride, size = self.stride(axis), self.size(axis)
-        first = rank - self.coordinate(rank)[self.index(axis)] * stride
-        return tuple(first + i * stride for i in range(size))
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` only along `axes`, in order, `rank` among them.
 
-    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """All groups along `axis`, in the order of their first ranks."""
-        return tuple(dict.fromkeys(self.group(axis, rank) for rank in range(self.device_num)))
+        Their order is row-major in `axes`, as a dim that several axes split is cut. Raises StrategyError unless
+        `axes` are axes of this mesh in its order, each once.
+        """
+        coordinate, ranks = self.coordinate(rank), [rank]
+        for index in self._indices(axes):
+            stride = self.stride(self.axes[index])
+            firsts = [r - coordinate[index] * stride for r in ranks]
+            ranks = [first + i * stride for first in firsts for i in range(self.sizes[index])]
+        return tuple(ranks)
+
+    def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """All groups along `axes`, in the order of their first ranks. Raises StrategyError as `group` does."""
+        firsts = [rank for rank in range(self.device_num) if self.position(rank, *axes) == 0]
+        return tuple(self.group(rank, *axes) for rank in firsts)
+
+    def position(self, rank: int, *axes: str) -> int:
+        """The place of `rank` in its group along `axes`. Raises StrategyError as `group` does."""
+        coordinate, position = self.coordinate(rank), 0
+        for index in self._indices(axes):
+            position = position * self.sizes[index] + coordinate[index]
+        return position
+
+    def _indices(self, axes: tuple[str, ...]) -> list[int]:
+        """Where `axes` stand. Raises StrategyError unless they are in the order of the mesh, each once."""
+        found = [self.index(axis) for axis in axes]
+        ordered = sorted(set(found))
+        if found != ordered:
+            raise StrategyError(
+                f"the axes {', '.join(axes)} of a group are not in the order of the mesh {self}, each once; write "
+                f"{', '.join(self.axes[index] for index in ordered)}"
+            )
+        return found
 
     def __str__(self) -> str:
         return ", ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))

@@ -72,7 +72,7 @@ PARTIAL = Partial()
 
 
 class Kind(StrEnum):
-    """What a conversion does on one axis. The first four are collectives; the rest need no other rank."""
+    """What a conversion does along its axes. The first four are collectives; the rest need no other rank."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"

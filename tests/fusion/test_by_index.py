@@ -10,7 +10,7 @@ from partway.strategy.errors import ContextError
 
 
 def members(keys):
-    return [Member(i, "P", "R", axis, torch.float32, 4) for i, axis in enumerate(keys)]
+    return [Member(i, "P", "R", (axis,), torch.float32, 4) for i, axis in enumerate(keys)]
 
 
 def test_20_35_makes_the_first_20_the_next_15_and_the_rest():

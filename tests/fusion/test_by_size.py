@@ -13,9 +13,8 @@ MB = 1024 * 1024
 
 def members(*sizes, axes=None):
     axes = axes or ["dp"] * len(sizes)
-    return [
-        Member(i, "P", "R", axis, torch.float32, size) for i, (size, axis) in enumerate(zip(sizes, axes, strict=True))
-    ]
+    drawn = enumerate(zip(sizes, axes, strict=True))
+    return [Member(i, "P", "R", (axis,), torch.float32, size) for i, (size, axis) in drawn]
 
 
 def test_group_is_filled_up_to_the_limit_and_a_large_member_is_alone():
@@ -53,6 +52,6 @@ def test_each_member_once_in_order_within_the_limit_and_no_group_ends_early(draw
         assert len({found[i].key for i in positions}) == 1
         assert size <= limit or len(positions) == 1
     for axis in "ab":
-        own = [each for each in zip(groups, total, strict=True) if found[each[0][0]].axis == axis]
+        own = [each for each in zip(groups, total, strict=True) if found[each[0][0]].axes == (axis,)]
         for (_, size), (after, _) in pairwise(own):
             assert size + found[after[0]].bytes > limit

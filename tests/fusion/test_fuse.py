@@ -11,7 +11,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from partway.fusion import AllReduceFusion, FusionMode, fuse, gradient_all_reduces
+from partway.fusion import AllReduceFusion, FusionMode, Member, fuse, gradient_all_reduces, member
 from partway.propagation.collectives import convert, convert_group, kind_of
 from partway.strategy.errors import ContextError
 from partway.strategy.placement import Kind
@@ -32,9 +32,9 @@ def trace(fn, *shapes, dtypes=()):
         return make_fx(fn)(x, *(weight.requires_grad_() for weight in weights))
 
 
-def gradient(weight, tag, axis="dp"):
+def gradient(weight, tag, *axes):
     """What a parameter's conversion leaves in a backward graph: an AllReduce of its gradient."""
-    return convert(weight, "P", "R", axis, RANKS, tag)
+    return convert(weight, "P", "R", axes or ["dp"], RANKS, tag)
 
 
 def mlp(*widths):
@@ -42,8 +42,8 @@ def mlp(*widths):
 
     def step(x, *weights):
         for tag, weight in enumerate(weights):
-            x = torch.tanh(x @ convert(weight, "R", "B", "dp", RANKS, tag))
-        loss = convert(x.pow(2).sum(), "P", "R", "dp", RANKS, len(weights))
+            x = torch.tanh(x @ convert(weight, "R", "B", ["dp"], RANKS, tag))
+        loss = convert(x.pow(2).sum(), "P", "R", ["dp"], RANKS, len(weights))
         return [loss, *torch.autograd.grad(loss, weights)]
 
     shapes = list(pairwise(widths))
@@ -194,7 +194,7 @@ def test_other_dtypes_axes_and_targets_do_not_share_a_collective():
             gradient(a, 0),
             gradient(b, 1),
             gradient(c, 2, "tp"),
-            convert(d, "P", "B", "dp", RANKS, 3),
+            convert(d, "P", "B", ["dp"], RANKS, 3),
             gradient(e, 4),
             gradient(f, 5),
         ]
@@ -259,6 +259,24 @@ def test_gradients_reduced_on_two_axes_make_one_group_for_each_axis():
     assert_same_results(module, fused)
 
 
+def test_gradients_reduced_on_the_same_axes_at_once_make_one_group():
+    def step(x, *weights):
+        sets = [("dp", "tp"), ("dp", "tp"), ("dp",), ("dp", "tp"), ("tp",), ("dp",)]
+        return [gradient(w * x.sum(), i, *axes) for i, (w, axes) in enumerate(zip(weights, sets, strict=True))]
+
+    module = trace(step, (2,), *[(3,)] * 6)
+    fused = fuse(module, frozenset(range(6)), ALL)
+    assert group_tags(fused) == [[0, 1, 3], [2, 5]]
+    assert [node.args[3] for node in collectives(fused)] == [["dp", "tp"], ["dp"]]
+    assert_same_results(module, fused)
+
+
+def test_a_member_knows_its_axes_and_its_bytes():
+    module = trace(lambda x, w: [gradient(w * x.sum(), 7, "dp", "tp")], (2,), (3, 5))
+    (found,) = gradient_all_reduces(module.graph, frozenset({7}))
+    assert member(found) == Member(7, "P", "R", ("dp", "tp"), torch.float32, 60)
+
+
 def test_groups_that_would_wait_for_each_other_are_parted():
     def step(x, v, w):
         a = gradient(v * x.sum(), 0, "dp")
@@ -290,7 +308,7 @@ def test_constants_of_the_graph_are_kept():
     x.meta["val"] = constant.meta["val"] = torch.zeros(3)
     total = graph.call_function(torch.ops.aten.add.Tensor, (x, constant))
     total.meta["val"] = torch.zeros(3)
-    ends = [graph.call_function(convert, (total, "P", "R", "dp", RANKS, tag)) for tag in range(2)]
+    ends = [graph.call_function(convert, (total, "P", "R", ["dp"], RANKS, tag)) for tag in range(2)]
     for node in ends:
         node.meta["val"] = torch.zeros(3)
     graph.output(ends)

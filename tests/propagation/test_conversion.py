@@ -9,10 +9,14 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from partway.propagation.conversion import ConversionTable, conversion_table
+from partway.propagation.collectives import convert
+from partway.propagation.conversion import ConversionTable, Step, conversion_table
 from partway.propagation.cost import PROFILES, WEIGHTS, Level, waiting_seconds, wire_bytes
-from partway.runtime.instructions import Conversion
+from partway.runtime import record_collectives
+from partway.runtime.instructions import Conversion, assemble_code
 from partway.runtime.simulate import Simulator, join, split
 from partway.strategy import BROADCAST, PARTIAL, REPLICATE, Layout, Mesh, Shard
 from partway.strategy.placement import Kind, kind, transpose
@@ -97,7 +101,7 @@ def test_a_path_is_a_chain_of_allowed_steps_that_costs_what_the_table_says(shape
         source, target = (valid[int(rng.integers(len(valid)))] for _ in range(2))
         here, total = source, 0.0
         for step in table.path(source, target):
-            axis = table.mesh.index(step.axis)
+            axis = table.mesh.index(*step.axes)
             assert here.placements[axis] == step.source != step.target
             cost = step_cost(table, here, axis, step.target)
             assert cost is not None, f"{here} -> {step}"
@@ -156,7 +160,7 @@ def codes(mesh, text):
 def test_the_way_between_two_layouts(source, target, wanted):
     table = table_of((64, 64), (2, 2), level=Level.COMMUNICATION)
     path = table.path(codes(table.mesh, source), codes(table.mesh, target))
-    assert " ".join(f"{step.axis} {step.source}>{step.target}" for step in path) == wanted
+    assert " ".join(f"{','.join(step.axes)} {step.source}>{step.target}" for step in path) == wanted
 
 
 def test_tables_are_shared():
@@ -194,15 +198,21 @@ def copied(parts, found):
     return out
 
 
+def assert_parts_of(whole, parts, found):
+    """`parts` are those of `whole` laid out as `found`, its copies equal."""
+    assert torch.equal(join(parts, found), whole)
+    for part, copy in zip(parts, copied(parts, found), strict=True):
+        assert torch.equal(part, copy)
+
+
 def convert_all(mesh, steps, parts, pair):
     """Run `steps` as the simulator does; `pair` gives (source, target) of a step."""
     simulator = Simulator(mesh)
     for step in steps:
         source, target = pair(step)
         if source != target:
-            c = Conversion(
-                kind(source, target), source, target, step.axis, mesh.size(step.axis), "forward", (0,), False
-            )
+            size = mesh.size(*step.axes)
+            c = Conversion(kind(source, target), source, target, step.axes, size, "forward", (0,), False)
             parts = simulator._convert(c, [parts])
     return parts
 
@@ -229,13 +239,7 @@ def test_a_path_keeps_the_value_and_its_transpose_the_gradient(drawn, seed):
     start = parts_of(whole, source, generator)
     assert torch.equal(join(start, source), whole)
     end = convert_all(table.mesh, path, start, lambda step: (step.source, step.target))
-    assert torch.equal(join(end, target), whole)
-    for rank, same in itertools.product(range(table.mesh.device_num), repeat=2):
-        if all(
-            a == b or not (isinstance(p, Shard) or p == PARTIAL)
-            for a, b, p in zip(table.mesh.coordinate(rank), table.mesh.coordinate(same), target.placements, strict=True)
-        ):
-            assert torch.equal(end[rank], end[same])
+    assert_parts_of(whole, end, target)
     back = parts_of(whole, target.dual(), generator)
     gradient = convert_all(table.mesh, path[::-1], back, lambda step: transpose(step.source, step.target))
     assert torch.equal(join(gradient, source.dual()), whole)
@@ -249,3 +253,68 @@ def test_the_same_dim_on_two_axes_is_moved_in_one_piece():
     end = convert_all(table.mesh, table.path(source, target), parts, lambda s: (s.source, s.target))
     assert torch.equal(join(end, target), whole)
     assert torch.equal(end[1], whole[8:])
+
+
+# -- along several axes at once
+
+
+def joint_steps(before, shape):
+    """Every step of one or several axes from the layout `before`: they have one placement, and get one other."""
+    states = [*(Shard(d) for d in range(len(shape))), REPLICATE, BROADCAST, PARTIAL]
+    numbers = range(len(before.placements))
+    for axes in (found for n in numbers for found in itertools.combinations(numbers, n + 1)):
+        (source, *others) = {before.placements[axis] for axis in axes}
+        inside = {p for i, p in enumerate(before.placements) if i > axes[0] and i not in axes}
+        for target in states:
+            after = before
+            for axis in axes:
+                after = after.replaced(axis, target)
+            # a dim is cut by its axes in order, so these have to be the last that cut it
+            cut = {p for p in (source, target) if isinstance(p, Shard)} & inside
+            if not others and source != target and not cut and after.divides(shape):
+                yield Step(tuple(before.mesh.axes[axis] for axis in axes), source, target, after)
+
+
+@st.composite
+def chains(draw):
+    """A shape, a layout and a chain of steps from it."""
+    mesh = Mesh.of_sizes(draw(st.sampled_from([(2, 2), (2, 3), (2, 2, 2)])))
+    shape = draw(st.sampled_from([(24,), (24, 12), (24, 2, 24)]))
+    states = [Shard(0), REPLICATE, BROADCAST, PARTIAL]
+    source = here = Layout(mesh, tuple(draw(st.sampled_from(states)) for _ in mesh.axes))
+    chain = []
+    for _ in range(draw(st.integers(1, 5))):
+        steps = list(joint_steps(here, shape))
+        joint = [step for step in steps if len(step.axes) > 1]
+        chain.append(draw(st.sampled_from(joint or steps) | st.sampled_from(steps)))
+        here = chain[-1].after
+    return shape, source, chain
+
+
+@settings(max_examples=150, deadline=None)
+@given(chains(), st.integers(0, 999))
+def test_a_chain_of_joint_conversions_keeps_the_value_and_its_derivative_the_gradient(drawn, seed):
+    shape, source, chain = drawn
+    mesh, target = source.mesh, chain[-1].after
+    generator = torch.Generator().manual_seed(seed)
+
+    def forward_and_backward(x, gradient):
+        y = x
+        for tag, step in enumerate(chain):
+            y = convert(y, str(step.source), str(step.target), list(step.axes), mesh.size(*step.axes), tag)
+        return y, *torch.autograd.grad(y, x, gradient)
+
+    with FakeTensorMode():
+        x = torch.empty(source.local_shape(shape), dtype=torch.float64, requires_grad=True)
+        gradient = torch.empty(target.local_shape(shape), dtype=torch.float64)
+        code = assemble_code(make_fx(forward_and_backward)(x, gradient), "forward")
+    wholes = [torch.randint(-99, 99, shape, generator=generator).double() for _ in range(2)]
+    values = [parts_of(w, found, generator) for w, found in zip(wholes, (source, target.dual()), strict=True)]
+    with record_collectives() as events:
+        results = Simulator(mesh).run(code, values)
+    for whole, parts, found in zip(wholes, results, (target, source.dual()), strict=True):
+        assert_parts_of(whole, parts, found)
+    forward = [(kind(step.source, step.target), step.axes, mesh.size(*step.axes)) for step in chain]
+    ways = [(kind(*transpose(step.source, step.target)), step.axes, mesh.size(*step.axes)) for step in chain[::-1]]
+    expected = [way for way in (*forward, *ways) if way[0].communicates]
+    assert [(e.kind, e.axes, e.group_size) for e in events] == expected

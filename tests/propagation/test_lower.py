@@ -1,5 +1,6 @@
 """The program of a plan: which conversions it has, and that the plan lists exactly the collectives of its graphs."""
 
+import copy
 import dataclasses
 from collections import Counter
 
@@ -8,7 +9,11 @@ import torch
 from torch import nn
 
 import partway as pw
+from partway.fusion import AllReduceFusion, FusionMode
+from partway.fusion.program import make_program
 from partway.propagation.collectives import convert
+from partway.propagation.conversion import ConversionTable, Step
+from partway.propagation.cost import PROFILES
 from partway.propagation.differentiate import differentiate
 from partway.propagation.graph import differentiated
 from partway.propagation.lower import LocalProgram, collective, lower, verify_program
@@ -37,9 +42,9 @@ class Heads(nn.Module):
         return self.q(x) * self.k(x) * self.v(x)
 
 
-def compile_mlp(requires_grad=True, **changes):
+def compile_mlp(requires_grad=True, batch=1024, **changes):
     with torch.device("meta"):
-        module, x = MLP(), torch.empty(1024, 512, requires_grad=requires_grad)
+        module, x = MLP(), torch.empty(batch, 512, requires_grad=requires_grad)
     split = (("dp", None),)
     arguments = {"in_strategy": split, "out_strategy": split, "parameter_plan": MEGATRON, **changes}
     return pw.compile(module, (x,), mesh={"dp": 2, "tp": 4}, **arguments)
@@ -47,7 +52,7 @@ def compile_mlp(requires_grad=True, **changes):
 
 def conversions(graph):
     """Each conversion of a graph as `P -> R over tp`."""
-    return [f"{n.args[1]} -> {n.args[2]} over {n.args[3]}" for n in graph.nodes if n.target is convert]
+    return [f"{n.args[1]} -> {n.args[2]} over {','.join(n.args[3])}" for n in graph.nodes if n.target is convert]
 
 
 def test_the_program_of_a_megatron_mlp():
@@ -122,6 +127,72 @@ def test_consumers_share_a_conversion_and_their_gradients_one_all_reduce():
     assert conversions(compiled.program.step.forward.graph) == ["R -> B over tp"]
     assert conversions(compiled.program.step.backward.graph) == ["P -> R over tp"]
     assert [(c.kind, c.tensor) for c in compiled.plan.collectives] == [("all_reduce", "x")]
+
+
+# -- conversions over several axes at once
+
+
+@pytest.fixture
+def joint(monkeypatch):
+    """One step wherever all axes that differ go from one placement to one other, cheapest or not."""
+    path = ConversionTable.path
+
+    def at_once(self, source, target):
+        pairs = list(zip(source.placements, target.placements, strict=True))
+        moved = [axis for axis, (a, b) in enumerate(pairs) if a != b]
+        inside = {a for axis, (a, b) in enumerate(pairs) if a == b and axis > min(moved, default=0)}
+        if len(moved) < 2 or len({pairs[axis] for axis in moved}) > 1 or inside & {*pairs[moved[0]]}:
+            return path(self, source, target)
+        return (Step(tuple(self.mesh.axes[axis] for axis in moved), *pairs[moved[0]], target),)
+
+    monkeypatch.setattr(ConversionTable, "path", at_once)
+
+
+BOTH = ((("dp", "tp"), None),)  # the batch over both axes
+WHOLE = {"*.weight": (None, None), "*.bias": (None,)}
+
+
+@pytest.mark.usefixtures("joint")
+def test_a_step_along_two_axes_is_one_conversion_and_one_collective():
+    compiled = compile_mlp(batch=65536, in_strategy=BOTH, out_strategy=((None, None),), parameter_plan=WHOLE)
+    lines = str(compiled.local).splitlines()
+    assert "convert_default = R -> B over dp,tp of 8: p_fn_up_weight" in lines
+    assert "convert_default_4 = S0 -> R over dp,tp of 8: linear_default_1" in lines
+    found = {c.tensor: c for c in compiled.plan.collectives}
+    gathered, reduced = found["linear_1"], found["up.weight"]
+    assert (gathered.phase, gathered.kind, gathered.axes, gathered.group_size) == (
+        "forward", "all_gather", ("dp", "tp"), 8,
+    )  # fmt: skip
+    assert gathered.payload_bytes == 65536 * 512 * 4
+    assert gathered.wire_bytes == 7 / 8 * gathered.payload_bytes
+    assert (reduced.phase, reduced.kind, reduced.axes, reduced.group_size) == (
+        "backward", "all_reduce", ("dp", "tp"), 8,
+    )  # fmt: skip
+    assert reduced.wire_bytes == 2 * 7 / 8 * 2048 * 512 * 4
+    assert str(reduced).startswith("backward all_reduce over dp,tp (8 ranks) of up.weight, 4,194,304 bytes: ")
+    assert "backward all_reduce over dp,tp (8 ranks) of up.weight: 4.19 MB" in str(compiled.plan.explain("up"))
+    assert "all_reduce(dp,tp)" in str(compiled.plan.table(every=True))
+    step = compiled.program.step
+    assert conversions(step.forward.graph)[-1] == "S0 -> R over dp,tp"
+    fused = make_program(step, AllReduceFusion(FusionMode.AUTO), PROFILES["cpu"]).collectives[-1]
+    assert (fused.phase, fused.axes, fused.group_size, len(fused.members)) == ("backward", ("dp", "tp"), 8, 4)
+    assert counted(compiled.plan.collectives) == counted(found_in(verify_and_differentiate(compiled), PROFILES["cpu"]))
+
+
+@pytest.mark.usefixtures("joint")
+@pytest.mark.parametrize("out", [(None, None), ("dp", None), (None, ("dp", "tp")), (("dp", "tp"), None)])
+def test_a_model_with_conversions_along_two_axes_computes_what_one_device_computes(out):
+    torch.manual_seed(0)
+    plain, x = MLP(16, 32).double(), torch.randn(16, 16, dtype=torch.float64, requires_grad=True)
+    model = pw.shard(copy.deepcopy(plain), mesh={"dp": 2, "tp": 2}, in_strategy=BOTH, out_strategy=(out,))
+    results, gradients = [], []
+    for fn in (plain, model):
+        y = fn(x)
+        gradients.append(torch.autograd.grad((y * y).sum(), [x, *fn.parameters()]))
+        results.append(y)
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*gradients)
+    assert any(len(c.axes) == 2 for c in model.plan.collectives)
 
 
 # -- the plan lists what the graphs do
@@ -199,6 +270,17 @@ def test_a_conversion_that_is_not_in_the_list_is_refused(lab):
         verify_program(dataclasses.replace(program, conversions=()))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"size": 3}, "x is of 3"), ({"axes": ("x", "x"), "size": 4}, "x,x is of 4"), ({"axes": ("y",)}, "y")],
+)
+def test_a_conversion_that_does_not_fit_the_mesh_is_refused(lab, change, said):
+    program = small(lab)
+    wrong = tuple(dataclasses.replace(c, **change) for c in program.conversions)
+    with pytest.raises(VerifyError, match=rf"^the conversion of \w+ over {said}.* ranks; the mesh is x=2$"):
+        verify_program(dataclasses.replace(program, conversions=wrong))
+
+
 def test_a_port_that_does_not_fit_its_layout_is_refused(lab):
     program = small(lab)
     (port,) = program.inputs
@@ -217,5 +299,5 @@ def test_a_value_is_converted_at_most_once_into_each_layout(lab):
     for layout in (split, whole):
         problem = lab.problem_of(fn, (x,), lab.LINE, {"x": ((layout,), "")})
         program = verify_program(lower(problem, dynamic_programming(problem).choice))
-        taken = [(n.args[0], n.args[2], n.args[3]) for n in program.module.graph.nodes if n.target is convert]
+        taken = [(n.args[0], n.args[2], *n.args[3]) for n in program.module.graph.nodes if n.target is convert]
         assert len(taken) == len(set(taken))

@@ -1,14 +1,28 @@
 """One rank of gloo does what the simulator does."""
 
+import itertools
 import operator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from partway.propagation.collectives import convert, convert_group
-from partway.runtime import Simulator, Worker, broadcast, check_agreement, device_mesh, generators, record_collectives
+from partway.runtime import (
+    Simulator,
+    Worker,
+    broadcast,
+    check_agreement,
+    device_mesh,
+    generators,
+    join,
+    record_collectives,
+    split,
+)
+from partway.runtime.execute import process_group
 from partway.runtime.instructions import assemble_code
 from partway.strategy import (
     BROADCAST,
@@ -22,6 +36,7 @@ from partway.strategy import (
     StrategyError,
     kind,
 )
+from partway.strategy.placement import transpose
 
 MESHES = {2: [{"x": 2}, {"one": 1, "x": 2}], 4: [{"x": 4}, {"dp": 2, "tp": 2}]}
 PLACEMENTS = (Shard(0), Shard(1), Shard(2), REPLICATE, BROADCAST, PARTIAL)
@@ -40,11 +55,11 @@ DTYPES = (
 ADDS = {Kind.ALL_REDUCE, Kind.REDUCE_SCATTER}
 
 
-def code_of(source, target, axis, size, count=None):
+def code_of(source, target, axes, size, count=None):
     """One conversion, of one tensor or of a group of `count`."""
     graph = fx.Graph()
     inputs = [graph.placeholder(f"x{i}") for i in range(count or 1)]
-    rest = str(source), str(target), axis, size
+    rest = str(source), str(target), list(axes), size
     if count is None:
         outputs = [graph.call_function(convert, (inputs[0], *rest, 0))]
     else:
@@ -82,9 +97,17 @@ def bits(tensor):
     return tensor.contiguous().view(-1).view(torch.uint8).tolist()
 
 
+def groups_of(axes):
+    """The sets of axes that a conversion may be along, with the ranks of a group."""
+    mesh = Mesh(axes)
+    for n in range(len(axes)):
+        for found in itertools.combinations(axes, n + 1):
+            yield found, mesh.size(*found)
+
+
 def check_conversions(axes, dtypes, shapes):
     mesh, generator, collectives = Mesh(axes), torch.Generator().manual_seed(0), 0
-    for axis, size in axes.items():
+    for along, size in groups_of(axes):
         for source in PLACEMENTS:
             for target in PLACEMENTS:
                 for dtype in dtypes:
@@ -94,7 +117,7 @@ def check_conversions(axes, dtypes, shapes):
                         if any(isinstance(p, Shard) and p.dim >= len(shape) for p in (source, target)):
                             continue
                         value = parts_of(shape, dtype, mesh.device_num, generator)
-                        collectives += check_code(code_of(source, target, axis, size), [value], mesh)
+                        collectives += check_code(code_of(source, target, along, size), [value], mesh)
     return collectives
 
 
@@ -115,7 +138,7 @@ def test_every_dtype_can_be_converted(on_ranks):
 
 def check_groups(axes, dtype):
     mesh, generator = Mesh(axes), torch.Generator().manual_seed(0)
-    for axis, size in axes.items():
+    for along, size in groups_of(axes):
         for source, target in (
             (PARTIAL, REPLICATE),
             (PARTIAL, Shard(1)),
@@ -126,7 +149,7 @@ def check_groups(axes, dtype):
         ):
             shapes = [(4, 4), (8, 4, 3), (4, 4)] + ([(), (5,)] if target == REPLICATE and source == PARTIAL else [])
             values = [parts_of(shape, dtype, mesh.device_num, generator) for shape in shapes]
-            check_code(code_of(source, target, axis, size, len(shapes)), values, mesh)
+            check_code(code_of(source, target, along, size, len(shapes)), values, mesh)
 
 
 @pytest.mark.gloo
@@ -137,6 +160,75 @@ def test_a_group_of_conversions_is_one_collective_with_the_results_of_each(on_ra
             on_ranks(n, check_groups, axes, dtype)
 
 
+JOINT = [
+    (PARTIAL, REPLICATE, Kind.ALL_REDUCE, Kind.NOTHING),
+    (REPLICATE, BROADCAST, Kind.NOTHING, Kind.ALL_REDUCE),
+    (Shard(1), BROADCAST, Kind.ALL_GATHER, Kind.REDUCE_SCATTER),
+    (PARTIAL, Shard(0), Kind.REDUCE_SCATTER, Kind.ALL_GATHER),
+    (Shard(0), Shard(1), Kind.ALL_TO_ALL, Kind.ALL_TO_ALL),
+    (Shard(1), REPLICATE, Kind.ALL_GATHER, Kind.SLICE),
+    (BROADCAST, Shard(0), Kind.SLICE, Kind.PAD),
+    (Shard(0), PARTIAL, Kind.PAD, Kind.SLICE),
+    (BROADCAST, REPLICATE, Kind.NOTHING, Kind.KEEP),
+    (BROADCAST, PARTIAL, Kind.KEEP, Kind.KEEP),
+]
+
+
+def forward_and_backward(source, target, axes, size):
+    def both(x, gradient):
+        y = convert(x, str(source), str(target), list(axes), size, 0)
+        return y, *torch.autograd.grad(y, x, gradient)
+
+    return both
+
+
+def check_derivatives(axes):
+    """Conversions along all axes at once, with their gradients: of one whole value, and as the simulator has them."""
+    mesh, generator = Mesh(axes), torch.Generator().manual_seed(0)
+    n = mesh.device_num
+    for source, target, forward, backward in JOINT:
+        assert (kind(source, target), kind(*transpose(source, target))) == (forward, backward)
+
+        before, after = (Layout(mesh, (p,) * len(axes)) for p in (source, target))
+        shapes = [before.local_shape((4 * n, 2 * n)), after.local_shape((4 * n, 2 * n))]
+        with FakeTensorMode():
+            x, gradient = (torch.empty(shape, requires_grad=True) for shape in shapes)
+            code = assemble_code(make_fx(forward_and_backward(source, target, axes, n))(x, gradient), "forward")
+        wholes = [torch.randint(-9, 9, (4 * n, 2 * n), generator=generator).float() for _ in range(2)]
+        values = [
+            # addends of a whole: it, and zeros
+            [p * (rank == 0) if PARTIAL in found.placements else p for rank, p in enumerate(split(whole, found))]
+            for whole, found in zip(wholes, (before, after.dual()), strict=True)
+        ]
+        assert check_code(code, values, mesh) == sum(way.communicates for way in (forward, backward))
+        for whole, parts, found in zip(wholes, Simulator(mesh).run(code, values), (after, before.dual()), strict=True):
+            assert torch.equal(join(parts, found), whole)
+
+
+@pytest.mark.gloo
+def test_a_conversion_along_two_axes_and_its_gradient_are_one_collective_each(on_ranks):
+    on_ranks(4, check_derivatives, {"dp": 2, "tp": 2})
+
+
+def make_groups():
+    mesh, rank = Mesh({"dp": 2, "one": 1, "tp": 2}), dist.get_rank()
+    for axes in (("dp", "one"), ("dp", "tp"), ("one", "tp"), ("tp",), ("dp", "one", "tp")):
+        group = process_group(mesh, axes)
+        assert tuple(dist.get_process_group_ranks(group)) == mesh.group(rank, *axes)
+        assert dist.get_rank(group) == mesh.position(rank, *axes)
+        assert process_group(Mesh({"dp": 2, "one": 1, "tp": 2}), axes) is group
+    assert process_group(mesh, ("dp", "tp")) is dist.group.WORLD
+    with pytest.raises(StrategyError, match="the axes tp, dp of a group are not in the order of the mesh dp=2, one=1"):
+        process_group(mesh, ("tp", "dp"))
+    value = parts_of((4, 4), torch.float32, 4, torch.Generator().manual_seed(0))
+    assert check_code(code_of(PARTIAL, REPLICATE, ("dp", "one"), 2), [value], mesh) == 1
+
+
+@pytest.mark.gloo
+def test_a_group_along_several_axes_has_its_ranks_in_their_order_and_is_made_once(on_ranks):
+    on_ranks(4, make_groups)
+
+
 def check_uncontiguous(axes):
     """Operands in other strides are converted by value."""
     mesh = Mesh(axes)
@@ -144,7 +236,7 @@ def check_uncontiguous(axes):
         graph = fx.Graph()
         x = graph.placeholder("x")
         turned = graph.call_function(torch.ops.aten.t.default, (x,))
-        graph.output((graph.call_function(convert, (turned, str(source), str(target), "x", mesh.size("x"), 0)),))
+        graph.output((graph.call_function(convert, (turned, str(source), str(target), ["x"], mesh.size("x"), 0)),))
         code = assemble_code(fx.GraphModule(torch.nn.Module(), graph), "forward")
         values = parts_of((4, 8), torch.float32, mesh.device_num, torch.Generator().manual_seed(0))
         got, wanted = Worker(mesh).run(code, [values[dist.get_rank()]]), Simulator(mesh).run(code, [values])
@@ -215,3 +307,5 @@ def test_ranks_that_differ_are_told_what_differs_and_can_take_rank_0s_values(on_
 def test_a_worker_without_processes_is_told_to_start_them():
     with pytest.raises(RuntimeStateError, match=r"there is no process group; call init\(\)"):
         Worker(Mesh({"x": 2}))
+    with pytest.raises(RuntimeStateError, match=r"there is no process group; call init\(\)"):
+        process_group(Mesh({"dp": 2, "tp": 2}), ("dp", "tp"))

@@ -57,7 +57,7 @@ def test_a_conversion_keeps_the_value_of_the_whole(layout, data):
     size = layout.mesh.sizes[axis]
     scale = layout.mesh.device_num
     whole = torch.randint(-9, 9, (6 * scale, 6 * scale)).double()
-    code = code_of(lambda g, x: g.call_function(convert, (x, str(source), str(target), f"d{axis}", size, 0)))
+    code = code_of(lambda g, x: g.call_function(convert, (x, str(source), str(target), [f"d{axis}"], size, 0)))
     (result,) = Simulator(layout.mesh).run(code, [parts_of(whole, before)])
     assert torch.equal(join(result, after), whole)
 
@@ -121,7 +121,7 @@ def test_an_input_that_nothing_reads_and_an_output_that_is_none_are_known():
 def test_a_member_of_a_group_is_taken_out_right_before_it_is_used():
     graph = fx.Graph()
     x = graph.placeholder("x")
-    group = graph.call_function(convert_group, ([x, x], "P", "R", "d0", 2, [0, 1]))
+    group = graph.call_function(convert_group, ([x, x], "P", "R", ["d0"], 2, [0, 1]))
     one, two = (graph.call_function(operator.getitem, (group, i)) for i in range(2))
     busy = graph.call_function(torch.ops.aten.neg.default, (x,))
     graph.output((graph.call_function(torch.ops.aten.add.Tensor, (busy, one)), two))
@@ -145,8 +145,8 @@ def test_random_numbers_are_drawn_once_for_all_ranks():
 def test_a_collective_is_recorded_with_its_payload(source, target, payload):
     mesh = Mesh({"dp": 3, "x": 2})
     code = code_of(
-        lambda g, x: g.call_function(convert, (x, str(source), str(target), "x", 2, 5)),
-        lambda g, x: g.call_function(convert, (x, "R", "B", "dp", 3, 6)),
+        lambda g, x: g.call_function(convert, (x, str(source), str(target), ["x"], 2, 5)),
+        lambda g, x: g.call_function(convert, (x, "R", "B", ["dp"], 3, 6)),
     )
     with record_collectives() as outer, record_collectives() as inner:
         Simulator(mesh).run(code, [[torch.zeros(4, 4)] * 6])
@@ -161,7 +161,7 @@ def test_a_collective_is_recorded_with_its_payload(source, target, payload):
 def test_a_group_is_one_event_and_its_bytes_are_those_of_all():
     graph = fx.Graph()
     inputs = [graph.placeholder(name) for name in "ab"]
-    group = graph.call_function(convert_group, (inputs, "P", "R", "x", 2, [3, 4]))
+    group = graph.call_function(convert_group, (inputs, "P", "R", ["x"], 2, [3, 4]))
     graph.output((graph.call_function(operator.getitem, (group, 1)),))
     code = assemble_code(fx.GraphModule(torch.nn.Module(), graph), "backward")
     with record_collectives() as events:
@@ -171,7 +171,7 @@ def test_a_group_is_one_event_and_its_bytes_are_those_of_all():
 
 
 def test_a_recorder_stops_at_the_end_of_its_block_even_after_an_error():
-    code = code_of(lambda g, x: g.call_function(convert, (x, "P", "R", "x", 2, 0)))
+    code = code_of(lambda g, x: g.call_function(convert, (x, "P", "R", ["x"], 2, 0)))
     simulator = Simulator(Mesh({"x": 2}))
     with pytest.raises(TypeError), record_collectives() as events:
         simulator.run(code, [None])

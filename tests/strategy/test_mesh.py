@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -6,13 +7,14 @@ from hypothesis import strategies as st
 
 from partway.strategy import Mesh, StrategyError
 
+MESH = Mesh({"dp": 2, "tp": 4})
 meshes = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(lambda sizes: Mesh.of_sizes(tuple(sizes)))
 
 
 def test_the_last_axis_joins_neighbouring_ranks():
     mesh = Mesh({"dp": 2, "tp": 4})
-    assert mesh.group("tp", 5) == (4, 5, 6, 7)
-    assert mesh.group("dp", 5) == (1, 5)
+    assert mesh.group(5, "tp") == (4, 5, 6, 7)
+    assert mesh.group(5, "dp") == (1, 5)
     assert (mesh.stride("dp"), mesh.stride("tp")) == (4, 1)
 
 
@@ -25,12 +27,44 @@ def test_rank_and_coordinate_are_inverse(mesh):
     assert [mesh.rank(mesh.coordinate(rank)) for rank in range(mesh.device_num)] == list(range(mesh.device_num))
 
 
+def sets_of(axes):
+    return [found for n in range(len(axes) + 1) for found in itertools.combinations(axes, n)]
+
+
 @given(meshes)
-def test_the_groups_of_an_axis_hold_every_rank_once(mesh):
-    for axis in mesh.axes:
-        groups = mesh.groups(axis)
+def test_the_groups_along_any_axes_hold_every_rank_once(mesh):
+    for axes in sets_of(mesh.axes):
+        groups = mesh.groups(*axes)
         assert sorted(rank for group in groups for rank in group) == list(range(mesh.device_num))
-        assert {len(group) for group in groups} == {mesh.size(axis)}
+        assert {len(group) for group in groups} == {mesh.size(*axes)}
+        assert sorted(groups) == list(groups)
+        assert all(mesh.group(rank, *axes) == group for group in groups for rank in group)
+
+
+@given(meshes)
+def test_ranks_of_a_group_are_in_row_major_order_of_its_axes(mesh):
+    for axes in sets_of(mesh.axes):
+        part = Mesh({axis: mesh.size(axis) for axis in axes} or {"one": 1})
+        for rank in range(mesh.device_num):
+            there = dict(zip(mesh.axes, mesh.coordinate(rank), strict=True))
+            position = part.rank(tuple(there[axis] for axis in axes) or (0,))
+            assert mesh.group(rank, *axes)[position] == rank
+            assert mesh.position(rank, *axes) == position
+
+
+def test_a_group_along_several_axes_need_not_be_neighbours():
+    mesh = Mesh({"a": 2, "b": 2, "c": 2})
+    assert mesh.groups("a", "c") == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert mesh.groups("a", "b", "c") == (tuple(range(8)),)
+    assert mesh.groups() == tuple((rank,) for rank in range(8))
+
+
+@pytest.mark.parametrize("axes", [("tp", "dp"), ("dp", "tp", "dp"), ("tp", "dp", "tp")])
+def test_axes_of_a_group_in_another_order_are_rejected_saying_the_order(axes):
+    message = f"^the axes {', '.join(axes)} of a group .* the order of the mesh dp=2, tp=4, each once; write dp, tp$"
+    for ask in (lambda: MESH.group(0, *axes), lambda: MESH.groups(*axes), lambda: MESH.position(0, *axes)):
+        with pytest.raises(StrategyError, match=message):
+            ask()
 
 
 @pytest.mark.parametrize(("devices", "sizes"), [(1, (1,)), (2, (2,)), (8, (2, 2, 2)), (12, (2, 2, 3)), (7, (7,))])

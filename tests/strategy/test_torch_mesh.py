@@ -20,7 +20,7 @@ def test_a_mesh_and_its_device_mesh_have_the_same_axes_and_ranks():
     mesh = Mesh({"dp": 2, "tp": 4})
     device_mesh = to_device_mesh(mesh, "cpu")
     assert device_mesh.mesh_dim_names == ("dp", "tp")
-    assert tuple(device_mesh["tp"].mesh.tolist()) == mesh.group("tp", 0)
+    assert tuple(device_mesh["tp"].mesh.tolist()) == mesh.group(0, "tp")
     assert from_device_mesh(device_mesh) == mesh
 
 
