@@ -1,4 +1,4 @@
-"""Conversions between layouts: their costs against a search over single steps, and what they do to values."""
+"""Conversions between layouts: their costs against a search over steps, and what they do to values."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from partway.propagation.collectives import convert
 from partway.propagation.conversion import ConversionTable, Step, conversion_table
-from partway.propagation.cost import PROFILES, WEIGHTS, Level, waiting_seconds, wire_bytes
+from partway.propagation.cost import PROFILES, WEIGHTS, Level, collective_cost
 from partway.runtime import record_collectives
 from partway.runtime.instructions import Conversion, assemble_code
 from partway.runtime.simulate import Simulator, join, split
@@ -24,46 +24,63 @@ from partway.strategy.placement import Kind, kind, transpose
 STEP = 1e-13
 
 
-def table_of(shape, sizes, gradient=True, partial=True, level=Level.SPEED, itemsize=8):
+def table_of(shape, sizes, gradient=True, partial="sum", level=Level.SPEED, itemsize=8):
     mesh = Mesh.of_sizes(sizes)
     return conversion_table(shape, itemsize, partial, gradient, mesh, PROFILES["cpu"], WEIGHTS[level])
 
 
-def step_cost(table, source, axis, placement):
-    """The cost of one single-axis step, written out; None where it is not allowed."""
-    mesh, old = table.mesh, source.placements[axis]
-    target = source.replaced(axis, placement)
-    if not target.divides(table.shape) or not source.divides(table.shape):
+def after(source, axes, placement):
+    for axis in axes:
+        source = source.replaced(axis, placement)
+    return source
+
+
+def step_cost(table, source, axes, placement):
+    """The cost of one step over `axes` (positions), written out; None where it is not allowed."""
+    mesh, old = table.mesh, source.placements[axes[0]]
+    if any(source.placements[axis] != old for axis in axes):
         return None
+    if not after(source, axes, placement).divides(table.shape) or not source.divides(table.shape):
+        return None
+    others = [i for i in range(len(mesh.axes)) if i not in axes]
     for state in (old, placement):
-        if isinstance(state, Shard) and state in source.placements[axis + 1 :]:
-            return None  # only the last axis that splits a dim may come or go
-    size = mesh.sizes[axis]
+        if isinstance(state, Shard) and any(source.placements[i] == state for i in others if i > axes[0]):
+            return None  # only the last axes that split a dim may come or go
+    size = math.prod(mesh.sizes[axis] for axis in axes)
     held = math.prod(table.shape) * table.itemsize
-    for other, (p, n) in enumerate(zip(source.placements, mesh.sizes, strict=True)):
-        if other != axis and isinstance(p, Shard):
-            held /= n
+    for other in others:
+        if isinstance(source.placements[other], Shard):
+            held /= mesh.sizes[other]
+    ways = [kind(old, placement), *([kind(*transpose(old, placement))] if table.gradient else [])]
+    if len(axes) > 1 and not any(way.communicates for way in ways):
+        return None
     total = STEP
-    for way in [kind(old, placement), *([kind(*transpose(old, placement))] if table.gradient else [])]:
+    for way in ways:
         payload = held / size if way is Kind.ALL_TO_ALL else held
-        total += table.weights.latency * waiting_seconds(way, size, table.profile)
-        total += table.weights.wire * wire_bytes(way, payload, size) / table.profile.link_bandwidth
+        if way.communicates:
+            seconds, per_byte = collective_cost(way, mesh, tuple(mesh.axes[i] for i in axes), table.profile)
+            total += table.weights.latency * seconds + table.weights.wire * per_byte * payload
         if way in (Kind.PAD, Kind.KEEP):
             total += table.weights.compute * held / table.profile.memory_bandwidth
     return total
 
 
+def sets_of_axes(mesh):
+    every = range(len(mesh.axes))
+    return [axes for count in every for axes in itertools.combinations(every, count + 1)]
+
+
 def steps_of(table):
-    """All single-axis steps between layouts as a graph."""
+    """All steps between layouts as a graph."""
     graph = nx.DiGraph()
     for source in table.layouts:
         if source.divides(table.shape):
             graph.add_node(source)
-            for axis, placement in itertools.product(range(len(table.mesh.axes)), table.states):
-                if placement != source.placements[axis]:
-                    cost = step_cost(table, source, axis, placement)
+            for axes, placement in itertools.product(sets_of_axes(table.mesh), table.states):
+                if all(placement != source.placements[axis] for axis in axes):
+                    cost = step_cost(table, source, axes, placement)
                     if cost is not None:
-                        graph.add_edge(source, source.replaced(axis, placement), weight=cost)
+                        graph.add_edge(source, after(source, axes, placement), weight=cost)
     return graph
 
 
@@ -82,7 +99,7 @@ TABLES = [
 @pytest.mark.parametrize("level", list(Level))
 @pytest.mark.parametrize("gradient", [True, False])
 @pytest.mark.parametrize(("shape", "sizes"), TABLES)
-def test_costs_are_those_of_the_shortest_chains_of_single_steps(shape, sizes, gradient, level):
+def test_costs_are_those_of_the_shortest_chains_of_steps(shape, sizes, gradient, level):
     table = table_of(shape, sizes, gradient, level=level)
     expected = dict(nx.all_pairs_dijkstra_path_length(steps_of(table)))
     for (i, source), (j, target) in itertools.product(enumerate(table.layouts), repeat=2):
@@ -91,7 +108,7 @@ def test_costs_are_those_of_the_shortest_chains_of_single_steps(shape, sizes, gr
         assert found == pytest.approx(wanted, rel=1e-9, abs=1e-20), f"{source} -> {target}"
 
 
-@pytest.mark.parametrize("partial", [True, False])
+@pytest.mark.parametrize("partial", ["sum", None])
 @pytest.mark.parametrize(("shape", "sizes"), [*TABLES[:5], ((4, 4), (2, 2, 2))])
 def test_a_path_is_a_chain_of_allowed_steps_that_costs_what_the_table_says(shape, sizes, partial):
     table = table_of(shape, sizes, partial=partial)
@@ -101,11 +118,11 @@ def test_a_path_is_a_chain_of_allowed_steps_that_costs_what_the_table_says(shape
         source, target = (valid[int(rng.integers(len(valid)))] for _ in range(2))
         here, total = source, 0.0
         for step in table.path(source, target):
-            axis = table.mesh.index(*step.axes)
-            assert here.placements[axis] == step.source != step.target
-            cost = step_cost(table, here, axis, step.target)
+            axes = [table.mesh.index(axis) for axis in step.axes]
+            assert all(here.placements[axis] == step.source != step.target for axis in axes)
+            cost = step_cost(table, here, axes, step.target)
             assert cost is not None, f"{here} -> {step}"
-            here, total = here.replaced(axis, step.target), total + cost
+            here, total = after(here, axes, step.target), total + cost
             assert here == step.after
         assert here == target
         assert total == pytest.approx(table.cost[table.index[source], table.index[target]], rel=1e-9, abs=1e-20)
@@ -113,7 +130,7 @@ def test_a_path_is_a_chain_of_allowed_steps_that_costs_what_the_table_says(shape
 
 def test_every_valid_layout_becomes_every_other():
     for shape, sizes in TABLES:
-        for partial in (True, False):
+        for partial in ("sum", None):
             table = table_of(shape, sizes, partial=partial)
             assert np.isfinite(table.cost[np.ix_(table.valid, table.valid)]).all()
 
@@ -129,7 +146,7 @@ def test_a_layout_that_does_not_divide_is_out_of_reach():
 
 def test_no_state_splits_a_dim_of_size_1_and_booleans_have_no_addends():
     assert table_of((1, 4), (2,)).states == (Shard(1), REPLICATE, BROADCAST, PARTIAL)
-    assert table_of((4,), (2,), partial=False).states == (Shard(0), REPLICATE, BROADCAST)
+    assert table_of((4,), (2,), partial=None).states == (Shard(0), REPLICATE, BROADCAST)
 
 
 def test_what_one_rank_holds():
@@ -149,11 +166,14 @@ def codes(mesh, text):
     [
         ("P R", "S0 R", "d0 P>S0"),
         ("S0 R", "R S0", "d0 S0>R d1 R>S0"),
-        ("S0 S0", "R R", "d1 S0>R d0 S0>R"),
+        ("S0 S0", "R R", "d0,d1 S0>R"),
         ("R S0", "S0 S0", "d1 S0>P d0 R>S0 d1 P>S0"),
         ("S0 P", "S0 R", "d1 P>R"),
         ("R R", "R R", ""),
-        ("P P", "S0 S0", "d0 P>S0 d1 P>S0"),
+        ("P P", "S0 S0", "d0,d1 P>S0"),
+        ("P P", "R R", "d0,d1 P>R"),
+        ("R R", "B B", "d0,d1 R>B"),
+        ("S0 S0", "S1 S1", "d0,d1 S0>S1"),
         ("R R", "B S1", "d1 R>S1 d0 R>B"),
     ],
 )
