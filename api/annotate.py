@@ -29,6 +29,7 @@ from partway.strategy import (
     check_dataset_strategy,
     check_strategies,
     coarsest_mesh,
+    meshes_of,
     form_problems,
     is_one_strategy,
     placement_from_code,
@@ -159,11 +160,19 @@ def given_mesh(mesh: Any) -> Mesh | None:
     raise StrategyError(f"it is {_kind(mesh)}; write a Mesh, a dict such as {{'dp': 2, 'tp': 4}}, or a DeviceMesh")
 
 
-def resolve_mesh(
-    request: Request, context: ParallelContext, graph: Graph, processes: int | None, saved: Plan | None
-) -> Mesh:
-    """The mesh of a call: the one given, or the coarsest one of the devices that its int strategies can be
-    written on. `processes`: how many a launcher started, or None in simulation."""
+def meshes_to_try(
+    request: Request,
+    context: ParallelContext,
+    graph: Graph,
+    processes: int | None,
+    saved: Plan | None,
+    fixed: Mapping[str, Layout],
+    node: int | None,
+) -> list[Mesh]:
+    """The meshes that a call may be planned on: the one given, that of an earlier plan, or every mesh of the devices on
+    which the int strategies can be written (only the coarsest, where operators follow data parallelism by default).
+    `processes`: how many a launcher started, or None in simulation. `node`: how many devices stand close together.
+    """
     mesh = request.own_mesh
     if mesh is None and saved is not None:
         mesh = saved.mesh
@@ -172,7 +181,7 @@ def resolve_mesh(
             from partway.strategy.torch_mesh import check_ranks
 
             check_ranks(mesh, processes)
-        return mesh
+        return [mesh]
     if processes is None and not context.device_num_was_set:
         raise StrategyError(
             "there is no mesh to split over; pass mesh={'dp': 2, 'tp': 4}, or set_auto_parallel_context(device_num=8)"
@@ -183,7 +192,11 @@ def resolve_mesh(
     if not isinstance(context.dataset_strategy, str):
         strategies += list(context.dataset_strategy)
     counts = [tuple(n or 1 for n in s) for s in strategies if _is_counts(s, devices)]
-    return coarsest_mesh(devices, counts)
+    if context.mode_was_set and context.parallel_mode != ParallelMode.AUTO_PARALLEL:
+        return [coarsest_mesh(devices, counts)]
+    meshes = meshes_of(devices, counts, node)
+    earlier = [mesh for mesh in meshes if any(found.mesh == mesh for found in fixed.values())]
+    return earlier[:1] or meshes
 
 
 def _is_counts(strategy: Any, devices: int) -> bool:

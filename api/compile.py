@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from partway.annotate import Annotations, Request, annotate, resolve_mesh
+from partway.annotate import Annotations, Request, annotate, meshes_to_try
 from partway.context import AlgoParameters, ParallelContext, ParallelMode, current, current_algo
 from partway.fusion import AllReduceFusion
 from partway.fusion.program import Program, make_program
@@ -117,13 +117,17 @@ def compile_call(
     # a call draws the same numbers whether it was planned or not
     with torch.random.fork_rng(enabled=True), _own_saved_tensors():
         graph = capture(fn, args, kwargs)
-    mesh = resolve_mesh(request, context, graph, processes, saved)
-    annotations = annotate(graph, fn, request, mesh, context, algo, fixed or {}, saved)
-    problem = formulate(
-        graph, settings_of(graph, request, mesh, context, algo), annotations.allowed, annotations.as_it_lies
-    )
     mode = context.search_mode
-    solution = search(problem, mode)
+
+    def plan_on(mesh: Mesh) -> tuple[Annotations, SearchProblem, Solution]:
+        annotations = annotate(graph, fn, request, mesh, context, algo, fixed or {}, saved)
+        settings = settings_of(graph, request, mesh, context, algo)
+        problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
+        return annotations, problem, search(problem, mode)
+
+    node = None
+    meshes = meshes_to_try(request, context, graph, processes, saved, fixed or {}, node)
+    annotations, problem, solution = cheapest(plan_on, meshes)
     local = lower(problem, solution.choice)
     plan = make_plan(problem, solution, local, mode)
     if os.environ.get("PARTWAY_VERIFY") == "1":
@@ -133,6 +137,27 @@ def compile_call(
     if context.strategy_ckpt_config.save_file and (processes is None or get_rank() == 0):
         plan.save(context.strategy_ckpt_config.save_file)
     return Compiled(graph, annotations, problem, solution, local, plan, context)
+
+
+def cheapest(
+    plan_on: Callable[[Mesh], tuple[Annotations, SearchProblem, Solution]], meshes: list[Mesh]
+) -> tuple[Annotations, SearchProblem, Solution]:
+    """The cheapest of the plans on `meshes`, on the first of them that has it. A mesh on which an annotation cannot be
+    met is passed over; raises the first one's StrategyError where that is so on all of them."""
+    best: tuple[Annotations, SearchProblem, Solution] | None = None
+    refused: StrategyError | None = None
+    for mesh in meshes:
+        try:
+            found = plan_on(mesh)
+        except StrategyError as error:
+            refused = refused or error
+            continue
+        if best is None or found[2].cost < best[2].cost * (1 - 1e-9):
+            best = found
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best
 
 
 def _own_saved_tensors() -> torch.autograd.graph.saved_tensors_hooks:

@@ -72,6 +72,7 @@ class Settings:
     shard_parameters    parameters of at least this many bytes are split at rest on every axis that can
                         (enable_parallel_optimizer); None: the search decides
     optimizer_states    how many copies of each parameter the optimizer keeps (Adam: 2)
+    memory_limit        bytes that a device may hold: parameters, gradients, optimizer states, activations
     """
 
     mesh: Mesh
@@ -82,6 +83,7 @@ class Settings:
     slice_align: int = 1
     shard_parameters: int | None = None
     optimizer_states: float = 2.0
+    memory_limit: float | None = None
     on_unknown_op: Fallback = Fallback.WARN
 
 

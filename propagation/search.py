@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..strategy.choice import Choice
-from ..strategy.errors import VerifyError
+from ..strategy.errors import StrategyError, VerifyError
 from .conversion import Floats
 from .problem import Edge, Options, SearchProblem, VertexKind
 
@@ -59,16 +59,18 @@ class Solution:
 
 def search(problem: SearchProblem, mode: SearchMode) -> Solution:
     """The plan that `mode` finds. Its cost is that of the whole problem, whatever the mode looked at, and stands beside
-    the bound that the exact search proves."""
-    optimum = dynamic_programming(problem)
-    match mode:
-        case SearchMode.DYNAMIC_PROGRAMMING:
-            return optimum
-        case SearchMode.SHARDING_PROPAGATION:
-            found = sharding_propagation(problem)
-        case SearchMode.RECURSIVE_PROGRAMMING:
-            found = recursive_programming(problem)
-    return replace(found, bound=optimum.bound)
+    the bound that the exact search proves.
+
+    Raises StrategyError where no plan keeps to the memory limit of the problem's settings.
+    """
+    limit = problem.settings.memory_limit
+    optimum, price = (dynamic_programming(problem), 0.0) if limit is None else within_memory(problem, limit)
+    if mode is SearchMode.DYNAMIC_PROGRAMMING:
+        return optimum
+    other = sharding_propagation if mode is SearchMode.SHARDING_PROPAGATION else recursive_programming
+    found = replace(other(problem, price), bound=optimum.bound)
+    # at the price of memory that suits the optimum, another plan may still hold more
+    return found if limit is None or problem.memory(found.choice) <= limit else optimum
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,62 @@ class _Table:
 def dynamic_programming(problem: SearchProblem, table_limit: int = TABLE_LIMIT) -> Solution:
     """The optimum, proven; or, where tables would pass `table_limit` entries, a plan and how far off it may be."""
     return eliminate(costs_of(problem), table_limit)
+
+
+def within_memory(problem: SearchProblem, limit: float) -> tuple[Solution, float]:
+    """The cheapest plan found that holds at most `limit` bytes on a device, with a bound on what any such plan costs,
+    and the price of a byte that it was found with.
+
+    Lagrange: for any price p of a byte the least of `cost + p * (memory - limit)` is a bound. The best price is where
+    the cheapest plan changes from one that fits to one that does not: the price at which the two last found cost the
+    same is tried until neither is beaten (Handler & Zang, "A dual algorithm for the constrained shortest path
+    problem", 1980).
+    """
+    free = dynamic_programming(problem)
+    if problem.memory(free.choice) <= limit:
+        return free, 0.0
+    fits = _least_memory(problem, free)
+    if problem.memory(fits.choice) > limit:
+        raise StrategyError(_too_little(problem, fits, limit))
+    above, bound, best_price = free, free.bound, 0.0
+    while True:
+        price = (fits.cost - above.cost) / (problem.memory(above.choice) - problem.memory(fits.choice))
+        if price <= best_price:
+            break
+        priced = eliminate(costs_of(problem, price))
+        found = replace(priced, cost=problem.cost(priced.choice))
+        bound, best_price = max(bound, priced.bound - price * limit), price
+        held = problem.memory(found.choice)
+        now = found.cost + price * held
+        if now >= (fits.cost + price * problem.memory(fits.choice)) * (1 - 1e-12):
+            break  # neither of the two is beaten: no price gives a higher bound
+        if held <= limit:
+            fits = found
+        else:
+            above = found
+    return replace(fits, bound=bound, width=free.width), best_price
+
+
+def _least_memory(problem: SearchProblem, free: Solution) -> Solution:
+    """The plan that holds the least on a device; of those, one that costs little."""
+    heaviest = sum(float(v.options.memory.max()) for v in problem.vertices)
+    price = 1e6 * max(free.cost, 1e-12) / max(heaviest, 1.0)
+    priced = eliminate(costs_of(problem, price))
+    return replace(priced, cost=problem.cost(priced.choice))
+
+
+def _too_little(problem: SearchProblem, least: Solution, limit: float) -> str:
+    needed = problem.memory(least.choice)
+    held = sorted(
+        ((float(v.options.memory[c]), v.name) for v, c in zip(problem.vertices, least.choice, strict=True)),
+        reverse=True,
+    )
+    heaviest = ", ".join(f"{name} {size / 1e9:.3g} GB" for size, name in held[:5] if size)
+    return (
+        f"no plan on the mesh {problem.settings.mesh} holds less than {needed / 1e9:.4g} GB on a device "
+        f"(parameters, gradients, optimizer states and activations), and memory_limit is {limit / 1e9:.4g} GB; "
+        f"a limit of {needed / 1e9 * 1.001:.4g} GB would do, or more devices. The heaviest: {heaviest}"
+    )
 
 
 def eliminate(costs: Costs, table_limit: int = TABLE_LIMIT) -> Solution:
@@ -296,7 +354,7 @@ def _least(tables: list[_Table], joint: tuple[int, ...], sizes: list[int]) -> Fl
     return found
 
 
-def sharding_propagation(problem: SearchProblem) -> Solution:
+def sharding_propagation(problem: SearchProblem, price: float = 0.0) -> Solution:
     """Breadth-first from the annotated vertices (the inputs, if none is annotated), then revisiting while it pays.
 
     Both orders are tried where something is annotated, from the annotations and from the inputs, and the cheaper plan
@@ -304,9 +362,10 @@ def sharding_propagation(problem: SearchProblem) -> Solution:
     """
     annotated = [i for i, v in enumerate(problem.vertices) if v.annotation]
     inputs = [i for i, v in enumerate(problem.vertices) if v.kind is VertexKind.INPUT]
-    costs = costs_of(problem)
+    costs = costs_of(problem, price)
     starts = [sources for sources in (annotated, inputs) if sources] or [[0]]
-    return min((revisit(costs, propagate(costs, sources)) for sources in starts), key=lambda found: found.cost)
+    found = min((revisit(costs, propagate(costs, sources)) for sources in starts), key=lambda found: found.cost)
+    return replace(found, cost=problem.cost(found.choice))
 
 
 def propagate(costs: Costs, sources: list[int]) -> Solution:
@@ -387,7 +446,7 @@ def _neighbours(costs: Costs) -> list[list[tuple[int, Floats]]]:
     return neighbours
 
 
-def recursive_programming(problem: SearchProblem) -> Solution:
+def recursive_programming(problem: SearchProblem, price: float = 0.0) -> Solution:
     """Axis by axis: the options that leave later axes whole, given what the earlier axes chose."""
     kept = [np.arange(len(v.options)) for v in problem.vertices]
     chosen: list[int] = []
@@ -395,7 +454,7 @@ def recursive_programming(problem: SearchProblem) -> Solution:
     for axis in range(len(problem.settings.mesh.axes)):
         part = _Axes(problem, axis)
         narrowed = [part.leave_whole(i, rows) for i, rows in enumerate(kept)]
-        solution = dynamic_programming(restricted(problem, narrowed))
+        solution = eliminate(costs_of(restricted(problem, narrowed), price))
         chosen = [int(rows[c]) for rows, c in zip(narrowed, solution.choice, strict=True)]
         kept = [part.agree(i, rows, c) for i, (rows, c) in enumerate(zip(kept, chosen, strict=True))]
         width = max(width, solution.width)

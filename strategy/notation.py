@@ -209,6 +209,37 @@ def coarsest_mesh(device_num: int, strategies: Iterable[tuple[int | None, ...]])
     return Mesh.of_sizes(next(fits, finest.sizes))
 
 
+def meshes_of(device_num: int, strategies: Iterable[tuple[int | None, ...]], node: int | None = None) -> list[Mesh]:
+    """The meshes of `device_num` devices that a search should look at, those of fewer axes first: every way to write
+    the number as a product of at most three sizes on which all strategies of ints can be written, and the coarsest
+    mesh. A finer mesh can do all that a coarser one of the same order can. `node`: how many neighbouring devices are
+    joined more tightly; where it divides the devices, no axis reaches across its border.
+
+    Raises StrategyError as `coarsest_mesh` does.
+    """
+    wanted = [counts_of(strategy) for strategy in strategies]
+    coarsest = coarsest_mesh(device_num, wanted)
+
+    def aligned(sizes: tuple[int, ...]) -> bool:
+        if not node or device_num <= node or device_num % node:
+            return True
+        return node in [math.prod(sizes[i:]) for i in range(len(sizes))]
+
+    every = [sizes for count in (1, 2, 3) for sizes in _ordered_factors(device_num, count) if aligned(sizes)]
+    fits = [sizes for sizes in every if all(can_write(sizes, counts) for counts in wanted)]
+    return list(dict.fromkeys([Mesh.of_sizes(sizes) for sizes in fits] or [coarsest]))
+
+
+def _ordered_factors(n: int, count: int) -> Iterator[tuple[int, ...]]:
+    """The ways to write `n` as a product of `count` factors, none of them 1 (but for one factor)."""
+    if count == 1:
+        yield (n,)
+        return
+    for first in range(2, n // 2 + 1):
+        if n % first == 0:
+            yield from ((first, *rest) for rest in _ordered_factors(n // first, count - 1))
+
+
 def can_write(sizes: Sequence[int], counts: Sequence[int]) -> bool:
     """Whether mesh axes of these sizes can split the dims into `counts` parts."""
     return next(_assignments(tuple(sizes), tuple(counts)), None) is not None
