@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from ..strategy.layout import Layout, layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import BROADCAST, PARTIAL, REPLICATE, Kind, Placement, Shard, kind, transpose
-from .cost import DeviceProfile, Weights, waiting_seconds, wire_bytes
+from .cost import Weights, collective_cost
+from .profile import DeviceProfile
 
 Floats = NDArray[np.float64]
 _STEP = 1e-13  # seconds: of two ways that cost the same the shorter one wins, and no way is a circle
@@ -97,8 +98,8 @@ class ConversionTable:
         found = []
         sizes, n = self.mesh.sizes, len(self.states)
         sharded = np.array([isinstance(p, Shard) for p in self.states])
-        for axis, size in enumerate(sizes):
-            fixed, linear = self._step_coefficients(size)
+        for axis in range(len(sizes)):
+            fixed, linear = self._step_coefficients(self.mesh.axes[axis])
             others = [a for a in range(len(sizes)) if a != axis]
             split = np.ones((n,) * len(others))
             taken = np.zeros((*split.shape, n), dtype=bool)  # is the dim of this state split by a later axis?
@@ -119,7 +120,7 @@ class ConversionTable:
             found.append(cost)
         return tuple(found)
 
-    def _step_coefficients(self, size: int) -> tuple[Floats, Floats]:
+    def _step_coefficients(self, axis: str) -> tuple[Floats, Floats]:
         """A step costs `fixed + linear * bytes of the value, whole along this axis`."""
         n = len(self.states)
         fixed, linear = np.full((n, n), _STEP), np.zeros((n, n))
@@ -129,9 +130,10 @@ class ConversionTable:
                 continue
             ways = [kind(source, target)] + ([kind(*transpose(source, target))] if self.gradient else [])
             for way in ways:
-                share = 1 / size if way is Kind.ALL_TO_ALL else 1.0
-                fixed[i, j] += self.weights.latency * waiting_seconds(way, size, self.profile)
-                linear[i, j] += self.weights.wire * wire_bytes(way, share, size) / self.profile.link_bandwidth
+                seconds, per_byte = collective_cost(way, self.mesh, (axis,), self.profile)
+                share = 1 / self.mesh.size(axis) if way is Kind.ALL_TO_ALL else 1.0
+                fixed[i, j] += self.weights.latency * seconds
+                linear[i, j] += self.weights.wire * share * per_byte
                 if way in (Kind.PAD, Kind.KEEP):
                     linear[i, j] += self.weights.compute / self.profile.memory_bandwidth
         return fixed, linear

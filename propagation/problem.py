@@ -32,7 +32,7 @@ from ..strategy.mesh import Mesh
 from ..strategy.placement import BROADCAST, REPLICATE, Shard
 from .collectives import constrain
 from .conversion import ConversionTable, conversion_table
-from .cost import BACKWARD_FACTOR, DeviceProfile, Weights, operator_seconds
+from .cost import BACKWARD_FACTOR, Weights, operator_seconds
 from .graph import (
     Graph,
     Port,
@@ -51,6 +51,7 @@ from .graph import (
     value,
     values_of,
 )
+from .profile import DeviceProfile
 from .rule import AxisOption, Rule, axis_options
 from .rules import rule_of
 
@@ -360,7 +361,8 @@ class _Formulation:
         moved = held + sum(self._table(v).local_bytes(o) for v, o in zip(sources, option.operands, strict=True))
         backward = any(v in self.flows for v in produced)
         passes = 1.0 + (BACKWARD_FACTOR if backward else 0.0)
-        seconds = operator_seconds(rule.flops / _used(option, s.mesh), moved, s.profile)
+        dtype = tensor_of(tensors[0]).dtype if tensors else torch.float32
+        seconds = operator_seconds(rule.flops / _used(option, s.mesh), moved, dtype, s.profile)
         return passes * seconds, held if backward else 0.0
 
     def _add_output(self, port: Port) -> None:

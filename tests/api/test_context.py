@@ -42,6 +42,7 @@ DEFAULTS = {
     "enable_parallel_optimizer": False,
     "parallel_optimizer_config": {"parallel_optimizer_threshold": 64},
     "on_unknown_op": "warn",
+    "device_profile": None,
 }
 ALGO_DEFAULTS = {"fully_use_devices": True, "tensor_slice_align_enable": False, "tensor_slice_align_size": 16}
 POSITIONS = "a list of ascending positive ints, such as [20, 35] (the first 20, the next 15, the rest)"

@@ -11,7 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from partway.propagation.conversion import ConversionTable, conversion_table
-from partway.propagation.cost import PROFILES, WEIGHTS, Level, waiting_seconds, wire_bytes
+from partway.propagation.cost import WEIGHTS, Level, collective_cost
+from partway.propagation.profile import profile_of
 from partway.runtime.instructions import Conversion
 from partway.runtime.simulate import Simulator, join, split
 from partway.strategy import BROADCAST, PARTIAL, REPLICATE, Layout, Mesh, Shard
@@ -22,7 +23,7 @@ STEP = 1e-13
 
 def table_of(shape, sizes, gradient=True, partial=True, level=Level.SPEED, itemsize=8):
     mesh = Mesh.of_sizes(sizes)
-    return conversion_table(shape, itemsize, partial, gradient, mesh, PROFILES["cpu"], WEIGHTS[level])
+    return conversion_table(shape, itemsize, partial, gradient, mesh, profile_of("cpu"), WEIGHTS[level])
 
 
 def step_cost(table, source, axis, placement):
@@ -42,8 +43,8 @@ def step_cost(table, source, axis, placement):
     total = STEP
     for way in [kind(old, placement), *([kind(*transpose(old, placement))] if table.gradient else [])]:
         payload = held / size if way is Kind.ALL_TO_ALL else held
-        total += table.weights.latency * waiting_seconds(way, size, table.profile)
-        total += table.weights.wire * wire_bytes(way, payload, size) / table.profile.link_bandwidth
+        seconds, per_byte = collective_cost(way, mesh, (mesh.axes[axis],), table.profile)
+        total += table.weights.latency * seconds + table.weights.wire * per_byte * payload
         if way in (Kind.PAD, Kind.KEEP):
             total += table.weights.compute * held / table.profile.memory_bandwidth
     return total
