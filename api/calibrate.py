@@ -1,8 +1,8 @@
 """`partway calibrate`: a device profile of the machine that it runs on.
 
-Every process stands for one device. All of them compute at once, as they do in training, so that what they share (cores,
-memory, links) is shared in the figures too. Each collective is timed by the median of some repeats; then one least-squares
-fit of relative errors gives the launch, the latency of a step of each kind, and its bandwidth by group size:
+Every process stands for one device. All of them compute at once, as they do in training, so that what they share
+(cores, memory, links) is shared in the figures too. Each collective is timed by the median of some repeats; then one
+least-squares fit of relative errors gives the launch, the latency of a step of each kind, and bandwidths by group size:
 
     seconds = launch + steps(kind, n) * latency[kind] + payload / bandwidth[kind, n]
 """
@@ -27,10 +27,12 @@ import torch.distributed as dist
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from torch.multiprocessing.spawn import spawn
 
 from partway.propagation.cost import steps
 from partway.propagation.profile import DeviceProfile, NetworkLevel, Peak, Sources, profile_of
 from partway.strategy.errors import RuntimeStateError
+from partway.strategy.notation import counted
 from partway.strategy.placement import Kind
 
 KINDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
@@ -141,12 +143,7 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
     compute = _mean([Compute(**rank["compute"]) for rank in ranks])
     samples = _slowest([[Sample(Kind(s["kind"]), *_rest(s)) for s in rank["samples"]] for rank in ranks])
     fitted = fit(samples) if samples else None
-    if fitted:
-        levels = (_level(fitted, processes, device),)
-    else:
-        untold = "not measured, which takes two processes or more; as in the preset: "
-        preset = profile_of(device).levels
-        levels = tuple(level.model_copy(update={"source": untold + level.source}) for level in preset)
+    levels = (_level(fitted, processes, device),) if fitted else _unmeasured(device)
     how = _how(processes, device)
     profile = DeviceProfile(
         name=name,
@@ -192,7 +189,7 @@ def _measure(processes: int, device: str, effort: Effort) -> list[dict[str, Any]
     if processes == 1:
         return [{"compute": asdict(_compute(device, effort)), "samples": []}]
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (processes, device, effort, folder), nprocs=processes)  # type: ignore[no-untyped-call]
+        spawn(_rank, (processes, device, effort, folder), nprocs=processes)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(processes)]
 
 
@@ -353,9 +350,10 @@ def _level(found: Fit, processes: int, device: str) -> NetworkLevel:
     """One level that joins all: the GPUs of this machine, or any number of processes."""
     bandwidth = {kind.value: {str(n): rate for (k, n), rate in found.bandwidth.items() if k is kind} for kind in KINDS}
     sizes = ", ".join(map(str, group_sizes(processes)))
+    source = f"groups of {sizes}, {_how(processes, device)}; larger groups are taken to send at the rate of the largest"
     return NetworkLevel(
         name="nccl" if device == "cuda" else "gloo",
-        source=f"groups of {sizes}, {_how(processes, device)}; larger groups are taken to send at the rate of the largest",
+        source=source,
         devices=torch.cuda.device_count() if device == "cuda" else None,
         bandwidth=bandwidth,  # type: ignore[arg-type]
         latency={kind.value: seconds for kind, seconds in found.latency.items()},  # type: ignore[arg-type]
@@ -363,9 +361,19 @@ def _level(found: Fit, processes: int, device: str) -> NetworkLevel:
     )
 
 
+def _unmeasured(device: str) -> tuple[NetworkLevel, ...]:
+    """The levels of the preset, saying so."""
+    source = "not measured, which takes two processes or more, but as in the preset {}: {}"
+    preset = profile_of(device)
+    return tuple(
+        level.model_copy(update={"source": source.format(preset.name, level.source)}) for level in preset.levels
+    )
+
+
 def _how(processes: int, device: str) -> str:
-    where = torch.cuda.get_device_name() if device == "cuda" else f"CPU with {_threads(processes)} threads each"
-    return f"measured by partway calibrate with {processes} processes on {where}, PyTorch {torch.__version__}"
+    where = torch.cuda.get_device_name() if device == "cuda" else f"a CPU with {counted(_threads(processes), 'thread')}"
+    who = counted(processes, "process", "processes")
+    return f"measured by partway calibrate with {who} on {where} each, PyTorch {torch.__version__}"
 
 
 def _threads(processes: int) -> int:

@@ -149,7 +149,7 @@ def _evenly(units: np.ndarray) -> int:
 
 
 def _bandwidth(level: NetworkLevel, kind: Kind, size: int) -> float:
-    """Bytes/s that one of `size` ranks sends. Between the sizes of a table by the logarithm, beyond them as at its ends."""
+    """Bytes/s that one of `size` ranks sends: between sizes of a table by their logarithm, beyond as at its ends."""
     figure = level.bandwidth.of(kind)
     if isinstance(figure, float):
         return figure

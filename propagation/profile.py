@@ -49,6 +49,7 @@ _KINDS = tuple(field.name for field in fields(ByKind))
 _POSITIVE = "a finite number above 0"
 _NOT_NEGATIVE = "a finite number of 0 or more"
 _TABLE = 'a table of algorithm bandwidths by group size, as in {"2": 3e11, "8": 2.5e11}'
+_LEVELS = "a list of one level or more, from inside out"
 _BANDWIDTH = f"{_POSITIVE} (bytes/s), or for one kind of collective {_TABLE}"
 
 
@@ -173,12 +174,14 @@ class DeviceProfile(_Figures):
     memory_bandwidth: Annotated[float, Field(gt=0, description=f"{_POSITIVE} (bytes/s)")]
     overhead: Annotated[float, Field(ge=0, description=f"{_NOT_NEGATIVE} (s)")]
     sources: Sources = Field(description="an object with peak, memory and overhead, each a text")
-    levels: tuple[NetworkLevel, ...] = Field(min_length=1, description="a list of one level or more, from inside out")
+    levels: tuple[NetworkLevel, ...] = Field(description=_LEVELS)
 
     @field_validator("levels")
     @classmethod
     def _levels_nest(cls, levels: tuple[NetworkLevel, ...]) -> tuple[NetworkLevel, ...]:
         """Each unit holds whole units of the level before, so that a rank has one place in each."""
+        if not levels:
+            raise _refused("", "is []", _LEVELS)
         inner = 1
         for index, level in enumerate(levels):
             if level.devices is None:
@@ -257,6 +260,9 @@ def _problems(error: ErrorDetails) -> Iterator[Problem]:
         yield Problem(where or "the file", what, f"write {_accepts(error['loc'])}")
 
 
+_NESTED: dict[str, type[_Figures]] = {"peak": Peak, "sources": Sources, "levels": NetworkLevel}
+
+
 def _accepts(location: tuple[int | str, ...]) -> str:
     """What the field at a location takes."""
     kind: type[_Figures] = DeviceProfile
@@ -264,7 +270,7 @@ def _accepts(location: tuple[int | str, ...]) -> str:
     for key in location:
         if isinstance(key, str):
             field = kind.model_fields[key]
-            kind = {"peak": Peak, "sources": Sources, "levels": NetworkLevel}.get(key, kind)
+            kind = _NESTED.get(key, kind)
             accepts = field.description or accepts
         else:
             accepts = f"an object with {', '.join(kind.model_fields)}"
