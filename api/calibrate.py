@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,13 +39,15 @@ from partway.strategy.placement import Kind
 KINDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
 DTYPES = {name: getattr(torch, name) for name in Peak.model_fields}
 MB = 1 << 20
+SMALL, SMALL_REPEATS = MB // 4, 4
 
 Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured: payloads in bytes, repeats of each collective, bytes of a copy, seconds of a product."""
+    """How much is measured: payloads in bytes, repeats of each case (of small ones `SMALL_REPEATS` times as many, for
+    they vary most), bytes of a copy, seconds of a product."""
 
     payloads: tuple[int, ...]
     repeats: int
@@ -104,7 +107,8 @@ class Calibration:
     def report(self, width: int = 100) -> str:
         """The figures and, for each sample, its fitted time and how far that is off."""
         p = self.profile
-        console = Console(file=open(os.devnull, "w"), width=width, record=True)  # noqa: SIM115 - never written to
+        text = StringIO()
+        console = Console(file=text, width=width)
         figures = Table("figure", "measured", box=SIMPLE_HEAD, show_edge=False)
         for name in DTYPES:
             figures.add_row(f"matrix product in {name}", f"{getattr(p.peak, name) / 1e9:,.1f} GFLOP/s")
@@ -113,7 +117,7 @@ class Calibration:
         console.print(figures)
         if self.fit is None:
             console.print(f"collectives: {p.levels[0].source}")
-            return console.export_text()
+            return text.getvalue()
         table = Table("collective", "ranks", "payload", "measured", "fitted", "off", box=SIMPLE_HEAD, show_edge=False)
         for s, off in zip(self.samples, self.residuals, strict=True):
             fitted = self.fit.seconds(s.kind, s.size, s.payload)
@@ -127,7 +131,7 @@ class Calibration:
         console.print(
             f"the fit is off by {100 * statistics.median(size):.0f} % (median), {100 * max(size):.0f} % at most"
         )
-        return console.export_text()
+        return text.getvalue()
 
 
 def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name: str = "calibrated") -> Calibration:
@@ -261,7 +265,8 @@ def _collectives(size: int, group: Any, device: str, effort: Effort) -> Iterable
         for payload in effort.payloads:
             count = math.ceil(payload / 4 / size) * size
             run = _collective(kind, count, size, group, device)
-            seconds = _seconds(run, device, effort.repeats, lambda: dist.barrier(group=group))
+            repeats = effort.repeats * (SMALL_REPEATS if payload < SMALL else 1)
+            seconds = _seconds(run, device, repeats, lambda: dist.barrier(group=group))
             yield Sample(kind, size, 4 * count, seconds)
 
 

@@ -81,7 +81,7 @@ def test_a_module_is_explained_by_its_operators_with_their_collectives_and_the_r
     assert lines[0] == "linear_1 = aten.linear.default float32[1024, 512] in down"
     assert lines[1] == "    splits (dp:_1 tp:k); results [dp:S0 tp:P]"
     assert lines[2].startswith("    from test_plan.py:")
-    assert lines[3] == "    backward all_reduce over dp (2 ranks) of down.weight: 1.05 MB, 1.05 MB sent, 11.3 us"
+    assert lines[3] == "    backward all_reduce over dp (2 ranks) of down.weight: 1.05 MB, 1.05 MB sent, 11.8 us"
     assert lines[4] == (
         "        because parameter down.weight [dp:R tp:S1] meets aten.linear.default linear_1 (dp:_1 tp:k)"
     )
