@@ -17,10 +17,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,17 +31,15 @@ from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
 from partway.propagation.cost import steps
-from partway.propagation.profile import DeviceProfile, NetworkLevel, Peak, Sources, profile_of
+from partway.propagation.profile import ByKind, DeviceProfile, NetworkLevel, Peak, Sources, profile_of
 from partway.strategy.errors import RuntimeStateError
 from partway.strategy.notation import counted
 from partway.strategy.placement import Kind
 
-KINDS = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
+KINDS = tuple(Kind(field.name) for field in fields(ByKind))
 DTYPES = {name: getattr(torch, name) for name in Peak.model_fields}
 MB = 1 << 20
 SMALL, SMALL_REPEATS = MB // 4, 4
-
-Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +143,7 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
     effort = QUICK if quick else FULL
     ranks = _measure(processes, device, effort)
     compute = _mean([Compute(**rank["compute"]) for rank in ranks])
-    samples = _slowest([[Sample(Kind(s["kind"]), *_rest(s)) for s in rank["samples"]] for rank in ranks])
+    samples = _slowest([[Sample(**{**s, "kind": Kind(s["kind"])}) for s in rank["samples"]] for rank in ranks])
     fitted = fit(samples) if samples else None
     levels = (_level(fitted, processes, device),) if fitted else _unmeasured(device)
     how = _how(processes, device)
@@ -288,10 +286,6 @@ def _collective(kind: Kind, count: int, size: int, group: Any, device: str) -> C
             return lambda: dist.all_to_all_single(received, whole, group=group)
 
 
-def _rest(sample: Mapping[str, Any]) -> tuple[int, int, float]:
-    return sample["size"], sample["payload"], sample["seconds"]
-
-
 def _mean(found: Sequence[Compute]) -> Compute:
     return Compute(
         {name: statistics.fmean(c.peak[name] for c in found) for name in DTYPES},
@@ -382,7 +376,9 @@ def _how(processes: int, device: str) -> str:
 
 
 def _threads(processes: int) -> int:
-    """The cores of this machine, shared among the processes."""
+    """The cores of this machine, shared among the processes; one alone keeps the threads that it has."""
+    if processes == 1:
+        return torch.get_num_threads()
     return max(1, (os.cpu_count() or 1) // processes)
 
 
