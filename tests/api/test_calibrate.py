@@ -14,8 +14,8 @@ from partway import calibrate as module
 from partway.calibrate import KINDS, Fit, Sample, calibrate, fit, group_sizes
 from partway.cli import app
 from partway.propagation.cost import collective_seconds, steps
-from partway.propagation.profile import profile_of
-from partway.strategy import Mesh, RuntimeStateError
+from partway.propagation.profile import DeviceProfile, profile_of
+from partway.strategy import Mesh, RuntimeStateError, StrategyError
 from partway.strategy.placement import Kind
 
 LATENCY = {Kind.ALL_REDUCE: 2e-5, Kind.ALL_GATHER: 3e-5, Kind.REDUCE_SCATTER: 4e-5, Kind.ALL_TO_ALL: 1e-5}
@@ -30,6 +30,11 @@ def sample(kind: Kind, size: int, payload: int) -> Sample:
 
 def samples(*sizes: int) -> list[Sample]:
     return [sample(kind, size, payload) for kind in KINDS for size in sizes for payload in PAYLOADS]
+
+
+def priced(**mesh: int) -> DeviceProfile:
+    """The profile that a plan on `mesh` is priced by."""
+    return pw.compile(torch.relu, (torch.empty(8, 8),), mesh=mesh or {"x": 2}).problem.settings.profile
 
 
 @pytest.fixture
@@ -98,8 +103,7 @@ def test_a_calibration_writes_a_profile_that_plans_can_be_priced_by(tiny: None, 
     assert "measured by partway calibrate with 2 processes on a CPU" in profile.levels[0].source
     assert json.loads(path.read_text())["levels"][0]["bandwidth"]["all_reduce"].keys() == {"2"}
     with pw.auto_parallel_context(device_profile=str(path)):
-        plan = pw.compile(torch.relu, (torch.empty(8, 8),), mesh={"x": 4}, in_strategy=(("x", None),)).plan
-    assert plan.predicted_time > 0
+        assert priced() == profile
 
 
 @pytest.mark.gloo
@@ -122,6 +126,23 @@ def test_one_process_measures_compute_only_and_says_so(tiny: None, tmp_path: Pat
     assert profile.levels[0].source.startswith(said)
     assert profile.levels[0].bandwidth == profile_of("cpu").levels[0].bandwidth
     assert profile.peak != profile_of("cpu").peak
+
+
+def test_plans_are_priced_by_the_profile_of_the_context_or_of_the_device() -> None:
+    assert priced() is profile_of("cpu")
+    with pw.auto_parallel_context(device_profile="ascend910"):
+        assert priced() is profile_of("ascend910")
+    with torch.device("meta"):
+        assert priced() is profile_of("h100")
+
+
+def test_a_mesh_larger_than_the_network_of_the_profile_is_an_error_of_the_plan(tmp_path: Path) -> None:
+    data = json.loads(profile_of("h100").model_dump_json())
+    (tmp_path / "node.json").write_text(json.dumps({**data, "levels": data["levels"][:1]}))
+    with pw.auto_parallel_context(device_profile=str(tmp_path / "node.json")):
+        assert priced(x=8).levels[0].name == "nvlink"
+        with pytest.raises(StrategyError, match=r"the mesh x=4, y=4 has 16 devices, and the network of device profile"):
+            priced(x=4, y=4)
 
 
 # -- Errors ----------------------------------------------------------------------------------------------------------
