@@ -20,7 +20,7 @@ endif
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.$(INSTALL)
-SOURCES := $(shell find api strategy propagation fusion runtime -name '*.py') api/py.typed README.md LICENSE
+SOURCES := $(shell find api strategy propagation fusion runtime -name '*.py' -o -name '*.json') api/py.typed README.md LICENSE
 # One thread for each process: the tests run side by side and start processes of their own.
 PYTEST := OMP_NUM_THREADS=1 PARTWAY_CHECKOUT="$(CURDIR)" PARTWAY_INSTALL=$(INSTALL) $(BIN)/pytest
 

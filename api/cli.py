@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Annotated
 
 import torch
 import typer
+
+from partway.strategy.errors import PartwayError, RuntimeStateError
 
 app = typer.Typer(
     name="partway",
@@ -38,6 +42,28 @@ def doctor() -> None:
     width = max(map(len, facts))
     for name, fact in facts.items():
         typer.echo(f"{name:<{width}}  {fact}")
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="the file to write")] = Path("profile.json"),
+    processes: Annotated[int, typer.Option(help="how many devices; 1 measures no collectives")] = 2,
+    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU for each process)")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="fewer and smaller cases: less than a minute")] = False,
+) -> None:
+    """Measure this machine and write a device profile: compute, memory, and collectives between processes."""
+    from partway.calibrate import calibrate as measure
+
+    try:
+        if out.is_dir() or not out.absolute().parent.is_dir():
+            raise RuntimeStateError(f"cannot write {str(out)!r}; give the path of a file in a folder that exists")
+        found = measure(processes, device, quick, out.stem)
+        found.profile.save(out)
+    except PartwayError as error:
+        typer.echo(f"partway calibrate: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(found.report())
+    typer.echo(f"wrote {out}; plan for it with set_auto_parallel_context(device_profile={str(out)!r})")
 
 
 def _devices() -> list[str]:

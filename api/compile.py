@@ -21,12 +21,13 @@ from partway.context import AlgoParameters, ParallelContext, ParallelMode, curre
 from partway.fusion import AllReduceFusion
 from partway.fusion.program import Program, make_program
 from partway.propagation.capture import capture
-from partway.propagation.cost import WEIGHTS, Level, profile_of
+from partway.propagation.cost import WEIGHTS, Level
 from partway.propagation.differentiate import Step, differentiate, scale_parameter_gradients
 from partway.propagation.graph import Graph, differentiated, verify
 from partway.propagation.lower import LocalProgram, lower, verify_program
 from partway.propagation.plan import Plan, make_plan
 from partway.propagation.problem import SearchProblem, Settings, formulate
+from partway.propagation.profile import profile_of
 from partway.propagation.search import Solution, search, verify_solution
 from partway.propagation.structure import Call, check_call, flatten_call
 from partway.propagation.torch_internals import is_transformed
@@ -171,7 +172,9 @@ def settings_of(graph: Graph, request: Request, mesh: Mesh, context: ParallelCon
     threshold = context.parallel_optimizer_config.parallel_optimizer_threshold * 1024
     return Settings(
         mesh=mesh,
-        profile=profile_of(request.device or ("cuda" if graph.device == "meta" else graph.device)),
+        profile=profile_of(
+            context.device_profile or request.device or ("cuda" if graph.device == "meta" else graph.device)
+        ),
         weights=WEIGHTS[Level(request.level)],
         fully_use_devices=algo.fully_use_devices,
         batch_by_default=context.mode_was_set and context.parallel_mode in modes,

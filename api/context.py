@@ -35,6 +35,7 @@ from pydantic_core import ErrorDetails
 
 from partway.fusion import FusionMode
 from partway.propagation.problem import Fallback
+from partway.propagation.profile import profile_of
 from partway.propagation.search import SearchMode
 from partway.strategy.choice import Choice
 from partway.strategy.errors import ContextError, StrategyError
@@ -240,6 +241,22 @@ class ParallelContext(_Options):
 
     on_unknown_op: Fallback = Field(default=Fallback.WARN, strict=False)
     """Ours: whether an operator without a rule runs replicated with a warning, or is an error."""
+
+    device_profile: str | None = Field(
+        default=None, description="None, the name of a preset such as 'h100', or the path of a profile's JSON file"
+    )
+    """Ours: the device and network that plans are priced for (None: by the device type). A path must hold a profile
+    when it is set, so that a wrong one is an error at its own line."""
+
+    @field_validator("device_profile")
+    @classmethod
+    def _profile_loads(cls, value: str | None) -> str | None:
+        try:
+            if value is not None:
+                profile_of(value)
+        except StrategyError as error:
+            raise ValueError(str(error)) from None
+        return value
 
     @property
     def mode_was_set(self) -> bool:

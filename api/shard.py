@@ -53,7 +53,8 @@ def shard(
                     beside a scalar loss stay as they lie)
     parameter_plan  a dict from fnmatch patterns on parameter names to strategies (modules only)
     mesh            a Mesh, a dict of axis sizes, or a DeviceMesh; None: from `device_num`, or the processes
-    device          "cpu" or "cuda": where the tensors have to be, and whose profile prices the plan
+    device          "cpu" or "cuda": where the tensors have to be, and whose profile prices the plan (unless the option
+                    device_profile is set)
     level           what the search weighs most: 0 communication, 1 memory, 2 speed
 
     The first call with a new signature (shapes, dtypes, modes) captures and plans; later ones only run. When a

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from ..propagation.collectives import convert, convert_group
-from ..propagation.cost import DeviceProfile, collective_seconds
+from ..propagation.cost import collective_seconds
 from ..propagation.differentiate import Step
-from ..propagation.lower import Collective, Conversion, collective, program_lines
+from ..propagation.lower import Collective, collective, program_lines
+from ..propagation.profile import DeviceProfile
+from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind
 from .fuse import fuse
 from .policy import AllReduceFusion
@@ -51,20 +53,20 @@ def gradient_tags(step: Step) -> frozenset[int]:
 
 
 def _collectives(graph: fx.Graph, phase: str, step: Step, profile: DeviceProfile) -> Iterator[Collective]:
-    conversions: tuple[Conversion, ...] = step.program.conversions
+    mesh, conversions = step.program.mesh, step.program.conversions
     if phase == "backward":  # what stands there runs, whether or not it was planned to
         conversions = tuple(replace(conversion, gradient=True) for conversion in conversions)
     for node in graph.nodes:
         if node.target is convert:
-            found = collective(conversions[node.args[5]], phase, profile)
+            found = collective(conversions[node.args[5]], phase, mesh, profile)
             if found is not None:
                 yield found
         elif node.target is convert_group:
-            members = [collective(conversions[tag], phase, profile) for tag in node.args[5]]
-            yield _joined([m for m in members if m is not None], profile)
+            members = [collective(conversions[tag], phase, mesh, profile) for tag in node.args[5]]
+            yield _joined([m for m in members if m is not None], mesh, profile)
 
 
-def _joined(members: list[Collective], profile: DeviceProfile) -> Collective:
+def _joined(members: list[Collective], mesh: Mesh, profile: DeviceProfile) -> Collective:
     """One collective that carries several tensors."""
     first, payload = members[0], sum(m.payload_bytes for m in members)
     return replace(
@@ -72,6 +74,6 @@ def _joined(members: list[Collective], profile: DeviceProfile) -> Collective:
         payload_bytes=payload,
         wire_bytes=sum(m.wire_bytes for m in members),
         tensor=f"{len(members)} tensors",
-        predicted_time=collective_seconds(first.kind, payload, first.group_size, profile),
+        predicted_time=collective_seconds(first.kind, payload, mesh, first.axes, profile),
         members=tuple(m.tensor for m in members),
     )

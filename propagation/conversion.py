@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from ..strategy.layout import Layout, layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement, Shard, kind, transpose
-from .cost import DeviceProfile, Weights, collective_cost
+from .cost import Weights, collective_cost
+from .profile import DeviceProfile
 
 Floats = NDArray[np.float64]
 Codes = NDArray[np.intp]

@@ -17,7 +17,7 @@ from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind, Placement, Shard, kind, transpose
 from .collectives import constrain, convert
-from .cost import DeviceProfile, collective_seconds, wire_bytes
+from .cost import collective_seconds, wire_bytes
 from .graph import (
     Graph,
     Port,
@@ -33,6 +33,7 @@ from .graph import (
     values_of,
 )
 from .problem import Option, SearchProblem, Vertex, VertexKind, table_of
+from .profile import DeviceProfile
 from .rule import LocalShapes
 from .torch_internals import tree_map
 
@@ -103,7 +104,7 @@ class Collective:
         )
 
 
-def collective(conversion: Conversion, phase: str, profile: DeviceProfile) -> Collective | None:
+def collective(conversion: Conversion, phase: str, mesh: Mesh, profile: DeviceProfile) -> Collective | None:
     """The collective of `conversion` in `phase`, or None if it needs no other rank there."""
     found = conversion.kind(phase)
     if not found.communicates:
@@ -123,7 +124,7 @@ def collective(conversion: Conversion, phase: str, profile: DeviceProfile) -> Co
         where=conversion.where,
         path=conversion.path,
         dtype=str(conversion.dtype).removeprefix("torch."),
-        predicted_time=collective_seconds(found, payload, conversion.size, profile),
+        predicted_time=collective_seconds(found, payload, mesh, (conversion.axis,), profile),
         tag=conversion.tag,
         members=(conversion.tensor,),
     )

@@ -293,8 +293,8 @@ def make_plan(problem: SearchProblem, solution: Solution, program: LocalProgram,
             )
         )
     annotations = {(v.kind, v.name): v.annotation for v, _ in chosen}
-    profile = problem.settings.profile
-    found = [collective(c, phase, profile) for phase in ("forward", "backward") for c in program.conversions]
+    mesh, profile = problem.settings.mesh, problem.settings.profile
+    found = [collective(c, phase, mesh, profile) for phase in ("forward", "backward") for c in program.conversions]
 
     def tensors(placed: Iterable[Any], kind: VertexKind) -> tuple[TensorPlan, ...]:
         return tuple(

@@ -30,7 +30,7 @@ from ..strategy.mesh import Mesh
 from ..strategy.placement import BROADCAST, REPLICATE, Partial, Placement, Shard
 from .collectives import constrain
 from .conversion import Codes, ConversionTable, Floats, conversion_table, digits_of
-from .cost import BACKWARD_FACTOR, DeviceProfile, Weights, operator_seconds
+from .cost import BACKWARD_FACTOR, Weights, operator_seconds
 from .graph import (
     Graph,
     Port,
@@ -49,6 +49,7 @@ from .graph import (
     value,
     values_of,
 )
+from .profile import DeviceProfile
 from .rule import AxisOption, Rule, axis_options
 from .rules import rule_of
 
@@ -487,7 +488,8 @@ class _Formulation:
             wanted = [v in self.flows and i not in rule.additive for i, v in enumerate(sources)]
             passes = float(max(sum(wanted), 1)) if rule.flops else BACKWARD_FACTOR
         flops = rule.flops / used
-        seconds = (1.0 + passes) * operator_seconds(flops, moved, self.settings.profile)
+        dtypes = [tensor_of(v).dtype for v, table in zip(produced, tables[1], strict=True) if table] or [torch.float32]
+        seconds = (1.0 + passes) * operator_seconds(flops, moved, dtypes[0], self.settings.profile)
         return seconds, (1.0 + passes) * flops, results if backward else np.zeros(len(used))
 
     def _add_output(self, port: Port) -> None:

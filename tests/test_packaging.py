@@ -50,6 +50,19 @@ def test_every_source_file_is_installed(package: str) -> None:
     assert {p.name for p in installed_folder(package).glob("*.py")} == on_disk
 
 
+@pytest.mark.parametrize("package", PROJECT["tool"]["setuptools"]["package-data"])
+def test_every_data_file_of_the_table_is_installed(package: str) -> None:
+    for pattern in PROJECT["tool"]["setuptools"]["package-data"][package]:
+        on_disk = {p.name for p in (CHECKOUT / TABLE[package]).glob(pattern)}
+        assert on_disk
+        assert {p.name for p in installed_folder(package).glob(pattern)} == on_disk
+
+
+def test_the_device_profiles_are_in_the_table() -> None:
+    assert PROJECT["tool"]["setuptools"]["package-data"]["partway.propagation"] == ["profiles/*.json"]
+    assert {p.suffix for p in (CHECKOUT / "propagation" / "profiles").iterdir()} == {".json"}
+
+
 def test_type_checkers_are_told_that_the_package_is_typed() -> None:
     assert (installed_folder("partway") / "py.typed").is_file()
 

@@ -42,6 +42,7 @@ DEFAULTS = {
     "enable_parallel_optimizer": False,
     "parallel_optimizer_config": {"parallel_optimizer_threshold": 64},
     "on_unknown_op": "warn",
+    "device_profile": None,
 }
 ALGO_DEFAULTS = {"fully_use_devices": True, "tensor_slice_align_enable": False, "tensor_slice_align_size": 16}
 POSITIONS = "a list of ascending positive ints, such as [20, 35] (the first 20, the next 15, the rest)"
@@ -92,6 +93,7 @@ def test_defaults_are_these() -> None:
         ("enable_parallel_optimizer", True),
         ("parallel_optimizer_config", {"parallel_optimizer_threshold": 0}),
         ("on_unknown_op", "error"),
+        ("device_profile", "ascend910"),
     ],
 )
 def test_an_option_reads_back_as_it_was_set_and_can_be_set_again(key: str, value: object) -> None:
@@ -206,6 +208,14 @@ WRONG: list[tuple[dict[str, object], str]] = [
     (
         {"strategy_ckpt_config": {"load_file": "/nowhere/plan.json"}},
         "strategy_ckpt_config[\"load_file\"]: there is no file '/nowhere/plan.json'",
+    ),
+    (
+        {"device_profile": 3},
+        "device_profile: got 3 (int); accepts None, the name of a preset such as 'h100', or the pa",
+    ),
+    (
+        {"device_profile": "/nowhere/profile.json"},
+        "device_profile: no device profile '/nowhere/profile.json': there is no such file, and the presets are a100, ",
     ),
     (
         {"parallel_optimizer_config": {"parallel_optimizer_threshold": -1}},

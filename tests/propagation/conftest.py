@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from partway.propagation.capture import capture
-from partway.propagation.cost import PROFILES, WEIGHTS, Level
+from partway.propagation.cost import WEIGHTS, Level
 from partway.propagation.differentiate import differentiate
 from partway.propagation.graph import Role, differentiated
 from partway.propagation.lower import lower, verify_program
 from partway.propagation.problem import Settings, VertexKind, formulate
+from partway.propagation.profile import profile_of
 from partway.propagation.search import dynamic_programming, verify_solution
 from partway.runtime.simulate import Simulator
 from partway.runtime.step import CompiledStep
@@ -22,7 +23,7 @@ SQUARE = Mesh({"dp": 2, "tp": 2})
 
 
 def settings_of(mesh, **changes):
-    return Settings(mesh, PROFILES["cpu"], WEIGHTS[Level.COMMUNICATION], **{"fully_use_devices": False, **changes})
+    return Settings(mesh, profile_of("cpu"), WEIGHTS[Level.COMMUNICATION], **{"fully_use_devices": False, **changes})
 
 
 def problem_of(fn, args, mesh, allowed=None, kwargs=None, **changes):

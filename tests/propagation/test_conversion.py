@@ -14,7 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from partway.propagation.collectives import convert
 from partway.propagation.conversion import ConversionTable, Step, conversion_table
-from partway.propagation.cost import PROFILES, WEIGHTS, Level, collective_cost
+from partway.propagation.cost import WEIGHTS, Level, collective_cost
+from partway.propagation.profile import profile_of
 from partway.runtime import record_collectives
 from partway.runtime.instructions import Conversion, assemble_code
 from partway.runtime.simulate import Simulator, join, split
@@ -26,7 +27,7 @@ STEP = 1e-13
 
 def table_of(shape, sizes, gradient=True, partial="sum", level=Level.SPEED, itemsize=8):
     mesh = Mesh.of_sizes(sizes)
-    return conversion_table(shape, itemsize, partial, gradient, mesh, PROFILES["cpu"], WEIGHTS[level])
+    return conversion_table(shape, itemsize, partial, gradient, mesh, profile_of("cpu"), WEIGHTS[level])
 
 
 def after(source, axes, placement):

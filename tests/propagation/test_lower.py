@@ -202,13 +202,13 @@ def counted(collectives):
     return Counter((c.phase, c.kind, c.axes, c.payload_bytes, c.tag) for c in collectives)
 
 
-def found_in(step, profile):
+def found_in(step, mesh, profile):
     """The collectives of the traced graphs, by their tags."""
     graphs = {"forward": step.forward.graph, "backward": step.backward.graph}
     for phase, graph in graphs.items():
         for node in graph.nodes:
             if node.target is convert:
-                found = collective(step.program.conversions[node.args[5]], phase, profile)
+                found = collective(step.program.conversions[node.args[5]], phase, mesh, profile)
                 if found is not None:
                     yield found
 
@@ -246,7 +246,7 @@ def test_the_plan_lists_exactly_the_collectives_of_its_graphs(model, mesh):
     compiled = pw.compile(module, args, kwargs, mesh=mesh, in_strategy={name: batch} if name else (batch,))
     step = verify_and_differentiate(compiled)
     profile = compiled.problem.settings.profile
-    assert counted(compiled.plan.collectives) == counted(found_in(step, profile))
+    assert counted(compiled.plan.collectives) == counted(found_in(step, compiled.mesh, profile))
     assert compiled.plan.collectives
 
 

@@ -11,11 +11,12 @@ from torch import nn
 
 from partway.fusion import AllReduceFusion, FusionMode, fuse
 from partway.propagation.capture import capture
-from partway.propagation.cost import PROFILES, WEIGHTS, Level
+from partway.propagation.cost import WEIGHTS, Level
 from partway.propagation.differentiate import differentiate
 from partway.propagation.graph import Role, differentiated
 from partway.propagation.lower import lower, verify_program
 from partway.propagation.problem import Settings, formulate
+from partway.propagation.profile import profile_of
 from partway.propagation.search import dynamic_programming
 from partway.runtime import (
     CompiledStep,
@@ -88,7 +89,7 @@ def plan(which, axes, annotation, fused=False):
             axis = len(mesh.axes) - 1 if port.role is Role.PARAMETER else 0
             found = Layout.replicated(mesh).replaced(axis, Shard(ANNOTATIONS[annotation][port.name]))
             allowed[port.name] = (found,), "a test"
-    settings = Settings(mesh, PROFILES["cuda"], WEIGHTS[Level.COMMUNICATION])
+    settings = Settings(mesh, profile_of("cuda"), WEIGHTS[Level.COMMUNICATION])
     problem = formulate(graph, settings, allowed)
     program = verify_program(lower(problem, dynamic_programming(problem).choice))
 

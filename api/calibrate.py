@@ -1,0 +1,392 @@
+"""`partway calibrate`: a device profile of the machine that it runs on.
+
+Every process stands for one device. All of them compute at once, as they do in training, so that what they share
+(cores, memory, links) is shared in the figures too. Each collective is timed by the median of some repeats; then one
+least-squares fit of relative errors gives the launch, the latency of a step of each kind, and bandwidths by group size:
+
+    seconds = launch + steps(kind, n) * latency[kind] + payload / bandwidth[kind, n]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch.multiprocessing.spawn import spawn
+
+from partway.propagation.cost import steps
+from partway.propagation.profile import ByKind, DeviceProfile, NetworkLevel, Peak, Sources, profile_of
+from partway.strategy.errors import RuntimeStateError
+from partway.strategy.notation import counted
+from partway.strategy.placement import Kind
+
+KINDS = tuple(Kind(field.name) for field in fields(ByKind))
+DTYPES = {name: getattr(torch, name) for name in Peak.model_fields}
+MB = 1 << 20
+SMALL, SMALL_REPEATS = MB // 4, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured: payloads in bytes, repeats of each case (of small ones `SMALL_REPEATS` times as many, for
+    they vary most), bytes of a copy, seconds of a product."""
+
+    payloads: tuple[int, ...]
+    repeats: int
+    copied: int
+    product: float
+
+
+QUICK = Effort(payloads=(1 << 10, 1 << 15, MB, 16 * MB), repeats=7, copied=32 * MB, product=0.03)
+FULL = Effort(payloads=tuple(1 << k for k in range(10, 27, 2)), repeats=15, copied=128 * MB, product=0.3)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One collective over `size` ranks and the seconds that it took; `payload` as in `wire_bytes`."""
+
+    kind: Kind
+    size: int
+    payload: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What one device does beside the others: operations/s by dtype, bytes/s, seconds of an operator without work."""
+
+    peak: Mapping[str, float]
+    memory_bandwidth: float
+    overhead: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Seconds of a launch, seconds of a step by kind, and algorithm bandwidth by kind and group size."""
+
+    launch: float
+    latency: Mapping[Kind, float]
+    bandwidth: Mapping[tuple[Kind, int], float]
+
+    def seconds(self, kind: Kind, size: int, payload: float) -> float:
+        """The fitted time of a collective."""
+        return self.launch + steps(kind, size) * self.latency[kind] + payload / self.bandwidth[kind, size]
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A profile, and the samples and the fit (None: collectives were not measured) that it comes from."""
+
+    profile: DeviceProfile
+    samples: tuple[Sample, ...]
+    fit: Fit | None
+
+    @property
+    def residuals(self) -> tuple[float, ...]:
+        """For each sample by how much of the measured time the fitted one is off."""
+        return tuple(self.fit.seconds(s.kind, s.size, s.payload) / s.seconds - 1 for s in self.samples if self.fit)
+
+    def report(self, width: int = 100) -> str:
+        """The figures and, for each sample, its fitted time and how far that is off."""
+        p = self.profile
+        text = StringIO()
+        console = Console(file=text, width=width)
+        figures = Table("figure", "measured", box=SIMPLE_HEAD, show_edge=False)
+        for name in DTYPES:
+            figures.add_row(f"matrix product in {name}", f"{getattr(p.peak, name) / 1e9:,.1f} GFLOP/s")
+        figures.add_row("memory bandwidth", f"{p.memory_bandwidth / 1e9:,.2f} GB/s")
+        figures.add_row("an operator beside its work", f"{p.overhead * 1e6:.1f} us")
+        console.print(figures)
+        if self.fit is None:
+            console.print(f"collectives: {p.levels[0].source}")
+            return text.getvalue()
+        table = Table("collective", "ranks", "payload", "measured", "fitted", "off", box=SIMPLE_HEAD, show_edge=False)
+        for s, off in zip(self.samples, self.residuals, strict=True):
+            fitted = self.fit.seconds(s.kind, s.size, s.payload)
+            table.add_row(
+                s.kind, str(s.size), f"{s.payload / 1024:,.0f} KB", _ms(s.seconds), _ms(fitted), f"{100 * off:+.0f} %"
+            )
+        console.print(table)
+        size = [abs(off) for off in self.residuals]
+        steps_of = ", ".join(f"{kind} {seconds * 1e6:.0f}" for kind, seconds in self.fit.latency.items())
+        console.print(f"launch {self.fit.launch * 1e6:.0f} us; a step, in us: {steps_of}")
+        console.print(
+            f"the fit is off by {100 * statistics.median(size):.0f} % (median), {100 * max(size):.0f} % at most"
+        )
+        return text.getvalue()
+
+
+def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name: str = "calibrated") -> Calibration:
+    """Measure this machine with `processes` processes, a device each, and fit a profile to it.
+
+    With one process collectives cannot be measured: their figures are then those of the preset, and their source says
+    so. `quick`: fewer and smaller cases. Raises RuntimeStateError for another `device` than cpu and cuda, fewer than
+    one process, and more processes than there are GPUs.
+    """
+    _check(processes, device)
+    effort = QUICK if quick else FULL
+    ranks = _measure(processes, device, effort)
+    compute = _mean([Compute(**rank["compute"]) for rank in ranks])
+    samples = _slowest([[Sample(**{**s, "kind": Kind(s["kind"])}) for s in rank["samples"]] for rank in ranks])
+    fitted = fit(samples) if samples else None
+    levels = (_level(fitted, processes, device),) if fitted else _unmeasured(device)
+    how = _how(processes, device)
+    profile = DeviceProfile(
+        name=name,
+        peak=Peak(**compute.peak),
+        memory=_memory(processes, device),
+        memory_bandwidth=compute.memory_bandwidth,
+        overhead=compute.overhead,
+        sources=Sources(
+            peak=f"the best of square matrix products, {how}",
+            memory=f"what the system reports; bandwidth of a copy and an addition of {effort.copied // MB} MB, {how}",
+            overhead=f"an addition of two numbers, {how}",
+        ),
+        levels=levels,
+    )
+    return Calibration(profile, samples, fitted)
+
+
+def _check(processes: int, device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise RuntimeStateError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
+    if processes < 1:
+        raise RuntimeStateError(f"processes is {processes}; it must be 1 (which measures no collectives) or more")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeStateError("device is 'cuda', and PyTorch finds no GPU here; use device 'cpu'")
+    if device == "cuda" and processes > torch.cuda.device_count():
+        raise RuntimeStateError(
+            f"{processes} processes take a GPU each, and there are {torch.cuda.device_count()}; use fewer processes (1 "
+            "measures no collectives)"
+        )
+
+
+# -- Measuring -------------------------------------------------------------------------------------------------------
+
+
+def group_sizes(processes: int) -> tuple[int, ...]:
+    """The powers of 2 below `processes`, and `processes`; none for one process."""
+    powers = [1 << k for k in range(1, processes.bit_length()) if 1 << k < processes]
+    return (*powers, processes) if processes > 1 else ()
+
+
+def _measure(processes: int, device: str, effort: Effort) -> list[dict[str, Any]]:
+    """What each process measured."""
+    if processes == 1:
+        return [{"compute": asdict(_compute(device, effort)), "samples": []}]
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, (processes, device, effort, folder), nprocs=processes)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(processes)]
+
+
+def _rank(rank: int, processes: int, device: str, effort: Effort, folder: str) -> None:
+    """One process: compute beside the others, then take part in the collectives; what it saw goes to a file."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo tells of each group that it makes
+    torch.set_num_threads(_threads(processes))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=processes)
+    try:
+        dist.barrier()
+        compute = _compute(device, effort)
+        samples: list[Sample] = []
+        for size in group_sizes(processes):
+            group = dist.new_group(list(range(size)))
+            dist.barrier()
+            if rank < size:
+                samples += _collectives(size, group, device, effort)
+        found = {"compute": asdict(compute), "samples": [asdict(sample) for sample in samples]}
+        Path(folder, f"{rank}.json").write_text(json.dumps(found))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _compute(device: str, effort: Effort) -> Compute:
+    count = effort.copied // 4
+    a, b, out = (torch.ones(count, device=device) for _ in range(3))
+    copy = _seconds(lambda: out.copy_(a), device, effort.repeats)
+    add = _seconds(lambda: torch.add(a, b, out=out), device, effort.repeats)
+    one = torch.ones(1, device=device)
+    overhead = _seconds(lambda: [one + one for _ in range(100)], device, effort.repeats) / 100
+    peak = {name: _peak(dtype, device, effort) for name, dtype in DTYPES.items()}
+    return Compute(peak, 5 * effort.copied / (copy + add), overhead)
+
+
+def _peak(dtype: torch.dtype, device: str, effort: Effort) -> float:
+    """The operations/s of the fastest square product; sizes double until one takes `effort.product` seconds."""
+    best, n, seconds = 0.0, 128, 0.0
+    while seconds < effort.product and n <= 16384:
+        a = torch.ones(n, n, dtype=dtype, device=device)
+        seconds = _seconds(lambda a=a: a @ a, device, 3)  # type: ignore[misc]
+        best, n = max(best, 2 * n**3 / seconds), 2 * n
+    return best
+
+
+def _seconds(run: Callable[[], Any], device: str, repeats: int, ready: Callable[[], Any] = lambda: None) -> float:
+    """The median time of `run`, after two calls to warm up; `ready` comes before each."""
+    times = []
+    for _ in range(repeats + 2):
+        ready()
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _collectives(size: int, group: Any, device: str, effort: Effort) -> Iterable[Sample]:
+    for kind in KINDS:
+        for payload in effort.payloads:
+            count = math.ceil(payload / 4 / size) * size
+            run = _collective(kind, count, size, group, device)
+            repeats = effort.repeats * (SMALL_REPEATS if payload < SMALL else 1)
+            seconds = _seconds(run, device, repeats, lambda: dist.barrier(group=group))
+            yield Sample(kind, size, 4 * count, seconds)
+
+
+def _collective(kind: Kind, count: int, size: int, group: Any, device: str) -> Callable[[], Any]:
+    """A call of one collective whose payload is `count` float32 numbers."""
+    whole, part = torch.zeros(count, device=device), torch.zeros(count // size, device=device)
+    # torch 2.13 renamed these two and warns about the old names.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    match kind:
+        case Kind.ALL_REDUCE:
+            return lambda: dist.all_reduce(whole, group=group)
+        case Kind.ALL_GATHER:
+            return lambda: gather(whole, part, group=group)
+        case Kind.REDUCE_SCATTER:
+            return lambda: scatter(part, whole, group=group)
+        case _:
+            received = torch.empty_like(whole)
+            return lambda: dist.all_to_all_single(received, whole, group=group)
+
+
+def _mean(found: Sequence[Compute]) -> Compute:
+    return Compute(
+        {name: statistics.fmean(c.peak[name] for c in found) for name in DTYPES},
+        statistics.fmean(c.memory_bandwidth for c in found),
+        statistics.fmean(c.overhead for c in found),
+    )
+
+
+def _slowest(ranks: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
+    """Each sample as the rank saw it that waited longest."""
+    found: dict[tuple[Kind, int, int], Sample] = {}
+    for sample in (sample for samples in ranks for sample in samples):
+        key = sample.kind, sample.size, sample.payload
+        found[key] = max(sample, found.get(key, sample), key=lambda s: s.seconds)
+    return tuple(found.values())
+
+
+# -- Fitting ---------------------------------------------------------------------------------------------------------
+
+
+def fit(samples: Sequence[Sample]) -> Fit:
+    """The launch, latencies and bandwidths with the least squares of relative errors, none of them negative.
+
+    With one group size only, launch and latency cannot be told apart; the fit then has the smallest that do.
+    """
+    kinds = sorted({s.kind for s in samples}, key=KINDS.index)
+    rings = sorted({(s.kind, s.size) for s in samples}, key=lambda ring: (KINDS.index(ring[0]), ring[1]))
+    matrix = np.zeros((len(samples), 1 + len(kinds) + len(rings)))
+    for row, s in zip(matrix, samples, strict=True):
+        row[0] = 1
+        row[1 + kinds.index(s.kind)] = steps(s.kind, s.size)
+        row[1 + len(kinds) + rings.index((s.kind, s.size))] = s.payload
+        row /= s.seconds
+    found = _nonnegative(matrix, np.ones(len(samples)))
+    latency = dict(zip(kinds, found[1:].tolist(), strict=False))
+    bandwidth = {}
+    for ring, per_byte in zip(rings, found[1 + len(kinds) :].tolist(), strict=True):
+        largest = max((s for s in samples if (s.kind, s.size) == ring), key=lambda s: s.payload)
+        bandwidth[ring] = 1 / per_byte if per_byte > 0 else largest.payload / largest.seconds
+    return Fit(float(found[0]), latency, bandwidth)
+
+
+def _nonnegative(matrix: Any, target: Any) -> Any:
+    """Least squares in which the unknown that is most negative is taken to be zero, until none is."""
+    scale = np.linalg.norm(matrix, axis=0)
+    used = np.arange(matrix.shape[1])
+    while True:
+        found, *_ = np.linalg.lstsq(matrix[:, used] / scale[used], target, rcond=None)
+        if found.min() >= 0:
+            break
+        used = np.delete(used, found.argmin())
+    whole = np.zeros(matrix.shape[1])
+    whole[used] = found / scale[used]
+    return whole
+
+
+# -- The profile -----------------------------------------------------------------------------------------------------
+
+
+def _level(found: Fit, processes: int, device: str) -> NetworkLevel:
+    """One level that joins all: the GPUs of this machine, or any number of processes."""
+    bandwidth = {kind.value: {str(n): rate for (k, n), rate in found.bandwidth.items() if k is kind} for kind in KINDS}
+    sizes = ", ".join(map(str, group_sizes(processes)))
+    source = f"groups of {sizes}, {_how(processes, device)}; larger groups are taken to send at the rate of the largest"
+    return NetworkLevel(
+        name="nccl" if device == "cuda" else "gloo",
+        source=source,
+        devices=torch.cuda.device_count() if device == "cuda" else None,
+        bandwidth=bandwidth,  # type: ignore[arg-type]
+        latency={kind.value: seconds for kind, seconds in found.latency.items()},  # type: ignore[arg-type]
+        launch=found.launch,
+    )
+
+
+def _unmeasured(device: str) -> tuple[NetworkLevel, ...]:
+    """The levels of the preset, saying so."""
+    source = "not measured, which takes two processes or more, but as in the preset {}: {}"
+    preset = profile_of(device)
+    return tuple(
+        level.model_copy(update={"source": source.format(preset.name, level.source)}) for level in preset.levels
+    )
+
+
+def _how(processes: int, device: str) -> str:
+    where = torch.cuda.get_device_name() if device == "cuda" else f"a CPU with {counted(_threads(processes), 'thread')}"
+    who = counted(processes, "process", "processes")
+    return f"measured by partway calibrate with {who} on {where} each, PyTorch {torch.__version__}"
+
+
+def _threads(processes: int) -> int:
+    """The cores of this machine, shared among the processes; one alone keeps the threads that it has."""
+    if processes == 1:
+        return torch.get_num_threads()
+    return max(1, (os.cpu_count() or 1) // processes)
+
+
+def _memory(processes: int, device: str) -> float:
+    if device == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"

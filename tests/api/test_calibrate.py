@@ -1,0 +1,193 @@
+"""`partway calibrate`: what it fits, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import partway as pw
+from partway import calibrate as module
+from partway.calibrate import KINDS, Fit, Sample, calibrate, fit, group_sizes
+from partway.cli import app
+from partway.propagation.cost import collective_seconds, steps
+from partway.propagation.profile import DeviceProfile, profile_of
+from partway.strategy import Mesh, RuntimeStateError, StrategyError
+from partway.strategy.placement import Kind
+
+LATENCY = {Kind.ALL_REDUCE: 2e-5, Kind.ALL_GATHER: 3e-5, Kind.REDUCE_SCATTER: 4e-5, Kind.ALL_TO_ALL: 1e-5}
+RATE = {2: 2e9, 4: 1e9}
+PAYLOADS = (1 << 10, 1 << 15, 1 << 20, 1 << 24)
+
+
+def sample(kind: Kind, size: int, payload: int) -> Sample:
+    """What a machine takes whose launch is 50 us."""
+    return Sample(kind, size, payload, 5e-5 + steps(kind, size) * LATENCY[kind] + payload / RATE[size])
+
+
+def samples(*sizes: int) -> list[Sample]:
+    return [sample(kind, size, payload) for kind in KINDS for size in sizes for payload in PAYLOADS]
+
+
+def priced(**mesh: int) -> DeviceProfile:
+    """The profile that a plan on `mesh` is priced by."""
+    return pw.compile(torch.relu, (torch.empty(8, 8),), mesh=mesh or {"x": 2}).problem.settings.profile
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases so small that a calibration is a matter of starting processes."""
+    monkeypatch.setattr(module, "QUICK", module.Effort((1 << 10, 1 << 18), repeats=2, copied=1 << 16, product=1e-5))
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["calibrate", *arguments])
+    return result.exit_code, result.output
+
+
+# -- The fit ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_fit_finds_the_figures_that_the_times_were_made_of() -> None:
+    found = fit(samples(2, 4))
+    assert found.launch == pytest.approx(5e-5)
+    assert found.latency == pytest.approx(LATENCY)
+    assert found.bandwidth == pytest.approx({(kind, n): rate for kind in KINDS for n, rate in RATE.items()})
+
+
+def test_with_one_group_size_the_times_come_out_right() -> None:
+    measured = samples(2)
+    found = fit(measured)
+    for s in measured:
+        assert found.seconds(s.kind, s.size, s.payload) == pytest.approx(s.seconds)
+    assert found.launch > 0
+    assert min(found.latency.values()) > 0
+
+
+def test_a_fit_is_never_negative() -> None:
+    measured = [Sample(Kind.ALL_GATHER, 2, payload, payload * 1e-9 - 1e-7) for payload in PAYLOADS]
+    found = fit(measured)
+    assert found.launch == 0
+    assert found.latency == {Kind.ALL_GATHER: 0}
+    assert found.bandwidth[Kind.ALL_GATHER, 2] == pytest.approx(1e9, rel=0.1)
+
+
+def test_where_more_bytes_take_no_longer_the_largest_payload_gives_the_bandwidth() -> None:
+    measured = [Sample(Kind.ALL_GATHER, 2, payload, 1e-3 - payload * 1e-12) for payload in PAYLOADS]
+    assert fit(measured).bandwidth == {(Kind.ALL_GATHER, 2): PAYLOADS[-1] / measured[-1].seconds}
+
+
+@pytest.mark.parametrize(("processes", "sizes"), [(1, ()), (2, (2,)), (3, (2, 3)), (4, (2, 4)), (6, (2, 4, 6))])
+def test_the_groups_are_the_powers_of_two_and_the_whole(processes: int, sizes: tuple[int, ...]) -> None:
+    assert group_sizes(processes) == sizes
+
+
+# -- The profile -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gloo
+def test_a_calibration_writes_a_profile_that_plans_can_be_priced_by(tiny: None, tmp_path: Path) -> None:
+    path = tmp_path / "here.json"
+    code, output = command("--quick", "--out", str(path))
+    assert code == 0, output
+    assert f"wrote {path}; plan for it with set_auto_parallel_context(device_profile='{path}')" in output
+    assert "the fit is off by" in output
+    for kind in KINDS:
+        assert sum(line.split()[:2] == [kind, "2"] for line in output.splitlines()) == 2
+    profile = profile_of(path)
+    assert profile.name == "here"
+    assert [level.name for level in profile.levels] == ["gloo"]
+    assert "measured by partway calibrate with 2 processes on a CPU" in profile.levels[0].source
+    assert json.loads(path.read_text())["levels"][0]["bandwidth"]["all_reduce"].keys() == {"2"}
+    with pw.auto_parallel_context(device_profile=str(path)):
+        assert priced() == profile
+
+
+@pytest.mark.gloo
+def test_the_profile_predicts_what_the_fit_does(tiny: None) -> None:
+    found = calibrate(quick=True)
+    mesh = Mesh({"x": 2})
+    assert found.fit is not None
+    assert len(found.samples) == len(found.residuals) == 8
+    for s in found.samples:
+        seconds = collective_seconds(s.kind, s.payload, mesh, ("x",), found.profile)
+        assert seconds == pytest.approx(found.fit.seconds(s.kind, 2, s.payload))
+
+
+def test_one_process_measures_compute_only_and_says_so(tiny: None, tmp_path: Path) -> None:
+    code, output = command("--quick", "--processes", "1", "--out", str(tmp_path / "one.json"))
+    assert code == 0, output
+    said = "not measured, which takes two processes or more, but as in the preset cpu"
+    assert said in " ".join(output.split())
+    profile = profile_of(tmp_path / "one.json")
+    assert profile.levels[0].source.startswith(said)
+    assert profile.levels[0].bandwidth == profile_of("cpu").levels[0].bandwidth
+    assert profile.peak != profile_of("cpu").peak
+
+
+def test_plans_are_priced_by_the_profile_of_the_context_or_of_the_device() -> None:
+    assert priced() is profile_of("cpu")
+    with pw.auto_parallel_context(device_profile="ascend910"):
+        assert priced() is profile_of("ascend910")
+    with torch.device("meta"):
+        assert priced() is profile_of("h100")
+
+
+def test_a_mesh_larger_than_the_network_of_the_profile_is_an_error_of_the_plan(tmp_path: Path) -> None:
+    data = json.loads(profile_of("h100").model_dump_json())
+    (tmp_path / "node.json").write_text(json.dumps({**data, "levels": data["levels"][:1]}))
+    with pw.auto_parallel_context(device_profile=str(tmp_path / "node.json")):
+        assert priced(x=8).levels[0].name == "nvlink"
+        with pytest.raises(StrategyError, match=r"the mesh x=4, y=4 has 16 devices, and the network of device profile"):
+            priced(x=4, y=4)
+
+
+# -- Errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"device": "tpu"}, "device is 'tpu'; it must be 'cpu' or 'cuda'"),
+        ({"processes": 0}, "processes is 0; it must be 1 (which measures no collectives) or more"),
+        ({"device": "cuda"}, "device is 'cuda', and PyTorch finds no GPU here; use device 'cpu'"),
+    ],
+)
+def test_what_cannot_be_measured_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, object], says: str, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeStateError) as error:
+        calibrate(**options)  # type: ignore[arg-type]
+    assert str(error.value) == says
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    assert command(*words, "--out", str(tmp_path / "x.json")) == (2, f"partway calibrate: {says}\n")
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_a_gpu_for_each_process_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(RuntimeStateError) as error:
+        calibrate(2, "cuda")
+    assert str(error.value) == (
+        "2 processes take a GPU each, and there are 1; use fewer processes (1 measures no collectives)"
+    )
+
+
+@pytest.mark.parametrize("out", ["missing/profile.json", "."])
+def test_a_path_that_cannot_be_written_is_an_error_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, out: str
+) -> None:
+    monkeypatch.setattr(module, "calibrate", lambda *_: pytest.fail("measured"))
+    path = str(tmp_path / out)
+    said = f"partway calibrate: cannot write {path!r}; give the path of a file in a folder that exists\n"
+    assert command("--out", path) == (2, said)
+
+
+def test_a_fit_tells_the_time_of_any_payload() -> None:
+    found = Fit(1e-5, {Kind.ALL_REDUCE: 1e-6}, {(Kind.ALL_REDUCE, 4): 1e9})
+    assert found.seconds(Kind.ALL_REDUCE, 4, 1e6) == pytest.approx(1e-5 + 6e-6 + 1e-3)
