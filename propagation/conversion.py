@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ..strategy.layout import Layout, layout
 from ..strategy.mesh import Mesh
-from ..strategy.placement import BROADCAST, PARTIAL, REPLICATE, Kind, Placement, Shard, kind, transpose
+from ..strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement, Shard, converts, kind, transpose
 from .cost import DeviceProfile, Weights, waiting_seconds, wire_bytes
 
 Floats = NDArray[np.float64]
@@ -37,11 +37,12 @@ class Step:
 
 @dataclass(frozen=True)
 class ConversionTable:
-    """Costs between all layouts of tensors of one shape. `gradient`: the backward of a conversion runs too."""
+    """Costs between all layouts of tensors of one shape. `gradient`: the backward of a conversion runs too;
+    `partial`: how what the ranks hold under Partial makes the value ("sum" or "max"; None: there is no Partial)."""
 
     shape: tuple[int, ...]
     itemsize: int
-    partial: bool
+    partial: str | None
     gradient: bool
     mesh: Mesh
     profile: DeviceProfile
@@ -51,7 +52,7 @@ class ConversionTable:
     def states(self) -> tuple[Placement, ...]:
         """The placements that one axis may have; a layout is one of them for each axis."""
         dims = [Shard(d) for d, size in enumerate(self.shape) if size > 1]
-        return (*dims, REPLICATE, BROADCAST, *([PARTIAL] if self.partial else []))
+        return (*dims, REPLICATE, BROADCAST, *([Partial(self.partial)] if self.partial else []))
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -127,6 +128,9 @@ class ConversionTable:
         for (i, source), (j, target) in itertools.product(enumerate(self.states), repeat=2):
             if i == j:
                 continue
+            if not converts(source, target):
+                fixed[i, j] = np.inf
+                continue
             ways = [kind(source, target)] + ([kind(*transpose(source, target))] if self.gradient else [])
             for way in ways:
                 share = 1 / size if way is Kind.ALL_TO_ALL else 1.0
@@ -169,7 +173,7 @@ class ConversionTable:
 def conversion_table(
     shape: tuple[int, ...],
     itemsize: int,
-    partial: bool,
+    partial: str | None,
     gradient: bool,
     mesh: Mesh,
     profile: DeviceProfile,

@@ -46,13 +46,14 @@ from .graph import (
     module_path,
     operands,
     operator_name,
+    requires_grad,
     source_of,
     tensor_of,
     value,
     values_of,
 )
 from .rule import AxisOption, Rule, axis_options
-from .rules import rule_of
+from .rules import MAXIMA, rule_of
 
 Floats = NDArray[np.float64]
 
@@ -161,18 +162,27 @@ class SearchProblem:
 Allowed = Mapping[str, tuple[tuple[Layout, ...], str]]  # port or constraint name -> (layouts, what the person wrote)
 
 
-def table_of(v: Value, gradient: bool, s: Settings) -> ConversionTable:
-    """The costs of converting the tensor `v`. `gradient`: that of its gradient counts too."""
+def table_of(v: Value, gradient: bool, differentiable: bool, s: Settings) -> ConversionTable:
+    """The costs of converting the tensor `v`. `gradient`: that of its gradient counts too; `differentiable`: it may
+    have one."""
     tensor = tensor_of(v)
     return conversion_table(
         tuple(tensor.shape),
         tensor.element_size(),
-        tensor.dtype is not torch.bool,
+        _partial_of(v, differentiable),
         gradient,
         s.mesh,
         s.profile,
         s.weights,
     )
+
+
+def _partial_of(v: Value, differentiable: bool) -> str | None:
+    """How parts of `v` under Partial make its value: None where there are none, "max" for a maximum without a
+    gradient (Partial(max) has no dual)."""
+    if tensor_of(v).dtype is torch.bool:
+        return None
+    return "max" if v.node.target in MAXIMA and not differentiable else "sum"
 
 
 def formulate(
@@ -192,6 +202,7 @@ class _Formulation:
         self.graph, self.settings, self.allowed, self.as_it_lies = graph, settings, allowed, as_it_lies
         self.constants = constant_nodes(graph)
         self.flows = gradient_flow(graph, differentiated(graph))
+        self.differentiable = requires_grad(graph)
         self.vertices: list[Vertex] = []
         self.edges: list[Edge] = []
         self.producer: dict[Value, tuple[int, int]] = {}
@@ -224,7 +235,7 @@ class _Formulation:
         return uses
 
     def _table(self, v: Value) -> ConversionTable:
-        return table_of(v, v in self.flows, self.settings)
+        return table_of(v, v in self.flows, v in self.differentiable, self.settings)
 
     def _add_input(self, port: Port) -> None:
         table = self._table(Value(port.node))

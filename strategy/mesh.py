@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -79,6 +79,13 @@ class Mesh:
         for position, size in zip(coordinate, self.sizes, strict=True):
             rank = rank * size + position
         return rank
+
+    def position(self, rank: int, axes: Sequence[str]) -> int:
+        """Where `rank` stands along `axes` together, the first of them the major one."""
+        coordinate, position = self.coordinate(rank), 0
+        for axis in axes:
+            position = position * self.size(axis) + coordinate[self.index(axis)]
+        return position
 
     def stride(self, axis: str) -> int:
         """How far apart the ranks of one group along `axis` are."""
