@@ -439,10 +439,14 @@ def _local_class_terms(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _embedding(node: fx.Node) -> Rule | None:
-    """Rows that are split give addends. A gradient that is sparse or scaled by a row's uses takes all of them."""
-    whole = argument(node, "scale_grad_by_freq") or argument(node, "sparse")
+    """Rows that are split give addends. A sparse gradient takes all rows, one scaled by a row's uses also all uses."""
     row = Row("v d, ... -> ... d", reduce="v", linear=("0",), local=_local_embedding)
-    return parse_row(replace(row, whole="v", local=None) if whole else row, node)
+    if argument(node, "scale_grad_by_freq"):
+        uses = (f"_{i + 1}" for i in range(len(shape(operands(node)[1]))))
+        row = replace(row, whole=" ".join(["v", *uses]))
+    elif argument(node, "sparse"):
+        row = replace(row, whole="v")
+    return parse_row(row, node)
 
 
 def _local_embedding(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

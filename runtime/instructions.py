@@ -143,7 +143,7 @@ def assemble_code(module: fx.GraphModule, phase: str) -> Code:
                     slots[node], tuple(slots[o] for o in used), dead,
                     None if node.target in (convert, convert_group, position) else _caller(node, used),
                     _conversion(node, phase), draws_random_numbers(node),
-                    node.name, tuple(node.args[0]) if node.target is position else (),
+                    node.name, _along(node),
                 )
             )  # fmt: skip
     outputs = tuple(slots[o] if isinstance(o, fx.Node) else None for o in returned)
@@ -174,6 +174,11 @@ def _conversion(node: fx.Node, phase: str) -> Conversion | None:
     return Conversion(
         kind(before, after), before, after, axis, size, phase, tuple(tags) if grouped else (tags,), grouped
     )
+
+
+def _along(node: fx.Node) -> tuple[str, ...]:
+    arguments: tuple[Any, ...] = node.args
+    return tuple(arguments[0]) if node.target is position else ()
 
 
 def _caller(node: fx.Node, used: tuple[fx.Node, ...]) -> Callable[..., Any]:
