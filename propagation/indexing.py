@@ -47,11 +47,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _within(index: Tensor, start: int, part: int, whole: int, ignored: int | None = None) -> Tensor:
-    """`index - start`, or -1 outside of `part` or where it is `ignored`. Raises IndexError outside of `whole`."""
+    """`index - start` as int64, or -1 outside of `part` or where it is `ignored`. Raises IndexError for an index
+    outside of `whole` (on a device its own assertion fails, so that nothing waits for it)."""
+    index = index.long()
     wrong = (index < 0) | (index >= whole)
     if ignored is not None:
         wrong &= index != ignored
-    if index.device.type != "cpu":  # asked there, so that nothing waits for the device
+    if index.device.type != "cpu":
         aten._assert_async.msg(~wrong.any(), f"an index is out of range of a dim of size {whole}")
     elif wrong.any():
         raise IndexError(f"index {int(index[wrong][0])} is out of range of a dim of size {whole}")
@@ -116,7 +118,7 @@ def _fake_position(axes: list[str], sizes: list[int]) -> Tensor:
 
 @torch.library.register_fake("partway::part_index")  # type: ignore[untyped-decorator]
 def _fake_part_index(index: Tensor, position: Tensor, part: int, whole: int) -> Tensor:
-    return torch.empty_like(index)
+    return torch.empty_like(index, dtype=torch.int64)
 
 
 @torch.library.register_fake("partway::class_terms")  # type: ignore[untyped-decorator]

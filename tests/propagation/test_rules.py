@@ -15,8 +15,10 @@ from torch import fx
 from partway.propagation.capture import capture, capturing
 from partway.propagation.collectives import constrain
 from partway.propagation.indexing import class_terms
+from partway.propagation.lower import lower
 from partway.propagation.rule import axis_options
 from partway.propagation.rules import RULES, rule_of
+from partway.propagation.search import dynamic_programming
 from partway.strategy import Layout, Mesh, Partial
 
 aten = torch.ops.aten
@@ -307,6 +309,52 @@ def test_a_row_that_nothing_reaches_is_not_kept():
     assert targets.isdisjoint(
         {"aten.contiguous.default", "aten.chunk.default", "aten.to.dtype", "aten.dropout.default"}
     )
+
+
+# -- splits that a maximum and an embedding have
+
+
+def placements_of(lab, fn, args, target, mesh):
+    """The placements of the first result in every option of the call of `target`."""
+    problem = lab.problem_of(fn, args, mesh)
+    (vertex,) = lab.vertices_of(problem, target)
+    return {str(option.results[0]) for option in problem.vertices[vertex].options}
+
+
+def test_a_maximum_with_a_gradient_keeps_its_dim_whole(lab):
+    x = torch.rand(4, 4, requires_grad=True)
+    detached = placements_of(lab, lambda x: x.detach().amax(1) * x.sum(1), (x,), aten.amax.default, lab.LINE)
+    assert detached == {"[x:S0]", "[x:Pmax]", "[x:R]", "[x:B]"}
+    assert placements_of(lab, lambda x: x.amax(1), (x,), aten.amax.default, lab.LINE) == {"[x:S0]", "[x:R]", "[x:B]"}
+    assert "[x:Pmax]" in placements_of(lab, lambda x: x.amax(1), (x.detach(),), aten.amax.default, lab.LINE)
+    assert "[x:Pmax]" not in placements_of(lab, lambda x: x.amax(1), (x.detach() > 0.5,), aten.amax.default, lab.LINE)
+
+
+def test_rows_are_cut_by_several_axes_in_mesh_order(lab):
+    args = tensors_of(case(aten.embedding.default, "", F.embedding, index(8, 16), real(8, 4)))
+    problem = lab.problem_of(F.embedding, args, lab.SQUARE)
+    (vertex,) = lab.vertices_of(problem, aten.embedding.default)
+    options = problem.vertices[vertex].options
+    both = next(i for i, option in enumerate(options) if option.factors == ("v", "v"))
+    problem = lab.choose(problem, vertex, [both])
+    solution = dynamic_programming(problem)
+    expected = lab.value_and_gradients([F.embedding(*args)], [args[1]])
+    lab.check_choice(problem, solution.choice, F.embedding, args, expected, "rows on both axes")
+    program = str(lower(problem, solution.choice))
+    assert "partway.position.default([dp, tp], [2, 2])" in program
+    assert "partway.part_index.default(tensors_0, position_default, 2, 8)" in program
+
+
+@pytest.mark.parametrize("wrong", [8, -1])
+def test_an_index_that_no_part_has_is_an_error(lab, wrong):
+    args = torch.tensor([0, wrong, 3, 5]), torch.rand(8, 4, requires_grad=True)
+    problem = lab.problem_of(F.embedding, args, lab.LINE)
+    (vertex,) = lab.vertices_of(problem, aten.embedding.default)
+    split = [i for i, option in enumerate(problem.vertices[vertex].options) if option.factors == ("v",)]
+    problem = lab.choose(problem, vertex, split)
+    step = lab.compiled(problem, dynamic_programming(problem).choice)
+    with pytest.raises(IndexError, match=f"index {wrong} is out of range of a dim of size 8"):
+        step(lab.call_tensors(problem, F.embedding, args))
 
 
 # -- views
