@@ -544,8 +544,8 @@ NESTED = [
         ("argument 'h'", "Shard(dim=5) splits a dim that a tensor of 2 dims does not have"),
     ),
     Wrong(
-        "constraint_to_dtensors_max",
-        nested(([dt.Partial("max"), dt.Replicate()],)),
+        "constraint_to_dtensors_avg",
+        nested(([dt.Partial("avg"), dt.Replicate()],)),
         ("argument 'h'", "has no equal in Partway"),
     ),
 ]

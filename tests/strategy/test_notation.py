@@ -15,6 +15,7 @@ from partway.strategy import (
     Annotation,
     Layout,
     Mesh,
+    Partial,
     Replicate,
     Shard,
     StrategyError,
