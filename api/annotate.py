@@ -29,9 +29,9 @@ from partway.strategy import (
     check_dataset_strategy,
     check_strategies,
     coarsest_mesh,
-    meshes_of,
     form_problems,
     is_one_strategy,
+    meshes_of,
     placement_from_code,
 )
 from partway.strategy.errors import raise_problems

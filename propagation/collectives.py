@@ -1,4 +1,4 @@
-"""The two operators that a program has beside PyTorch's own: `convert` and, after fusion, `convert_group`.
+"""The operators by which a program communicates: `convert` and, after fusion, `convert_group`.
 
 `partway::convert(x, source, target, axes, size, tag)` turns the part of a tensor that a rank holds under the
 placement `source` on each of `axes` into its part under `target` on each (`strategy/placement.py` says by what

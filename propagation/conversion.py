@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..strategy.layout import Layout, layout
 from ..strategy.mesh import Mesh
-from ..strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement, Shard, kind, transpose
+from ..strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement, Shard, converts, kind, transpose
 from .cost import Weights, collective_cost
 from .profile import DeviceProfile
 
@@ -61,8 +61,8 @@ class _Move:
 @dataclass(frozen=True, eq=False)
 class ConversionTable:
     """Costs between all layouts of tensors of one shape. A layout is known by its code: its states, one digit per
-    axis. `partial`: how addends of the tensor combine, if it can be one; `gradient`: the backward of a conversion
-    runs too."""
+    axis. `gradient`: the backward of a conversion runs too; `partial`: how what the ranks hold under Partial makes the
+    value ("sum" or "max"; None: there is no Partial)."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -261,6 +261,8 @@ def _coefficients(
     fixed, linear = np.full((len(states),) * 2, np.inf), np.zeros((len(states),) * 2)
     np.fill_diagonal(fixed, 0.0)
     for (i, source), (j, target) in itertools.permutations(enumerate(states), 2):
+        if not converts(source, target):
+            continue
         ways = [kind(source, target)] + ([kind(*transpose(source, target))] if gradient else [])
         if len(axes) > 1 and not any(way.communicates for way in ways):
             continue

@@ -8,6 +8,7 @@ placement algebra do the rest (the local element count never enters). One row in
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 
 from .graph import argument, argument_names, is_tensor, operands, shape, value
+from .indexing import class_terms, wide
 from .torch_internals import tree_map
 
 aten = torch.ops.aten
@@ -105,13 +107,13 @@ def _batch_norm_of(
     dims = [d for d in range(len(shape(x))) if d != 1]
     count = math.prod(shape(x)[d] for d in dims)
     dtype = value(x).dtype
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    exact = wide(dtype)
 
     def along(vector: fx.Node) -> fx.Node:
         return b(aten.view.default, vector, channels)
 
-    if wide != dtype:
-        x = b(aten._to_copy.default, x, dtype=wide)
+    if exact != dtype:
+        x = b(aten._to_copy.default, x, dtype=exact)
     new_mean, new_var = old_mean, old_var
     if training:
         mean = b(aten.div.Scalar, b(aten.sum.dim_IntList, x, dims), count)
@@ -130,7 +132,7 @@ def _batch_norm_of(
         y = b(aten.mul.Tensor, y, along(weight))
     if bias is not None:
         y = b(aten.add.Tensor, y, along(bias))
-    if wide != dtype:
+    if exact != dtype:
         y = b(aten._to_copy.default, y, dtype=dtype)
     return (y, mean, rstd, new_mean, new_var)
 
@@ -143,6 +145,47 @@ def _blend(b: Builder, old: Any, new: Any, momentum: Any) -> fx.Node:
 
 def _cross_entropy(b: Builder, node: fx.Node) -> fx.Node | None:
     """A mean over valid targets is the sum over them divided by their number (by their weights, if any)."""
+    x, target = operands(node)[:2]
+    plain = argument(node, "weight") is None and not argument(node, "label_smoothing")
+    if plain and not value(target).dtype.is_floating_point:
+        return _class_cross_entropy(b, node, x)
+    return _mean_over_targets(b, node)
+
+
+def _nll(b: Builder, node: fx.Node) -> fx.Node | None:
+    """Of a log_softmax that nothing else reads it is cross entropy."""
+    x = operands(node)[0]
+    if x.target is aten.log_softmax.int and len(x.users) == 1 and argument(node, "weight") is None:
+        along, dtype = argument(x, "dim") % max(len(shape(x)), 1), argument(x, "dtype")
+        if along == min(1, len(shape(x)) - 1) and dtype in (None, value(operands(x)[0]).dtype):
+            return _class_cross_entropy(b, node, operands(x)[0])
+    return _mean_over_targets(b, node)
+
+
+def _class_cross_entropy(b: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
+    """log(sum of exp(x - m)) - (x - m)[target] with m the largest logit: sums over the classes (`indexing.py`)."""
+    target, dtype, reduction = operands(node)[1], value(x).dtype, argument(node, "reduction")
+    single = len(shape(x)) == 1
+    if single:
+        x, target = b(aten.unsqueeze.default, x, 0), b(aten.unsqueeze.default, target, 0)
+    largest = b(aten.amax.default, b(aten.detach.default, x), [1])
+    ignored = argument(node, "ignore_index")
+    terms = b(class_terms, x, largest, target, None, shape(x)[1], ignored)
+    total, picked = b(operator.getitem, terms, 0), b(operator.getitem, terms, 1)
+    loss = b(aten.sub.Tensor, b(aten.log.default, total), picked)
+    loss = b(aten.masked_fill.Scalar, loss, b(aten.eq.Scalar, target, ignored), 0.0)
+    every = list(range(len(shape(loss))))
+    if reduction in (_MEAN, _SUM):
+        loss = b(aten.sum.dim_IntList, loss, every)
+    elif single:
+        loss = b(aten.squeeze.dim, loss, 0)
+    if reduction == _MEAN:
+        valid = b(aten._to_copy.default, b(aten.ne.Scalar, target, ignored), dtype=wide(dtype))
+        loss = b(aten.div.Tensor, loss, b(aten.sum.dim_IntList, valid, every))
+    return loss if wide(dtype) == dtype else b(aten._to_copy.default, loss, dtype=dtype)
+
+
+def _mean_over_targets(b: Builder, node: fx.Node) -> fx.Node | None:
     if argument(node, "reduction") != _MEAN:
         return None
     (x, target), weight = operands(node)[:2], argument(node, "weight")
@@ -256,7 +299,7 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.new_full.default: _like(aten.full.default),
     aten.new_ones.default: _like(aten.ones.default),
     aten.new_zeros.default: _like(aten.zeros.default),
-    aten.nll_loss_nd.default: _cross_entropy,
+    aten.nll_loss_nd.default: _nll,
     aten.ones_like.default: _like(aten.ones.default),
     aten.scaled_dot_product_attention.default: _attention,
     aten.smooth_l1_loss.default: _pointwise_loss,

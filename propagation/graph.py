@@ -20,7 +20,7 @@ from torch import fx
 
 from ..strategy.errors import VerifyError
 from .structure import Structure
-from .torch_internals import OpOverload, tree_flatten
+from .torch_internals import OpOverload
 
 
 class Role(StrEnum):

@@ -34,7 +34,7 @@ from .graph import (
 )
 from .problem import Option, SearchProblem, Vertex, VertexKind, table_of
 from .profile import DeviceProfile
-from .rule import LocalShapes
+from .rule import Emitter, LocalShapes
 from .torch_internals import tree_map
 
 
@@ -124,7 +124,7 @@ def collective(conversion: Conversion, phase: str, mesh: Mesh, profile: DevicePr
         where=conversion.where,
         path=conversion.path,
         dtype=str(conversion.dtype).removeprefix("torch."),
-        predicted_time=collective_seconds(found, payload, mesh, (conversion.axis,), profile),
+        predicted_time=collective_seconds(found, payload, mesh, conversion.axes, profile),
         tag=conversion.tag,
         members=(conversion.tensor,),
     )
@@ -254,12 +254,17 @@ class _Lowering:
             self._produce(produced[0], args[0], rests[0], consumer)
             return
         if vertex and vertex.rule and vertex.rule.local and option:
+            mesh, split = self.settings.mesh, dict[str, dict[str, int]]()
+            for axis, factor in zip(mesh.axes, option.factors, strict=True):
+                if factor:
+                    split.setdefault(factor, {})[axis] = mesh.size(axis)
             shapes = LocalShapes(
                 tuple(lo.local_shape(_shape(source_of(o))) for o, lo in zip(inputs, wanted, strict=True)),
                 tuple(lo.local_shape(_shape(v)) for v, lo in zip(produced, rests, strict=True)),
             )
-            args, kwargs = vertex.rule.local(node, tuple(args), dict(kwargs), shapes)
-        made = self.graph.call_function(node.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
+            made = vertex.rule.local(Emitter(node, shapes, self.graph, split), tuple(args), dict(kwargs))
+        else:
+            made = self.graph.call_function(node.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
         several = isinstance(node.meta["val"], tuple | list)
         for v, rest in zip(produced, rests, strict=True):
             if not several:
@@ -273,7 +278,7 @@ class _Lowering:
             return self.local[v, target]
         here, producer = self.base[v]
         flows = v in self.problem.flows
-        table = table_of(v, flows, self.settings)
+        table = table_of(v, flows, v in self.differentiable, self.settings)
         node = self.local[v, here]
         for step in table.path(here, target):
             if (v, step.after) not in self.local:

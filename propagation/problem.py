@@ -44,6 +44,7 @@ from .graph import (
     module_path,
     operands,
     operator_name,
+    requires_grad,
     source_of,
     tensor_of,
     value,
@@ -51,7 +52,7 @@ from .graph import (
 )
 from .profile import DeviceProfile
 from .rule import AxisOption, Rule, axis_options
-from .rules import rule_of
+from .rules import MAXIMA, rule_of
 
 Mask = NDArray[np.bool_]
 
@@ -161,7 +162,6 @@ class Options:
         table = tables[i]
         return table.digits[codes] if table else np.zeros((len(self), len(self.mesh.axes)), dtype=np.intp)
 
-
     def whole(self, of: str, i: int) -> int:
         """The state of tensor i that is whole on every rank."""
         table = (self.tables[0] if of == "operands" else self.tables[1])[i]
@@ -258,18 +258,27 @@ class SearchProblem:
 Allowed = Mapping[str, tuple[tuple[Layout, ...], str]]  # port or constraint name -> (layouts, what the person wrote)
 
 
-def table_of(v: Value, gradient: bool, s: Settings) -> ConversionTable:
-    """The costs of converting the tensor `v`. `gradient`: that of its gradient counts too."""
+def table_of(v: Value, gradient: bool, differentiable: bool, s: Settings) -> ConversionTable:
+    """The costs of converting the tensor `v`. `gradient`: that of its gradient counts too; `differentiable`: it may
+    have one."""
     tensor = tensor_of(v)
     return conversion_table(
         tuple(tensor.shape),
         tensor.element_size(),
-        None if tensor.dtype is torch.bool else "sum",
+        _partial_of(v, differentiable),
         gradient,
         s.mesh,
         s.profile,
         s.weights,
     )
+
+
+def _partial_of(v: Value, differentiable: bool) -> str | None:
+    """How parts of `v` under Partial make its value: None where there are none, "max" for a maximum without a
+    gradient (Partial(max) has no dual)."""
+    if tensor_of(v).dtype is torch.bool:
+        return None
+    return "max" if v.node.target in MAXIMA and not differentiable else "sum"
 
 
 def formulate(
@@ -289,6 +298,7 @@ class _Formulation:
         self.graph, self.settings, self.allowed, self.as_it_lies = graph, settings, allowed, as_it_lies
         self.constants = constant_nodes(graph)
         self.flows = gradient_flow(graph, differentiated(graph))
+        self.differentiable = requires_grad(graph)
         self.vertices: list[Vertex] = []
         self.edges: list[Edge] = []
         self.producer: dict[Value, tuple[int, int]] = {}
@@ -325,7 +335,7 @@ class _Formulation:
 
     def _table(self, v: Value) -> ConversionTable:
         if v not in self.tables:
-            self.tables[v] = table_of(v, v in self.flows, self.settings)
+            self.tables[v] = table_of(v, v in self.flows, v in self.differentiable, self.settings)
         return self.tables[v]
 
     def _add_input(self, port: Port) -> None:
@@ -339,7 +349,9 @@ class _Formulation:
         layouts, annotation = self._restrict(port.name, allowed)
         if annotation:
             self.near_annotation.add(v)
-        options = self._plain(("input", table, layouts, port.role, port.requires_grad), lambda: self._input_options(port, table, layouts))
+        options = self._plain(
+            ("input", table, layouts, port.role, port.requires_grad), lambda: self._input_options(port, table, layouts)
+        )
         self._append(Vertex(port.name, VertexKind.INPUT, port.node, options, None, port, annotation), (v,))
 
     def _input_options(self, port: Port, table: ConversionTable, layouts: tuple[Layout, ...]) -> Options:
@@ -420,9 +432,7 @@ class _Formulation:
         """All options of an operator that divide evenly, less those that the settings leave out."""
         if rule is None:
             rule = Rule(tuple(() for _ in sources), tuple(() for _ in produced), {})
-            single = tuple(
-                AxisOption(None, (p,) * len(sources), (p,) * len(produced)) for p in (REPLICATE, BROADCAST)
-            )
+            single = tuple(AxisOption(None, (p,) * len(sources), (p,) * len(produced)) for p in (REPLICATE, BROADCAST))
         else:
             single = axis_options(rule)
         constant = [source.node in self.constants for source in sources]
@@ -434,9 +444,10 @@ class _Formulation:
         for factor, size in rule.sizes.items():
             splits = np.array([option.factor == factor for option in single])[picks]
             keep &= size % np.where(splits, sizes, 1).prod(axis=1) == 0
-        columns = [
-            _codes_of(table, [option.operands[i] for option in single], picks) for i, table in enumerate(tables[0])
-        ], [_codes_of(table, [option.results[i] for option in single], picks) for i, table in enumerate(tables[1])]
+        columns = (
+            [_codes_of(table, [option.operands[i] for option in single], picks) for i, table in enumerate(tables[0])],
+            [_codes_of(table, [option.results[i] for option in single], picks) for i, table in enumerate(tables[1])],
+        )
         for table, codes in zip((*tables[0], *tables[1]), (*columns[0], *columns[1]), strict=True):
             if table:
                 keep &= table.valid[codes]
@@ -589,9 +600,7 @@ def _identity(
     )  # fmt: skip
 
 
-def _exists(
-    option: AxisOption, tables: tuple[tuple[ConversionTable | None, ...], ...], constant: list[bool]
-) -> bool:
+def _exists(option: AxisOption, tables: tuple[tuple[ConversionTable | None, ...], ...], constant: list[bool]) -> bool:
     """Whether the tensors of an operator can be placed so. Addends of constants alone would be work done twice."""
     placed = zip((*tables[0], *tables[1]), (*option.operands, *option.results), strict=True)
     addends = [c for c, p in zip(constant, option.operands, strict=True) if isinstance(p, Partial)]

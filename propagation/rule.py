@@ -24,12 +24,13 @@ from typing import Any
 
 from torch import fx
 
-from ..strategy.placement import BROADCAST, PARTIAL, REPLICATE, Placement, Shard
+from ..strategy.placement import BROADCAST, PARTIAL, REPLICATE, Partial, Placement, Shard
+from . import indexing
 from .graph import is_tensor, shape, value
 
 Dims = tuple[tuple[str, ...], ...]  # for each dim the factors that make it up, major first; () cannot be split
-# (args, kwargs, operand layouts, result layouts) of the global call -> (args, kwargs) of the local one
-Localize = Callable[[fx.Node, tuple[Any, ...], dict[str, Any], "LocalShapes"], tuple[tuple[Any, ...], dict[str, Any]]]
+# (emitter, args and kwargs with the local operands) -> the node of the local result
+Localize = Callable[["Emitter", tuple[Any, ...], dict[str, Any]], fx.Node]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +42,52 @@ class LocalShapes:
 
 
 @dataclass(frozen=True, slots=True)
+class Emitter:
+    """Writes the local form of one call: the operators that a rank runs in place of it.
+
+    node     the global call
+    shapes   the local shapes of its tensors
+    graph    what is written to
+    split    for each factor that is split the axes that split it, major first, with their sizes
+    """
+
+    node: fx.Node
+    shapes: LocalShapes
+    graph: fx.Graph
+    split: Mapping[str, Mapping[str, int]]
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of the operator `target`."""
+        return self.graph.call_function(target, args, kwargs)
+
+    def part(self, factor: str) -> tuple[int, fx.Node | None]:
+        """Into how many parts `factor` is split, and the node of which of them the rank has (None: it is whole)."""
+        axes = self.split.get(factor)
+        if not axes:
+            return 1, None
+        return math.prod(axes.values()), self.call(indexing.position, list(axes), list(axes.values()))
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """The factors of one call of an operator.
 
     operands, results   the dims of each tensor operand (in the order of `graph.operands(node)`) and result
     sizes               the global size of each factor
     reduce              factors that are summed over: a result that lacks one is Partial when it is split
+    reduce_by           "sum", or "max" for factors of which the largest is taken (a value with a gradient has no
+                        Partial(max), so there these splits drop out)
     additive            operands that enter the sum once
     linear              sets of operands in which the operator is jointly linear, the others held fixed
     flops               floating-point operations of the whole forward call; > 0 marks a contraction
-    local               rewrites arguments that depend on sizes
+    local               writes the local form where it is another call than the global one
     """
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     sizes: Mapping[str, int]
     reduce: frozenset[str] = frozenset()
+    reduce_by: str = "sum"
     additive: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     flops: float = 0.0
@@ -116,7 +147,7 @@ def _split(rule: Rule, factor: str) -> AxisOption | None:
         dim = _dim_of(dims, factor, rule.sizes)
         if (dim is None and factor not in rule.reduce) or (dim is not None and dim < 0):
             return None
-        results.append(PARTIAL if dim is None else Shard(dim))
+        results.append(Partial(rule.reduce_by) if dim is None else Shard(dim))
     return AxisOption(factor, tuple(placed), tuple(results))
 
 

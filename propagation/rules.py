@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torch import fx
 
 from .collectives import constrain
 from .graph import argument, argument_names, draws_random_numbers, is_tensor, operands, shape, value
-from .rule import Dims, LocalShapes, Row, Rule, parse_row
+from .indexing import class_terms, part_index
+from .rule import Dims, Emitter, Row, Rule, parse_row
 
 aten = torch.ops.aten
+MAXIMA = frozenset({aten.amax.default})  # operators whose result is the largest of what they reduce
 Function = Callable[[fx.Node], Rule | None]
 
 
@@ -55,10 +58,9 @@ def _rename(dims: Dims, whole: Iterable[int]) -> Dims:
 def _with_shape(position: int) -> Any:
     """A localizer that puts the local shape of the result at the argument at `position`."""
 
-    def local(
-        node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: LocalShapes
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (*args[:position], list(shapes.results[0]), *args[position + 1 :]), kwargs
+    def local(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        shape = list(emit.shapes.results[0])
+        return emit.call(emit.node.target, *args[:position], shape, *args[position + 1 :], **kwargs)
 
     return local
 
@@ -135,16 +137,17 @@ def _along(*names: str, linear: bool = False) -> Function:
 
 
 def _reduction(node: fx.Node) -> Rule | None:
-    """Sums over dims: a split of a summed dim leaves addends."""
+    """Sums and maxima over dims: a split of a summed dim leaves addends, or candidates for the maximum."""
     x = operands(node)[0]
     size, dims = shape(x), argument(node, "dim") if "dim" in argument_names(node) else None
     letters = _letters(size)
     summed = {d % len(size) for d in dims} if dims and size else set(range(len(size)))
     keep = bool(len(shape(node))) and len(shape(node)) == len(size)
     out = _rename(letters, summed) if keep else tuple(p for d, p in enumerate(letters) if d not in summed)
+    largest = node.target in MAXIMA
     return Rule(
-        (letters,), (out,), _sizes(letters, size),
-        reduce=frozenset(f for d in summed for f in letters[d]), linear=(frozenset({0}),),
+        (letters,), (out,), _sizes(letters, size), reduce=frozenset(f for d in summed for f in letters[d]),
+        reduce_by="max" if largest else "sum", linear=() if largest else (frozenset({0}),),
     )  # fmt: skip
 
 
@@ -378,14 +381,13 @@ def _convolution(node: fx.Node) -> Rule | None:
     )  # fmt: skip
 
 
-def _local_groups(
-    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: LocalShapes
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _local_groups(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     """A rank that holds a part of the groups convolves that many: its input channels over those of one group."""
-    channel = len(shapes.operands[0]) - (len(shapes.operands[1]) - 2) - 1
-    groups = shapes.operands[0][channel] // shapes.operands[1][1]
-    position = argument_names(node).index("groups")
-    return (*args[:position], groups, *args[position + 1 :]), kwargs
+    x, weight = emit.shapes.operands[:2]
+    channel = len(x) - (len(weight) - 2) - 1
+    groups = x[channel] // weight[1]
+    position = argument_names(emit.node).index("groups")
+    return emit.call(emit.node.target, *args[:position], groups, *args[position + 1 :], **kwargs)
 
 
 def _pool(spatial: int) -> Function:
@@ -401,7 +403,8 @@ def _pool(spatial: int) -> Function:
 
 
 def _cross_entropy(node: fx.Node) -> Rule | None:
-    """Summed (capture made means of it) or per element: positions are independent, classes stay whole."""
+    """What expansion leaves of it (class weights, smoothing, probabilities), summed or per element: positions are
+    independent, classes stay whole."""
     x, target = operands(node)[:2]
     if argument(node, "reduction") == 1:
         return None
@@ -416,6 +419,50 @@ def _cross_entropy(node: fx.Node) -> Rule | None:
         (letters, letters if classes else positions, *weight), (() if reduced else positions,), sizes,
         reduce=frozenset(sizes) if reduced else frozenset(),
     )  # fmt: skip
+
+
+def _class_terms(node: fx.Node) -> Rule | None:
+    """Sums over the classes (dim 1): a part of them gives an addend, the picked class one from the part it is in."""
+    size = shape(operands(node)[0])
+    letters = _letters(size)
+    positions = (letters[0], *letters[2:])
+    return Rule(
+        (letters, positions, positions), (positions, positions), _sizes(letters, size), reduce=frozenset(letters[1]),
+        local=_local_class_terms,
+    )  # fmt: skip
+
+
+def _local_class_terms(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """A rank that holds a part of the classes is told which."""
+    x, maximum, target, _, *rest = args
+    return emit.call(class_terms, x, maximum, target, emit.part("f1")[1], *rest, **kwargs)
+
+
+def _embedding(node: fx.Node) -> Rule | None:
+    """Rows that are split give addends. A sparse gradient takes all rows, one scaled by a row's uses also all uses."""
+    row = Row("v d, ... -> ... d", reduce="v", linear=("0",), local=_local_embedding)
+    if argument(node, "scale_grad_by_freq"):
+        uses = (f"_{i + 1}" for i in range(len(shape(operands(node)[1]))))
+        row = replace(row, whole=" ".join(["v", *uses]))
+    elif argument(node, "sparse"):
+        row = replace(row, whole="v")
+    return parse_row(row, node)
+
+
+def _local_embedding(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """A rank that holds a part of the rows looks up those, and has zeros for the others."""
+    parts, place = emit.part("v")
+    if place is None:
+        return emit.call(aten.embedding.default, *args, **kwargs)
+    weight, index = args[:2]
+    rows, padding = emit.shapes.operands[0][0], argument(emit.node, "padding_idx")
+    local = emit.call(part_index, index, place, rows, rows * parts)
+    found = emit.call(aten.embedding.default, weight, emit.call(aten.clamp.default, local, 0))
+    if padding >= 0:  # that row gets no gradient; where it is depends on the rank, so no local padding_idx can say it
+        padded = emit.call(aten.unsqueeze.default, emit.call(aten.eq.Scalar, index, padding), -1)
+        found = emit.call(aten.where.self, padded, emit.call(aten.detach.default, found), found)
+    others = emit.call(aten.unsqueeze.default, emit.call(aten.lt.Scalar, local, 0), -1)
+    return emit.call(aten.masked_fill.Scalar, found, others, 0.0)
 
 
 def _loss(node: fx.Node) -> Rule | None:
@@ -473,7 +520,7 @@ RULES: dict[Any, Row | Function] = {
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.cumsum.default: _along("dim", linear=True),
     aten.einsum.default: _einsum,
-    aten.embedding.default: Row("v d, ... -> ... d", whole="v", linear=("0",)),
+    aten.embedding.default: _embedding,
     aten.expand.default: _expand,
     aten.group_norm.default: _group_norm,
     aten.layer_norm.default: _layer_norm,
@@ -484,6 +531,7 @@ RULES: dict[Any, Row | Function] = {
     aten.max_pool2d.default: _pool(2),
     aten.max_pool2d_with_indices.default: _pool(2),
     aten.max_pool3d.default: _pool(3),
+    aten.amax.default: _reduction,
     aten.avg_pool2d.default: _pool(2),
     aten._adaptive_avg_pool2d.default: _pool(2),
     aten.adaptive_avg_pool2d.default: _pool(2),
@@ -517,5 +565,6 @@ RULES: dict[Any, Row | Function] = {
     aten.transpose.int: _reorder(_transposed),
     aten.unbind.int: _pieces,
     aten.unsqueeze.default: _squeezed,
+    class_terms: _class_terms,
     constrain: _UNARY_LINEAR,
 }

@@ -22,7 +22,7 @@ from ..propagation.lower import PlacedPort
 from ..strategy.errors import RuntimeStateError
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
-from ..strategy.placement import Kind
+from ..strategy.placement import PARTIAL_MAX, Kind
 from ..strategy.torch_mesh import to_device_mesh
 from .instructions import Code, Conversion, Instruction, interpret, local_conversion
 from .process import device_type
@@ -119,6 +119,8 @@ class Worker:
     def _apply(self, step: Instruction, operands: list[Any]) -> Any:
         values = [_ready(operand) for operand in operands]
         c = step.conversion
+        if step.along:
+            return torch.tensor(self.mesh.position(self.rank, *step.along))
         if c is None:
             assert step.call is not None
             return step.call(*values)
@@ -135,7 +137,7 @@ class Worker:
         before, after = c.dims
         match c.kind:
             case Kind.ALL_REDUCE:
-                return _all_reduce(parts, group)
+                return _all_reduce(parts, group, dist.ReduceOp.MAX if c.source == PARTIAL_MAX else dist.ReduceOp.SUM)
             case Kind.REDUCE_SCATTER:
                 packed, unpack = _pack([_pieces(part, after, c.size) for part in parts])
                 added = packed.to(_ADDED_AS.get(packed.dtype, packed.dtype))
@@ -179,15 +181,15 @@ def _ready(value: Any) -> Any:
     return value.wait() if isinstance(value, Pending) else value
 
 
-def _all_reduce(parts: list[Tensor], group: Any) -> Pending:
-    """The sums of `parts` over the group, in one buffer: the parts themselves stay as they are."""
+def _all_reduce(parts: list[Tensor], group: Any, reduction: Any) -> Pending:
+    """The sums or maxima of `parts` over the group, in one buffer: the parts themselves stay as they are."""
     dtype = parts[0].dtype
     wide = _ADDED_AS.get(dtype, dtype)
     if len(parts) == 1:
         buffer = parts[0].to(wide, copy=True, memory_format=torch.contiguous_format)
     else:
         buffer = torch.cat([part.reshape(-1) for part in parts]).to(wide)
-    work = dist.all_reduce(buffer, group=group, async_op=True)
+    work = dist.all_reduce(buffer, reduction, group=group, async_op=True)
 
     def finish() -> list[Tensor]:
         pieces = buffer.to(dtype).view(-1).split([part.numel() for part in parts])

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from ..propagation.collectives import convert, convert_group
 from ..propagation.graph import draws_random_numbers
+from ..propagation.indexing import position
 from ..strategy.placement import Kind, Placement, Shard, kind, placement_from_code
 
 
@@ -46,7 +47,8 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """Compute slot `out` from the slots `operands`; `dead` slots are read for the last time."""
+    """Compute slot `out` from the slots `operands`; `dead` slots are read for the last time. With `along` it is the
+    rank's position on these axes."""
 
     out: int
     operands: tuple[int, ...]
@@ -55,6 +57,7 @@ class Instruction:
     conversion: Conversion | None
     once: bool  # draws random numbers: every rank must see the same ones
     name: str
+    along: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,9 +141,9 @@ def assemble_code(module: fx.GraphModule, phase: str) -> Code:
             instructions.append(
                 Instruction(
                     slots[node], tuple(slots[o] for o in used), dead,
-                    None if node.target in (convert, convert_group) else _caller(node, used),
+                    None if node.target in (convert, convert_group, position) else _caller(node, used),
                     _conversion(node, phase), draws_random_numbers(node),
-                    node.name,
+                    node.name, _along(node),
                 )
             )  # fmt: skip
     outputs = tuple(slots[o] if isinstance(o, fx.Node) else None for o in returned)
@@ -172,13 +175,18 @@ def _conversion(node: fx.Node, phase: str) -> Conversion | None:
     return Conversion(kind(before, after), before, after, tuple(axes), size, phase, tags, grouped)
 
 
+def _along(node: fx.Node) -> tuple[str, ...]:
+    arguments: tuple[Any, ...] = node.args
+    return tuple(arguments[0]) if node.target is position else ()
+
+
 def _caller(node: fx.Node, used: tuple[fx.Node, ...]) -> Callable[..., Any]:
     """A function of the values of `used` that calls the operator."""
-    position = {operand: i for i, operand in enumerate(used)}
+    place = {operand: i for i, operand in enumerate(used)}
     target: Any = _STRIDE_FREE.get(node.target, node.target)
     flat = all(not isinstance(a, list | tuple | dict | slice) or not _holds_node(a) for a in node.args)
     if flat and not any(_holds_node(a) for a in node.kwargs.values()):
-        template = [(position[a], None) if isinstance(a, fx.Node) else (-1, a) for a in node.args]
+        template = [(place[a], None) if isinstance(a, fx.Node) else (-1, a) for a in node.args]
         kwargs = dict(node.kwargs)
         if kwargs:
             return lambda *v: target(*[v[i] if i >= 0 else c for i, c in template], **kwargs)
@@ -187,7 +195,7 @@ def _caller(node: fx.Node, used: tuple[fx.Node, ...]) -> Callable[..., Any]:
         return lambda *v: target(*[v[i] if i >= 0 else c for i, c in template])
 
     def call(*values: Any) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: values[position[operand]])
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: values[place[operand]])
         return target(*args, **kwargs)
 
     return call

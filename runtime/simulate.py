@@ -4,6 +4,8 @@ function of lists. No process group, no second device.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from ..propagation.lower import PlacedPort
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
-from ..strategy.placement import Kind, Partial, Shard
+from ..strategy.placement import PARTIAL_MAX, Kind, Partial, Placement, Shard
 from .instructions import Code, Conversion, Instruction, interpret, local_conversion
 from .record import note
 
@@ -54,6 +56,8 @@ class Simulator:
     def _apply(self, step: Instruction, operands: list[Any]) -> Any:
         if step.conversion is not None:
             return self._convert(step.conversion, operands)
+        if step.along:
+            return [torch.tensor(self.mesh.position(rank, *step.along)) for rank in range(self.mesh.device_num)]
         assert step.call is not None
         if not operands or step.once:  # the same on every rank
             return [step.call(*[parts[0] for parts in operands])] * self.mesh.device_num
@@ -83,22 +87,20 @@ def convert_group_of(c: Conversion, parts: Parts) -> Parts:
     before, after = c.dims
     match c.kind:
         case Kind.ALL_REDUCE:
-            return [_total(parts)] * n
+            return [_total(parts, c.source)] * n
         case Kind.ALL_GATHER:
             return [torch.cat(parts, before)] * n
         case Kind.REDUCE_SCATTER:
-            return [part.contiguous() for part in _total(parts).chunk(n, after)]
+            return [part.contiguous() for part in _total(parts, c.source).chunk(n, after)]
         case Kind.ALL_TO_ALL:
             return [part.contiguous() for part in torch.cat(parts, before).chunk(n, after)]
         case _:
             return [local_conversion(c, part, i) for i, part in enumerate(parts)]
 
 
-def _total(parts: Parts) -> Tensor:
-    total = parts[0] + parts[1] if len(parts) > 1 else parts[0]
-    for part in parts[2:]:
-        total = total + part
-    return total
+def _total(parts: Parts, source: Placement) -> Tensor:
+    """The value of which the ranks hold `parts` under the Partial `source`."""
+    return functools.reduce(torch.maximum if source == PARTIAL_MAX else torch.add, parts)
 
 
 def split(tensor: Tensor, layout: Layout) -> Parts:
@@ -118,11 +120,13 @@ def split(tensor: Tensor, layout: Layout) -> Parts:
 
 
 def join(parts: Parts, layout: Layout) -> Tensor:
-    """The whole tensor of which every rank holds a part: addends are summed, copies are taken once."""
+    """The whole tensor of which every rank holds a part: addends are summed (of candidates the largest is
+    taken), copies are taken once."""
     if not any(isinstance(p, Shard | Partial) for p in layout.placements):
         return parts[0]
     shape = layout.global_shape(tuple(parts[0].shape))
-    whole = parts[0].new_zeros(shape)
+    largest = PARTIAL_MAX in layout.placements
+    whole = parts[0].new_full(shape, _least(parts[0].dtype) if largest else 0)
     for rank, part in enumerate(parts):
         coordinate = layout.mesh.coordinate(rank)
         first = all(
@@ -130,5 +134,10 @@ def join(parts: Parts, layout: Layout) -> Tensor:
             for position, p in zip(coordinate, layout.placements, strict=True)
         )
         if first:
-            whole[layout.slices(shape, rank)] += part
+            where = layout.slices(shape, rank)
+            whole[where] = torch.maximum(whole[where], part) if largest else whole[where] + part
     return whole
+
+
+def _least(dtype: torch.dtype) -> float | int:
+    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min

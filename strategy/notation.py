@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import Problem, StrategyError, raise_problems
 from .layout import Layout, layout
 from .mesh import Mesh
-from .placement import PARTIAL, REPLICATE, Broadcast, Partial, Placement, Replicate, Shard
+from .placement import REPLICATE, Broadcast, Partial, Placement, Replicate, Shard
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement as TorchPlacement
@@ -126,8 +126,8 @@ def read_placement(where: str, placement: Any, ndim: int) -> Placement | Problem
 
         if type(placement) is dt.Replicate:
             return REPLICATE
-        if type(placement) is dt.Partial and placement.reduce_op == "sum":
-            return PARTIAL
+        if type(placement) is dt.Partial and placement.reduce_op in ("sum", "max"):
+            return Partial(placement.reduce_op)
         if type(placement) is not dt.Shard:
             return Problem(where, f"{placement!r} has no equal in Partway", "write Shard(dim) or Replicate()")
     elif not isinstance(placement, Shard):
@@ -159,8 +159,8 @@ def to_dtensor(layout: Layout) -> tuple[TorchPlacement, ...]:
                 return dt.Shard(dim)
             case Replicate():
                 return dt.Replicate()
-            case Partial():
-                return dt.Partial()
+            case Partial(reduce):
+                return dt.Partial(reduce)
         raise StrategyError(
             f"the layout {layout} has a Broadcast, which DTensor cannot say; convert the tensor to Replicate() first"
         )

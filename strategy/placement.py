@@ -10,6 +10,8 @@ Replicate → Broadcast and Partial → Replicate.)
     Replicate                  the whole value            Replicate
     Broadcast                  the whole value            Partial(sum): each rank's gradient is an addend
     Partial(sum)               an addend of the value     Replicate: every addend gets the whole gradient
+    Partial(max)               a candidate: the value is  none: only values that carry no gradient are so placed
+                               the largest of them
 """
 
 from __future__ import annotations
@@ -52,16 +54,16 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Every rank holds an addend of the value."""
+    """Every rank holds an addend of the value; with `reduce="max"` a candidate, of which the value is the largest."""
 
     reduce: str = "sum"
 
     def __post_init__(self) -> None:
-        if self.reduce != "sum":
-            raise StrategyError(f"Partial(reduce) takes 'sum', not {self.reduce!r}")
+        if self.reduce not in ("sum", "max"):
+            raise StrategyError(f"Partial(reduce) takes 'sum' or 'max', not {self.reduce!r}")
 
     def __str__(self) -> str:
-        return "P"
+        return "P" if self.reduce == "sum" else f"P{self.reduce}"
 
 
 Placement = Shard | Replicate | Broadcast | Partial
@@ -69,6 +71,7 @@ Placement = Shard | Replicate | Broadcast | Partial
 REPLICATE = Replicate()
 BROADCAST = Broadcast()
 PARTIAL = Partial()
+PARTIAL_MAX = Partial("max")
 
 
 class Kind(StrEnum):
@@ -106,12 +109,22 @@ _KINDS: dict[tuple[type, type], Kind] = {
     (Partial, Broadcast): Kind.ALL_REDUCE,
 }
 
+# With Partial(max): the largest of copies is the copy itself, and no one step leads to or from a split.
+_MAX_KINDS: dict[tuple[type, type], Kind] = {
+    (Replicate, Partial): Kind.NOTHING,
+    (Broadcast, Partial): Kind.NOTHING,
+    (Partial, Replicate): Kind.ALL_REDUCE,
+    (Partial, Broadcast): Kind.ALL_REDUCE,
+}
+
 
 def dual(placement: Placement) -> Placement:
-    """The placement of the gradient of a value placed as `placement`."""
+    """The placement of the gradient of a value placed as `placement`. Raises StrategyError for Partial(max)."""
     match placement:
         case Broadcast():
             return PARTIAL
+        case Partial("max"):
+            raise StrategyError("Partial('max') has no dual: it is for values without a gradient; detach the operand")
         case Partial():
             return REPLICATE
         case _:
@@ -119,12 +132,25 @@ def dual(placement: Placement) -> Placement:
 
 
 def kind(source: Placement, target: Placement) -> Kind:
-    """What turns a value placed as `source` into one placed as `target`."""
+    """What turns a value placed as `source` into one placed as `target`. Raises StrategyError if no one step does."""
+    found = _kind(source, target)
+    if found is None:
+        raise StrategyError(f"no one step turns {source} into {target}; convert to R first")
+    return found
+
+
+def converts(source: Placement, target: Placement) -> bool:
+    """Whether one step turns `source` into `target`: all pairs do but Partial(max) with a split or with addends."""
+    return _kind(source, target) is not None
+
+
+def _kind(source: Placement, target: Placement) -> Kind | None:
     if source == target:
         return Kind.NOTHING
     if isinstance(source, Shard) and isinstance(target, Shard):
         return Kind.ALL_TO_ALL
-    return _KINDS[type(source), type(target)]
+    table = _MAX_KINDS if PARTIAL_MAX in (source, target) else _KINDS
+    return table.get((type(source), type(target)))
 
 
 def transpose(source: Placement, target: Placement) -> tuple[Placement, Placement]:
@@ -133,10 +159,10 @@ def transpose(source: Placement, target: Placement) -> tuple[Placement, Placemen
 
 
 def placement_from_code(code: str) -> Placement:
-    """The placement whose `str` is `code`: "S0", "S1", ..., "R", "B", "P"."""
-    fixed: dict[str, Placement] = {"R": REPLICATE, "B": BROADCAST, "P": PARTIAL}
+    """The placement whose `str` is `code`: "S0", "S1", ..., "R", "B", "P", "Pmax"."""
+    fixed: dict[str, Placement] = {str(p): p for p in (REPLICATE, BROADCAST, PARTIAL, PARTIAL_MAX)}
     if code in fixed:
         return fixed[code]
     if code[:1] == "S" and code[1:].isdigit():
         return Shard(int(code[1:]))
-    raise StrategyError(f"{code!r} is no placement; write S<dim>, R, B or P")
+    raise StrategyError(f"{code!r} is no placement; write S<dim>, R, B, P or Pmax")

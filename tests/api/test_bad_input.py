@@ -258,7 +258,7 @@ STRATEGIES = [
     ),
     Wrong("negative_dim", lambda _: pw.Shard(-1), ("takes a dim of 0 or more, not -1", "count dims from the front")),
     Wrong("shard_of_an_axis_name", lambda _: pw.Shard("dp"), ("takes a dim of 0 or more, not 'dp'",)),
-    Wrong("partial_of_max", lambda _: pw.Partial("max"), ("takes 'sum', not 'max'",)),
+    Wrong("partial_of_avg", lambda _: pw.Partial("avg"), ("takes 'sum' or 'max', not 'avg'",)),
 ]
 
 MESHES = [
@@ -544,8 +544,8 @@ NESTED = [
         ("argument 'h'", "Shard(dim=5) splits a dim that a tensor of 2 dims does not have"),
     ),
     Wrong(
-        "constraint_to_dtensors_max",
-        nested(([dt.Partial("max"), dt.Replicate()],)),
+        "constraint_to_dtensors_avg",
+        nested(([dt.Partial("avg"), dt.Replicate()],)),
         ("argument 'h'", "has no equal in Partway"),
     ),
 ]

@@ -29,6 +29,11 @@ def test_keys_fill_groups_of_their_own():
     assert by_size.group(members(30, 30, 30, 30, 30, axes="abaab"), 64) == ((0, 2), (1, 4), (3,))
 
 
+def test_sums_and_maxima_are_no_group():
+    found = [Member(i, code, "R", "dp", torch.float32, 8) for i, code in enumerate(["P", "Pmax", "P", "Pmax"])]
+    assert by_size.group(found, 64) == ((0, 2), (1, 3))
+
+
 def test_auto_is_64_mb_and_size_counts_in_mb():
     found = members(*[20 * MB] * 7)
     assert group(found, AllReduceFusion(FusionMode.AUTO)) == ((0, 1, 2), (3, 4, 5), (6,))

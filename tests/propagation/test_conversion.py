@@ -19,8 +19,8 @@ from partway.propagation.profile import profile_of
 from partway.runtime import record_collectives
 from partway.runtime.instructions import Conversion, assemble_code
 from partway.runtime.simulate import Simulator, join, split
-from partway.strategy import BROADCAST, PARTIAL, REPLICATE, Layout, Mesh, Shard
-from partway.strategy.placement import Kind, kind, transpose
+from partway.strategy import BROADCAST, PARTIAL, REPLICATE, Layout, Mesh, Partial, Shard
+from partway.strategy.placement import PARTIAL_MAX, Kind, kind, placement_from_code, transpose
 
 STEP = 1e-13
 
@@ -44,6 +44,8 @@ def step_cost(table, source, axes, placement):
     if not after(source, axes, placement).divides(table.shape) or not source.divides(table.shape):
         return None
     others = [i for i in range(len(mesh.axes)) if i not in axes]
+    if PARTIAL_MAX in (old, placement) and not {type(old), type(placement)} & {type(REPLICATE), type(BROADCAST)}:
+        return None  # a maximum is taken of whole values only
     for state in (old, placement):
         if isinstance(state, Shard) and any(source.placements[i] == state for i in others if i > axes[0]):
             return None  # only the last axes that split a dim may come or go
@@ -98,10 +100,10 @@ TABLES = [
 
 
 @pytest.mark.parametrize("level", list(Level))
-@pytest.mark.parametrize("gradient", [True, False])
+@pytest.mark.parametrize(("gradient", "partial"), [(True, "sum"), (False, "sum"), (False, "max")])
 @pytest.mark.parametrize(("shape", "sizes"), TABLES)
-def test_costs_are_those_of_the_shortest_chains_of_steps(shape, sizes, gradient, level):
-    table = table_of(shape, sizes, gradient, level=level)
+def test_costs_are_those_of_the_shortest_chains_of_steps(shape, sizes, gradient, partial, level):
+    table = table_of(shape, sizes, gradient, partial, level)
     expected = dict(nx.all_pairs_dijkstra_path_length(steps_of(table)))
     for (i, source), (j, target) in itertools.product(enumerate(table.layouts), repeat=2):
         found = table.cost[i, j]
@@ -109,10 +111,10 @@ def test_costs_are_those_of_the_shortest_chains_of_steps(shape, sizes, gradient,
         assert found == pytest.approx(wanted, rel=1e-9, abs=1e-20), f"{source} -> {target}"
 
 
-@pytest.mark.parametrize("partial", ["sum", None])
+@pytest.mark.parametrize("partial", ["sum", "max", None])
 @pytest.mark.parametrize(("shape", "sizes"), [*TABLES[:5], ((4, 4), (2, 2, 2))])
 def test_a_path_is_a_chain_of_allowed_steps_that_costs_what_the_table_says(shape, sizes, partial):
-    table = table_of(shape, sizes, partial=partial)
+    table = table_of(shape, sizes, partial != "max", partial)
     valid = [found for found, ok in zip(table.layouts, table.valid, strict=True) if ok]
     rng = np.random.default_rng(0)
     for _ in range(150):
@@ -158,8 +160,7 @@ def test_what_one_rank_holds():
 
 
 def codes(mesh, text):
-    table = {"R": REPLICATE, "B": BROADCAST, "P": PARTIAL}
-    return Layout(mesh, tuple(table.get(c) or Shard(int(c[1:])) for c in text.split()))
+    return Layout(mesh, tuple(map(placement_from_code, text.split())))
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,22 @@ def test_the_way_between_two_layouts(source, target, wanted):
     assert " ".join(f"{','.join(step.axes)} {step.source}>{step.target}" for step in path) == wanted
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "wanted"),
+    [
+        ("Pmax R", "R R", "d0 Pmax>R"),
+        ("Pmax Pmax", "B R", "d0,d1 Pmax>B d1 B>R"),
+        ("Pmax R", "S0 R", "d0 Pmax>R d0 R>S0"),
+        ("S0 R", "Pmax R", "d0 S0>R d0 R>Pmax"),
+        ("B S1", "Pmax S1", "d0 B>Pmax"),
+    ],
+)
+def test_the_way_of_a_maximum(source, target, wanted):
+    table = table_of((64, 64), (2, 2), False, "max")
+    path = table.path(codes(table.mesh, source), codes(table.mesh, target))
+    assert " ".join(f"{','.join(step.axes)} {step.source}>{step.target}" for step in path) == wanted
+
+
 def test_tables_are_shared():
     assert table_of((4, 4), (2,)) is table_of((4, 4), (2,))
     assert isinstance(table_of((4, 4), (2,)), ConversionTable)
@@ -193,7 +210,8 @@ def test_tables_are_shared():
 
 
 def parts_of(whole, found, generator):
-    """Parts of `whole` laid out as `found`: addends are random numbers with the right sum."""
+    """Parts of `whole` laid out as `found`: addends are random numbers with the right sum, candidates for a maximum
+    are below it on all ranks but one."""
     mesh = found.mesh
     parts = split(whole, found)
     for axis, placement in enumerate(found.placements):
@@ -204,6 +222,12 @@ def parts_of(whole, found, generator):
                     parts[rank] = torch.zeros_like(parts[rank])
                 for i, rank in enumerate(group):
                     parts[rank] = parts[rank] + noise[i] - noise[i - 1]
+        elif placement == PARTIAL_MAX:
+            for group in mesh.groups(mesh.axes[axis]):
+                largest = int(torch.randint(len(group), (), generator=generator))
+                for i, rank in enumerate(group):
+                    below = torch.randint(0, 9, parts[rank].shape, generator=generator)
+                    parts[rank] = parts[rank] - (below if i != largest else 0)
     return copied(parts, found)
 
 
@@ -212,7 +236,7 @@ def copied(parts, found):
     mesh, out = found.mesh, list(parts)
     for rank in range(mesh.device_num):
         coordinate = [
-            c if isinstance(p, Shard) or p == PARTIAL else 0
+            c if isinstance(p, Shard | Partial) else 0
             for c, p in zip(mesh.coordinate(rank), found.placements, strict=True)
         ]
         out[rank] = parts[mesh.rank(tuple(coordinate))]
@@ -239,11 +263,11 @@ def convert_all(mesh, steps, parts, pair):
 
 
 @st.composite
-def two_layouts(draw):
+def two_layouts(draw, partial=PARTIAL):
     sizes = draw(st.sampled_from([(2,), (3,), (2, 2), (2, 3), (2, 2, 2)]))
     shape = draw(st.sampled_from([(24,), (8, 6), (4, 24), (2, 12, 3)]))
     mesh = Mesh.of_sizes(sizes)
-    states = [*(Shard(d) for d in range(len(shape))), REPLICATE, BROADCAST, PARTIAL]
+    states = [*(Shard(d) for d in range(len(shape))), REPLICATE, BROADCAST, partial]
     layouts = [Layout(mesh, tuple(draw(st.sampled_from(states)) for _ in sizes)) for _ in range(2)]
     assume(all(found.divides(shape) for found in layouts))
     return shape, sizes, *layouts
@@ -264,6 +288,20 @@ def test_a_path_keeps_the_value_and_its_transpose_the_gradient(drawn, seed):
     back = parts_of(whole, target.dual(), generator)
     gradient = convert_all(table.mesh, path[::-1], back, lambda step: transpose(step.source, step.target))
     assert torch.equal(join(gradient, source.dual()), whole)
+
+
+@settings(max_examples=150, deadline=None)
+@given(two_layouts(PARTIAL_MAX), st.integers(0, 999))
+def test_a_path_keeps_a_maximum(drawn, seed):
+    shape, sizes, source, target = drawn
+    generator = torch.Generator().manual_seed(seed)
+    table = table_of(shape, sizes, False, "max")
+    whole = torch.randint(-99, 99, shape, generator=generator).double()
+    start = parts_of(whole, source, generator)
+    assert torch.equal(join(start, source), whole)
+    end = convert_all(table.mesh, table.path(source, target), start, lambda step: (step.source, step.target))
+    assert torch.equal(join(end, target), whole)
+    assert torch.equal(join([part.long() for part in end], target), whole.long())
 
 
 def test_the_same_dim_on_two_axes_is_moved_in_one_piece():

@@ -14,8 +14,11 @@ from torch import fx
 
 from partway.propagation.capture import capture, capturing
 from partway.propagation.collectives import constrain
+from partway.propagation.indexing import class_terms
+from partway.propagation.lower import lower
 from partway.propagation.rule import axis_options
 from partway.propagation.rules import RULES, rule_of
+from partway.propagation.search import dynamic_programming
 from partway.strategy import Layout, Mesh, Partial
 
 aten = torch.ops.aten
@@ -98,6 +101,15 @@ CASES = [
     case(aten.sub.Tensor, "f0 f1", lambda x, y: x - y, real(4, 4), real(1, 4), linear=1),
     case(aten.sub.Tensor, "f0 f1", lambda x: x - 1.5, real(4, 4)),
     case(aten.where.self, "f0 f1", torch.where, mask(4, 4), real(4, 4), real(4), linear=1),
+    case(class_terms, "f0 f1", F.cross_entropy, real(4, 8), index(8, 4)),
+    case(class_terms, "f0 f1", lambda x, t: F.cross_entropy(x, t, ignore_index=1), real(8, 4), index(4, 8)),
+    case(class_terms, "f0 f1 f2",
+         lambda x, t: F.cross_entropy(x, t, reduction="sum", ignore_index=3), real(4, 4, 4), index(4, 4, 4)),
+    case(class_terms, "f0 f1 f2 f3", lambda x, t: F.cross_entropy(x, t, reduction="none"),
+         real(2, 4, 4, 2), index(4, 2, 4, 2)),
+    case(class_terms, "f1", F.cross_entropy, real(4), index(4)),
+    case(class_terms, "f0 f1", lambda x, t: F.nll_loss(x.log_softmax(-1), t), real(4, 4), index(4, 4)),
+    case(class_terms, "f0 f1", lambda x, t: F.cross_entropy(1e4 * x, t), real(4, 4), index(4, 4)),
     case(constrain, "f0 f1", lambda x: (constrain(x, "", "x") if capturing() else x) * x, real(4, 4), linear=1),
     # the rest, alphabetically
     case(aten._adaptive_avg_pool2d.default, "f0 f1", lambda x: aten._adaptive_avg_pool2d(x, [2, 3]), real(4, 4, 4, 6)),
@@ -110,6 +122,11 @@ CASES = [
          real(4, 4), real(4, 4), real(4, 4), linear=2),
     case(aten.addmm.default, "m k n", torch.addmm,
          real(4, 1), real(4, 4), real(4, 4), linear=2),
+    case(aten.amax.default, "f0 f1", lambda x: x.detach().amax(1) * x.sum(1), real(4, 4)),
+    case(aten.amax.default, "f0 f1 f2", lambda x: x.detach().amax((0, -1), keepdim=True) * x, real(4, 4, 4)),
+    case(aten.amax.default, "f0 f1", lambda x, i: i.amax() * x, real(4), index(9, 4, 4)),
+    case(aten.amax.default, "f0 f1", lambda x, m: m.amax(0) * x, real(4), mask(4, 4)),
+    case(aten.amax.default, "f0 f1", lambda x: x.amax(1), real(4, 4)),
     case(aten.avg_pool2d.default, "f0 f1", lambda x: F.avg_pool2d(x, 3, 2, 1), real(4, 4, 5, 5)),
     case(aten.binary_cross_entropy.default, "f0 f1", F.binary_cross_entropy, unit(4, 4), unit(4, 4)),
     case(aten.binary_cross_entropy.default, "f0 f1",
@@ -138,23 +155,26 @@ CASES = [
     case(aten.conv2d.default, "o i", F.conv2d, real(4, 4, 4), real(4, 4, 3, 3), real(4), linear=2),
     case(aten.conv3d.default, "b o i", F.conv3d,
          real(2, 4, 3, 3, 3), real(4, 4, 2, 2, 2), real(4), linear=2),
-    case(aten.cross_entropy_loss.default, "f0", F.cross_entropy, real(4, 4), index(4, 4)),
     case(aten.cross_entropy_loss.default, "f0 f2",
          lambda x, t, w: F.cross_entropy(x, t, w, reduction="sum", ignore_index=1),
          real(4, 3, 4), index(3, 4, 4), fixed(3)),
-    case(aten.cross_entropy_loss.default, "f0 f2", lambda x, t: F.cross_entropy(x, t, reduction="none"),
-         real(4, 3, 4), index(3, 4, 4)),
     case(aten.cross_entropy_loss.default, "f0 f2", lambda x, t: F.cross_entropy(x, t.softmax(1)),
          real(4, 3, 4), real(4, 3, 4)),
-    case(aten.cross_entropy_loss.default, "", F.cross_entropy, real(4), index(4)),
+    case(aten.cross_entropy_loss.default, "", lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1),
+         real(4), index(4)),
     case(aten.cumsum.default, "f0", lambda x: x.cumsum(1), real(4, 4), linear=1),
     case(aten.einsum.default, "b i j k", lambda x, y: torch.einsum("bij,bjk->bki", x, y),
          real(4, 4, 4), real(4, 4, 4), linear=2),
     case(aten.einsum.default, "i j k", lambda x, y, z: torch.einsum("ij,j,jk->k", x, y, z),
          real(4, 4), real(4), real(4, 4), linear=3),
-    case(aten.embedding.default, "d _1 _2", F.embedding, index(5, 4, 4), real(5, 4), linear=1),
-    case(aten.embedding.default, "d _1", lambda i, w: F.embedding(i, w, padding_idx=1),
-         index(5, 4), real(5, 4), linear=1),
+    case(aten.embedding.default, "v d _1 _2", F.embedding, index(5, 4, 4), real(5, 4), linear=1),
+    case(aten.embedding.default, "v d _1 _2", F.embedding, index(8, 4, 4), real(8, 4), linear=1),
+    case(aten.embedding.default, "v d _1", lambda i, w: F.embedding(i, w, padding_idx=5),
+         index(8, 16), real(8, 4), linear=1),
+    case(aten.embedding.default, "v d _1", lambda i, w: F.embedding(i, w, padding_idx=-8),
+         index(8, 16), real(8, 4), linear=1),
+    case(aten.embedding.default, "d", lambda i, w: F.embedding(i, w, scale_grad_by_freq=True),
+         index(8, 4, 4), real(8, 4), linear=1),
     case(aten.expand.default, "f0 f1 f2", lambda x: x.expand(4, 4, 4) * 2, real(4, 1), linear=1),
     case(aten.group_norm.default, "f0", lambda x, w, b: F.group_norm(x, 2, w, b), real(4, 4, 4), real(4), real(4)),
     case(aten.huber_loss.default, "f0 f1", F.huber_loss, real(4, 4), real(4, 4)),
@@ -289,6 +309,52 @@ def test_a_row_that_nothing_reaches_is_not_kept():
     assert targets.isdisjoint(
         {"aten.contiguous.default", "aten.chunk.default", "aten.to.dtype", "aten.dropout.default"}
     )
+
+
+# -- splits that a maximum and an embedding have
+
+
+def placements_of(lab, fn, args, target, mesh):
+    """The placements of the first result in every option of the call of `target`."""
+    problem = lab.problem_of(fn, args, mesh)
+    (vertex,) = lab.vertices_of(problem, target)
+    return {str(option.results[0]) for option in problem.vertices[vertex].options}
+
+
+def test_a_maximum_with_a_gradient_keeps_its_dim_whole(lab):
+    x = torch.rand(4, 4, requires_grad=True)
+    detached = placements_of(lab, lambda x: x.detach().amax(1) * x.sum(1), (x,), aten.amax.default, lab.LINE)
+    assert detached == {"[x:S0]", "[x:Pmax]", "[x:R]", "[x:B]"}
+    assert placements_of(lab, lambda x: x.amax(1), (x,), aten.amax.default, lab.LINE) == {"[x:S0]", "[x:R]", "[x:B]"}
+    assert "[x:Pmax]" in placements_of(lab, lambda x: x.amax(1), (x.detach(),), aten.amax.default, lab.LINE)
+    assert "[x:Pmax]" not in placements_of(lab, lambda x: x.amax(1), (x.detach() > 0.5,), aten.amax.default, lab.LINE)
+
+
+def test_rows_are_cut_by_several_axes_in_mesh_order(lab):
+    args = tensors_of(case(aten.embedding.default, "", F.embedding, index(8, 16), real(8, 4)))
+    problem = lab.problem_of(F.embedding, args, lab.SQUARE)
+    (vertex,) = lab.vertices_of(problem, aten.embedding.default)
+    options = problem.vertices[vertex].options
+    both = next(i for i, option in enumerate(options) if option.factors == ("v", "v"))
+    problem = lab.choose(problem, vertex, [both])
+    solution = dynamic_programming(problem)
+    expected = lab.value_and_gradients([F.embedding(*args)], [args[1]])
+    lab.check_choice(problem, solution.choice, F.embedding, args, expected, "rows on both axes")
+    program = str(lower(problem, solution.choice))
+    assert "partway.position.default([dp, tp], [2, 2])" in program
+    assert "partway.part_index.default(tensors_0, position_default, 2, 8)" in program
+
+
+@pytest.mark.parametrize("wrong", [8, -1])
+def test_an_index_that_no_part_has_is_an_error(lab, wrong):
+    args = torch.tensor([0, wrong, 3, 5]), torch.rand(8, 4, requires_grad=True)
+    problem = lab.problem_of(F.embedding, args, lab.LINE)
+    (vertex,) = lab.vertices_of(problem, aten.embedding.default)
+    split = [i for i, option in enumerate(problem.vertices[vertex].options) if option.factors == ("v",)]
+    problem = lab.choose(problem, vertex, split)
+    step = lab.compiled(problem, dynamic_programming(problem).choice)
+    with pytest.raises(IndexError, match=f"index {wrong} is out of range of a dim of size 8"):
+        step(lab.call_tensors(problem, F.embedding, args))
 
 
 # -- views

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from partway.propagation.collectives import convert, convert_group
+from partway.propagation.indexing import position
 from partway.runtime import (
     Simulator,
     Worker,
@@ -36,10 +37,10 @@ from partway.strategy import (
     StrategyError,
     kind,
 )
-from partway.strategy.placement import transpose
+from partway.strategy.placement import PARTIAL_MAX, converts, transpose
 
 MESHES = {2: [{"x": 2}, {"one": 1, "x": 2}], 4: [{"x": 4}, {"dp": 2, "tp": 2}]}
-PLACEMENTS = (Shard(0), Shard(1), Shard(2), REPLICATE, BROADCAST, PARTIAL)
+PLACEMENTS = (Shard(0), Shard(1), Shard(2), REPLICATE, BROADCAST, PARTIAL, PARTIAL_MAX)
 DTYPES = (
     torch.float64,
     torch.float32,
@@ -110,8 +111,12 @@ def check_conversions(axes, dtypes, shapes):
     for along, size in groups_of(axes):
         for source in PLACEMENTS:
             for target in PLACEMENTS:
+                if not converts(source, target):
+                    continue
                 for dtype in dtypes:
                     if kind(source, target) in ADDS and dtype in (torch.bool, torch.float8_e4m3fn):
+                        continue
+                    if PARTIAL_MAX in (source, target) and (dtype.is_complex or dtype is torch.float8_e4m3fn):
                         continue
                     for shape in shapes:
                         if any(isinstance(p, Shard) and p.dim >= len(shape) for p in (source, target)):
@@ -136,11 +141,28 @@ def test_every_dtype_can_be_converted(on_ranks):
     on_ranks(4, check_conversions, {"x": 4}, (torch.bfloat16, torch.bool, torch.int16), ((4, 4, 4),))
 
 
+def check_positions(axes):
+    mesh, graph = Mesh(axes), fx.Graph()
+    chosen = [(axis,) for axis in axes] + [tuple(axes)]
+    nodes = [graph.call_function(position, (list(along), [mesh.size(axis) for axis in along])) for along in chosen]
+    graph.output(tuple(nodes))
+    code = assemble_code(fx.GraphModule(torch.nn.Module(), graph), "forward")
+    check_code(code, [], mesh)
+    return [int(value) for value in Worker(mesh).run(code, [])]
+
+
+@pytest.mark.gloo
+def test_a_rank_knows_its_position(on_ranks):
+    found = on_ranks(4, check_positions, {"dp": 2, "tp": 2})
+    assert found == [[0, 0, 0], [0, 1, 1], [1, 0, 2], [1, 1, 3]]
+
+
 def check_groups(axes, dtype):
     mesh, generator = Mesh(axes), torch.Generator().manual_seed(0)
     for along, size in groups_of(axes):
         for source, target in (
             (PARTIAL, REPLICATE),
+            (PARTIAL_MAX, REPLICATE),
             (PARTIAL, Shard(1)),
             (Shard(1), REPLICATE),
             (Shard(0), Shard(1)),

@@ -108,6 +108,15 @@ def test_an_unknown_axis_is_rejected_listing_the_axes():
         Mesh({"dp": 2, "tp": 4}).size("pp")
 
 
+def test_the_position_of_a_rank_on_several_axes():
+    mesh = Mesh({"dp": 2, "cp": 3, "tp": 2})
+    assert [mesh.position(rank, "dp", "tp") for rank in range(12)] == [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]
+    assert [mesh.position(rank, *mesh.axes) for rank in range(12)] == list(range(12))
+    assert mesh.position(11) == 0
+    with pytest.raises(StrategyError, match="the mesh has no axis 'pp'; its axes are dp=2, cp=3, tp=2"):
+        mesh.position(0, "pp")
+
+
 def test_a_rank_off_the_mesh_is_rejected():
     with pytest.raises(StrategyError, match="rank 8 is not on the mesh dp=2, tp=4; its ranks are 0 to 7"):
         Mesh({"dp": 2, "tp": 4}).coordinate(8)

@@ -15,6 +15,7 @@ from partway.strategy import (
     Annotation,
     Layout,
     Mesh,
+    Partial,
     Replicate,
     Shard,
     StrategyError,
@@ -162,6 +163,8 @@ def test_dtensor_partial_is_ours():
     assert from_dtensor((dt.Partial(), dt.Shard(-2)), MESH, 2) == Layout(MESH, (PARTIAL, Shard(0)))
     assert from_dtensor((PARTIAL, Shard(0)), MESH, 2) == Layout(MESH, (PARTIAL, Shard(0)))
     assert to_dtensor(Layout(MESH, (PARTIAL, Shard(0)))) == (dt.Partial(), dt.Shard(0))
+    assert from_dtensor((dt.Partial("max"), dt.Shard(0)), MESH, 2) == Layout(MESH, (Partial("max"), Shard(0)))
+    assert to_dtensor(Layout(MESH, (Partial("max"), Shard(0)))) == (dt.Partial("max"), dt.Shard(0))
 
 
 def test_names_of_several_axes_are_tuples():

@@ -24,6 +24,7 @@ from partway.strategy import (
     placement_from_code,
     transpose,
 )
+from partway.strategy.placement import PARTIAL_MAX, converts
 
 PLACEMENTS = (Shard(0), Shard(1), Shard(2), REPLICATE, BROADCAST, PARTIAL)
 PAIRS = list(itertools.product(PLACEMENTS, PLACEMENTS))
@@ -201,14 +202,14 @@ def test_four_kinds_communicate():
     assert [str(k) for k in Kind if k.communicates] == ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [*PLACEMENTS, PARTIAL_MAX])
 def test_codes_and_placements_are_inverse(placement):
     assert placement_from_code(str(placement)) == placement
 
 
-@pytest.mark.parametrize("code", ["", "S", "S-1", "Q", "Sx", "r"])
+@pytest.mark.parametrize("code", ["", "S", "S-1", "Q", "Sx", "r", "Pmin"])
 def test_a_wrong_code_is_rejected(code):
-    with pytest.raises(StrategyError, match="is no placement; write S<dim>, R, B or P"):
+    with pytest.raises(StrategyError, match="is no placement; write S<dim>, R, B, P or Pmax"):
         placement_from_code(code)
 
 
@@ -218,6 +219,42 @@ def test_shard_takes_a_dim_counted_from_the_front(dim):
         Shard(dim)
 
 
-def test_partial_is_a_sum():
-    with pytest.raises(StrategyError, match=r"Partial\(reduce\) takes 'sum', not 'avg'"):
+def test_partial_is_a_sum_or_a_maximum():
+    assert (str(Partial()), str(Partial("sum")), str(Partial("max"))) == ("P", "P", "Pmax")
+    with pytest.raises(StrategyError, match=r"Partial\(reduce\) takes 'sum' or 'max', not 'avg'"):
         Partial("avg")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "found"),
+    [
+        (PARTIAL_MAX, REPLICATE, Kind.ALL_REDUCE),
+        (PARTIAL_MAX, BROADCAST, Kind.ALL_REDUCE),
+        (REPLICATE, PARTIAL_MAX, Kind.NOTHING),
+        (BROADCAST, PARTIAL_MAX, Kind.NOTHING),
+        (PARTIAL_MAX, PARTIAL_MAX, Kind.NOTHING),
+    ],
+)
+def test_a_maximum_is_taken_of_whole_values(source, target, found):
+    assert converts(source, target)
+    assert kind(source, target) is found
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(PARTIAL_MAX, Shard(0)), (Shard(1), PARTIAL_MAX), (PARTIAL_MAX, PARTIAL), (PARTIAL, PARTIAL_MAX)],
+)
+def test_a_maximum_is_no_step_from_a_split_or_a_sum(source, target):
+    assert not converts(source, target)
+    with pytest.raises(StrategyError, match=f"no one step turns {source} into {target}; convert to R first"):
+        kind(source, target)
+
+
+def test_every_pair_of_the_others_is_one_step():
+    assert all(converts(source, target) for source, target in PAIRS)
+
+
+def test_a_maximum_has_no_gradient():
+    for asked in (lambda: dual(PARTIAL_MAX), lambda: transpose(PARTIAL_MAX, REPLICATE)):
+        with pytest.raises(StrategyError, match=r"Partial\('max'\) has no dual: .* detach the operand"):
+            asked()

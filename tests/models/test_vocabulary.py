@@ -1,0 +1,68 @@
+"""GPT-2 with its vocabulary split: the rows of the tied embedding, and so the classes of the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_same_gradients, assert_same_loss, counted, gradients, run_and_count
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from zoo import BATCH, CASES, SEQUENCE, gpt2
+
+import partway as pw
+
+VOCABULARY = 4096
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return gpt2(n_layer=2, vocab_size=VOCABULARY).double()
+
+
+def tokens() -> dict[str, Tensor]:
+    """Sequences of which the first has hardly a valid target: the ranks of a split batch count different numbers."""
+    torch.manual_seed(1)
+    ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE))
+    labels = ids.clone()
+    labels[0, :-1] = labels[3, ::2] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def check(mesh: dict[str, int]) -> None:
+    batch = tokens()
+    expected_loss, expected = gradients(build(), batch)
+    strategies = {"in_strategy": CASES["gpt2"].batch_split("dp"), "parameter_plan": {"*wte.weight": ("tp", None)}}
+    model: Any = pw.shard(build(), mesh=pw.Mesh(mesh), **strategies)
+    loss, found = gradients(model, batch)
+    whole = {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
+    assert_same_loss(loss, expected_loss, 1e-10)
+    assert_same_gradients(whole, expected, 1e-10)
+    assert run_and_count(model, batch) == counted(model.plan.collectives)
+
+    embedding, *_ = (o for o in model.plan.operators if o.operator == "aten.embedding.default")
+    terms, *_ = (o for o in model.plan.operators if o.operator == "partway.class_terms.default")
+    assert "tp:v" in embedding.strategy
+    assert "tp:f1" in terms.strategy
+    # What one rank has of the logits is the least that a collective of them could carry.
+    part = BATCH * (SEQUENCE - 1) * VOCABULARY * 8 // (mesh["dp"] * mesh["tp"])
+    parameters = {name for name, _ in model.named_parameters()}
+    large = [c for c in model.plan.collectives if c.tensor not in parameters and c.payload_bytes >= part]
+    assert not large, f"collectives of the size of the logits: {', '.join(map(str, large))}"
+
+
+def test_a_split_vocabulary_is_never_gathered() -> None:
+    check({"dp": 2, "tp": 4})
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("mesh", [{"dp": 1, "tp": 2}, {"dp": 2, "tp": 2}])
+def test_a_split_vocabulary_over_processes(on_ranks: Any, mesh: dict[str, int]) -> None:
+    on_ranks(mesh["dp"] * mesh["tp"], _check_on_a_rank, mesh)
+
+
+def _check_on_a_rank(mesh: dict[str, int]) -> None:
+    pw.reset_auto_parallel_context()
+    pw.reset_algo_parameters()
+    check(mesh)
