@@ -54,12 +54,12 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
     device = program.inputs[0].port.node.meta["val"].device
     with FakeTensorMode(), torch.enable_grad():
         inputs = {
-            node: Like.of(torch.empty(placed.local_shape, dtype=placed.dtype, device=device), needs)
+            node: Like.whole(placed.local_shape, placed.dtype, device, needs)
             for node, placed, needs in zip(graph.find_nodes(op="placeholder"), program.inputs, needed, strict=True)
         }
         pieces, likes = pieces_of(graph, inputs)
         tangents = [
-            (node, Like.of(torch.empty(placed.local_shape, dtype=placed.dtype, device=device), False))
+            (node, Like.whole(placed.local_shape, placed.dtype, device, False))
             for node, placed, want in zip(_returned(graph), program.outputs, wanted, strict=True)
             if want
         ]
@@ -237,16 +237,18 @@ def _stitched(
 ) -> tuple[fx.Graph, fx.Graph]:
     """The forward and the backward graph of a program from those of its pieces."""
     forward, backward = fx.Graph(), fx.Graph()
+    fake = functools.cache(Like.empty)
     inputs = program.find_nodes(op="placeholder")
-    values = {node: _placeholder(forward, node.name, likes[node].empty()) for node in inputs}
+    values = {node: _placeholder(forward, node.name, fake(likes[node])) for node in inputs}
     saved: list[list[fx.Node]] = []
     for piece, derivative in zip(pieces, derivatives, strict=True):
         env = _inlined(derivative.forward, forward, [values[node] for node in piece.inputs], piece.tags)
         ends = [env[end] for end in _returned(derivative.forward)]
         values |= zip(piece.outputs, ends[: len(piece.outputs)], strict=True)
         saved.append(ends[len(piece.outputs) :])
-    kept = {node: _placeholder(backward, node.name, node.meta["val"]) for nodes in saved for node in nodes}
-    starts = [(node, _placeholder(backward, "tangent", like.empty())) for node, like in tangents]
+    distinct = dict.fromkeys(node for nodes in saved for node in nodes)  # several pieces may save one value
+    kept = {node: _placeholder(backward, node.name, node.meta["val"]) for node in distinct}
+    starts = [(node, _placeholder(backward, "tangent", fake(like))) for node, like in tangents]
 
     def copy(i: int, given: Sequence[fx.Node | None]) -> Sequence[fx.Node | None]:
         arguments = [*(kept[node] for node in saved[i]), *(tangent for tangent in given if tangent is not None)]
@@ -274,7 +276,7 @@ def _stitched(
 def _inlined(
     source: fx.Graph, target: fx.Graph, starts: Sequence[fx.Node], tags: Sequence[int]
 ) -> dict[fx.Node, fx.Node]:
-    """Write the calls of `source` to the end of `target`, with `starts` for its inputs. Returns what stands for what."""
+    """Write the calls of `source` to the end of `target`, with `starts` for its inputs: what stands for what."""
     env = dict(zip(source.find_nodes(op="placeholder"), starts, strict=True))
     _copy(_calls(source), target, env, tags)
     return env
@@ -282,6 +284,7 @@ def _inlined(
 
 def _placeholder(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
     node = graph.placeholder(name)
+    node.target = node.name  # an argument of the graph's function, so it must be unlike the others too
     node.meta["val"] = value
     return node
 

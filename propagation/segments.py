@@ -11,20 +11,19 @@ layer runs on fake tensors once, however many layers there are.
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
 from .collectives import convert
 
-_PERIODS = 64  # how many distances between equal tokens are tried as the length of a layer, the commonest first
-_WORTH = 32  # nodes: two pieces more cost about as much as tracing this many again
+_SHORTEST, _LONGEST = 16, 128  # calls in a piece: tracing one costs as much as some calls more, and a layer has dozens
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,12 @@ class Like:
         """What `tensor` is like; `requires_grad` is said apart, for gradients do not."""
         lazy = tensor.is_conj() or tensor.is_neg()
         return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, requires_grad, lazy)
+
+    @staticmethod
+    def whole(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Like:
+        """A contiguous tensor."""
+        stride = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+        return Like(tuple(shape), stride, dtype, device, requires_grad)
 
     def empty(self) -> torch.Tensor:
         """A new tensor of this kind, a leaf of autograd. A fake one where a fake mode is on."""
@@ -79,17 +84,17 @@ def pieces_of(graph: fx.Graph, inputs: Mapping[fx.Node, Like]) -> tuple[tuple[Pi
     """
     units = _units(graph)
     calls = {node: _call(node) for unit in units for node in unit}
-    token, results = _described(calls, inputs)
-    numbers: dict[tuple[int, ...], int] = {}
-    tokens = np.array([numbers.setdefault(tuple(token[n] for n in unit), len(numbers)) for unit in units], np.int64)
-    lazy = any(isinstance(result, Like) and result.lazy for result in results.values())
+    tokens, results = _described(calls, inputs)
+
+    def cut(starts: Sequence[int]) -> tuple[Piece, ...]:
+        stretches = [units[start:stop] for start, stop in zip(starts, [*starts[1:], len(units)], strict=True)]
+        return tuple(_piece([n for unit in stretch for n in unit], calls, tokens, results) for stretch in stretches)
+
+    pieces = cut(_cuts(_crossing(units, calls)))
+    several = len({piece.key for piece in pieces}) < len(pieces)
     # a Like cannot make a tensor that is conjugated lazily, so none may come into a piece
-    starts = [0] if lazy else _cuts(tokens, _crossing(units, calls), 0, len(units))
-    stretches = [
-        [node for unit in units[start:stop] for node in unit]
-        for start, stop in zip(starts, [*starts[1:], len(units)], strict=True)
-    ]
-    return tuple(_piece(nodes, calls, token, results) for nodes in stretches), results
+    lazy = any(isinstance(result, Like) and result.lazy for result in results.values())
+    return pieces if several and not lazy else cut([0]), results
 
 
 def _units(graph: fx.Graph) -> list[tuple[fx.Node, ...]]:
@@ -156,59 +161,28 @@ def _like(value: Any) -> Result:
     return tuple(map(_like, value)) if isinstance(value, list | tuple) else value
 
 
-def _crossing(units: Sequence[tuple[fx.Node, ...]], calls: Mapping[fx.Node, _Call]) -> np.ndarray[Any, Any]:
+def _crossing(units: Sequence[tuple[fx.Node, ...]], calls: Mapping[fx.Node, _Call]) -> list[int]:
     """For each unit how many values are made before it and read by it or after it."""
     place = {node: i for i, unit in enumerate(units) for node in unit}
     last = {operand: i for i, unit in enumerate(units) for node in unit for operand in calls[node].operands}
-    change = np.zeros(len(units) + 1, np.int64)
+    change = [0] * (len(units) + 1)
     for node, i in last.items():
         if node in place:
             change[place[node] + 1] += 1
             change[i + 1] -= 1
-    return np.cumsum(change)
+    return list(itertools.accumulate(change[:-1]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Repeat:
-    """From `start`, the next `equal` tokens are each equal to the one `period` later."""
+def _cuts(crossing: Sequence[int]) -> list[int]:
+    """Where pieces start: the next cut is where the fewest values cross, among the places a piece may end.
 
-    start: int
-    period: int
-    equal: int
-
-    @property
-    def saves(self) -> int:
-        """Tokens in copies of the first period."""
-        return self.equal // self.period * self.period
-
-
-def _cuts(tokens: np.ndarray[Any, Any], crossing: np.ndarray[Any, Any], start: int, stop: int) -> list[int]:
-    """Where the pieces of the tokens from `start` to `stop` start: the longest repeat's copies, then those before
-    and after it. Of the places where a copy may start, the one that the fewest values cross is taken."""
-    best = max(_repeats(tokens[start:stop]), key=lambda repeat: repeat.saves, default=None)
-    if best is None or best.saves < _WORTH:
-        return [start] if start < stop else []
-    copies, spare = best.equal // best.period + 1, best.equal % best.period
-    first = start + best.start + int(np.argmin(crossing[start + best.start + best.period :][: spare + 1]))
-    end = first + copies * best.period
-    copied = list(range(first, end, best.period))
-    return [*_cuts(tokens, crossing, start, first), *copied, *_cuts(tokens, crossing, end, stop)]
-
-
-def _repeats(tokens: np.ndarray[Any, Any]) -> Iterable[_Repeat]:
-    """Stretches of `tokens` that stand at least twice in a row."""
-    last: dict[int, int] = {}
-    distances: Counter[int] = Counter()
-    for i, token in enumerate(tokens.tolist()):
-        if token in last:
-            distances[i - last[token]] += 1
-        last[token] = i
-    for period, _ in distances.most_common(_PERIODS):
-        equal = np.concatenate([[False], tokens[:-period] == tokens[period:], [False]])
-        edges = np.flatnonzero(equal[1:] != equal[:-1])
-        for begin, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
-            if end - begin >= period:
-                yield _Repeat(begin, period, end - begin)
+    A place where few values cross (between two layers, the residual) wins from wherever the search for it starts, so
+    cuts come to the same places of each layer, though layers may differ in between.
+    """
+    starts, stop = [0], len(crossing) - _SHORTEST
+    while (first := starts[-1] + _SHORTEST) <= stop:
+        starts.append(min(range(first, min(starts[-1] + _LONGEST, stop) + 1), key=crossing.__getitem__))
+    return starts
 
 
 def _piece(
