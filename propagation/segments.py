@@ -23,7 +23,7 @@ from torch import fx
 
 from .collectives import convert
 
-_SHORTEST, _LONGEST = 16, 128  # calls in a piece: tracing one costs as much as some calls more, and a layer has dozens
+_SHORTEST, _LONGEST = 8, 64  # calls in a piece: tracing one costs as much as some calls more, and a layer has dozens
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +162,13 @@ def _like(value: Any) -> Result:
 
 
 def _crossing(units: Sequence[tuple[fx.Node, ...]], calls: Mapping[fx.Node, _Call]) -> list[int]:
-    """For each unit how many values are made before it and read by it or after it."""
+    """For each unit how many values are made before it and read by it or after it, those aside that cross more than
+    a piece: what many layers read is no mark of one."""
     place = {node: i for i, unit in enumerate(units) for node in unit}
     last = {operand: i for i, unit in enumerate(units) for node in unit for operand in calls[node].operands}
     change = [0] * (len(units) + 1)
     for node, i in last.items():
-        if node in place:
+        if node in place and i - place[node] <= _LONGEST:
             change[place[node] + 1] += 1
             change[i + 1] -= 1
     return list(itertools.accumulate(change[:-1]))
