@@ -156,15 +156,15 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
     for node in traced.graph.nodes:
         if _overwrites(node):
             raise VerifyError(f"the traced program writes in place: {node.format_node()}")
-    constants = {}
-    for node in traced.graph.find_nodes(op="get_attr"):
-        constants[f"{node.target}{suffix}"] = getattr(traced, node.target)
-        node.target = f"{node.target}{suffix}"
     gradients = tuple(
         Like.of(node.meta["val"], False) if isinstance(node, fx.Node) else None
         for node in _returned(traced.graph)[len(piece.outputs) :]
     )
     forward, backward = _cut(traced.graph, len(inputs), len(piece.outputs))
+    constants = {}
+    for node in (*forward.find_nodes(op="get_attr"), *backward.find_nodes(op="get_attr")):
+        constants[f"{node.target}{suffix}"] = getattr(traced, str(node.target))
+        node.target = f"{node.target}{suffix}"
     return _Derivative(forward, backward, gradients, constants)
 
 
@@ -268,8 +268,6 @@ def _stitched(
             backward.erase_node(kept.pop(node))
     forward.output((*(values[node] for node in _returned(program)), *kept))
     forward.eliminate_dead_code(is_impure_node=_is_port)
-    forward.lint()
-    backward.lint()
     return forward, backward
 
 

@@ -285,6 +285,8 @@ def test_no_piece_ends_between_a_conjugation_and_what_carries_it_out(lab):
     args = (X, *weights())
     program, _ = program_of(lab, conjugated, args)
     assert len(cut(program)) == 1
+    program = replaced(program, torch.ops.aten._conj.default, torch.ops.aten.clone.default)
+    assert len(cut(program)) > 1
 
 
 def test_a_value_that_several_pieces_save_is_saved_once(lab):
@@ -316,6 +318,35 @@ def replaced(program, target, other):
     for node in graph.find_nodes(op="call_function", target=target):
         node.target = other
     return dataclasses.replace(program, module=torch.fx.GraphModule(torch.nn.Module(), graph))
+
+
+LIBRARY = torch.library.Library("partway_differentiate_tests", "DEF")
+TABLES = {"rising": [1.0 + i for i in range(WIDTH)], "falling": [-1.0 * i for i in range(WIDTH)]}
+for name, table in TABLES.items():
+    LIBRARY.define(f"{name}(Tensor x) -> Tensor")
+    LIBRARY.impl(name, lambda x, t=table: x * torch.tensor(t, dtype=x.dtype), "CompositeImplicitAutograd")
+
+
+def test_constants_that_a_formula_makes_are_each_their_own(lab):
+    def fn(x, *ws):
+        for i, w in enumerate(ws):
+            x = layer(torch.sin(x) if i % 2 else torch.cos(x), w)
+        return x
+
+    def expected(x, *ws):
+        for i, w in enumerate(ws):
+            x = layer(x * torch.tensor(TABLES["rising" if i % 2 else "falling"], dtype=x.dtype), w)
+        return x
+
+    args = (X, *weights())
+    program, problem = program_of(lab, fn, args)
+    operators = torch.ops.partway_differentiate_tests
+    program = replaced(program, torch.ops.aten.sin.default, operators.rising.default)
+    program = replaced(program, torch.ops.aten.cos.default, operators.falling.default)
+    assert len({piece.key for piece in cut(program)}) < len(cut(program))
+    step = CompiledStep(differentiate(program, (True,)), Simulator(lab.LINE), lambda w: None)
+    found = lab.value_and_gradients(step(lab.call_tensors(problem, fn, args)), args)
+    lab.assert_same(found, lab.value_and_gradients((expected(*args),), args))
 
 
 def test_an_operator_that_writes_to_an_input_is_refused(lab):
