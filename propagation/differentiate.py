@@ -1,7 +1,7 @@
 """From a local program to its forward and backward graphs, in which every collective is visible.
 
 Autograd itself writes the backward. The program is cut into pieces, of which a deep model has few different ones
-([segments.py](segments.py)). Each different piece runs once on fake tensors under `make_fx`, forward and
+(segments.py). Each different piece runs once on fake tensors under `make_fx`, forward and
 `torch.autograd.grad`, and its graph is cut where the tangents come in. What the backward needs of the forward is
 saved, as autograd would. The forward is then the forwards of the pieces in their order; the backward is their
 backwards from the last to the first, and gradients of a value that several pieces read are added up in this order.
@@ -26,6 +26,7 @@ from .torch_internals import FakeTensorMode, OpOverload, make_fx
 
 _add = torch.ops.aten.add.Tensor
 T = TypeVar("T")
+_Tags = Mapping[int, int] | Sequence[int]  # from the tag of a conversion to that of its copy
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,9 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
         chosen = [output for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
         leaves = [primal for primal, needs in zip(primals, needed, strict=True) if needs]
         found = iter(torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True) if chosen else ())
-        return (*outputs, *(next(found, None) if needs else None for needs in needed))
+        gradients = [next(found, None) if needs else None for needs in needed]
+        # the piece before is traced for tangents that are like these, and a Like makes no lazy tensor
+        return (*outputs, *(None if g is None else g.resolve_conj().resolve_neg() for g in gradients))
 
     traced = make_fx(joint)(*inputs, *given)
     if any(map(_overwrites, traced.graph.nodes)):  # some of autograd's formulas fill a buffer, as that of rfft
@@ -178,7 +181,7 @@ def _as_module(piece: Piece) -> fx.GraphModule:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node], tags: Any) -> None:
+def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node], tags: _Tags) -> None:
     """Write copies of `nodes` to the end of `graph`, each conversion with tag t as one with `tags[t]`. `env` says
     what stands there for a node, and learns of the copies."""
     for node in nodes:
@@ -272,7 +275,7 @@ def _stitched(
 
 
 def _inlined(
-    source: fx.Graph, target: fx.Graph, starts: Sequence[fx.Node], tags: Sequence[int]
+    source: fx.Graph, target: fx.Graph, starts: Sequence[fx.Node], tags: _Tags
 ) -> dict[fx.Node, fx.Node]:
     """Write the calls of `source` to the end of `target`, with `starts` for its inputs: what stands for what."""
     env = dict(zip(source.find_nodes(op="placeholder"), starts, strict=True))

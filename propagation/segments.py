@@ -1,12 +1,11 @@
-"""A long program as pieces, few of them different: a deep model repeats one layer.
+"""A program as pieces, of which a deep model has few different ones: it repeats one layer.
 
-A piece is a stretch of the program in its order. Where to cut is free, so the cuts are put where pieces come out
-alike. First every call gets a token, equal for calls of one operator with equal constants on operands of equal
-shapes; a stretch of tokens that stands several times in a row is a layer. Then the wiring is compared too, and only
-pieces of equal tokens and wiring have equal keys: what is traced of one holds for the other.
+Where a program is cut is free: any stretch of it can be differentiated by itself. So the cuts are put where pieces come
+out alike, at places that a layer has, whatever stands before it: where few values cross. Pieces of equal keys compute
+the same but for the tags of their conversions, and what is traced of one holds for the other.
 
-The tokens need the local shape of every value. A call with a known token has a known result, so an operator of a
-layer runs on fake tensors once, however many layers there are.
+Keys need the local shape of every value. A call that equals a former one, on operands alike, has a result like that of
+the former, so an operator of a layer runs on fake tensors once, however many layers there are.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ class Like:
 
     @staticmethod
     def of(tensor: torch.Tensor, requires_grad: bool) -> Like:
-        """What `tensor` is like; `requires_grad` is said apart, for gradients do not."""
+        """What `tensor` is like. `requires_grad` is given, for a gradient is taken for one that needs none."""
         lazy = tensor.is_conj() or tensor.is_neg()
         return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, requires_grad, lazy)
 
     @staticmethod
     def whole(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Like:
-        """A contiguous tensor."""
+        """What a contiguous tensor is like."""
         stride = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
         return Like(tuple(shape), stride, dtype, device, requires_grad)
 
