@@ -187,7 +187,7 @@ def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node]
     for node in nodes:
         env[node] = copied = graph.node_copy(node, env.__getitem__)
         if node.target is convert:
-            copied.args = (*copied.args[:-1], tags[node.args[-1]])
+            copied.args = (*copied.args[:-1], tags[node.args[-1]])  # type: ignore[index]
 
 
 def _overwrites(node: fx.Node) -> bool:
@@ -274,9 +274,7 @@ def _stitched(
     return forward, backward
 
 
-def _inlined(
-    source: fx.Graph, target: fx.Graph, starts: Sequence[fx.Node], tags: _Tags
-) -> dict[fx.Node, fx.Node]:
+def _inlined(source: fx.Graph, target: fx.Graph, starts: Sequence[fx.Node], tags: _Tags) -> dict[fx.Node, fx.Node]:
     """Write the calls of `source` to the end of `target`, with `starts` for its inputs: what stands for what."""
     env = dict(zip(source.find_nodes(op="placeholder"), starts, strict=True))
     _copy(_calls(source), target, env, tags)
