@@ -1,22 +1,32 @@
 """From a local program to its forward and backward graphs, in which every collective is visible.
 
-Autograd itself writes the backward: the program runs once on fake tensors under `make_fx`, forward and
-`torch.autograd.grad`, and the graph is cut where the tangents come in. What the backward needs of the forward is
-saved, as autograd would.
+Autograd itself writes the backward. The program is cut into pieces, of which a deep model has few different ones
+(segments.py). Each different piece runs once on fake tensors under `make_fx`, forward and
+`torch.autograd.grad`, and its graph is cut where the tangents come in. What the backward needs of the forward is
+saved, as autograd would. The forward is then the forwards of the pieces in their order; the backward is their
+backwards from the last to the first, and gradients of a value that several pieces read are added up in this order.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from ..strategy.errors import VerifyError
+from .collectives import convert
 from .graph import Role
 from .lower import LocalProgram
+from .segments import Like, Piece, pieces_of
 from .torch_internals import FakeTensorMode, OpOverload, make_fx
+
+_add = torch.ops.aten.add.Tensor
+T = TypeVar("T")
+_Tags = Mapping[int, int] | Sequence[int]  # from the tag of a conversion to that of its copy
 
 
 @dataclass(frozen=True)
@@ -41,36 +51,143 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
     needed = tuple(placed.port.requires_grad for placed in program.inputs)
     if not any(wanted) or not any(needed):
         return Step(program, program.module, None, wanted, (False,) * len(needed))
+    graph = program.module.graph
     device = program.inputs[0].port.node.meta["val"].device
     with FakeTensorMode(), torch.enable_grad():
-        inputs = [
-            torch.empty(placed.local_shape, dtype=placed.dtype, device=device, requires_grad=needs)
-            for placed, needs in zip(program.inputs, needed, strict=True)
-        ]
+        inputs = {
+            node: Like.whole(placed.local_shape, placed.dtype, device, needs)
+            for node, placed, needs in zip(graph.find_nodes(op="placeholder"), program.inputs, needed, strict=True)
+        }
+        pieces, likes = pieces_of(graph, inputs)
         tangents = [
-            torch.empty(placed.local_shape, dtype=placed.dtype, device=device)
-            for placed, want in zip(program.outputs, wanted, strict=True)
+            (node, Like.whole(placed.local_shape, placed.dtype, device, False))
+            for node, placed, want in zip(_returned(graph), program.outputs, wanted, strict=True)
             if want
         ]
-        count = len(inputs)
+        derivatives = _derivatives(pieces, likes, tangents)
+        forward, backward = _stitched(graph, likes, tangents, pieces, derivatives)
+        constants = {name: constant for found in derivatives for name, constant in found.constants.items()}
+        return Step(program, fx.GraphModule(constants, forward), fx.GraphModule(constants, backward), wanted, needed)
 
-        def joint(*flat: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            primals, cotangents = flat[:count], flat[count:]
-            outputs = program.module(*primals)
-            chosen = [output for output, want in zip(outputs, wanted, strict=True) if want]
-            leaves = [primal for primal, needs in zip(primals, needed, strict=True) if needs]
-            gradients = torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True)
-            return (*outputs, *gradients)
 
-        traced = make_fx(joint)(*inputs, *tangents)
-        if any(map(_overwrites, traced.graph.nodes)):  # some of autograd's formulas fill a buffer, as that of rfft
-            with torch.no_grad():
-                traced = make_fx(torch.func.functionalize(traced))(*inputs, *tangents)
+@dataclass(frozen=True)
+class _Derivative:
+    """What is traced of a piece. The tag of a conversion is its position among those of the piece.
+
+    forward     inputs -> (outputs..., saved...)
+    backward    (saved..., tangents of the outputs that have one...) -> a gradient or None for each input
+    gradients   what the gradients are like
+    constants   the tensors that the graphs have as attributes
+    """
+
+    forward: fx.Graph
+    backward: fx.Graph
+    gradients: tuple[Like | None, ...]
+    constants: Mapping[str, Any]
+
+
+def _derivatives(
+    pieces: Sequence[Piece], likes: Mapping[fx.Node, Any], tangents: Sequence[tuple[fx.Node, Like]]
+) -> list[_Derivative]:
+    """The derivative of each piece. Pieces with equal keys, to whose outputs equal tangents come, have one."""
+    known: dict[Hashable, _Derivative] = {}
+    chosen: dict[int, _Derivative] = {}
+
+    def backward(i: int, given: Sequence[Like | None]) -> Sequence[Like | None]:
+        key = pieces[i].key, tuple(given)
+        if key not in known:
+            known[key] = _derivative(pieces[i], given, f"_{len(known)}")
+        chosen[i] = known[key]
+        return chosen[i].gradients
+
+    @functools.cache
+    def add(a: Like, b: Like) -> Like:
+        return Like.of(_add(a.empty(), b.empty()), False)
+
+    _flow(pieces, likes, tangents, backward, add)
+    return [chosen[i] for i in range(len(pieces))]
+
+
+def _flow(
+    pieces: Sequence[Piece],
+    likes: Mapping[fx.Node, Any],
+    tangents: Sequence[tuple[fx.Node, T]],
+    backward: Callable[[int, Sequence[T | None]], Sequence[T | None]],
+    add: Callable[[T, T], T],
+) -> dict[fx.Node, T]:
+    """The gradients of the values of a program, from those of its outputs: the pieces from the last to the first.
+
+    `backward(i, ...)` says the gradients of the inputs of piece i, given those of its outputs (None: there is none).
+    """
+    gradients: dict[fx.Node, T] = {}
+
+    def arrive(node: fx.Node, gradient: T) -> None:
+        if likes[node].requires_grad:
+            gradients[node] = add(gradients[node], gradient) if node in gradients else gradient
+
+    for node, tangent in tangents:
+        arrive(node, tangent)
+    for i in reversed(range(len(pieces))):
+        found = backward(i, [gradients.get(node) for node in pieces[i].outputs])
+        for node, gradient in zip(pieces[i].inputs, found, strict=True):
+            if gradient is not None:
+                arrive(node, gradient)
+    return gradients
+
+
+def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _Derivative:
+    """Trace `piece` and its backward for `tangents` of its outputs; `suffix`: what makes names of constants its own."""
+    inputs = [like.empty() for like in piece.likes]
+    given = [tangent.empty() for tangent in tangents if tangent is not None]
+    module = _as_module(piece)
+    needed = [like.requires_grad for like in piece.likes]
+
+    def joint(*flat: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        primals, cotangents = flat[: len(inputs)], flat[len(inputs) :]
+        outputs = module(*primals)
+        chosen = [output for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
+        leaves = [primal for primal, needs in zip(primals, needed, strict=True) if needs]
+        found = iter(torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True) if chosen else ())
+        gradients = [next(found, None) if needs else None for needs in needed]
+        # the piece before is traced for tangents that are like these, and a Like makes no lazy tensor
+        return (*outputs, *(None if g is None else g.resolve_conj().resolve_neg() for g in gradients))
+
+    traced = make_fx(joint)(*inputs, *given)
+    if any(map(_overwrites, traced.graph.nodes)):  # some of autograd's formulas fill a buffer, as that of rfft
+        with torch.no_grad():
+            traced = make_fx(torch.func.functionalize(traced))(*inputs, *given)
     for node in traced.graph.nodes:
         if _overwrites(node):
             raise VerifyError(f"the traced program writes in place: {node.format_node()}")
-    forward, backward = _cut(traced, len(inputs), len(program.outputs))
-    return Step(program, forward, backward, wanted, needed)
+    gradients = tuple(
+        Like.of(node.meta["val"], False) if isinstance(node, fx.Node) else None
+        for node in _returned(traced.graph)[len(piece.outputs) :]
+    )
+    forward, backward = _cut(traced.graph, len(inputs), len(piece.outputs))
+    constants = {}
+    for node in (*forward.find_nodes(op="get_attr"), *backward.find_nodes(op="get_attr")):
+        constants[f"{node.target}{suffix}"] = getattr(traced, str(node.target))
+        node.target = f"{node.target}{suffix}"
+    return _Derivative(forward, backward, gradients, constants)
+
+
+def _as_module(piece: Piece) -> fx.GraphModule:
+    """`piece` by itself, with the positions of its conversions for tags."""
+    graph = fx.Graph()
+    env = {node: graph.placeholder(node.name) for node in piece.inputs}
+    positions = {tag: i for i, tag in enumerate(piece.tags)}
+    _copy(piece.nodes, graph, env, positions)
+    graph.output(tuple(env[node] for node in piece.outputs))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node], tags: _Tags) -> None:
+    """Write copies of `nodes` to the end of `graph`, each conversion with tag t as one with `tags[t]`. `env` says
+    what stands there for a node, and learns of the copies."""
+    for node in nodes:
+        env[node] = copied = graph.node_copy(node, env.__getitem__)
+        if node.target is convert:
+            copied.args = (*copied.args[:-1], tags[node.args[-1]])  # type: ignore[index]
 
 
 def _overwrites(node: fx.Node) -> bool:
@@ -84,38 +201,104 @@ def _overwrites(node: fx.Node) -> bool:
     return not isinstance(written.target, OpOverload) or any(r.alias_info for r in written.target._schema.returns)
 
 
-def _cut(traced: fx.GraphModule, inputs: int, outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+def _cut(joint: fx.Graph, inputs: int, outputs: int) -> tuple[fx.Graph, fx.Graph]:
     """Split a joint graph: what depends on a tangent is backward, the rest is forward."""
-    traced.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    returned = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+    joint.eliminate_dead_code(is_impure_node=_is_port)
+    placeholders = joint.find_nodes(op="placeholder")
+    returned = _returned(joint)
     late = set(placeholders[inputs:])
-    for node in traced.graph.nodes:
-        if node.op != "placeholder" and any(operand in late for operand in node.all_input_nodes):
+    body = _calls(joint)
+    for node in body:
+        if any(operand in late for operand in node.all_input_nodes):
             late.add(node)
     results, gradients = returned[:outputs], returned[outputs:]
-    body = [node for node in traced.graph.nodes if node.op in ("call_function", "get_attr")]
     saved: dict[fx.Node, None] = {}
     for node in body:
         if node in late:
             saved |= {operand: None for operand in node.all_input_nodes if operand not in late}
     saved |= {g: None for g in gradients if isinstance(g, fx.Node) and g not in late}
 
-    def graph(starts: list[fx.Node], nodes: list[fx.Node], ends: tuple[fx.Node | None, ...]) -> fx.GraphModule:
-        part, env = fx.Graph(), {}
-        for node in starts:
-            env[node] = part.placeholder(node.name)
-            env[node].meta = dict(node.meta)
+    def part(starts: Sequence[fx.Node], nodes: Sequence[fx.Node], ends: Sequence[fx.Node | None]) -> fx.Graph:
+        graph = fx.Graph()
+        env = {node: graph.placeholder(node.name) for node in starts}
         for node in nodes:
-            env[node] = part.node_copy(node, env.__getitem__)
-        part.output(tuple(env[end] if isinstance(end, fx.Node) else end for end in ends))
-        part.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-        part.lint()
-        return fx.GraphModule(traced, part)
+            env[node] = graph.node_copy(node, env.__getitem__)
+        graph.output(tuple(None if end is None else env[end] for end in ends))
+        return graph
 
-    forward = graph(placeholders[:inputs], [n for n in body if n not in late], (*results, *saved))
-    backward = graph([*saved, *placeholders[inputs:]], [n for n in body if n in late], gradients)
+    forward = part(placeholders[:inputs], [n for n in body if n not in late], (*results, *saved))
+    backward = part([*saved, *placeholders[inputs:]], [n for n in body if n in late], gradients)
     return forward, backward
+
+
+def _stitched(
+    program: fx.Graph,
+    likes: Mapping[fx.Node, Any],
+    tangents: Sequence[tuple[fx.Node, Like]],
+    pieces: Sequence[Piece],
+    derivatives: Sequence[_Derivative],
+) -> tuple[fx.Graph, fx.Graph]:
+    """The forward and the backward graph of a program from those of its pieces."""
+    forward, backward = fx.Graph(), fx.Graph()
+    fake = functools.cache(Like.empty)
+    inputs = program.find_nodes(op="placeholder")
+    values = {node: _placeholder(forward, node.name, fake(likes[node])) for node in inputs}
+    saved: list[list[fx.Node]] = []
+    for piece, derivative in zip(pieces, derivatives, strict=True):
+        env = _inlined(derivative.forward, forward, [values[node] for node in piece.inputs], piece.tags)
+        ends = [env[end] for end in _returned(derivative.forward)]
+        values |= zip(piece.outputs, ends[: len(piece.outputs)], strict=True)
+        saved.append(ends[len(piece.outputs) :])
+    distinct = dict.fromkeys(node for nodes in saved for node in nodes)  # several pieces may save one value
+    kept = {node: _placeholder(backward, node.name, node.meta["val"]) for node in distinct}
+    starts = [(node, _placeholder(backward, "tangent", fake(like))) for node, like in tangents]
+
+    def copy(i: int, given: Sequence[fx.Node | None]) -> Sequence[fx.Node | None]:
+        arguments = [*(kept[node] for node in saved[i]), *(tangent for tangent in given if tangent is not None)]
+        env = _inlined(derivatives[i].backward, backward, arguments, pieces[i].tags)
+        return [None if end is None else env[end] for end in _returned(derivatives[i].backward)]
+
+    def add(a: fx.Node, b: fx.Node) -> fx.Node:
+        added = backward.call_function(_add, (a, b))
+        added.meta["val"] = _add(a.meta["val"], b.meta["val"])
+        return added
+
+    gradients = _flow(pieces, likes, starts, copy, add)
+    backward.output(tuple(gradients.get(node) for node in inputs if likes[node].requires_grad))
+    backward.eliminate_dead_code(is_impure_node=_is_port)
+    for node, placeholder in list(kept.items()):
+        if not placeholder.users:  # what was computed of it is a gradient that nobody asked for
+            backward.erase_node(kept.pop(node))
+    forward.output((*(values[node] for node in _returned(program)), *kept))
+    forward.eliminate_dead_code(is_impure_node=_is_port)
+    return forward, backward
+
+
+def _inlined(source: fx.Graph, target: fx.Graph, starts: Sequence[fx.Node], tags: _Tags) -> dict[fx.Node, fx.Node]:
+    """Write the calls of `source` to the end of `target`, with `starts` for its inputs: what stands for what."""
+    env = dict(zip(source.find_nodes(op="placeholder"), starts, strict=True))
+    _copy(_calls(source), target, env, tags)
+    return env
+
+
+def _placeholder(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
+    node = graph.placeholder(name)
+    node.target = node.name  # an argument of the graph's function, so it must be unlike the others too
+    node.meta["val"] = value
+    return node
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
+
+
+def _is_port(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "output")
+
+
+def _returned(graph: fx.Graph) -> tuple[Any, ...]:
+    returned: Any = next(iter(graph.find_nodes(op="output"))).args[0]
+    return tuple(returned)
 
 
 def scale_parameter_gradients(step: Step, factor: float) -> Step:
