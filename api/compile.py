@@ -27,7 +27,7 @@ from partway.propagation.graph import Graph, differentiated, verify
 from partway.propagation.lower import LocalProgram, lower, verify_program
 from partway.propagation.plan import Plan, make_plan
 from partway.propagation.problem import SearchProblem, Settings, formulate
-from partway.propagation.profile import profile_of
+from partway.propagation.profile import DeviceProfile, profile_of
 from partway.propagation.search import Solution, search, verify_solution
 from partway.propagation.structure import Call, check_call, flatten_call
 from partway.propagation.torch_internals import is_transformed
@@ -126,8 +126,8 @@ def compile_call(
         problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
         return annotations, problem, search(problem, mode)
 
-    node = None
-    meshes = meshes_to_try(request, context, graph, processes, saved, fixed or {}, node)
+    inner = device_profile(graph, request, context).levels[0].devices
+    meshes = meshes_to_try(request, context, graph, processes, saved, fixed or {}, inner)
     annotations, problem, solution = cheapest(plan_on, meshes)
     local = lower(problem, solution.choice)
     plan = make_plan(problem, solution, local, mode)
@@ -172,16 +172,22 @@ def settings_of(graph: Graph, request: Request, mesh: Mesh, context: ParallelCon
     threshold = context.parallel_optimizer_config.parallel_optimizer_threshold * 1024
     return Settings(
         mesh=mesh,
-        profile=profile_of(
-            context.device_profile or request.device or ("cuda" if graph.device == "meta" else graph.device)
-        ),
+        profile=device_profile(graph, request, context),
         weights=WEIGHTS[Level(request.level)],
         fully_use_devices=algo.fully_use_devices,
         batch_by_default=context.mode_was_set and context.parallel_mode in modes,
         slice_align=algo.tensor_slice_align_size if algo.tensor_slice_align_enable else 1,
         shard_parameters=threshold if context.enable_parallel_optimizer else None,
+        optimizer_states=algo.optimizer_states,
+        memory_limit=algo.memory_limit,
         on_unknown_op=context.on_unknown_op,
     )
+
+
+def device_profile(graph: Graph, request: Request, context: ParallelContext) -> DeviceProfile:
+    """The figures of the devices that a call is planned for."""
+    device = request.device or ("cuda" if graph.device == "meta" else graph.device)
+    return profile_of(context.device_profile or device)
 
 
 def check_target(call: str, fn: Any) -> None:

@@ -329,6 +329,18 @@ class AlgoParameters(_Options):
 
     tensor_slice_align_size: int = Field(default=16, ge=1, le=1024, description="an int from 1 to 1024")
 
+    memory_limit: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="None or a number of bytes above 0, such as 80e9"
+    )
+    """The most bytes that a device may hold: parameters, gradients, optimizer states and what is kept for the backward.
+    The cheapest plan found that keeps to it is taken, and its certificate says how far off it may be; where there is
+    none it is an error that says what limit would do. The reference's device_memory_capacity."""
+
+    optimizer_states: float = Field(
+        default=2.0, ge=0, allow_inf_nan=False, description="a number of 0 or more, such as 2 for Adam"
+    )
+    """How many copies of each parameter that is trained the optimizer keeps: 0 for SGD, 1 with momentum, 2 for Adam."""
+
 
 # -- From what pydantic finds to one error in the user's words -------------------------------------------------------
 

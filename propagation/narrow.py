@@ -79,7 +79,7 @@ class Narrowing:
         """One pass. Returns the plan of options that it settles on by the way."""
         order = range(len(self.unary)) if forward else range(len(self.unary) - 1, -1, -1)
         ahead, behind = (1, 0) if forward else (0, 1)  # index into `sides`, and the side of an edge we stand on
-        share = [1.0 / max(len(e), len(l), 1) for e, l in self.sides]
+        share = [1.0 / max(len(earlier), len(later), 1) for earlier, later in self.sides]
         heights = [self.heights(v) for v in range(len(self.unary))]
         owed = [len(self.sides[v][behind]) for v in range(len(self.unary))]  # edges whose far end is still to come
 

@@ -13,7 +13,7 @@ from partway.fusion import AllReduceFusion, FusionMode
 from partway.fusion.program import make_program
 from partway.propagation.collectives import convert
 from partway.propagation.conversion import ConversionTable, Step
-from partway.propagation.cost import PROFILES
+from partway.propagation.profile import profile_of
 from partway.propagation.differentiate import differentiate
 from partway.propagation.graph import differentiated
 from partway.propagation.lower import LocalProgram, collective, lower, verify_program
@@ -174,9 +174,9 @@ def test_a_step_along_two_axes_is_one_conversion_and_one_collective():
     assert "all_reduce(dp,tp)" in str(compiled.plan.table(every=True))
     step = compiled.program.step
     assert conversions(step.forward.graph)[-1] == "S0 -> R over dp,tp"
-    fused = make_program(step, AllReduceFusion(FusionMode.AUTO), PROFILES["cpu"]).collectives[-1]
+    fused = make_program(step, AllReduceFusion(FusionMode.AUTO), profile_of("cpu")).collectives[-1]
     assert (fused.phase, fused.axes, fused.group_size, len(fused.members)) == ("backward", ("dp", "tp"), 8, 4)
-    assert counted(compiled.plan.collectives) == counted(found_in(verify_and_differentiate(compiled), PROFILES["cpu"]))
+    assert counted(compiled.plan.collectives) == counted(found_in(verify_and_differentiate(compiled), profile_of("cpu")))
 
 
 @pytest.mark.usefixtures("joint")
