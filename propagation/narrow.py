@@ -16,12 +16,41 @@ of edges on one side. The sum of `(1 - g(s) edges sent) h(s)` is then a bound, a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .conversion import Floats
+
+
+SWEEPS = 40  # at most, forward and backward
+ROUND = 4  # sweeps after which options are taken out of the arrays
+
+Numbers = tuple[tuple[Floats, ...], dict[tuple[int, int], Floats]]  # unary, pairs
+
+
+def narrow(
+    unary: Sequence[Floats],
+    pairs: Mapping[tuple[int, int], Floats],
+    upper: float,
+    enough: Callable[[Numbers], bool],
+) -> Narrowing:
+    """The options that a plan cheaper than `upper` may take, until `enough` says that few are left or no more go."""
+    found = Narrowing(unary, pairs, upper)
+    left = found.left
+    for sweep in range(SWEEPS):
+        found.sweep(forward=sweep % 2 == 0)
+        if found.bound >= upper * (1 - 1e-9):
+            break
+        if sweep % ROUND == ROUND - 1:
+            found.shrink()
+            if enough(found.rest()) or (sweep > SWEEPS // 2 and found.left > 0.97 * left):
+                break
+            left = found.left
+    found.shrink()
+    return found
 
 
 @dataclass(eq=False)
@@ -31,9 +60,6 @@ class _Edge:
     ends: tuple[int, int]
     costs: Floats
     messages: list[Floats]
-
-    def other(self, side: int) -> int:
-        return self.ends[1 - side]
 
     def send(self, side: int, share: Floats) -> None:
         """The message from the end at `side`, whose share of its costs is `share`."""
@@ -47,13 +73,14 @@ class _Edge:
 class Narrowing:
     """The options that are left of every vertex, the bound, and the best plan that was met."""
 
-    def __init__(self, unary: list[Floats], pairs: dict[tuple[int, int], Floats], upper: float) -> None:
+    def __init__(self, unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats], upper: float) -> None:
         clipped: dict[int, Floats] = {}
-        for costs in (*unary, *pairs.values()):  # a plan with a cost above the known plan's is of no interest
+        for costs in (*unary, *pairs.values()):  # a plan with one cost above the known plan's is of no interest
             if id(costs) not in clipped:
-                clipped[id(costs)] = np.minimum(costs, upper)
+                clipped[id(costs)] = np.minimum(costs, 2 * upper)
         self.upper, self.bound = upper, -np.inf
         self.kept = [np.arange(len(costs)) for costs in unary]
+        self._alive = [np.ones(len(costs), dtype=bool) for costs in unary]
         self.unary = [clipped[id(costs)] for costs in unary]
         self.edges = [
             _Edge(ends, clipped[id(costs)], [np.zeros(len(unary[ends[0]])), np.zeros(len(unary[ends[1]]))])
@@ -65,6 +92,28 @@ class Narrowing:
             self.sides[edge.ends[1]][0].append(edge)
         self._settled: list[Floats] = [np.zeros(len(costs)) for costs in unary]
 
+    @property
+    def left(self) -> int:
+        """How many options are left in all."""
+        return sum(int(alive.sum()) for alive in self._alive)
+
+    def rest(self) -> Numbers:
+        """The problem of the options that are left (after `shrink`)."""
+        return tuple(self.unary), {edge.ends: edge.costs for edge in self.edges}
+
+    def shrink(self) -> None:
+        """Take the options that were dropped out of all arrays."""
+        for v, alive in enumerate(self._alive):
+            if not alive.all():
+                self.kept[v], self.unary[v] = self.kept[v][alive], self.unary[v][alive]
+                self._settled[v] = self._settled[v][alive]
+        for edge in self.edges:
+            a, b = (self._alive[v] for v in edge.ends)
+            if not (a.all() and b.all()):
+                edge.costs = np.ascontiguousarray(edge.costs[a][:, b])
+                edge.messages = [edge.messages[0][a], edge.messages[1][b]]
+        self._alive = [np.ones(len(kept), dtype=bool) for kept in self.kept]
+
     def heights(self, vertex: int) -> Floats:
         """The costs of each option after all shifts."""
         earlier, later = self.sides[vertex]
@@ -75,55 +124,44 @@ class Narrowing:
             total = total + edge.messages[0]
         return total
 
-    def sweep(self, forward: bool) -> NDArray[np.intp]:
-        """One pass. Returns the plan of options that it settles on by the way."""
+    def sweep(self, forward: bool) -> None:
+        """One pass over the vertices: shift costs, raise the bound, drop options.
+
+        Of a vertex that is still to come a part of what it was worth when the last pass left it, in the other
+        direction, covers its edges to others that are still to come; the rest counts here.
+        """
         order = range(len(self.unary)) if forward else range(len(self.unary) - 1, -1, -1)
-        ahead, behind = (1, 0) if forward else (0, 1)  # index into `sides`, and the side of an edge we stand on
+        ahead, behind = (1, 0) if forward else (0, 1)  # the side of a vertex on which its edges to later ones are
         share = [1.0 / max(len(earlier), len(later), 1) for earlier, later in self.sides]
         heights = [self.heights(v) for v in range(len(self.unary))]
-        owed = [len(self.sides[v][behind]) for v in range(len(self.unary))]  # edges whose far end is still to come
+        covering = [len(self.sides[v][behind]) for v in range(len(self.unary))]
 
         def rest(v: int) -> float:
-            return float((heights[v] - share[v] * owed[v] * self._settled[v]).min())
+            return float((heights[v] - share[v] * covering[v] * self._settled[v]).min())
 
         rests = [rest(v) for v in range(len(self.unary))]
-        outlook = sum(rests)
-        settled: list[Floats] = list(self._settled)
-        plan = np.zeros(len(self.unary), dtype=np.intp)
+        elsewhere = sum(rests)  # a bound on what all vertices but the present one cost
+        settled = list(self._settled)
         for s in order:
-            outlook -= rests[s]
+            elsewhere -= rests[s]
             here = heights[s]
-            self.bound = max(self.bound, outlook + float(here.min()))
-            keep = outlook + here <= self.upper * (1 + 1e-9)
-            self._pick(s, behind, plan)
-            if not keep.all() and keep.any():
-                here = heights[s] = np.where(keep, here, here + 2 * self.upper)
-                self._dropped(s, keep)
+            self.bound = max(self.bound, elsewhere + float(here.min()))
+            hopeless = (elsewhere + here > self.upper * (1 + 1e-9)) & self._alive[s]
+            if hopeless.any() and not hopeless.all():
+                self._alive[s] &= ~hopeless
+                fine = np.where(hopeless, 2 * self.upper, 0.0)
+                self.unary[s] = self.unary[s] + fine
+                here = heights[s] = here + fine
             settled[s] = here
-            outlook += float(here.min()) * (1 - share[s] * len(self.sides[s][ahead]))
+            elsewhere += float(here.min()) * (1 - share[s] * len(self.sides[s][ahead]))
             for edge in self.sides[s][ahead]:
                 side = edge.ends.index(s)
-                far = edge.other(side)
+                far = edge.ends[1 - side]
                 before = edge.messages[1 - side]
                 edge.send(side, share[s] * here)
                 heights[far] = heights[far] + edge.messages[1 - side] - before
-                owed[far] -= 1
-                new = rest(far)
-                outlook += new - rests[far]
-                rests[far] = new
+                covering[far] -= 1
+                now = rest(far)
+                elsewhere += now - rests[far]
+                rests[far] = now
         self._settled = settled
-        return plan
-
-    def _pick(self, s: int, behind: int, plan: NDArray[np.intp]) -> None:
-        """The option of `s` that suits the vertices behind it as they were picked, and the messages from ahead."""
-        total = self.unary[s]
-        for edge in self.sides[s][behind]:
-            side = edge.ends.index(s)
-            chosen = plan[edge.other(side)]
-            total = total + (edge.costs[:, chosen] if side == 0 else edge.costs[chosen])
-        for edge in self.sides[s][1 - behind]:
-            total = total + edge.messages[edge.ends.index(s)]
-        plan[s] = int(np.argmin(total))
-
-    def _dropped(self, s: int, keep: NDArray[np.bool_]) -> None:
-        self.unary[s] = np.where(keep, self.unary[s], self.unary[s] + 2 * self.upper)

@@ -25,10 +25,12 @@ from numpy.typing import NDArray
 from ..strategy.choice import Choice
 from ..strategy.errors import StrategyError, VerifyError
 from .conversion import Floats
+from .narrow import narrow
 from .problem import Edge, Options, SearchProblem, VertexKind
 
 TABLE_LIMIT = 2**26  # sums that one step of the elimination looks at
 SLAB = 2**17  # of them at a time: 1 MiB
+MUCH_WORK = 1.2e9  # sums of an elimination above which options are left out first
 REPEATED = 26.0  # log2 of the joint table up to which a vertex that looks like another one goes first
 
 
@@ -115,17 +117,122 @@ def costs_of(problem: SearchProblem, price: float = 0.0) -> Costs:
     return Costs(tuple(alone(v.options) for v in problem.vertices), pairs)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class _Table:
-    """A function of the options of `scope`, vertices in ascending order."""
+    """A function of the options of `scope`, vertices in ascending order. Its numbers are those of its symbol: what is
+    made of the same tables in the same way has the same."""
 
     scope: tuple[int, ...]
-    values: Floats
+    symbol: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One vertex goes: the tables that it is in, and for each group of them (one, unless that were too large) the
+    table over the other vertices that is left."""
+
+    vertex: int
+    bucket: list[_Table]
+    made: list[_Table]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which vertices go in which order, and which tables have to be computed: `recipes[symbol]` is the tables that one
+    is made of and the vertices that they join, the last of which goes. `work`: how many sums that takes."""
+
+    steps: list[_Step]
+    recipes: dict[int, tuple[list[_Table], tuple[int, ...]]]
+    given: dict[int, Floats]
+    work: float
+    width: int
+
+
+def schedule(costs: Costs, table_limit: float = math.inf) -> Schedule:
+    """The order in which `eliminate` goes; none of the numbers is looked at."""
+    sizes = [len(unary) for unary in costs.unary]
+    live = _Live(sizes)
+    symbols: dict[object, int] = {}
+    given: dict[int, Floats] = {}
+
+    def symbol_of(key: object) -> int:
+        return symbols.setdefault(key, len(symbols))
+
+    originals = [((vertex,), unary) for vertex, unary in enumerate(costs.unary)]
+    for scope, array in [*originals, *costs.pairs.items()]:
+        symbol = symbol_of(("given", id(array)))
+        given[symbol] = array
+        live.add(_Table(scope, symbol))
+    steps: list[_Step] = []
+    recipes: dict[int, tuple[list[_Table], tuple[int, ...]]] = {}
+    work, width = 0.0, 0
+    while (vertex := live.next()) is not None:
+        bucket = live.take(vertex)
+        made = []
+        for group in _mini_buckets(bucket, vertex, sizes, table_limit):
+            scope = tuple(sorted({v for table in group for v in table.scope} - {vertex}))
+            joint = (*scope, vertex)
+            seats = {v: i for i, v in enumerate(joint)}
+            width = max(width, len(joint))
+            symbol = symbol_of(tuple(sorted((tuple(seats[v] for v in table.scope), table.symbol) for table in group)))
+            if symbol not in recipes:
+                recipes[symbol] = group, joint
+                work += math.prod(sizes[v] for v in joint)
+            made.append(_Table(scope, symbol))
+            if scope:
+                live.add(made[-1])
+        steps.append(_Step(vertex, bucket, made))
+    return Schedule(steps, recipes, given, work, width)
 
 
 def dynamic_programming(problem: SearchProblem, table_limit: int = TABLE_LIMIT) -> Solution:
     """The optimum, proven; or, where tables would pass `table_limit` entries, a plan and how far off it may be."""
-    return eliminate(costs_of(problem), table_limit)
+    return optimum(costs_of(problem), table_limit, lambda: recursive_programming(problem).choice)
+
+
+def optimum(costs: Costs, table_limit: int, start: Callable[[], tuple[int, ...]]) -> Solution:
+    """`eliminate`; where that were much work, what no optimal plan takes is left out first. `start`: a plan."""
+    order = schedule(costs, table_limit)
+    if order.work <= MUCH_WORK:
+        return _run(costs, order)
+    first = start()
+    known = revisit(costs, Solution(first, costs.of(first), -math.inf, 1))
+    if math.isinf(known.cost):
+        return _run(costs, order)
+    left = narrow(costs.unary, costs.pairs, known.cost, lambda rest: schedule(Costs(*rest)).work <= MUCH_WORK)
+    rest = Costs(*left.rest())
+    found = _run(rest, schedule(rest, table_limit))
+    choice = tuple(int(kept[c]) for kept, c in zip(left.kept, found.choice, strict=True))
+    best = revisit(costs, Solution(choice, costs.of(choice), -math.inf, found.width))
+    cheapest = min(best, known, key=lambda solution: solution.cost)
+    # what was left out costs at least as much as the plan that was known
+    bound = min(cheapest.cost, max(left.bound, min(found.bound, known.cost)))
+    return replace(cheapest, bound=bound, width=found.width)
+
+
+def eliminate(costs: Costs, table_limit: int = TABLE_LIMIT) -> Solution:
+    """Min-sum elimination: `dynamic_programming` on numbers.
+
+    Tables that are made of the same arrays in the same way are computed once, so that a block that repeats costs one
+    block and the logarithm of how often it does.
+    """
+    return _run(costs, schedule(costs, table_limit))
+
+
+def _run(costs: Costs, order: Schedule) -> Solution:
+    sizes = [len(unary) for unary in costs.unary]
+    values = dict(order.given)
+    for symbol, (group, joint) in order.recipes.items():
+        values[symbol] = _least([(table.scope, values[table.symbol]) for table in group], joint, sizes)
+    bound = sum(float(values[table.symbol]) for step in order.steps for table in step.made if not table.scope)
+    choice = [0] * len(sizes)
+    for step in reversed(order.steps):
+        total = np.zeros(sizes[step.vertex])
+        for table in step.bucket:
+            index = tuple(slice(None) if v == step.vertex else choice[v] for v in table.scope)
+            total = total + values[table.symbol][index]
+        choice[step.vertex] = int(np.argmin(total))
+    return Solution(tuple(choice), costs.of(tuple(choice)), bound, order.width)
 
 
 def within_memory(problem: SearchProblem, limit: float) -> tuple[Solution, float]:
@@ -148,7 +255,7 @@ def within_memory(problem: SearchProblem, limit: float) -> tuple[Solution, float
         price = (fits.cost - above.cost) / (problem.memory(above.choice) - problem.memory(fits.choice))
         if price <= best_price:
             break
-        priced = eliminate(costs_of(problem, price))
+        priced = optimum(costs_of(problem, price), TABLE_LIMIT, lambda: fits.choice)
         found = replace(priced, cost=problem.cost(priced.choice))
         bound, best_price = max(bound, priced.bound - price * limit), price
         held = problem.memory(found.choice)
@@ -184,46 +291,6 @@ def _too_little(problem: SearchProblem, least: Solution, limit: float) -> str:
     )
 
 
-def eliminate(costs: Costs, table_limit: int = TABLE_LIMIT) -> Solution:
-    """Min-sum elimination: `dynamic_programming` on numbers.
-
-    Tables that were made of the same arrays in the same way are the same table and computed once, so that a block
-    that repeats costs one block and the logarithm of how often it does.
-    """
-    sizes = [len(unary) for unary in costs.unary]
-    live = _Live(sizes)
-    made: dict[object, tuple[list[_Table], Floats]] = {}
-    for vertex, unary in enumerate(costs.unary):
-        live.add(_Table((vertex,), unary))
-    for pair, matrix in costs.pairs.items():
-        live.add(_Table(pair, matrix))
-    bound, width = 0.0, 0
-    buckets: list[tuple[int, list[_Table]]] = []
-    while (vertex := live.next()) is not None:
-        bucket = live.take(vertex)
-        buckets.append((vertex, bucket))
-        for group in _mini_buckets(bucket, vertex, sizes, table_limit):
-            scope = tuple(sorted({v for table in group for v in table.scope} - {vertex}))
-            joint = (*scope, vertex)
-            width = max(width, len(joint))
-            seats = {v: i for i, v in enumerate(joint)}
-            key = tuple(sorted((tuple(seats[v] for v in table.scope), id(table.values)) for table in group))
-            if key not in made:  # the group is kept with it: an id lives as long as its array
-                made[key] = group, _least(group, joint, sizes)
-            rest = made[key][1]
-            if scope:
-                live.add(_Table(scope, rest))
-            else:
-                bound += float(rest)
-    choice = [0] * len(sizes)
-    for vertex, bucket in reversed(buckets):
-        total = np.zeros(sizes[vertex])
-        for table in bucket:
-            total = total + table.values[tuple(slice(None) if v == vertex else choice[v] for v in table.scope)]
-        choice[vertex] = int(np.argmin(total))
-    return Solution(tuple(choice), costs.of(tuple(choice)), bound, width)
-
-
 class _Live:
     """The tables that are left while vertices go one by one, and which vertex goes next.
 
@@ -235,7 +302,7 @@ class _Live:
 
     def __init__(self, sizes: list[int]) -> None:
         self._sizes = [math.log2(max(size, 1)) for size in sizes]
-        self._tables: list[dict[int, _Table]] = [{} for _ in sizes]
+        self._tables: list[dict[_Table, None]] = [{} for _ in sizes]
         self._looks = [0] * len(sizes)  # a sum of hashes, so that tables can be added and taken away
         self._alike: dict[int, set[int]] = {}
         self._gone = [False] * len(sizes)
@@ -245,7 +312,7 @@ class _Live:
 
     def add(self, table: _Table) -> None:
         for vertex in table.scope:
-            self._tables[vertex][id(table)] = table
+            self._tables[vertex][table] = None
         self._note(table, 1)
 
     def _note(self, table: _Table, sign: int) -> None:
@@ -253,11 +320,11 @@ class _Live:
             before = self._looks[vertex]
             if before in self._alike:
                 self._alike[before].discard(vertex)
-            self._looks[vertex] = before + sign * hash((id(table.values), place, len(table.scope)))
+            self._looks[vertex] = before + sign * hash((table.symbol, place, len(table.scope)))
             self._changed.add(vertex)
 
     def _rank(self, vertex: int) -> tuple[bool, float, int]:
-        near = {v for table in self._tables[vertex].values() for v in table.scope}
+        near = {v for table in self._tables[vertex] for v in table.scope}
         cost = round(sum(self._sizes[v] for v in near), 6)
         return len(self._alike[self._looks[vertex]]) < 2 or cost > REPEATED, cost, vertex
 
@@ -296,23 +363,23 @@ class _Live:
 
     def take(self, vertex: int) -> list[_Table]:
         """The tables of `vertex`, which is then gone."""
-        found = list(self._tables[vertex].values())
+        found = list(self._tables[vertex])
         self._gone[vertex] = True
         self._alike.get(self._looks[vertex], set()).discard(vertex)
         for table in found:
             self._note(table, -1)
             for other in table.scope:
-                self._tables[other].pop(id(table), None)
+                self._tables[other].pop(table, None)
         return found
 
 
-def _mini_buckets(tables: list[_Table], vertex: int, sizes: list[int], limit: int) -> list[list[_Table]]:
+def _mini_buckets(tables: list[_Table], vertex: int, sizes: list[int], limit: float) -> list[list[_Table]]:
     """The tables of one bucket in groups whose joint table stays within `limit`; one group where it fits."""
     everything = {vertex}.union(*(table.scope for table in tables))
     if math.prod(sizes[v] for v in everything) <= limit:
         return [tables]
     groups: list[tuple[set[int], list[_Table]]] = []
-    for table in sorted(tables, key=lambda t: -t.values.size):
+    for table in sorted(tables, key=lambda t: -math.prod(sizes[v] for v in t.scope)):
         for scope, members in groups:
             if math.prod(sizes[v] for v in scope | set(table.scope)) <= limit:
                 scope.update(table.scope)
@@ -323,15 +390,15 @@ def _mini_buckets(tables: list[_Table], vertex: int, sizes: list[int], limit: in
     return [members for _, members in groups]
 
 
-def _least(tables: list[_Table], joint: tuple[int, ...], sizes: list[int]) -> Floats:
+def _least(tables: list[tuple[tuple[int, ...], Floats]], joint: tuple[int, ...], sizes: list[int]) -> Floats:
     """The sum of `tables` over the options of `joint`, its last vertex taking its best option: in slabs that stay in
     the cache."""
     extents = [sizes[v] for v in joint]
     views = []
-    for table in tables:
-        order = sorted(range(len(table.scope)), key=lambda i, scope=table.scope: joint.index(scope[i]))  # type: ignore[misc]
-        present = set(table.scope)
-        view = table.values.transpose(order).reshape([sizes[v] if v in present else 1 for v in joint])
+    for scope, values in tables:
+        seats = [joint.index(v) for v in scope]
+        view = values.transpose(sorted(range(len(scope)), key=seats.__getitem__))
+        view = view.reshape([sizes[v] if v in scope else 1 for v in joint])
         views.append(np.ascontiguousarray(view))
     outer = next(i for i in range(len(joint)) if math.prod(extents[i:]) <= SLAB or i == len(joint) - 1)
     fixed: Floats = np.zeros((1,) * (len(joint) - outer))  # what does not change from slab to slab
