@@ -149,20 +149,30 @@ class ConversionTable:
         best = np.full((len(self.digits), len(sources)), np.inf)
         best[sources, np.arange(len(sources))] = 0.0
         best[~self.valid] = np.inf
-        quiet = 0
-        for move in itertools.cycle(self._moves):
+        quiet, moves = 0, itertools.cycle(self._moves)
+        while quiet < len(self._moves):
+            move = next(moves)
             here = best[move.codes]  # [others, state, source]
             there = here.copy()
             for state in move.states:
                 np.minimum(there, here[:, state, None] + move.cost[:, state, :, None], out=there)
-            if np.array_equal(there, here):
-                quiet += 1
-                if quiet >= len(self._moves):
-                    break
-            else:
-                best[move.codes] = there
-                quiet = 0  # a step after a step of the same axes can pay too
+            quiet = quiet + 1 if np.array_equal(there, here) else 0  # a step after one of the same axes can pay too
+            best[move.codes] = there
         return np.ascontiguousarray(best.T)
+
+    def spread(self, values: Floats, forward: bool) -> Floats:
+        """For every layout the least of `values[other] + cost[other, layout]`, or of `cost[layout, other]` where not
+        `forward`: without any row of `cost`."""
+        best = np.where(self.valid, values, np.inf)
+        quiet, moves = 0, itertools.cycle(self._moves)
+        while quiet < len(self._moves):
+            move = next(moves)
+            here = best[move.codes]
+            ways = here[:, :, None] + move.cost if forward else here[:, None] + move.cost
+            there = np.minimum(here, ways.min(axis=1 if forward else 2))
+            quiet = quiet + 1 if np.array_equal(there, here) else 0
+            best[move.codes] = there
+        return best
 
     @cached_property
     def _moves(self) -> tuple[_Move, ...]:

@@ -16,29 +16,29 @@ of edges on one side. The sum of `(1 - g(s) edges sent) h(s)` is then a bound, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .conversion import Floats
-
+from .conversion import Codes, ConversionTable, Floats
 
 SWEEPS = 40  # at most, forward and backward
 ROUND = 4  # sweeps after which options are taken out of the arrays
 
-Numbers = tuple[tuple[Floats, ...], dict[tuple[int, int], Floats]]  # unary, pairs
+Mask = NDArray[np.bool_]
 
 
 def narrow(
     unary: Sequence[Floats],
-    pairs: Mapping[tuple[int, int], Floats],
+    edges: Iterable[tuple[tuple[int, int], Between]],
     upper: float,
-    enough: Callable[[Numbers], bool],
+    enough: Callable[[Narrowing], bool],
 ) -> Narrowing:
     """The options that a plan cheaper than `upper` may take, until `enough` says that few are left or no more go."""
-    found = Narrowing(unary, pairs, upper)
+    found = Narrowing(unary, edges, upper)
     left = found.left
     for sweep in range(SWEEPS):
         found.sweep(forward=sweep % 2 == 0)
@@ -46,11 +46,78 @@ def narrow(
             break
         if sweep % ROUND == ROUND - 1:
             found.shrink()
-            if enough(found.rest()) or (sweep > SWEEPS // 2 and found.left > 0.97 * left):
+            if enough(found) or (sweep > SWEEPS // 2 and found.left > 0.97 * left):
                 break
             left = found.left
     found.shrink()
     return found
+
+
+class Between(Protocol):
+    """The costs of an edge [option of one end, option of the other]."""
+
+    shape: tuple[int, ...]
+
+    def least(self, given: Floats, side: int) -> Floats:
+        """For each option of the other end, the least cost with an option of the end at `side`, which has cost
+        `given` itself."""
+
+    def given(self, option: int, side: int) -> Floats:
+        """For each option of the other end, the cost with `option` of the end at `side`."""
+
+    def take(self, rows: Mask, columns: Mask) -> Between:
+        """The costs between some options only."""
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """Costs that are written out."""
+
+    costs: Floats
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.costs.shape
+
+    def least(self, given: Floats, side: int) -> Floats:
+        found: Floats = (self.costs + given[:, None]).min(axis=0) if side == 0 else (self.costs + given).min(axis=1)
+        return found
+
+    def given(self, option: int, side: int) -> Floats:
+        return self.costs[option] if side == 0 else self.costs[:, option]
+
+    def take(self, rows: Mask, columns: Mask) -> Matrix:
+        return Matrix(np.ascontiguousarray(self.costs[rows][:, columns]))
+
+
+@dataclass(frozen=True, eq=False)
+class Converting:
+    """The costs of converting one tensor: never written out, since on four axes they are millions."""
+
+    table: ConversionTable
+    rows: Codes
+    columns: Codes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.rows), len(self.columns)
+
+    def least(self, given: Floats, side: int) -> Floats:
+        here, there = (self.rows, self.columns) if side == 0 else (self.columns, self.rows)
+        values = np.full(len(self.table.digits), np.inf)
+        np.minimum.at(values, here, given)
+        found: Floats = self.table.spread(values, forward=side == 0)[there]
+        return found
+
+    def given(self, option: int, side: int) -> Floats:
+        if side == 0:
+            return self.table.rows([int(self.rows[option])])[0, self.columns]
+        values = np.full(len(self.table.digits), np.inf)
+        values[self.columns[option]] = 0.0
+        return self.table.spread(values, forward=False)[self.rows]
+
+    def take(self, rows: Mask, columns: Mask) -> Converting:
+        return Converting(self.table, self.rows[rows], self.columns[columns])
 
 
 @dataclass(eq=False)
@@ -58,34 +125,23 @@ class _Edge:
     """One edge between vertices `ends[0] < ends[1]`: its costs, and its message to each end."""
 
     ends: tuple[int, int]
-    costs: Floats
+    costs: Between
     messages: list[Floats]
 
     def send(self, side: int, share: Floats) -> None:
         """The message from the end at `side`, whose share of its costs is `share`."""
-        rest = share - self.messages[side]
-        if side == 0:
-            self.messages[1] = (self.costs + rest[:, None]).min(axis=0)
-        else:
-            self.messages[0] = (self.costs + rest).min(axis=1)
+        self.messages[1 - side] = self.costs.least(share - self.messages[side], side)
 
 
 class Narrowing:
     """The options that are left of every vertex, the bound, and the best plan that was met."""
 
-    def __init__(self, unary: Sequence[Floats], pairs: Mapping[tuple[int, int], Floats], upper: float) -> None:
-        clipped: dict[int, Floats] = {}
-        for costs in (*unary, *pairs.values()):  # a plan with one cost above the known plan's is of no interest
-            if id(costs) not in clipped:
-                clipped[id(costs)] = np.minimum(costs, 2 * upper)
+    def __init__(self, unary: Sequence[Floats], edges: Iterable[tuple[tuple[int, int], Between]], upper: float) -> None:
         self.upper, self.bound = upper, -np.inf
         self.kept = [np.arange(len(costs)) for costs in unary]
         self._alive = [np.ones(len(costs), dtype=bool) for costs in unary]
-        self.unary = [clipped[id(costs)] for costs in unary]
-        self.edges = [
-            _Edge(ends, clipped[id(costs)], [np.zeros(len(unary[ends[0]])), np.zeros(len(unary[ends[1]]))])
-            for ends, costs in pairs.items()
-        ]
+        self.unary = [np.minimum(costs, 2 * upper) for costs in unary]
+        self.edges = [_Edge(ends, costs, [np.zeros(n) for n in costs.shape]) for ends, costs in edges]
         self.sides: list[tuple[list[_Edge], list[_Edge]]] = [([], []) for _ in unary]  # to earlier, to later vertices
         for edge in self.edges:
             self.sides[edge.ends[0]][1].append(edge)
@@ -97,9 +153,10 @@ class Narrowing:
         """How many options are left in all."""
         return sum(int(alive.sum()) for alive in self._alive)
 
-    def rest(self) -> Numbers:
-        """The problem of the options that are left (after `shrink`)."""
-        return tuple(self.unary), {edge.ends: edge.costs for edge in self.edges}
+    @property
+    def pairs(self) -> int:
+        """How many pairs of options are left (after `shrink`)."""
+        return sum(edge.costs.shape[0] * edge.costs.shape[1] for edge in self.edges)
 
     def shrink(self) -> None:
         """Take the options that were dropped out of all arrays."""
@@ -110,7 +167,7 @@ class Narrowing:
         for edge in self.edges:
             a, b = (self._alive[v] for v in edge.ends)
             if not (a.all() and b.all()):
-                edge.costs = np.ascontiguousarray(edge.costs[a][:, b])
+                edge.costs = edge.costs.take(a, b)
                 edge.messages = [edge.messages[0][a], edge.messages[1][b]]
         self._alive = [np.ones(len(kept), dtype=bool) for kept in self.kept]
 
