@@ -207,7 +207,7 @@ def test_a_maximum_over_two_axes_is_one_collective():
     assert kind(joint.source, joint.target) is Kind.ALL_REDUCE
     assert (
         kind(rest.source, rest.target) is Kind.NOTHING
-    )  # Replicate and Broadcast are one value: which comes first is free
+    )  # Replicate and Broadcast are one value: either first
 
 
 def test_tables_are_shared():
