@@ -146,7 +146,7 @@ def within_memory(problem: SearchProblem, limit: float) -> tuple[Solution, float
     above, bound, best_price = free, free.bound, 0.0
     while True:
         price = (fits.cost - above.cost) / (problem.memory(above.choice) - problem.memory(fits.choice))
-        if price <= best_price:
+        if price <= 0.0:
             break
         priced = eliminate(costs_of(problem, price))
         found = replace(priced, cost=problem.cost(priced.choice))
@@ -425,7 +425,7 @@ def revisit(costs: Costs, solution: Solution) -> Solution:
         )
         now += sum(float(matrix[choice[vertex], choice[other]]) for other, matrix in still)
         best = int(np.argmin(total))
-        if total[best] >= now - 1e-12 * abs(now) or (math.isinf(now) and math.isinf(total[best])):
+        if total[best] >= now * (1 - 1e-12):
             continue
         choice[vertex] = best
         for field, (other, _) in zip(fields, movable, strict=True):

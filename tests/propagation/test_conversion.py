@@ -205,9 +205,7 @@ def test_a_maximum_over_two_axes_is_one_collective():
     joint, rest = table.path(codes(table.mesh, "Pmax Pmax"), codes(table.mesh, "B R"))
     assert joint.axes == ("d0", "d1")
     assert kind(joint.source, joint.target) is Kind.ALL_REDUCE
-    assert (
-        kind(rest.source, rest.target) is Kind.NOTHING
-    )  # Replicate and Broadcast are one value: either first
+    assert kind(rest.source, rest.target) is Kind.NOTHING  # Replicate and Broadcast are one value: either first
 
 
 def test_tables_are_shared():

@@ -12,23 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partway.propagation import search as search_module
+from partway.propagation.problem import VertexKind
 from partway.propagation.search import (
     Costs,
     SearchMode,
-    Solution,
     costs_of,
     dynamic_programming,
     eliminate,
     propagate,
     recursive_programming,
-    restricted,
     revisit,
     search,
     sharding_propagation,
     verify_solution,
-    within_memory,
 )
-from partway.strategy import BROADCAST, REPLICATE, Layout, Mesh, Shard, StrategyError, VerifyError
+from partway.strategy import BROADCAST, REPLICATE, Layout, Mesh, Shard, VerifyError
 
 
 @st.composite
@@ -81,6 +79,30 @@ def test_propagation_claims_the_cost_of_its_plan_and_is_never_better_than_the_op
     assert costs.of(solution.choice) == solution.cost >= brute_force(costs)
     assert solution.bound == -math.inf
     assert not solution.proven
+
+
+@settings(max_examples=400, deadline=None)
+@given(random_costs(vertices=7), st.data())
+def test_revisiting_never_makes_a_plan_worse_and_claims_its_cost(costs, data):
+    start = propagate(costs, data.draw(st.lists(st.integers(0, len(costs.unary) - 1), unique=True)))
+    found = revisit(costs, start)
+    assert brute_force(costs) <= found.cost == costs.of(found.choice) <= start.cost
+    assert revisit(costs, found).cost == found.cost
+
+
+def alone(costs, choice):
+    """The least cost after one vertex changes its option."""
+    changed = (
+        costs.of((*choice[:v], option, *choice[v + 1 :])) for v, u in enumerate(costs.unary) for option in range(len(u))
+    )
+    return min(changed)
+
+
+@settings(max_examples=300, deadline=None)
+@given(random_costs(vertices=7))
+def test_after_revisiting_no_vertex_gains_by_changing(costs):
+    found = revisit(costs, propagate(costs, [0]))
+    assert alone(costs, found.choice) >= found.cost or math.isinf(found.cost)
 
 
 def test_each_vertex_goes_when_it_has_the_fewest_neighbours_left():
@@ -283,6 +305,36 @@ def test_recursion_keeps_what_is_annotated_on_a_later_axis(lab):
     solution = verify_solution(problem, recursive_programming(problem))
     at = next(i for i, v in enumerate(problem.vertices) if v.name == "w")
     assert problem.vertices[at].options[solution.choice[at]].results == (later,)
+
+
+def annotated_problem(lab, sizes=(2, 2)):
+    mesh = Mesh.of_sizes(sizes)
+    later = Layout(mesh, (*[REPLICATE] * (len(sizes) - 1), Shard(1)))
+    return lab.problem_of(mlp, mlp_tensors(), mesh, {"w": ((later,), "by hand")})
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2), (4,)])
+def test_propagation_is_never_worse_than_from_either_start(lab, sizes):
+    problem = annotated_problem(lab, sizes)
+    costs = costs_of(problem)
+    annotated = [i for i, v in enumerate(problem.vertices) if v.annotation]
+    inputs = [i for i, v in enumerate(problem.vertices) if v.kind is VertexKind.INPUT]
+    assert annotated
+    assert len(inputs) > 1
+    found = sharding_propagation(problem)
+    for sources in (annotated, inputs):
+        start = propagate(costs, sources)
+        assert found.cost <= revisit(costs, start).cost * (1 + 1e-12) <= start.cost * (1 + 2e-12)
+    assert found.cost >= dynamic_programming(problem).cost * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("mode", list(SearchMode))
+def test_every_search_carries_the_bound_that_is_proven(lab, mode):
+    problem = annotated_problem(lab)
+    found, optimum = search(problem, mode), dynamic_programming(problem)
+    assert found.bound == optimum.bound
+    assert found.bound <= found.cost * (1 + 1e-12)
+    assert found.proven == (found.cost <= optimum.cost * (1 + 1e-9))
 
 
 def test_propagation_spreads_an_annotation_to_its_neighbours(lab):
