@@ -259,7 +259,7 @@ def annotate(
         problems += error.problems
     raise_problems(f"{counted(len(problems), 'problem')} with strategies on the mesh {mesh}:", problems)
     allowed: dict[str, tuple[tuple[Layout, ...], str]] = {}
-    sayers: dict[str, _Said] = {}
+    sayers: dict[str, list[tuple[_Said, Annotation]]] = {}
     for one, annotation in zip(said, checked, strict=True):
         if annotation is not None:
             _allow(allowed, sayers, one, annotation, problems)
@@ -287,22 +287,21 @@ class _Said:
 
 def _allow(
     allowed: dict[str, tuple[tuple[Layout, ...], str]],
-    sayers: dict[str, _Said],
+    sayers: dict[str, list[tuple[_Said, Annotation]]],
     said: _Said,
     annotation: Annotation,
     problems: list[Problem],
 ) -> None:
     layouts = annotation.layouts(said.shape)
-    if said.key in allowed:
-        before, text = allowed[said.key]
-        other = sayers[said.key]
-        both = tuple(found for found in layouts if found in before)
-        if not both:
-            what = f"{other.source} says {text}, and {said.source} says {annotation}"
+    for other, earlier in sayers.get(said.key, ()):
+        if not set(layouts).intersection(earlier.layouts(said.shape)):
+            what = f"{other.source} says {earlier}, and {said.source} says {annotation}"
             problems.append(Problem(said.words, what, "drop one of the two"))
             return
-        layouts = both
-    allowed[said.key], sayers[said.key] = (layouts, str(annotation)), said
+    if said.key in allowed:  # not empty: what agrees is the same layout, the same counts, or a layout of the counts
+        layouts = tuple(found for found in layouts if found in allowed[said.key][0])
+    allowed[said.key] = layouts, str(annotation)
+    sayers.setdefault(said.key, []).append((said, annotation))
 
 
 def _fix(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -208,13 +208,13 @@ def within_memory(problem: SearchProblem, limit: float) -> tuple[Solution, float
     free = dynamic_programming(problem)
     if problem.memory(free.choice) <= limit:
         return free, 0.0
-    fits = _least_memory(problem, free)
+    fits = _least_memory(problem)
     if problem.memory(fits.choice) > limit:
         raise StrategyError(_too_little(problem, fits, limit))
     above, bound, best_price = free, free.bound, 0.0
     while True:
         price = (fits.cost - above.cost) / (problem.memory(above.choice) - problem.memory(fits.choice))
-        if price <= best_price:
+        if price <= 0.0:
             break
         priced = dynamic_programming(problem, price=price)
         found = replace(priced, cost=problem.cost(priced.choice))
@@ -230,11 +230,17 @@ def within_memory(problem: SearchProblem, limit: float) -> tuple[Solution, float
     return replace(fits, bound=bound, width=free.width), best_price
 
 
-def _least_memory(problem: SearchProblem, free: Solution) -> Solution:
-    """The plan that holds the least on a device; of those, one that costs little."""
-    heaviest = sum(float(v.options.memory.max()) for v in problem.vertices)
-    price = 1e6 * max(free.cost, 1e-12) / max(heaviest, 1.0)
-    priced = dynamic_programming(problem, price=price)
+def _least_memory(problem: SearchProblem) -> Solution:
+    """A plan that holds the least on a device."""
+    if pairs_of(problem) > MANY_PAIRS:  # a price that outweighs all else
+        heaviest = sum(float(v.options.memory.max()) for v in problem.vertices)
+        priced = dynamic_programming(problem, price=1e6 / max(heaviest, 1.0))
+    else:
+        costs = costs_of(problem)
+        possible = {id(array): np.where(np.isfinite(array), 0.0, np.inf) for array in costs.pairs.values()}
+        pairs = {ends: possible[id(array)] for ends, array in costs.pairs.items()}
+        memory = {id(v.options): v.options.memory for v in problem.vertices}
+        priced = eliminate(Costs(tuple(memory[id(v.options)] for v in problem.vertices), pairs))
     return replace(priced, cost=problem.cost(priced.choice))
 
 
@@ -255,19 +261,29 @@ def _too_little(problem: SearchProblem, least: Solution, limit: float) -> str:
 def sharding_propagation(problem: SearchProblem, price: float = 0.0) -> Solution:
     """Breadth-first from the annotated vertices (the inputs, if none is annotated), then revisiting while it pays.
 
-    Both orders are tried where something is annotated, from the annotations and from the inputs, and the cheaper plan
-    stands: an annotation cannot wreck what it has nothing to do with.
+    Several starts are tried, and the cheapest plan stands: from the annotations; from the inputs, so that an
+    annotation cannot wreck what it has nothing to do with; and from the inputs split by their leading dim, which is
+    data parallelism.
     """
     annotated = [i for i, v in enumerate(problem.vertices) if v.annotation]
     inputs = [i for i, v in enumerate(problem.vertices) if v.kind is VertexKind.INPUT]
     costs = network_of(problem, price)
-    starts = [sources for sources in (annotated, inputs) if sources] or [[0]]
-    found = min((revisit(costs, propagate(costs, sources)) for sources in starts), key=lambda found: found.cost)
+    leading = {i: _most_split(problem.vertices[i].options) for i in inputs}
+    starts = [(annotated, {}), (inputs, {}), (inputs, leading)] if annotated else [(inputs, {}), (inputs, leading)]
+    plans = [revisit(costs, propagate(costs, sources or [0], given)) for sources, given in starts]
+    found = min(plans, key=lambda found: found.cost)
     return replace(found, cost=problem.cost(found.choice))
 
 
-def propagate(costs: Costs | Network, sources: list[int]) -> Solution:
-    """Breadth-first from `sources`, each vertex taking its cheapest option given its visited neighbours."""
+def _most_split(options: Options) -> int:
+    """The option of an input that splits its leading dim into the most parts."""
+    table = options.tables[1][0]
+    return int(np.argmax(table.parts(0)[options.results[0]])) if table else 0
+
+
+def propagate(costs: Costs | Network, sources: list[int], given: Mapping[int, int] | None = None) -> Solution:
+    """Breadth-first from `sources`, each vertex taking its cheapest option given its visited neighbours; those in
+    `given` take the option that it says."""
     whole = network(costs) if isinstance(costs, Costs) else costs
     neighbours = _neighbours(whole)
     choice: dict[int, int] = {}
@@ -287,7 +303,7 @@ def propagate(costs: Costs | Network, sources: list[int]) -> Solution:
                 total = total + between.given(choice[other], 1 - side)
             else:
                 total = total + between.least(np.zeros(len(whole.unary[other])), 1 - side)
-        choice[vertex] = int(np.argmin(total))
+        choice[vertex] = (given or {}).get(vertex, int(np.argmin(total)))
         for other, _, _ in neighbours[vertex]:
             if other not in seen:
                 seen.add(other)
@@ -326,7 +342,7 @@ def revisit(costs: Costs | Network, solution: Solution) -> Solution:
             now += float(stays[choice[vertex]]) + float(moving[other][choice[other]] if other in moving else 0.0)
             total = total + (between.least(moving[other], 1 - side) if other in moving else stays)
         best = int(np.argmin(total))
-        if not total[best] < now - 1e-12 * abs(now):
+        if total[best] >= now * (1 - 1e-12):
             continue
         choice[vertex] = best
         for other, between, side in neighbours[vertex]:

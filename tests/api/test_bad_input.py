@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import partway as pw
 from partway.context import current, current_algo
+from partway.propagation.profile import profile_of
 from partway.strategy.torch_mesh import from_device_mesh
 
 MESH = {"dp": 2, "tp": 4}
@@ -471,6 +473,14 @@ PARAMETERS = [
             "parameter 'up.weight': parameter_plan['up.weight'] says ('tp', None)",
             "and parameter_plan['*.weight'] says (None, 'tp')",
             "drop one of the two",
+        ),
+    ),
+    Wrong(
+        "third_pattern_that_contradicts_the_first",
+        run(mesh={"a": 2, "b": 2}, parameter_plan={"up.weight": ("a", None), "up.w*": (2, 1), "*.weight": ("b", None)}),
+        (
+            "parameter 'up.weight': parameter_plan['up.weight'] says ('a', None), "
+            "and parameter_plan['*.weight'] says ('b', None); drop one of the two",
         ),
     ),
     Wrong(
@@ -952,6 +962,148 @@ CONTEXT = [
 ]
 
 
+TOO_MUCH = (
+    "no plan on the mesh dp=2, tp=4 holds less than 8.16e-07 GB on a device (parameters, gradients, optimizer states "
+    "and activations), and memory_limit is 1e-09 GB; a limit of 8.168e-07 GB would do, or more devices. "
+    "The heaviest: up.weight 2.56e-07 GB, down.weight 2.56e-07 GB, ",
+)
+MEMORY_ACCEPTS = "accepts None or a number of bytes above 0, such as 80e9"
+STATES_ACCEPT = "accepts a number of 0 or more, such as 2 for Adam"
+
+
+def algo(**options: Any) -> Callable[[Any], object]:
+    return lambda _: pw.set_algo_parameters(**options)
+
+
+def with_limit(call: Callable[[Any], object], limit: float = 1.0) -> Callable[[Any], object]:
+    """The call under a memory limit, which is off again after it."""
+
+    def limited(model: Any) -> object:
+        pw.set_algo_parameters(memory_limit=limit)
+        try:
+            return call(model)
+        finally:
+            pw.reset_algo_parameters()
+
+    return limited
+
+
+MEMORY = [
+    Wrong("memory_limit_that_no_plan_keeps_to", with_limit(run()), TOO_MUCH),
+    Wrong(
+        "memory_limit_that_no_compiled_plan_keeps_to",
+        with_limit(lambda m: pw.compile(m, (X,), mesh=MESH)),
+        TOO_MUCH,
+    ),
+    Wrong(
+        "memory_limit_that_no_propagated_plan_keeps_to",
+        with_limit(run()),
+        TOO_MUCH,
+        context={"search_mode": "sharding_propagation"},
+    ),
+    Wrong(
+        "memory_limit_that_no_mesh_can_keep_to",
+        with_limit(run(mesh=None)),
+        ("no plan on the mesh d0=8 holds less than", "and memory_limit is 1e-09 GB"),
+        context={"device_num": 8},
+    ),
+    *(
+        Wrong(
+            f"memory_limit_of_{value!r}",
+            algo(memory_limit=value),
+            (f"memory_limit: got {value!r} ({type(value).__name__}); {MEMORY_ACCEPTS}",),
+            pw.ContextError,
+        )
+        for value in (-1.0, 0.0, 0, math.nan, math.inf, "80e9", True)
+    ),
+    *(
+        Wrong(
+            f"optimizer_states_of_{value!r}",
+            algo(optimizer_states=value),
+            (f"optimizer_states: got {value!r} ({type(value).__name__}); {STATES_ACCEPT}",),
+            pw.ContextError,
+        )
+        for value in (-1.0, math.nan, math.inf, "2", None, True)
+    ),
+]
+
+
+def profile_with(change: Callable[[dict[str, Any]], object], call: Callable[[Any], object]) -> Callable[[Any], object]:
+    """The call with a changed copy of the H100's profile as device profile; the option is off again after it."""
+
+    def profiled(model: Any) -> object:
+        figures = json.loads(profile_of("h100").model_dump_json())
+        change(figures)
+        Path("profile.json").write_text(json.dumps(figures))
+        with pw.auto_parallel_context(device_profile="profile.json"):
+            return call(model)
+
+    return profiled
+
+
+def negative(figures: dict[str, Any]) -> None:
+    figures["memory"] = -1.0
+    figures["peak"]["float32"] = 0.0
+    figures["levels"][0]["latency"] = -1.0
+
+
+def one_pair(figures: dict[str, Any]) -> None:
+    """A network of two devices."""
+    figures["name"] = "pair"
+    figures["levels"] = [{**figures["levels"][0], "devices": 2}]
+
+
+def call_without_the_file(model: Any) -> object:
+    Path("profile.json").unlink()
+    return run()(model)
+
+
+PAIR = (
+    "the mesh dp=2, tp=4 has 8 devices, and the network of device profile 'pair' joins 2 (levels[0], nvlink); "
+    "use a mesh of at most 2, or a profile with one more level",
+)
+
+PROFILES = [
+    Wrong(
+        "missing_device_profile",
+        lambda _: pw.set_auto_parallel_context(device_profile="nowhere.json"),
+        (
+            "device_profile: no device profile 'nowhere.json': there is no such file, and the presets are a100, "
+            "ascend910, cpu, h100, h200; write one of them or the path of a file that `partway calibrate` wrote",
+        ),
+        pw.ContextError,
+    ),
+    Wrong(
+        "device_profile_that_is_gone_at_the_call",
+        profile_with(lambda _: None, call_without_the_file),
+        ("no device profile 'profile.json': there is no such file",),
+    ),
+    Wrong(
+        "device_profile_with_negative_figures",
+        profile_with(negative, run()),
+        (
+            "device_profile: 'profile.json' holds no device profile:",
+            "peak.float32: is 0.0; write a finite number above 0 (operations/s)",
+            "memory: is -1.0; write a finite number above 0 (bytes)",
+            "levels[0].latency: is -1.0; write a finite number of 0 or more (s)",
+        ),
+        pw.ContextError,
+    ),
+    Wrong("mesh_that_the_network_cannot_hold", profile_with(one_pair, run()), PAIR),
+    Wrong(
+        "compiled_mesh_that_the_network_cannot_hold",
+        profile_with(one_pair, lambda m: pw.compile(m, (X,), mesh=MESH)),
+        PAIR,
+    ),
+    Wrong(
+        "devices_that_the_network_cannot_hold",
+        profile_with(one_pair, run(mesh=None)),
+        ("has 8 devices, and the network of device profile 'pair' joins 2",),
+        context={"device_num": 8},
+    ),
+]
+
+
 def saved(text: str | bytes) -> str:
     """The name of a file with `text`, in the test's own folder."""
     path = Path("plan.json")
@@ -1099,7 +1251,7 @@ LATER = [
     Wrong(
         "another_device_num",
         second(run(mesh=None), on_four_devices),
-        ("mesh: this call is on (", "and they are split on (d0=8)", "shard a fresh copy"),
+        ("mesh: this call is on (d0=4), and they are split on (d0=2, d1=2, d2=2)", "shard a fresh copy"),
         context={"device_num": 8},
         kept=True,
     ),
@@ -1121,6 +1273,8 @@ WRONG = [
     *CAPTURE,
     *DATASET,
     *CONTEXT,
+    *MEMORY,
+    *PROFILES,
     *PLANS,
     *LATER,
 ]
@@ -1242,6 +1396,27 @@ def test_all_contradictions_are_reported_together() -> None:
     with pytest.raises(pw.StrategyError, match="contradict") as refused:
         pw.shard(Net(), parameter_plan=plan, mesh=MESH)(X)
     assert [problem.where for problem in refused.value.problems] == ["parameter 'up.weight'", "parameter 'down.weight'"]
+
+
+def test_two_uses_of_a_tensor_in_different_layouts_are_a_conversion_and_no_contradiction() -> None:
+    """`in_strategy` says how an input arrives, and a nested `shard` how it is used: both are kept to."""
+    columns = pw.shard(lambda h: h * 2, in_strategy=((None, "dp"),))
+    model: Any = pw.shard(
+        lambda x: columns(x) + 1, mesh=MESH, in_strategy=(("dp", None),), out_strategy=((None, "dp"),)
+    )
+    torch.testing.assert_close(model(X), X * 2 + 1)
+    assert [(c.kind, c.axes, c.tensor) for c in model.plan.collectives] == [("all_to_all", ("dp",), "x")]
+
+
+@pytest.mark.parametrize("out", [("tp", None), (None, "dp")])
+def test_two_names_of_one_tensor_that_contradict_are_both_named(out: Any) -> None:
+    with pytest.raises(pw.StrategyError) as refused:
+        pw.shard(Tied(), mesh=MESH, parameter_plan={"embed.weight": ("dp", None), "head.weight": out})(Tied.example)
+    assert str(refused.value) == (
+        "annotations contradict each other:\n"
+        "  - parameter 'embed.weight' (tied to 'head.weight'): parameter_plan['embed.weight'] says ('dp', None), and "
+        f"parameter_plan['head.weight'] says {out}; drop one of the two"
+    )
 
 
 def test_a_capture_error_is_chained_from_what_the_function_raised() -> None:

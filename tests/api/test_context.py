@@ -44,7 +44,13 @@ DEFAULTS = {
     "on_unknown_op": "warn",
     "device_profile": None,
 }
-ALGO_DEFAULTS = {"fully_use_devices": True, "tensor_slice_align_enable": False, "tensor_slice_align_size": 16}
+ALGO_DEFAULTS = {
+    "fully_use_devices": True,
+    "tensor_slice_align_enable": False,
+    "tensor_slice_align_size": 16,
+    "memory_limit": None,
+    "optimizer_states": 2.0,
+}
 POSITIONS = "a list of ascending positive ints, such as [20, 35] (the first 20, the next 15, the rest)"
 
 
@@ -420,7 +426,9 @@ def test_the_context_prints_as_a_table_that_tells_set_from_default() -> None:
     assert str(current_algo()) == (
         "fully_use_devices          False  set\n"
         "tensor_slice_align_enable  False  default\n"
-        "tensor_slice_align_size    16     default"
+        "tensor_slice_align_size    16     default\n"
+        "memory_limit               None   default\n"
+        "optimizer_states           2.0    default"
     )
     with auto_parallel_context(**allreduce(mode="size", config=32)):
         assert "{'openstate': True, 'allreduce': {'mode': 'size', 'config': 32}}" in current().describe()

@@ -189,7 +189,6 @@ def test_the_way_between_two_layouts(source, target, wanted):
     ("source", "target", "wanted"),
     [
         ("Pmax R", "R R", "d0 Pmax>R"),
-        ("Pmax Pmax", "B R", "d0,d1 Pmax>B d1 B>R"),
         ("Pmax R", "S0 R", "d0 Pmax>R d0 R>S0"),
         ("S0 R", "Pmax R", "d0 S0>R d0 R>Pmax"),
         ("B S1", "Pmax S1", "d0 B>Pmax"),
@@ -199,6 +198,14 @@ def test_the_way_of_a_maximum(source, target, wanted):
     table = table_of((64, 64), (2, 2), False, "max")
     path = table.path(codes(table.mesh, source), codes(table.mesh, target))
     assert " ".join(f"{','.join(step.axes)} {step.source}>{step.target}" for step in path) == wanted
+
+
+def test_a_maximum_over_two_axes_is_one_collective():
+    table = table_of((64, 64), (2, 2), False, "max")
+    joint, rest = table.path(codes(table.mesh, "Pmax Pmax"), codes(table.mesh, "B R"))
+    assert joint.axes == ("d0", "d1")
+    assert kind(joint.source, joint.target) is Kind.ALL_REDUCE
+    assert kind(rest.source, rest.target) is Kind.NOTHING  # Replicate and Broadcast are one value: either first
 
 
 def test_tables_are_shared():
@@ -223,8 +230,9 @@ def parts_of(whole, found, generator):
                 for i, rank in enumerate(group):
                     parts[rank] = parts[rank] + noise[i] - noise[i - 1]
         elif placement == PARTIAL_MAX:
+            # on one coordinate for all groups: a rank that is largest on every axis has the maximum
+            largest = int(torch.randint(mesh.sizes[axis], (), generator=generator))
             for group in mesh.groups(mesh.axes[axis]):
-                largest = int(torch.randint(len(group), (), generator=generator))
                 for i, rank in enumerate(group):
                     below = torch.randint(0, 9, parts[rank].shape, generator=generator)
                     parts[rank] = parts[rank] - (below if i != largest else 0)

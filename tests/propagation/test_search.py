@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from partway.propagation import search as search_module
+from partway.propagation.problem import VertexKind
 from partway.propagation.search import (
     Costs,
     SearchMode,
@@ -19,6 +21,7 @@ from partway.propagation.search import (
     eliminate,
     propagate,
     recursive_programming,
+    revisit,
     search,
     sharding_propagation,
     verify_solution,
@@ -78,6 +81,30 @@ def test_propagation_claims_the_cost_of_its_plan_and_is_never_better_than_the_op
     assert not solution.proven
 
 
+@settings(max_examples=400, deadline=None)
+@given(random_costs(vertices=7), st.data())
+def test_revisiting_never_makes_a_plan_worse_and_claims_its_cost(costs, data):
+    start = propagate(costs, data.draw(st.lists(st.integers(0, len(costs.unary) - 1), unique=True)))
+    found = revisit(costs, start)
+    assert brute_force(costs) <= found.cost == costs.of(found.choice) <= start.cost
+    assert revisit(costs, found).cost == found.cost
+
+
+def alone(costs, choice):
+    """The least cost after one vertex changes its option."""
+    changed = (
+        costs.of((*choice[:v], option, *choice[v + 1 :])) for v, u in enumerate(costs.unary) for option in range(len(u))
+    )
+    return min(changed)
+
+
+@settings(max_examples=300, deadline=None)
+@given(random_costs(vertices=7))
+def test_after_revisiting_no_vertex_gains_by_changing(costs):
+    found = revisit(costs, propagate(costs, [0]))
+    assert alone(costs, found.choice) >= found.cost or math.isinf(found.cost)
+
+
 def test_each_vertex_goes_when_it_has_the_fewest_neighbours_left():
     chain = Costs((np.zeros(2),) * 5, {(i, i + 1): np.zeros((2, 2)) for i in range(4)})
     assert eliminate(chain).width == 2
@@ -92,6 +119,123 @@ def test_a_table_that_would_be_too_large_is_never_built():
     solution = eliminate(wide, 600)
     assert solution.width <= 3
     assert solution.bound <= 66 == solution.cost
+
+
+# -- arrays that are shared are solved once
+
+
+@st.composite
+def repeated_costs(draw, most=40):
+    """A chain of equal blocks, its arrays the same objects in each, between a prefix and a suffix of its own; a vertex
+    may be next to all blocks, as a tied weight is. Returns the costs and how many blocks there are."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    count, size = draw(st.integers(1, most)), draw(st.integers(1, 3))
+    ends = [draw(st.integers(0, 2)) for _ in range(2)]
+    tied = draw(st.booleans())
+
+    def numbers(*shape):
+        return rng.integers(0, 9, shape).astype(float)
+
+    sizes = [int(n) for n in rng.integers(2, 4, size)]
+    alone = [numbers(n) for n in sizes]
+    inside = {(a, b): numbers(sizes[a], sizes[b]) for a, b in itertools.combinations(range(size), 2)}
+    inside = {pair: matrix for pair, matrix in inside.items() if pair[1] == pair[0] + 1 or rng.random() < 0.4}
+    link, tie = numbers(sizes[-1], sizes[0]), [numbers(2, sizes[i]) for i in range(size)]
+    unary, pairs = ([numbers(2)], {}) if tied else ([], {})
+
+    def add(costs):
+        unary.append(costs)
+        return len(unary) - 1
+
+    def block(before):
+        at = [add(costs) for costs in alone]
+        pairs.update({(at[a], at[b]): matrix for (a, b), matrix in inside.items()})
+        if before is not None:
+            pairs[before, at[0]] = link if len(unary[before]) == sizes[-1] else numbers(len(unary[before]), sizes[0])
+        if tied:
+            pairs.update({(0, vertex): tie[i] for i, vertex in enumerate(at[:1])})
+        return at[-1]
+
+    last = None
+    for place in range(ends[0] + count + ends[1]):
+        if ends[0] <= place < ends[0] + count:
+            last = block(last)
+            continue
+        vertex = add(numbers(3))
+        if last is not None:
+            pairs[last, vertex] = numbers(len(unary[last]), 3)
+        last = vertex
+    return Costs(tuple(unary), pairs), count
+
+
+def copied(costs):
+    """The same numbers, each in an array of its own."""
+    return Costs(tuple(map(np.copy, costs.unary)), {pair: np.copy(matrix) for pair, matrix in costs.pairs.items()})
+
+
+@settings(max_examples=300, deadline=None)
+@given(repeated_costs())
+def test_shared_arrays_change_nothing_but_the_time(drawn):
+    costs, _ = drawn
+    once, each = eliminate(costs), eliminate(copied(costs))
+    assert once.cost == once.bound == each.cost == each.bound
+    assert costs.of(once.choice) == once.cost
+    if math.prod(len(unary) for unary in costs.unary) < 3000:
+        assert once.cost == brute_force(costs)
+
+
+@settings(max_examples=300, deadline=None)
+@given(repeated_costs(most=6), st.integers(1, 60))
+def test_shared_arrays_with_small_tables_keep_the_bound(drawn, limit):
+    costs, _ = drawn
+    optimum, found = eliminate(copied(costs)).cost, eliminate(costs, limit)
+    assert found.bound <= optimum <= found.cost == costs.of(found.choice)
+
+
+@settings(max_examples=300, deadline=None)
+@given(random_costs(), st.data())
+def test_equal_arrays_in_any_places_are_still_the_same_problem(costs, data):
+    """The same objects also where nothing repeats in a row: unary costs of one size, matrices of one shape."""
+    unary = [data.draw(st.sampled_from([u for u in costs.unary if len(u) == len(own)])) for own in costs.unary]
+    shapes = {pair: [m for m in costs.pairs.values() if m.shape == own.shape] for pair, own in costs.pairs.items()}
+    mixed = Costs(tuple(unary), {pair: data.draw(st.sampled_from(same)) for pair, same in shapes.items()})
+    found = eliminate(mixed)
+    assert found.cost == found.bound == brute_force(mixed)
+
+
+def chain_of(blocks, size=4, seed=0):
+    """`blocks` equal blocks of `size` vertices, each a small clique, in a chain."""
+    rng = np.random.default_rng(seed)
+    alone = [rng.random(5) for _ in range(size)]
+    inside = {pair: rng.random((5, 5)) for pair in itertools.combinations(range(size), 2)}
+    link = rng.random((5, 5))
+    pairs = {(b * size + i, b * size + j): m for b in range(blocks) for (i, j), m in inside.items()}
+    pairs.update({((b + 1) * size - 1, (b + 1) * size): link for b in range(blocks - 1)})
+    return Costs(tuple(alone * blocks), pairs)
+
+
+def test_the_tables_computed_grow_with_the_logarithm_of_the_repeats(monkeypatch):
+    computed = []
+    least = search_module._least
+    monkeypatch.setattr(search_module, "_least", lambda *args: computed.append(1) or least(*args))
+
+    def tables(costs):
+        computed.clear()
+        eliminate(costs)
+        return len(computed)
+
+    for size in (1, 2, 4):
+        counts = [tables(chain_of(blocks, size)) for blocks in (8, 16, 32, 64, 128, 256)]
+        steps = np.diff(counts)
+        assert steps.max() <= 4, counts  # twice as many blocks, a few tables more
+        assert counts[-1] < tables(copied(chain_of(256, size))) / 4
+
+
+def test_a_chain_of_many_blocks_is_solved_exactly():
+    costs = chain_of(1000)
+    once, each = eliminate(costs), eliminate(copied(costs))
+    assert once.cost == pytest.approx(each.cost, rel=1e-12)
+    assert once.cost == pytest.approx(once.bound, rel=1e-12)
 
 
 # -- small graphs
@@ -161,6 +305,36 @@ def test_recursion_keeps_what_is_annotated_on_a_later_axis(lab):
     solution = verify_solution(problem, recursive_programming(problem))
     at = next(i for i, v in enumerate(problem.vertices) if v.name == "w")
     assert problem.vertices[at].options[solution.choice[at]].results == (later,)
+
+
+def annotated_problem(lab, sizes=(2, 2)):
+    mesh = Mesh.of_sizes(sizes)
+    later = Layout(mesh, (*[REPLICATE] * (len(sizes) - 1), Shard(1)))
+    return lab.problem_of(mlp, mlp_tensors(), mesh, {"w": ((later,), "by hand")})
+
+
+@pytest.mark.parametrize("sizes", [(2,), (2, 2), (4,)])
+def test_propagation_is_never_worse_than_from_either_start(lab, sizes):
+    problem = annotated_problem(lab, sizes)
+    costs = costs_of(problem)
+    annotated = [i for i, v in enumerate(problem.vertices) if v.annotation]
+    inputs = [i for i, v in enumerate(problem.vertices) if v.kind is VertexKind.INPUT]
+    assert annotated
+    assert len(inputs) > 1
+    found = sharding_propagation(problem)
+    for sources in (annotated, inputs):
+        start = propagate(costs, sources)
+        assert found.cost <= revisit(costs, start).cost * (1 + 1e-12) <= start.cost * (1 + 2e-12)
+    assert found.cost >= dynamic_programming(problem).cost * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("mode", list(SearchMode))
+def test_every_search_carries_the_bound_that_is_proven(lab, mode):
+    problem = annotated_problem(lab)
+    found, optimum = search(problem, mode), dynamic_programming(problem)
+    assert found.bound == optimum.bound
+    assert found.bound <= found.cost * (1 + 1e-12)
+    assert found.proven == (found.cost <= optimum.cost * (1 + 1e-9))
 
 
 def test_propagation_spreads_an_annotation_to_its_neighbours(lab):

@@ -21,6 +21,7 @@ from partway.strategy import (
     StrategyError,
     coarsest_mesh,
     from_dtensor,
+    meshes_of,
     parse,
     to_dtensor,
     to_ints,
@@ -278,6 +279,83 @@ def test_strategies_that_no_mesh_can_write_are_reported_together():
         "  - strategy (3, 1): no mesh of 8 devices can write it; write a tuple of split counts whose product divides 8",
         "  - strategy (0, 2): no mesh of 8 devices can write it; write a tuple of split counts whose product divides 8",
         "  - strategy (4, 4): no mesh of 8 devices can write it; write a tuple of split counts whose product divides 8",
+        "  - strategy ('dp', None): it is not of ints; write one split count a dim",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device_num", "strategies", "node", "sizes"),
+    [
+        (1, [], None, [(1,)]),
+        (7, [], None, [(7,)]),
+        (8, [], None, [(8,), (2, 4), (4, 2), (2, 2, 2)]),
+        (12, [], None, [(12,), (2, 6), (3, 4), (4, 3), (6, 2), (2, 2, 3), (2, 3, 2), (3, 2, 2)]),
+        # split counts that need axes of their own
+        (8, [(2, 4)], None, [(2, 4), (4, 2), (2, 2, 2)]),
+        (8, [(2, 2)], None, [(2, 2, 2)]),
+        (8, [(None, 4)], None, [(2, 4), (4, 2), (2, 2, 2)]),
+        (12, [(3, 4)], None, [(3, 4), (4, 3), (2, 2, 3), (2, 3, 2), (3, 2, 2)]),
+        (12, [(3, 1), (1, 6)], None, [(2, 2, 3), (2, 3, 2), (3, 2, 2)]),
+        (12, [(3, 1), (4, 1), (1, 12)], None, [(3, 4), (4, 3), (2, 2, 3), (2, 3, 2), (3, 2, 2)]),
+        (8, [(8, 1)], None, [(8,), (2, 4), (4, 2), (2, 2, 2)]),
+        # more axes than are looked at otherwise
+        (16, [(2, 2, 2, 2)], None, [(2, 2, 2, 2)]),
+        # nodes: the inner axes fill one
+        (16, [], 8, [(2, 8), (2, 2, 4), (2, 4, 2)]),
+        (16, [(4, 4)], 8, [(2, 2, 4), (2, 4, 2)]),
+        (24, [], 8, [(3, 8), (3, 2, 4), (3, 4, 2)]),
+        (12, [], 6, [(2, 6), (2, 2, 3), (2, 3, 2)]),
+        (8, [], 8, [(8,), (2, 4), (4, 2), (2, 2, 2)]),
+        (4, [], 8, [(4,), (2, 2)]),
+        (12, [], 8, [(12,), (2, 6), (3, 4), (4, 3), (6, 2), (2, 2, 3), (2, 3, 2), (3, 2, 2)]),
+        # what was asked for comes before what the network likes
+        (32, [(2, 2, 2, 4)], 16, [(2, 2, 2, 4)]),
+    ],
+)
+def test_the_meshes_to_search_are_all_orders_of_at_most_three_sizes(device_num, strategies, node, sizes):
+    assert meshes_of(device_num, strategies, node) == [Mesh.of_sizes(found) for found in sizes]
+
+
+@given(st.integers(1, 32), st.sampled_from([None, 2, 4, 8]), st.data())
+def test_the_meshes_to_search_can_write_all_strategies_and_keep_within_nodes(device_num, node, data):
+    divisors = [n for n in range(1, device_num + 1) if device_num % n == 0]
+    pairs = [pair for pair in itertools.product(divisors, repeat=2) if device_num % math.prod(pair) == 0]
+    strategies = data.draw(st.lists(st.sampled_from(pairs), max_size=2))
+    found = meshes_of(device_num, strategies, node)
+
+    def fits(sizes):
+        mesh = Mesh.of_sizes(sizes)
+        splits = {Layout(mesh, placements).splits(2) for placements in every_placement(mesh)}
+        return splits.issuperset(strategies)
+
+    def within(sizes):
+        """Whether an axis is either inside all nodes or between them."""
+        if node is None or device_num <= node or device_num % node:
+            return True
+        inner = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+        return all(step >= node or step * size <= node for step, size in zip(inner, sizes, strict=True))
+
+    every = ordered_factorisations(device_num) if device_num > 1 else [(1,)]
+    expected = {sizes for sizes in every if len(sizes) <= 3 and fits(sizes) and within(sizes)}
+    assert {mesh.sizes for mesh in found} == (expected or {coarsest_mesh(device_num, strategies).sizes})
+    assert len(set(found)) == len(found)
+    assert [len(mesh.sizes) for mesh in found] == sorted(len(mesh.sizes) for mesh in found)
+
+
+def test_meshes_to_search_are_refused_as_the_coarsest_mesh_is():
+    wrong = [(3, 1), (None, 3), (2, 4), (0, 2), ("dp", None)]
+    messages = []
+    for call in (coarsest_mesh, meshes_of):
+        with pytest.raises(StrategyError) as error:
+            call(8, iter(wrong))
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    assert messages[1].splitlines() == [
+        "no mesh of 8 devices fits:",
+        "  - strategy (3, 1): no mesh of 8 devices can write it; write a tuple of split counts whose product divides 8",
+        "  - strategy (None, 3): no mesh of 8 devices can write it; "
+        "write a tuple of split counts whose product divides 8",
+        "  - strategy (0, 2): no mesh of 8 devices can write it; write a tuple of split counts whose product divides 8",
         "  - strategy ('dp', None): it is not of ints; write one split count a dim",
     ]
 
