@@ -44,13 +44,15 @@ class SearchMode(Choice):
 class Solution:
     """One option per vertex, its cost, and a proven lower bound on the cost of every plan.
 
-    `width`: the most vertices that one table of the search joined. `proven`: the plan is optimal.
+    `width`: the most vertices that one table of the search joined. `proven`: the plan is optimal. `attained`: a plan
+    that costs the bound is known.
     """
 
     choice: tuple[int, ...]
     cost: float
     bound: float
     width: int
+    attained: bool = False
 
     @property
     def proven(self) -> bool:
@@ -68,7 +70,7 @@ def search(problem: SearchProblem, mode: SearchMode) -> Solution:
     if mode is SearchMode.DYNAMIC_PROGRAMMING:
         return optimum
     other = sharding_propagation if mode is SearchMode.SHARDING_PROPAGATION else recursive_programming
-    found = replace(other(problem, price), bound=optimum.bound)
+    found = replace(other(problem, price), bound=optimum.bound, attained=optimum.proven)
     # at the price of memory that suits the optimum, another plan may still hold more
     return found if limit is None or problem.memory(found.choice) <= limit else optimum
 

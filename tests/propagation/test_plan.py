@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import partway as pw
-from partway.propagation.plan import Certificate, Plan, human
+from partway.propagation.plan import Certificate, Plan
 from partway.propagation.search import SearchMode
+from partway.propagation.units import human
 from partway.strategy import Layout, Mesh, Replicate, Shard, StrategyError
 
 
