@@ -193,8 +193,9 @@ class Alternatives:
         return left
 
     def _gone(self, found: Outcome | None, c: Collective) -> bool:
-        known = found is not None and self.optimum is not None
-        return known and not has(found, c) and not _same(found.cost, self.optimum.cost)  # type: ignore[union-attr]
+        if found is None or self.optimum is None or has(found, c):
+            return False
+        return not _same(found.cost, self.optimum.cost)
 
     def of_collective(self, c: Collective) -> list[str]:
         """Two lines: what the cheapest plan without `c` would cost, and which annotation caused it."""

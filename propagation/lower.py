@@ -38,7 +38,6 @@ from .profile import DeviceProfile
 from .rule import Emitter, LocalShapes
 from .torch_internals import tree_map
 
-
 PHASES = ("forward", "backward")
 
 

@@ -176,9 +176,7 @@ def test_a_step_along_two_axes_is_one_conversion_and_one_collective():
     assert conversions(step.forward.graph)[-1] == "S0 -> R over dp,tp"
     fused = make_program(step, AllReduceFusion(FusionMode.AUTO), profile_of("cpu")).collectives[-1]
     assert (fused.phase, fused.axes, fused.group_size, len(fused.members)) == ("backward", ("dp", "tp"), 8, 4)
-    assert counted(compiled.plan.collectives) == counted(
-        found_in(verify_and_differentiate(compiled), profile_of("cpu"))
-    )
+    assert counted(compiled.plan.collectives) == counted(found_in(verify_and_differentiate(compiled), profile_of("cpu")))
 
 
 @pytest.mark.usefixtures("joint")
