@@ -218,7 +218,7 @@ class Alternatives:
         if not self._gone(self.dropping(*self.annotations), c):
             return "no annotation: it is there in an optimum without any too"
         if causes := self.causes(c):
-            return ", and by ".join(map(str, causes)) + (": without either it is gone" if causes[1:] else "")
+            return ", and by ".join(map(str, causes)) + (": without any of these it is gone" if causes[1:] else "")
         if len(self.annotations) > TRIED:
             return f"several annotations together, or by one beyond the first {TRIED} of {len(self.annotations)}"
         return f"{' and '.join(map(str, self.together(c)))} together"
@@ -245,7 +245,7 @@ def difference(one: Outcome, other: Outcome) -> str:
     if _same(one.cost, other.cost):
         return "costs the same"
     about = "" if one.proven and other.proven else "about "
-    weighed = f" (weighed cost {100 * (one.cost / other.cost - 1):+.1f} %)" if other.cost > 0 else ""
+    weighed = f" (weighed cost {100 * (one.cost / other.cost - 1):+.1f} %)" if one.cost < 100 * other.cost else ""
     seconds, sent = round(one.seconds - other.seconds, 9), round(one.sent - other.sent)
     first, second = ("saves" if amount < 0 else "costs" for amount in (seconds or sent, sent or seconds))
     amounts = f"{lasting(abs(seconds))} and {'' if first == second else f'{second} '}{human(abs(sent))}"
