@@ -14,11 +14,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, permutations
-from typing import Any
 
 from ..strategy.errors import StrategyError, UnknownOperatorWarning
 from ..strategy.notation import counted
-from ..strategy.placement import converts
+from ..strategy.placement import Placement, converts
 from .conversion import ConversionTable, step_kind
 from .graph import beside_losses
 from .lower import Collective, LocalProgram, collectives_of, lower, tensor_name
@@ -28,6 +27,7 @@ from .units import human, lasting
 
 TRIED = 16  # annotations that are left out one by one in the search for a cause
 SAME = 1e-9  # costs whose relative difference is less are the same
+_EXACT = SearchMode.DYNAMIC_PROGRAMMING
 NAMED = 2  # collectives that stand by name in place of one
 
 
@@ -70,7 +70,7 @@ def outcome(problem: SearchProblem, solution: Solution, program: LocalProgram) -
 
 def best(problem: SearchProblem) -> Outcome | None:
     """The cheapest plan of `problem`; None where there is none that keeps to its memory limit."""
-    found = search(replace(problem, settings=replace(problem.settings, memory_limit=None)), _EXACT)
+    found = search(_unlimited(problem), _EXACT)
     if not math.isfinite(found.cost):
         return None
     if problem.settings.memory_limit is not None:
@@ -81,23 +81,20 @@ def best(problem: SearchProblem) -> Outcome | None:
     return outcome(problem, found, lower(problem, found.choice))
 
 
-_EXACT = SearchMode.DYNAMIC_PROGRAMMING
+def _unlimited(problem: SearchProblem) -> SearchProblem:
+    return replace(problem, settings=replace(problem.settings, memory_limit=None))
 
 
 def without_collective(problem: SearchProblem, c: Collective) -> SearchProblem:
     """`problem`, in which the tensor of `c` is converted by no collective like it: of its kind, in its phase, over any
     of its axes."""
-    tables = {edge.table for edge in problem.edges if tensor_name(problem.graph, edge.value) == c.tensor}
-    barred = {table: replace(table, barred=_like(c, table)) for table in tables}
-
-    def edge_of(edge: Any) -> Any:
-        here = tensor_name(problem.graph, edge.value) == c.tensor
-        return replace(edge, table=barred[edge.table]) if here else edge
-
-    return replace(problem, edges=tuple(map(edge_of, problem.edges)))
+    of_tensor = {edge for edge in problem.edges if tensor_name(problem.graph, edge.value) == c.tensor}
+    barred = {table: replace(table, barred=_like(c, table)) for table in {edge.table for edge in of_tensor}}
+    edges = (replace(e, table=barred[e.table]) if e in of_tensor else e for e in problem.edges)
+    return replace(problem, edges=tuple(edges))
 
 
-def _like(c: Collective, table: ConversionTable) -> frozenset[Any]:
+def _like(c: Collective, table: ConversionTable) -> frozenset[tuple[tuple[str, ...], Placement, Placement]]:
     """The steps of `table` that run a collective like `c`."""
     names = table.mesh.axes
     sets = [axes for count in range(1, len(names) + 1) for axes in combinations(names, count) if set(axes) & {*c.axes}]
@@ -144,6 +141,11 @@ class Alternatives:
     def optimum(self) -> Outcome | None:
         """The cheapest plan under the same annotations."""
         return self.made if self.mode is _EXACT else best(self.problem)
+
+    @cached_property
+    def unlimited(self) -> Outcome | None:
+        """The cheapest plan under the same annotations, however much memory it takes."""
+        return best(_unlimited(self.problem))
 
     @cached_property
     def annotations(self) -> tuple[Written, ...]:
@@ -213,6 +215,9 @@ class Alternatives:
     def _cause(self, c: Collective) -> str:
         if self.optimum is not None and not has(self.optimum, c):
             return f"{self.mode.value}: the optimum under the same annotations does without it"
+        limit = self.problem.settings.memory_limit
+        if limit is not None and self._gone(self.unlimited, c):
+            return f"memory_limit {human(limit)}: the optimum without a limit does without it"
         if not self.annotations:
             return "no annotation: there is none"
         if not self._gone(self.dropping(*self.annotations), c):

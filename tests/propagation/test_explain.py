@@ -22,6 +22,7 @@ from partway.propagation.explain import (
 )
 from partway.propagation.lower import collectives_of, lower
 from partway.propagation.search import SearchMode, costs_of, dynamic_programming
+from partway.propagation.units import human
 from partway.strategy import Layout, Shard, StrategyError
 
 MESH = {"dp": 2, "tp": 4}
@@ -314,6 +315,10 @@ def test_alternatives_keep_to_the_memory_limit():
     finally:
         pw.reset_algo_parameters()
     assert compiled.plan.memory.total <= 0.9 * held
+    assert compiled.plan.memory.total == pytest.approx(compiled.problem.memory(compiled.solution.choice))
+    assert f"caused by memory_limit {human(0.9 * held)}: the optimum without a limit" in compiled.plan.explain("*")
+    assert f"; {human(compiled.plan.memory.total)} in all of memory_limit 8.5 MB\n" in compiled.plan.summary()
+    assert str(compiled.plan.certificate).endswith("% above the optimum (the duality gap)")
     found = alternatives_of(compiled)
     for c in compiled.plan.collectives[:3]:
         problem = without_collective(compiled.problem, c)
@@ -323,11 +328,7 @@ def test_alternatives_keep_to_the_memory_limit():
             assert found.of_collective(c)[0].startswith(limit)
         else:
             assert not has(other, c)
-            assert other.cost >= best_free(problem).cost * (1 - 1e-9)
-
-
-def best_free(problem):
-    return dynamic_programming(problem)
+            assert other.cost >= dynamic_programming(problem).cost * (1 - 1e-9)
 
 
 # -- how much is found, and for which plans
@@ -344,8 +345,9 @@ def test_alternatives_are_of_the_collectives_that_cost_most(language_model):
     assert "caused by" not in plan.explain("blocks.*", alternatives=0)
     assert "alternatives" not in plan.explain("blocks.*", alternatives=0)
     assert "alternatives" not in plan.explain("blocks.0.up.weight")
-    assert "for 1 of 10 collectives, those that cost most and for 1 of 3 annotations; explain(..., alternatives=10)" in (
-        plan.explain("blocks.*.weight", alternatives=1)
+    assert (
+        "for 1 of 10 collectives, those that cost most and for 1 of 3 annotations; explain(..., alternatives=10)"
+        in (plan.explain("blocks.*.weight", alternatives=1))
     )
 
 
