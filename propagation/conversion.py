@@ -152,19 +152,15 @@ class ConversionTable:
         best = np.full((len(self.digits), len(sources)), np.inf)
         best[sources, np.arange(len(sources))] = 0.0
         best[~self.valid] = np.inf
-        quiet = 0
-        for move in itertools.cycle(self._moves):
+        quiet, moves = 0, itertools.cycle(self._moves)
+        while quiet < len(self._moves):
+            move = next(moves)
             here = best[move.codes]  # [others, state, source]
             there = here.copy()
             for state in move.states:
                 np.minimum(there, here[:, state, None] + move.cost[:, state, :, None], out=there)
-            if np.array_equal(there, here):
-                quiet += 1
-                if quiet >= len(self._moves):
-                    break
-            else:
-                best[move.codes] = there
-                quiet = 0  # a step after a step of the same axes can pay too
+            quiet = quiet + 1 if np.array_equal(there, here) else 0  # a step after one of the same axes can pay too
+            best[move.codes] = there
         return np.ascontiguousarray(best.T)
 
     def _but_barred(self, distance: Floats) -> Floats:
@@ -188,6 +184,23 @@ class ConversionTable:
         while not np.array_equal(found, more := found | np.take_along_axis(found, before, axis=1)):
             found = more
         return np.where(found, np.inf, distance)
+
+    def spread(self, values: Floats, forward: bool) -> Floats:
+        """For every layout the least of `values[other] + cost[other, layout]`, or of `cost[layout, other]` where not
+        `forward`: without any row of `cost`."""
+        if self.barred:  # whether a chain is the cheapest one shows only at its end
+            least: Floats = (values[:, None] + (self.cost if forward else self.cost.T)).min(axis=0)
+            return least
+        best = np.where(self.valid, values, np.inf)
+        quiet, moves = 0, itertools.cycle(self._moves)
+        while quiet < len(self._moves):
+            move = next(moves)
+            here = best[move.codes]
+            ways = here[:, :, None] + move.cost if forward else here[:, None] + move.cost
+            there = np.minimum(here, ways.min(axis=1 if forward else 2))
+            quiet = quiet + 1 if np.array_equal(there, here) else 0
+            best[move.codes] = there
+        return best
 
     @cached_property
     def _moves(self) -> tuple[_Move, ...]:

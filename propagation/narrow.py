@@ -16,12 +16,108 @@ of edges on one side. The sum of `(1 - g(s) edges sent) h(s)` is then a bound, a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .conversion import Floats
+from .conversion import Codes, ConversionTable, Floats
+
+SWEEPS = 40  # at most, forward and backward
+ROUND = 4  # sweeps after which options are taken out of the arrays
+
+Mask = NDArray[np.bool_]
+
+
+def narrow(
+    unary: Sequence[Floats],
+    edges: Iterable[tuple[tuple[int, int], Between]],
+    upper: float,
+    enough: Callable[[Narrowing], bool],
+) -> Narrowing:
+    """The options that a plan cheaper than `upper` may take, until `enough` says that few are left or no more go."""
+    found = Narrowing(unary, edges, upper)
+    left = found.left
+    for sweep in range(SWEEPS):
+        found.sweep(forward=sweep % 2 == 0)
+        if found.bound >= upper * (1 - 1e-9):
+            break
+        if sweep % ROUND == ROUND - 1:
+            found.shrink()
+            if enough(found) or (sweep > SWEEPS // 2 and found.left > 0.97 * left):
+                break
+            left = found.left
+    found.shrink()
+    return found
+
+
+class Between(Protocol):
+    """The costs of an edge [option of one end, option of the other]."""
+
+    shape: tuple[int, ...]
+
+    def least(self, given: Floats, side: int) -> Floats:
+        """For each option of the other end, the least cost with an option of the end at `side`, which has cost
+        `given` itself."""
+
+    def given(self, option: int, side: int) -> Floats:
+        """For each option of the other end, the cost with `option` of the end at `side`."""
+
+    def take(self, rows: Mask, columns: Mask) -> Between:
+        """The costs between some options only."""
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """Costs that are written out."""
+
+    costs: Floats
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.costs.shape
+
+    def least(self, given: Floats, side: int) -> Floats:
+        found: Floats = (self.costs + given[:, None]).min(axis=0) if side == 0 else (self.costs + given).min(axis=1)
+        return found
+
+    def given(self, option: int, side: int) -> Floats:
+        return self.costs[option] if side == 0 else self.costs[:, option]
+
+    def take(self, rows: Mask, columns: Mask) -> Matrix:
+        return Matrix(np.ascontiguousarray(self.costs[rows][:, columns]))
+
+
+@dataclass(frozen=True, eq=False)
+class Converting:
+    """The costs of converting one tensor: never written out, since on four axes they are millions."""
+
+    table: ConversionTable
+    rows: Codes
+    columns: Codes
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.rows), len(self.columns)
+
+    def least(self, given: Floats, side: int) -> Floats:
+        here, there = (self.rows, self.columns) if side == 0 else (self.columns, self.rows)
+        values = np.full(len(self.table.digits), np.inf)
+        np.minimum.at(values, here, given)
+        found: Floats = self.table.spread(values, forward=side == 0)[there]
+        return found
+
+    def given(self, option: int, side: int) -> Floats:
+        if side == 0:
+            return self.table.rows([int(self.rows[option])])[0, self.columns]
+        values = np.full(len(self.table.digits), np.inf)
+        values[self.columns[option]] = 0.0
+        return self.table.spread(values, forward=False)[self.rows]
+
+    def take(self, rows: Mask, columns: Mask) -> Converting:
+        return Converting(self.table, self.rows[rows], self.columns[columns])
 
 
 @dataclass(eq=False)
@@ -29,41 +125,51 @@ class _Edge:
     """One edge between vertices `ends[0] < ends[1]`: its costs, and its message to each end."""
 
     ends: tuple[int, int]
-    costs: Floats
+    costs: Between
     messages: list[Floats]
-
-    def other(self, side: int) -> int:
-        return self.ends[1 - side]
 
     def send(self, side: int, share: Floats) -> None:
         """The message from the end at `side`, whose share of its costs is `share`."""
-        rest = share - self.messages[side]
-        if side == 0:
-            self.messages[1] = (self.costs + rest[:, None]).min(axis=0)
-        else:
-            self.messages[0] = (self.costs + rest).min(axis=1)
+        self.messages[1 - side] = self.costs.least(share - self.messages[side], side)
 
 
 class Narrowing:
     """The options that are left of every vertex, the bound, and the best plan that was met."""
 
-    def __init__(self, unary: list[Floats], pairs: dict[tuple[int, int], Floats], upper: float) -> None:
-        clipped: dict[int, Floats] = {}
-        for costs in (*unary, *pairs.values()):  # a plan with a cost above the known plan's is of no interest
-            if id(costs) not in clipped:
-                clipped[id(costs)] = np.minimum(costs, upper)
+    def __init__(self, unary: Sequence[Floats], edges: Iterable[tuple[tuple[int, int], Between]], upper: float) -> None:
         self.upper, self.bound = upper, -np.inf
         self.kept = [np.arange(len(costs)) for costs in unary]
-        self.unary = [clipped[id(costs)] for costs in unary]
-        self.edges = [
-            _Edge(ends, clipped[id(costs)], [np.zeros(len(unary[ends[0]])), np.zeros(len(unary[ends[1]]))])
-            for ends, costs in pairs.items()
-        ]
+        self._alive = [np.ones(len(costs), dtype=bool) for costs in unary]
+        self.unary = [np.minimum(costs, 2 * upper) for costs in unary]
+        self.edges = [_Edge(ends, costs, [np.zeros(n) for n in costs.shape]) for ends, costs in edges]
         self.sides: list[tuple[list[_Edge], list[_Edge]]] = [([], []) for _ in unary]  # to earlier, to later vertices
         for edge in self.edges:
             self.sides[edge.ends[0]][1].append(edge)
             self.sides[edge.ends[1]][0].append(edge)
         self._settled: list[Floats] = [np.zeros(len(costs)) for costs in unary]
+
+    @property
+    def left(self) -> int:
+        """How many options are left in all."""
+        return sum(int(alive.sum()) for alive in self._alive)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of options are left (after `shrink`)."""
+        return sum(edge.costs.shape[0] * edge.costs.shape[1] for edge in self.edges)
+
+    def shrink(self) -> None:
+        """Take the options that were dropped out of all arrays."""
+        for v, alive in enumerate(self._alive):
+            if not alive.all():
+                self.kept[v], self.unary[v] = self.kept[v][alive], self.unary[v][alive]
+                self._settled[v] = self._settled[v][alive]
+        for edge in self.edges:
+            a, b = (self._alive[v] for v in edge.ends)
+            if not (a.all() and b.all()):
+                edge.costs = edge.costs.take(a, b)
+                edge.messages = [edge.messages[0][a], edge.messages[1][b]]
+        self._alive = [np.ones(len(kept), dtype=bool) for kept in self.kept]
 
     def heights(self, vertex: int) -> Floats:
         """The costs of each option after all shifts."""
@@ -75,55 +181,44 @@ class Narrowing:
             total = total + edge.messages[0]
         return total
 
-    def sweep(self, forward: bool) -> NDArray[np.intp]:
-        """One pass. Returns the plan of options that it settles on by the way."""
+    def sweep(self, forward: bool) -> None:
+        """One pass over the vertices: shift costs, raise the bound, drop options.
+
+        Of a vertex that is still to come a part of what it was worth when the last pass left it, in the other
+        direction, covers its edges to others that are still to come; the rest counts here.
+        """
         order = range(len(self.unary)) if forward else range(len(self.unary) - 1, -1, -1)
-        ahead, behind = (1, 0) if forward else (0, 1)  # index into `sides`, and the side of an edge we stand on
+        ahead, behind = (1, 0) if forward else (0, 1)  # the side of a vertex on which its edges to later ones are
         share = [1.0 / max(len(earlier), len(later), 1) for earlier, later in self.sides]
         heights = [self.heights(v) for v in range(len(self.unary))]
-        owed = [len(self.sides[v][behind]) for v in range(len(self.unary))]  # edges whose far end is still to come
+        covering = [len(self.sides[v][behind]) for v in range(len(self.unary))]
 
         def rest(v: int) -> float:
-            return float((heights[v] - share[v] * owed[v] * self._settled[v]).min())
+            return float((heights[v] - share[v] * covering[v] * self._settled[v]).min())
 
         rests = [rest(v) for v in range(len(self.unary))]
-        outlook = sum(rests)
-        settled: list[Floats] = list(self._settled)
-        plan = np.zeros(len(self.unary), dtype=np.intp)
+        elsewhere = sum(rests)  # a bound on what all vertices but the present one cost
+        settled = list(self._settled)
         for s in order:
-            outlook -= rests[s]
+            elsewhere -= rests[s]
             here = heights[s]
-            self.bound = max(self.bound, outlook + float(here.min()))
-            keep = outlook + here <= self.upper * (1 + 1e-9)
-            self._pick(s, behind, plan)
-            if not keep.all() and keep.any():
-                here = heights[s] = np.where(keep, here, here + 2 * self.upper)
-                self._dropped(s, keep)
+            self.bound = max(self.bound, elsewhere + float(here.min()))
+            hopeless = (elsewhere + here > self.upper * (1 + 1e-9)) & self._alive[s]
+            if hopeless.any() and not hopeless.all():
+                self._alive[s] &= ~hopeless
+                fine = np.where(hopeless, 2 * self.upper, 0.0)
+                self.unary[s] = self.unary[s] + fine
+                here = heights[s] = here + fine
             settled[s] = here
-            outlook += float(here.min()) * (1 - share[s] * len(self.sides[s][ahead]))
+            elsewhere += float(here.min()) * (1 - share[s] * len(self.sides[s][ahead]))
             for edge in self.sides[s][ahead]:
                 side = edge.ends.index(s)
-                far = edge.other(side)
+                far = edge.ends[1 - side]
                 before = edge.messages[1 - side]
                 edge.send(side, share[s] * here)
                 heights[far] = heights[far] + edge.messages[1 - side] - before
-                owed[far] -= 1
-                new = rest(far)
-                outlook += new - rests[far]
-                rests[far] = new
+                covering[far] -= 1
+                now = rest(far)
+                elsewhere += now - rests[far]
+                rests[far] = now
         self._settled = settled
-        return plan
-
-    def _pick(self, s: int, behind: int, plan: NDArray[np.intp]) -> None:
-        """The option of `s` that suits the vertices behind it as they were picked, and the messages from ahead."""
-        total = self.unary[s]
-        for edge in self.sides[s][behind]:
-            side = edge.ends.index(s)
-            chosen = plan[edge.other(side)]
-            total = total + (edge.costs[:, chosen] if side == 0 else edge.costs[chosen])
-        for edge in self.sides[s][1 - behind]:
-            total = total + edge.messages[edge.ends.index(s)]
-        plan[s] = int(np.argmin(total))
-
-    def _dropped(self, s: int, keep: NDArray[np.bool_]) -> None:
-        self.unary[s] = np.where(keep, self.unary[s], self.unary[s] + 2 * self.upper)

@@ -144,7 +144,11 @@ def test_a_conversion_whose_path_has_a_barred_step_is_impossible_and_others_cost
     rng = np.random.default_rng(0)
     barred = frozenset(every[i] for i in rng.integers(len(every), size=max(1, len(every) // 5)))
     codes = np.flatnonzero(table.valid)
-    costs = dataclasses.replace(table, barred=barred).rows(codes)
+    without = dataclasses.replace(table, barred=barred)
+    costs = without.rows(codes)
+    values = rng.random(len(table.layouts))
+    assert np.array_equal(without.spread(values, forward=True)[codes], (values[codes, None] + costs).min(axis=0)[codes])
+    assert np.array_equal(without.spread(values, forward=False)[codes], (values + costs).min(axis=1))
     impossible = 0
     for i, j in itertools.product(range(len(codes)), codes) if len(codes) < 40 else rng.integers(40, size=(300, 2)):
         path = table.path(table.layouts[codes[i]], table.layouts[j]) if table.valid[j] else ()
