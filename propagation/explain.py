@@ -210,7 +210,7 @@ class Alternatives:
             within = "" if limit is None else f" and memory_limit {human(limit)}"
             return f"no plan does without it under these annotations{within}"
         instead = _listed(_beyond(found.collectives, self.made.collectives))
-        return f"the cheapest plan without it {difference(found, self.made)}" + (f", with {instead}" if instead else "")
+        return f"the cheapest plan without it {comparison(found, self.made)}" + (f", with {instead}" if instead else "")
 
     def _cause(self, c: Collective) -> str:
         if self.optimum is not None and not has(self.optimum, c):
@@ -241,20 +241,32 @@ class Alternatives:
             return f"{this} cannot be left out: no plan without it keeps to the other options"
         if _same(found.cost, self.optimum.cost):
             return f"{this} costs nothing: the optimum has it too"
-        return f"{this} {difference(self.optimum, found)} over the optimum without it"
+        return f"{this} {price(self.optimum, found)} over the optimum without it"
 
 
-def difference(one: Outcome, other: Outcome) -> str:
-    """`costs 1.2 ms and saves 18.4 MB a step (weighed cost +3.1 %)`: what `one` costs more than `other`. `about`: there
-    may be a cheaper plan than one of the two."""
-    if _same(one.cost, other.cost):
-        return "costs the same"
-    about = "" if one.proven and other.proven else "about "
-    weighed = f" (weighed cost {100 * (one.cost / other.cost - 1):+.1f} %)" if one.cost < 100 * other.cost else ""
-    seconds, sent = round(one.seconds - other.seconds, 9), round(one.sent - other.sent)
+def price(one: Outcome, other: Outcome) -> str:
+    """`costs 1.2 ms and saves 18.4 MB a step (weighed cost +3.1 %)`: what `one` costs more than `other`."""
+    seconds, sent, about, weighed = _compared(one, other)
     first, second = ("saves" if amount < 0 else "costs" for amount in (seconds or sent, sent or seconds))
     amounts = f"{lasting(abs(seconds))} and {'' if first == second else f'{second} '}{human(abs(sent))}"
     return f"{first} {about}{amounts} a step{weighed}"
+
+
+def comparison(one: Outcome, other: Outcome) -> str:
+    """`takes 1.2 ms more and sends 18.4 MB less a step (weighed cost +3.1 %)`: `one` beside `other`."""
+    if _same(one.cost, other.cost):
+        return "costs the same"
+    seconds, sent, about, weighed = _compared(one, other)
+    more, further = ("less" if amount < 0 else "more" for amount in (seconds, sent))
+    return f"takes {about}{lasting(abs(seconds))} {more} and sends {human(abs(sent))} {further} a step{weighed}"
+
+
+def _compared(one: Outcome, other: Outcome) -> tuple[float, int, str, str]:
+    """The seconds and the bytes that `one` takes more than `other`; "about" where there may be a cheaper plan than one
+    of the two; and how the costs compare that the search weighs."""
+    about = "" if one.proven and other.proven else "about "
+    weighed = f" (weighed cost {100 * (one.cost / other.cost - 1):+.1f} %)" if one.cost < 100 * other.cost else ""
+    return round(one.seconds - other.seconds, 9), round(one.sent - other.sent), about, weighed
 
 
 def _same(a: float, b: float) -> bool:

@@ -13,10 +13,12 @@ from torch import nn
 import partway as pw
 from partway.propagation.explain import (
     Alternatives,
+    Outcome,
     best,
-    difference,
+    comparison,
     has,
     outcome,
+    price,
     without_annotations,
     without_collective,
 )
@@ -252,15 +254,51 @@ def test_a_collective_that_the_optimum_does_without_is_the_searchs(perceptron):
 
 def test_a_price_is_in_the_explanation_of_what_was_annotated(language_model, perceptron):
     text = str(language_model.plan.explain("blocks.0.down.weight"))
-    price = alternatives_of(language_model)
-    one = price.annotation_of("blocks.0.down.weight")
-    amounts = difference(price.made, price.dropping(one))
+    found = alternatives_of(language_model)
+    one = found.annotation_of("blocks.0.down.weight")
+    amounts = price(found.made, found.dropping(one))
     assert (
         f"    this annotation (parameter_plan['blocks.*.down.weight'], of 1 other too) {amounts} "
         "over the optimum without it\n"
     ) in text
     assert "this annotation costs nothing: the optimum has it too" in perceptron.plan.explain("up.weight")
     assert "this annotation" not in perceptron.plan.explain("up.weight", alternatives=0)
+
+
+def outcome_of(cost, seconds, sent, proven=True):
+    return Outcome(cost, seconds, sent, (), proven)
+
+
+@pytest.mark.parametrize(
+    ("other", "costs", "takes"),
+    [
+        (
+            outcome_of(1.0, 1e-3, 2e6),
+            "costs 1 ms and 1 MB a step (weighed cost +100.0 %)",
+            "takes 1 ms more and sends 1 MB more a step (weighed cost +100.0 %)",
+        ),
+        (
+            outcome_of(1.6, 1e-3, 4e6),
+            "costs 1 ms and saves 1 MB a step (weighed cost +25.0 %)",
+            "takes 1 ms more and sends 1 MB less a step (weighed cost +25.0 %)",
+        ),
+        (
+            outcome_of(4.0, 3e-3, 3e6, proven=False),
+            "saves about 1 ms and 0 B a step (weighed cost -50.0 %)",
+            "takes about 1 ms less and sends 0 B more a step (weighed cost -50.0 %)",
+        ),
+        (
+            outcome_of(0.0, 2e-3, 2e6),
+            "costs 0 us and 1 MB a step",
+            "takes 0 us more and sends 1 MB more a step",
+        ),
+    ],
+)
+def test_two_plans_in_words(other, costs, takes):
+    one = outcome_of(2.0, 2e-3, 3e6)
+    assert price(one, other) == costs
+    assert comparison(one, other) == takes
+    assert comparison(one, one) == "costs the same"
 
 
 def test_an_output_that_is_whole_unless_annotated_saves_what_its_gather_costs(perceptron):
