@@ -19,10 +19,11 @@ from ..strategy.errors import StrategyError, UnknownOperatorWarning
 from ..strategy.notation import counted
 from ..strategy.placement import Placement, converts
 from .conversion import ConversionTable, step_kind
+from .eliminate import Solution
 from .graph import beside_losses
 from .lower import Collective, LocalProgram, collectives_of, lower, tensor_name
 from .problem import SearchProblem, formulate
-from .search import SearchMode, Solution, search
+from .search import SearchMode, search
 from .units import human, lasting
 
 TRIED = 16  # annotations that are left out one by one in the search for a cause

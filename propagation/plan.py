@@ -24,11 +24,12 @@ from ..strategy.layout import Layout, layout
 from ..strategy.mesh import Mesh
 from ..strategy.notation import counted
 from ..strategy.placement import Shard, placement_from_code
+from .eliminate import Solution
 from .explain import Alternatives, Origin, outcome
 from .graph import Role, describe, is_tensor, module_path, operator_name, source_line
 from .lower import PHASES, Collective, LocalProgram, describe_option
 from .problem import SearchProblem, VertexKind
-from .search import SearchMode, Solution
+from .search import SearchMode
 from .units import human, lasting
 
 FORMAT: Literal[1] = 1
