@@ -42,8 +42,8 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class _Move:
-    """All steps over one set of axes. `codes[o, s]` is the layout that has state s on these axes, the other axes
-    standing as in o; `cost[o, s, t]` is the cost of the step from there to state t."""
+    """All steps over one set of axes. `codes[s, o]` is the layout that has state s on these axes, the other axes
+    standing as in o; `cost[s, t, o]` is the cost of the step from there to state t."""
 
     axes: tuple[int, ...]
     codes: Codes
@@ -52,7 +52,7 @@ class _Move:
     @cached_property
     def states(self) -> list[int]:
         """The states that a step can start from."""
-        steps = np.isfinite(self.cost).any(axis=0)
+        steps = np.isfinite(self.cost).any(axis=2)
         np.fill_diagonal(steps, False)
         found: list[int] = np.flatnonzero(steps.any(axis=1)).tolist()
         return found
@@ -155,10 +155,10 @@ class ConversionTable:
         quiet, moves = 0, itertools.cycle(self._moves)
         while quiet < len(self._moves):
             move = next(moves)
-            here = best[move.codes]  # [others, state, source]
+            here = best[move.codes]  # [state, others, source]
             there = here.copy()
             for state in move.states:
-                np.minimum(there, here[:, state, None] + move.cost[:, state, :, None], out=there)
+                np.minimum(there, here[state] + move.cost[state][..., None], out=there)
             quiet = quiet + 1 if np.array_equal(there, here) else 0  # a step after one of the same axes can pay too
             best[move.codes] = there
         return np.ascontiguousarray(best.T)
@@ -171,15 +171,15 @@ class ConversionTable:
         for move in self._moves:
             axes = tuple(self.mesh.axes[a] for a in move.axes)
             for state, target in enumerate(self.states):
-                ways = distance[:, move.codes] + move.cost[:, :, state]  # [row, others, state]
-                ways[:, :, state] = np.inf
-                start = ways.argmin(axis=2)
-                cost = ways.min(axis=2)
-                to = move.codes[:, state]
+                ways = distance[:, move.codes] + move.cost[:, state]  # [row, state, others]
+                ways[:, state] = np.inf
+                start = ways.argmin(axis=1)
+                cost = ways.min(axis=1)
+                to = move.codes[state]
                 barred = np.array([(axes, source, target) in self.barred for source in self.states])
                 better = (cost < nearest[:, to]) & (distance[:, to] > 0)
                 nearest[:, to] = np.where(better, cost, nearest[:, to])
-                before[:, to] = np.where(better, move.codes[np.arange(len(to)), start], before[:, to])
+                before[:, to] = np.where(better, move.codes[start, np.arange(len(to))], before[:, to])
                 found[:, to] = np.where(better, barred[start], found[:, to])
         while not np.array_equal(found, more := found | np.take_along_axis(found, before, axis=1)):
             found = more
@@ -196,8 +196,8 @@ class ConversionTable:
         while quiet < len(self._moves):
             move = next(moves)
             here = best[move.codes]
-            ways = here[:, :, None] + move.cost if forward else here[:, None] + move.cost
-            there = np.minimum(here, ways.min(axis=1 if forward else 2))
+            ways = here[:, None] + move.cost if forward else here + move.cost
+            there = np.minimum(here, ways.min(axis=0 if forward else 1))
             quiet = quiet + 1 if np.array_equal(there, here) else 0
             best[move.codes] = there
         return best
@@ -211,20 +211,20 @@ class ConversionTable:
 
     def _move(self, axes: tuple[int, ...]) -> _Move:
         codes, others = _groups_of_codes(len(self.states), len(self.mesh.axes), axes)
-        digits = self.digits[codes[:, 0]][:, others]
+        digits = self.digits[codes[0]][:, others]
         sizes = np.array([self.mesh.sizes[a] for a in others], dtype=float)
         split = np.where(digits < self._splits, sizes, 1.0).prod(axis=1)
         whole = math.prod(self.shape) * self.itemsize / split
         fixed, linear = _coefficients(
             self.states, self.gradient, self.mesh, tuple(self.mesh.axes[a] for a in axes), self.profile, self.weights
         )
-        cost = fixed + linear * whole[:, None, None]
+        cost = fixed[..., None] + linear[..., None] * whole
         # a later axis that splits the same dim stands in the way of putting or taking away a split
         later = digits[:, [i for i, other in enumerate(others) if other > axes[0]]]
-        blocked = (later[:, :, None] == np.arange(self._splits)).any(axis=1)
-        cost[:, : self._splits][blocked] = np.inf
-        cost[:, :, : self._splits].transpose(0, 2, 1)[blocked] = np.inf
-        cost[~np.broadcast_to(self.valid[codes][:, None, :], cost.shape)] = np.inf
+        blocked = (later[:, :, None] == np.arange(self._splits)).any(axis=1).T  # [state, others]
+        cost[: self._splits].transpose(0, 2, 1)[blocked] = np.inf
+        cost[:, : self._splits].transpose(1, 2, 0)[blocked] = np.inf
+        cost[:, ~self.valid[codes]] = np.inf
         return _Move(axes, codes, cost)
 
     def path(self, source: Layout, target: Layout) -> tuple[Step, ...]:
@@ -244,10 +244,10 @@ class ConversionTable:
         while target != source:
             found: list[tuple[float, int, int, int]] = []
             for i, move in enumerate(self._moves):
-                others, states = np.nonzero(move.codes == target)
+                states, others = np.nonzero(move.codes == target)
                 if not len(others):
                     continue
-                ways = distance[move.codes[others[0]]] + move.cost[others[0], :, states[0]]
+                ways = distance[move.codes[:, others[0]]] + move.cost[:, states[0], others[0]]
                 ways[states[0]] = np.inf
                 found.append((float(ways.min()), i, int(ways.argmin()), int(others[0])))
             _, i, state, other = min(found)
@@ -255,7 +255,7 @@ class ConversionTable:
             axes = tuple(self.mesh.axes[a] for a in move.axes)
             to = self.states[self.digits[target, move.axes[0]]]
             chain.append(Step(axes, self.states[state], to, self.layouts[target]))
-            target = int(move.codes[other, state])
+            target = int(move.codes[state, other])
         return tuple(reversed(chain))
 
 
@@ -288,7 +288,7 @@ def _groups_of_codes(states: int, axes: int, chosen: tuple[int, ...]) -> tuple[C
     weights = [states ** (axes - 1 - a) for a in range(axes)]
     base = digits_of(states, len(others)) @ np.array([weights[a] for a in others], dtype=np.intp)
     along = np.arange(states) * sum(weights[a] for a in chosen)
-    return base[:, None] + along[None, :], others
+    return along[:, None] + base[None, :], others
 
 
 @lru_cache(maxsize=4096)

@@ -17,9 +17,9 @@ import numpy as np
 
 from .conversion import Floats
 
-TABLE_LIMIT = 2**26  # sums that one step of the elimination looks at
+TABLE_LIMIT = 2**28  # sums that one step of the elimination looks at
 SLAB = 2**17  # of them at a time: 1 MiB
-REPEATED = 26.0  # log2 of the joint table up to which a vertex that looks like another one goes first
+REPEATED = 28.0  # log2 of the joint table up to which a vertex that looks like another one goes first
 
 
 @dataclass(frozen=True)

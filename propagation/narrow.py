@@ -42,9 +42,10 @@ def narrow(
     left = found.left
     for sweep in range(SWEEPS):
         found.sweep(forward=sweep % 2 == 0)
-        if found.bound >= upper * (1 - 1e-9):
+        if found.bound >= found.upper * (1 - 1e-9):
             break
         if sweep % ROUND == ROUND - 1:
+            found.settle()
             found.shrink()
             if enough(found) or (sweep > SWEEPS // 2 and found.left > 0.97 * left):
                 break
@@ -138,6 +139,7 @@ class Narrowing:
 
     def __init__(self, unary: Sequence[Floats], edges: Iterable[tuple[tuple[int, int], Between]], upper: float) -> None:
         self.upper, self.bound = upper, -np.inf
+        self.best: tuple[int, ...] | None = None
         self.kept = [np.arange(len(costs)) for costs in unary]
         self._alive = [np.ones(len(costs), dtype=bool) for costs in unary]
         self.unary = [np.minimum(costs, 2 * upper) for costs in unary]
@@ -180,6 +182,22 @@ class Narrowing:
         for edge in later:
             total = total + edge.messages[0]
         return total
+
+    def settle(self) -> None:
+        """Vertices in order take what suits the earlier ones best and, by their messages, the later ones; a plan that
+        is cheaper than the one that was known takes its place."""
+        plan = np.zeros(len(self.unary), dtype=np.intp)
+        cost = 0.0
+        for s, (earlier, later) in enumerate(self.sides):
+            here = self.unary[s]
+            for edge in earlier:
+                here = here + edge.costs.given(int(plan[edge.ends[0]]), 0)
+            outlook = here + sum((edge.messages[0] for edge in later), np.zeros(1))
+            plan[s] = int(np.argmin(outlook))
+            cost += float(here[plan[s]])
+        if cost < self.upper:
+            self.upper = cost
+            self.best = tuple(int(kept[c]) for kept, c in zip(self.kept, plan, strict=True))
 
     def sweep(self, forward: bool) -> None:
         """One pass over the vertices: shift costs, raise the bound, drop options.

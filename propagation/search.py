@@ -11,7 +11,6 @@ One problem, three ways:
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -28,6 +27,7 @@ from .narrow import Between, Converting, Matrix, Narrowing, narrow
 from .problem import Edge, Options, SearchProblem, VertexKind
 
 MUCH_WORK = 1.2e9  # sums of an elimination above which options are left out first
+SMALL_TABLES = 2**24  # the limit where all tables together are far too much work
 MANY_PAIRS = 4e7  # pairs of options above which they are not written out: 320 MB
 FEW_PAIRS = 1.5e7  # pairs of options that are left when narrowing may stop
 
@@ -51,7 +51,8 @@ def search(problem: SearchProblem, mode: SearchMode) -> Solution:
     if mode is SearchMode.DYNAMIC_PROGRAMMING:
         return optimum
     other = sharding_propagation if mode is SearchMode.SHARDING_PROPAGATION else recursive_programming
-    found = replace(other(problem, price), bound=optimum.bound, attained=optimum.proven)
+    found = other(problem, price)
+    found = replace(found, cost=problem.cost(found.choice), bound=optimum.bound, attained=optimum.proven)
     # at the price of memory that suits the optimum, another plan may still hold more
     return found if limit is None or problem.memory(found.choice) <= limit else optimum
 
@@ -135,11 +136,12 @@ def dynamic_programming(problem: SearchProblem, table_limit: float = TABLE_LIMIT
     `price`: what a byte of memory costs; the cost of the solution has it in."""
     if pairs_of(problem) <= MANY_PAIRS:
         return optimum(costs_of(problem, price), table_limit, lambda: recursive_programming(problem, price).choice)
-    known = polish(problem, recursive_programming(problem, price), price)
+    known = recursive_programming(problem, price)
     if math.isinf(known.cost):
         return known
     whole = network_of(problem, price)
     left = narrow(whole.unary, whole.edges, known.cost, lambda found: found.pairs <= FEW_PAIRS)
+    known = _cheaper(known, left)
     found = known
     if left.pairs <= MANY_PAIRS:
         rest = restricted(problem, left.kept)
@@ -152,6 +154,11 @@ def dynamic_programming(problem: SearchProblem, table_limit: float = TABLE_LIMIT
 def _among(kept: list[Codes], choice: tuple[int, ...]) -> tuple[int, ...]:
     """The numbers of the options of `choice` among those kept; where one was left out, the first."""
     return tuple(int(np.argmax(rows == c)) for rows, c in zip(kept, choice, strict=True))
+
+
+def _cheaper(known: Solution, left: Narrowing) -> Solution:
+    """The plan that was known, or a cheaper one that was met by the way."""
+    return known if left.best is None else replace(known, choice=left.best, cost=left.upper)
 
 
 def _better(found: Solution, known: Solution, bound: float) -> Solution:
@@ -174,8 +181,10 @@ def optimum(costs: Costs, table_limit: float, start: Callable[[], tuple[int, ...
     clipped = {id(array): np.minimum(array, 2 * known.cost) for array in costs.pairs.values()}
     whole = network(Costs(costs.unary, {ends: clipped[id(array)] for ends, array in costs.pairs.items()}))
     left = narrow(whole.unary, whole.edges, known.cost, lambda found: schedule(_rest(found)).work <= MUCH_WORK)
+    known = _cheaper(known, left)
     rest = _rest(left)
-    found = run(rest, schedule(rest, table_limit))
+    order = schedule(rest, table_limit)
+    found = run(rest, order if order.work <= 10 * MUCH_WORK else schedule(rest, SMALL_TABLES))
     choice = tuple(int(kept[c]) for kept, c in zip(left.kept, found.choice, strict=True))
     best = revisit(costs, replace(found, choice=choice, cost=costs.of(choice)))
     found = replace(best, bound=found.bound, width=found.width)
@@ -185,20 +194,6 @@ def optimum(costs: Costs, table_limit: float, start: Callable[[], tuple[int, ...
 def _rest(left: Narrowing) -> Costs:
     """The problem of the options that are left."""
     return Costs(tuple(left.unary), {e.ends: e.costs.costs for e in left.edges if isinstance(e.costs, Matrix)})
-
-
-def polish(problem: SearchProblem, solution: Solution, price: float = 0.0) -> Solution:
-    """`solution`, with two axes at a time decided anew for the whole graph, the others staying as they are."""
-    axes = range(len(problem.settings.mesh.axes))
-    choice, cost = solution.choice, solution.cost
-    for free in itertools.combinations(axes, 2):
-        part = _Axes(problem, [axis for axis in axes if axis not in free])
-        kept = [part.agree(i, np.arange(len(v.options)), choice[i]) for i, v in enumerate(problem.vertices)]
-        found = eliminate(costs_of(restricted(problem, kept), price))
-        if found.cost < cost:
-            choice = tuple(int(rows[c]) for rows, c in zip(kept, found.choice, strict=True))
-            cost = found.cost
-    return replace(solution, choice=choice, cost=cost)
 
 
 def within_memory(problem: SearchProblem, limit: float) -> tuple[Solution, float]:
@@ -366,7 +361,7 @@ def recursive_programming(problem: SearchProblem, price: float = 0.0) -> Solutio
         kept = [part.agree(i, rows, c) for i, (rows, c) in enumerate(zip(kept, chosen, strict=True))]
         width = max(width, solution.width)
     found = tuple(chosen)
-    return Solution(found, problem.cost(found), -math.inf, width)
+    return Solution(found, problem.cost(found) + price * problem.memory(found), -math.inf, width)
 
 
 class _Axes:
