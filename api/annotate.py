@@ -14,7 +14,7 @@ import torch
 
 from partway.context import AlgoParameters, DatasetMode, ParallelContext, ParallelMode
 from partway.propagation.collectives import constrain
-from partway.propagation.graph import Graph, Port, Role, shape
+from partway.propagation.graph import Graph, Port, Role, beside_losses, shape
 from partway.propagation.plan import Plan
 from partway.propagation.problem import Allowed
 from partway.propagation.structure import optional_names, place_names
@@ -223,6 +223,7 @@ class Annotations:
     allowed: Allowed
     as_it_lies: frozenset[str]
     parts: int  # into how many the batch is split
+    written: Mapping[str, str]  # where what is said of each name was written: one pattern may speak of many
 
 
 def annotate(
@@ -260,18 +261,19 @@ def annotate(
     raise_problems(f"{counted(len(problems), 'problem')} with strategies on the mesh {mesh}:", problems)
     allowed: dict[str, tuple[tuple[Layout, ...], str]] = {}
     sayers: dict[str, list[tuple[_Said, Annotation]]] = {}
+    written: dict[str, str] = {}
     for one, annotation in zip(said, checked, strict=True):
         if annotation is not None:
             _allow(allowed, sayers, one, annotation, problems)
+            written[one.key] = f"{written[one.key]} and {one.source}" if one.key in written else one.source
     raise_problems("annotations contradict each other:", problems)
     if saved is not None:
         _load(allowed, graph, saved, mesh, context, problems)
         raise_problems("the plan that strategy_ckpt_config loads does not fit:", problems)
+        written.update({name: "strategy_ckpt_config" for name in allowed if name not in written})
     _fix(allowed, graph, fixed, mesh, problems)
     raise_problems("the parameters have layouts already:", problems)
-    losses = [port for port in results if port.requires_grad and not shape(port.node)]
-    free = {p.name for p in results if losses and shape(p.node) and p.name not in allowed}
-    return Annotations(allowed, frozenset(free), _parts(inputs, allowed))
+    return Annotations(allowed, beside_losses(graph) - allowed.keys(), _parts(inputs, allowed), written)
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def compile_call(
     meshes = meshes_to_try(request, context, graph, processes, saved, fixed or {}, inner)
     annotations, problem, solution = cheapest(plan_on, meshes)
     local = lower(problem, solution.choice)
-    plan = make_plan(problem, solution, local, mode)
+    plan = make_plan(problem, solution, local, mode, annotations.written)
     if os.environ.get("PARTWAY_VERIFY") == "1":
         verify(graph)
         verify_solution(problem, solution)

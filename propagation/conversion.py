@@ -62,7 +62,8 @@ class _Move:
 class ConversionTable:
     """Costs between all layouts of tensors of one shape. A layout is known by its code: its states, one digit per
     axis. `gradient`: the backward of a conversion runs too; `partial`: how what the ranks hold under Partial makes the
-    value ("sum" or "max"; None: there is no Partial)."""
+    value ("sum" or "max"; None: there is no Partial); `barred`: steps that make the conversions impossible whose
+    cheapest chain has one of them, each as (axes, from, to)."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -71,6 +72,7 @@ class ConversionTable:
     mesh: Mesh
     profile: DeviceProfile
     weights: Weights
+    barred: frozenset[tuple[tuple[str, ...], Placement, Placement]] = frozenset()
 
     @cached_property
     def states(self) -> tuple[Placement, ...]:
@@ -137,7 +139,8 @@ class ConversionTable:
             chunk = max(1, CHUNK // len(self.digits))
             for start in range(0, len(missing), chunk):
                 part = missing[start : start + chunk]
-                known.update(zip(part, self._distances(part), strict=True))
+                found = self._distances(part)
+                known.update(zip(part, self._but_barred(found) if self.barred else found, strict=True))
         return np.stack([known[code] for code in sources]) if sources else np.zeros((0, len(self.digits)))
 
     @cached_property
@@ -160,9 +163,34 @@ class ConversionTable:
             best[move.codes] = there
         return np.ascontiguousarray(best.T)
 
+    def _but_barred(self, distance: Floats) -> Floats:
+        """Rows of distances, with inf where the chain that `path` finds has a step that is barred."""
+        nearest = np.full(distance.shape, np.inf)
+        before = np.tile(np.arange(distance.shape[1]), (len(distance), 1))  # the layout that the last step starts from
+        found = np.zeros(distance.shape, dtype=bool)
+        for move in self._moves:
+            axes = tuple(self.mesh.axes[a] for a in move.axes)
+            for state, target in enumerate(self.states):
+                ways = distance[:, move.codes] + move.cost[:, state]  # [row, state, others]
+                ways[:, state] = np.inf
+                start = ways.argmin(axis=1)
+                cost = ways.min(axis=1)
+                to = move.codes[state]
+                barred = np.array([(axes, source, target) in self.barred for source in self.states])
+                better = (cost < nearest[:, to]) & (distance[:, to] > 0)
+                nearest[:, to] = np.where(better, cost, nearest[:, to])
+                before[:, to] = np.where(better, move.codes[start, np.arange(len(to))], before[:, to])
+                found[:, to] = np.where(better, barred[start], found[:, to])
+        while not np.array_equal(found, more := found | np.take_along_axis(found, before, axis=1)):
+            found = more
+        return np.where(found, np.inf, distance)
+
     def spread(self, values: Floats, forward: bool) -> Floats:
         """For every layout the least of `values[other] + cost[other, layout]`, or of `cost[layout, other]` where not
         `forward`: without any row of `cost`."""
+        if self.barred:  # whether a chain is the cheapest one shows only at its end
+            least: Floats = (values[:, None] + (self.cost if forward else self.cost.T)).min(axis=0)
+            return least
         best = np.where(self.valid, values, np.inf)
         quiet, moves = 0, itertools.cycle(self._moves)
         while quiet < len(self._moves):
@@ -229,6 +257,13 @@ class ConversionTable:
             chain.append(Step(axes, self.states[state], to, self.layouts[target]))
             target = int(move.codes[state, other])
         return tuple(reversed(chain))
+
+
+def step_kind(source: Placement, target: Placement, phase: str, gradient: bool) -> Kind:
+    """What a step does in the "forward" or the "backward"; `gradient`: its transpose runs there."""
+    if phase == "forward":
+        return kind(source, target)
+    return kind(*transpose(source, target)) if gradient else Kind.NOTHING
 
 
 @cache

@@ -26,13 +26,15 @@ REPEATED = 28.0  # log2 of the joint table up to which a vertex that looks like 
 class Solution:
     """One option per vertex, its cost, and a proven lower bound on the cost of every plan.
 
-    `width`: the most vertices that one table of the search joined. `proven`: the plan is optimal.
+    `width`: the most vertices that one table of the search joined. `proven`: the plan is optimal. `attained`: a plan
+    that costs the bound is known.
     """
 
     choice: tuple[int, ...]
     cost: float
     bound: float
     width: int
+    attained: bool = False
 
     @property
     def proven(self) -> bool:

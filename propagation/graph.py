@@ -198,6 +198,13 @@ def differentiated(graph: Graph) -> tuple[bool, ...]:
     return tuple(losses if any(losses) else able)
 
 
+def beside_losses(graph: Graph) -> frozenset[str]:
+    """The results that are no scalars, by name, of a function that returns a loss too."""
+    results = [port for port in graph.outputs if port.role is Role.RESULT]
+    has_loss = any(port.requires_grad and not shape(port.node) for port in results)
+    return frozenset(port.name for port in results if has_loss and shape(port.node))
+
+
 def requires_grad(graph: Graph) -> frozenset[Value]:
     """The values that depend differentiably on an input that requires a gradient."""
     needs = {Value(port.node) for port in graph.inputs if port.requires_grad}

@@ -15,8 +15,9 @@ from torch import fx
 from ..strategy.errors import VerifyError
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
-from ..strategy.placement import Kind, Placement, Shard, kind, transpose
+from ..strategy.placement import Kind, Placement, Shard, kind
 from .collectives import constrain, convert
+from .conversion import step_kind
 from .cost import collective_seconds, wire_bytes
 from .graph import (
     Graph,
@@ -36,6 +37,8 @@ from .problem import Option, SearchProblem, Vertex, VertexKind, table_of
 from .profile import DeviceProfile
 from .rule import Emitter, LocalShapes
 from .torch_internals import tree_map
+
+PHASES = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,7 @@ class Conversion:
 
     def kind(self, phase: str) -> Kind:
         """What happens in the "forward" or the "backward"."""
-        if phase == "forward":
-            return kind(self.source, self.target)
-        return kind(*transpose(self.source, self.target)) if self.gradient else Kind.NOTHING
+        return step_kind(self.source, self.target, phase, self.gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,12 @@ def collective(conversion: Conversion, phase: str, mesh: Mesh, profile: DevicePr
         tag=conversion.tag,
         members=(conversion.tensor,),
     )
+
+
+def collectives_of(program: LocalProgram, profile: DeviceProfile) -> tuple[Collective, ...]:
+    """What `program` runs, the forward's collectives first."""
+    found = (collective(c, phase, program.mesh, profile) for phase in PHASES for c in program.conversions)
+    return tuple(c for c in found if c is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +292,7 @@ class _Lowering:
                 size = self.settings.mesh.size(*step.axes)
                 conversion = Conversion(
                     tag=len(self.conversions),
-                    tensor=_tensor_name(self.problem.graph, v),
+                    tensor=tensor_name(self.problem.graph, v),
                     axes=step.axes,
                     size=size,
                     source=step.source,
@@ -332,7 +339,8 @@ def _shape(v: Value) -> tuple[int, ...]:
     return tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else ()
 
 
-def _tensor_name(graph: Graph, v: Value) -> str:
+def tensor_name(graph: Graph, v: Value) -> str:
+    """The name that collectives give the tensor `v`: an input's own, else that of the operator that makes it."""
     for port in graph.inputs:
         if port.node is v.node:
             return port.name

@@ -6,14 +6,15 @@ A plan is plain data: it can be printed, asked, saved and loaded without the mod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from io import StringIO
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -23,10 +24,13 @@ from ..strategy.layout import Layout, layout
 from ..strategy.mesh import Mesh
 from ..strategy.notation import counted
 from ..strategy.placement import Shard, placement_from_code
+from .eliminate import Solution
+from .explain import Alternatives, Origin, outcome
 from .graph import Role, describe, is_tensor, module_path, operator_name, source_line
-from .lower import Collective, LocalProgram, collective, describe_option
+from .lower import PHASES, Collective, LocalProgram, describe_option
 from .problem import SearchProblem, VertexKind
-from .search import SearchMode, Solution
+from .search import SearchMode
+from .units import human, lasting
 
 FORMAT: Literal[1] = 1
 
@@ -72,35 +76,70 @@ class OperatorPlan(_Frozen):
 
 
 class Memory(_Frozen):
-    """Bytes on one device. activations: what is kept for the backward, at most."""
+    """Bytes on one device, as memory_limit counts them.
+
+    optimizer     its states, as many as the option optimizer_states says
+    inputs        of the call, and buffers
+    activations   what is kept for the backward, at most
+    """
 
     parameters: int
     gradients: int
+    optimizer: int = 0
+    inputs: int = 0
     activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.parameters + self.gradients + self.optimizer + self.inputs + self.activations
 
     def __str__(self) -> str:
         return (
             f"parameters {human(self.parameters)}, gradients {human(self.gradients)}, "
-            f"activations {human(self.activations)}"
+            f"optimizer {human(self.optimizer)}, inputs {human(self.inputs)}, "
+            f"activations {human(self.activations)}; {human(self.total)} in all"
         )
 
 
 class Certificate(_Frozen):
-    """What the search knows of its answer. `bound`: no plan under these annotations costs less (None: unknown)."""
+    """What the search knows of its answer.
+
+    cost           what the search weighs, of this plan
+    bound          no plan under these annotations, and in this memory_limit, costs less (None: unknown)
+    attained       another search found a plan that costs the bound: it is the optimum's cost
+    proven         the plan is the optimum
+    width          the most vertices that one table of the search joined
+    memory_limit   bytes that a device may hold
+    """
 
     mode: SearchMode
     cost: float
     bound: float | None
     proven: bool
     width: int
+    attained: bool = False
+    memory_limit: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """How far above the bound the cost is, relative to the bound; None where there is no bound."""
+        if self.proven:
+            return 0.0
+        return None if self.bound is None or self.bound <= 0 else (self.cost - self.bound) / self.bound
 
     def __str__(self) -> str:
+        within = "" if self.memory_limit is None else f" within memory_limit {human(self.memory_limit)}"
+        search = f"{self.mode.value}{within}"
         if self.proven:
-            return f"{self.mode.value}: the optimum, proven"
-        if self.bound is None or self.bound <= 0:
-            return f"{self.mode.value}: no bound"
-        gap = 100 * (self.cost - self.bound) / self.bound
-        return f"{self.mode.value}: at most {gap:.1f} % above the optimum"
+            return f"{search}: the optimum, proven"
+        if self.gap is None:
+            return f"{search}: no bound"
+        if self.attained:
+            return f"{search}: {100 * self.gap:.1f} % above the optimum"
+        exact = self.mode is SearchMode.DYNAMIC_PROGRAMMING
+        why = " (the duality gap)" if within and exact else ""
+        return f"{search}: at most {100 * self.gap:.1f} % above the optimum{why}"
 
 
 class Plan(_Frozen):
@@ -110,6 +149,7 @@ class Plan(_Frozen):
                      strategies of its producer and consumer; the forward's first
     predicted_time   seconds of one forward and backward on one device, nothing overlapped
     memory           bytes on one device
+    certificate      what the search knows of the plan: its bound, its gap, whether it is the optimum
     """
 
     format: Literal[1] = FORMAT
@@ -122,6 +162,7 @@ class Plan(_Frozen):
     memory: Memory
     certificate: Certificate
     unknown_operators: tuple[str, ...] = ()
+    _origin: Origin = PrivateAttr(default_factory=Origin)
 
     @property
     def mesh(self) -> Mesh:
@@ -180,43 +221,50 @@ class Plan(_Frozen):
         """Totals in three lines."""
         forward = [c for c in self.collectives if c.phase == "forward"]
         backward = [c for c in self.collectives if c.phase == "backward"]
+        limit = self.certificate.memory_limit
         return Report(
             f"{len(forward)} collectives forward, {len(backward)} backward; one rank sends "
-            f"{human(self.wire_bytes)} a step; predicted {_seconds(self.predicted_time)}\n"
-            f"on one device: {self.memory}\n"
+            f"{human(self.wire_bytes)} a step; predicted {lasting(self.predicted_time)}\n"
+            f"on one device: {self.memory}{'' if limit is None else f' of memory_limit {human(limit)}'}\n"
             f"search: {self.certificate}"
         )
 
-    def explain(self, name: Any) -> Report:
-        """Why an operator, a module or a tensor is as it is: its strategy, and each collective with its cause.
+    def explain(self, name: Any, *, alternatives: int = 8) -> Report:
+        """Why an operator, a module or a tensor is as it is: its strategy, its annotation and what that costs, and each
+        collective with its cost, its cause, and what the cheapest plan without it would cost.
 
         `name` is an operator's name, a module's path (its operators inside), a parameter's, input's or output's
         name, an fnmatch pattern of these, or an fx.Node. Raises StrategyError, with the closest names, for others.
+
+        Costs of alternatives are found by searching again, for the `alternatives` collectives that cost most and as
+        many annotations; 0: none. They need the model: a plan that was loaded has none.
         """
+        if isinstance(alternatives, bool) or not isinstance(alternatives, int) or alternatives < 0:
+            raise StrategyError(
+                f"alternatives is {alternatives!r} ({type(alternatives).__name__}); write for how many collectives "
+                "to find what the plan without them would cost: 0 (none) or more"
+            )
         text = str(getattr(name, "name", name))
-        operators = [o for o in self.operators if _matches(text, o.name) or _inside(text, o.module)]
-        tensors = [t for t in (*self.inputs, *self.outputs) if _matches(text, t.name)]
-        if not operators and not tensors:
+        subjects = [
+            *(_tensor_subject(self, t) for t in (*self.inputs, *self.outputs) if _matches(text, t.name)),
+            *(
+                _operator_subject(self, o, at)
+                for at in [self._by_operator()]
+                for o in self.operators
+                if _matches(text, o.name) or _inside(text, o.module)
+            ),
+        ]
+        if not subjects:
             raise StrategyError(_not_found(text, self))
+        asked = _Asked(self._origin.alternatives, subjects, alternatives)
         lines: list[str] = []
-        for tensor in tensors:
-            lines.append(
-                f"{tensor.role.value} {tensor.name} {tensor.dtype}{list(tensor.shape)}: {_codes(self, tensor.codes)}"
-            )
-            lines += [f"    annotated {tensor.annotation}"] if tensor.annotation else []
-            lines += [_why(c) for c in self.collectives if tensor.name in (c.tensor, c.where.removeprefix("output "))]
-        at = self._by_operator()
-        for operator in operators:
-            lines.append(
-                f"{operator.name} = {operator.operator} {operator.result} in {operator.module or 'the function'}"
-            )
-            lines.append(
-                f"    splits {operator.strategy}; results {', '.join(_codes(self, r) for r in operator.results)}"
-            )
-            lines += [f"    annotated {operator.annotation}"] if operator.annotation else []
-            lines += [f"    from {operator.source}"] if operator.source else []
-            lines += [_why(c) for c in at.get(operator.name, [])]
-        return Report("\n".join(lines))
+        for subject in subjects:
+            lines.append(subject.title)
+            lines += [f"    {line}" for line in subject.lines]
+            lines += [f"    {line}" for line in asked.of_annotation(subject)]
+            for c in subject.collectives:
+                lines += [_cost(c), *(f"        {line}" for line in (*_because(c), *asked.of_collective(c)))]
+        return Report("\n".join([*lines, *asked.rest()]))
 
     def _by_operator(self) -> dict[str, list[Collective]]:
         at: dict[str, list[Collective]] = {}
@@ -267,12 +315,21 @@ class Plan(_Frozen):
         return f"<Plan on {self.mesh}: {len(self.operators)} operators, {len(self.collectives)} collectives>"
 
 
-def make_plan(problem: SearchProblem, solution: Solution, program: LocalProgram, mode: SearchMode) -> Plan:
-    """The Plan of a solution, with the collectives of its program."""
+def make_plan(
+    problem: SearchProblem,
+    solution: Solution,
+    program: LocalProgram,
+    mode: SearchMode,
+    written: Mapping[str, str] | None = None,
+) -> Plan:
+    """The Plan of a solution, with the collectives of its program. `written`: where what is said of each tensor was
+    written (default: of each by itself)."""
     chosen = list(zip(problem.vertices, solution.choice, strict=True))
     operators = []
-    activations = 0.0
+    activations, inputs = 0.0, 0.0
     for vertex, choice in chosen:
+        if vertex.port and vertex.kind is VertexKind.INPUT and vertex.port.role is not Role.PARAMETER:
+            inputs += float(vertex.held[choice])
         if vertex.kind is not VertexKind.OPERATOR:
             continue
         option = vertex.options[choice]
@@ -293,8 +350,7 @@ def make_plan(problem: SearchProblem, solution: Solution, program: LocalProgram,
             )
         )
     annotations = {(v.kind, v.name): v.annotation for v, _ in chosen}
-    mesh, profile = problem.settings.mesh, problem.settings.profile
-    found = [collective(c, phase, mesh, profile) for phase in ("forward", "backward") for c in program.conversions]
+    made = outcome(problem, solution, program)
 
     def tensors(placed: Iterable[Any], kind: VertexKind) -> tuple[TensorPlan, ...]:
         return tuple(
@@ -307,16 +363,19 @@ def make_plan(problem: SearchProblem, solution: Solution, program: LocalProgram,
 
     parameters = [p for p in program.inputs if p.port.role is Role.PARAMETER]
     held = {p.port.name: _bytes(p) for p in parameters}
-    return Plan(
+    trained = sum(held[p.port.name] for p in parameters if p.port.requires_grad)
+    plan = Plan(
         axes=problem.settings.mesh.axes,
         sizes=problem.settings.mesh.sizes,
         inputs=tensors(program.inputs, VertexKind.INPUT),
         operators=tuple(operators),
         outputs=tensors(program.outputs, VertexKind.OUTPUT),
-        collectives=tuple(c for c in found if c is not None),
+        collectives=made.collectives,
         memory=Memory(
             parameters=sum(held.values()),
-            gradients=sum(held[p.port.name] for p in parameters if p.port.requires_grad),
+            gradients=trained,
+            optimizer=round(problem.settings.optimizer_states * trained),
+            inputs=round(inputs),
             activations=round(activations),
         ),
         certificate=Certificate(
@@ -325,9 +384,13 @@ def make_plan(problem: SearchProblem, solution: Solution, program: LocalProgram,
             bound=None if solution.bound == float("-inf") else solution.bound,
             proven=solution.proven,
             width=solution.width,
+            attained=solution.attained or solution.proven,
+            memory_limit=problem.settings.memory_limit,
         ),
         unknown_operators=problem.unknown,
     )
+    plan._origin = Origin(Alternatives(problem, made, mode, written or {}))
+    return plan
 
 
 def _bytes(placed: Any) -> int:
@@ -348,25 +411,98 @@ def _codes(plan: Plan, codes: Iterable[str]) -> str:
 def _costs(collectives: list[Collective], seconds: float) -> tuple[str, str, str]:
     """The cells of an operator's collectives, the bytes that they send, and its time with theirs."""
     sent = human(sum(c.wire_bytes for c in collectives)) if collectives else ""
-    return _brief(collectives), sent, _seconds(seconds + sum(c.predicted_time for c in collectives))
+    return _brief(collectives), sent, lasting(seconds + sum(c.predicted_time for c in collectives))
 
 
 def _brief(collectives: Iterable[Collective]) -> str:
     """`2 all_gather(tp); backward all_reduce(dp), reduce_scatter(tp)`."""
     phases = []
-    for phase in ("forward", "backward"):
+    for phase in PHASES:
         counts = Counter(f"{c.kind}({','.join(c.axes)})" for c in collectives if c.phase == phase)
         words = ", ".join(f"{n} {text}" if n > 1 else text for text, n in counts.items())
         phases.append(f"backward {words}" if words and phase == "backward" else words)
     return "; ".join(filter(None, phases))
 
 
-def _why(c: Collective) -> str:
+def _cost(c: Collective) -> str:
     return (
         f"    {c.phase} {c.kind} over {','.join(c.axes)} ({c.group_size} ranks) of {c.tensor}: "
-        f"{human(c.payload_bytes)}, {human(c.wire_bytes)} sent, {_seconds(c.predicted_time)}\n"
-        f"        because {c.producer} meets {c.consumer}" + (f"\n        at {c.source}" if c.source else "")
+        f"{human(c.payload_bytes)}, {human(c.wire_bytes)} sent, {lasting(c.predicted_time)}"
     )
+
+
+def _because(c: Collective) -> list[str]:
+    return [f"because {c.producer} meets {c.consumer}", *([f"at {c.source}"] if c.source else [])]
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A tensor or an operator that is explained: a title, what is said of it, its key among the allowed layouts where
+    it is annotated, and its collectives."""
+
+    title: str
+    lines: tuple[str, ...]
+    key: str
+    collectives: tuple[Collective, ...]
+
+
+def _tensor_subject(plan: Plan, t: TensorPlan) -> _Subject:
+    return _Subject(
+        f"{t.role.value} {t.name} {t.dtype}{list(t.shape)}: {_codes(plan, t.codes)}",
+        (f"annotated {t.annotation}",) if t.annotation else (),
+        t.name if t.annotation else "",
+        tuple(c for c in plan.collectives if t.name in (c.tensor, c.where.removeprefix("output "))),
+    )
+
+
+def _operator_subject(plan: Plan, o: OperatorPlan, at: Mapping[str, list[Collective]]) -> _Subject:
+    lines = [f"splits {o.strategy}; results {', '.join(_codes(plan, r) for r in o.results)}"]
+    lines += [f"annotated {o.annotation}"] if o.annotation else []
+    lines += [f"from {o.source}"] if o.source else []
+    return _Subject(
+        f"{o.name} = {o.operator} {o.result} in {o.module or 'the function'}",
+        tuple(lines),
+        f"constraint:{o.name}" if o.annotation else "",
+        tuple(at.get(o.name, ())),
+    )
+
+
+class _Asked:
+    """The alternatives that an explanation shows: of the collectives that cost most, and of the first annotations."""
+
+    def __init__(self, found: Alternatives | None, subjects: list[_Subject], count: int) -> None:
+        self.found, self.count = found, count
+        shown = dict.fromkeys(c for subject in subjects for c in subject.collectives)
+        self.collectives = sorted(shown, key=lambda c: -c.predicted_time)
+        keys = [subject.key for subject in subjects if subject.key]
+        said = [found.annotation_of(key) for key in keys] if found else []
+        self.annotations = list(dict.fromkeys(one for one in said if one))
+        self.something = bool(shown or keys)
+
+    def of_annotation(self, subject: _Subject) -> list[str]:
+        one = self.found.annotation_of(subject.key) if self.found and subject.key else None
+        return [self.found.of_annotation(one)] if self.found and one in self.annotations[: self.count] else []
+
+    def of_collective(self, c: Collective) -> list[str]:
+        return self.found.of_collective(c) if self.found and c in self.collectives[: self.count] else []
+
+    def rest(self) -> list[str]:
+        """What is not shown, and how to get it."""
+        if not self.count or not self.something:
+            return []
+        if self.found is None:
+            return ["(loaded from a file: what alternatives cost, and what caused a collective, needs the model)"]
+        most = max(len(self.collectives), len(self.annotations))
+        if most <= self.count:
+            return []
+        left = [
+            f"{min(len(things), self.count)} of {counted(len(things), noun)}{which}"
+            for things, noun, which in (
+                (self.collectives, "collective", ", those that cost most"), (self.annotations, "annotation", "")
+            )
+            if things
+        ]  # fmt: skip
+        return [f"alternatives are shown for {' and for '.join(left)}; explain(..., alternatives={most}) shows all"]
 
 
 def _matches(pattern: str, name: str) -> bool:
@@ -392,22 +528,3 @@ def _rendered(table: Table, width: int) -> str:
     out = StringIO()
     Console(file=out, width=width, force_terminal=False, highlight=False, markup=False).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
-
-
-def human(size: float) -> str:
-    """Bytes in the unit that suits, with three digits: `1.5 MB` (1 MB = 1,000,000 bytes)."""
-    return _in_units(round(size) if size < 1000 else size, ("B", "kB", "MB", "GB", "TB"))
-
-
-def _seconds(seconds: float) -> str:
-    return _in_units(seconds * 1e6, ("us", "ms", "s"))
-
-
-def _in_units(amount: float, units: tuple[str, ...]) -> str:
-    """`amount` of the first unit, in the largest unit of which there is one; each is 1000 of the one before."""
-    for unit in units:
-        amount = float(f"{amount:.3g}")
-        if amount < 1000 or unit == units[-1]:
-            return f"{amount:.0f} {unit}" if amount >= 100 else f"{amount:.3g} {unit}"
-        amount /= 1000
-    raise AssertionError(units)

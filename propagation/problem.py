@@ -232,7 +232,8 @@ def between(table: ConversionTable, rows: Codes, columns: Codes) -> Floats:
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """All choices of one graph on one mesh. `flows` holds the values that a gradient reaches."""
+    """All choices of one graph on one mesh. `flows` holds the values that a gradient reaches; `allowed` and
+    `as_it_lies` are what `formulate` was given."""
 
     graph: Graph
     settings: Settings
@@ -241,6 +242,8 @@ class SearchProblem:
     constants: frozenset[fx.Node]
     flows: frozenset[Value]
     unknown: tuple[str, ...]
+    allowed: Allowed = field(repr=False)
+    as_it_lies: frozenset[str] = field(repr=False)
 
     def cost(self, choice: tuple[int, ...]) -> float:
         """The cost of one option per vertex."""
@@ -322,7 +325,7 @@ class _Formulation:
         self._report_unknown()
         return SearchProblem(
             self.graph, self.settings, tuple(self.vertices), tuple(self.edges), self.constants, self.flows,
-            tuple(self.unknown),
+            tuple(self.unknown), self.allowed, self.as_it_lies,
         )  # fmt: skip
 
     def _count_uses(self) -> dict[Value, int]:

@@ -52,7 +52,7 @@ def search(problem: SearchProblem, mode: SearchMode) -> Solution:
         return optimum
     other = sharding_propagation if mode is SearchMode.SHARDING_PROPAGATION else recursive_programming
     found = other(problem, price)
-    found = replace(found, cost=problem.cost(found.choice), bound=optimum.bound)
+    found = replace(found, cost=problem.cost(found.choice), bound=optimum.bound, attained=optimum.proven)
     # at the price of memory that suits the optimum, another plan may still hold more
     return found if limit is None or problem.memory(found.choice) <= limit else optimum
 

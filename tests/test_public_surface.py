@@ -85,7 +85,7 @@ def test_these_are_the_public_names():
         (pw.get_algo_parameters, "(key)"),
         (pw.reset_algo_parameters, "()"),
         (pw.Plan.table, "(self, *, every=False, rows=None, width=180)"),
-        (pw.Plan.explain, "(self, name)"),
+        (pw.Plan.explain, "(self, name, *, alternatives=8)"),
         (pw.Plan.summary, "(self)"),
         (pw.Plan.save, "(self, path)"),
         (pw.Plan.load, "(path)"),

@@ -7,6 +7,9 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from torch import nn
+
 import partway as pw
 
 README = Path(__file__).parents[2] / "README.md"
@@ -22,3 +25,27 @@ def test_the_quick_start_runs(python: Callable[..., subprocess.CompletedProcess[
     assert "tensor([64., 64., 64., 64.]" in done.stdout
     assert "on tp=8" in done.stdout
     assert pw.Plan.load(tmp_path / "plan.json").mesh == pw.Mesh({"dp": 2, "tp": 4})
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+
+def test_the_explanation_is_what_is_printed() -> None:
+    with torch.device("meta"):
+        plan = pw.compile(
+            Perceptron(),
+            (torch.empty(8192, 1024),),
+            mesh={"dp": 2, "tp": 4},
+            in_strategy=(("dp", None),),
+            parameter_plan={"up.weight": (None, "tp")},
+        ).plan
+    (shown,) = re.findall(r"begins:\n\n(.*?)\n\n", README.read_text(encoding="utf-8"), re.S)
+    first, second = (re.sub(r"at \w+\.py:\d+, .*", "", text) for text in (shown, str(plan.explain("up.weight"))))
+    assert " ".join(second.split()).startswith(" ".join(first.split()))

@@ -1,5 +1,6 @@
 """Conversions between layouts: their costs against a search over steps, and what they do to values."""
 
+import dataclasses
 import itertools
 import math
 
@@ -129,6 +130,34 @@ def test_a_path_is_a_chain_of_allowed_steps_that_costs_what_the_table_says(shape
             assert here == step.after
         assert here == target
         assert total == pytest.approx(table.cost[table.index[source], table.index[target]], rel=1e-9, abs=1e-20)
+
+
+@pytest.mark.parametrize("partial", ["sum", "max", None])
+@pytest.mark.parametrize(("shape", "sizes"), [*TABLES[:5], ((4, 4), (2, 2, 2))])
+def test_a_conversion_whose_path_has_a_barred_step_is_impossible_and_others_cost_the_same(shape, sizes, partial):
+    table = table_of(shape, sizes, partial != "max", partial)
+    every = [
+        (tuple(table.mesh.axes[i] for i in axes), source, target)
+        for axes in sets_of_axes(table.mesh)
+        for source, target in itertools.permutations(table.states, 2)
+    ]
+    rng = np.random.default_rng(0)
+    barred = frozenset(every[i] for i in rng.integers(len(every), size=max(1, len(every) // 5)))
+    codes = np.flatnonzero(table.valid)
+    without = dataclasses.replace(table, barred=barred)
+    costs = without.rows(codes)
+    values = rng.random(len(table.layouts))
+    assert np.array_equal(without.spread(values, forward=True)[codes], (values[codes, None] + costs).min(axis=0)[codes])
+    assert np.array_equal(without.spread(values, forward=False)[codes], (values + costs).min(axis=1))
+    impossible = 0
+    for i, j in itertools.product(range(len(codes)), codes) if len(codes) < 40 else rng.integers(40, size=(300, 2)):
+        path = table.path(table.layouts[codes[i]], table.layouts[j]) if table.valid[j] else ()
+        if any((step.axes, step.source, step.target) in barred for step in path):
+            impossible += 1
+            assert math.isinf(costs[i, j])
+        else:
+            assert costs[i, j] == table.cost[codes[i], j]
+    assert impossible
 
 
 def test_every_valid_layout_becomes_every_other():
