@@ -57,6 +57,7 @@ MODE = SearchMode.DYNAMIC_PROGRAMMING
 PASSES = ("capture", "formulate", "solve", "lower", "plan", "differentiate")
 BARS = {"search": 2.0, "beside capture": 10.0, "peak": 1.5e9}  # CPU seconds, CPU seconds, bytes
 LIMIT_BYTES = 6 * 10**9  # a process that asks for more is ended
+OUT_OF_MEMORY = 3  # the exit status of such a one
 DEEP = 16  # layers from which on a case runs once
 
 

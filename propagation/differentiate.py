@@ -19,7 +19,7 @@ from torch import fx
 
 from ..strategy.errors import VerifyError
 from .collectives import convert
-from .graph import Role
+from .graph import Role, Text
 from .lower import LocalProgram
 from .segments import Like, Piece, pieces_of
 from .torch_internals import FakeTensorMode, OpOverload, make_fx
@@ -67,7 +67,7 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
         derivatives = _derivatives(pieces, likes, tangents)
         forward, backward = _stitched(graph, likes, tangents, pieces, derivatives)
         constants = {name: constant for found in derivatives for name, constant in found.constants.items()}
-        return Step(program, fx.GraphModule(constants, forward), fx.GraphModule(constants, backward), wanted, needed)
+        return Step(program, Text(constants, forward), Text(constants, backward), wanted, needed)
 
 
 @dataclass(frozen=True)
@@ -315,4 +315,4 @@ def scale_parameter_gradients(step: Step, factor: float) -> Step:
         for p, gradient in zip(placed, returned, strict=True)
     ]
     graph.output(tuple(scaled))
-    return replace(step, backward=fx.GraphModule(step.backward, graph))
+    return replace(step, backward=Text(step.backward, graph))

@@ -45,6 +45,17 @@ class Port:
     requires_grad: bool = False
 
 
+class Text(fx.GraphModule):
+    """A graph with its constants that is read and never called. (A GraphModule writes and compiles the Python text of
+    its `forward`, which for a deep model takes longer than all that is done with its graph.)"""
+
+    def recompile(self) -> fx.graph.PythonCode:
+        return fx.graph.PythonCode(src="", globals={}, _lineno_map=None, _prologue_start=0)
+
+    def __str__(self) -> str:
+        return str(self.graph)
+
+
 @dataclass(frozen=True)
 class Graph:
     """A captured function. `aliases` maps the other names of a tied parameter to the one that is an input;
@@ -123,7 +134,7 @@ def source_line(node: fx.Node) -> str:
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor operands of `node` in the order of its arguments, a repeated one repeated."""
     found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda leaf: found.append(leaf) or leaf)
+    fx.node.map_arg((node.args, node.kwargs), found.append)
     return tuple(found)
 
 

@@ -22,6 +22,7 @@ from .graph import (
     Graph,
     Port,
     Role,
+    Text,
     Value,
     module_path,
     operands,
@@ -35,7 +36,6 @@ from .graph import (
 from .problem import Option, SearchProblem, Vertex, VertexKind, table_of
 from .profile import DeviceProfile
 from .rule import Emitter, LocalShapes
-from .torch_internals import tree_map
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ class _Lowering:
             outputs.append(_placed(port, rest))
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-        module = fx.GraphModule(torch.nn.Module(), self.graph)
+        module = Text({}, self.graph)
         return LocalProgram(module, self.settings.mesh, tuple(inputs), tuple(outputs), tuple(self.conversions))
 
     def _produce(self, v: Value, node: fx.Node, rest: Layout, strategy: str) -> None:
@@ -247,7 +247,7 @@ class _Lowering:
         parts = iter(
             [self._converted(source_of(o), found, consumer, node) for o, found in zip(inputs, wanted, strict=True)]
         )
-        args, kwargs = tree_map(lambda a: next(parts) if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(parts))
         produced = values_of(node)
         rests = option.results if option else (whole,) * len(produced)
         if node.target is constrain:
