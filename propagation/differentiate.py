@@ -185,9 +185,13 @@ def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node]
     """Write copies of `nodes` to the end of `graph`, each conversion with tag t as one with `tags[t]`. `env` says
     what stands there for a node, and learns of the copies."""
     for node in nodes:
-        env[node] = copied = graph.node_copy(node, env.__getitem__)
         if node.target is convert:
-            copied.args = (*copied.args[:-1], tags[node.args[-1]])  # type: ignore[index]
+            x, *how, tag = node.args
+            arguments = (env[x], *how, tags[tag])  # type: ignore[index]
+            env[node] = graph.create_node("call_function", convert, arguments, name=node.name)
+            env[node].meta = dict(node.meta)
+        else:
+            env[node] = graph.node_copy(node, env.__getitem__)
 
 
 def _overwrites(node: fx.Node) -> bool:

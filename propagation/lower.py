@@ -19,7 +19,6 @@ from ..strategy.placement import Kind, Placement, Shard, kind, transpose
 from .collectives import constrain, convert
 from .cost import collective_seconds, wire_bytes
 from .graph import (
-    Graph,
     Port,
     Role,
     Text,
@@ -27,7 +26,6 @@ from .graph import (
     module_path,
     operands,
     operator_name,
-    requires_grad,
     source_line,
     source_of,
     tensor_of,
@@ -193,8 +191,8 @@ class _Lowering:
         self.local: dict[tuple[Value, Layout], fx.Node] = {}
         self.base: dict[Value, tuple[Layout, str]] = {}  # where consumers start from, and whose strategy that is
         self.conversions: list[Conversion] = []
-        self.differentiable = requires_grad(problem.graph)
-        self.parameters = {port.node for port in problem.graph.inputs if port.role is Role.PARAMETER}
+        self.differentiable = problem.graph.differentiable
+        self.ports = {port.node: port for port in problem.graph.inputs}
         self.chosen: dict[tuple[VertexKind, fx.Node, str], tuple[Vertex, Option]] = {
             (v.kind, v.node, v.name): (v, v.options[c]) for v, c in zip(problem.vertices, choice, strict=True)
         }
@@ -285,7 +283,7 @@ class _Lowering:
                 size = self.settings.mesh.size(*step.axes)
                 conversion = Conversion(
                     tag=len(self.conversions),
-                    tensor=_tensor_name(self.problem.graph, v),
+                    tensor=self.ports[v.node].name if v.node in self.ports else _name(v),
                     axes=step.axes,
                     size=size,
                     source=step.source,
@@ -293,7 +291,7 @@ class _Lowering:
                     whole_bytes=round(table.local_bytes(here) * (size if isinstance(step.source, Shard) else 1)),
                     dtype=tensor_of(v).dtype,
                     gradient=flows,
-                    parameter=v.node in self.parameters,
+                    parameter=v.node in self.ports and self.ports[v.node].role is Role.PARAMETER,
                     producer=producer,
                     consumer=consumer,
                     where=where or at.name,
@@ -332,10 +330,7 @@ def _shape(v: Value) -> tuple[int, ...]:
     return tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else ()
 
 
-def _tensor_name(graph: Graph, v: Value) -> str:
-    for port in graph.inputs:
-        if port.node is v.node:
-            return port.name
+def _name(v: Value) -> str:
     return v.node.name if not v.index else f"{v.node.name}[{v.index}]"
 
 
