@@ -359,8 +359,9 @@ class _Formulation:
         layouts, annotation = self._restrict(port.name, allowed)
         if annotation:
             self.near_annotation.add(v)
+        limited = layouts if port.name in self.allowed else None  # other inputs like this one have the same layouts
         options = self._plain(
-            ("input", table, layouts, port.role, port.requires_grad), lambda: self._input_options(port, table, layouts)
+            ("input", table, limited, port.role, port.requires_grad), lambda: self._input_options(port, table, layouts)
         )
         self._append(Vertex(port.name, VertexKind.INPUT, port.node, options, None, port, annotation), (v,))
 
