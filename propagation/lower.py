@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -245,7 +246,8 @@ class _Lowering:
         parts = iter(
             [self._converted(source_of(o), found, consumer, node) for o, found in zip(inputs, wanted, strict=True)]
         )
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(parts))
+        called: Any = fx.node.map_arg((node.args, node.kwargs), lambda _: next(parts))
+        args, kwargs = called
         produced = values_of(node)
         rests = option.results if option else (whole,) * len(produced)
         if node.target is constrain:
