@@ -151,7 +151,7 @@ class Peer:
 
 
 SOURCE = (
-    "autoparallel (meta-pytorch/autoparallel: an integer program over the joint graph), torch 2.13 on the CPU with "
+    "meta-pytorch/autoparallel (an integer program over the joint graph), torch 2.13 on the CPU with "
     "pretend H100s, bfloat16, sequence 8192; CPU seconds on a machine like this one, not in the same run. On 2x2x2 one "
     "layer has 14,148,516 variables, and the options alone take 793 CPU seconds."
 )
@@ -325,7 +325,7 @@ def main(
         found.append(figures(case, repeat))
         print(f"{i + 1} of {len(cases)}: {case.name}: {_verdict(found[-1])}", file=sys.stderr, flush=True)
     Console(width=200).print(_table(found))
-    print(SOURCE)
+    print(f"autoparallel: CPU s of its search; of all but its trace; peak MB. {SOURCE}")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(_as_data(found), indent=1) + "\n")
     print(f"wrote {out}{f' and {plot}' if _drawn(found, plot) else ''}")
@@ -370,7 +370,7 @@ def _table(found: Iterable[Figures]) -> Table:
     names = ("capture", "formulate", "search", "lower", "plan", "diff.", "beside capture", "peak MB")
     for name in (*names, "vertices", "width", "optimum", "sent MB"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("autoparallel: search; all but trace; peak")
+    table.add_column("autoparallel", no_wrap=True)
     table.add_column("", no_wrap=True)
     for f in found:
         table.add_row(*_cells(f))
