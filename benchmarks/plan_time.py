@@ -364,14 +364,14 @@ def _as_data(found: Iterable[Figures]) -> dict[str, Any]:
 
 
 def _table(found: Iterable[Figures]) -> Table:
-    title = f"CPU seconds to plan, medians (and spreads), torch {torch.__version__}\n{_bars()}"
+    title = f"CPU seconds to plan, medians (and the spread of the search), torch {torch.__version__}\n{_bars()}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("case", no_wrap=True)
     names = ("capture", "formulate", "search", "lower", "plan", "diff.", "beside capture", "peak MB")
     for name in (*names, "vertices", "width", "optimum", "sent MB"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("autoparallel", no_wrap=True)
-    table.add_column("", no_wrap=True)
+    table.add_column("")
     for f in found:
         table.add_row(*_cells(f))
     return table
@@ -395,7 +395,7 @@ def _cells(found: Figures) -> tuple[str, ...]:
     last = found.runs[-1]
     return (
         case.name, median("capture"), median("formulate"), spread(lambda run: run.search), median("lower"),
-        median("plan"), median("differentiate"), spread(lambda run: run.beside_capture),
+        median("plan"), median("differentiate"), f"{found.median(lambda run: run.beside_capture):.2f}",
         f"{found.median(lambda run: run.peak) / 1e6:.0f}", str(last.vertices), str(last.width),
         f"gap {100 * last.gap:.2g} %" if last.gap else "proven", f"{last.wire / 1e6:.0f}", beside, _verdict(found),
     )  # fmt: skip
