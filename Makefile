@@ -47,7 +47,10 @@ conformance: $(STAMP)
 	$(call pytest,-m "slow and not gpu" --timeout 3600)
 
 bench: $(STAMP)
-	@set -e; for script in $(wildcard benchmarks/*.py); do echo "== $$script"; $(BIN)/python "$$script"; done
+	@set -e; for script in $(wildcard benchmarks/*.py); do \
+	  case $$script in *plan_time.py) quick=--quick ;; *) quick= ;; esac; \
+	  echo "== $$script $$quick"; $(BIN)/python "$$script" $$quick; \
+	done
 
 # The type checker and import-linter name a module by its path, so they read the wheel, unpacked beside the tools.
 check: $(STAMP)

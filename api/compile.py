@@ -8,8 +8,10 @@ Each arrow is a pure function from one frozen value to the next:
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -62,7 +64,7 @@ class Compiled:
 
     def program_for(self, wanted: tuple[bool, ...]) -> Program:
         """The program whose backward starts from the outputs marked in `wanted`."""
-        with _own_saved_tensors():
+        with _own_saved_tensors(), uncollected():
             step: Step = differentiate(self.local, wanted)
         if not self.context.gradients_mean:
             step = scale_parameter_gradients(step, self.annotations.parts)
@@ -128,9 +130,10 @@ def compile_call(
 
     inner = device_profile(graph, request, context).levels[0].devices
     meshes = meshes_to_try(request, context, graph, processes, saved, fixed or {}, inner)
-    annotations, problem, solution = cheapest(plan_on, meshes)
-    local = lower(problem, solution.choice)
-    plan = make_plan(problem, solution, local, mode, annotations.written)
+    with uncollected():
+        annotations, problem, solution = cheapest(plan_on, meshes)
+        local = lower(problem, solution.choice)
+        plan = make_plan(problem, solution, local, mode, annotations.written)
     if os.environ.get("PARTWAY_VERIFY") == "1":
         verify(graph)
         verify_solution(problem, solution)
@@ -159,6 +162,19 @@ def cheapest(
         assert refused is not None
         raise refused
     return best
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Puts garbage collection off. What capture leaves of a deep model is millions of objects that are in use, and
+    looking through all of them again and again would take longer than planning does."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _own_saved_tensors() -> torch.autograd.graph.saved_tensors_hooks:

@@ -1,21 +1,35 @@
-"""How long a plan takes: CPU seconds of each pass, for GPT-2 124M and 8 layers of Llama-3-8B's shapes.
+"""How long a plan takes, and how much memory: CPU seconds of each pass, for GPT-2 124M and for Llama-3 shapes.
 
-    python benchmarks/plan_time.py [--repeat 3] [--json out/plan_time.json]
+    python benchmarks/plan_time.py [--only 8x8] [--quick] [--repeat 3] [--json out/plan_time.json]
 
-The models stand on the meta device; no weight is made. "rules" is formulating the search problem (rules, options,
-costs), "search" the exact search, "lower" writing the program of one rank, "differentiate" tracing its forward and
-backward. For comparison autoparallel (PyTorch 2.13, the integer program over the joint graph) needs 98 CPU seconds
-for GPT-2 124M on 2x4 and 118 for 8 Llama-3-8B layers on 8x8, 22 on 8 (its own trace and apply included).
+Models stand on the meta device, the batch over the first axis is annotated, everything else is inferred. Every run is a
+process of its own, so caches are cold and the peak of its memory is its own. The passes:
+
+    capture        torch.export and what follows it, to the graph of ATen operators
+    search         formulating the problem (annotations, rules, options), all costs, and the exact search
+    lower          the program of one rank
+    plan           the plan, as it is printed and saved
+    differentiate  the forward and backward graphs
+
+A case fails, and with it the command (exit status 1), when the search takes more than 2 CPU seconds, everything but
+capture more than 10, or the process more than 1.5 GB. A case that runs out of time or memory is shown as "over", and
+fails. `AUTOPARALLEL` holds what another planner needs for the same shapes. The growth with depth and with devices is
+plotted to out/plan_time.png where matplotlib is installed.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import platform
+import resource
+import signal
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,12 +37,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from partway.annotate import Request, annotate
-from partway.compile import settings_of
+from partway.compile import settings_of, uncollected
 from partway.context import AlgoParameters, ParallelContext
 from partway.propagation.capture import capture
 from partway.propagation.differentiate import differentiate
@@ -36,95 +51,396 @@ from partway.propagation.graph import differentiated
 from partway.propagation.lower import lower
 from partway.propagation.plan import make_plan
 from partway.propagation.problem import formulate
-from partway.propagation.search import SearchMode, dynamic_programming
+from partway.propagation.search import SearchMode, search
 from partway.strategy import Mesh
 
-PASSES = ("capture", "rules", "search", "lower", "differentiate")
-MESHES = {"8": Mesh({"dp": 8}), "2x4": Mesh({"dp": 2, "tp": 4})}
+MODE = SearchMode.DYNAMIC_PROGRAMMING
+PASSES = ("capture", "formulate", "solve", "lower", "plan", "differentiate")
+BARS = {"search": 2.0, "beside capture": 10.0, "peak": 1.5e9}  # CPU seconds, CPU seconds, bytes
+LIMIT_BYTES = 6 * 10**9  # a process that asks for more is ended
+OUT_OF_MEMORY = 3  # the exit status of such a one
+DEEP = 16  # layers from which on a case runs once
 
 
-def gpt2() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """GPT-2 124M, batch 8 x 1024."""
-    model = GPT2LMHeadModel(GPT2Config(use_cache=False))
-    tokens = torch.empty(8, 1024, dtype=torch.long)
-    return model, {"input_ids": tokens, "labels": tokens}
+@dataclass(frozen=True)
+class Shapes:
+    """A model without its depth. `batch` sequences of `sequence` tokens for each of the first axis's ranks."""
+
+    build: Callable[[int], torch.nn.Module]
+    sequence: int
+    batch: int = 1
 
 
-def llama() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """8 layers of Llama-3-8B, bfloat16, batch 8 x 8192."""
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=8, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, use_cache=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    tokens = torch.empty(8, 8192, dtype=torch.long)
-    return model, {"input_ids": tokens, "labels": tokens}
+def _gpt2(layers: int) -> torch.nn.Module:
+    return GPT2LMHeadModel(GPT2Config(n_layer=layers, use_cache=False))
 
 
-def measure(build: Callable[[], tuple[torch.nn.Module, dict[str, torch.Tensor]]], mesh: Mesh) -> dict[str, Any]:
-    """CPU seconds of each pass, and what the plan is."""
+def _llama(hidden: int, ffn: int, heads: int) -> Callable[[int], torch.nn.Module]:
+    def build(layers: int) -> torch.nn.Module:
+        config = LlamaConfig(
+            hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, use_cache=False,
+        )  # fmt: skip
+        return LlamaForCausalLM(config).to(torch.bfloat16)
+
+    return build
+
+
+SHAPES = {
+    "GPT-2 124M": Shapes(_gpt2, 1024),
+    "Llama-3-8B": Shapes(_llama(4096, 14336, 32), 8192),
+    "Llama-3-405B": Shapes(_llama(16384, 53248, 128), 8192),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of so many layers on a mesh. `limit`: the CPU seconds after which a run of it is ended."""
+
+    model: str
+    layers: int
+    sizes: tuple[int, ...]
+    limit: int = 300
+
+    @property
+    def mesh(self) -> str:
+        return "x".join(map(str, self.sizes))
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.layers} layer{'s' * (self.layers > 1)}, {self.mesh}"
+
+    @property
+    def devices(self) -> int:
+        return Mesh.of_sizes(self.sizes).device_num
+
+    @property
+    def batch(self) -> int:
+        """Sequences: one for each rank of the first axis, and no less than 8."""
+        return max(8, self.sizes[0])
+
+    def repeats(self, asked: int) -> int:
+        """How often it runs: a deep one once."""
+        return asked if self.layers < DEEP else 1
+
+
+DEPTHS = (1, 2, 4, 8, 16, 32)
+MESHES = ((8,), (8, 8), (32, 8), (64, 32, 8))
+CASES = (
+    *(Case("GPT-2 124M", 12, sizes) for sizes in ((8,), (2, 4))),
+    *(Case("Llama-3-8B", layers, sizes) for sizes in MESHES for layers in DEPTHS),
+    Case("Llama-3-405B", 126, (64, 32, 8)),
+    *(Case("Llama-3-8B", 1, sizes, limit=120) for sizes in ((2, 2, 2), (4, 4, 4), (8, 4, 4, 2))),
+)
+QUICK = tuple(c for c in CASES if c.layers in (1, 8) and c.sizes in ((8,), (8, 8), (2, 2, 2)))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What autoparallel needs: CPU seconds for its trace, options and costs, solver, and applying; peak bytes."""
+
+    trace: float
+    options: float
+    solve: float
+    apply: float
+    peak: float
+
+    @property
+    def search(self) -> float:
+        return self.options + self.solve
+
+
+SOURCE = (
+    "meta-pytorch/autoparallel (an integer program over the joint graph), torch 2.13 on the CPU with "
+    "pretend H100s, bfloat16, sequence 8192; CPU seconds on a machine like this one, not in the same run. On 2x2x2 one "
+    "layer has 14,148,516 variables, and the options alone take 793 CPU seconds."
+)
+AUTOPARALLEL = {
+    ("Llama-3-8B", 8, (8,)): Peer(5.9, 2.2, 1.1, 12, 0.6e9),
+    ("Llama-3-8B", 32, (8,)): Peer(25, 3.8, 1.2, 53, 2.1e9),
+    ("Llama-3-8B", 8, (8, 8)): Peer(5.2, 33, 60, 12, 2.5e9),
+    ("Llama-3-8B", 32, (8, 8)): Peer(21, 42, 56, 48, 4.4e9),
+    ("Llama-3-8B", 32, (32, 8)): Peer(18, 36, 53, 47, 4.3e9),
+    ("GPT-2 124M", 12, (2, 4)): Peer(6.7, 25, 49, 13, 1.6e9),
+}
+
+
+# -- One run, in a process of its own ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of a case gave: CPU seconds of each pass, the peak of the process in bytes, what the plan is.
+
+    gap    how far above the optimum the plan may be, relative; 0 where it is proven
+    """
+
+    seconds: Mapping[str, float]
+    peak: float
+    operators: int
+    vertices: int
+    width: int
+    gap: float
+    wire: float
+
+    @property
+    def search(self) -> float:
+        """Seconds of formulating, all costs and the search."""
+        return self.seconds["formulate"] + self.seconds["solve"]
+
+    @property
+    def beside_capture(self) -> float:
+        """Seconds of everything but capture."""
+        return sum(self.seconds.values()) - self.seconds["capture"]
+
+
+def measure(case: Case) -> Run:
+    """Plan `case` here and now. Costs are those of an H100 machine, whatever this one has."""
+    shapes, mesh = SHAPES[case.model], Mesh.of_sizes(case.sizes)
     with torch.device("meta"):
-        model, kwargs = build()
+        model = shapes.build(case.layers)
+        tokens = torch.empty(case.batch, shapes.sequence, dtype=torch.long)
     context, algo = ParallelContext(), AlgoParameters()
-    request = Request(in_strategy={"input_ids": ("dp", None)}, mesh=mesh)
+    request = Request(in_strategy={"input_ids": (mesh.axes[0], None)}, mesh=mesh)
     seconds: dict[str, float] = {}
 
     def timed(name: str, run: Callable[[], Any]) -> Any:
         start = time.process_time()
         result = run()
-        seconds[name] = seconds.get(name, 0.0) + time.process_time() - start
+        seconds[name] = time.process_time() - start
         return result
 
-    graph = timed("capture", lambda: capture(model, (), kwargs))
-    notes = annotate(graph, model, request, mesh, context, algo, {}, None)
-    problem = timed(
-        "rules",
-        lambda: formulate(graph, settings_of(graph, request, mesh, context, algo), notes.allowed, notes.as_it_lies),
+    def formulated() -> Any:
+        notes = annotate(graph, model, request, mesh, context, algo, {}, None)
+        return formulate(graph, settings_of(graph, request, mesh, context, algo), notes.allowed, notes.as_it_lies)
+
+    graph = timed("capture", lambda: capture(model, (), {"input_ids": tokens, "labels": tokens}))
+    with uncollected():
+        problem = timed("formulate", formulated)
+        solution = timed("solve", lambda: search(problem, MODE))
+        local = timed("lower", lambda: lower(problem, solution.choice))
+        plan = timed("plan", lambda: make_plan(problem, solution, local, MODE))
+        timed("differentiate", lambda: differentiate(local, differentiated(graph)))
+    return Run(
+        seconds=seconds,
+        peak=_peak(),
+        operators=len(plan.operators),
+        vertices=len(problem.vertices),
+        width=solution.width,
+        gap=0.0 if solution.proven else solution.cost / solution.bound - 1,
+        wire=plan.wire_bytes,
     )
-    solution = timed("search", lambda: dynamic_programming(problem))
-    local = timed("lower", lambda: lower(problem, solution.choice))
-    timed("differentiate", lambda: differentiate(local, differentiated(graph)))
-    plan = make_plan(problem, solution, local, SearchMode.DYNAMIC_PROGRAMMING)
-    return {
-        "seconds": seconds,
-        "operators": len(plan.operators),
-        "vertices": len(problem.vertices),
-        "width": solution.width,
-        "proven": solution.proven,
-        "wire_mb": plan.wire_bytes / 1e6,
-    }
+
+
+def _peak() -> float:
+    """The most memory that this process has held, in bytes."""
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)
+
+
+def measured(case: Case) -> Run | str:
+    """A run of `case` in a process of its own, or what it ran out of."""
+    command = [sys.executable, __file__, "--one", case.name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode == -signal.SIGXCPU:
+        return f"over {case.limit} CPU s"
+    if done.returncode == OUT_OF_MEMORY:
+        return f"over {LIMIT_BYTES / 1e9:.0f} GB"
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with exit status {done.returncode}")
+    return Run(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _run_here(name: str) -> None:
+    """What the process of one run does: print its figures as JSON."""
+    case = next(case for case in CASES if case.name == name)
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, LIMIT_BYTES))
+    until = math.ceil(time.process_time()) + case.limit  # not of the imports
+    resource.setrlimit(resource.RLIMIT_CPU, (until, resource.RLIM_INFINITY))
+    try:
+        print(json.dumps(asdict(measure(case))))
+    except MemoryError:
+        raise typer.Exit(OUT_OF_MEMORY) from None
+
+
+# -- All runs, beside the peer -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The runs of one case: medians, and what it misses."""
+
+    case: Case
+    runs: tuple[Run, ...]
+    over: str = ""
+
+    def median(self, of: Callable[[Run], float]) -> float:
+        return statistics.median(map(of, self.runs))
+
+    def misses(self) -> tuple[str, ...]:
+        """The bars that it is above."""
+        if self.over:
+            return (self.over,)
+        found = {
+            "search": self.median(lambda run: run.search),
+            "beside capture": self.median(lambda run: run.beside_capture),
+            "peak": self.median(lambda run: run.peak),
+        }
+        return tuple(name for name, bar in BARS.items() if found[name] >= bar)
+
+
+def figures(case: Case, repeat: int, run: Callable[[Case], Run | str] = measured) -> Figures:
+    """`case` as often as it runs."""
+    runs: list[Run] = []
+    for _ in range(case.repeats(repeat)):
+        found = run(case)
+        if isinstance(found, str):
+            return Figures(case, tuple(runs), found)
+        runs.append(found)
+    return Figures(case, tuple(runs))
+
+
+def chosen(only: str, quick: bool) -> tuple[Case, ...]:
+    """The cases whose name contains `only`, of all or of the quick ones."""
+    cases = tuple(case for case in (QUICK if quick else CASES) if only in case.name)
+    if not cases:
+        names = "; ".join(case.name for case in (QUICK if quick else CASES))
+        raise typer.BadParameter(f"no case contains {only!r}; the cases are: {names}")
+    return cases
 
 
 def main(
-    repeat: Annotated[int, typer.Option(help="runs of each case; the median is shown")] = 3,
+    only: Annotated[str, typer.Option(help="run the cases whose name contains this")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="only 1 and 8 layers, on small meshes")] = False,
+    repeat: Annotated[int, typer.Option(min=1, help="runs of a case of less than 16 layers; the median counts")] = 3,
     out: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path("out/plan_time.json"),
+    plot: Annotated[Path, typer.Option(help="where to draw the growth")] = Path("out/plan_time.png"),
+    one: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
-    """Measure every case and print a table."""
-    table = Table(title=f"CPU seconds to plan, median of {repeat} (min to max), torch {torch.__version__}")
-    for column in ("model", "mesh", *PASSES, "beside capture", "operators", "width", "optimum", "sent MB"):
-        table.add_column(column, no_wrap=True)
-    figures: list[dict[str, Any]] = []
-    for name, build in (("gpt2 124M", gpt2), ("llama3-8b, 8 layers", llama)):
-        for label, mesh in MESHES.items():
-            runs = [measure(build, mesh) for _ in range(repeat)]
-            beside = [sum(run["seconds"][p] for p in PASSES[1:]) for run in runs]
-            cells = [_spread([run["seconds"][p] for run in runs]) for p in PASSES]
-            last = runs[-1]
-            table.add_row(
-                name, label, *cells, _spread(beside), str(last["operators"]), str(last["width"]),
-                "proven" if last["proven"] else "not proven", f"{last['wire_mb']:.0f}",
-            )  # fmt: skip
-            figures.append({"model": name, "mesh": label, "runs": runs})
-    Console(width=200).print(table)
+    """Measure the cases, print them beside autoparallel's figures, and exit with status 1 if one fails."""
+    if one:
+        _run_here(one)
+        return
+    cases, found = chosen(only, quick), []
+    for i, case in enumerate(cases):
+        found.append(figures(case, repeat))
+        print(f"{i + 1} of {len(cases)}: {case.name}: {_verdict(found[-1])}", file=sys.stderr, flush=True)
+    Console(width=200).print(_table(found))
+    print(f"autoparallel: CPU s of its search; of all but its trace; peak MB. {SOURCE}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(
-        json.dumps({"machine": platform.processor(), "torch": torch.__version__, "cases": figures}, indent=1)
-    )
-    print(f"wrote {out}")
+    out.write_text(json.dumps(_as_data(found), indent=1) + "\n")
+    print(f"wrote {out}{f' and {plot}' if _drawn(found, plot) else ''}")
+    failed = [f for f in found if f.misses()]
+    print(f"{len(found) - len(failed)} of {len(found)} cases hold: {_bars()}")
+    raise typer.Exit(1 if failed else 0)
 
 
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+def _bars() -> str:
+    search, beside, peak = BARS.values()
+    return f"search under {search:g} CPU s, everything but capture under {beside:g}, peak under {peak / 1e9:g} GB"
+
+
+def _verdict(found: Figures) -> str:
+    return f"misses {', '.join(found.misses())}" if found.misses() else "holds"
+
+
+def _as_data(found: Iterable[Figures]) -> dict[str, Any]:
+    cases = [
+        {
+            "name": f.case.name, "model": f.case.model, "layers": f.case.layers, "mesh": f.case.sizes,
+            "runs": [asdict(run) for run in f.runs], "misses": f.misses(),
+        }
+        for f in found
+    ]  # fmt: skip
+    peers = [
+        {"model": model, "layers": layers, "mesh": sizes, **asdict(peer)}
+        for (model, layers, sizes), peer in AUTOPARALLEL.items()
+    ]
+    return {
+        "torch": torch.__version__,
+        "bars": BARS,
+        "cases": cases,
+        "autoparallel": {"source": SOURCE, "cases": peers},
+    }
+
+
+def _table(found: Iterable[Figures]) -> Table:
+    title = f"CPU seconds to plan, medians (and the spread of the search), torch {torch.__version__}\n{_bars()}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("case", no_wrap=True)
+    names = ("capture", "formulate", "search", "lower", "plan", "diff.", "beside capture", "peak MB")
+    for name in (*names, "vertices", "width", "optimum", "sent MB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("autoparallel", no_wrap=True)
+    table.add_column("")
+    for f in found:
+        table.add_row(*_cells(f))
+    return table
+
+
+def _cells(found: Figures) -> tuple[str, ...]:
+    case = found.case
+    peer = AUTOPARALLEL.get((case.model, case.layers, case.sizes))
+    beside = f"{peer.search:.3g}; {peer.search + peer.apply:.3g}; {peer.peak / 1e6:.0f}" if peer else ""
+    if not found.runs:
+        return (case.name, *[""] * 12, beside, _verdict(found))
+
+    def spread(of: Callable[[Run], float]) -> str:
+        low, high = min(map(of, found.runs)), max(map(of, found.runs))
+        more = f" ({low:.2f}-{high:.2f})" if len(found.runs) > 1 else ""
+        return f"{found.median(of):.2f}{more}"
+
+    def median(name: str) -> str:
+        return f"{found.median(lambda run: run.seconds[name]):.2f}"
+
+    last = found.runs[-1]
+    return (
+        case.name, median("capture"), median("formulate"), spread(lambda run: run.search), median("lower"),
+        median("plan"), median("differentiate"), f"{found.median(lambda run: run.beside_capture):.2f}",
+        f"{found.median(lambda run: run.peak) / 1e6:.0f}", str(last.vertices), str(last.width),
+        f"gap {100 * last.gap:.2g} %" if last.gap else "proven", f"{last.wire / 1e6:.0f}", beside, _verdict(found),
+    )  # fmt: skip
+
+
+# -- The growth --------------------------------------------------------------------------------------------------------
+
+
+def _drawn(found: Iterable[Figures], path: Path) -> bool:
+    """Draw the seconds by depth and by devices; False without matplotlib, which only the demo needs otherwise."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    llama = [f for f in found if f.case.model == "Llama-3-8B" and f.case.sizes in MESHES and f.runs]
+    drawing = Figure(figsize=(11, 4.5), layout="constrained")
+    by_depth, by_devices = drawing.subplots(1, 2)
+    for sizes in MESHES:
+        here = [f for f in llama if f.case.sizes == sizes]
+        _lines(by_depth, here, lambda f: f.case.layers, f"on {'x'.join(map(str, sizes))}")
+    for layers in (1, 8, 32):
+        here = [f for f in llama if f.case.layers == layers]
+        _lines(by_devices, here, lambda f: f.case.devices, f"{layers} layer{'s' * (layers > 1)}")
+    for axes, key, label in ((by_depth, 1, "layers"), (by_devices, 2, "devices")):
+        peers = [(c, p) for c, p in AUTOPARALLEL.items() if c[0] == "Llama-3-8B"]
+        xs = [Mesh.of_sizes(c[2]).device_num if key == 2 else c[1] for c, _ in peers]
+        axes.plot(xs, [p.search for _, p in peers], "kx", label="autoparallel, search")
+        axes.axhline(BARS["search"], color="grey", linewidth=0.8)
+        axes.set(xlabel=label, ylabel="CPU seconds", xscale="log", yscale="log")
+        axes.set_xscale("log", base=2)
+        axes.legend(fontsize=7)
+        axes.grid(alpha=0.3)
+    drawing.suptitle("Llama-3-8B shapes: search (solid), everything but capture (dashed)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawing.savefig(path, dpi=130)
+    return True
+
+
+def _lines(axes: Any, found: list[Figures], x: Callable[[Figures], int], label: str) -> None:
+    """Two lines of one colour: the search, and everything but capture."""
+    if found:
+        xs = list(map(x, found))
+        (line,) = axes.plot(xs, [f.median(lambda run: run.search) for f in found], "o-", label=label, markersize=3)
+        beside = [f.median(lambda run: run.beside_capture) for f in found]
+        axes.plot(xs, beside, "o--", color=line.get_color(), markersize=3)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from ..propagation.collectives import convert, convert_group, kind_of
+from ..propagation.graph import Text
 from ..strategy.placement import Kind
 from . import by_index, by_size
 from .cycles import split_cycles
@@ -33,7 +34,7 @@ def fuse(backward: fx.GraphModule, tags: frozenset[int], policy: AllReduceFusion
     proposed = group([member(node) for node in found], policy) if policy else ()
     groups = split_cycles(proposed, _needs(backward.graph, found))
     units = [tuple(found[position] for position in positions) for positions in groups]
-    fused = fx.GraphModule(backward, _rebuild(_schedule(backward.graph, units)))
+    fused = Text(backward, _rebuild(_schedule(backward.graph, units)))
     fused.meta.update(backward.meta)
     return fused
 

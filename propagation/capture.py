@@ -40,7 +40,6 @@ from .graph import (
     module_path,
     operands,
     operator_name,
-    requires_grad,
     source_line,
     source_of,
     value,
@@ -328,7 +327,7 @@ def _graph(exported: torch.export.ExportedProgram, call: Call, result: Structure
     _prune(module)
     final = next(node for node in module.graph.nodes if node.op == "output").args[0]
     graph = Graph(module, tuple(ports), (), result, aliases, constants, device)
-    needs = requires_grad(graph)
+    needs = graph.differentiable
     renewed = tuple(
         Port(node, port.role, port.name, requires_grad=port.role is Role.RESULT and source_of(node) in needs)
         for node, port in zip(final, outputs, strict=True)

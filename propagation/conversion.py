@@ -80,12 +80,12 @@ class ConversionTable:
         dims = [Shard(d) for d, size in enumerate(self.shape) if size > 1]
         return (*dims, REPLICATE, BROADCAST, *([Partial(self.partial)] if self.partial else []))
 
-    @property
+    @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """All layouts, by code; some do not divide the shape evenly (`valid`)."""
         return _layouts(self.mesh, self.states)
 
-    @property
+    @cached_property
     def index(self) -> dict[Layout, int]:
         """The code of each layout."""
         return _index(self.mesh, self.states)

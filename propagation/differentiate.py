@@ -19,7 +19,7 @@ from torch import fx
 
 from ..strategy.errors import VerifyError
 from .collectives import convert
-from .graph import Role
+from .graph import Role, Text
 from .lower import LocalProgram
 from .segments import Like, Piece, pieces_of
 from .torch_internals import FakeTensorMode, OpOverload, make_fx
@@ -67,7 +67,7 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
         derivatives = _derivatives(pieces, likes, tangents)
         forward, backward = _stitched(graph, likes, tangents, pieces, derivatives)
         constants = {name: constant for found in derivatives for name, constant in found.constants.items()}
-        return Step(program, fx.GraphModule(constants, forward), fx.GraphModule(constants, backward), wanted, needed)
+        return Step(program, Text(constants, forward), Text(constants, backward), wanted, needed)
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,13 @@ def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node]
     """Write copies of `nodes` to the end of `graph`, each conversion with tag t as one with `tags[t]`. `env` says
     what stands there for a node, and learns of the copies."""
     for node in nodes:
-        env[node] = copied = graph.node_copy(node, env.__getitem__)
         if node.target is convert:
-            copied.args = (*copied.args[:-1], tags[node.args[-1]])  # type: ignore[index]
+            x, *how, tag = node.args
+            arguments = (env[x], *how, tags[tag])  # type: ignore[index]
+            env[node] = graph.create_node("call_function", convert, arguments, name=node.name)
+            env[node].meta = dict(node.meta)
+        else:
+            env[node] = graph.node_copy(node, env.__getitem__)
 
 
 def _overwrites(node: fx.Node) -> bool:
@@ -315,4 +319,4 @@ def scale_parameter_gradients(step: Step, factor: float) -> Step:
         for p, gradient in zip(placed, returned, strict=True)
     ]
     graph.output(tuple(scaled))
-    return replace(step, backward=fx.GraphModule(step.backward, graph))
+    return replace(step, backward=Text(step.backward, graph))

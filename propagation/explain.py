@@ -89,7 +89,8 @@ def _unlimited(problem: SearchProblem) -> SearchProblem:
 def without_collective(problem: SearchProblem, c: Collective) -> SearchProblem:
     """`problem`, in which the tensor of `c` is converted by no collective like it: of its kind, in its phase, over any
     of its axes."""
-    of_tensor = {edge for edge in problem.edges if tensor_name(problem.graph, edge.value) == c.tensor}
+    inputs = {port.node: port for port in problem.graph.inputs}
+    of_tensor = {edge for edge in problem.edges if tensor_name(inputs, edge.value) == c.tensor}
     barred = {table: replace(table, barred=_like(c, table)) for table in {edge.table for edge in of_tensor}}
     edges = (replace(e, table=barred[e.table]) if e in of_tensor else e for e in problem.edges)
     return replace(problem, edges=tuple(edges))

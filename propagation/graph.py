@@ -13,6 +13,7 @@ import operator
 import os
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -45,6 +46,17 @@ class Port:
     requires_grad: bool = False
 
 
+class Text(fx.GraphModule):
+    """A graph with its constants that is read and never called. (A GraphModule writes and compiles the Python text of
+    its `forward`, which for a deep model takes longer than all that is done with its graph.)"""
+
+    def recompile(self) -> fx.graph.PythonCode:
+        return fx.graph.PythonCode(src="", globals={}, _lineno_map=None, _prologue_start=0)
+
+    def __str__(self) -> str:
+        return str(self.graph)
+
+
 @dataclass(frozen=True)
 class Graph:
     """A captured function. `aliases` maps the other names of a tied parameter to the one that is an input;
@@ -62,6 +74,20 @@ class Graph:
     def nodes(self) -> tuple[fx.Node, ...]:
         """The operators in order."""
         return tuple(node for node in self.module.graph.nodes if node.op == "call_function")
+
+    @cached_property
+    def differentiable(self) -> frozenset[Value]:
+        """The values that depend differentiably on an input that requires a gradient."""
+        needs = {Value(port.node) for port in self.inputs if port.requires_grad}
+        for node in self.nodes:
+            if node.target is operator.getitem or node.target is torch.ops.aten.detach.default:
+                continue
+            if any(source_of(operand) in needs for operand in operands(node)):
+                for v in values_of(node):
+                    result = tensor_of(v)
+                    if isinstance(result, torch.Tensor) and (result.is_floating_point() or result.is_complex()):
+                        needs.add(v)
+        return frozenset(needs)
 
     def __str__(self) -> str:
         lines = [f"{port.role.value} {port.name}: {describe(port.node)}" for port in self.inputs]
@@ -108,7 +134,13 @@ def module_path(node: fx.Node) -> str:
 
 def source_line(node: fx.Node) -> str:
     """The line of the user's code that `node` comes from, as `model.py:31, in forward: x = self.l(x)`."""
-    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
+    return _own_line(node.meta.get("stack_trace") or "")
+
+
+@lru_cache(maxsize=1024)  # the operators of all layers come from a few lines
+def _own_line(stack_trace: str) -> str:
+    """The innermost line of a stack trace that is neither PyTorch's nor Partway's."""
+    trace = stack_trace.strip().splitlines()
     frames = [i for i, line in enumerate(trace) if line.lstrip().startswith("File ")]
     others = ("/torch/nn/", "/torch/utils/", os.path.dirname(__file__) + os.sep)
     own = [i for i in frames if not any(folder in trace[i] for folder in others)]
@@ -123,7 +155,7 @@ def source_line(node: fx.Node) -> str:
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor operands of `node` in the order of its arguments, a repeated one repeated."""
     found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), lambda leaf: found.append(leaf) or leaf)
+    fx.node.map_arg((node.args, node.kwargs), found.append)
     return tuple(found)
 
 
@@ -192,7 +224,7 @@ def constant_nodes(graph: Graph) -> frozenset[fx.Node]:
 
 def differentiated(graph: Graph) -> tuple[bool, ...]:
     """For each output whether its gradient is planned: the scalars (losses), or all if there is none."""
-    needs = requires_grad(graph)
+    needs = graph.differentiable
     able = [port.role is Role.RESULT and source_of(port.node) in needs for port in graph.outputs]
     losses = [a and not value(port.node).shape for a, port in zip(able, graph.outputs, strict=True)]
     return tuple(losses if any(losses) else able)
@@ -205,23 +237,9 @@ def beside_losses(graph: Graph) -> frozenset[str]:
     return frozenset(port.name for port in results if has_loss and shape(port.node))
 
 
-def requires_grad(graph: Graph) -> frozenset[Value]:
-    """The values that depend differentiably on an input that requires a gradient."""
-    needs = {Value(port.node) for port in graph.inputs if port.requires_grad}
-    for node in graph.nodes:
-        if node.target is operator.getitem or node.target is torch.ops.aten.detach.default:
-            continue
-        if any(source_of(operand) in needs for operand in operands(node)):
-            for v in values_of(node):
-                result = tensor_of(v)
-                if isinstance(result, torch.Tensor) and (result.is_floating_point() or result.is_complex()):
-                    needs.add(v)
-    return frozenset(needs)
-
-
 def gradient_flow(graph: Graph, wanted: tuple[bool, ...]) -> frozenset[Value]:
     """The values that a gradient reaches when the outputs in `wanted` are differentiated."""
-    needs = requires_grad(graph)
+    needs = graph.differentiable
     reached = {source_of(port.node) for port, want in zip(graph.outputs, wanted, strict=True) if want}
     for node in reversed(graph.nodes):
         if node.target is operator.getitem:

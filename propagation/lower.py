@@ -7,7 +7,9 @@ before one collective. The text is the same on every rank; a conversion knows it
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,14 +22,13 @@ from .collectives import constrain, convert
 from .conversion import step_kind
 from .cost import collective_seconds, wire_bytes
 from .graph import (
-    Graph,
     Port,
     Role,
+    Text,
     Value,
     module_path,
     operands,
     operator_name,
-    requires_grad,
     source_line,
     source_of,
     tensor_of,
@@ -36,7 +37,6 @@ from .graph import (
 from .problem import Option, SearchProblem, Vertex, VertexKind, table_of
 from .profile import DeviceProfile
 from .rule import Emitter, LocalShapes
-from .torch_internals import tree_map
 
 PHASES = ("forward", "backward")
 
@@ -200,8 +200,8 @@ class _Lowering:
         self.local: dict[tuple[Value, Layout], fx.Node] = {}
         self.base: dict[Value, tuple[Layout, str]] = {}  # where consumers start from, and whose strategy that is
         self.conversions: list[Conversion] = []
-        self.differentiable = requires_grad(problem.graph)
-        self.parameters = {port.node for port in problem.graph.inputs if port.role is Role.PARAMETER}
+        self.differentiable = problem.graph.differentiable
+        self.ports = {port.node: port for port in problem.graph.inputs}
         self.chosen: dict[tuple[VertexKind, fx.Node, str], tuple[Vertex, Option]] = {
             (v.kind, v.node, v.name): (v, v.options[c]) for v, c in zip(problem.vertices, choice, strict=True)
         }
@@ -233,7 +233,7 @@ class _Lowering:
             outputs.append(_placed(port, rest))
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-        module = fx.GraphModule(torch.nn.Module(), self.graph)
+        module = Text({}, self.graph)
         return LocalProgram(module, self.settings.mesh, tuple(inputs), tuple(outputs), tuple(self.conversions))
 
     def _produce(self, v: Value, node: fx.Node, rest: Layout, strategy: str) -> None:
@@ -254,7 +254,8 @@ class _Lowering:
         parts = iter(
             [self._converted(source_of(o), found, consumer, node) for o, found in zip(inputs, wanted, strict=True)]
         )
-        args, kwargs = tree_map(lambda a: next(parts) if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
+        called: Any = fx.node.map_arg((node.args, node.kwargs), lambda _: next(parts))
+        args, kwargs = called
         produced = values_of(node)
         rests = option.results if option else (whole,) * len(produced)
         if node.target is constrain:
@@ -292,7 +293,7 @@ class _Lowering:
                 size = self.settings.mesh.size(*step.axes)
                 conversion = Conversion(
                     tag=len(self.conversions),
-                    tensor=tensor_name(self.problem.graph, v),
+                    tensor=tensor_name(self.ports, v),
                     axes=step.axes,
                     size=size,
                     source=step.source,
@@ -300,7 +301,7 @@ class _Lowering:
                     whole_bytes=round(table.local_bytes(here) * (size if isinstance(step.source, Shard) else 1)),
                     dtype=tensor_of(v).dtype,
                     gradient=flows,
-                    parameter=v.node in self.parameters,
+                    parameter=v.node in self.ports and self.ports[v.node].role is Role.PARAMETER,
                     producer=producer,
                     consumer=consumer,
                     where=where or at.name,
@@ -339,11 +340,10 @@ def _shape(v: Value) -> tuple[int, ...]:
     return tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else ()
 
 
-def tensor_name(graph: Graph, v: Value) -> str:
+def tensor_name(inputs: Mapping[fx.Node, Port], v: Value) -> str:
     """The name that collectives give the tensor `v`: an input's own, else that of the operator that makes it."""
-    for port in graph.inputs:
-        if port.node is v.node:
-            return port.name
+    if v.node in inputs:
+        return inputs[v.node].name
     return v.node.name if not v.index else f"{v.node.name}[{v.index}]"
 
 

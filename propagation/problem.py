@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,6 @@ from .graph import (
     module_path,
     operands,
     operator_name,
-    requires_grad,
     source_of,
     tensor_of,
     value,
@@ -128,6 +128,15 @@ class Options:
     def __getitem__(self, i: int) -> Option:
         if not -len(self) <= i < len(self):
             raise IndexError(i)
+        if i not in self._made:
+            self._made[i] = self._option(i)
+        return self._made[i]
+
+    @cached_property
+    def _made(self) -> dict[int, Option]:
+        return {}
+
+    def _option(self, i: int) -> Option:
         factors = tuple(self.names[f] if f >= 0 else None for f in self.factors[i])
         operands, results = (
             tuple(self._layout(table, codes[i]) for table, codes in zip(tables, columns, strict=True))
@@ -301,7 +310,7 @@ class _Formulation:
         self.graph, self.settings, self.allowed, self.as_it_lies = graph, settings, allowed, as_it_lies
         self.constants = constant_nodes(graph)
         self.flows = gradient_flow(graph, differentiated(graph))
-        self.differentiable = requires_grad(graph)
+        self.differentiable = graph.differentiable
         self.vertices: list[Vertex] = []
         self.edges: list[Edge] = []
         self.producer: dict[Value, tuple[int, int]] = {}
@@ -337,9 +346,10 @@ class _Formulation:
         return uses
 
     def _table(self, v: Value) -> ConversionTable:
-        if v not in self.tables:
-            self.tables[v] = table_of(v, v in self.flows, v in self.differentiable, self.settings)
-        return self.tables[v]
+        found = self.tables.get(v)
+        if found is None:
+            found = self.tables[v] = table_of(v, v in self.flows, v in self.differentiable, self.settings)
+        return found
 
     def _add_input(self, port: Port) -> None:
         v = Value(port.node)
@@ -352,8 +362,9 @@ class _Formulation:
         layouts, annotation = self._restrict(port.name, allowed)
         if annotation:
             self.near_annotation.add(v)
+        limited = layouts if port.name in self.allowed else None  # other inputs like this one have the same layouts
         options = self._plain(
-            ("input", table, layouts, port.role, port.requires_grad), lambda: self._input_options(port, table, layouts)
+            ("input", table, limited, port.role, port.requires_grad), lambda: self._input_options(port, table, layouts)
         )
         self._append(Vertex(port.name, VertexKind.INPUT, port.node, options, None, port, annotation), (v,))
 

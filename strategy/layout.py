@@ -47,7 +47,11 @@ class Layout:
 
     def splits(self, ndim: int) -> tuple[int, ...]:
         """Into how many parts each of `ndim` dims is split."""
-        return tuple(self.mesh.size(*self.axes_of(dim)) for dim in range(ndim))
+        parts = [1] * ndim
+        for placement, size in zip(self.placements, self.mesh.sizes, strict=True):
+            if isinstance(placement, Shard) and placement.dim < ndim:
+                parts[placement.dim] *= size
+        return tuple(parts)
 
     def axes_of(self, dim: int) -> tuple[str, ...]:
         """The axes that split `dim`, major first."""

@@ -16,7 +16,6 @@ from partway.propagation.graph import (
     gradient_flow,
     module_path,
     operator_name,
-    requires_grad,
     source_line,
     verify,
 )
@@ -224,7 +223,7 @@ def test_gradients_flow_between_parameters_and_the_loss_only():
         return (y * w).sum(), (y * 2).sum()
 
     graph = capture(fn, (torch.ones(3), torch.ones(3, requires_grad=True)), {})
-    assert {operator_name(v.node) for v in requires_grad(graph) if v.node.op != "placeholder"} == {
+    assert {operator_name(v.node) for v in graph.differentiable if v.node.op != "placeholder"} == {
         "aten.mul.Tensor",
         "aten.sum.default",
     }
