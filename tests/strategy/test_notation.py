@@ -21,6 +21,7 @@ from partway.strategy import (
     StrategyError,
     coarsest_mesh,
     from_dtensor,
+    meshes_of,
     parse,
     to_dtensor,
     to_ints,
@@ -280,6 +281,35 @@ def test_strategies_that_no_mesh_can_write_are_reported_together():
         "  - strategy (4, 4): no mesh of 8 devices can write it; write a tuple of split counts whose product divides 8",
         "  - strategy ('dp', None): it is not of ints; write one split count a dim",
     ]
+
+
+@pytest.mark.parametrize(
+    ("device_num", "strategies", "node", "sizes"),
+    [
+        (1, [], None, [(1,)]),
+        (7, [(7, 1)], None, [(7,)]),
+        (8, [], None, [(8,), (2, 4), (4, 2), (2, 2, 2)]),
+        (8, [(2, 1), (1, 4)], None, [(2, 4), (4, 2), (2, 2, 2)]),
+        (8, [(None, 2)], None, [(2, 4), (4, 2), (2, 2, 2)]),
+        (8, [(2, 1), (8, 1), (4, 1)], None, [(2, 4), (4, 2), (2, 2, 2)]),
+        (12, [(2, 1), (1, 3)], None, [(2, 2, 3), (2, 3, 2), (3, 2, 2)]),
+        # no axis reaches across the border of a node of 8, unless it is made of whole nodes
+        (16, [], 8, [(2, 8), (2, 2, 4), (2, 4, 2)]),
+        (32, [(4, 1)], 8, [(4, 8), (2, 2, 8), (4, 2, 4), (4, 4, 2)]),
+        (8, [], 8, [(8,), (2, 4), (4, 2), (2, 2, 2)]),
+        (12, [(3, 4)], 8, [(3, 4), (4, 3), (2, 2, 3), (2, 3, 2), (3, 2, 2)]),  # no whole number of nodes
+        (16, [(2, 2, 2, 2)], None, [(2, 2, 2, 2)]),  # more than three axes only where the strategies ask
+    ],
+)
+def test_the_meshes_of_a_number_of_devices_are_its_products_of_up_to_three_sizes(device_num, strategies, node, sizes):
+    found = [mesh.sizes for mesh in meshes_of(device_num, strategies, node)]
+    assert sorted(found) == sorted(sizes)
+    assert [len(one) for one in found] == sorted(map(len, found))
+
+
+def test_no_mesh_for_strategies_that_the_devices_cannot_write():
+    with pytest.raises(StrategyError, match=r"strategy \(3, 1\): no mesh of 8 devices can write it"):
+        meshes_of(8, [(3, 1)])
 
 
 def test_many_devices_are_factored_quickly():
