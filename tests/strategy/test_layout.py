@@ -96,7 +96,7 @@ def test_whole_on_an_axis_is_replicate_or_broadcast():
 @given(layouts())
 def test_every_rank_holds_the_same_with_broadcast_for_replicate(one):
     assert one.with_broadcasts()[0] == one
-    shape = (36, 36)
+    shape = (216, 216)
     for other in one.with_broadcasts():
         for rank in range(one.mesh.device_num):
             assert other.slices(shape, rank) == one.slices(shape, rank)
