@@ -161,22 +161,26 @@ def given_mesh(mesh: Any) -> Mesh | None:
 
 
 def meshes_to_try(
+    graph: Graph,
+    fn: Any,
     request: Request,
     context: ParallelContext,
-    graph: Graph,
     processes: int | None,
     saved: Plan | None,
     fixed: Mapping[str, Layout],
     node: int | None,
 ) -> list[Mesh]:
-    """The meshes that a call may be planned on: the one given, that of an earlier plan, or every mesh of the devices on
-    which the int strategies can be written (only the coarsest, where operators follow data parallelism by default).
+    """The meshes that a call may be planned on: the one given (to `shard`, by a saved plan, or inside the function);
+    else that of the layouts which parameters already have (`fixed`); else every mesh of the devices on which the int
+    strategies can be written, or only the coarsest where operators follow data parallelism by default.
+
     `processes`: how many a launcher started, or None in simulation. `node`: how many devices stand close together.
+    Raises StrategyError where there is no mesh and no number of devices, or another number than `processes`.
     """
-    mesh = request.own_mesh
-    if mesh is None and saved is not None:
-        mesh = saved.mesh
-    if mesh is not None:
+    constraints = [constraint_of(str(n.args[1])) for n in graph.nodes if n.target is constrain]
+    within = [own for _, own in constraints] + [inner.own_mesh for _, inner in _requests(fn, request)]
+    given = [request.own_mesh, saved.mesh if saved else None, *within]
+    if mesh := next((found for found in given if found is not None), None):
         if processes is not None:
             from partway.strategy.torch_mesh import check_ranks
 
@@ -187,16 +191,17 @@ def meshes_to_try(
             "there is no mesh to split over; pass mesh={'dp': 2, 'tp': 4}, or set_auto_parallel_context(device_num=8)"
         )
     devices = processes or context.device_num
-    strategies = [s for _, s in request.given()]
-    strategies += [constraint_of(str(node.args[1]))[0] for node in graph.nodes if node.target is constrain]
-    if not isinstance(context.dataset_strategy, str):
+    earlier = [found.mesh for found in fixed.values() if found.mesh.device_num == devices]
+    if earlier:
+        return earlier[:1]
+    strategies = [s for _, s in request.given()] + [s for s, _ in constraints]
+    strategies += [s for _, inner in _requests(fn, request) for s in (inner.parameter_plan or {}).values()]
+    if dataset_applies(request, context) and not isinstance(context.dataset_strategy, str):
         strategies += list(context.dataset_strategy)
     counts = [tuple(n or 1 for n in s) for s in strategies if _is_counts(s, devices)]
     if context.mode_was_set and context.parallel_mode != ParallelMode.AUTO_PARALLEL:
         return [coarsest_mesh(devices, counts)]
-    meshes = meshes_of(devices, counts, node)
-    earlier = [mesh for mesh in meshes if any(found.mesh == mesh for found in fixed.values())]
-    return earlier[:1] or meshes
+    return meshes_of(devices, counts, node)
 
 
 def _is_counts(strategy: Any, devices: int) -> bool:

@@ -28,7 +28,7 @@ from partway.propagation.differentiate import Step, differentiate, scale_paramet
 from partway.propagation.graph import Graph, differentiated, verify
 from partway.propagation.lower import LocalProgram, lower, verify_program
 from partway.propagation.plan import Plan, make_plan
-from partway.propagation.problem import SearchProblem, Settings, formulate
+from partway.propagation.problem import SearchProblem, Settings, formulate, warn_of_unknown
 from partway.propagation.profile import DeviceProfile, profile_of
 from partway.propagation.search import Solution, search, verify_solution
 from partway.propagation.structure import Call, check_call, flatten_call
@@ -129,9 +129,10 @@ def compile_call(
         return annotations, problem, search(problem, mode)
 
     inner = device_profile(graph, request, context).levels[0].devices
-    meshes = meshes_to_try(request, context, graph, processes, saved, fixed or {}, inner)
+    meshes = meshes_to_try(graph, fn, request, context, processes, saved, fixed or {}, inner)
     with uncollected():
         annotations, problem, solution = cheapest(plan_on, meshes)
+        warn_of_unknown(problem)
         local = lower(problem, solution.choice)
         plan = make_plan(problem, solution, local, mode, annotations.written)
     if os.environ.get("PARTWAY_VERIFY") == "1":

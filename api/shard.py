@@ -52,7 +52,8 @@ def shard(
     out_strategy    likewise, one entry per output tensor; None: whole on every rank (tensors that are returned
                     beside a scalar loss stay as they lie)
     parameter_plan  a dict from fnmatch patterns on parameter names to strategies (modules only)
-    mesh            a Mesh, a dict of axis sizes, or a DeviceMesh; None: from `device_num`, or the processes
+    mesh            a Mesh, a dict of axis sizes, or a DeviceMesh; None: the cheapest of those that the processes, or
+                    `device_num` virtual devices, can form
     device          "cpu" or "cuda": where the tensors have to be, and whose profile prices the plan (unless the option
                     device_profile is set)
     level           what the search weighs most: 0 communication, 1 memory, 2 speed

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -331,7 +331,7 @@ class _Formulation:
         for port in self.graph.outputs:
             if source_of(port.node).node not in self.constants:
                 self._add_output(port)
-        self._report_unknown()
+        self._refuse_unknown()
         return SearchProblem(
             self.graph, self.settings, tuple(self.vertices), tuple(self.edges), self.constants, self.flows,
             tuple(self.unknown), self.allowed, self.as_it_lies,
@@ -431,10 +431,13 @@ class _Formulation:
     def _constraint(
         self, node: fx.Node, sources: tuple[Value, ...], produced: tuple[Value, ...]
     ) -> tuple[Rule | None, Options, str]:
-        """An identity whose layouts are those that the person allows."""
+        """An identity whose layouts are those that the person allows. Whole on every rank may be Broadcast as well as
+        Replicate, so that the addends of its gradient need not be added up here."""
         table = self._table(produced[0])
         layouts = tuple(table.layouts[code] for code in np.flatnonzero(table.valid))
         layouts, annotation = self._restrict(f"constraint:{node.name}", layouts)
+        if produced[0] in self.flows:
+            layouts = tuple(dict.fromkeys(same for found in layouts for same in found.with_broadcasts()))
         codes = np.array([table.index[found] for found in layouts], dtype=np.intp)
         free = np.zeros(len(codes))
         options = _identity(self.settings.mesh, ((table, codes),), ((table, codes),), free, free, free)
@@ -567,22 +570,29 @@ class _Formulation:
         if not draws_random_numbers(node):
             self.unknown.setdefault(operator_name(node), node)
 
-    def _report_unknown(self) -> None:
-        forbidden = self.settings.on_unknown_op is Fallback.ERROR
-        so = (
-            ", and on_unknown_op='error' forbids to run it replicated"
-            if forbidden
-            else "; its operands are gathered and it runs replicated"
+    def _refuse_unknown(self) -> None:
+        if self.unknown and self.settings.on_unknown_op is Fallback.ERROR:
+            so = "and on_unknown_op='error' forbids to run it replicated"
+            raise OperatorError(_without_rule(self.unknown.values(), f", {so}"))
+
+
+def warn_of_unknown(problem: SearchProblem) -> None:
+    """One UnknownOperatorWarning that names every operator of `problem` without a rule, and the row to add."""
+    nodes = {operator_name(v.node): v.node for v in reversed(problem.vertices) if v.kind is VertexKind.OPERATOR}
+    if problem.unknown:
+        text = _without_rule(
+            map(nodes.__getitem__, problem.unknown), "; its operands are gathered and it runs replicated"
         )
-        lines = [
-            f"{name} (node {node.name}, {describe(node)}, in {module_path(node) or 'the function'}) has no rule{so}. "
-            f'Add a row to propagation/rules.py: {name}: Row("{_sketch(node)}")'
-            for name, node in self.unknown.items()
-        ]
-        if lines and forbidden:
-            raise OperatorError("\n".join(lines))
-        if lines:
-            warnings.warn("\n".join(lines), UnknownOperatorWarning, stacklevel=2)
+        warnings.warn(text, UnknownOperatorWarning, stacklevel=2)
+
+
+def _without_rule(nodes: Iterable[fx.Node], so: str) -> str:
+    """That each of `nodes` has no rule, and what follows from it, one line each."""
+    return "\n".join(
+        f"{operator_name(node)} (node {node.name}, {describe(node)}, in {module_path(node) or 'the function'}) has no "
+        f'rule{so}. Add a row to propagation/rules.py: {operator_name(node)}: Row("{_sketch(node)}")'
+        for node in nodes
+    )
 
 
 def _sketch(node: fx.Node) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import cache
 
@@ -90,6 +91,12 @@ class Layout:
     def replaced(self, axis: int, placement: Placement) -> Layout:
         """This layout with another placement on the axis at position `axis`."""
         return layout(self.mesh, (*self.placements[:axis], placement, *self.placements[axis + 1 :]))
+
+    def with_broadcasts(self) -> tuple[Layout, ...]:
+        """This layout first, then those that have Broadcast for some of its Replicate: every rank holds the same, and
+        only the gradient lies otherwise."""
+        choices = [(REPLICATE, BROADCAST) if p == REPLICATE else (p,) for p in self.placements]
+        return tuple(layout(self.mesh, chosen) for chosen in itertools.product(*choices))
 
     def __str__(self) -> str:
         return "[" + " ".join(f"{a}:{p}" for a, p in zip(self.mesh.axes, self.placements, strict=True)) + "]"

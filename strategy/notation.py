@@ -211,9 +211,11 @@ def coarsest_mesh(device_num: int, strategies: Iterable[tuple[int | None, ...]])
 
 def meshes_of(device_num: int, strategies: Iterable[tuple[int | None, ...]], node: int | None = None) -> list[Mesh]:
     """The meshes of `device_num` devices that a search should look at, those of fewer axes first: every way to write
-    the number as a product of at most three sizes on which all strategies of ints can be written, or the coarsest
-    mesh where there is none. A finer mesh can do all that a coarser one of the same order can. `node`: how many
-    neighbouring devices are joined more tightly; where it divides the devices, no axis reaches across its border.
+    the number as a product of at most three sizes on which all strategies of ints can be written; the coarsest mesh
+    where that takes more. A finer mesh can do all that a coarser one of the same order can.
+
+    node    how many neighbouring devices are joined more tightly; where it divides the devices, no axis reaches across
+            its border
 
     Raises StrategyError as `coarsest_mesh` does.
     """

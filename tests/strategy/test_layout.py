@@ -82,3 +82,21 @@ def test_a_wrong_number_of_placements_is_rejected():
 def test_a_thing_that_is_no_placement_is_rejected():
     with pytest.raises(StrategyError, match="'dp' is no placement; write Shard"):
         Layout(MESH, ("dp", REPLICATE))
+
+
+def test_whole_on_an_axis_is_replicate_or_broadcast():
+    found = Layout(MESH, (REPLICATE, Shard(0))).with_broadcasts()
+    assert list(map(str, found)) == ["[dp:R tp:S0]", "[dp:B tp:S0]"]
+    found = Layout.replicated(MESH).with_broadcasts()
+    assert list(map(str, found)) == ["[dp:R tp:R]", "[dp:R tp:B]", "[dp:B tp:R]", "[dp:B tp:B]"]
+    fixed = Layout(MESH, (BROADCAST, PARTIAL))
+    assert fixed.with_broadcasts() == (fixed,)
+
+
+@given(layouts())
+def test_every_rank_holds_the_same_with_broadcast_for_replicate(one):
+    assert one.with_broadcasts()[0] == one
+    shape = (216, 216)
+    for other in one.with_broadcasts():
+        for rank in range(one.mesh.device_num):
+            assert other.slices(shape, rank) == one.slices(shape, rank)
