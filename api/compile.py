@@ -25,12 +25,13 @@ from partway.fusion.program import Program, make_program
 from partway.propagation.capture import capture
 from partway.propagation.cost import WEIGHTS, Level
 from partway.propagation.differentiate import Step, differentiate, scale_parameter_gradients
+from partway.propagation.eliminate import Solution
 from partway.propagation.graph import Graph, differentiated, verify
 from partway.propagation.lower import LocalProgram, lower, verify_program
 from partway.propagation.plan import Plan, make_plan
 from partway.propagation.problem import SearchProblem, Settings, formulate, warn_of_unknown
 from partway.propagation.profile import DeviceProfile, profile_of
-from partway.propagation.search import Solution, search, verify_solution
+from partway.propagation.search import search, verify_solution
 from partway.propagation.structure import Call, check_call, flatten_call
 from partway.propagation.torch_internals import is_transformed
 from partway.runtime.process import get_rank

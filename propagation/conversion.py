@@ -52,9 +52,9 @@ class _Move:
     @cached_property
     def states(self) -> list[int]:
         """The states that a step can start from."""
-        steps = np.isfinite(self.cost).any(axis=2)
+        steps: NDArray[np.bool_] = np.any(np.isfinite(self.cost), axis=2)
         np.fill_diagonal(steps, False)
-        found: list[int] = np.flatnonzero(steps.any(axis=1)).tolist()
+        found: list[int] = np.flatnonzero(np.any(steps, axis=1)).tolist()
         return found
 
 

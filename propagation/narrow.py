@@ -16,9 +16,9 @@ of edges on one side. The sum of `(1 - g(s) edges sent) h(s)` is then a bound, a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,24 +54,30 @@ def narrow(
     return found
 
 
-class Between(Protocol):
+class Between(ABC):
     """The costs of an edge [option of one end, option of the other]."""
 
-    shape: tuple[int, ...]
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """How many options the ends have."""
 
+    @abstractmethod
     def least(self, given: Floats, side: int) -> Floats:
         """For each option of the other end, the least cost with an option of the end at `side`, which has cost
         `given` itself."""
 
+    @abstractmethod
     def given(self, option: int, side: int) -> Floats:
         """For each option of the other end, the cost with `option` of the end at `side`."""
 
+    @abstractmethod
     def take(self, rows: Mask, columns: Mask) -> Between:
         """The costs between some options only."""
 
 
 @dataclass(frozen=True, eq=False)
-class Matrix:
+class Matrix(Between):
     """Costs that are written out."""
 
     costs: Floats
@@ -85,14 +91,15 @@ class Matrix:
         return found
 
     def given(self, option: int, side: int) -> Floats:
-        return self.costs[option] if side == 0 else self.costs[:, option]
+        found: Floats = self.costs[option] if side == 0 else self.costs[:, option]
+        return found
 
     def take(self, rows: Mask, columns: Mask) -> Matrix:
         return Matrix(np.ascontiguousarray(self.costs[rows][:, columns]))
 
 
 @dataclass(frozen=True, eq=False)
-class Converting:
+class Converting(Between):
     """The costs of converting one tensor: never written out, since on four axes they are millions."""
 
     table: ConversionTable
@@ -112,10 +119,12 @@ class Converting:
 
     def given(self, option: int, side: int) -> Floats:
         if side == 0:
-            return self.table.rows([int(self.rows[option])])[0, self.columns]
+            row: Floats = self.table.rows([int(self.rows[option])])[0, self.columns]
+            return row
         values = np.full(len(self.table.digits), np.inf)
         values[self.columns[option]] = 0.0
-        return self.table.spread(values, forward=False)[self.rows]
+        found: Floats = self.table.spread(values, forward=False)[self.rows]
+        return found
 
     def take(self, rows: Mask, columns: Mask) -> Converting:
         return Converting(self.table, self.rows[rows], self.columns[columns])

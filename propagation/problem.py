@@ -354,7 +354,7 @@ class _Formulation:
     def _add_input(self, port: Port) -> None:
         v = Value(port.node)
         table = self._table(v)
-        allowed = (Layout.replicated(self.settings.mesh),)
+        allowed: tuple[Layout, ...] = (Layout.replicated(self.settings.mesh),)
         if port.role in (Role.PARAMETER, Role.INPUT):
             allowed = self._at_rest(table)
         if port.role is Role.PARAMETER and self.settings.shard_parameters is not None and port.requires_grad:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,14 +76,17 @@ def costs_of(problem: SearchProblem, price: float = 0.0) -> Costs:
         ends = id(problem.vertices[edge.producer].options), id(problem.vertices[edge.consumer].options)
         key = (id(edge.table), *ends, edge.result, edge.operand)
         parallel.setdefault((edge.producer, edge.consumer), []).append((key, edge))
-    pairs = {
-        ends: once(
-            tuple(key for key, _ in edges),
-            lambda edges=edges: sum(edge.matrix(problem.vertices) for _, edge in edges),
-        )
-        for ends, edges in parallel.items()
-    }
+    pairs: dict[tuple[int, int], Floats] = {}
+    for ends, several in parallel.items():
+        matrices = [partial(edge.matrix, problem.vertices) for _, edge in several]
+        added = matrices[0] if len(matrices) == 1 else partial(_added, matrices)
+        pairs[ends] = once(tuple(key for key, _ in several), added)
     return Costs(tuple(alone(v.options) for v in problem.vertices), pairs)
+
+
+def _added(matrices: Sequence[Callable[[], Floats]]) -> Floats:
+    total: Floats = np.sum([matrix() for matrix in matrices], axis=0)
+    return total
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,8 @@ def network_of(problem: SearchProblem, price: float = 0.0) -> Network:
         if len(several) == 1:
             edges.append((ends, Converting(several[0].table, *several[0].codes(problem.vertices))))
         else:
-            edges.append((ends, Matrix(sum(edge.matrix(problem.vertices) for edge in several))))
+            matrices = [edge.matrix(problem.vertices) for edge in several]
+            edges.append((ends, Matrix(np.sum(matrices, axis=0))))
     unary = tuple(v.options.unary + price * v.options.memory for v in problem.vertices)
     return Network(unary, tuple(edges))
 
@@ -412,7 +417,8 @@ class _Axes:
     def agree(self, vertex: int, rows: NDArray[np.intp], chosen: int) -> NDArray[np.intp]:
         """Of `rows`, those that do what `chosen` does on these axes."""
         names, _ = self._signatures(vertex)
-        return rows[names[rows] == names[chosen]]
+        found: NDArray[np.intp] = rows[names[rows] == names[chosen]]
+        return found
 
 
 def restricted(problem: SearchProblem, kept: list[NDArray[np.intp]]) -> SearchProblem:
