@@ -9,6 +9,7 @@ Each arrow is a pure function from one frozen value to the next:
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -123,11 +124,11 @@ def compile_call(
         graph = capture(fn, args, kwargs)
     mode = context.search_mode
 
-    def plan_on(mesh: Mesh) -> tuple[Annotations, SearchProblem, Solution]:
+    def plan_on(mesh: Mesh, below: float) -> tuple[Annotations, SearchProblem, Solution]:
         annotations = annotate(graph, fn, request, mesh, context, algo, fixed or {}, saved)
         settings = settings_of(graph, request, mesh, context, algo)
         problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
-        return annotations, problem, search(problem, mode)
+        return annotations, problem, search(problem, mode, below)
 
     inner = device_profile(graph, request, context).levels[0].devices
     meshes = meshes_to_try(graph, fn, request, context, processes, saved, fixed or {}, inner)
@@ -146,7 +147,7 @@ def compile_call(
 
 
 def cheapest(
-    plan_on: Callable[[Mesh], tuple[Annotations, SearchProblem, Solution]], meshes: list[Mesh]
+    plan_on: Callable[[Mesh, float], tuple[Annotations, SearchProblem, Solution]], meshes: list[Mesh]
 ) -> tuple[Annotations, SearchProblem, Solution]:
     """The cheapest of the plans on `meshes`, on the first of them that has it. A mesh on which an annotation cannot be
     met is passed over; raises the first one's StrategyError where that is so on all of them."""
@@ -154,7 +155,7 @@ def cheapest(
     refused: StrategyError | None = None
     for mesh in meshes:
         try:
-            found = plan_on(mesh)
+            found = plan_on(mesh, best[2].cost if best else math.inf)
         except StrategyError as error:
             refused = refused or error
             continue

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from .conversion import Codes, ConversionTable, Floats
 
 SWEEPS = 40  # at most, forward and backward
+PATIENCE = 12  # sweeps after which it is enough that hardly anything goes
 ROUND = 4  # sweeps after which options are taken out of the arrays
 
 Mask = NDArray[np.bool_]
@@ -47,7 +48,7 @@ def narrow(
         if sweep % ROUND == ROUND - 1:
             found.settle()
             found.shrink()
-            if enough(found) or (sweep > SWEEPS // 2 and found.left > 0.97 * left):
+            if enough(found) or (sweep > PATIENCE and found.left > 0.97 * left):
                 break
             left = found.left
     found.shrink()

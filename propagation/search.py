@@ -41,14 +41,18 @@ class SearchMode(Choice):
     RECURSIVE_PROGRAMMING = "recursive_programming"
 
 
-def search(problem: SearchProblem, mode: SearchMode) -> Solution:
+def search(problem: SearchProblem, mode: SearchMode, below: float = math.inf) -> Solution:
     """The plan that `mode` finds. Its cost is that of the whole problem, whatever the mode looked at, and stands beside
-    the bound that the exact search proves.
+    the bound that the exact search proves. Where there is a plan on another mesh that costs
+    `below`, any will do once no cheaper one is in sight, or were too much work to find.
 
     Raises StrategyError where no plan keeps to the memory limit of the problem's settings.
     """
     limit = problem.settings.memory_limit
-    optimum, price = (dynamic_programming(problem), 0.0) if limit is None else within_memory(problem, limit)
+    if limit is None:
+        optimum, price = dynamic_programming(problem, below=below), 0.0
+    else:
+        optimum, price = within_memory(problem, limit)
     if mode is SearchMode.DYNAMIC_PROGRAMMING:
         return optimum
     other = sharding_propagation if mode is SearchMode.SHARDING_PROPAGATION else recursive_programming
@@ -136,16 +140,22 @@ def pairs_of(problem: SearchProblem) -> int:
     return sum(sizes.values())
 
 
-def dynamic_programming(problem: SearchProblem, table_limit: float = TABLE_LIMIT, price: float = 0.0) -> Solution:
+def dynamic_programming(
+    problem: SearchProblem, table_limit: float = TABLE_LIMIT, price: float = 0.0, below: float = math.inf
+) -> Solution:
     """The optimum, proven; or, where tables would pass `table_limit` entries, a plan and how far off it may be.
-    `price`: what a byte of memory costs; the cost of the solution has it in."""
+    `price`: what a byte of memory costs; the cost of the solution has it in. `below`: as for `search`."""
     if pairs_of(problem) <= MANY_PAIRS:
-        return optimum(costs_of(problem, price), table_limit, lambda: recursive_programming(problem, price).choice)
+        return optimum(
+            costs_of(problem, price), table_limit, lambda: recursive_programming(problem, price).choice, below
+        )
     known = recursive_programming(problem, price)
     if math.isinf(known.cost):
         return known
     whole = network_of(problem, price)
-    left = narrow(whole.unary, whole.edges, known.cost, lambda found: found.pairs <= FEW_PAIRS)
+    left = narrow(whole.unary, whole.edges, min(known.cost, below), lambda found: found.pairs <= FEW_PAIRS)
+    if left.bound >= below:
+        return replace(known, bound=left.bound)
     known = _cheaper(known, left)
     found = known
     if left.pairs <= MANY_PAIRS:
@@ -153,7 +163,7 @@ def dynamic_programming(problem: SearchProblem, table_limit: float = TABLE_LIMIT
         found = optimum(costs_of(rest, price), table_limit, lambda: _among(left.kept, known.choice))
         choice = tuple(int(kept[c]) for kept, c in zip(left.kept, found.choice, strict=True))
         found = replace(found, choice=choice)
-    return _better(found, known, left.bound)
+    return _better(found, known, left.bound, left.upper)
 
 
 def _among(kept: list[Codes], choice: tuple[int, ...]) -> tuple[int, ...]:
@@ -166,15 +176,17 @@ def _cheaper(known: Solution, left: Narrowing) -> Solution:
     return known if left.best is None else replace(known, choice=left.best, cost=left.upper)
 
 
-def _better(found: Solution, known: Solution, bound: float) -> Solution:
+def _better(found: Solution, known: Solution, bound: float, upper: float) -> Solution:
     """The cheaper of the best plan among some options, with its bound, and a plan that was known, when every plan
-    with another option costs at least as much as the known one. `bound`: what is known of all plans."""
+    with another option costs at least `upper`. `bound`: what is known of all plans."""
     best = min(found, known, key=lambda solution: solution.cost)
-    proven = max(bound, min(found.bound, known.cost)) if found is not known else bound
+    proven = max(bound, min(found.bound, upper)) if found is not known else bound
     return replace(best, bound=min(best.cost, proven), width=found.width)
 
 
-def optimum(costs: Costs, table_limit: float, start: Callable[[], tuple[int, ...]]) -> Solution:
+def optimum(
+    costs: Costs, table_limit: float, start: Callable[[], tuple[int, ...]], below: float = math.inf
+) -> Solution:
     """`eliminate`; where that were much work, what no optimal plan takes is left out first. `start`: a plan."""
     order = schedule(costs, table_limit)
     if order.work <= MUCH_WORK:
@@ -185,15 +197,20 @@ def optimum(costs: Costs, table_limit: float, start: Callable[[], tuple[int, ...
         return run(costs, order)
     clipped = {id(array): np.minimum(array, 2 * known.cost) for array in costs.pairs.values()}
     whole = network(Costs(costs.unary, {ends: clipped[id(array)] for ends, array in costs.pairs.items()}))
-    left = narrow(whole.unary, whole.edges, known.cost, lambda found: schedule(_rest(found)).work <= MUCH_WORK)
+    upper = min(known.cost, below)
+    left = narrow(whole.unary, whole.edges, upper, lambda found: schedule(_rest(found)).work <= MUCH_WORK)
+    if left.bound >= below:
+        return replace(known, bound=left.bound)
     known = _cheaper(known, left)
     rest = _rest(left)
     order = schedule(rest, table_limit)
+    if order.work > 10 * MUCH_WORK and math.isfinite(below):
+        return replace(known, bound=left.bound)
     found = run(rest, order if order.work <= 10 * MUCH_WORK else schedule(rest, SMALL_TABLES))
     choice = tuple(int(kept[c]) for kept, c in zip(left.kept, found.choice, strict=True))
     best = revisit(costs, replace(found, choice=choice, cost=costs.of(choice)))
     found = replace(best, bound=found.bound, width=found.width)
-    return _better(found, known, left.bound)
+    return _better(found, known, left.bound, left.upper)
 
 
 def _rest(left: Narrowing) -> Costs:
