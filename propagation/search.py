@@ -43,23 +43,23 @@ class SearchMode(Choice):
 
 def search(problem: SearchProblem, mode: SearchMode, below: float = math.inf) -> Solution:
     """The plan that `mode` finds. Its cost is that of the whole problem, whatever the mode looked at, and stands beside
-    the bound that the exact search proves. Where there is a plan on another mesh that costs
-    `below`, any will do once no cheaper one is in sight, or were too much work to find.
+    the bound that the exact search proves. Where another mesh has a plan that costs `below`, any plan will do once no
+    cheaper one is in sight, or were too much work to find.
 
     Raises StrategyError where no plan keeps to the memory limit of the problem's settings.
     """
     limit = problem.settings.memory_limit
     if limit is None:
-        optimum, price = dynamic_programming(problem, below=below), 0.0
+        exact, price = dynamic_programming(problem, below=below), 0.0
     else:
-        optimum, price = within_memory(problem, limit)
+        exact, price = within_memory(problem, limit)
     if mode is SearchMode.DYNAMIC_PROGRAMMING:
-        return optimum
+        return exact
     other = sharding_propagation if mode is SearchMode.SHARDING_PROPAGATION else recursive_programming
     found = other(problem, price)
-    found = replace(found, cost=problem.cost(found.choice), bound=optimum.bound, attained=optimum.proven)
+    found = replace(found, cost=problem.cost(found.choice), bound=exact.bound, attained=exact.proven)
     # at the price of memory that suits the optimum, another plan may still hold more
-    return found if limit is None or problem.memory(found.choice) <= limit else optimum
+    return found if limit is None or problem.memory(found.choice) <= limit else exact
 
 
 def costs_of(problem: SearchProblem, price: float = 0.0) -> Costs:
