@@ -32,12 +32,14 @@ _STEP = 1e-13  # seconds: of two ways that cost the same the shorter one wins, a
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a conversion: all of `axes` go from `source` to `target`, giving `after`."""
+    """One step of a conversion: all of `axes` go from `source` to `target`, giving `after`, at the weighed `cost` of
+    forward and backward."""
 
     axes: tuple[str, ...]
     source: Placement
     target: Placement
     after: Layout
+    cost: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,7 +256,8 @@ class ConversionTable:
             move = self._moves[i]
             axes = tuple(self.mesh.axes[a] for a in move.axes)
             to = self.states[self.digits[target, move.axes[0]]]
-            chain.append(Step(axes, self.states[state], to, self.layouts[target]))
+            cost = float(move.cost[state, self.digits[target, move.axes[0]], other])
+            chain.append(Step(axes, self.states[state], to, self.layouts[target], cost))
             target = int(move.codes[state, other])
         return tuple(reversed(chain))
 

@@ -156,13 +156,18 @@ class PlacedPort:
 
 @dataclass(frozen=True)
 class LocalProgram:
-    """The forward that one rank runs, on its parts of the inputs."""
+    """The forward that one rank runs, on its parts of the inputs.
+
+    cost    what it costs, weighed, forward and backward: that of the choices it was made of, or less where two
+            consumers asked for the same conversion
+    """
 
     module: fx.GraphModule
     mesh: Mesh
     inputs: tuple[PlacedPort, ...]
     outputs: tuple[PlacedPort, ...]
     conversions: tuple[Conversion, ...]
+    cost: float
 
     def __str__(self) -> str:
         return "\n".join(program_lines(self.module.graph, self.inputs))
@@ -200,6 +205,7 @@ class _Lowering:
         self.local: dict[tuple[Value, Layout], fx.Node] = {}
         self.base: dict[Value, tuple[Layout, str]] = {}  # where consumers start from, and whose strategy that is
         self.conversions: list[Conversion] = []
+        self.cost = sum(float(v.unary[c]) for v, c in zip(problem.vertices, choice, strict=True))
         self.differentiable = problem.graph.differentiable
         self.ports = {port.node: port for port in problem.graph.inputs}
         self.chosen: dict[tuple[VertexKind, fx.Node, str], tuple[Vertex, Option]] = {
@@ -234,7 +240,8 @@ class _Lowering:
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
         module = Text({}, self.graph)
-        return LocalProgram(module, self.settings.mesh, tuple(inputs), tuple(outputs), tuple(self.conversions))
+        conversions = tuple(self.conversions)
+        return LocalProgram(module, self.settings.mesh, tuple(inputs), tuple(outputs), conversions, self.cost)
 
     def _produce(self, v: Value, node: fx.Node, rest: Layout, strategy: str) -> None:
         self.local[v, rest] = node
@@ -290,6 +297,7 @@ class _Lowering:
         node = self.local[v, here]
         for step in table.path(here, target):
             if (v, step.after) not in self.local:
+                self.cost += step.cost if v.node not in self.problem.constants else 0.0
                 size = self.settings.mesh.size(*step.axes)
                 conversion = Conversion(
                     tag=len(self.conversions),

@@ -380,8 +380,8 @@ def make_plan(
         ),
         certificate=Certificate(
             mode=mode,
-            cost=solution.cost,
-            bound=None if solution.bound == float("-inf") else solution.bound,
+            cost=program.cost,
+            bound=None if solution.bound == float("-inf") else min(solution.bound, program.cost),
             proven=solution.proven,
             width=solution.width,
             attained=solution.attained or solution.proven,

@@ -150,6 +150,7 @@ def dynamic_programming(
             costs_of(problem, price), table_limit, lambda: recursive_programming(problem, price).choice, below
         )
     known = recursive_programming(problem, price)
+    known = replace(known, cost=known.cost + price * problem.memory(known.choice))
     if math.isinf(known.cost):
         return known
     whole = network_of(problem, price)
@@ -399,7 +400,7 @@ def recursive_programming(problem: SearchProblem, price: float = 0.0) -> Solutio
         kept = [part.agree(i, rows, c) for i, (rows, c) in enumerate(zip(kept, chosen, strict=True))]
         width = max(width, solution.width)
     found = tuple(chosen)
-    return Solution(found, problem.cost(found) + price * problem.memory(found), -math.inf, width)
+    return Solution(found, problem.cost(found), -math.inf, width)
 
 
 class _Axes:

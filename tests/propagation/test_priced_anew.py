@@ -132,6 +132,7 @@ def check(problem: SearchProblem, solution: Solution, shared: bool = False) -> L
     program = verify_program(lower(problem, verify_solution(problem, solution).choice))
     found, claimed = priced(problem, solution.choice, program), solution.cost
     silent = STEP * len(problem.edges) * 2 * len(problem.settings.mesh.axes)
+    assert program.cost == pytest.approx(found, rel=1e-9, abs=silent)
     assert found <= claimed * (1 + 1e-9)
     assert shared or found >= claimed * (1 - 1e-9) - silent
     return program
