@@ -55,10 +55,10 @@ class Costs:
         return alone + sum(float(matrix[choice[a], choice[b]]) for (a, b), matrix in self.pairs.items())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class _Table:
     """A function of the options of `scope`, vertices in ascending order. Its numbers are those of its symbol: what is
-    made of the same tables in the same way has the same."""
+    made of the same tables in the same way has the same. Two tables of one scope and symbol are still two."""
 
     scope: tuple[int, ...]
     symbol: int

@@ -74,7 +74,7 @@ def test_a_run_is_a_process_of_its_own() -> None:
     run = measured(SMALL)
     assert isinstance(run, Run)
     assert set(run.seconds) == set(plan_time.PASSES)
-    assert min(run.seconds.values()) > 0
+    assert min(run.seconds.values()) >= 0 < sum(run.seconds.values())
     assert run.peak > 1e8
     assert (run.gap, run.width) == (0.0, 3)
 
