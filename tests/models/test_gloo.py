@@ -107,7 +107,8 @@ def cases() -> Iterator[Any]:
     for n in (2, 4):
         for name in MODELS:
             for how in ("both", "batch", "block"):
-                slow = how != "both" and (name == "resnet50" or (n == 4 and name in ("llama", "vit")))
+                deep = name == "resnet50" and (n == 4 or how != "both")
+                slow = deep or (how != "both" and n == 4 and name in ("llama", "vit"))
                 yield pytest.param(n, name, how, marks=[pytest.mark.slow] if slow else [])
 
 
