@@ -255,7 +255,10 @@ ALGO_WRONG: list[tuple[dict[str, object], str]] = [
     ({"tensor_slice_align_size": 1025}, "tensor_slice_align_size: got 1025 (int); accepts an int from 1 to 1024"),
     ({"fully_use_device": True}, "fully_use_device is not an option; did you mean fully_use_devices?"),
     ({"enable_algo_approxi": 1}, "enable_algo_approxi: got 1 (int); accepts True or False"),
-    ({"elementwise_op_strategy_follow": "yes"}, "elementwise_op_strategy_follow: got 'yes' (str); accepts True or False"),
+    (
+        {"elementwise_op_strategy_follow": "yes"},
+        "elementwise_op_strategy_follow: got 'yes' (str); accepts True or False",
+    ),
     *(
         ({"algo_approxi_epsilon": value}, f"algo_approxi_epsilon: got {value!r} ({type(value).__name__}); {EPSILON}")
         for value in (0, 0.0, 1.5, -0.1, float("nan"), float("inf"), "0.1", None, True)

@@ -16,7 +16,7 @@ from partway.propagation.rules import is_elementwise
 from partway.propagation.search import SearchMode, dynamic_programming, search, verify_solution
 from partway.strategy import Mesh, StrategyError
 from partway.strategy.layout import layout
-from partway.strategy.placement import PARTIAL, REPLICATE
+from partway.strategy.placement import PARTIAL, REPLICATE, Shard
 
 aten = torch.ops.aten
 CUBE = Mesh({"dp": 2, "cp": 2, "tp": 2})
@@ -129,43 +129,46 @@ def test_the_search_that_writes_no_costs_out_follows_too(lab, case, monkeypatch)
     assert found.bound <= best.cost * (1 + 1e-9)
 
 
-def test_a_split_that_is_annotated_behind_an_elementwise_operator_is_taken_on(lab):
+def result_of_relu(lab, placement, **changes):
+    """The problem of a ReLU whose result must be placed so on the one axis of the mesh."""
     x = torch.randn(8, 16, dtype=torch.float64)
-    halves = layout(lab.LINE, (REPLICATE,))
-    problem = lab.problem_of(torch.relu, (x,), lab.LINE, {"x0": ((halves,), "whole")}, elementwise_follow=True)
+    name = lab.problem_of(torch.relu, (x,), lab.LINE).graph.outputs[0].name
+    allowed = {name: ((layout(lab.LINE, (placement,)),), "annotated")}
+    return lab.problem_of(torch.relu, (x,), lab.LINE, allowed, **changes)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), REPLICATE])
+def test_an_elementwise_operator_takes_the_layout_that_is_annotated_behind_it(lab, placement):
+    problem = result_of_relu(lab, placement, elementwise_follow=True)
     found = search(problem, SearchMode.DYNAMIC_PROGRAMMING)
-    relu = lab.vertices_of(problem, aten.relu.default)[0]
-    assert problem.vertices[relu].options[found.choice[relu]].results == (halves,)
+    (relu,) = lab.vertices_of(problem, aten.relu.default)
+    assert problem.vertices[relu].options[found.choice[relu]].results == (layout(lab.LINE, (placement,)),)
 
 
-def test_an_elementwise_operator_that_cannot_follow_is_an_error(lab):
-    def fn(x):
-        return torch.relu(x)
-
-    x = torch.randn(8, 16, dtype=torch.float64)
-    addends = {"output": ((layout(lab.LINE, (PARTIAL,)),), "addends")}
-    free = lab.problem_of(fn, (x,), lab.LINE)
-    addends = {free.graph.outputs[0].name: addends["output"]}
-    problem = lab.problem_of(fn, (x,), lab.LINE, addends, elementwise_follow=True)
-    for mode in SearchMode:
-        with pytest.raises(StrategyError) as error:
-            search(problem, mode)
-        text = str(error.value)
-        assert text.startswith("no plan was found on the mesh x=2: relu gives [8, 16] as ")
-        assert text.endswith(
-            ", and no conversion may stand between them; set elementwise_op_strategy_follow=False, or drop an "
-            "annotation near them"
-        )
+@pytest.mark.parametrize("limit", [None, 1e9])
+@pytest.mark.parametrize("mode", list(SearchMode))
+def test_an_elementwise_operator_that_cannot_follow_is_an_error(lab, mode, limit):
+    assert math.isfinite(search(result_of_relu(lab, PARTIAL), mode).cost)
+    with pytest.raises(StrategyError) as error:
+        search(result_of_relu(lab, PARTIAL, elementwise_follow=True, memory_limit=limit), mode)
+    text = str(error.value)
+    assert text.startswith("no plan was found on the mesh x=2: relu gives [8, 16] as ")
+    assert text.endswith(
+        ", and no conversion may stand between them; set elementwise_op_strategy_follow=False, or drop an annotation "
+        "near them"
+    )
 
 
 def test_elementwise_is_what_has_a_pointwise_rule(lab):
     def fn(x, w, mask):
-        y = F.dropout(torch.where(mask, x, 0.0), 0.5, True)
+        y = F.dropout(torch.where(mask, x, w), 0.5, True)
         return torch.softmax((y + 1.0) @ w, -1).cumsum(0).exp().sum()
 
     args = (torch.randn(4, 4), torch.randn(4, 4), torch.ones(4, 4, dtype=torch.bool))
     graph = lab.problem_of(fn, args, lab.LINE, on_unknown_op="warn").graph
-    found = {n.target._schema.name for n in graph.nodes if n.op == "call_function" and is_tensor(n) and is_elementwise(n)}
+    found = {
+        n.target._schema.name for n in graph.nodes if n.op == "call_function" and is_tensor(n) and is_elementwise(n)
+    }
     assert {"aten::where", "aten::add", "aten::exp"} <= found
     assert not {"aten::softmax", "aten::cumsum", "aten::matmul", "aten::sum", "aten::bernoulli"} & found
 
@@ -196,16 +199,14 @@ def test_a_small_epsilon_keeps_all(lab, case):
     assert search(all_kept, SearchMode.DYNAMIC_PROGRAMMING) == search(every, SearchMode.DYNAMIC_PROGRAMMING)
 
 
-def test_what_is_annotated_keeps_what_its_annotation_allows(lab):
+def test_a_constraint_keeps_what_it_allows():
     def fn(x):
-        return pw.with_sharding_constraint(x + 1.0, ("a", None)).exp()
+        return pw.shard(torch.exp, in_strategy=((1, 1),))(x + 1.0)
 
-    mesh = Mesh({"a": 2, "b": 2})
-    x = torch.randn(8, 16, dtype=torch.float64)
-    every, few = (lab.problem_of(fn, (x,), mesh, keep_cheapest=kept) for kept in (None, 1))
-    for before, after in zip(every.vertices, few.vertices, strict=True):
-        if before.annotation:
-            assert len(after.options) == len(before.options) > 1
+    x = torch.randn(8, 16, dtype=torch.float64, requires_grad=True)
+    problem = compiled_with((fn, (x,)), enable_algo_approxi=True, algo_approxi_epsilon=1.0).problem
+    (constraint,) = (v for v in problem.vertices if v.kind is VertexKind.OPERATOR and v.annotation)
+    assert len(constraint.options) == 4  # Replicate or Broadcast on each axis
 
 
 def test_an_elementwise_operator_that_follows_keeps_its_strategies(lab, case):
@@ -256,7 +257,7 @@ def test_every_text_of_a_certificate_says_among_what():
 
 
 def test_a_memory_limit_that_nothing_left_keeps_to_says_so(case):
-    with pytest.raises(StrategyError, match="no plan on the mesh dp=2 x tp=2 among the strategies that enable_algo"):
+    with pytest.raises(StrategyError, match="no plan on the mesh dp=2, tp=2 among the strategies that enable_algo"):
         compiled_with(case, enable_algo_approxi=True, algo_approxi_epsilon=0.5, memory_limit=1.0)
 
 
@@ -269,6 +270,5 @@ def test_following_is_set_and_taken_back(case):
 def test_a_plan_that_follows_explains_itself(case):
     plan = compiled_with(case, elementwise_op_strategy_follow=True).plan
     assert plan.collectives
-    assert "the cheapest plan without it" in plan.explain("*", alternatives=2) or "no plan does without it" in str(
-        plan.explain("*", alternatives=2)
-    )
+    text = str(plan.explain("*", alternatives=2))
+    assert "the cheapest plan without it" in text or "no plan does without it" in text
