@@ -30,8 +30,8 @@ from .problem import Edge, Options, SearchProblem, VertexKind
 MUCH_WORK = 1.2e9  # sums of an elimination above which options are left out first
 SMALL_TABLES = 2**24  # the limit where all tables together are far too much work
 MANY_PAIRS = 4e7  # pairs of options above which they are not written out: 320 MB
-AMONG = " among the strategies that enable_algo_approxi leaves"
 FEW_PAIRS = 1.5e7  # pairs of options that are left when narrowing may stop
+AMONG = " among the strategies that enable_algo_approxi leaves"
 
 
 class SearchMode(Choice):
