@@ -195,6 +195,8 @@ def settings_of(graph: Graph, request: Request, mesh: Mesh, context: ParallelCon
         weights=WEIGHTS[Level(request.level)],
         fully_use_devices=algo.fully_use_devices,
         batch_by_default=context.mode_was_set and context.parallel_mode in modes,
+        elementwise_follow=algo.elementwise_op_strategy_follow,
+        keep_cheapest=math.ceil(min(1 / algo.algo_approxi_epsilon, 1e18)) if algo.enable_algo_approxi else None,
         slice_align=algo.tensor_slice_align_size if algo.tensor_slice_align_enable else 1,
         shard_parameters=threshold if context.enable_parallel_optimizer else None,
         optimizer_states=algo.optimizer_states,

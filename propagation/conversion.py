@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 
 import numpy as np
@@ -65,7 +65,7 @@ class ConversionTable:
     """Costs between all layouts of tensors of one shape. A layout is known by its code: its states, one digit per
     axis. `gradient`: the backward of a conversion runs too; `partial`: how what the ranks hold under Partial makes the
     value ("sum" or "max"; None: there is no Partial); `barred`: steps that make the conversions impossible whose
-    cheapest chain has one of them, each as (axes, from, to)."""
+    cheapest chain has one of them, each as (axes, from, to); `tied`: axes along which there is no step at all."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -75,6 +75,7 @@ class ConversionTable:
     profile: DeviceProfile
     weights: Weights
     barred: frozenset[tuple[tuple[str, ...], Placement, Placement]] = frozenset()
+    tied: tuple[str, ...] = ()
 
     @cached_property
     def states(self) -> tuple[Placement, ...]:
@@ -206,7 +207,7 @@ class ConversionTable:
 
     @cached_property
     def _moves(self) -> tuple[_Move, ...]:
-        axes = range(len(self.mesh.axes))
+        axes = [i for i, axis in enumerate(self.mesh.axes) if axis not in self.tied]
         return tuple(
             self._move(chosen) for count in range(1, len(axes) + 1) for chosen in itertools.combinations(axes, count)
         )
@@ -338,3 +339,9 @@ def conversion_table(
 ) -> ConversionTable:
     """The shared table for these arguments."""
     return ConversionTable(shape, itemsize, partial, gradient, mesh, profile, weights)
+
+
+@lru_cache(maxsize=4096)
+def tie(table: ConversionTable, axes: tuple[str, ...]) -> ConversionTable:
+    """The shared table like `table` in which a layout must stay as it is along `axes`."""
+    return replace(table, tied=axes)

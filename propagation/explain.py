@@ -7,7 +7,6 @@ axes; an annotation by formulating the problem without it. What one pattern says
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -70,15 +69,13 @@ def outcome(problem: SearchProblem, solution: Solution, program: LocalProgram) -
 
 
 def best(problem: SearchProblem) -> Outcome | None:
-    """The cheapest plan of `problem`; None where there is none that keeps to its memory limit."""
-    found = search(_unlimited(problem), _EXACT)
-    if not math.isfinite(found.cost):
-        return None
-    if problem.settings.memory_limit is not None:
-        try:
+    """The cheapest plan of `problem`; None where there is none, or none that keeps to its memory limit."""
+    try:
+        found = search(_unlimited(problem), _EXACT)
+        if problem.settings.memory_limit is not None:
             found = search(problem, _EXACT)
-        except StrategyError:
-            return None
+    except StrategyError:
+        return None
     return outcome(problem, found, lower(problem, found.choice))
 
 

@@ -76,6 +76,10 @@ class Between(ABC):
     def take(self, rows: Mask, columns: Mask) -> Between:
         """The costs between some options only."""
 
+    @abstractmethod
+    def at_most(self, most: float) -> Between:
+        """The costs, none above `most`: messages must be finite, and what is impossible costs inf."""
+
 
 @dataclass(frozen=True, eq=False)
 class Matrix(Between):
@@ -98,6 +102,9 @@ class Matrix(Between):
     def take(self, rows: Mask, columns: Mask) -> Matrix:
         return Matrix(np.ascontiguousarray(self.costs[rows][:, columns]))
 
+    def at_most(self, most: float) -> Matrix:
+        return Matrix(np.minimum(self.costs, most))
+
 
 @dataclass(frozen=True, eq=False)
 class Converting(Between):
@@ -106,6 +113,7 @@ class Converting(Between):
     table: ConversionTable
     rows: Codes
     columns: Codes
+    most: float = np.inf
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -115,20 +123,23 @@ class Converting(Between):
         here, there = (self.rows, self.columns) if side == 0 else (self.columns, self.rows)
         values = np.full(len(self.table.digits), np.inf)
         np.minimum.at(values, here, given)
-        found: Floats = self.table.spread(values, forward=side == 0)[there]
+        found: Floats = np.minimum(self.table.spread(values, forward=side == 0)[there], given.min() + self.most)
         return found
 
     def given(self, option: int, side: int) -> Floats:
         if side == 0:
-            row: Floats = self.table.rows([int(self.rows[option])])[0, self.columns]
+            row: Floats = np.minimum(self.table.rows([int(self.rows[option])])[0, self.columns], self.most)
             return row
         values = np.full(len(self.table.digits), np.inf)
         values[self.columns[option]] = 0.0
-        found: Floats = self.table.spread(values, forward=False)[self.rows]
+        found: Floats = np.minimum(self.table.spread(values, forward=False)[self.rows], self.most)
         return found
 
     def take(self, rows: Mask, columns: Mask) -> Converting:
-        return Converting(self.table, self.rows[rows], self.columns[columns])
+        return Converting(self.table, self.rows[rows], self.columns[columns], self.most)
+
+    def at_most(self, most: float) -> Converting:
+        return Converting(self.table, self.rows, self.columns, min(self.most, most))
 
 
 @dataclass(eq=False)

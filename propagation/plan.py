@@ -29,7 +29,7 @@ from .explain import Alternatives, Origin, outcome
 from .graph import Role, describe, is_tensor, module_path, operator_name, source_line
 from .lower import PHASES, Collective, LocalProgram, describe_option
 from .problem import SearchProblem, VertexKind
-from .search import SearchMode
+from .search import AMONG, SearchMode
 from .units import human, lasting
 
 FORMAT: Literal[1] = 1
@@ -111,6 +111,7 @@ class Certificate(_Frozen):
     proven         the plan is the optimum
     width          the most vertices that one table of the search joined
     memory_limit   bytes that a device may hold
+    approximate    enable_algo_approxi left strategies out: bound, attained and proven are of those that it leaves
     """
 
     mode: SearchMode
@@ -120,6 +121,7 @@ class Certificate(_Frozen):
     width: int
     attained: bool = False
     memory_limit: float | None = None
+    approximate: bool = False
 
     @property
     def gap(self) -> float | None:
@@ -131,15 +133,16 @@ class Certificate(_Frozen):
     def __str__(self) -> str:
         within = "" if self.memory_limit is None else f" within memory_limit {human(self.memory_limit)}"
         search = f"{self.mode.value}{within}"
+        optimum = f"the optimum{AMONG if self.approximate else ''}"
         if self.proven:
-            return f"{search}: the optimum, proven"
+            return f"{search}: {optimum}, proven"
         if self.gap is None:
             return f"{search}: no bound"
         if self.attained:
-            return f"{search}: {100 * self.gap:.1f} % above the optimum"
+            return f"{search}: {100 * self.gap:.1f} % above {optimum}"
         exact = self.mode is SearchMode.DYNAMIC_PROGRAMMING
         why = " (the duality gap)" if within and exact else ""
-        return f"{search}: at most {100 * self.gap:.1f} % above the optimum{why}"
+        return f"{search}: at most {100 * self.gap:.1f} % above {optimum}{why}"
 
 
 class Plan(_Frozen):
@@ -386,6 +389,7 @@ def make_plan(
             width=solution.width,
             attained=solution.attained or solution.proven,
             memory_limit=problem.settings.memory_limit,
+            approximate=problem.approximate,
         ),
         unknown_operators=problem.unknown,
     )

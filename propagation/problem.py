@@ -30,7 +30,7 @@ from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import BROADCAST, REPLICATE, Partial, Placement, Shard
 from .collectives import constrain
-from .conversion import Codes, ConversionTable, Floats, conversion_table, digits_of
+from .conversion import Codes, ConversionTable, Floats, conversion_table, digits_of, tie
 from .cost import BACKWARD_FACTOR, Weights, operator_seconds
 from .graph import (
     Graph,
@@ -52,7 +52,7 @@ from .graph import (
 )
 from .profile import DeviceProfile
 from .rule import AxisOption, Rule, axis_options
-from .rules import MAXIMA, rule_of
+from .rules import MAXIMA, is_elementwise, rule_of
 
 Mask = NDArray[np.bool_]
 
@@ -70,6 +70,9 @@ class Settings:
 
     fully_use_devices   an operator that does matrix products or convolutions uses all devices where it can
     batch_by_default    operators next to no annotation split their leading dim (semi_auto_parallel)
+    elementwise_follow  no conversion follows an elementwise operator: it has the layout that its consumer takes, or the
+                        hub of its consumers
+    keep_cheapest       of an operator only so many options are kept, those that cost least by themselves; None: all
     slice_align         contractions keep slices of the last dim to multiples of this (1: no limit)
     shard_parameters    parameters of at least this many bytes are split at rest on every axis that can
                         (enable_parallel_optimizer); None: the search decides
@@ -82,6 +85,8 @@ class Settings:
     weights: Weights
     fully_use_devices: bool = True
     batch_by_default: bool = False
+    elementwise_follow: bool = False
+    keep_cheapest: int | None = None
     slice_align: int = 1
     shard_parameters: int | None = None
     optimizer_states: float = 2.0
@@ -242,7 +247,7 @@ def between(table: ConversionTable, rows: Codes, columns: Codes) -> Floats:
 @dataclass(frozen=True)
 class SearchProblem:
     """All choices of one graph on one mesh. `flows` holds the values that a gradient reaches; `allowed` and
-    `as_it_lies` are what `formulate` was given."""
+    `as_it_lies` are what `formulate` was given; `approximate`: `keep_cheapest` left options out."""
 
     graph: Graph
     settings: Settings
@@ -253,6 +258,7 @@ class SearchProblem:
     unknown: tuple[str, ...]
     allowed: Allowed = field(repr=False)
     as_it_lies: frozenset[str] = field(repr=False)
+    approximate: bool = False
 
     def cost(self, choice: tuple[int, ...]) -> float:
         """The cost of one option per vertex."""
@@ -320,6 +326,7 @@ class _Formulation:
         self.tables: dict[Value, ConversionTable] = {}
         self.resting: dict[tuple[Placement, ...], Codes] = {}
         self.shared: dict[object, tuple[Rule | None, Options]] = {}
+        self.approximate = False
 
     def problem(self) -> SearchProblem:
         for port in self.graph.inputs:
@@ -334,7 +341,7 @@ class _Formulation:
         self._refuse_unknown()
         return SearchProblem(
             self.graph, self.settings, tuple(self.vertices), tuple(self.edges), self.constants, self.flows,
-            tuple(self.unknown), self.allowed, self.as_it_lies,
+            tuple(self.unknown), self.allowed, self.as_it_lies, self.approximate,
         )  # fmt: skip
 
     def _count_uses(self) -> dict[Value, int]:
@@ -417,7 +424,8 @@ class _Formulation:
         else:
             if key not in self.shared:
                 rule = rule_of(node)
-                self.shared[key] = (rule, self._operator_options(node, rule, sources, produced, near))
+                options = self._operator_options(node, rule, sources, produced, near)
+                self.shared[key] = (rule, options if self._follows(node, rule) else self._cheapest(options))
             rule, options = self.shared[key]
             if rule is None:
                 self._note_unknown(node)
@@ -481,6 +489,18 @@ class _Formulation:
         return Options(
             tables, operand_codes, result_codes, factors[keep], names, s.mesh, unary, seconds, flops, held, held
         )
+
+    def _follows(self, node: fx.Node, rule: Rule | None) -> bool:
+        """Whether an operator takes the strategy of what consumes it."""
+        return self.settings.elementwise_follow and rule is not None and is_elementwise(node)
+
+    def _cheapest(self, options: Options) -> Options:
+        """The options that `keep_cheapest` leaves; of those that cost the same the first."""
+        count = self.settings.keep_cheapest
+        if count is None or len(options) <= count:
+            return options
+        self.approximate = True
+        return options.take(np.sort(np.argsort(options.unary, kind="stable")[:count]))
 
     def _prefer(self, rule: Rule, keep: Mask, used: Floats, tables: Any, columns: Any, near: bool) -> Mask:
         """Of the options in `keep`, those that the settings leave: even use of the devices, aligned slices, the batch
@@ -564,7 +584,10 @@ class _Formulation:
         if v.node in self.constants:
             return
         producer, result = self.producer[v]
-        self.edges.append(Edge(v, producer, result, consumer, operand, self._table(v)))
+        table = self._table(v)
+        if self._follows(self.vertices[producer].node, self.vertices[producer].rule):
+            table = tie(table, self.settings.mesh.axes)
+        self.edges.append(Edge(v, producer, result, consumer, operand, table))
 
     def _note_unknown(self, node: fx.Node) -> None:
         if not draws_random_numbers(node):

@@ -33,9 +33,14 @@ def rule_of(node: fx.Node) -> Rule | None:
         return parse_row(row, node)
     if row is not None:
         return row(node)
-    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        return _pointwise()(node)
-    return None
+    return _pointwise()(node) if is_elementwise(node) else None
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether each element of the result comes from one element of each operand, by the same function."""
+    if node.target in RULES:
+        return node.target in POINTWISE
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) and not draws_random_numbers(node)
 
 
 # -- helpers of the functions below
@@ -489,8 +494,8 @@ def _group_norm(node: fx.Node) -> Rule | None:
 _UNARY_LINEAR = _pointwise({0})
 _LINEAR = ("0 2", "1 2")
 
-RULES: dict[Any, Row | Function] = {
-    # pointwise operators that are linear in an operand, or that PyTorch does not tag as pointwise
+# pointwise operators that are linear in an operand, or that PyTorch does not tag as pointwise
+POINTWISE: dict[Any, Function] = {
     aten._to_copy.default: _cast,
     aten.add.Tensor: _additive,
     aten.alias.default: _UNARY_LINEAR,
@@ -505,6 +510,10 @@ RULES: dict[Any, Row | Function] = {
     aten.rsub.Scalar: _pointwise(),
     aten.sub.Tensor: _additive,
     aten.where.self: _where,
+}
+
+RULES: dict[Any, Row | Function] = {
+    **POINTWISE,
     # the rest, alphabetically
     aten._softmax.default: _along("dim"),
     aten.addmm.default: _addmm,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ..strategy.choice import Choice
 from ..strategy.errors import StrategyError, VerifyError
-from .conversion import Codes, Floats
+from .conversion import Codes, Floats, tie
 from .eliminate import TABLE_LIMIT, Costs, Solution, eliminate, run, schedule
 from .narrow import Between, Converting, Matrix, Narrowing, narrow
 from .problem import Edge, Options, SearchProblem, VertexKind
@@ -31,6 +31,7 @@ MUCH_WORK = 1.2e9  # sums of an elimination above which options are left out fir
 SMALL_TABLES = 2**24  # the limit where all tables together are far too much work
 MANY_PAIRS = 4e7  # pairs of options above which they are not written out: 320 MB
 FEW_PAIRS = 1.5e7  # pairs of options that are left when narrowing may stop
+AMONG = " among the strategies that enable_algo_approxi leaves"
 
 
 class SearchMode(Choice):
@@ -46,20 +47,24 @@ def search(problem: SearchProblem, mode: SearchMode, below: float = math.inf) ->
     the bound that the exact search proves. Where another mesh has a plan that costs `below`, any plan will do once no
     cheaper one is in sight, or were too much work to find.
 
-    Raises StrategyError where no plan keeps to the memory limit of the problem's settings.
+    Raises StrategyError where no plan keeps to the memory limit of the problem's settings, or where there is none.
     """
     limit = problem.settings.memory_limit
     if limit is None:
         exact, price = dynamic_programming(problem, below=below), 0.0
     else:
         exact, price = within_memory(problem, limit)
+    if math.isinf(exact.cost):
+        raise StrategyError(_impossible(problem, exact))
     if mode is SearchMode.DYNAMIC_PROGRAMMING:
         return exact
     other = sharding_propagation if mode is SearchMode.SHARDING_PROPAGATION else recursive_programming
     found = other(problem, price)
     found = replace(found, cost=problem.cost(found.choice), bound=exact.bound, attained=exact.proven)
-    # at the price of memory that suits the optimum, another plan may still hold more
-    return found if limit is None or problem.memory(found.choice) <= limit else exact
+    # at the price of memory that suits the optimum, another plan may still hold more; and vertices that choose one
+    # after another may come to conversions that `elementwise_follow` makes impossible
+    fits = limit is None or problem.memory(found.choice) <= limit
+    return found if fits and math.isfinite(found.cost) else exact
 
 
 def costs_of(problem: SearchProblem, price: float = 0.0) -> Costs:
@@ -104,6 +109,11 @@ class Network:
         """The cost of one option per vertex."""
         alone = sum(float(costs[c]) for costs, c in zip(self.unary, choice, strict=True))
         return alone + sum(float(between.given(choice[a], 0)[choice[b]]) for (a, b), between in self.edges)
+
+    def at_most(self, most: float) -> Network:
+        """The network in which no pair costs more than `most`; edges that are equal stay one."""
+        cut = {id(between): between.at_most(most) for _, between in self.edges}
+        return Network(self.unary, tuple((ends, cut[id(between)]) for ends, between in self.edges))
 
 
 def network(costs: Costs) -> Network:
@@ -153,7 +163,7 @@ def dynamic_programming(
     known = replace(known, cost=known.cost + price * problem.memory(known.choice))
     if math.isinf(known.cost):
         return known
-    whole = network_of(problem, price)
+    whole = network_of(problem, price).at_most(2 * known.cost)
     left = narrow(whole.unary, whole.edges, min(known.cost, below), lambda found: found.pairs <= FEW_PAIRS)
     if left.bound >= below:
         return replace(known, bound=left.bound)
@@ -196,8 +206,7 @@ def optimum(
     known = revisit(costs, Solution(first, costs.of(first), -math.inf, 1))
     if math.isinf(known.cost):
         return run(costs, order)
-    clipped = {id(array): np.minimum(array, 2 * known.cost) for array in costs.pairs.values()}
-    whole = network(Costs(costs.unary, {ends: clipped[id(array)] for ends, array in costs.pairs.items()}))
+    whole = network(costs).at_most(2 * known.cost)
     upper = min(known.cost, below)
     left = narrow(whole.unary, whole.edges, upper, lambda found: schedule(_rest(found)).work <= MUCH_WORK)
     if left.bound >= below:
@@ -229,7 +238,7 @@ def within_memory(problem: SearchProblem, limit: float) -> tuple[Solution, float
     problem", 1980).
     """
     free = dynamic_programming(problem)
-    if problem.memory(free.choice) <= limit:
+    if math.isinf(free.cost) or problem.memory(free.choice) <= limit:
         return free, 0.0
     fits = _least_memory(problem)
     if problem.memory(fits.choice) > limit:
@@ -274,11 +283,27 @@ def _too_little(problem: SearchProblem, least: Solution, limit: float) -> str:
         reverse=True,
     )
     heaviest = ", ".join(f"{name} {size / 1e9:.3g} GB" for size, name in held[:5] if size)
+    among = AMONG if problem.approximate else ""
     return (
-        f"no plan on the mesh {problem.settings.mesh} holds less than {needed / 1e9:.4g} GB on a device "
+        f"no plan on the mesh {problem.settings.mesh}{among} holds less than {needed / 1e9:.4g} GB on a device "
         f"(parameters, gradients, optimizer states and activations), and memory_limit is {limit / 1e9:.4g} GB; "
         f"a limit of {needed / 1e9 * 1.001:.4g} GB would do, or more devices. The heaviest: {heaviest}"
     )
+
+
+def _impossible(problem: SearchProblem, found: Solution) -> str:
+    """Which conversion of a plan is impossible."""
+    for edge in problem.edges:
+        producer, consumer = problem.vertices[edge.producer], problem.vertices[edge.consumer]
+        before = producer.options[found.choice[edge.producer]].results[edge.result]
+        after = consumer.options[found.choice[edge.consumer]].operands[edge.operand]
+        if math.isinf(edge.table.rows([edge.table.index[before]])[0, edge.table.index[after]]):
+            return (
+                f"no plan was found on the mesh {problem.settings.mesh}: {producer.name} gives "
+                f"{list(edge.table.shape)} as {before}, {consumer.name} takes it as {after}, and no conversion may "
+                "stand between them; set elementwise_op_strategy_follow=False, or drop an annotation near them"
+            )
+    raise VerifyError("a plan without an impossible conversion costs infinitely much")
 
 
 def sharding_propagation(problem: SearchProblem, price: float = 0.0) -> Solution:
@@ -395,12 +420,21 @@ def recursive_programming(problem: SearchProblem, price: float = 0.0) -> Solutio
     for axis in range(len(problem.settings.mesh.axes)):
         part = _Axes(problem, range(axis + 1))
         narrowed = [part.leave_whole(i, rows) for i, rows in enumerate(kept)]
-        solution = eliminate(costs_of(restricted(problem, narrowed), price))
+        solution = eliminate(costs_of(restricted(_tied_up_to(problem, axis), narrowed), price))
         chosen = [int(rows[c]) for rows, c in zip(narrowed, solution.choice, strict=True)]
         kept = [part.agree(i, rows, c) for i, (rows, c) in enumerate(zip(kept, chosen, strict=True))]
         width = max(width, solution.width)
     found = tuple(chosen)
     return Solution(found, problem.cost(found), -math.inf, width)
+
+
+def _tied_up_to(problem: SearchProblem, axis: int) -> SearchProblem:
+    """`problem`, in which layouts that must be equal may differ on the axes after `axis`: what these do is open."""
+    axes = problem.settings.mesh.axes[: axis + 1]
+    if not problem.settings.elementwise_follow:
+        return problem
+    edges = (replace(edge, table=tie(edge.table, axes)) if edge.table.tied else edge for edge in problem.edges)
+    return replace(problem, edges=tuple(edges))
 
 
 class _Axes:

@@ -46,6 +46,9 @@ DEFAULTS = {
 }
 ALGO_DEFAULTS = {
     "fully_use_devices": True,
+    "elementwise_op_strategy_follow": False,
+    "enable_algo_approxi": False,
+    "algo_approxi_epsilon": 0.1,
     "tensor_slice_align_enable": False,
     "tensor_slice_align_size": 16,
     "memory_limit": None,
@@ -245,14 +248,21 @@ def test_a_wrong_call_says_why_and_changes_nothing(options: dict[str, object], s
         assert current() is before
 
 
+EPSILON = "accepts a number above 0 and at most 1, such as 0.1"
 ALGO_WRONG: list[tuple[dict[str, object], str]] = [
     ({"fully_use_devices": 1}, "fully_use_devices: got 1 (int); accepts True or False"),
     ({"tensor_slice_align_size": 0}, "tensor_slice_align_size: got 0 (int); accepts an int from 1 to 1024"),
     ({"tensor_slice_align_size": 1025}, "tensor_slice_align_size: got 1025 (int); accepts an int from 1 to 1024"),
     ({"fully_use_device": True}, "fully_use_device is not an option; did you mean fully_use_devices?"),
-    ({"enable_algo_approxi": True}, "MindSpore's and not an option here: the search is exact and needs no approxi"),
-    ({"algo_approxi_epsilon": 0.1}, "MindSpore's and not an option here: the search is exact and needs no approxi"),
-    ({"elementwise_op_strategy_follow": True}, "nothing is gained by tying elementwise operators"),
+    ({"enable_algo_approxi": 1}, "enable_algo_approxi: got 1 (int); accepts True or False"),
+    (
+        {"elementwise_op_strategy_follow": "yes"},
+        "elementwise_op_strategy_follow: got 'yes' (str); accepts True or False",
+    ),
+    *(
+        ({"algo_approxi_epsilon": value}, f"algo_approxi_epsilon: got {value!r} ({type(value).__name__}); {EPSILON}")
+        for value in (0, 0.0, 1.5, -0.1, float("nan"), float("inf"), "0.1", None, True)
+    ),
 ]
 
 
@@ -263,6 +273,12 @@ def test_a_wrong_algo_parameter_says_why_and_changes_nothing(options: dict[str, 
     assert message.startswith("set_algo_parameters changed nothing:\n")
     assert says in message
     assert current_algo() is before
+
+
+@pytest.mark.parametrize("epsilon", [1, 1.0, 0.1, 1e-6, 5e-324])
+def test_epsilon_is_any_number_above_0_up_to_1(epsilon: float) -> None:
+    set_algo_parameters(enable_algo_approxi=True, algo_approxi_epsilon=epsilon)
+    assert get_algo_parameters("algo_approxi_epsilon") == epsilon
 
 
 def test_all_failures_of_one_call_are_in_one_error() -> None:
@@ -424,11 +440,14 @@ def test_calls_from_many_threads_lose_no_option() -> None:
 def test_the_context_prints_as_a_table_that_tells_set_from_default() -> None:
     set_algo_parameters(fully_use_devices=False)
     assert str(current_algo()) == (
-        "fully_use_devices          False  set\n"
-        "tensor_slice_align_enable  False  default\n"
-        "tensor_slice_align_size    16     default\n"
-        "memory_limit               None   default\n"
-        "optimizer_states           2.0    default"
+        "fully_use_devices               False  set\n"
+        "elementwise_op_strategy_follow  False  default\n"
+        "enable_algo_approxi             False  default\n"
+        "algo_approxi_epsilon            0.1    default\n"
+        "tensor_slice_align_enable       False  default\n"
+        "tensor_slice_align_size         16     default\n"
+        "memory_limit                    None   default\n"
+        "optimizer_states                2.0    default"
     )
     with auto_parallel_context(**allreduce(mode="size", config=32)):
         assert "{'openstate': True, 'allreduce': {'mode': 'size', 'config': 32}}" in current().describe()

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from partway.propagation.collectives import convert
-from partway.propagation.conversion import ConversionTable, Step, conversion_table
+from partway.propagation.conversion import ConversionTable, Step, conversion_table, tie
 from partway.propagation.cost import WEIGHTS, Level, collective_cost
 from partway.propagation.profile import profile_of
 from partway.runtime import record_collectives
@@ -414,3 +414,18 @@ def test_a_chain_of_joint_conversions_keeps_the_value_and_its_derivative_the_gra
     ways = [(kind(*transpose(step.source, step.target)), step.axes, mesh.size(*step.axes)) for step in chain[::-1]]
     expected = [way for way in (*forward, *ways) if way[0].communicates]
     assert [(e.kind, e.axes, e.group_size) for e in events] == expected
+
+
+@pytest.mark.parametrize("axes", [(), (0,), (0, 1)])
+def test_a_tied_table_converts_nothing_along_its_axes(axes):
+    free = table_of((4, 8), (2, 2))
+    table = tie(free, tuple(free.mesh.axes[a] for a in axes))
+    assert table is tie(free, table.tied)
+    i, j = np.ix_(np.flatnonzero(table.valid), np.flatnonzero(table.valid))
+    same = np.all([free.digits[i, a] == free.digits[j, a] for a in axes], axis=0) if axes else np.ones((1, 1), bool)
+    assert np.array_equal(np.isfinite(table.cost[i, j]), np.broadcast_to(same, (i.size, j.size)))
+    assert (table.cost[i, j] >= free.cost[i, j]).all()
+    values = np.where(table.valid, np.random.default_rng(0).random(len(table.digits)), np.inf)
+    for forward in (True, False):
+        spread = (values[:, None] + (table.cost if forward else table.cost.T)).min(axis=0)
+        np.testing.assert_allclose(table.spread(values, forward)[table.valid], spread[table.valid], rtol=1e-12)
