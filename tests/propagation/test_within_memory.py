@@ -42,7 +42,7 @@ def problem_with(unary, memory, pairs, limit=None):
         vertices.append(Vertex(f"v{i}", VertexKind.OPERATOR if i else VertexKind.INPUT, None, options))
     edges = [Edge(None, a, 0, b, 0, Matrix(matrix)) for (a, b), matrix in pairs.items()]
     given = Settings(MESH, profile_of("cpu"), WEIGHTS[Level.SPEED], memory_limit=limit)
-    return SearchProblem(None, given, tuple(vertices), tuple(edges), frozenset(), frozenset(), ())
+    return SearchProblem(None, given, tuple(vertices), tuple(edges), frozenset(), frozenset(), (), {}, frozenset())
 
 
 @st.composite
