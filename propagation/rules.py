@@ -503,6 +503,7 @@ POINTWISE: dict[Any, Function] = {
     aten.detach.default: _UNARY_LINEAR,
     aten.div.Scalar: _UNARY_LINEAR,
     aten.div.Tensor: _UNARY_LINEAR,
+    aten.leaky_relu.default: _pointwise(),  # without the tag in torch 2.11
     aten.masked_fill.Scalar: _pointwise(),
     aten.mul.Scalar: _UNARY_LINEAR,
     aten.mul.Tensor: _scalar_linear,
