@@ -19,7 +19,7 @@ from .conversion import Floats
 
 TABLE_LIMIT = 2**28  # sums that one step of the elimination looks at
 SLAB = 2**17  # of them at a time: 1 MiB
-REPEATED = 28.0  # log2 of the joint table up to which a vertex that looks like another one goes first
+REPEATED = 26.0  # log2 of the joint table up to which a vertex that looks like another one goes first
 
 
 @dataclass(frozen=True)
