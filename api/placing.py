@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,8 @@ from partway.runtime.process import get_group_size, init, launched
 from partway.runtime.simulate import Simulator
 from partway.runtime.step import Executor
 from partway.strategy import Layout, Mesh, Replicate, StrategyError
+
+Change = Callable[[Tensor], Tensor]
 
 
 class Placing(Protocol):
@@ -38,11 +40,11 @@ class Placing(Protocol):
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         """A plan gave parameters their layouts at rest: put them there."""
 
-    def enter(self, tensor: Tensor, placed: PlacedPort, mesh: Mesh, local: bool) -> Tensor:
-        """A tensor of a call as the executor takes it."""
+    def enter(self, placed: PlacedPort, local: bool) -> Change | None:
+        """What makes of a tensor of a call what the executor takes, or None if it takes the tensor itself."""
 
-    def leave(self, value: Tensor, placed: PlacedPort, mesh: Mesh) -> Tensor:
-        """A result of the executor as the caller gets it."""
+    def leave(self, placed: PlacedPort) -> Change | None:
+        """What makes of a result of the executor what the caller gets, or None if that is the result itself."""
 
 
 class Simulated:
@@ -65,11 +67,11 @@ class Simulated:
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         return None
 
-    def enter(self, tensor: Tensor, placed: PlacedPort, mesh: Mesh, local: bool) -> Tensor:
-        return tensor
+    def enter(self, placed: PlacedPort, local: bool) -> Change | None:
+        return None
 
-    def leave(self, value: Tensor, placed: PlacedPort, mesh: Mesh) -> Tensor:
-        return value
+    def leave(self, placed: PlacedPort) -> Change | None:
+        return None
 
 
 class Launched:
@@ -131,19 +133,20 @@ class Launched:
 
         redistribute(module, layouts)
 
-    def enter(self, tensor: Tensor, placed: PlacedPort, mesh: Mesh, local: bool) -> Tensor:
-        from partway.runtime.parameters import local_part
+    def enter(self, placed: PlacedPort, local: bool) -> Change | None:
+        from partway.runtime.parameters import placed_part
 
         given_part = local and placed.port.role is Role.INPUT
-        return local_part(tensor, placed.layout, whole=not given_part)
+        return functools.partial(placed_part, layout=placed.layout, whole=not given_part)
 
-    def leave(self, value: Tensor, placed: PlacedPort, mesh: Mesh) -> Tensor:
+    def leave(self, placed: PlacedPort) -> Change | None:
         from partway.runtime.execute import device_mesh
         from partway.runtime.parameters import as_dtensor
 
-        if all(isinstance(p, Replicate) for p in placed.layout.placements):
-            return value
-        return as_dtensor(value, placed.layout, placed.shape, device_mesh(mesh))
+        layout = placed.layout
+        if all(isinstance(p, Replicate) for p in layout.placements):
+            return None
+        return functools.partial(as_dtensor, layout=layout, shape=placed.shape, mesh=device_mesh(layout.mesh))
 
 
 def _placed(tensor: Tensor) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from partway.annotate import (
 from partway.compile import Compiled, check_target, check_tensors, compile_call
 from partway.context import ParallelContext, ParallelMode, current, current_algo
 from partway.fusion.program import Program
+from partway.guard import Guard
 from partway.placing import Placing, placing
 from partway.propagation.capture import capturing
 from partway.propagation.collectives import constrain
@@ -155,7 +157,7 @@ class _Engine:
     def __init__(self, fn: Callable[..., Any], request: Request) -> None:
         self.fn, self.request = fn, request
         self._runners: dict[Any, _Runner] = {}
-        self._latest: Compiled | None = None
+        self._last: tuple[Guard, _Runner] | None = None
         self._layouts: dict[str, Layout] = {}  # of the parameters, once a plan has split them
         self._capturing = False
         self._refused = False
@@ -172,11 +174,11 @@ class _Engine:
         return self._refused and not self._runners
 
     def latest(self) -> Compiled:
-        if self._latest is None:
+        if self._last is None:
             raise RuntimeStateError(
                 "there is no plan yet: it is made by the first call; partway.compile plans without running"
             )
-        return self._latest
+        return self._last[1].compiled
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], plain: Callable[..., Any] | None = None) -> Any:
         """Run one call: split, as a constraint (inside another capture), or plainly (stand_alone)."""
@@ -188,15 +190,16 @@ class _Engine:
             return self._constrained(original, args, kwargs)
         if _stands_alone(context):
             return original(*args, **kwargs)
-        call = flatten_call(self.fn, args, kwargs)
-        try:
-            runner = self._runner(call, args, kwargs, context)
-        except Exception:
-            for engine in self._engines():
-                engine._refused = True
-            raise
-        self._latest = runner.compiled
-        return runner(call.tensors)
+        tensors, structure = flatten((args, kwargs))
+        if self._last is None or not self._last[0].holds(structure, tensors, context):
+            try:
+                runner = self._runner(args, kwargs, context)
+            except Exception:
+                for engine in self._engines():
+                    engine._refused = True
+                raise
+            self._last = Guard(self.fn, structure, tensors, context), runner
+        return self._last[1](tensors)
 
     def _engines(self) -> Iterator[_Engine]:
         """This one, and those of the sharded modules inside."""
@@ -206,8 +209,9 @@ class _Engine:
                 if isinstance(module, ShardedModule):
                     yield module._partway
 
-    def _runner(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> _Runner:
+    def _runner(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> _Runner:
         """What runs a call; it is planned if it is the first of its signature."""
+        call = flatten_call(self.fn, args, kwargs)
         check_call(self.fn, args, kwargs)
         check_tensors(call, self.request.device)
         key = self._signature(call, context)
@@ -290,25 +294,23 @@ class _Runner:
     """One planned signature: gathers the tensors of a call, runs the step, writes buffers, builds the result."""
 
     def __init__(self, fn: Callable[..., Any], compiled: Compiled, place: Placing, local: bool) -> None:
-        self.compiled, self._placing, self._local = compiled, place, local
+        self.compiled = compiled
         graph = compiled.graph
         self._result = graph.result
-        self._inputs = compiled.local.inputs
-        self._outputs = compiled.local.outputs
         updated = {port.name for port in graph.outputs if port.role is Role.BUFFER_UPDATE}
-        self._sources = [_source(fn, graph.constants, p.port.role, p.port.name) for p in self._inputs]
-        self._copied = [p.port.name in updated for p in self._inputs]
+        self._sources = [_source(fn, graph.constants, p.port.role, p.port.name) for p in compiled.local.inputs]
+        self._copied = [p.port.name in updated for p in compiled.local.inputs]
         self._buffers = [
             _source(fn, graph.constants, Role.BUFFER, p.port.name) if p.port.role is Role.BUFFER_UPDATE else None
-            for p in self._outputs
+            for p in compiled.local.outputs
         ]
         self._executor = place.executor(compiled.mesh)
-        self._step: CompiledStep | None = None
+        self._enter = [place.enter(placed, local) for placed in compiled.local.inputs]
+        self._leave = [place.leave(placed) for placed in compiled.local.outputs]
 
-    def _compiled_step(self) -> CompiledStep:
-        if self._step is None:
-            self._step = self._build(None)
-        return self._step
+    @cached_property
+    def _step(self) -> CompiledStep:
+        return self._build(None)
 
     def _build(self, wanted: tuple[bool, ...] | None) -> CompiledStep:
         program = self.compiled.program if wanted is None else self.compiled.program_for(wanted)
@@ -317,18 +319,18 @@ class _Runner:
     def __call__(self, given: Sequence[Tensor]) -> Any:
         rest = iter(given)
         tensors = []
-        for placed, source, copied in zip(self._inputs, self._sources, self._copied, strict=True):
+        for enter, source, copied in zip(self._enter, self._sources, self._copied, strict=True):
             tensor = next(rest) if source is None else source()
             # a buffer that this call overwrites must stay as it was for the backward
             tensor = tensor.clone() if copied else tensor
-            tensors.append(self._placing.enter(tensor, placed, self.compiled.mesh, self._local))
+            tensors.append(enter(tensor) if enter else tensor)
         results = []
-        for value, placed, buffer in zip(self._compiled_step()(tensors), self._outputs, self._buffers, strict=True):
+        for value, leave, buffer in zip(self._step(tensors), self._leave, self._buffers, strict=True):
             if buffer is not None:
                 with torch.no_grad():
                     buffer().copy_(value)
             else:
-                results.append(self._placing.leave(value, placed, self.compiled.mesh))
+                results.append(leave(value) if leave else value)
         return self._result.build(results)
 
 

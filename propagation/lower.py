@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ def collectives_of(program: LocalProgram, profile: DeviceProfile) -> tuple[Colle
     return tuple(c for c in found if c is not None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlacedPort:
     """An input or output of a program: what it is, its global shape, and its layout at rest."""
 
@@ -146,7 +147,7 @@ class PlacedPort:
     dtype: torch.dtype
     layout: Layout
 
-    @property
+    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         return self.layout.local_shape(self.shape)
 

@@ -10,10 +10,12 @@ Each name, and why:
     torch._C._functorch                whether a tensor is inside torch.func's transforms; there is no public name
     DataDependentOutputException, ...  what torch.export raises where a graph depends on the values of tensors
     torch.fx.experimental.proxy_tensor make_fx; public use is documented, the module is not
+    torch._C.DispatchKey               what an operator is made of: nothing public tells
 """
 
 from __future__ import annotations
 
+from torch._C import DispatchKey
 from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -28,6 +30,15 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 data_dependent = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
+
+def makes_memory(operator: OpOverload) -> bool:
+    """Whether every result of an operator of PyTorch's has memory of its own. (One that is written as others may hand
+    an operand through, as dropout does in evaluation, and its schema does not say so.)"""
+    if operator.namespace != "aten" or operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
+        return False
+    return all(result.alias_info is None for result in operator._schema.returns)
+
+
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
@@ -36,6 +47,7 @@ __all__ = [
     "data_dependent",
     "is_transformed",
     "make_fx",
+    "makes_memory",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",

@@ -6,7 +6,7 @@ Both run the same graphs, through a `CompiledStep`, and report the same collecti
 from __future__ import annotations
 
 from .execute import Worker, broadcast, check_agreement, device_mesh, generators, share_generators
-from .parameters import as_dtensor, distribute, local_part, redistribute, shard_tensor
+from .parameters import as_dtensor, distribute, placed_part, redistribute, shard_tensor
 from .process import get_group_size, get_rank, init, launched, shutdown
 from .record import Event, record_collectives
 from .simulate import Simulator, join, split
@@ -29,7 +29,7 @@ __all__ = [
     "init",
     "join",
     "launched",
-    "local_part",
+    "placed_part",
     "record_collectives",
     "redistribute",
     "shard_tensor",

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..propagation.lower import PlacedPort
 from ..strategy.errors import RuntimeStateError
@@ -24,7 +25,7 @@ from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import PARTIAL_MAX, Kind
 from ..strategy.torch_mesh import to_device_mesh
-from .instructions import Code, Conversion, Instruction, interpret, local_conversion
+from .instructions import Bind, Code, Conversion, Instruction, Mark, Run, compile_code, local_conversion
 from .process import device_type
 from .record import note
 
@@ -78,6 +79,8 @@ class Worker:
     Raises RuntimeStateError without a process group, or with another number of ranks than the mesh has devices.
     """
 
+    late = True
+
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.device_mesh = device_mesh(mesh)
@@ -88,19 +91,23 @@ class Worker:
         return tensor[layout.slices(tuple(tensor.shape), self.rank)].contiguous()
 
     def enter(self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort]) -> list[Tensor]:
-        """The tensors, which are this rank's parts already. Raises RuntimeStateError if one has another shape."""
+        """This rank's parts: of DTensors those that they hold, and plain tensors are parts already. Raises
+        RuntimeStateError if one has another shape."""
+        parts = []
         for tensor, port in zip(tensors, placed, strict=True):
-            if tuple(tensor.shape) != port.local_shape:
+            part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if part.shape != port.local_shape:
                 raise RuntimeStateError(
-                    f"rank {self.rank} got {port.port.name} of shape {list(tensor.shape)}; its part under "
+                    f"rank {self.rank} got {port.port.name} of shape {list(part.shape)}; its part under "
                     f"{port.layout} has the shape {list(port.local_shape)}: cut whole tensors with Worker.cut"
                 )
-        return [tensor.contiguous() for tensor in tensors]
+            parts.append(part.contiguous())
+        return parts
 
-    def leave(self, values: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
-        """The values: they stay this rank's parts. What is a piece of a larger buffer is copied, so that the buffer
-        can go (and because PyTorch cannot deep-copy a DTensor whose part has an offset)."""
-        return [v if v.untyped_storage().nbytes() == v.nbytes else v.clone() for v in values]
+    def leave(self, values: Sequence[Tensor], layouts: Sequence[Layout], shared: Sequence[bool]) -> list[Tensor]:
+        """The values: they stay this rank's parts. What shares memory is copied, so that a buffer can go (and because
+        PyTorch cannot deep-copy a DTensor whose part has an offset)."""
+        return [v.clone() if held else v for v, held in zip(values, shared, strict=True)]
 
     def zeros(self, placed: PlacedPort, device: torch.device) -> Tensor:
         """The part of a tensor placed like `placed` that is zero."""
@@ -112,83 +119,89 @@ class Worker:
 
     unpack = pack
 
+    def load(self, code: Code, mark: Mark | None = None) -> Run:
+        """`code` as a function, from this rank's part of every input to that of every output."""
+        return compile_code(code, self, mark)
+
     def run(self, code: Code, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs of `code` on this rank."""
-        return [_ready(value) for value in interpret(code, inputs, self._apply)]
+        return self.load(code)(list(inputs))
 
-    def _apply(self, step: Instruction, operands: list[Any]) -> Any:
-        values = [_ready(operand) for operand in operands]
+    def express(self, step: Instruction, bind: Bind) -> str:
+        """`step` for this rank, with conversions as functions of their operands."""
         c = step.conversion
-        if step.along:
-            return torch.tensor(self.mesh.position(self.rank, *step.along))
-        if c is None:
-            assert step.call is not None
-            return step.call(*values)
-        if not c.kind.communicates:
-            position = self.mesh.position(self.rank, *c.axes)
-            converted = [local_conversion(c, value, position) for value in values]
-            return converted if c.grouped else converted[0]
-        note(c, values)
-        return self._start(c, values) if c.grouped else self._start(c, values).first()
+        if c is not None:
+            return f"{bind(self._converter(c))}({', '.join(f'v{slot}' for slot in step.operands)})"
+        return bind(torch.tensor(self.mesh.position(self.rank, *step.along))) if step.along else step.text
 
-    def _start(self, c: Conversion, parts: list[Tensor]) -> Pending:
-        """Issue one collective for all of `parts`."""
-        group = process_group(self.mesh, c.axes)
-        before, after = c.dims
-        match c.kind:
-            case Kind.ALL_REDUCE:
-                return _all_reduce(parts, group, dist.ReduceOp.MAX if c.source == PARTIAL_MAX else dist.ReduceOp.SUM)
-            case Kind.REDUCE_SCATTER:
-                packed, unpack = _pack([_pieces(part, after, c.size) for part in parts])
-                added = packed.to(_ADDED_AS.get(packed.dtype, packed.dtype))
-                out = added.new_empty(added.shape[1])
-                work = _reduce_scatter(out, added.view(-1), group=group, async_op=True)
-                return Pending(work, (added,), lambda: [p.squeeze(0) for p in unpack(out.to(packed.dtype)[None])])
-            case Kind.ALL_GATHER:
-                packed, unpack = _pack([part[None] for part in parts])
-                out = packed.new_empty(c.size, packed.shape[1])
-                work = _all_gather(_bytes(out), _bytes(packed), group=group, async_op=True)
-            case _:
-                packed, unpack = _pack([_pieces(part, after, c.size) for part in parts])
-                out = torch.empty_like(packed)
-                work = dist.all_to_all_single(_bytes(out), _bytes(packed), group=group, async_op=True)
-        return Pending(work, (packed,), lambda: [_joined(p, before) for p in unpack(out)])
+    def _converter(self, c: Conversion) -> Callable[..., Any]:
+        if c.kind.communicates:
+            group = process_group(self.mesh, c.axes)
+            return lambda *parts: _started(c, parts, group)
+        position = self.mesh.position(self.rank, *c.axes)
+        if c.grouped:
+            return lambda *parts: [local_conversion(c, part, position) for part in parts]
+        return lambda part: local_conversion(c, part, position)
+
+
+def _started(c: Conversion, parts: Sequence[Tensor], group: Any) -> Pending:
+    """Issue one collective for all of `parts`."""
+    note(c, parts)
+    before, after = c.dims
+    match c.kind:
+        case Kind.ALL_REDUCE:
+            reduction = dist.ReduceOp.MAX if c.source == PARTIAL_MAX else dist.ReduceOp.SUM
+            pending = _all_reduce(parts, group, reduction, c.owned)
+        case Kind.REDUCE_SCATTER:
+            packed, unpack = _pack([_pieces(part, after, c.size) for part in parts])
+            added = packed.to(_ADDED_AS.get(packed.dtype, packed.dtype))
+            out = added.new_empty(added.shape[1])
+            work = _reduce_scatter(out, added.view(-1), group=group, async_op=True)
+            pending = Pending(work, (added,), lambda: [p.squeeze(0) for p in unpack(out.to(packed.dtype)[None])])
+        case Kind.ALL_GATHER:
+            packed, unpack = _pack([part[None] for part in parts])
+            out = packed.new_empty(c.size, packed.shape[1])
+            work = _all_gather(_bytes(out), _bytes(packed), group=group, async_op=True)
+            pending = Pending(work, (packed,), lambda: [_joined(p, before) for p in unpack(out)])
+        case _:
+            packed, unpack = _pack([_pieces(part, after, c.size) for part in parts])
+            out = torch.empty_like(packed)
+            work = dist.all_to_all_single(_bytes(out), _bytes(packed), group=group, async_op=True)
+            pending = Pending(work, (packed,), lambda: [_joined(p, before) for p in unpack(out)])
+    return pending if c.grouped else pending.single()
 
 
 class Pending:
-    """What a collective that was issued will give, and the buffers it reads until then."""
+    """A collective that was issued: what waits for it, the buffers that it reads until then, and what makes the tensors
+    of its result."""
 
-    def __init__(self, work: Any, buffers: tuple[Tensor, ...], finish: Callable[[], Any]) -> None:
-        self._work, self._buffers, self._finish = work, buffers, finish
-        self._result: Any = None
+    def __init__(self, work: Any, buffers: tuple[Tensor, ...], finish: Callable[[], list[Tensor]]) -> None:
+        self.work, self._buffers, self._finish = work, buffers, finish
+        self._single = False
 
-    def wait(self) -> Any:
-        """The result, computed when it is first asked for."""
-        if self._work is not None:
-            self._work.wait()
-            self._result = self._finish()
-            self._work, self._buffers, self._finish = None, (), list
-        return self._result
-
-    def first(self) -> Pending:
+    def single(self) -> Pending:
         """This, for a collective of one tensor: the result is that tensor."""
-        finish = self._finish
-        self._finish = lambda: finish()[0]
+        self._single = True
         return self
 
+    def wait(self) -> Any:
+        """The result."""
+        self.work.wait()
+        found = self._finish()
+        return found[0] if self._single else found
 
-def _ready(value: Any) -> Any:
-    return value.wait() if isinstance(value, Pending) else value
 
-
-def _all_reduce(parts: list[Tensor], group: Any, reduction: Any) -> Pending:
-    """The sums or maxima of `parts` over the group, in one buffer: the parts themselves stay as they are."""
+def _all_reduce(parts: Sequence[Tensor], group: Any, reduction: Any, owned: bool) -> Pending:
+    """The sums or maxima of `parts` over the group. One that is `owned` becomes its own sum; others, and several, are
+    copied into one buffer."""
     dtype = parts[0].dtype
     wide = _ADDED_AS.get(dtype, dtype)
-    if len(parts) == 1:
-        buffer = parts[0].to(wide, copy=True, memory_format=torch.contiguous_format)
-    else:
+    if len(parts) > 1:
         buffer = torch.cat([part.reshape(-1) for part in parts]).to(wide)
+    elif owned and wide is dtype and parts[0].is_contiguous():
+        buffer = parts[0]
+    else:
+        buffer = parts[0].to(wide, copy=True, memory_format=torch.contiguous_format)
     work = dist.all_reduce(buffer, reduction, group=group, async_op=True)
 
     def finish() -> list[Tensor]:

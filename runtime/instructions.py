@@ -1,15 +1,19 @@
-"""A graph as a list of instructions, made once per graph and run by both executors.
+"""A graph as a list of instructions, and as a Python function of them, made once per graph.
 
-`simulate` runs an instruction on a list with one tensor per rank, `execute` on one rank's tensor; what differs
-is how a conversion moves data, and that is the executor's. Conversions that move nothing are here.
+Both executors run the same instructions; what differs is what a value is (`simulate`: a list with one tensor per
+rank, `execute`: one rank's tensor) and how a conversion moves data, so an executor says how to write an instruction
+as a Python expression. The function is straight-line code: between two operators there is nothing but an assignment.
 """
 
 from __future__ import annotations
 
+import linecache
+import math
 import operator
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -17,12 +21,17 @@ from torch import Tensor, fx
 from ..propagation.collectives import convert, convert_group
 from ..propagation.graph import draws_random_numbers
 from ..propagation.indexing import position
+from ..propagation.torch_internals import OpOverload, makes_memory
 from ..strategy.placement import Kind, Placement, Shard, kind, placement_from_code
+
+Run = Callable[[list[Any]], list[Any]]
+Bind = Callable[[Any], str]  # gives a value a name in the text of a function
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A conversion of one or several tensors along `axes`."""
+    """A conversion of one or several tensors along `axes`. `owned`: nobody else reads their memory, so it may hold the
+    result."""
 
     kind: Kind
     source: Placement
@@ -32,6 +41,7 @@ class Conversion:
     phase: str
     tags: tuple[int, ...]
     grouped: bool
+    owned: bool = False
 
     def payload(self, elements: int, itemsize: int) -> int:
         """The payload of a local tensor of `elements` elements: see `Collective.payload_bytes`."""
@@ -47,44 +57,40 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """Compute slot `out` from the slots `operands`; `dead` slots are read for the last time. With `along` it is the
-    rank's position on these axes."""
+    """Compute slot `out` from the slots `operands` (of a conversion one for each tensor, of a call each once); `dead`
+    slots are read for the last time.
+
+    text         the call of an operator as Python, in which v3 is slot 3 and other names are constants of the Code
+    conversion   what it is instead of a call
+    along        or the axes of which it is the rank's position
+    once         it draws random numbers: every rank must see the same ones
+    """
 
     out: int
     operands: tuple[int, ...]
     dead: tuple[int, ...]
-    call: Callable[..., Any] | None
+    text: str
     conversion: Conversion | None
-    once: bool  # draws random numbers: every rank must see the same ones
+    once: bool
     name: str
     along: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Code:
-    """A graph ready to run: inputs fill the first slots."""
+    """A graph ready to run: inputs fill the first slots. `shared`: for each output whether it shares memory with an
+    input, with another output, or with a buffer larger than itself."""
 
     instructions: tuple[Instruction, ...]
     inputs: int
-    slots: int
     outputs: tuple[int | None, ...]
+    shared: tuple[bool, ...]
     unused: tuple[int, ...]  # inputs that nothing reads
+    constants: Mapping[str, Any]
+    phase: str
 
 
-def interpret(code: Code, inputs: Sequence[Any], apply: Callable[[Instruction, list[Any]], Any]) -> list[Any]:
-    """The outputs of `code`; `apply` computes the result of one instruction from the values of its operands.
-
-    A value is whatever the executor takes for one tensor. `inputs` is left as it is; each value is let go after its
-    last use.
-    """
-    slots: list[Any] = [None] * code.slots
-    slots[: code.inputs] = inputs
-    for instruction in code.instructions:
-        result = apply(instruction, [slots[i] for i in instruction.operands])
-        for i in instruction.dead:
-            slots[i] = None
-        slots[instruction.out] = result
-    return [None if i is None else slots[i] for i in code.outputs]
+Mark = Callable[[Instruction, bool], None]
 
 
 def local_conversion(c: Conversion, part: Tensor, position: int) -> Tensor:
@@ -106,6 +112,74 @@ def local_conversion(c: Conversion, part: Tensor, position: int) -> Tensor:
             return part
 
 
+# -- From instructions to a function ---------------------------------------------------------------------------------
+
+
+class Dialect(Protocol):
+    """How an executor writes instructions. `late`: a collective gives what is to be awaited, by its `wait`."""
+
+    late: bool
+
+    def express(self, step: Instruction, bind: Bind) -> str:
+        """The value of `step` as a Python expression; `bind` names what it needs besides slots and constants."""
+
+
+def compile_code(code: Code, dialect: Dialect, mark: Mark | None = None) -> Run:
+    """The function that runs `code`: from the list of the values of its inputs, which it empties, to those of its
+    outputs. Each value is let go after its last use. `mark(step, awaited)` is called after each instruction, and after
+    each wait for one."""
+    names: dict[str, Any] = dict(code.constants)
+
+    def bind(value: Any) -> str:
+        name = f"c{len(names)}"
+        names[name] = value
+        return name
+
+    lines = ["def run(inputs):", *_unpacked(code)]
+    pending: dict[int, Instruction] = {}
+
+    def wait_for(slot: int) -> Iterator[str]:
+        if slot in pending:
+            step = pending.pop(slot)
+            yield f"    v{slot} = v{slot}.wait()"
+            if mark:
+                yield f"    {bind(mark)}({bind(step)}, True)"
+
+    for step in code.instructions:
+        for slot in step.operands:
+            lines += wait_for(slot)
+        lines.append(f"    v{step.out} = {dialect.express(step, bind)}  # {step.name}")
+        if mark:
+            lines.append(f"    {bind(mark)}({bind(step)}, False)")
+        if step.dead:
+            lines.append(f"    del {', '.join(f'v{slot}' for slot in step.dead)}")
+        if dialect.late and step.conversion is not None and step.conversion.kind.communicates:
+            pending[step.out] = step
+    for slot in code.outputs:
+        lines += wait_for(slot) if slot is not None else ()
+    lines.append(f"    return [{', '.join('None' if slot is None else f'v{slot}' for slot in code.outputs)}]")
+    return _function("\n".join(lines) + "\n", names, code.phase)
+
+
+def _unpacked(code: Code) -> Iterator[str]:
+    if code.inputs:
+        yield f"    {', '.join(f'v{slot}' for slot in range(code.inputs))}, = inputs"
+        yield "    inputs.clear()"
+    if code.unused:
+        yield f"    del {', '.join(f'v{slot}' for slot in code.unused)}"
+
+
+def _function(text: str, names: dict[str, Any], phase: str) -> Run:
+    """The function `run` of `text`, whose lines a traceback shows."""
+    file = f"<partway {phase} {id(names):x}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    exec(compile(text, file, "exec"), names)
+    run: Run = names["run"]
+    return run
+
+
+# -- From a graph to instructions ------------------------------------------------------------------------------------
+
 # The strides of a real part may differ from those of the fake one that was traced: a view may need a copy.
 _STRIDE_FREE: dict[Any, Any] = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
@@ -115,40 +189,39 @@ _STRIDE_FREE: dict[Any, Any] = {
 
 def assemble_code(module: fx.GraphModule, phase: str) -> Code:
     """The instructions of a flat graph. Constants of the module are inputs of none: they are bound here."""
-    slots: dict[fx.Node, int] = {}
     nodes = _members_late(list(module.graph.nodes))
-    last: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        for operand in node.all_input_nodes:
-            last[operand] = node
+    last = {operand: node for node in nodes for operand in node.all_input_nodes}
+    slots: dict[fx.Node, int] = {}
     for node in nodes:
         if node.op == "placeholder":
             slots[node] = len(slots)
     inputs = len(slots)
     returned: Any = ()
     instructions: list[Instruction] = []
+    constants = _Constants()
     for node in nodes:
         if node.op == "output":
             (returned,) = node.args
-        elif node.op == "get_attr":
-            slots[node] = len(slots)
-            constant = getattr(module, str(node.target))
-            instructions.append(Instruction(slots[node], (), (), lambda c=constant: c, None, False, node.name))
-        elif node.op == "call_function":
-            slots[node] = len(slots)
-            used = tuple(node.all_input_nodes)
-            dead = tuple(slots[operand] for operand in used if last[operand] is node)
-            instructions.append(
-                Instruction(
-                    slots[node], tuple(slots[o] for o in used), dead,
-                    None if node.target in (convert, convert_group, position) else _caller(node, used),
-                    _conversion(node, phase), draws_random_numbers(node),
-                    node.name, _along(node),
-                )
-            )  # fmt: skip
+        if node.op not in ("get_attr", "call_function"):
+            continue
+        slots[node] = len(slots)
+        used = _operands(node)
+        if node.op == "get_attr":
+            text = constants.name(getattr(module, str(node.target)))
+        else:
+            text = "" if node.target in (convert, convert_group, position) else _call(node, slots, constants)
+        dead = tuple(slots[operand] for operand in dict.fromkeys(used) if last[operand] is node)
+        if not node.users:
+            dead += (slots[node],)
+        instructions.append(
+            Instruction(
+                slots[node], tuple(slots[o] for o in used), dead, text, _conversion(node, phase),
+                node.op == "call_function" and draws_random_numbers(node), node.name, _along(node),
+            )
+        )  # fmt: skip
     outputs = tuple(slots[o] if isinstance(o, fx.Node) else None for o in returned)
     unused = tuple(slots[n] for n in nodes if n.op == "placeholder" and n not in last)
-    return Code(tuple(instructions), inputs, len(slots), outputs, unused)
+    return Code(tuple(instructions), inputs, outputs, _shared(returned), unused, constants.values, phase)
 
 
 def _members_late(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -164,6 +237,46 @@ def _members_late(nodes: list[fx.Node]) -> list[fx.Node]:
     return sorted(nodes, key=when)
 
 
+def _operands(node: fx.Node) -> tuple[fx.Node, ...]:
+    arguments: tuple[Any, ...] = node.args
+    return tuple(arguments[0]) if node.target is convert_group else tuple(node.all_input_nodes)
+
+
+class _Constants:
+    """What a text refers to by name: operators, and arguments that have no text of their own."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
+
+    def name(self, value: Any) -> str:
+        if id(value) not in self._names:
+            self._names[id(value)] = name = f"k{len(self.values)}"
+            self.values[name] = value
+        return self._names[id(value)]
+
+
+def _call(node: fx.Node, slots: Mapping[fx.Node, int], constants: _Constants) -> str:
+    """The call of an operator as Python."""
+    args = [_argument(a, slots, constants) for a in node.args]
+    if node.target is operator.getitem:
+        return f"{args[0]}[{args[1]}]"
+    args += [f"{name}={_argument(a, slots, constants)}" for name, a in node.kwargs.items()]
+    return f"{constants.name(_STRIDE_FREE.get(node.target, node.target))}({', '.join(args)})"
+
+
+def _argument(value: Any, slots: Mapping[fx.Node, int], constants: _Constants) -> str:
+    if isinstance(value, fx.Node):
+        return f"v{slots[value]}"
+    if isinstance(value, list | tuple):
+        inside = [_argument(v, slots, constants) for v in value]
+        return f"[{', '.join(inside)}]" if isinstance(value, list) else f"({''.join(f'{v}, ' for v in inside)})"
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return repr(value)
+    assert not isinstance(value, slice | dict), f"an argument is a {type(value).__name__}: {value}"
+    return constants.name(value)
+
+
 def _conversion(node: fx.Node, phase: str) -> Conversion | None:
     if node.target not in (convert, convert_group):
         return None
@@ -171,8 +284,9 @@ def _conversion(node: fx.Node, phase: str) -> Conversion | None:
     _, source, target, axes, size, tags = arguments
     before, after = placement_from_code(source), placement_from_code(target)
     grouped = node.target is convert_group
+    owned = all(_owned(operand, node) for operand in _operands(node))
     tags = tuple(tags) if grouped else (tags,)
-    return Conversion(kind(before, after), before, after, tuple(axes), size, phase, tags, grouped)
+    return Conversion(kind(before, after), before, after, tuple(axes), size, phase, tags, grouped, owned)
 
 
 def _along(node: fx.Node) -> tuple[str, ...]:
@@ -180,33 +294,65 @@ def _along(node: fx.Node) -> tuple[str, ...]:
     return tuple(arguments[0]) if node.target is position else ()
 
 
-def _caller(node: fx.Node, used: tuple[fx.Node, ...]) -> Callable[..., Any]:
-    """A function of the values of `used` that calls the operator."""
-    place = {operand: i for i, operand in enumerate(used)}
-    target: Any = _STRIDE_FREE.get(node.target, node.target)
-    flat = all(not isinstance(a, list | tuple | dict | slice) or not _holds_node(a) for a in node.args)
-    if flat and not any(_holds_node(a) for a in node.kwargs.values()):
-        template = [(place[a], None) if isinstance(a, fx.Node) else (-1, a) for a in node.args]
-        kwargs = dict(node.kwargs)
-        if kwargs:
-            return lambda *v: target(*[v[i] if i >= 0 else c for i, c in template], **kwargs)
-        if [i for i, _ in template] == list(range(len(used))):
-            return target  # type: ignore[no-any-return]
-        return lambda *v: target(*[v[i] if i >= 0 else c for i, c in template])
+# -- Who else may read the memory of a value -------------------------------------------------------------------------
 
-    def call(*values: Any) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: values[place[operand]])
-        return target(*args, **kwargs)
+_aten = torch.ops.aten
 
-    return call
+# Views of all of a tensor: what they give is no smaller than the memory that it keeps alive.
+_WHOLE_VIEWS = {
+    _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.t.default, _aten.transpose.int,
+    _aten.permute.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.unsqueeze.default,
+    _aten.detach.default, _aten.alias.default,
+}  # fmt: skip
 
 
-def _holds_node(argument: Any) -> bool:
-    found: list[fx.Node] = []
+def _owned(node: Any, reader: fx.Node) -> bool:
+    """Whether `reader` alone reads the memory of `node`, all of it and once."""
+    while isinstance(node, fx.Node) and set(node.users) == {reader} and _reads(reader)[node] == 1:
+        if _is_fresh(node):
+            return True
+        if node.target not in _WHOLE_VIEWS:
+            return False
+        node, reader = node.all_input_nodes[0], node
+    return False
 
-    def see(node: fx.Node) -> fx.Node:
-        found.append(node)
-        return node
 
-    fx.node.map_arg(argument, see)
-    return bool(found)
+def _reads(node: fx.Node) -> Counter[fx.Node]:
+    """How often `node` names each of its operands."""
+    found: Counter[fx.Node] = Counter()
+
+    def see(operand: fx.Node) -> fx.Node:
+        found[operand] += 1
+        return operand
+
+    fx.node.map_arg((node.args, node.kwargs), see)
+    return found
+
+
+def _shared(returned: Any) -> tuple[bool, ...]:
+    """See `Code.shared`."""
+    roots = [_root(o) if isinstance(o, fx.Node) else None for o in returned]
+    count = Counter(roots)
+    return tuple(root is not None and (not _is_fresh(root) or count[root] > 1) for root in roots)
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The value of which `node` is a view, all of it."""
+    while node.target in _WHOLE_VIEWS:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether an operator makes memory for `node`, and no more than for it."""
+    if node.target is operator.getitem:
+        (source,) = node.all_input_nodes
+        return source.target is not convert_group and _makes_memory(source)
+    return _makes_memory(node)
+
+
+def _makes_memory(node: fx.Node) -> bool:
+    if node.target is convert:
+        arguments: tuple[Any, ...] = node.args
+        return kind(*map(placement_from_code, arguments[1:3])).communicates
+    return isinstance(node.target, OpOverload) and makes_memory(node.target)

@@ -145,26 +145,35 @@ def shard_tensor(tensor: Tensor, layout: Layout) -> DTensor:
     return as_dtensor(part, layout, tuple(whole.shape), device_mesh(layout.mesh))
 
 
-def local_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
-    """This rank's part, under `layout`, of a DTensor or of a plain tensor; with `whole` false, a plain tensor is
-    that part already. A gradient of the part becomes one of the tensor: placed like it, and whole where it is whole.
+def placed_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
+    """What holds this rank's part under `layout` of a DTensor or of a plain tensor: a DTensor placed like this, or the
+    plain part; with `whole` false, a plain tensor is that part already. Gradients find their way back to `tensor`.
+
+    Raises RuntimeStateError for a DTensor on another mesh.
     """
-    mesh, placements = device_mesh(layout.mesh), to_dtensor(layout)
     if not isinstance(tensor, DTensor):
         if not whole or not any(isinstance(p, Shard) for p in layout.placements):
             return tensor
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor[layout.slices(tuple(tensor.shape), dist.get_rank())].contiguous()
+        mesh = device_mesh(layout.mesh)
         tensor = as_dtensor(tensor, Layout.replicated(layout.mesh), tuple(tensor.shape), mesh)
-    if tensor.placements != placements:
-        if tensor.device_mesh != mesh:
-            raise RuntimeStateError(
-                f"a DTensor on the mesh {tensor.device_mesh} was given where the plan has {layout} on {mesh}; give "
-                "the whole tensor, or a DTensor on the plan's mesh"
-            )
-        tensor = tensor.redistribute(mesh, placements)
-    part: Tensor = tensor.to_local(grad_placements=placements)
-    return part
+        return tensor.redistribute(mesh, to_dtensor(layout))
+    placements = to_dtensor(layout)
+    if tensor.placements == placements:
+        return tensor
+    mesh = device_mesh(layout.mesh)
+    if tensor.device_mesh != mesh:
+        raise RuntimeStateError(
+            f"a DTensor on the mesh {tensor.device_mesh} was given where the plan has {layout} on {mesh}; give "
+            "the whole tensor, or a DTensor on the plan's mesh"
+        )
+    return tensor.redistribute(mesh, placements)
+
+
+def gradient_of(tensor: Tensor, part: Tensor) -> Tensor:
+    """The gradient of `tensor` of which `part` is this rank's: a DTensor placed like it if it is one."""
+    return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part
 
 
 def as_dtensor(part: Tensor, layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:

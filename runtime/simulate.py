@@ -16,7 +16,7 @@ from ..propagation.lower import PlacedPort
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import PARTIAL_MAX, Kind, Partial, Placement, Shard
-from .instructions import Code, Conversion, Instruction, interpret, local_conversion
+from .instructions import Bind, Code, Conversion, Instruction, Mark, Run, compile_code, local_conversion
 from .record import note
 
 Parts = list[Tensor]
@@ -24,6 +24,8 @@ Parts = list[Tensor]
 
 class Simulator:
     """Runs the program of every rank of `mesh`."""
+
+    late = False
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -33,9 +35,13 @@ class Simulator:
         """Cut whole tensors into the parts of every rank."""
         return [split(t, p.layout) for t, p in zip(tensors, placed, strict=True)]
 
-    def leave(self, values: Sequence[Parts], layouts: Sequence[Layout]) -> list[Tensor]:
+    def leave(self, values: Sequence[Parts], layouts: Sequence[Layout], shared: Sequence[bool]) -> list[Tensor]:
         """Put the parts of every rank together."""
-        return [join(parts, layout) for parts, layout in zip(values, layouts, strict=True)]
+        joined = []
+        for parts, layout, held in zip(values, layouts, shared, strict=True):
+            whole = join(parts, layout)
+            joined.append(whole.clone() if held and whole is parts[0] else whole)
+        return joined
 
     def pack(self, values: Sequence[Parts]) -> list[Tensor]:
         """Values as a flat list of tensors, and `unpack` back."""
@@ -49,21 +55,32 @@ class Simulator:
         """The value of a tensor placed like `placed` that is zero."""
         return [torch.zeros(placed.local_shape, dtype=placed.dtype, device=device)] * self.mesh.device_num
 
+    def load(self, code: Code, mark: Mark | None = None) -> Run:
+        """`code` as a function, from the parts of every input to those of every output."""
+        return compile_code(code, self, mark)
+
     def run(self, code: Code, inputs: Sequence[Parts]) -> list[Any]:
         """The outputs of `code` on every rank."""
-        return interpret(code, inputs, self._apply)
+        return self.load(code)(list(inputs))
 
-    def _apply(self, step: Instruction, operands: list[Any]) -> Any:
+    def express(self, step: Instruction, bind: Bind) -> str:
+        """`step` for every rank: a call becomes a list of calls, whose variables are those of one rank."""
+        operands = [f"v{slot}" for slot in step.operands]
         if step.conversion is not None:
-            return self._convert(step.conversion, operands)
+            return f"{bind(functools.partial(self._convert, step.conversion))}({', '.join(operands)})"
         if step.along:
-            return [torch.tensor(self.mesh.position(rank, *step.along)) for rank in range(self.mesh.device_num)]
-        assert step.call is not None
-        if not operands or step.once:  # the same on every rank
-            return [step.call(*[parts[0] for parts in operands])] * self.mesh.device_num
-        return [step.call(*values) for values in zip(*operands, strict=True)]
+            ranks = range(self.mesh.device_num)
+            return bind([torch.tensor(self.mesh.position(rank, *step.along)) for rank in ranks])
+        if not operands:  # the same on every rank
+            return f"[{step.text}] * {self.mesh.device_num}"
+        first = "[:1]" if step.once else ""
+        every = f" * {self.mesh.device_num}" if step.once else ""
+        if len(operands) == 1:
+            return f"[{step.text} for {operands[0]} in {operands[0]}{first}]{every}"
+        lists = ", ".join(f"{operand}{first}" for operand in operands)
+        return f"[{step.text} for {', '.join(operands)} in zip({lists})]{every}"
 
-    def _convert(self, c: Conversion, operands: list[Parts]) -> Any:
+    def _convert(self, c: Conversion, *operands: Parts | list[Parts]) -> Any:
         note(c, [parts[0] for parts in operands])
         converted = [self._convert_one(c, parts) for parts in operands]
         if not c.grouped:
@@ -99,7 +116,9 @@ def convert_group_of(c: Conversion, parts: Parts) -> Parts:
 
 
 def _total(parts: Parts, source: Placement) -> Tensor:
-    """The value of which the ranks hold `parts` under the Partial `source`."""
+    """The value of which the ranks hold `parts` under the Partial `source`, in memory of its own."""
+    if len(parts) == 1:
+        return parts[0].clone()
     return functools.reduce(torch.maximum if source == PARTIAL_MAX else torch.add, parts)
 
 

@@ -6,6 +6,7 @@ simulated ranks a call takes and gives whole tensors, with one rank of a process
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -17,7 +18,8 @@ from ..propagation.differentiate import Step
 from ..propagation.lower import PlacedPort
 from ..strategy.errors import RuntimeStateError
 from ..strategy.layout import Layout
-from .instructions import Code, assemble_code
+from .instructions import Code, Mark, Run, assemble_code
+from .parameters import gradient_of
 
 Wanted = tuple[bool, ...]
 
@@ -25,15 +27,15 @@ Wanted = tuple[bool, ...]
 class Executor(Protocol):
     """Runs code on values; a value is what stands for one tensor (a list of parts, or one rank's part).
 
-    enter, leave    between the tensors of a call and values
+    enter, leave    between the tensors of a call and values; what is shared leaves as a copy
     zeros           the value that is zero, for a gradient that did not come
     pack, unpack    between values and flat lists of tensors, for autograd to save
-    run             the values that a code computes of values
+    load            a code as a function of values
     """
 
     def enter(self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort]) -> list[Any]: ...
 
-    def leave(self, values: Sequence[Any], layouts: Sequence[Layout]) -> list[Tensor]: ...
+    def leave(self, values: Sequence[Any], layouts: Sequence[Layout], shared: Sequence[bool]) -> list[Tensor]: ...
 
     def zeros(self, placed: PlacedPort, device: torch.device) -> Any: ...
 
@@ -41,7 +43,7 @@ class Executor(Protocol):
 
     def unpack(self, tensors: Sequence[Tensor]) -> list[Any]: ...
 
-    def run(self, code: Code, inputs: Sequence[Any]) -> list[Any]: ...
+    def load(self, code: Code, mark: Mark | None = None) -> Run: ...
 
 
 @dataclass
@@ -53,20 +55,32 @@ class CompiledStep:
     rebuild: Callable[[Wanted], CompiledStep] = field(repr=False)
 
     def __post_init__(self) -> None:
-        self.forward = assemble_code(self.step.forward, "forward")
-        self.backward = assemble_code(self.step.backward, "backward") if self.step.backward else None
-        self.inference = _without_saved(self.forward, len(self.step.program.outputs))
-        self.random = any(instruction.once for instruction in self.forward.instructions)
+        program = self.step.program
+        code = assemble_code(self.step.forward, "forward")
+        self.results = [placed.layout for placed in program.outputs]
+        self.results_shared = code.shared[: len(self.results)]
+        self.differentiable = [placed.port.requires_grad for placed in program.outputs]
+        self.random = any(instruction.once for instruction in code.instructions)
+        self.forward = self.executor.load(code)
+        self.inference = self.executor.load(_without_saved(code, len(self.results)))
+        self.backward: Run | None = None
+        if self.step.backward is not None:
+            code = assemble_code(self.step.backward, "backward")
+            self.backward = self.executor.load(code)
+            # one for each input that gets a gradient; an input on which no output depends gets none
+            duals = [p.layout.dual() for p, needs in zip(program.inputs, self.step.needed, strict=True) if needs]
+            self.arriving = [slot is not None for slot in code.outputs]
+            self.gradients = list(itertools.compress(duals, self.arriving))
+            self.gradients_shared = list(itertools.compress(code.shared, self.arriving))
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs for the `tensors` of the program's inputs, in order."""
-        if torch.is_grad_enabled() and self.backward is not None:
+        if self.backward is not None and torch.is_grad_enabled():
             results: tuple[Tensor, ...] = _Function.apply(self, *tensors)  # type: ignore[no-untyped-call]
             return results
         with torch.no_grad():
-            program = self.step.program
-            values = self.executor.run(self.inference, self.executor.enter(tensors, program.inputs))
-            return tuple(self.executor.leave(values, [placed.layout for placed in program.outputs]))
+            values = self.inference(self.executor.enter(tensors, self.step.program.inputs))
+            return tuple(self.executor.leave(values, self.results, self.results_shared))
 
 
 def _without_saved(code: Code, outputs: int) -> Code:
@@ -79,7 +93,10 @@ def _without_saved(code: Code, outputs: int) -> Code:
             live.update(instruction.operands)
             kept.append((instruction, newly))
     return replace(
-        code, instructions=tuple(replace(i, dead=dead) for i, dead in reversed(kept)), outputs=code.outputs[:outputs]
+        code,
+        instructions=tuple(replace(i, dead=dead) for i, dead in reversed(kept)),
+        outputs=code.outputs[:outputs],
+        unused=tuple(slot for slot in range(code.inputs) if slot not in live),
     )
 
 
@@ -88,20 +105,17 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, compiled: CompiledStep, *tensors: Tensor) -> tuple[Tensor, ...]:
-        step, executor = compiled.step, compiled.executor
-        program = step.program
+        executor, count = compiled.executor, len(compiled.results)
         ctx.generators = _generators(tensors[0].device) if compiled.random else None
-        values = executor.run(compiled.forward, executor.enter(tensors, program.inputs))
-        count = len(program.outputs)
-        saved = executor.pack(values[count:])
-        results = executor.leave(values[:count], [placed.layout for placed in program.outputs])
-        given = {id(t) for t in tensors}
-        results = [r.clone() if id(r) in given else r for r in results]
+        values = compiled.forward(executor.enter(tensors, compiled.step.program.inputs))
+        results = executor.leave(values[:count], compiled.results, compiled.results_shared)
         ctx.compiled, ctx.inputs = compiled, len(tensors)
-        ctx.save_for_backward(*tensors, *saved)
+        ctx.save_for_backward(*tensors, *executor.pack(values[count:]))
         ctx.set_materialize_grads(False)
-        able = [placed.port.requires_grad for placed in program.outputs]
-        ctx.mark_non_differentiable(*(r for r, a in zip(results, able, strict=True) if not a))
+        if not all(compiled.differentiable):
+            ctx.mark_non_differentiable(
+                *(r for r, able in zip(results, compiled.differentiable, strict=True) if not able)
+            )
         return tuple(results)
 
     @staticmethod
@@ -127,7 +141,7 @@ class _Function(torch.autograd.Function):
             compiled = compiled.rebuild(tuple(a or w for a, w in zip(asked, wanted, strict=True)))
             wanted, program = compiled.step.wanted, compiled.step.program
             with _drawing_again(ctx.generators, primals[0].device):
-                values = executor.run(compiled.forward, executor.enter(primals, program.inputs))
+                values = compiled.forward(executor.enter(primals, program.inputs))
             saved = values[len(program.outputs) :]
         assert compiled.backward is not None
         program = compiled.step.program
@@ -136,12 +150,14 @@ class _Function(torch.autograd.Function):
             for g, placed, want in zip(gradients, program.outputs, wanted, strict=True)
             if want
         ]
-        found = iter(executor.run(compiled.backward, [*saved, *tangents]))
-        results: list[Tensor | None] = []
-        for placed, needs in zip(program.inputs, compiled.step.needed, strict=True):
-            value = next(found) if needs else None
-            results.append(None if value is None else executor.leave([value], [placed.layout.dual()])[0])
-        return tuple(results)
+        values = compiled.backward([*saved, *tangents])
+        arrived = [value for value in values if value is not None]
+        left = iter(executor.leave(arrived, compiled.gradients, compiled.gradients_shared))
+        arriving = iter(compiled.arriving)
+        return tuple(
+            gradient_of(primal, next(left)) if needs and next(arriving) else None
+            for primal, needs in zip(primals, compiled.step.needed, strict=True)
+        )
 
 
 class _Once(torch.autograd.Function):

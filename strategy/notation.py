@@ -10,6 +10,7 @@ reads well-formed text; `validate.py` finds what is wrong with the rest.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -149,6 +150,7 @@ def from_dtensor(placements: Sequence[Any], mesh: Mesh, ndim: int) -> Layout:
     return layout(mesh, tuple(one for one in ours if not isinstance(one, Problem)))
 
 
+@functools.cache
 def to_dtensor(layout: Layout) -> tuple[TorchPlacement, ...]:
     """The torch.distributed.tensor placements of `layout`. Raises StrategyError for Broadcast, which DTensor lacks."""
     from torch.distributed import tensor as dt

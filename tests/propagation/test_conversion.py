@@ -295,7 +295,7 @@ def convert_all(mesh, steps, parts, pair):
         if source != target:
             size = mesh.size(*step.axes)
             c = Conversion(kind(source, target), source, target, step.axes, size, "forward", (0,), False)
-            parts = simulator._convert(c, [parts])
+            parts = simulator._convert(c, parts)
     return parts
 
 

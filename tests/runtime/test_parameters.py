@@ -6,11 +6,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from partway.runtime import as_dtensor, device_mesh, distribute, local_part, redistribute, shard_tensor
+from partway.runtime import as_dtensor, device_mesh, distribute, placed_part, redistribute, shard_tensor
 from partway.strategy import BROADCAST, REPLICATE, Layout, Mesh, RuntimeStateError, Shard, StrategyError
 
 MESH = Mesh({"dp": 2, "tp": 2})
 ROWS, WHOLE = Layout(MESH, (Shard(0), REPLICATE)), Layout.replicated(MESH)
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def round_trip():
@@ -22,7 +26,7 @@ def round_trip():
         assert made.shape == whole.shape
         assert made.stride() == whole.stride()
         assert torch.equal(made.full_tensor(), whole)
-        assert torch.equal(as_dtensor(local_part(made, layout), layout, (4, 8), mesh).full_tensor(), whole)
+        assert torch.equal(as_dtensor(local(placed_part(made, layout)), layout, (4, 8), mesh).full_tensor(), whole)
         assert torch.equal(shard_tensor(made, ROWS).full_tensor(), whole)
     with pytest.raises(StrategyError, match="evenly"):
         shard_tensor(torch.zeros(3), ROWS)
@@ -46,8 +50,8 @@ def parts():
         for rank in range(4):
             expected[layout.slices((4, 8), rank)] = rank if split else dist.get_rank()
         for tensor in (whole.clone().requires_grad_(), nn.Parameter(shard_tensor(whole, layout))):
-            part = local_part(tensor, layout)
-            assert not isinstance(part, DTensor)
+            assert isinstance(tensor, nn.Parameter) <= (placed_part(tensor, layout) is tensor)
+            part = local(placed_part(tensor, layout))
             assert torch.equal(part.cpu(), whole[here]) or not isinstance(tensor, DTensor)
             (part * dist.get_rank()).sum().backward()
             if isinstance(tensor, DTensor):
@@ -55,13 +59,13 @@ def parts():
                 assert torch.equal(tensor.grad.to_local(), expected[here])
             else:
                 assert torch.equal(tensor.grad, expected)
-        assert torch.equal(local_part(whole, layout), whole[here])
-        assert local_part(whole, layout, whole=False) is whole
-    assert local_part(whole, WHOLE) is whole
+        assert torch.equal(placed_part(whole, layout), whole[here])
+        assert placed_part(whole, layout, whole=False) is whole
+    assert placed_part(whole, WHOLE) is whole
     given = shard_tensor(torch.arange(8.0).view(4, 2), Layout(MESH, (Shard(1), REPLICATE)))
-    assert local_part(given, ROWS).tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]][dist.get_rank() // 2]
+    assert local(placed_part(given, ROWS)).tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]][dist.get_rank() // 2]
     with pytest.raises(RuntimeStateError, match=r"a DTensor on the mesh .* was given where the plan has"):
-        local_part(given, Layout(Mesh({"x": 4}), (Shard(0),)))
+        placed_part(given, Layout(Mesh({"x": 4}), (Shard(0),)))
 
 
 @pytest.mark.gloo
@@ -131,7 +135,7 @@ def take_over():
     assert weight.grad.placements == optimizer.state[weight]["exp_avg"].placements == weight.placements
     assert optimizer.state[weight]["step"] == 1
     weight.grad = None
-    (local_part(weight, ROWS) * 2).sum().backward()
+    (local(placed_part(weight, ROWS)) * 2).sum().backward()
     assert weight.grad.placements == weight.placements
     assert torch.equal(weight.grad.full_tensor(), torch.full((4, 4), 2.0))
     weight.grad = shard_tensor(torch.ones(4, 4), ROWS)
@@ -158,7 +162,7 @@ def test_dtensors_take_the_place_of_parameters_and_are_split_in_place_under_thei
 def still_needed():
     model = nn.Linear(4, 4, bias=False)
     distribute(model)
-    loss = local_part(model.weight, Layout.replicated(Mesh.of_sizes((4,)))).pow(2).sum()
+    loss = local(placed_part(model.weight, Layout.replicated(Mesh.of_sizes((4,))))).pow(2).sum()
     view = model.weight.view(-1)
     with pytest.raises(RuntimeStateError, match=r"parameter weight cannot be split now, .* run backward\(\)"):
         redistribute(model, {"weight": ROWS})

@@ -25,7 +25,7 @@ from partway.runtime import (
     as_dtensor,
     distribute,
     join,
-    local_part,
+    placed_part,
     record_collectives,
     redistribute,
 )
@@ -231,7 +231,7 @@ def check_training(which, axes, optimizer, steps):
     outputs = [placed.layout for placed in step.step.program.outputs]
     for number in range(steps):
         given = [
-            local_part(t, placed.layout) for t, placed in zip(tensors_of(step, model, arguments), inputs, strict=True)
+            placed_part(t, placed.layout) for t, placed in zip(tensors_of(step, model, arguments), inputs, strict=True)
         ]
         torch.manual_seed(number)
         loss, logits = results(step, step(given))

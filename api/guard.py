@@ -1,0 +1,90 @@
+"""Whether a call is like the last one: then it only runs, and nothing is looked up or checked.
+
+Every call pays for this, so it compares what is there with what was there, by identity wherever that is enough, and
+builds nothing. A guard that does not hold costs a lookup among the plans, never a wrong answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partway.context import ParallelContext, current_algo
+from partway.propagation.structure import Structure
+from partway.propagation.torch_internals import is_transformed
+
+_PLAIN = frozenset({type(None), bool, int, float, str})  # two that are equal, and of one type, are one value
+
+
+class Guard:
+    """What the plan of a call of `fn` depends on, as it was at that call."""
+
+    def __init__(
+        self, fn: Callable[..., Any], structure: Structure, tensors: Sequence[Tensor], context: ParallelContext
+    ) -> None:
+        self._structure, self._context, self._algo = structure, context, current_algo()
+        self._tensors = [(type(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
+        self._autocast = _autocast()
+        modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
+        self._modules = [
+            (m, m.training, m._modules, list(m._modules.values()), m._parameters, list(m._parameters.values()))
+            for m in modules
+        ]
+        parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
+        self._parameters = [(p, p.requires_grad, p.dtype, p.shape) for p in parameters.values()]
+
+    def holds(self, structure: Structure, tensors: Sequence[Tensor], context: ParallelContext) -> bool:
+        """Whether a call has the same plan."""
+        return (
+            context is self._context
+            and current_algo() is self._algo
+            and _autocast() == self._autocast
+            and _same_structure(structure, self._structure)
+            and all(map(_is_like, tensors, self._tensors))
+            and all(
+                m.training is training and _same(children, before) and _same(parameters, held)
+                for m, training, children, before, parameters, held in self._modules
+            )
+            and all(
+                p.requires_grad is needs and p.dtype is dtype and p.shape == shape
+                for p, needs, dtype, shape in self._parameters
+            )
+        )
+
+
+def _autocast() -> tuple[bool, bool]:
+    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+
+
+def _same_structure(one: Structure, other: Structure) -> bool:
+    """Whether two calls have the same tree and plain values; those that have no plain equality count as different."""
+    return (
+        len(one.leaves) == len(other.leaves)
+        and all(
+            a is b or (type(a) is type(b) and type(a) in _PLAIN and a == b)
+            for a, b in zip(one.leaves, other.leaves, strict=True)
+        )
+        and one.spec == other.spec
+    )
+
+
+def _same(held: dict[str, Any], before: list[Any]) -> bool:
+    return len(held) == len(before) and all(map(is_, held.values(), before))
+
+
+def _is_like(tensor: Tensor, before: tuple[Any, ...]) -> bool:
+    kind, shape, dtype, device, needs = before
+    return (
+        type(tensor) is kind
+        and tensor.shape == shape
+        and tensor.dtype is dtype
+        and tensor.device == device
+        and tensor.requires_grad is needs
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not is_transformed(tensor)
+    )
