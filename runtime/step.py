@@ -46,6 +46,13 @@ class Executor(Protocol):
     def load(self, code: Code, mark: Mark | None = None) -> Run: ...
 
 
+class Loaded:
+    """A code and the function that runs it for one executor."""
+
+    def __init__(self, code: Code, executor: Executor) -> None:
+        self.code, self.run = code, executor.load(code)
+
+
 @dataclass
 class CompiledStep:
     """A Step as code, for one executor. `rebuild` makes the Step for other differentiated outputs."""
@@ -61,12 +68,12 @@ class CompiledStep:
         self.results_shared = code.shared[: len(self.results)]
         self.differentiable = [placed.port.requires_grad for placed in program.outputs]
         self.random = any(instruction.once for instruction in code.instructions)
-        self.forward = self.executor.load(code)
-        self.inference = self.executor.load(_without_saved(code, len(self.results)))
-        self.backward: Run | None = None
+        self.forward = Loaded(code, self.executor)
+        self.inference = Loaded(_without_saved(code, len(self.results)), self.executor)
+        self.backward: Loaded | None = None
         if self.step.backward is not None:
             code = assemble_code(self.step.backward, "backward")
-            self.backward = self.executor.load(code)
+            self.backward = Loaded(code, self.executor)
             # one for each input that gets a gradient; an input on which no output depends gets none
             duals = [p.layout.dual() for p, needs in zip(program.inputs, self.step.needed, strict=True) if needs]
             self.arriving = [slot is not None for slot in code.outputs]
@@ -79,7 +86,7 @@ class CompiledStep:
             results: tuple[Tensor, ...] = _Function.apply(self, *tensors)  # type: ignore[no-untyped-call]
             return results
         with torch.no_grad():
-            values = self.inference(self.executor.enter(tensors, self.step.program.inputs))
+            values = self.inference.run(self.executor.enter(tensors, self.step.program.inputs))
             return tuple(self.executor.leave(values, self.results, self.results_shared))
 
 
@@ -107,7 +114,7 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, compiled: CompiledStep, *tensors: Tensor) -> tuple[Tensor, ...]:
         executor, count = compiled.executor, len(compiled.results)
         ctx.generators = _generators(tensors[0].device) if compiled.random else None
-        values = compiled.forward(executor.enter(tensors, compiled.step.program.inputs))
+        values = compiled.forward.run(executor.enter(tensors, compiled.step.program.inputs))
         results = executor.leave(values[:count], compiled.results, compiled.results_shared)
         ctx.compiled, ctx.inputs = compiled, len(tensors)
         ctx.save_for_backward(*tensors, *executor.pack(values[count:]))
@@ -141,7 +148,7 @@ class _Function(torch.autograd.Function):
             compiled = compiled.rebuild(tuple(a or w for a, w in zip(asked, wanted, strict=True)))
             wanted, program = compiled.step.wanted, compiled.step.program
             with _drawing_again(ctx.generators, primals[0].device):
-                values = compiled.forward(executor.enter(primals, program.inputs))
+                values = compiled.forward.run(executor.enter(primals, program.inputs))
             saved = values[len(program.outputs) :]
         assert compiled.backward is not None
         program = compiled.step.program
@@ -150,7 +157,7 @@ class _Function(torch.autograd.Function):
             for g, placed, want in zip(gradients, program.outputs, wanted, strict=True)
             if want
         ]
-        values = compiled.backward([*saved, *tangents])
+        values = compiled.backward.run([*saved, *tangents])
         arrived = [value for value in values if value is not None]
         left = iter(executor.leave(arrived, compiled.gradients, compiled.gradients_shared))
         arriving = iter(compiled.arriving)

@@ -320,7 +320,7 @@ def test_a_parameter_changed_between_forward_and_backward_is_an_error():
 def test_without_gradients_nothing_is_saved_and_the_results_are_the_same():
     model, arguments, compiled = plan("attention", {"dp": 2, "tp": 2}, "weights")
     step = compiled(Simulator(Mesh({"dp": 2, "tp": 2})))
-    assert len(step.inference.outputs) == len(step.step.program.outputs) < len(step.forward.outputs)
+    assert len(step.inference.code.outputs) == len(step.step.program.outputs) < len(step.forward.code.outputs)
     with torch.no_grad():
         loss, logits = results(step, step(tensors_of(step, model, arguments)))
     assert not loss.requires_grad
