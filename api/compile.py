@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from partway.annotate import Annotations, Request, annotate, meshes_to_try
 from partway.context import AlgoParameters, ParallelContext, ParallelMode, current, current_algo
 from partway.fusion import AllReduceFusion
 from partway.fusion.program import Program, make_program
+from partway.propagation.accumulate import Accumulation, accumulation
 from partway.propagation.capture import capture
 from partway.propagation.cost import WEIGHTS, Level
 from partway.propagation.differentiate import Step, differentiate, scale_parameter_gradients
@@ -66,10 +67,19 @@ class Compiled:
 
     def program_for(self, wanted: tuple[bool, ...]) -> Program:
         """The program whose backward starts from the outputs marked in `wanted`."""
+        return self._fused(self._step(wanted))
+
+    def accumulation_for(self, wanted: tuple[bool, ...]) -> Accumulation | None:
+        """The backwards of `program_for(wanted)` whose reductions wait, or None if no gradient can wait."""
+        found = accumulation(self._step(wanted))
+        return found and replace(found, last=self._fused(found.last).step, rest=self._fused(found.rest).step)
+
+    def _step(self, wanted: tuple[bool, ...]) -> Step:
         with _own_saved_tensors(), uncollected():
             step: Step = differentiate(self.local, wanted)
-        if not self.context.gradients_mean:
-            step = scale_parameter_gradients(step, self.annotations.parts)
+        return step if self.context.gradients_mean else scale_parameter_gradients(step, self.annotations.parts)
+
+    def _fused(self, step: Step) -> Program:
         return make_program(step, _policy(self.context), self.problem.settings.profile)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +31,7 @@ from partway.propagation.collectives import constrain
 from partway.propagation.graph import Role
 from partway.propagation.plan import Plan
 from partway.propagation.structure import Call, check_call, flatten, flatten_call, name_of
-from partway.runtime.step import CompiledStep
+from partway.runtime.step import CompiledStep, Waiting
 from partway.strategy import Layout, Problem, RuntimeStateError, StrategyError, raise_problems
 
 
@@ -128,6 +129,29 @@ class ShardedModule:
 
     _partway: _Engine
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Put off the reduction of gradients: calls inside the block leave those of parameters unreduced, and the next
+        backward of a call outside of it reduces their sum with its own, in the collectives of one step.
+
+            with model.no_sync():
+                for batch in batches[:-1]:
+                    model(batch).backward()
+            model(batches[-1]).backward()
+
+        As with DistributedDataParallel, whose name this is, the call has to be inside, and `.grad` is right after the
+        last backward only. Gradients that need no reduction come at once, as always.
+        """
+        waiting = [engine._waiting for engine in self._partway._engines()]
+        before = [w.holding for w in waiting]
+        for w in waiting:
+            w.holding = True
+        try:
+            yield
+        finally:
+            for w, holding in zip(waiting, before, strict=True):
+                w.holding = holding
+
     @property
     def plan(self) -> Plan:
         """The plan of the last call."""
@@ -158,6 +182,7 @@ class _Engine:
         self.fn, self.request = fn, request
         self._runners: dict[Any, _Runner] = {}
         self._last: tuple[Guard, _Runner] | None = None
+        self._waiting = Waiting()
         self._layouts: dict[str, Layout] = {}  # of the parameters, once a plan has split them
         self._capturing = False
         self._refused = False
@@ -248,7 +273,7 @@ class _Engine:
             fresh = {name: found for name, found in compiled.plan.parameters.items() if name not in self._layouts}
             place.settle(self.fn, fresh)
             self._layouts.update(fresh)
-        return _Runner(self.fn, compiled, place, local)
+        return _Runner(self.fn, compiled, place, local, self._waiting)
 
     def _constrained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside a capture: mark the arguments and results that were annotated, and go on."""
@@ -293,8 +318,10 @@ def _mark(tensor: Tensor, strategy: Any, request: Request, name: str) -> Tensor:
 class _Runner:
     """One planned signature: gathers the tensors of a call, runs the step, writes buffers, builds the result."""
 
-    def __init__(self, fn: Callable[..., Any], compiled: Compiled, place: Placing, local: bool) -> None:
-        self.compiled = compiled
+    def __init__(
+        self, fn: Callable[..., Any], compiled: Compiled, place: Placing, local: bool, waiting: Waiting
+    ) -> None:
+        self.compiled, self._waiting = compiled, waiting
         graph = compiled.graph
         self._result = graph.result
         updated = {port.name for port in graph.outputs if port.role is Role.BUFFER_UPDATE}
@@ -314,7 +341,7 @@ class _Runner:
 
     def _build(self, wanted: tuple[bool, ...] | None) -> CompiledStep:
         program = self.compiled.program if wanted is None else self.compiled.program_for(wanted)
-        return CompiledStep(program.step, self._executor, self._build)
+        return CompiledStep(program.step, self._executor, self._build, self.compiled.accumulation_for, self._waiting)
 
     def __call__(self, given: Sequence[Tensor]) -> Any:
         rest = iter(given)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..propagation.accumulate import Accumulation
 from ..propagation.differentiate import Step
 from ..propagation.lower import PlacedPort
 from ..strategy.errors import RuntimeStateError
@@ -53,13 +56,62 @@ class Loaded:
         self.code, self.run = code, executor.load(code)
 
 
+class Backward(Loaded):
+    """The backward of a Step: from saved values and tangents to the gradients of the inputs that get one.
+
+    arriving    for each input whether there is a gradient; an input on which no output depends gets none
+    layouts     those of the gradients
+    shared      which of them are copied, as `Code.shared`
+    """
+
+    def __init__(self, step: Step, executor: Executor) -> None:
+        assert step.backward is not None
+        super().__init__(assemble_code(step.backward, "backward"), executor)
+        slots = iter(self.code.outputs)
+        self.arriving = [needs and next(slots) is not None for needs in step.needed]
+        self.layouts = [p.layout.dual() for p in itertools.compress(step.program.inputs, self.arriving)]
+        self.shared = [held for held, slot in zip(self.code.shared, self.code.outputs, strict=True) if slot is not None]
+
+    def values(self, inputs: list[Any]) -> list[Any]:
+        """The gradients as values, those that there are."""
+        return [value for value in self.run(inputs) if value is not None]
+
+
+class Accumulating:
+    """The backwards of a Step whose reductions wait, and the step whose inputs they are for: see `Accumulation`."""
+
+    def __init__(self, accumulation: Accumulation, executor: Executor) -> None:
+        self.inputs = accumulation.inputs
+        self.early = Backward(accumulation.early, executor)
+        self.last = Backward(accumulation.last, executor)
+        self.rest = Backward(replace(accumulation.rest, needed=self._marked(accumulation.rest)), executor)
+
+    def _marked(self, step: Step) -> Wanted:
+        return tuple(i in self.inputs for i in range(len(step.needed)))
+
+
+@dataclass
+class Waiting:
+    """The gradients of one module that wait for their reduction. While `holding`, backwards add to them; the next other
+    one reduces them all."""
+
+    holding: bool = False
+    addends: dict[int, tuple[CompiledStep, Sequence[Tensor], list[list[Tensor]]]] = field(default_factory=dict)
+
+
 @dataclass
 class CompiledStep:
-    """A Step as code, for one executor. `rebuild` makes the Step for other differentiated outputs."""
+    """A Step as code, for one executor.
+
+    rebuild     makes the Step for other differentiated outputs
+    waiting     the gradients of its module that wait for their reduction
+    """
 
     step: Step
     executor: Executor
     rebuild: Callable[[Wanted], CompiledStep] = field(repr=False)
+    accumulation: Callable[[Wanted], Accumulation | None] = field(repr=False, default=lambda wanted: None)
+    waiting: Waiting = field(repr=False, default_factory=Waiting)
 
     def __post_init__(self) -> None:
         program = self.step.program
@@ -70,15 +122,13 @@ class CompiledStep:
         self.random = any(instruction.once for instruction in code.instructions)
         self.forward = Loaded(code, self.executor)
         self.inference = Loaded(_without_saved(code, len(self.results)), self.executor)
-        self.backward: Loaded | None = None
-        if self.step.backward is not None:
-            code = assemble_code(self.step.backward, "backward")
-            self.backward = Loaded(code, self.executor)
-            # one for each input that gets a gradient; an input on which no output depends gets none
-            duals = [p.layout.dual() for p, needs in zip(program.inputs, self.step.needed, strict=True) if needs]
-            self.arriving = [slot is not None for slot in code.outputs]
-            self.gradients = list(itertools.compress(duals, self.arriving))
-            self.gradients_shared = list(itertools.compress(code.shared, self.arriving))
+        self.backward = Backward(self.step, self.executor) if self.step.backward is not None else None
+
+    @cached_property
+    def accumulating(self) -> Accumulating | None:
+        """The backwards whose reductions wait, if any can."""
+        found = self.accumulation(self.step.wanted)
+        return Accumulating(found, self.executor) if found else None
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs for the `tensors` of the program's inputs, in order."""
@@ -88,6 +138,52 @@ class CompiledStep:
         with torch.no_grad():
             values = self.inference.run(self.executor.enter(tensors, self.step.program.inputs))
             return tuple(self.executor.leave(values, self.results, self.results_shared))
+
+    def gradients(self, primals: Sequence[Tensor], inputs: list[Any], holding: bool) -> tuple[Tensor | None, ...]:
+        """The gradients of `primals`, from the saved values and tangents `inputs`. While `holding`, those that can wait
+        are None; else all that wait are reduced with them."""
+        backward, waiting = self.backward, self.waiting
+        assert backward is not None
+        kept: tuple[int, ...] = ()
+        if holding and self.accumulating:
+            backward, kept = self.accumulating.early, self.accumulating.inputs
+        elif not holding and id(self) in waiting.addends and self.accumulating:
+            _, _, addends = waiting.addends.pop(id(self))
+            backward, inputs = self.accumulating.last, [*inputs, *self.executor.unpack(list(chain(*addends)))]
+        values = backward.values(inputs)
+        arriving = list(itertools.compress(range(len(primals)), backward.arriving))
+        if kept:
+            self._hold(primals, dict(zip(arriving, values, strict=True)))
+        elif not holding:
+            for step, others, addends in [waiting.addends.pop(key) for key in list(waiting.addends)]:
+                step._reduce(others, addends)
+        left = self.executor.leave(values, backward.layouts, backward.shared)
+        found: list[Tensor | None] = [None] * len(primals)
+        for i, gradient in zip(arriving, left, strict=True):
+            found[i] = gradient_of(primals[i], gradient) if i not in kept else None
+        return tuple(found)
+
+    def _hold(self, primals: Sequence[Tensor], values: Mapping[int, Any]) -> None:
+        """Add the addends `values` of the gradients that wait to those that are there."""
+        assert self.accumulating is not None
+        fresh = [self.executor.pack([values[i]]) for i in self.accumulating.inputs]
+        if id(self) in self.waiting.addends:
+            _, _, before = self.waiting.addends[id(self)]
+            fresh = [list(map(torch.add, old, new)) for old, new in zip(before, fresh, strict=True)]
+        else:
+            fresh = [[addend.clone() for addend in addends] for addends in fresh]
+        self.waiting.addends[id(self)] = self, primals, fresh
+
+    def _reduce(self, primals: Sequence[Tensor], addends: list[list[Tensor]]) -> None:
+        """Reduce the gradients that waited, and add them to those of their tensors."""
+        assert self.accumulating is not None
+        rest = self.accumulating.rest
+        values = rest.values(self.executor.unpack(list(chain(*addends))))
+        for i, gradient in zip(
+            self.accumulating.inputs, self.executor.leave(values, rest.layouts, rest.shared), strict=True
+        ):
+            primal, found = primals[i], gradient_of(primals[i], gradient)
+            primal.grad = found if primal.grad is None else primal.grad + found
 
 
 def _without_saved(code: Code, outputs: int) -> Code:
@@ -116,7 +212,7 @@ class _Function(torch.autograd.Function):
         ctx.generators = _generators(tensors[0].device) if compiled.random else None
         values = compiled.forward.run(executor.enter(tensors, compiled.step.program.inputs))
         results = executor.leave(values[:count], compiled.results, compiled.results_shared)
-        ctx.compiled, ctx.inputs = compiled, len(tensors)
+        ctx.compiled, ctx.inputs, ctx.holding = compiled, len(tensors), compiled.waiting.holding
         ctx.save_for_backward(*tensors, *executor.pack(values[count:]))
         ctx.set_materialize_grads(False)
         if not all(compiled.differentiable):
@@ -150,21 +246,13 @@ class _Function(torch.autograd.Function):
             with _drawing_again(ctx.generators, primals[0].device):
                 values = compiled.forward.run(executor.enter(primals, program.inputs))
             saved = values[len(program.outputs) :]
-        assert compiled.backward is not None
         program = compiled.step.program
         tangents = [
             executor.zeros(placed, primals[0].device) if g is None else executor.enter([g], [placed])[0]
             for g, placed, want in zip(gradients, program.outputs, wanted, strict=True)
             if want
         ]
-        values = compiled.backward.run([*saved, *tangents])
-        arrived = [value for value in values if value is not None]
-        left = iter(executor.leave(arrived, compiled.gradients, compiled.gradients_shared))
-        arriving = iter(compiled.arriving)
-        return tuple(
-            gradient_of(primal, next(left)) if needs and next(arriving) else None
-            for primal, needs in zip(primals, compiled.step.needed, strict=True)
-        )
+        return compiled.gradients(primals, [*saved, *tangents], ctx.holding)
 
 
 class _Once(torch.autograd.Function):
