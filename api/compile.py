@@ -31,6 +31,7 @@ from partway.propagation.eliminate import Solution
 from partway.propagation.graph import Graph, differentiated, verify
 from partway.propagation.lower import LocalProgram, lower, verify_program
 from partway.propagation.plan import Plan, make_plan
+from partway.propagation.precision import reduce_in_float32
 from partway.propagation.problem import SearchProblem, Settings, formulate, warn_of_unknown
 from partway.propagation.profile import DeviceProfile, profile_of
 from partway.propagation.search import search, verify_solution
@@ -77,6 +78,8 @@ class Compiled:
     def _step(self, wanted: tuple[bool, ...]) -> Step:
         with _own_saved_tensors(), uncollected():
             step: Step = differentiate(self.local, wanted)
+        if self.context.gradient_fp32_sync:
+            step = reduce_in_float32(step)
         return step if self.context.gradients_mean else scale_parameter_gradients(step, self.annotations.parts)
 
     def _fused(self, step: Step) -> Program:

@@ -159,7 +159,6 @@ class ParallelOptimizerConfig(_Options):
     """Parameters below this size, in KB, stay whole."""
 
 
-_GRADIENT_DTYPE = "gradients are summed in their own dtype"
 _PIPELINE = "pipeline parallelism is not available yet"
 _NORMS = "read the gradients' norms in the training loop"
 
@@ -175,10 +174,9 @@ class ParallelContext(_Options):
         "dump_local_norm": _NORMS,
         "dump_local_norm_path": _NORMS,
         "enable_alltoall": "an all-to-all is always used where a conversion calls for one",
-        "force_fp32_communication": _GRADIENT_DTYPE,
+        "force_fp32_communication": "gradient_fp32_sync adds up gradients in float32; other values keep their dtype",
         "global_rank": "the launcher numbers the processes; read the rank with partway.get_rank()",
         "grad_accumulation_step": "call backward() several times before the optimizer's step()",
-        "gradient_fp32_sync": _GRADIENT_DTYPE,
         "group_ckpt_save_file": "groups follow from the mesh, so there is nothing to save",
         "loss_repeated_mean": "repeated computation never scales a gradient here",
         "optimizer_weight_shard_size": ParallelOptimizerConfig.absent["optimizer_weight_shard_size"],
@@ -214,6 +212,10 @@ class ParallelContext(_Options):
     """True: the gradient of the mean over the global batch, which is what one device computes. False: the sum of the
     data-parallel parts' means, that is every parameter's gradient times the number of parts. The reference defaults
     to False; here splitting a model must not change its training unasked."""
+
+    gradient_fp32_sync: bool = True
+    """True: gradients of parameters in bfloat16 or float16 are added up over the ranks in float32, with twice the
+    bytes. False: in their own dtype."""
 
     parameter_broadcast: bool = False
     """True: `shard` gives every process rank 0's parameters, buffers and random generators. False: where they differ,

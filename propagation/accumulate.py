@@ -1,8 +1,8 @@
 """Gradients of several backwards with one reduction at the end.
 
-A parameter's gradient ends, in the backward, with the collective that adds up or cuts apart what the ranks have, and
-perhaps with what scales or casts the result. All of that is linear, so it can wait: a micro-batch keeps the addends of
-its rank, and the last one adds them to its own before its collectives run, as early as ever.
+A parameter's gradient ends, in the backward, with the collectives that bring it where the parameter lies, and perhaps
+with what scales or casts the result. All of that is linear, so it can wait: a micro-batch keeps what its rank has, and
+the last one adds that to its own before its collectives run, as early as ever.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..strategy.placement import Partial, placement_from_code
-from .collectives import convert
+from .collectives import convert, kind_of
 from .differentiate import Step
 from .graph import Role, Text
 
@@ -92,11 +91,11 @@ def _rest(backward: fx.GraphModule, reductions: list[fx.Node], places: list[int]
 
 
 def _reduction(gradient: Any, gradients: tuple[Any, ...]) -> fx.Node | None:
-    """The first of the conversions of addends with which `gradient` ends, if nothing else reads what comes after."""
+    """The first of the collectives with which `gradient` ends, if nothing else reads what comes after."""
     node, found = gradient, None
     while isinstance(node, fx.Node) and len(node.users) == 1 and gradients.count(gradient) == 1:
         if node.target is convert:
-            found = node if isinstance(placement_from_code(str(node.args[1])), Partial) else found
+            found = node if kind_of(str(node.args[1]), str(node.args[2])).communicates else found
         elif node.target not in _SCALES_OR_CASTS:
             break
         node = node.all_input_nodes[0]
