@@ -176,7 +176,7 @@ class ParallelContext(_Options):
         "enable_alltoall": "an all-to-all is always used where a conversion calls for one",
         "force_fp32_communication": "gradient_fp32_sync adds up gradients in float32; other values keep their dtype",
         "global_rank": "the launcher numbers the processes; read the rank with partway.get_rank()",
-        "grad_accumulation_step": "call backward() several times before the optimizer's step()",
+        "grad_accumulation_step": "call backward() several times, all but the last inside `with model.no_sync():`",
         "group_ckpt_save_file": "groups follow from the mesh, so there is nothing to save",
         "loss_repeated_mean": "repeated computation never scales a gradient here",
         "optimizer_weight_shard_size": ParallelOptimizerConfig.absent["optimizer_weight_shard_size"],
