@@ -37,6 +37,7 @@ from partway.fusion import FusionMode
 from partway.propagation.problem import Fallback
 from partway.propagation.profile import profile_of
 from partway.propagation.search import SearchMode
+from partway.runtime.step import Backend
 from partway.strategy.choice import Choice
 from partway.strategy.errors import ContextError, StrategyError
 from partway.strategy.validate import check_dataset_form
@@ -240,6 +241,10 @@ class ParallelContext(_Options):
     parallel_optimizer_config: ParallelOptimizerConfig = Field(
         default=ParallelOptimizerConfig(), description="a dict with the key parallel_optimizer_threshold"
     )
+
+    backend: Backend = Field(default=Backend.EAGER, strict=False)
+    """Ours: "eager" runs a step's operators one after another as PyTorch has them; "inductor" has TorchInductor compile
+    each stretch between two collectives, which the first call of a signature waits for."""
 
     on_unknown_op: Fallback = Field(default=Fallback.WARN, strict=False)
     """Ours: whether an operator without a rule runs replicated with a warning, or is an error."""

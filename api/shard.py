@@ -341,7 +341,10 @@ class _Runner:
 
     def _build(self, wanted: tuple[bool, ...] | None) -> CompiledStep:
         program = self.compiled.program if wanted is None else self.compiled.program_for(wanted)
-        return CompiledStep(program.step, self._executor, self._build, self.compiled.accumulation_for, self._waiting)
+        return CompiledStep(
+            program.step, self._executor, self._build,
+            self.compiled.accumulation_for, self._waiting, self.compiled.context.backend,
+        )  # fmt: skip
 
     def __call__(self, given: Sequence[Tensor]) -> Any:
         rest = iter(given)

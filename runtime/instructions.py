@@ -189,7 +189,7 @@ _STRIDE_FREE: dict[Any, Any] = {
 
 def assemble_code(module: fx.GraphModule, phase: str) -> Code:
     """The instructions of a flat graph. Constants of the module are inputs of none: they are bound here."""
-    nodes = _members_late(list(module.graph.nodes))
+    nodes = members_late(list(module.graph.nodes))
     last = {operand: node for node in nodes for operand in node.all_input_nodes}
     slots: dict[fx.Node, int] = {}
     for node in nodes:
@@ -224,7 +224,7 @@ def assemble_code(module: fx.GraphModule, phase: str) -> Code:
     return Code(tuple(instructions), inputs, outputs, _shared(returned), unused, constants.values, phase)
 
 
-def _members_late(nodes: list[fx.Node]) -> list[fx.Node]:
+def members_late(nodes: list[fx.Node]) -> list[fx.Node]:
     """`nodes` with what takes one tensor out of a group of conversions moved to just before its first use: an
     executor may go on while the group is under way, and waits where a result is read."""
     place = {node: i for i, node in enumerate(nodes)}

@@ -14,13 +14,16 @@ from itertools import chain
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..propagation.accumulate import Accumulation
 from ..propagation.differentiate import Step
+from ..propagation.graph import Text, draws_random_numbers
 from ..propagation.lower import PlacedPort
+from ..strategy.choice import Choice
 from ..strategy.errors import RuntimeStateError
 from ..strategy.layout import Layout
+from .inductor import compile_regions, example
 from .instructions import Code, Mark, Run, assemble_code
 from .parameters import gradient_of
 
@@ -49,11 +52,26 @@ class Executor(Protocol):
     def load(self, code: Code, mark: Mark | None = None) -> Run: ...
 
 
-class Loaded:
-    """A code and the function that runs it for one executor."""
+class Backend(Choice):
+    """What runs the operators of a step."""
 
-    def __init__(self, code: Code, executor: Executor) -> None:
-        self.code, self.run = code, executor.load(code)
+    EAGER = "eager"  # PyTorch, one after another
+    INDUCTOR = "inductor"  # TorchInductor's kernels, one for each stretch between collectives
+
+
+class Loaded:
+    """A graph and the function that runs it for one executor.
+
+    code       its instructions
+    examples   fake tensors like its outputs, where the backend needs to know them
+    """
+
+    def __init__(self, module: fx.GraphModule, phase: str, examples: Sequence[Any], loader: Loader) -> None:
+        self.examples: list[Any] = []
+        if loader.backend is Backend.INDUCTOR:
+            module, self.examples = compile_regions(module, examples)
+        self.code = assemble_code(module, phase)
+        self.run = loader.executor.load(self.code)
 
 
 class Backward(Loaded):
@@ -64,9 +82,9 @@ class Backward(Loaded):
     shared      which of them are copied, as `Code.shared`
     """
 
-    def __init__(self, step: Step, executor: Executor) -> None:
+    def __init__(self, step: Step, examples: Sequence[Any], loader: Loader) -> None:
         assert step.backward is not None
-        super().__init__(assemble_code(step.backward, "backward"), executor)
+        super().__init__(step.backward, "backward", examples, loader)
         slots = iter(self.code.outputs)
         self.arriving = [needs and next(slots) is not None for needs in step.needed]
         self.layouts = [p.layout.dual() for p in itertools.compress(step.program.inputs, self.arriving)]
@@ -78,16 +96,16 @@ class Backward(Loaded):
 
 
 class Accumulating:
-    """The backwards of a Step whose reductions wait, and the step whose inputs they are for: see `Accumulation`."""
+    """The backwards of a Step whose reductions wait: see `Accumulation`."""
 
-    def __init__(self, accumulation: Accumulation, executor: Executor) -> None:
-        self.inputs = accumulation.inputs
-        self.early = Backward(accumulation.early, executor)
-        self.last = Backward(accumulation.last, executor)
-        self.rest = Backward(replace(accumulation.rest, needed=self._marked(accumulation.rest)), executor)
-
-    def _marked(self, step: Step) -> Wanted:
-        return tuple(i in self.inputs for i in range(len(step.needed)))
+    def __init__(self, found: Accumulation, examples: Sequence[Any], loader: Loader) -> None:
+        self.inputs = found.inputs
+        self.early = Backward(found.early, examples, loader)
+        places = [i in found.inputs for i in itertools.compress(itertools.count(), found.early.needed)]
+        addends = [addend.contiguous() for addend in itertools.compress(self.early.examples, places)]
+        self.last = Backward(found.last, [*examples, *addends], loader)
+        waiting = tuple(i in found.inputs for i in range(len(found.rest.needed)))
+        self.rest = Backward(replace(found.rest, needed=waiting), addends, loader)
 
 
 @dataclass
@@ -99,12 +117,27 @@ class Waiting:
     addends: dict[int, tuple[CompiledStep, Sequence[Tensor], list[list[Tensor]]]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Loader:
+    """What runs code, and in what form."""
+
+    executor: Executor
+    backend: Backend = Backend.EAGER
+
+    def example(self, placed: PlacedPort) -> Any:
+        """A fake tensor like the part of an input or output, where the backend needs one."""
+        if self.backend is Backend.EAGER:
+            return None
+        return example(placed.local_shape, placed.dtype, placed.port.node.meta["val"].device)
+
+
 @dataclass
 class CompiledStep:
     """A Step as code, for one executor.
 
-    rebuild     makes the Step for other differentiated outputs
-    waiting     the gradients of its module that wait for their reduction
+    rebuild        makes the Step for other differentiated outputs
+    accumulation   says how gradients of the differentiated outputs accumulate
+    waiting        the gradients of its module that wait for their reduction
     """
 
     step: Step
@@ -112,38 +145,58 @@ class CompiledStep:
     rebuild: Callable[[Wanted], CompiledStep] = field(repr=False)
     accumulation: Callable[[Wanted], Accumulation | None] = field(repr=False, default=lambda wanted: None)
     waiting: Waiting = field(repr=False, default_factory=Waiting)
+    backend: Backend = Backend.EAGER
 
     def __post_init__(self) -> None:
         program = self.step.program
-        code = assemble_code(self.step.forward, "forward")
+        self.loader = Loader(self.executor, self.backend)
         self.results = [placed.layout for placed in program.outputs]
-        self.results_shared = code.shared[: len(self.results)]
         self.differentiable = [placed.port.requires_grad for placed in program.outputs]
-        self.random = any(instruction.once for instruction in code.instructions)
-        self.forward = Loaded(code, self.executor)
-        self.inference = Loaded(_without_saved(code, len(self.results)), self.executor)
-        self.backward = Backward(self.step, self.executor) if self.step.backward is not None else None
+        nodes = self.step.forward.graph.nodes
+        self.random = any(node.op == "call_function" and draws_random_numbers(node) for node in nodes)
+        self.inputs = [self.loader.example(placed) for placed in program.inputs]
+
+    @cached_property
+    def forward(self) -> Loaded:
+        """From inputs to results and what the backward needs."""
+        return Loaded(
+            self.step.forward, "forward", list(map(self.loader.example, self.step.program.inputs)), self.loader
+        )
+
+    @cached_property
+    def inference(self) -> Loaded:
+        """From inputs to results."""
+        return Loaded(without_saved(self.step.forward, len(self.results)), "forward", self.inputs, self.loader)
+
+    @cached_property
+    def backward(self) -> Backward:
+        """From what the forward saved and tangents to gradients."""
+        return Backward(self.step, self._backward_examples, self.loader)
 
     @cached_property
     def accumulating(self) -> Accumulating | None:
         """The backwards whose reductions wait, if any can."""
         found = self.accumulation(self.step.wanted)
-        return Accumulating(found, self.executor) if found else None
+        return Accumulating(found, self._backward_examples, self.loader) if found else None
+
+    @property
+    def _backward_examples(self) -> list[Any]:
+        tangents = itertools.compress(self.step.program.outputs, self.step.wanted)
+        return [*self.forward.examples[len(self.results) :], *map(self.loader.example, tangents)]
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs for the `tensors` of the program's inputs, in order."""
-        if self.backward is not None and torch.is_grad_enabled():
+        if self.step.backward is not None and torch.is_grad_enabled():
             results: tuple[Tensor, ...] = _Function.apply(self, *tensors)  # type: ignore[no-untyped-call]
             return results
         with torch.no_grad():
             values = self.inference.run(self.executor.enter(tensors, self.step.program.inputs))
-            return tuple(self.executor.leave(values, self.results, self.results_shared))
+            return tuple(self.executor.leave(values, self.results, self.inference.code.shared))
 
     def gradients(self, primals: Sequence[Tensor], inputs: list[Any], holding: bool) -> tuple[Tensor | None, ...]:
         """The gradients of `primals`, from the saved values and tangents `inputs`. While `holding`, those that can wait
         are None; else all that wait are reduced with them."""
         backward, waiting = self.backward, self.waiting
-        assert backward is not None
         kept: tuple[int, ...] = ()
         if holding and self.accumulating:
             backward, kept = self.accumulating.early, self.accumulating.inputs
@@ -171,7 +224,7 @@ class CompiledStep:
             _, _, before = self.waiting.addends[id(self)]
             fresh = [list(map(torch.add, old, new)) for old, new in zip(before, fresh, strict=True)]
         else:
-            fresh = [[addend.clone() for addend in addends] for addends in fresh]
+            fresh = [[addend.clone(memory_format=torch.contiguous_format) for addend in addends] for addends in fresh]
         self.waiting.addends[id(self)] = self, primals, fresh
 
     def _reduce(self, primals: Sequence[Tensor], addends: list[list[Tensor]]) -> None:
@@ -186,21 +239,13 @@ class CompiledStep:
             primal.grad = found if primal.grad is None else primal.grad + found
 
 
-def _without_saved(code: Code, outputs: int) -> Code:
-    """The code with its first `outputs` outputs only, and without what only the others need."""
-    live = {slot for slot in code.outputs[:outputs] if slot is not None}
-    kept = []
-    for instruction in reversed(code.instructions):
-        if instruction.out in live:
-            newly = tuple(slot for slot in instruction.operands if slot not in live)
-            live.update(instruction.operands)
-            kept.append((instruction, newly))
-    return replace(
-        code,
-        instructions=tuple(replace(i, dead=dead) for i, dead in reversed(kept)),
-        outputs=code.outputs[:outputs],
-        unused=tuple(slot for slot in range(code.inputs) if slot not in live),
-    )
+def without_saved(module: fx.GraphModule, outputs: int) -> fx.GraphModule:
+    """`module` with its first `outputs` outputs only, and without what only the others need."""
+    graph = fx.Graph()
+    returned: Any = graph.graph_copy(module.graph, {})
+    graph.output(tuple(returned[:outputs]))
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    return Text(module, graph)
 
 
 class _Function(torch.autograd.Function):
@@ -211,7 +256,7 @@ class _Function(torch.autograd.Function):
         executor, count = compiled.executor, len(compiled.results)
         ctx.generators = _generators(tensors[0].device) if compiled.random else None
         values = compiled.forward.run(executor.enter(tensors, compiled.step.program.inputs))
-        results = executor.leave(values[:count], compiled.results, compiled.results_shared)
+        results = executor.leave(values[:count], compiled.results, compiled.forward.code.shared[:count])
         ctx.compiled, ctx.inputs, ctx.holding = compiled, len(tensors), compiled.waiting.holding
         ctx.save_for_backward(*tensors, *executor.pack(values[count:]))
         ctx.set_materialize_grads(False)
