@@ -8,6 +8,7 @@ Each arrow is a pure function from one frozen value to the next:
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from partway.annotate import Annotations, Request, annotate, meshes_to_try
+from partway.cache import Entry, cache_folder
 from partway.context import AlgoParameters, ParallelContext, ParallelMode, current, current_algo
 from partway.fusion import AllReduceFusion
 from partway.fusion.program import Program, make_program
@@ -28,17 +30,37 @@ from partway.propagation.capture import capture
 from partway.propagation.cost import WEIGHTS, Level
 from partway.propagation.differentiate import Step, differentiate, scale_parameter_gradients
 from partway.propagation.eliminate import Solution
+from partway.propagation.explain import Alternatives, outcome
 from partway.propagation.graph import Graph, differentiated, verify
 from partway.propagation.lower import LocalProgram, lower, verify_program
 from partway.propagation.plan import Plan, make_plan
 from partway.propagation.precision import reduce_in_float32
 from partway.propagation.problem import SearchProblem, Settings, formulate, warn_of_unknown
 from partway.propagation.profile import DeviceProfile, profile_of
-from partway.propagation.search import search, verify_solution
-from partway.propagation.structure import Call, check_call, flatten_call
+from partway.propagation.search import SearchMode, search, verify_solution
+from partway.propagation.structure import Call, check_call, flatten_call, name_of
 from partway.propagation.torch_internals import is_transformed
 from partway.runtime.process import get_rank
 from partway.strategy import Layout, Mesh, Problem, StrategyError, raise_problems
+
+
+@dataclass(frozen=True)
+class Searched:
+    """What the search was given and what it found."""
+
+    annotations: Annotations
+    problem: SearchProblem
+    solution: Solution
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is kept of a plan: the program of one rank, the plan that people read, and into how many parts the batch is
+    split."""
+
+    local: LocalProgram
+    plan: Plan
+    parts: int
 
 
 @dataclass(frozen=True)
@@ -50,12 +72,21 @@ class Compiled:
     """
 
     graph: Graph
-    annotations: Annotations
-    problem: SearchProblem
-    solution: Solution
-    local: LocalProgram
-    plan: Plan
+    planned: Planned
     context: ParallelContext
+    profile: DeviceProfile
+    entry: Entry
+    search: Callable[[], Searched]
+
+    @property
+    def local(self) -> LocalProgram:
+        """The forward of one rank."""
+        return self.planned.local
+
+    @property
+    def plan(self) -> Plan:
+        """A strategy for every operator, and what it costs."""
+        return self.planned.plan
 
     @property
     def mesh(self) -> Mesh:
@@ -63,27 +94,53 @@ class Compiled:
         return self.local.mesh
 
     @cached_property
+    def searched(self) -> Searched:
+        """What the plan was found in; searched again where the plan itself came from the cache."""
+        return self.search()
+
+    @property
+    def annotations(self) -> Annotations:
+        return self.searched.annotations
+
+    @property
+    def problem(self) -> SearchProblem:
+        return self.searched.problem
+
+    @property
+    def solution(self) -> Solution:
+        return self.searched.solution
+
+    @cached_property
     def program(self) -> Program:
         return self.program_for(differentiated(self.graph))
 
     def program_for(self, wanted: tuple[bool, ...]) -> Program:
         """The program whose backward starts from the outputs marked in `wanted`."""
-        return self._fused(self._step(wanted))
+        return self.entry.fetch(f"program-{_bits(wanted)}", lambda: self._fused(self._step(wanted)))
 
     def accumulation_for(self, wanted: tuple[bool, ...]) -> Accumulation | None:
         """The backwards of `program_for(wanted)` whose reductions wait, or None if no gradient can wait."""
-        found = accumulation(self._step(wanted))
-        return found and replace(found, last=self._fused(found.last).step, rest=self._fused(found.rest).step)
+
+        def make() -> Accumulation | None:
+            found = accumulation(self._step(wanted))
+            return found and replace(found, last=self._fused(found.last).step, rest=self._fused(found.rest).step)
+
+        return self.entry.fetch(f"accumulation-{_bits(wanted)}", make)
 
     def _step(self, wanted: tuple[bool, ...]) -> Step:
         with _own_saved_tensors(), uncollected():
             step: Step = differentiate(self.local, wanted)
         if self.context.gradient_fp32_sync:
             step = reduce_in_float32(step)
-        return step if self.context.gradients_mean else scale_parameter_gradients(step, self.annotations.parts)
+        return step if self.context.gradients_mean else scale_parameter_gradients(step, self.planned.parts)
 
     def _fused(self, step: Step) -> Program:
-        return make_program(step, _policy(self.context), self.problem.settings.profile)
+        return make_program(step, _policy(self.context), self.profile)
+
+
+def _bits(wanted: tuple[bool, ...]) -> str:
+    """A name for which outputs are differentiated."""
+    return f"{len(wanted)}-{sum(want << i for i, want in enumerate(wanted)):x}"
 
 
 def compile(
@@ -135,44 +192,73 @@ def compile_call(
     # a call draws the same numbers whether it was planned or not
     with torch.random.fork_rng(enabled=True), _own_saved_tensors():
         graph = capture(fn, args, kwargs)
-    mode = context.search_mode
+    mode, profile = context.search_mode, device_profile(graph, request, context)
 
-    def plan_on(mesh: Mesh, below: float) -> tuple[Annotations, SearchProblem, Solution]:
+    def plan_on(mesh: Mesh, below: float) -> Searched:
         annotations = annotate(graph, fn, request, mesh, context, algo, fixed or {}, saved)
-        settings = settings_of(graph, request, mesh, context, algo)
+        settings = settings_of(request, mesh, context, algo, profile)
         problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
-        return annotations, problem, search(problem, mode, below)
+        return Searched(annotations, problem, search(problem, mode, below))
 
-    inner = device_profile(graph, request, context).levels[0].devices
-    meshes = meshes_to_try(graph, fn, request, context, processes, saved, fixed or {}, inner)
-    with uncollected():
-        annotations, problem, solution = cheapest(plan_on, meshes)
-        warn_of_unknown(problem)
-        local = lower(problem, solution.choice)
-        plan = make_plan(problem, solution, local, mode, annotations.written)
-    if os.environ.get("PARTWAY_VERIFY") == "1":
+    def find() -> Searched:
+        inner = profile.levels[0].devices
+        meshes = meshes_to_try(graph, fn, request, context, processes, saved, fixed or {}, inner)
+        with uncollected():
+            return cheapest(plan_on, meshes)
+
+    fresh: list[Searched] = []
+
+    def make() -> Planned:
+        fresh.append(find())
+        found = fresh[0]
+        with uncollected():
+            local = lower(found.problem, found.solution.choice)
+            plan = make_plan(found.problem, found.solution, local, mode, found.annotations.written)
+        return Planned(local, plan, found.annotations.parts)
+
+    verifies = os.environ.get("PARTWAY_VERIFY") == "1"
+    folder = cache_folder(context.compile_cache_path) if context.enable_compile_cache and not verifies else None
+    entry = Entry(
+        graph, folder, name_of(fn), request, _set(context), _set(algo), processes, fixed, saved, profile.model_dump()
+    )
+    planned = entry.fetch("plan", make)
+    search_again = functools.cache(lambda: fresh[0] if fresh else find())
+    compiled = Compiled(graph, planned, context, profile, entry, search_again)
+    if not fresh:
+        planned.plan.of(lambda: alternatives(compiled.searched, compiled.local, mode))
+    warn_of_unknown(graph, planned.plan.unknown_operators)
+    if verifies:
         verify(graph)
-        verify_solution(problem, solution)
-        verify_program(local)
+        verify_solution(compiled.problem, compiled.solution)
+        verify_program(compiled.local)
     if context.strategy_ckpt_config.save_file and (processes is None or get_rank() == 0):
-        plan.save(context.strategy_ckpt_config.save_file)
-    return Compiled(graph, annotations, problem, solution, local, plan, context)
+        compiled.plan.save(context.strategy_ckpt_config.save_file)
+    return compiled
 
 
-def cheapest(
-    plan_on: Callable[[Mesh, float], tuple[Annotations, SearchProblem, Solution]], meshes: list[Mesh]
-) -> tuple[Annotations, SearchProblem, Solution]:
+def alternatives(found: Searched, local: LocalProgram, mode: SearchMode) -> Alternatives:
+    """What the plan of `local` is compared with when it is asked to explain."""
+    made = outcome(found.problem, found.solution, local)
+    return Alternatives(found.problem, made, mode, found.annotations.written)
+
+
+def _set(options: ParallelContext | AlgoParameters) -> tuple[Any, ...]:
+    """The options, and which of them were set."""
+    return options.model_dump(), sorted(options.model_fields_set)
+
+
+def cheapest(plan_on: Callable[[Mesh, float], Searched], meshes: list[Mesh]) -> Searched:
     """The cheapest of the plans on `meshes`, on the first of them that has it. A mesh on which an annotation cannot be
     met is passed over; raises the first one's StrategyError where that is so on all of them."""
-    best: tuple[Annotations, SearchProblem, Solution] | None = None
+    best: Searched | None = None
     refused: StrategyError | None = None
     for mesh in meshes:
         try:
-            found = plan_on(mesh, best[2].cost if best else math.inf)
+            found = plan_on(mesh, best.solution.cost if best else math.inf)
         except StrategyError as error:
             refused = refused or error
             continue
-        if best is None or found[2].cost < best[2].cost * (1 - 1e-9):
+        if best is None or found.solution.cost < best.solution.cost * (1 - 1e-9):
             best = found
     if best is None:
         assert refused is not None
@@ -198,13 +284,15 @@ def _own_saved_tensors() -> torch.autograd.graph.saved_tensors_hooks:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def settings_of(graph: Graph, request: Request, mesh: Mesh, context: ParallelContext, algo: AlgoParameters) -> Settings:
+def settings_of(
+    request: Request, mesh: Mesh, context: ParallelContext, algo: AlgoParameters, profile: DeviceProfile
+) -> Settings:
     """What the search needs to know of the context."""
     modes = (ParallelMode.SEMI_AUTO_PARALLEL, ParallelMode.DATA_PARALLEL)
     threshold = context.parallel_optimizer_config.parallel_optimizer_threshold * 1024
     return Settings(
         mesh=mesh,
-        profile=device_profile(graph, request, context),
+        profile=profile,
         weights=WEIGHTS[Level(request.level)],
         fully_use_devices=algo.fully_use_devices,
         batch_by_default=context.mode_was_set and context.parallel_mode in modes,

@@ -242,6 +242,12 @@ class ParallelContext(_Options):
         default=ParallelOptimizerConfig(), description="a dict with the key parallel_optimizer_threshold"
     )
 
+    enable_compile_cache: bool = True
+    """True: plans and compiled steps are kept on disk by content, so that a second start of a script makes none anew.
+    The reference has this option in set_context."""
+
+    compile_cache_path: str = Field(default="", description="a folder, or '' for PARTWAY_CACHE_DIR or ~/.cache/partway")
+
     backend: Backend = Field(default=Backend.EAGER, strict=False)
     """Ours: "eager" runs a step's operators one after another as PyTorch has them; "inductor" has TorchInductor compile
     each stretch between two collectives, which the first call of a signature waits for."""

@@ -43,7 +43,7 @@ from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from partway.annotate import Request, annotate
-from partway.compile import settings_of, uncollected
+from partway.compile import device_profile, settings_of, uncollected
 from partway.context import AlgoParameters, ParallelContext
 from partway.propagation.capture import capture
 from partway.propagation.differentiate import differentiate
@@ -212,7 +212,12 @@ def measure(case: Case) -> Run:
 
     def formulated() -> Any:
         notes = annotate(graph, model, request, mesh, context, algo, {}, None)
-        return formulate(graph, settings_of(graph, request, mesh, context, algo), notes.allowed, notes.as_it_lies)
+        return formulate(
+            graph,
+            settings_of(request, mesh, context, algo, device_profile(graph, request, context)),
+            notes.allowed,
+            notes.as_it_lies,
+        )
 
     graph = timed("capture", lambda: capture(model, (), {"input_ids": tokens, "labels": tokens}))
     with uncollected():

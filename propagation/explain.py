@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, permutations
@@ -291,15 +291,18 @@ def _listed(collectives: list[Collective]) -> str:
 
 
 class Origin:
-    """The Alternatives of a plan that was just made; none of one that was read from a file.
+    """The Alternatives of a plan that was made here, found when they are first asked for; none of one that was read
+    from a file.
 
     It is no part of what the plan says: any two are equal, and a pickled one is empty.
     """
 
-    __slots__ = ("alternatives",)
+    def __init__(self, find: Callable[[], Alternatives] | None = None) -> None:
+        self._find = find
 
-    def __init__(self, alternatives: Alternatives | None = None) -> None:
-        self.alternatives = alternatives
+    @cached_property
+    def alternatives(self) -> Alternatives | None:
+        return self._find() if self._find else None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Origin)

@@ -6,7 +6,7 @@ A plan is plain data: it can be printed, asked, saved and loaded without the mod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -186,6 +186,11 @@ class Plan(_Frozen):
     def wire_bytes(self) -> float:
         """Bytes that one rank sends in one step."""
         return sum(c.wire_bytes for c in self.collectives)
+
+    def of(self, find: Callable[[], Alternatives]) -> Plan:
+        """This plan, which now knows how to find its alternatives."""
+        self._origin = Origin(find)
+        return self
 
     def _layout(self, codes: Iterable[str]) -> Layout:
         return layout(self.mesh, tuple(map(placement_from_code, codes)))
@@ -393,8 +398,7 @@ def make_plan(
         ),
         unknown_operators=problem.unknown,
     )
-    plan._origin = Origin(Alternatives(problem, made, mode, written or {}))
-    return plan
+    return plan.of(lambda: Alternatives(problem, made, mode, written or {}))
 
 
 def _bytes(placed: Any) -> int:

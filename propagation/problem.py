@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -599,13 +599,12 @@ class _Formulation:
             raise OperatorError(_without_rule(self.unknown.values(), f", {so}"))
 
 
-def warn_of_unknown(problem: SearchProblem) -> None:
-    """One UnknownOperatorWarning that names every operator of `problem` without a rule, and the row to add."""
-    nodes = {operator_name(v.node): v.node for v in reversed(problem.vertices) if v.kind is VertexKind.OPERATOR}
-    if problem.unknown:
-        text = _without_rule(
-            map(nodes.__getitem__, problem.unknown), "; its operands are gathered and it runs replicated"
-        )
+def warn_of_unknown(graph: Graph, unknown: Sequence[str]) -> None:
+    """One UnknownOperatorWarning that names the operators `unknown` of `graph`, which have no rule, and the rows to
+    add."""
+    nodes = {operator_name(node): node for node in reversed(graph.nodes)}
+    if unknown:
+        text = _without_rule(map(nodes.__getitem__, unknown), "; its operands are gathered and it runs replicated")
         warnings.warn(text, UnknownOperatorWarning, stacklevel=2)
 
 
