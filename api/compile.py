@@ -198,6 +198,14 @@ def compile_call(
         annotations = annotate(graph, fn, request, mesh, context, algo, fixed or {}, saved)
         settings = settings_of(request, mesh, context, algo, profile)
         problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
+        try:
+            return Searched(annotations, problem, search(problem, mode, below))
+        except StrategyError:
+            if not settings.stay_split:
+                raise
+        # an operator cannot run on its part of the batch: its operands are gathered
+        settings = replace(settings, stay_split=False)
+        problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
         return Searched(annotations, problem, search(problem, mode, below))
 
     def find() -> Searched:
@@ -296,6 +304,7 @@ def settings_of(
         weights=WEIGHTS[Level(request.level)],
         fully_use_devices=algo.fully_use_devices,
         batch_by_default=context.mode_was_set and context.parallel_mode in modes,
+        stay_split=context.mode_was_set and context.parallel_mode == ParallelMode.DATA_PARALLEL,
         elementwise_follow=algo.elementwise_op_strategy_follow,
         keep_cheapest=math.ceil(min(1 / algo.algo_approxi_epsilon, 1e18)) if algo.enable_algo_approxi else None,
         slice_align=algo.tensor_slice_align_size if algo.tensor_slice_align_enable else 1,

@@ -65,7 +65,8 @@ class ConversionTable:
     """Costs between all layouts of tensors of one shape. A layout is known by its code: its states, one digit per
     axis. `gradient`: the backward of a conversion runs too; `partial`: how what the ranks hold under Partial makes the
     value ("sum" or "max"; None: there is no Partial); `barred`: steps that make the conversions impossible whose
-    cheapest chain has one of them, each as (axes, from, to); `tied`: axes along which there is no step at all."""
+    cheapest chain has one of them, each as (axes, from, to); `tied`: axes along which there is no step at all; `stays`:
+    parts stay where they are, so that there is no step that gathers or exchanges them, forward or backward."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -76,6 +77,7 @@ class ConversionTable:
     weights: Weights
     barred: frozenset[tuple[tuple[str, ...], Placement, Placement]] = frozenset()
     tied: tuple[str, ...] = ()
+    stays: bool = False
 
     @cached_property
     def states(self) -> tuple[Placement, ...]:
@@ -219,8 +221,9 @@ class ConversionTable:
         split = np.where(digits < self._splits, sizes, 1.0).prod(axis=1)
         whole = math.prod(self.shape) * self.itemsize / split
         fixed, linear = _coefficients(
-            self.states, self.gradient, self.mesh, tuple(self.mesh.axes[a] for a in axes), self.profile, self.weights
-        )
+            self.states, self.gradient, self.mesh, tuple(self.mesh.axes[a] for a in axes), self.profile, self.weights,
+            self.stays,
+        )  # fmt: skip
         cost = fixed[..., None] + linear[..., None] * whole
         # a later axis that splits the same dim stands in the way of putting or taking away a split
         later = digits[:, [i for i, other in enumerate(others) if other > axes[0]]]
@@ -303,6 +306,7 @@ def _coefficients(
     axes: tuple[str, ...],
     profile: DeviceProfile,
     weights: Weights,
+    stays: bool,
 ) -> tuple[Floats, Floats]:
     """A step over `axes` costs `fixed + linear * bytes of the value, whole along these axes`. Over several axes at
     once there are only steps that communicate: the others cost the same one by one."""
@@ -314,6 +318,8 @@ def _coefficients(
             continue
         ways = [kind(source, target)] + ([kind(*transpose(source, target))] if gradient else [])
         if len(axes) > 1 and not any(way.communicates for way in ways):
+            continue
+        if stays and any(way.communicates and way is not Kind.ALL_REDUCE for way in ways):
             continue
         fixed[i, j] = _STEP
         for way in ways:
@@ -336,9 +342,10 @@ def conversion_table(
     mesh: Mesh,
     profile: DeviceProfile,
     weights: Weights,
+    stays: bool = False,
 ) -> ConversionTable:
     """The shared table for these arguments."""
-    return ConversionTable(shape, itemsize, partial, gradient, mesh, profile, weights)
+    return ConversionTable(shape, itemsize, partial, gradient, mesh, profile, weights, stays=stays)
 
 
 @lru_cache(maxsize=4096)

@@ -294,7 +294,9 @@ class _Lowering:
             return self.local[v, target]
         here, producer = self.base[v]
         flows = v in self.problem.flows
-        table = table_of(v, flows, v in self.differentiable, self.settings)
+        parameter = v.node in self.ports and self.ports[v.node].role is Role.PARAMETER
+        free = bool(where) or (parameter and self.settings.shard_parameters is not None)
+        table = table_of(v, flows, v in self.differentiable, self.settings, free)
         node = self.local[v, here]
         for step in table.path(here, target):
             if (v, step.after) not in self.local:
@@ -310,7 +312,7 @@ class _Lowering:
                     whole_bytes=round(table.local_bytes(here) * (size if isinstance(step.source, Shard) else 1)),
                     dtype=tensor_of(v).dtype,
                     gradient=flows,
-                    parameter=v.node in self.ports and self.ports[v.node].role is Role.PARAMETER,
+                    parameter=parameter,
                     producer=producer,
                     consumer=consumer,
                     where=where or at.name,

@@ -69,6 +69,7 @@ class Settings:
     """What a search needs to know beside the graph and the annotations.
 
     fully_use_devices   an operator that does matrix products or convolutions uses all devices where it can
+    stay_split          what is split stays split: no operator's operands or results are gathered or exchanged
     batch_by_default    operators next to no annotation split their leading dim (semi_auto_parallel)
     elementwise_follow  no conversion follows an elementwise operator: it has the layout that its consumer takes, or the
                         hub of its consumers
@@ -85,6 +86,7 @@ class Settings:
     weights: Weights
     fully_use_devices: bool = True
     batch_by_default: bool = False
+    stay_split: bool = False
     elementwise_follow: bool = False
     keep_cheapest: int | None = None
     slice_align: int = 1
@@ -276,9 +278,10 @@ class SearchProblem:
 Allowed = Mapping[str, tuple[tuple[Layout, ...], str]]  # port or constraint name -> (layouts, what the person wrote)
 
 
-def table_of(v: Value, gradient: bool, differentiable: bool, s: Settings) -> ConversionTable:
+def table_of(v: Value, gradient: bool, differentiable: bool, s: Settings, free: bool) -> ConversionTable:
     """The costs of converting the tensor `v`. `gradient`: that of its gradient counts too; `differentiable`: it may
-    have one."""
+    have one; `free`: its parts may go to other ranks even where the settings say that what is split stays split, as
+    results have to, and parameters that the parallel optimizer keeps in parts."""
     tensor = tensor_of(v)
     return conversion_table(
         tuple(tensor.shape),
@@ -288,6 +291,7 @@ def table_of(v: Value, gradient: bool, differentiable: bool, s: Settings) -> Con
         s.mesh,
         s.profile,
         s.weights,
+        s.stay_split and not free,
     )
 
 
@@ -323,10 +327,12 @@ class _Formulation:
         self.unknown: dict[str, fx.Node] = {}
         self.uses = self._count_uses()
         self.near_annotation: set[Value] = set()
-        self.tables: dict[Value, ConversionTable] = {}
+        self.tables: dict[tuple[Value, bool], ConversionTable] = {}
         self.resting: dict[tuple[Placement, ...], Codes] = {}
         self.shared: dict[object, tuple[Rule | None, Options]] = {}
         self.approximate = False
+        self.batched = {Value(port.node) for port in graph.inputs if port.role is Role.INPUT}
+        self.parameters = {port.node for port in graph.inputs if port.role is Role.PARAMETER}
 
     def problem(self) -> SearchProblem:
         for port in self.graph.inputs:
@@ -352,10 +358,12 @@ class _Formulation:
                 uses[source_of(operand)] = uses.get(source_of(operand), 0) + 1
         return uses
 
-    def _table(self, v: Value) -> ConversionTable:
-        found = self.tables.get(v)
+    def _table(self, v: Value, result: bool = False) -> ConversionTable:
+        found = self.tables.get((v, result))
         if found is None:
-            found = self.tables[v] = table_of(v, v in self.flows, v in self.differentiable, self.settings)
+            free = result or (self.settings.shard_parameters is not None and v.node in self.parameters)
+            found = table_of(v, v in self.flows, v in self.differentiable, self.settings, free)
+            self.tables[v, result] = found
         return found
 
     def _add_input(self, port: Port) -> None:
@@ -416,7 +424,8 @@ class _Formulation:
         sources = tuple(map(source_of, inputs))
         produced = values_of(node)
         near = any(source in self.near_annotation for source in sources)
-        key = (_signature(node, self.constants), tuple(map(self._table_or_none, (*sources, *produced))), near)
+        batched = tuple(source in self.batched for source in sources)
+        key = (_signature(node, self.constants), tuple(map(self._table_or_none, (*sources, *produced))), near, batched)
         annotation = ""
         if node.target is constrain:
             rule, options, annotation = self._constraint(node, sources, produced)
@@ -424,11 +433,14 @@ class _Formulation:
         else:
             if key not in self.shared:
                 rule = rule_of(node)
-                options = self._operator_options(node, rule, sources, produced, near)
+                by_batch = not near and rule is not None and rule.carries_leading(batched)
+                options = self._operator_options(node, rule, sources, produced, by_batch)
                 self.shared[key] = (rule, options if self._follows(node, rule) else self._cheapest(options))
             rule, options = self.shared[key]
             if rule is None:
                 self._note_unknown(node)
+            elif rule.carries_leading(batched):
+                self.batched |= {*produced}
         index = self._append(Vertex(node.name, VertexKind.OPERATOR, node, options, rule, None, annotation), produced)
         for i, source in enumerate(sources):
             self._connect(source, index, i)
@@ -452,7 +464,7 @@ class _Formulation:
         return rule_of(node), options, annotation or str(node.args[2])
 
     def _operator_options(
-        self, node: fx.Node, rule: Rule | None, sources: tuple[Value, ...], produced: tuple[Value, ...], near: bool
+        self, node: fx.Node, rule: Rule | None, sources: tuple[Value, ...], produced: tuple[Value, ...], by_batch: bool
     ) -> Options:
         """All options of an operator that divide evenly, less those that the settings leave out."""
         if rule is None:
@@ -480,7 +492,7 @@ class _Formulation:
         split = np.array([names.index(option.factor) if option.factor else -1 for option in single], dtype=np.intp)
         factors = split[picks]
         used = np.where(factors >= 0, sizes, 1).prod(axis=1).astype(float)
-        keep = self._prefer(rule, keep, used, tables, columns, near)
+        keep = self._prefer(rule, keep, used, tables, columns, by_batch)
         operand_codes, result_codes = (tuple(codes[keep] for codes in side) for side in columns)
         work = self._work(node, rule, used[keep], sources, produced, tables, (operand_codes, result_codes))
         seconds, flops, held = work
@@ -502,7 +514,7 @@ class _Formulation:
         self.approximate = True
         return options.take(np.sort(np.argsort(options.unary, kind="stable")[:count]))
 
-    def _prefer(self, rule: Rule, keep: Mask, used: Floats, tables: Any, columns: Any, near: bool) -> Mask:
+    def _prefer(self, rule: Rule, keep: Mask, used: Floats, tables: Any, columns: Any, by_batch: bool) -> Mask:
         """Of the options in `keep`, those that the settings leave: even use of the devices, aligned slices, the batch
         by default."""
         s = self.settings
@@ -513,7 +525,7 @@ class _Formulation:
                     last = table.parts(len(table.shape) - 1)[codes]
                     aligned &= (last == 1) | (table.shape[-1] // last % s.slice_align == 0)
             keep = aligned if aligned.any() else keep
-        if s.batch_by_default and not near and columns[1] and tables[1][0]:
+        if s.batch_by_default and by_batch and columns[1] and tables[1][0]:
             keep = _most(keep, tables[1][0].parts(0)[columns[1][0]])
         if rule.flops and s.fully_use_devices:
             keep = _most(keep, used)
@@ -584,7 +596,7 @@ class _Formulation:
         if v.node in self.constants:
             return
         producer, result = self.producer[v]
-        table = self._table(v)
+        table = self._table(v, self.vertices[consumer].kind is VertexKind.OUTPUT)
         if self._follows(self.vertices[producer].node, self.vertices[producer].rule):
             table = tie(table, self.settings.mesh.axes)
         self.edges.append(Edge(v, producer, result, consumer, operand, table))

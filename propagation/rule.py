@@ -93,6 +93,12 @@ class Rule:
     flops: float = 0.0
     local: Localize | None = None
 
+    def carries_leading(self, batched: tuple[bool, ...]) -> bool:
+        """Whether the leading dim of an operand marked in `batched` is that of the first result too."""
+        leading = [dims[0][:1] for dims in self.results[:1] if dims]
+        operands = [dims[0][:1] for dims, marked in zip(self.operands, batched, strict=True) if dims and marked]
+        return any(dim and dim in operands for dim in leading)
+
 
 @dataclass(frozen=True, slots=True)
 class AxisOption:
