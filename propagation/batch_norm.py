@@ -65,7 +65,7 @@ def _format(x: Tensor) -> torch.memory_format:
 def _channels(x: Tensor) -> tuple[Tensor, ...]:
     """`x` cut along its channels into parts with not too many elements."""
     elements = _AT_ONCE.get(x.device.type, _AT_ONCE_ELSEWHERE)
-    return x.split(max(1, elements // max(1, x[:, :1].numel())), 1)
+    return torch.split(x, max(1, elements // max(1, x[:, :1].numel())), 1)
 
 
 def _spatial(vector: Tensor, x: Tensor) -> Tensor:
