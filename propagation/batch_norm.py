@@ -50,22 +50,12 @@ scale = torch.ops.partway.scale.default
 vector_gradients = torch.ops.partway.vector_gradients.default
 spread = torch.ops.partway.spread.default
 
-# Elements taken at once: what stays in a processor's cache; on other devices few launches, and 256 MB of float32.
-_AT_ONCE = {"cpu": 2**18}
-_AT_ONCE_ELSEWHERE = 2**26
-
 
 def _format(x: Tensor) -> torch.memory_format:
     """The format in which PyTorch's kernels take `x` as it lies, or the contiguous one."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     as_it_lies = last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
     return last if last is not None and as_it_lies else torch.contiguous_format
-
-
-def _channels(x: Tensor) -> tuple[Tensor, ...]:
-    """`x` cut along its channels into parts with not too many elements."""
-    elements = _AT_ONCE.get(x.device.type, _AT_ONCE_ELSEWHERE)
-    return torch.split(x, max(1, elements // max(1, x[:, :1].numel())), 1)
 
 
 def _spatial(vector: Tensor, x: Tensor) -> Tensor:
@@ -96,19 +86,11 @@ def _factor(weight: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _moments(x: Tensor, shift: Tensor | None) -> Tensor:
-    """Sums about the mean of this part, and from them those about `shift`: no digits are lost to a large mean."""
-    dims, dtype = [0, *range(2, x.dim())], wide(x.dtype)
-    count = x.numel() // max(x.shape[1], 1)
-    zero, one = x.new_zeros(x.shape[1], dtype=dtype), x.new_ones(x.shape[1], dtype=dtype)
-    found = []
-    for part in _channels(x):
-        mean = part.sum(dims, dtype=dtype).div_(count)
-        size, part = len(mean), part - _spatial(mean, x)
-        found.append((mean, *_sums(part, part, zero[:size], one[:size], one[:size], 0.0)))
-    away, first, second = (torch.cat(parts).double() for parts in zip(*found, strict=True))
-    if shift is not None:
-        away = away - shift
-    return torch.stack((first + count * away, second + away * (2 * first + count * away)))
+    """From mean and variance of this part: no digits are lost to a mean far from `shift`."""
+    part = x.to(wide(x.dtype), memory_format=_format(x))  # in low precision the kernel would round its results
+    mean, var = (vector.double() for vector in aten.batch_norm_update_stats(part, None, None, 0.0))
+    away = mean if shift is None else mean - shift
+    return torch.stack((away, torch.addcmul(var, away, away))).mul_(x.numel() // max(x.shape[1], 1))
 
 
 def _moments_backward(slopes: Tensor, x: Tensor, shift: Tensor | None) -> Tensor:
