@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ..strategy.errors import VerifyError
+from .batch_norm import merge_gradients
 from .collectives import convert
 from .graph import Role, Text
 from .lower import LocalProgram
@@ -270,6 +271,7 @@ def _stitched(
     gradients = _flow(pieces, likes, starts, copy, add)
     backward.output(tuple(gradients.get(node) for node in inputs if likes[node].requires_grad))
     backward.eliminate_dead_code(is_impure_node=_is_port)
+    merge_gradients(backward)
     for node, placeholder in list(kept.items()):
         if not placeholder.users:  # what was computed of it is a gradient that nobody asked for
             backward.erase_node(kept.pop(node))

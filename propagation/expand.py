@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .batch_norm import moments, normalise, statistics
 from .graph import argument, argument_names, is_tensor, operands, shape, value
 from .indexing import class_terms, wide
 from .torch_internals import tree_map
@@ -103,44 +104,30 @@ def _batch_norm_stateless(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ..
 def _batch_norm_of(
     b: Builder, x: Any, weight: Any, bias: Any, old_mean: Any, old_var: Any, training: Any, momentum: Any, eps: Any
 ) -> tuple[fx.Node | None, ...]:
-    channels = [1, shape(x)[1], *[1] * (len(shape(x)) - 2)]
-    dims = [d for d in range(len(shape(x))) if d != 1]
-    count = math.prod(shape(x)[d] for d in dims)
-    dtype = value(x).dtype
-    exact = wide(dtype)
-
-    def along(vector: fx.Node) -> fx.Node:
-        return b(aten.view.default, vector, channels)
-
-    if exact != dtype:
-        x = b(aten._to_copy.default, x, dtype=exact)
-    new_mean, new_var = old_mean, old_var
+    """In training the statistics are those of the moments, which are sums over the whole batch (`batch_norm.py`)."""
+    mean, var, new_mean, new_var = old_mean, old_var, old_mean, old_var
     if training:
-        mean = b(aten.div.Scalar, b(aten.sum.dim_IntList, x, dims), count)
-        centred = b(aten.sub.Tensor, x, along(mean))
-        var = b(aten.div.Scalar, b(aten.sum.dim_IntList, b(aten.mul.Tensor, centred, centred), dims), count)
+        dims = [d for d in range(len(shape(x))) if d != 1]
+        count, dtype = math.prod(shape(x)[d] for d in dims), wide(value(x).dtype)
+        shift = None
+        if dtype == torch.float64:
+            shift = b(aten.div.Scalar, b(aten.sum.dim_IntList, b(aten.detach.default, x), dims), count)
+        found = b(statistics, b(moments, x, shift), shift, count, dtype)
+        both = b(aten.unbind.int, found)
+        mean, var = b(operator.getitem, both, 0), b(operator.getitem, both, 1)
         if old_mean is not None:
             unbiased = b(aten.mul.Scalar, b(aten.detach.default, var), count / max(count - 1, 1))
             new_mean = _blend(b, old_mean, b(aten.detach.default, mean), momentum)
             new_var = _blend(b, old_var, unbiased, momentum)
-    else:
-        mean, var = old_mean, old_var
-        centred = b(aten.sub.Tensor, x, along(mean))
+    y = b(normalise, x, mean, var, weight, bias, eps)
     rstd = b(aten.rsqrt.default, b(aten.add.Scalar, var, eps))
-    y = b(aten.mul.Tensor, centred, along(rstd))
-    if weight is not None:
-        y = b(aten.mul.Tensor, y, along(weight))
-    if bias is not None:
-        y = b(aten.add.Tensor, y, along(bias))
-    if exact != dtype:
-        y = b(aten._to_copy.default, y, dtype=dtype)
     return (y, mean, rstd, new_mean, new_var)
 
 
 def _blend(b: Builder, old: Any, new: Any, momentum: Any) -> fx.Node:
     if value(new).dtype != value(old).dtype:
         new = b(aten._to_copy.default, new, dtype=value(old).dtype)
-    return b(aten.add.Tensor, b(aten.mul.Scalar, old, 1 - momentum), b(aten.mul.Scalar, new, momentum))
+    return b(aten.lerp.Scalar, old, new, momentum)
 
 
 def _cross_entropy(b: Builder, node: fx.Node) -> fx.Node | None:

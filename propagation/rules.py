@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .batch_norm import moments, normalise, statistics
 from .collectives import constrain
 from .graph import argument, argument_names, draws_random_numbers, is_tensor, operands, shape, value
 from .indexing import class_terms, part_index
@@ -485,6 +486,30 @@ def _loss(node: fx.Node) -> Rule | None:
     return Rule(dims, ((),), sizes, reduce=frozenset(sizes))
 
 
+def _moments(node: fx.Node) -> Rule | None:
+    """Sums over all but the channels (dim 1): every part of x has an addend."""
+    size = shape(operands(node)[0])
+    letters = _letters(size)
+    shift = tuple((letters[1],) for _ in operands(node)[1:])
+    summed = frozenset(f for parts in (letters[0], *letters[2:]) for f in parts)
+    return Rule((letters, *shift), (((), letters[1]),), _sizes(letters, size), reduce=summed)
+
+
+def _statistics(node: fx.Node) -> Rule | None:
+    """Each channel by itself."""
+    letters = _rename(_letters(shape(node)), {0})
+    return Rule((letters, *((letters[1],) for _ in operands(node)[1:])), (letters,), {"f1": shape(node)[1]})
+
+
+def _normalise(node: fx.Node) -> Rule | None:
+    """Each element by itself, with the vectors of its channel (dim 1); linear in x with the mean and the bias."""
+    size = shape(node)
+    letters = _letters(size)
+    vectors = ((letters[1],) for _ in operands(node)[1:])
+    addends = {0, 1} if node.args[4] is None else {0, 1, len(operands(node)) - 1}
+    return Rule((letters, *vectors), (letters,), _sizes(letters, size), linear=(frozenset(addends),))
+
+
 def _group_norm(node: fx.Node) -> Rule | None:
     x = operands(node)[0]
     letters = _rename(_letters(shape(x)), range(1, len(shape(x))))
@@ -577,4 +602,7 @@ RULES: dict[Any, Row | Function] = {
     aten.unsqueeze.default: _squeezed,
     class_terms: _class_terms,
     constrain: _UNARY_LINEAR,
+    moments: _moments,
+    normalise: _normalise,
+    statistics: _statistics,
 }

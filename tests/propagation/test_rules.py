@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
+from partway.propagation.batch_norm import moments, normalise, statistics
 from partway.propagation.capture import capture, capturing
 from partway.propagation.collectives import constrain
 from partway.propagation.indexing import class_terms
@@ -234,6 +235,18 @@ CASES = [
     case(aten.transpose.int, "f0 f1 f2", lambda x: x.transpose(-1, 0) * 2, real(4, 4, 4), linear=1),
     case(aten.unbind.int, "f1", lambda x: [p * 2 for p in x], real(2, 4), linear=1),
     case(aten.unsqueeze.default, "f0 f1", lambda x: x.unsqueeze(-1) * 2, real(4, 4), linear=1),
+    case(moments, "f0 f1", lambda x: moments(x, None), real(4, 4)),
+    case(moments, "f0 f1 f2 f3", moments, real(4, 4, 4, 4), fixed(4)),
+    case(normalise, "f0 f1", lambda x, m, v: normalise(x, m, v, None, None, 0.1), real(4, 4), real(4), positive(4),
+         linear=1),
+    case(normalise, "f0 f1 f2", lambda x, m, v, w: normalise(x, m, v, w, None, 0.1),
+         real(4, 4, 4), real(4), positive(4), real(4), linear=1),
+    case(normalise, "f0 f1 f2 f3", lambda x, m, v, w, b: normalise(x, m, v, w, b, 0.1),
+         real(4, 4, 4, 4), real(4), positive(4), real(4), real(4), linear=1),
+    case(normalise, "f0 f1", lambda x, m, v, b: normalise(x, m, v, None, b, 0.1),
+         real(4, 4), real(4), positive(4), real(4), linear=1),
+    case(statistics, "f1", lambda m: statistics(m, None, 1, torch.float64), positive(2, 4)),
+    case(statistics, "f1", lambda m, s: statistics(m, s, 2, torch.float64), positive(2, 4), fixed(4)),
 ]  # fmt: skip
 
 POINTWISE = [

@@ -1,0 +1,244 @@
+"""BatchNorm as operators of which each splits over batch, space and channels, at the speed of PyTorch's own kernels.
+
+    partway::moments(x, shift)                         for each channel the sums of x - shift and of its square, [2, C]
+    partway::statistics(moments, shift, count, dtype)  the means and (biased) variances of `count` such elements, [2, C]
+    partway::normalise(x, mean, var, weight, bias, eps)
+                                                       (x - mean) / sqrt(var + eps) * weight + bias
+
+Dim 1 of x has the channels. Moments are sums to which every part of x has an addend, so one AllReduce of [2, C] gives
+the statistics of the whole batch, and one of [2, C], of the gradient of the statistics, is all that the backward sends
+besides the gradients of weight and bias. Moments are float64, so that a variance as the difference of two of them is as
+exact for float32 numbers as one computed in two passes; where x is float64 itself, `shift` is its mean, and the
+moments are central. What they are shifted by does not change the result, so `shift` gets no gradient.
+
+The gradient of x has two terms, one by `normalise` and one by `moments`, which the AllReduce keeps apart; once both
+are known, `spread` makes their sum in the time of one (`merge_gradients`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .indexing import wide
+
+aten = torch.ops.aten
+
+_LIBRARY = torch.library.Library("partway", "FRAGMENT")
+_LIBRARY.define("moments(Tensor x, Tensor? shift) -> Tensor")
+_LIBRARY.define("moments_backward(Tensor slopes, Tensor x, Tensor? shift) -> Tensor")
+_LIBRARY.define("statistics(Tensor moments, Tensor? shift, int count, ScalarType dtype) -> Tensor")
+_LIBRARY.define("statistics_backward(Tensor slopes, Tensor moments, int count) -> Tensor")
+_LIBRARY.define("normalise(Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps) -> Tensor")
+_LIBRARY.define("scale(Tensor y, Tensor var, Tensor? weight, float eps) -> Tensor")
+_LIBRARY.define(
+    "vector_gradients(Tensor y, Tensor x, Tensor mean, Tensor var, Tensor? weight, float eps)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "spread(Tensor y, Tensor var, Tensor? weight, float eps, Tensor slopes, Tensor x, Tensor? shift) -> Tensor"
+)
+
+moments = torch.ops.partway.moments.default
+moments_backward = torch.ops.partway.moments_backward.default
+statistics = torch.ops.partway.statistics.default
+statistics_backward = torch.ops.partway.statistics_backward.default
+normalise = torch.ops.partway.normalise.default
+scale = torch.ops.partway.scale.default
+vector_gradients = torch.ops.partway.vector_gradients.default
+spread = torch.ops.partway.spread.default
+
+
+def _format(x: Tensor) -> torch.memory_format:
+    """The format in which PyTorch's kernels take `x` as it lies, or the contiguous one."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
+    as_it_lies = last is not None and not x.is_contiguous() and x.is_contiguous(memory_format=last)
+    return last if last is not None and as_it_lies else torch.contiguous_format
+
+
+def _spatial(vector: Tensor, x: Tensor) -> Tensor:
+    """`vector` with its elements along the channels of `x`."""
+    return vector.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def _affine(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias in one pass, in the dtype of `x`."""
+    x = x.contiguous(memory_format=_format(x))
+    found: Tensor = aten.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
+    return found
+
+
+def _sums(y: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """For each channel the sums of y and of y (x - mean) / sqrt(var + eps), in one pass."""
+    x = x.contiguous(memory_format=_format(x))
+    y = y.contiguous(memory_format=_format(x))
+    _, weighed, plain = aten.native_batch_norm_backward(
+        y, x, weight, mean, var, None, None, False, eps, [False, True, True]
+    )
+    return plain, weighed
+
+
+def _factor(weight: Tensor | None, like: Tensor) -> Tensor:
+    """`weight` in the dtype of `like`; without one it is one."""
+    return torch.ones_like(like) if weight is None else weight.to(like.dtype)
+
+
+def _moments(x: Tensor, shift: Tensor | None) -> Tensor:
+    """From mean and variance of this part: no digits are lost to a mean far from `shift`."""
+    part = x.to(wide(x.dtype), memory_format=_format(x))  # in low precision the kernel would round its results
+    mean, var = (vector.double() for vector in aten.batch_norm_update_stats(part, None, None, 0.0))
+    away = mean if shift is None else mean - shift
+    return torch.stack((away, torch.addcmul(var, away, away))).mul_(x.numel() // max(x.shape[1], 1))
+
+
+def _moments_backward(slopes: Tensor, x: Tensor, shift: Tensor | None) -> Tensor:
+    """With slopes (s, q) it is s + 2 q (x - shift)."""
+    first, second = slopes[0], 2 * slopes[1]
+    if shift is not None:
+        first = first - second * shift
+    weight, bias = second.to(wide(x.dtype)), first.to(wide(x.dtype))
+    return _affine(x, torch.zeros_like(weight), torch.ones_like(weight), weight, bias, 0.0)
+
+
+def _statistics(moments: Tensor, shift: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
+    mean, square = (moments / count).unbind()
+    var = torch.addcmul(square, mean, mean, value=-1).clamp_(min=0)
+    return torch.stack((mean if shift is None else mean + shift, var)).to(dtype)
+
+
+def _statistics_backward(slopes: Tensor, moments: Tensor, count: int) -> Tensor:
+    """Of s / count and q / count - (s / count)^2 by (s, q); a shift adds nothing."""
+    mean, var = (slopes.double() / count).unbind()
+    return torch.stack((mean - 2 / count * moments[0] * var, var))
+
+
+def _normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    dtype = wide(x.dtype)
+    mean, var = mean.to(dtype), var.to(dtype)
+    return _affine(x, mean, var, _factor(weight, mean), None if bias is None else bias.to(dtype), eps)
+
+
+def _scale(y: Tensor, var: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """y / sqrt(var + eps) * weight."""
+    var = var.to(wide(y.dtype))
+    return _affine(y, torch.zeros_like(var), var, _factor(weight, var), None, eps)
+
+
+def _vector_gradients(
+    y: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of mean, variance, weight and bias from that of the result."""
+    dtype = wide(x.dtype)
+    mean, var = mean.to(dtype), var.to(dtype)
+    factor = _factor(weight, mean)
+    plain, weighed = _sums(y, x, mean, var, factor, eps)
+    slope = (var + eps).rsqrt_()
+    factor = factor * slope
+    return -factor * plain, -0.5 * factor * slope * weighed, weighed, plain
+
+
+def _spread(
+    y: Tensor, var: Tensor, weight: Tensor | None, eps: float, slopes: Tensor, x: Tensor, shift: Tensor | None
+) -> Tensor:
+    found = _moments_backward(slopes, x, shift)
+    if var.dtype != y.dtype:  # a factor in low precision would be wrong for its whole channel
+        return found.add_(_scale(y, var, weight, eps))
+    return found.addcmul_(y, _spatial((var + eps).rsqrt_().mul_(_factor(weight, var)), x))
+
+
+for _name, _function in (
+    ("moments", _moments),
+    ("moments_backward", _moments_backward),
+    ("statistics", _statistics),
+    ("statistics_backward", _statistics_backward),
+    ("normalise", _normalise),
+    ("scale", _scale),
+    ("vector_gradients", _vector_gradients),
+    ("spread", _spread),
+):
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("partway::moments")  # type: ignore[untyped-decorator]
+def _fake_moments(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty((2, x.shape[1]), dtype=torch.float64)
+
+
+@torch.library.register_fake("partway::statistics")  # type: ignore[untyped-decorator]
+def _fake_statistics(moments: Tensor, shift: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
+    return moments.new_empty(moments.shape, dtype=dtype)
+
+
+@torch.library.register_fake("partway::statistics_backward")  # type: ignore[untyped-decorator]
+def _fake_statistics_backward(slopes: Tensor, moments: Tensor, count: int) -> Tensor:
+    return moments.new_empty(moments.shape)
+
+
+@torch.library.register_fake("partway::vector_gradients")  # type: ignore[untyped-decorator]
+def _fake_vector_gradients(y: Tensor, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    one, two, three, four = (mean.new_empty(mean.shape, dtype=wide(x.dtype)) for _ in range(4))
+    return one, two, three, four
+
+
+def _fake_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=_format(x))
+
+
+torch.library.register_fake("partway::moments_backward", lambda slopes, x, shift: _fake_like(x))
+torch.library.register_fake("partway::normalise", lambda x, *_: _fake_like(x))
+torch.library.register_fake("partway::scale", lambda y, *_: _fake_like(y))
+torch.library.register_fake("partway::spread", lambda y, var, weight, eps, slopes, x, shift: _fake_like(x))
+
+
+def _keep_for_moments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _back_from_moments(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
+    return moments_backward(slopes, *ctx.saved_tensors), None
+
+
+def _keep_for_statistics(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    total, _, ctx.count, _ = inputs
+    ctx.save_for_backward(total)
+
+
+def _back_from_statistics(ctx: Any, slopes: Tensor) -> tuple[Tensor | None, ...]:
+    return statistics_backward(slopes, *ctx.saved_tensors, ctx.count), None, None, None
+
+
+def _keep_for_normalise(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, mean, var, weight, bias, ctx.eps = inputs
+    ctx.save_for_backward(x, mean, var, weight)
+    ctx.dtypes = tuple(None if vector is None else vector.dtype for vector in (mean, var, weight, bias))
+
+
+def _back_from_normalise(ctx: Any, y: Tensor) -> tuple[Tensor | None, ...]:
+    x, mean, var, weight = ctx.saved_tensors
+    of_x = scale(y, var, weight, ctx.eps) if ctx.needs_input_grad[0] else None
+    if not any(ctx.needs_input_grad[1:5]):
+        return of_x, None, None, None, None, None
+    found = vector_gradients(y, x, mean, var, weight, ctx.eps)
+    of_vectors = (None if d is None else vector.to(d) for vector, d in zip(found, ctx.dtypes, strict=True))
+    return of_x, *of_vectors, None
+
+
+torch.library.register_autograd("partway::moments", _back_from_moments, setup_context=_keep_for_moments)
+torch.library.register_autograd("partway::statistics", _back_from_statistics, setup_context=_keep_for_statistics)
+torch.library.register_autograd("partway::normalise", _back_from_normalise, setup_context=_keep_for_normalise)
+
+
+def merge_gradients(graph: fx.Graph) -> None:
+    """Where `graph` adds up the two terms of the gradient of x, and reads neither again, it makes their sum."""
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        terms = {term.target: term for term in node.all_input_nodes if len(term.users) == 1}
+        if set(terms) != {scale, moments_backward} or len(node.args) != 2:
+            continue
+        with graph.inserting_before(node):
+            merged = graph.call_function(spread, (*terms[scale].args, *terms[moments_backward].args))
+        merged.meta = dict(node.meta)
+        node.replace_all_uses_with(merged)
+        for gone in (node, *terms.values()):
+            graph.erase_node(gone)
