@@ -32,6 +32,7 @@ from partway.propagation.lower import LocalProgram, lower, verify_program
 from partway.propagation.plan import Plan, make_plan
 from partway.propagation.problem import SearchProblem, Settings, formulate, warn_of_unknown
 from partway.propagation.profile import DeviceProfile, profile_of
+from partway.propagation.recompute import checkpointed, gathered_weights, recompute
 from partway.propagation.search import search, verify_solution
 from partway.propagation.structure import Call, check_call, flatten_call
 from partway.propagation.torch_internals import is_transformed
@@ -68,6 +69,7 @@ class Compiled:
         """The program whose backward starts from the outputs marked in `wanted`."""
         with _own_saved_tensors(), uncollected():
             step: Step = differentiate(self.local, wanted)
+            step = recompute(step, checkpointed(step))
         if not self.context.gradients_mean:
             step = scale_parameter_gradients(step, self.annotations.parts)
         return make_program(step, _policy(self.context), self.problem.settings.profile)

@@ -6,6 +6,7 @@ before one collective. The text is the same on every rank; a conversion knows it
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,9 +27,11 @@ from .graph import (
     Role,
     Text,
     Value,
+    mark,
     module_path,
     operands,
     operator_name,
+    region_of,
     source_line,
     source_of,
     tensor_of,
@@ -47,7 +50,8 @@ class Conversion:
 
     All of `axes`, in the order of the mesh, go from `source` to `target`, as one axis of `size` ranks would; size is
     the product of theirs. `whole_bytes` is what one rank would hold if none of these axes split the tensor.
-    `gradient`: its transpose runs in the backward that was planned.
+    `gradient`: its transpose runs in the backward that was planned. `again`: it stands for a conversion that runs once
+    more, as it is, in the backward (recompute.py).
     """
 
     tag: int
@@ -65,9 +69,12 @@ class Conversion:
     where: str
     path: str
     line: str
+    again: bool = False
 
     def kind(self, phase: str) -> Kind:
         """What happens in the "forward" or the "backward"."""
+        if self.again:
+            return kind(self.source, self.target) if phase == "backward" else Kind.NOTHING
         return step_kind(self.source, self.target, phase, self.gradient)
 
 
@@ -229,7 +236,10 @@ class _Lowering:
             inputs.append(_placed(port, rest))
         for node in self.problem.graph.nodes:
             if node.target is not operator.getitem:
+                before = len(self.graph.nodes)
                 self._emit(node)
+                for made in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
+                    mark(made, region_of(node))
         outputs, results = [], []
         for port in self.problem.graph.outputs:
             found = self.chosen.get((VertexKind.OUTPUT, port.node, port.name))
