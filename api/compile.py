@@ -2,8 +2,8 @@
 
 Each arrow is a pure function from one frozen value to the next:
 
-    capture  ─▶  annotate  ─▶  formulate  ─▶  search  ─▶  lower  ─▶  differentiate  ─▶  fuse
-    Graph        Allowed       SearchProblem  Solution    LocalProgram  Step             Program
+    capture  ─▶  annotate  ─▶  formulate  ─▶  search  ─▶  lower  ─▶  differentiate, recompute  ─▶  fuse
+    Graph        Allowed       SearchProblem  Solution    LocalProgram  Step                       Program
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -69,7 +69,8 @@ class Compiled:
         """The program whose backward starts from the outputs marked in `wanted`."""
         with _own_saved_tensors(), uncollected():
             step: Step = differentiate(self.local, wanted)
-            step = recompute(step, checkpointed(step))
+            weights = gathered_weights(step) if self.local.regather else frozenset()
+            step = recompute(step, checkpointed(step) | weights)
         if not self.context.gradients_mean:
             step = scale_parameter_gradients(step, self.annotations.parts)
         return make_program(step, _policy(self.context), self.problem.settings.profile)
@@ -130,7 +131,13 @@ def compile_call(
         annotations = annotate(graph, fn, request, mesh, context, algo, fixed or {}, saved)
         settings = settings_of(graph, request, mesh, context, algo)
         problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
-        return annotations, problem, search(problem, mode, below)
+        solution = search(problem, mode, below)
+        if over := bytes_over_limit(problem, solution):
+            if context.reshard_after_forward is False:
+                raise StrategyError(_keeps_too_much(settings, over))
+            problem = formulate(graph, replace(settings, regather=True), annotations.allowed, annotations.as_it_lies)
+            solution = search(problem, mode, below)
+        return annotations, problem, solution
 
     inner = device_profile(graph, request, context).levels[0].devices
     meshes = meshes_to_try(graph, fn, request, context, processes, saved, fixed or {}, inner)
@@ -169,6 +176,23 @@ def cheapest(
     return best
 
 
+def bytes_over_limit(problem: SearchProblem, solution: Solution) -> float:
+    """By how many bytes a plan exceeds the memory limit with the gathered weights that it keeps; 0: they fit."""
+    limit = problem.settings.memory_limit
+    if limit is None:
+        return 0.0
+    return max(0.0, problem.memory(solution.choice) + lower(problem, solution.choice).gathered_bytes - limit)
+
+
+def _keeps_too_much(settings: Settings, over: float) -> str:
+    limit = settings.memory_limit or 0.0
+    return (
+        f"the plan on the mesh {settings.mesh} keeps gathered weights for the backward, as reshard_after_forward=False "
+        f"says, and exceeds memory_limit {limit / 1e9:.4g} GB by {over / 1e9:.4g} GB; set reshard_after_forward=None "
+        "or True, so that the backward gathers them again, or a higher limit"
+    )
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Puts garbage collection off. What capture leaves of a deep model is millions of objects that are in use, and
@@ -203,6 +227,7 @@ def settings_of(graph: Graph, request: Request, mesh: Mesh, context: ParallelCon
         shard_parameters=threshold if context.enable_parallel_optimizer else None,
         optimizer_states=algo.optimizer_states,
         memory_limit=algo.memory_limit,
+        regather=context.reshard_after_forward is True,
         on_unknown_op=context.on_unknown_op,
     )
 

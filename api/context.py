@@ -239,6 +239,11 @@ class ParallelContext(_Options):
         default=ParallelOptimizerConfig(), description="a dict with the key parallel_optimizer_threshold"
     )
 
+    reshard_after_forward: bool | None = Field(default=None, description="None, True or False")
+    """Ours, with FSDP2's name. True: weights that are split at rest and gathered for the forward are let go after it,
+    and gathered again in the backward, which holds less and sends more. False: they are kept. None: they are kept
+    unless `memory_limit` leaves no room for them."""
+
     on_unknown_op: Fallback = Field(default=Fallback.WARN, strict=False)
     """Ours: whether an operator without a rule runs replicated with a warning, or is an error."""
 

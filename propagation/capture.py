@@ -255,7 +255,7 @@ def _checkpoint_call(frame: FrameType | None) -> FrameType | None:
 def _check_checkpoint(call: FrameType) -> None:
     """Raise CaptureError unless the region of a call of torch.utils.checkpoint can be captured."""
     given = call.f_locals
-    where = name_of(given["function"])
+    where = name_of(getattr(given["function"], "func", given["function"]))  # transformers wraps a layer in a partial
     if given["use_reentrant"]:
         raise CaptureError(
             f"torch.utils.checkpoint of {where} with use_reentrant=True (PyTorch's default) runs it without gradients, "
@@ -263,8 +263,8 @@ def _check_checkpoint(call: FrameType) -> None:
         )
     if given["context_fn"] is not torch.utils.checkpoint.noop_context_fn:
         raise CaptureError(
-            f"torch.utils.checkpoint of {where} with a context_fn: Partway itself chooses what the region keeps (random "
-            "masks, and what all-reduces and reduce-scatters give); drop context_fn"
+            f"torch.utils.checkpoint of {where} with a context_fn: Partway itself chooses what the region keeps "
+            "(random masks, and what all-reduces and reduce-scatters give); drop context_fn"
         )
 
 

@@ -65,7 +65,8 @@ class ConversionTable:
     """Costs between all layouts of tensors of one shape. A layout is known by its code: its states, one digit per
     axis. `gradient`: the backward of a conversion runs too; `partial`: how what the ranks hold under Partial makes the
     value ("sum" or "max"; None: there is no Partial); `barred`: steps that make the conversions impossible whose
-    cheapest chain has one of them, each as (axes, from, to); `tied`: axes along which there is no step at all."""
+    cheapest chain has one of them, each as (axes, from, to); `tied`: axes along which there is no step at all; `again`:
+    a gather runs once more in the backward."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -76,6 +77,7 @@ class ConversionTable:
     weights: Weights
     barred: frozenset[tuple[tuple[str, ...], Placement, Placement]] = frozenset()
     tied: tuple[str, ...] = ()
+    again: bool = False
 
     @cached_property
     def states(self) -> tuple[Placement, ...]:
@@ -218,8 +220,9 @@ class ConversionTable:
         sizes = np.array([self.mesh.sizes[a] for a in others], dtype=float)
         split = np.where(digits < self._splits, sizes, 1.0).prod(axis=1)
         whole = math.prod(self.shape) * self.itemsize / split
+        names = tuple(self.mesh.axes[a] for a in axes)
         fixed, linear = _coefficients(
-            self.states, self.gradient, self.mesh, tuple(self.mesh.axes[a] for a in axes), self.profile, self.weights
+            self.states, self.gradient, self.again, self.mesh, names, self.profile, self.weights
         )
         cost = fixed[..., None] + linear[..., None] * whole
         # a later axis that splits the same dim stands in the way of putting or taking away a split
@@ -299,6 +302,7 @@ def _groups_of_codes(states: int, axes: int, chosen: tuple[int, ...]) -> tuple[C
 def _coefficients(
     states: tuple[Placement, ...],
     gradient: bool,
+    again: bool,
     mesh: Mesh,
     axes: tuple[str, ...],
     profile: DeviceProfile,
@@ -313,6 +317,7 @@ def _coefficients(
         if not converts(source, target):
             continue
         ways = [kind(source, target)] + ([kind(*transpose(source, target))] if gradient else [])
+        ways += [Kind.ALL_GATHER] if again and ways[0] is Kind.ALL_GATHER else []
         if len(axes) > 1 and not any(way.communicates for way in ways):
             continue
         fixed[i, j] = _STEP
@@ -336,9 +341,10 @@ def conversion_table(
     mesh: Mesh,
     profile: DeviceProfile,
     weights: Weights,
+    again: bool = False,
 ) -> ConversionTable:
     """The shared table for these arguments."""
-    return ConversionTable(shape, itemsize, partial, gradient, mesh, profile, weights)
+    return ConversionTable(shape, itemsize, partial, gradient, mesh, profile, weights, again=again)
 
 
 @lru_cache(maxsize=4096)

@@ -23,7 +23,6 @@ from ..strategy.errors import VerifyError
 from .structure import Structure
 from .torch_internals import OpOverload
 
-
 _REGION = "partway_checkpoint"
 
 

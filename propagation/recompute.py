@@ -13,7 +13,6 @@ import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import fx
 
 from ..strategy.placement import Kind
@@ -21,9 +20,7 @@ from .collectives import convert, kind_of
 from .differentiate import Step, calls_of, is_port, returned_by
 from .graph import Role, Text, draws_random_numbers, region_of
 from .lower import Conversion
-from .problem import is_view
-
-_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)  # casts, and transposes that are carried out
+from .problem import rearranges
 
 
 def recompute(step: Step, chosen: Collection[fx.Node]) -> Step:
@@ -118,18 +115,18 @@ def gathered_weights(step: Step) -> frozenset[fx.Node]:
     weights = {node for node, placed in inputs if placed.port.role is Role.PARAMETER}
     gathered: set[fx.Node] = set()
     for node in calls_of(graph):
-        if node.all_input_nodes and all(o in weights for o in node.all_input_nodes) and _rearranges(node):
+        if node.all_input_nodes and all(o in weights for o in node.all_input_nodes) and _is_weight(node):
             weights.add(node)
             if _conversion_kind(node) is Kind.ALL_GATHER or any(o in gathered for o in node.all_input_nodes):
                 gathered.add(node)
     return frozenset(gathered)
 
 
-def _rearranges(node: fx.Node) -> bool:
+def _is_weight(node: fx.Node) -> bool:
     """Whether `node` has the numbers of its operand, or their parts that other ranks hold, in another form."""
     if node.target is convert:
         return _conversion_kind(node) is Kind.ALL_GATHER or not _conversion_kind(node).communicates
-    return is_view(node) or node.target is operator.getitem or node.target in _COPIES
+    return rearranges(node) or node.target is operator.getitem
 
 
 def _conversion_kind(node: fx.Node) -> Kind:
@@ -166,7 +163,7 @@ def _regions(graph: fx.Graph, results: Iterable[fx.Node]) -> dict[fx.Node, int]:
     """The region of each node that is in one, the `results` aside. What is computed for the backward only, as autograd
     does with what depends on no gradient, is in the region of its operands."""
     results = set(results)
-    live = _needed(list(results), graph.nodes)
+    live = _needed(list(results), set(graph.nodes))
     found: dict[fx.Node, int] = {}
     for node in calls_of(graph):
         region = region_of(node)
