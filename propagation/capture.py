@@ -264,7 +264,7 @@ def _check_checkpoint(call: FrameType) -> None:
     if given["context_fn"] is not torch.utils.checkpoint.noop_context_fn:
         raise CaptureError(
             f"torch.utils.checkpoint of {where} with a context_fn: Partway itself chooses what the region keeps "
-            "(random masks, and what all-reduces and reduce-scatters give); drop context_fn"
+            "(random masks, and what collectives give); drop context_fn"
         )
 
 

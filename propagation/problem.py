@@ -546,6 +546,7 @@ class _Formulation:
         if backward:
             wanted = [v in self.flows and i not in rule.additive for i, v in enumerate(sources)]
             passes = float(max(sum(wanted), 1)) if rule.flops else BACKWARD_FACTOR
+            passes += 1.0 if node in self.recomputed else 0.0
         flops = rule.flops / used
         dtypes = [tensor_of(v).dtype for v, table in zip(produced, tables[1], strict=True) if table] or [torch.float32]
         seconds = (1.0 + passes) * operator_seconds(flops, moved, dtypes[0], self.settings.profile)

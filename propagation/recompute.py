@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from torch import fx
@@ -141,8 +141,7 @@ def checkpointed(step: Step) -> frozenset[fx.Node]:
 
     what others read     the results of a region, which other regions start from
     random numbers       what is drawn, and what follows from that alone: to draw again would give other numbers
-    collectives          the results of all-reduces and the like, which are no larger than what they are made of;
-                         a gather runs again, but that of a parameter only if it is one of `gathered_weights`
+    collectives          what they give, so that none runs twice unasked (weights: see `gathered_weights`)
     """
     graph = step.forward.graph
     regions = _regions(graph, returned_by(graph)[: len(step.program.outputs)])
@@ -152,7 +151,7 @@ def checkpointed(step: Step) -> frozenset[fx.Node]:
         operands = node.all_input_nodes
         if draws_random_numbers(node) or (operands and all(operand in random for operand in operands)):
             random.add(node)
-        elif node in regions and not _sends(node, step.program.conversions):
+        elif node in regions and not _conversion_kind(node).communicates:
             inside = all(regions.get(user) == regions[node] for user in node.users if user.op != "output")
             if inside and (node.target is not operator.getitem or operands[0] in chosen):
                 chosen.add(node)
@@ -172,13 +171,6 @@ def _regions(graph: fx.Graph, results: Iterable[fx.Node]) -> dict[fx.Node, int]:
         if region is not None:
             found[node] = region
     return {node: region for node, region in found.items() if node not in results}
-
-
-def _sends(node: fx.Node, conversions: Sequence[Conversion]) -> bool:
-    """Whether `node` is a collective whose result is kept."""
-    if node.target is not convert or not _conversion_kind(node).communicates:
-        return False
-    return _conversion_kind(node) is not Kind.ALL_GATHER or conversions[_tag(node)].parameter
 
 
 def _tag(node: fx.Node) -> int:
