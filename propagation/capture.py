@@ -50,7 +50,7 @@ from .graph import (
     verify,
 )
 from .structure import Call, Structure, flatten, flatten_call, name_of
-from .torch_internals import FakeTensor, data_dependent, tree_flatten, tree_map
+from .torch_internals import FakeTensor, data_dependent, set_grad_enabled, tree_flatten, tree_map
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
@@ -232,6 +232,8 @@ class _Regions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is set_grad_enabled and args == (torch.is_grad_enabled(),):
+            return None  # inside C++ that disabled gradients, as for nested calls: captured, it would never be undone
         call = _checkpoint_call(sys._getframe(1))
         if call is None:
             return func(*args, **(kwargs or {}))

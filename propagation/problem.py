@@ -707,7 +707,8 @@ def _signature(node: fx.Node, constants: frozenset[fx.Node]) -> tuple[object, ..
 
 def weights_read(graph: Graph, flows: frozenset[Value]) -> frozenset[Value]:
     """The parameters, and what is made of them by `rearranges` alone, that the backward reads. (A bias or a table of
-    embeddings only takes a gradient.)"""
+    embeddings only takes a gradient.) What is computed again reads all its operands again."""
+    again = recomputed(graph)
     weights = {Value(port.node) for port in graph.inputs if port.role is Role.PARAMETER}
     users = []
     for node in graph.nodes:
@@ -723,7 +724,7 @@ def weights_read(graph: Graph, flows: frozenset[Value]) -> frozenset[Value]:
             read.update(sources if not read.isdisjoint(made) else ())
         elif not flows.isdisjoint(made):
             reads = _reads(node, [source in flows for source in sources])
-            read.update(source for i, source in enumerate(sources) if source in weights and reads(i))
+            read.update(s for i, s in enumerate(sources) if s in weights and (node in again or reads(i)))
     return frozenset(read)
 
 
