@@ -130,6 +130,12 @@ class ConversionTable:
     def _splits(self) -> int:
         return sum(isinstance(p, Shard) for p in self.states)
 
+    def kinds(self, source: Placement, target: Placement, phase: str) -> tuple[Kind, ...]:
+        """What a step does in the "forward" or the "backward"."""
+        found = step_kind(source, target, phase, self.gradient)
+        repeats = self.again and phase == "backward" and kind(source, target) is Kind.ALL_GATHER
+        return (found, Kind.ALL_GATHER) if repeats else (found,)
+
     @cached_property
     def cost(self) -> Floats:
         """`cost[i, j]`: the weighted cost of layout i becoming layout j, forward and backward; inf: impossible."""

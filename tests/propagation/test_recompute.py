@@ -187,8 +187,8 @@ def test_a_reentrant_checkpoint_is_refused():
         Net(functools.partial(checkpoint, use_reentrant=True)), mesh={"dp": 2}, in_strategy=(("dp", None),)
     )
     said = (
-        r"torch.utils.checkpoint of Net.block with use_reentrant=True \(PyTorch's default\) runs it without gradients, so "
-        "that none would be captured; pass use_reentrant=False, which computes the same"
+        r"torch.utils.checkpoint of Net.block with use_reentrant=True \(PyTorch's default\) runs it without gradients, "
+        "so that none would be captured; pass use_reentrant=False, which computes the same"
     )
     with pytest.raises(CaptureError, match=said):
         model(**batch())
@@ -251,6 +251,12 @@ def test_a_gather_runs_right_before_its_first_use():
         assert min(place.get(user, 0) for user in node.users) - place.get(node, 0) <= 4
 
 
+def test_a_gather_of_the_backward_is_explained():
+    said = str(split_at_rest(True).plan.explain("up.0.weight"))
+    of_gather = said.split("backward all_gather over d0 (4 ranks) of up.0.weight: 1.02 kB, 768 B sent")[1]
+    assert "no plan does without it under these annotations" in of_gather
+
+
 @pytest.mark.parametrize("name", ["mlp", "gpt2", "vit", "convnet"])
 def test_the_plan_lists_the_gathers_of_the_backward(name):
     pw.set_auto_parallel_context(
@@ -304,7 +310,8 @@ def test_a_memory_limit_asks_for_it():
     assert roomy.plan.memory.total == free.plan.memory.total
     said = (
         "keeps gathered weights for the backward, as reshard_after_forward=False says, and exceeds memory_limit .* GB "
-        "by 1e-07 GB; set reshard_after_forward=None or True, so that the backward gathers them again, or a higher limit"
+        "by 1e-07 GB; set reshard_after_forward=None or True, so that the backward gathers them again, or a higher "
+        "limit"
     )
     with pytest.raises(StrategyError, match=said):
         split_at_rest(False, memory_limit=limit)
