@@ -2,8 +2,8 @@
 
 Each arrow is a pure function from one frozen value to the next:
 
-    capture  ─▶  annotate  ─▶  formulate  ─▶  search  ─▶  lower  ─▶  differentiate  ─▶  fuse
-    Graph        Allowed       SearchProblem  Solution    LocalProgram  Step             Program
+    capture  ─▶  annotate  ─▶  formulate  ─▶  search  ─▶  lower  ─▶  differentiate, recompute  ─▶  fuse
+    Graph        Allowed       SearchProblem  Solution    LocalProgram  Step                       Program
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from partway.propagation.plan import Plan, make_plan
 from partway.propagation.precision import reduce_in_float32
 from partway.propagation.problem import SearchProblem, Settings, formulate, warn_of_unknown
 from partway.propagation.profile import DeviceProfile, profile_of
+from partway.propagation.recompute import checkpointed, gathered_weights, recompute
 from partway.propagation.search import SearchMode, search, verify_solution
 from partway.propagation.structure import Call, check_call, flatten_call, name_of
 from partway.propagation.torch_internals import is_transformed
@@ -130,6 +131,8 @@ class Compiled:
     def _step(self, wanted: tuple[bool, ...]) -> Step:
         with _own_saved_tensors(), uncollected():
             step: Step = differentiate(self.local, wanted)
+            weights = gathered_weights(step) if self.local.regather else frozenset()
+            step = recompute(step, checkpointed(step) | weights)
         if self.context.gradient_fp32_sync:
             step = reduce_in_float32(step)
         return step if self.context.gradients_mean else scale_parameter_gradients(step, self.planned.parts)
@@ -199,14 +202,20 @@ def compile_call(
         settings = settings_of(request, mesh, context, algo, profile)
         problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
         try:
-            return Searched(annotations, problem, search(problem, mode, below))
+            solution = search(problem, mode, below)
         except StrategyError:
             if not settings.stay_split:
                 raise
-        # an operator cannot run on its part of the batch: its operands are gathered
-        settings = replace(settings, stay_split=False)
-        problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
-        return Searched(annotations, problem, search(problem, mode, below))
+            # an operator cannot run on its part of the batch: its operands are gathered
+            settings = replace(settings, stay_split=False)
+            problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
+            solution = search(problem, mode, below)
+        if over := bytes_over_limit(problem, solution):
+            if context.reshard_after_forward is False:
+                raise StrategyError(_keeps_too_much(settings, over))
+            problem = formulate(graph, replace(settings, regather=True), annotations.allowed, annotations.as_it_lies)
+            solution = search(problem, mode, below)
+        return Searched(annotations, problem, solution)
 
     def find() -> Searched:
         inner = profile.levels[0].devices
@@ -274,6 +283,23 @@ def cheapest(plan_on: Callable[[Mesh, float], Searched], meshes: list[Mesh]) -> 
     return best
 
 
+def bytes_over_limit(problem: SearchProblem, solution: Solution) -> float:
+    """By how many bytes a plan exceeds the memory limit with the gathered weights that it keeps; 0: they fit."""
+    limit = problem.settings.memory_limit
+    if limit is None:
+        return 0.0
+    return max(0.0, problem.memory(solution.choice) + lower(problem, solution.choice).gathered_bytes - limit)
+
+
+def _keeps_too_much(settings: Settings, over: float) -> str:
+    limit = settings.memory_limit or 0.0
+    return (
+        f"the plan on the mesh {settings.mesh} keeps gathered weights for the backward, as reshard_after_forward=False "
+        f"says, and exceeds memory_limit {limit / 1e9:.4g} GB by {over / 1e9:.4g} GB; set reshard_after_forward=None "
+        "or True, so that the backward gathers them again, or a higher limit"
+    )
+
+
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Puts garbage collection off. What capture leaves of a deep model is millions of objects that are in use, and
@@ -311,6 +337,7 @@ def settings_of(
         shard_parameters=threshold if context.enable_parallel_optimizer else None,
         optimizer_states=algo.optimizer_states,
         memory_limit=algo.memory_limit,
+        regather=context.reshard_after_forward is True,
         on_unknown_op=context.on_unknown_op,
     )
 

@@ -242,6 +242,11 @@ class ParallelContext(_Options):
         default=ParallelOptimizerConfig(), description="a dict with the key parallel_optimizer_threshold"
     )
 
+    reshard_after_forward: bool | None = Field(default=None, description="None, True or False")
+    """Ours, with FSDP2's name. True: weights that are split at rest and gathered for the forward are let go after it,
+    and gathered again in the backward, which holds less and sends more. False: they are kept. None: they are kept
+    unless `memory_limit` leaves no room for them."""
+
     enable_compile_cache: bool = True
     """True: plans and compiled steps are kept on disk by content, so that a second start of a script makes none anew.
     The reference has this option in set_context."""

@@ -3,6 +3,7 @@
 The passes, in order:
 
     export         torch.export (non-strict), the training IR
+                   what runs inside torch.utils.checkpoint is marked as a region
     stop_gradients results of `torch.no_grad` regions are detached, before the regions are inlined
     functionalize  run_decompositions({}): no in-place operators, `linear`, `layer_norm`, `cross_entropy_loss`,
                    `scaled_dot_product_attention` whole, autocast as casts, mutated buffers as outputs
@@ -17,15 +18,17 @@ import contextlib
 import logging
 import os
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
@@ -37,6 +40,7 @@ from .graph import (
     Graph,
     Port,
     Role,
+    marked,
     module_path,
     operands,
     operator_name,
@@ -46,7 +50,7 @@ from .graph import (
     verify,
 )
 from .structure import Call, Structure, flatten, flatten_call, name_of
-from .torch_internals import FakeTensor, data_dependent, tree_flatten, tree_map
+from .torch_internals import FakeTensor, data_dependent, set_grad_enabled, tree_flatten, tree_map
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
@@ -213,6 +217,59 @@ class _Outside(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Regions(TorchFunctionMode):
+    """Marks what is captured inside a call of torch.utils.checkpoint as one region (recompute.py computes it again in
+    the backward). torch.export leaves nothing of such a call but its frame, so the frames of each operator are looked
+    through; of nested calls the outermost makes the region.
+
+    Raises CaptureError for use_reentrant=True, which runs the region without gradients, and for a context_fn.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: dict[FrameType, int] = {}  # a frame that is held is like no later one
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is set_grad_enabled and args == (torch.is_grad_enabled(),):
+            return None  # inside C++ that disabled gradients, as for nested calls: captured, it would never be undone
+        call = _checkpoint_call(sys._getframe(1))
+        if call is None:
+            return func(*args, **(kwargs or {}))
+        if call not in self._calls:
+            _check_checkpoint(call)
+            self._calls[call] = len(self._calls)
+        with fx.traceback.preserve_node_meta(), fx.traceback.annotate(marked(self._calls[call])):
+            return func(*args, **(kwargs or {}))
+
+
+def _checkpoint_call(frame: FrameType | None) -> FrameType | None:
+    """The frame of the outermost call of torch.utils.checkpoint in the captured function that `frame` runs in."""
+    found = None
+    while frame is not None and frame.f_code is not _Flat.forward.__code__:
+        if frame.f_code.co_name == "checkpoint" and frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            found = frame
+        frame = frame.f_back
+    return found
+
+
+def _check_checkpoint(call: FrameType) -> None:
+    """Raise CaptureError unless the region of a call of torch.utils.checkpoint can be captured."""
+    given = call.f_locals
+    where = name_of(getattr(given["function"], "func", given["function"]))  # transformers wraps a layer in a partial
+    if given["use_reentrant"]:
+        raise CaptureError(
+            f"torch.utils.checkpoint of {where} with use_reentrant=True (PyTorch's default) runs it without gradients, "
+            "so that none would be captured; pass use_reentrant=False, which computes the same"
+        )
+    if given["context_fn"] is not torch.utils.checkpoint.noop_context_fn:
+        raise CaptureError(
+            f"torch.utils.checkpoint of {where} with a context_fn: Partway itself chooses what the region keeps "
+            "(random masks, and what collectives give); drop context_fn"
+        )
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without what torch.export logs of a failure: the CaptureError says it."""
@@ -241,7 +298,7 @@ class _Flat(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.call.structure.build(list(tensors))
-        with self.outside:
+        with self.outside, _Regions():
             results, structure = flatten(self.fn(*args, **kwargs))
         self.seen(structure)
         return tuple(results)

@@ -66,7 +66,8 @@ class ConversionTable:
     axis. `gradient`: the backward of a conversion runs too; `partial`: how what the ranks hold under Partial makes the
     value ("sum" or "max"; None: there is no Partial); `barred`: steps that make the conversions impossible whose
     cheapest chain has one of them, each as (axes, from, to); `tied`: axes along which there is no step at all; `stays`:
-    parts stay where they are, so that there is no step that gathers or exchanges them, forward or backward."""
+    parts stay where they are, so that there is no step that gathers or exchanges them, forward or backward; `again`: a
+    gather runs once more in the backward."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -78,6 +79,7 @@ class ConversionTable:
     barred: frozenset[tuple[tuple[str, ...], Placement, Placement]] = frozenset()
     tied: tuple[str, ...] = ()
     stays: bool = False
+    again: bool = False
 
     @cached_property
     def states(self) -> tuple[Placement, ...]:
@@ -129,6 +131,12 @@ class ConversionTable:
     @property
     def _splits(self) -> int:
         return sum(isinstance(p, Shard) for p in self.states)
+
+    def kinds(self, source: Placement, target: Placement, phase: str) -> tuple[Kind, ...]:
+        """What a step does in the "forward" or the "backward"."""
+        found = step_kind(source, target, phase, self.gradient)
+        repeats = self.again and phase == "backward" and kind(source, target) is Kind.ALL_GATHER
+        return (found, Kind.ALL_GATHER) if repeats else (found,)
 
     @cached_property
     def cost(self) -> Floats:
@@ -220,10 +228,10 @@ class ConversionTable:
         sizes = np.array([self.mesh.sizes[a] for a in others], dtype=float)
         split = np.where(digits < self._splits, sizes, 1.0).prod(axis=1)
         whole = math.prod(self.shape) * self.itemsize / split
+        names = tuple(self.mesh.axes[a] for a in axes)
         fixed, linear = _coefficients(
-            self.states, self.gradient, self.mesh, tuple(self.mesh.axes[a] for a in axes), self.profile, self.weights,
-            self.stays,
-        )  # fmt: skip
+            self.states, self.gradient, self.stays, self.again, self.mesh, names, self.profile, self.weights
+        )
         cost = fixed[..., None] + linear[..., None] * whole
         # a later axis that splits the same dim stands in the way of putting or taking away a split
         later = digits[:, [i for i, other in enumerate(others) if other > axes[0]]]
@@ -302,11 +310,12 @@ def _groups_of_codes(states: int, axes: int, chosen: tuple[int, ...]) -> tuple[C
 def _coefficients(
     states: tuple[Placement, ...],
     gradient: bool,
+    stays: bool,
+    again: bool,
     mesh: Mesh,
     axes: tuple[str, ...],
     profile: DeviceProfile,
     weights: Weights,
-    stays: bool,
 ) -> tuple[Floats, Floats]:
     """A step over `axes` costs `fixed + linear * bytes of the value, whole along these axes`. Over several axes at
     once there are only steps that communicate: the others cost the same one by one."""
@@ -317,6 +326,7 @@ def _coefficients(
         if not converts(source, target):
             continue
         ways = [kind(source, target)] + ([kind(*transpose(source, target))] if gradient else [])
+        ways += [Kind.ALL_GATHER] if again and ways[0] is Kind.ALL_GATHER else []
         if len(axes) > 1 and not any(way.communicates for way in ways):
             continue
         if stays and any(way.communicates and way is not Kind.ALL_REDUCE for way in ways):
@@ -343,9 +353,10 @@ def conversion_table(
     profile: DeviceProfile,
     weights: Weights,
     stays: bool = False,
+    again: bool = False,
 ) -> ConversionTable:
     """The shared table for these arguments."""
-    return ConversionTable(shape, itemsize, partial, gradient, mesh, profile, weights, stays=stays)
+    return ConversionTable(shape, itemsize, partial, gradient, mesh, profile, weights, stays=stays, again=again)
 
 
 @lru_cache(maxsize=4096)

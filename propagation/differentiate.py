@@ -20,14 +20,14 @@ from torch import fx
 from ..strategy.errors import VerifyError
 from .batch_norm import merge_gradients
 from .collectives import convert
-from .graph import Role, Text
+from .graph import Role, Text, mark, region_of
 from .lower import LocalProgram
 from .segments import Like, Piece, pieces_of
 from .torch_internals import FakeTensorMode, OpOverload, make_fx
 
 _add = torch.ops.aten.add.Tensor
 T = TypeVar("T")
-_Tags = Mapping[int, int] | Sequence[int]  # from the tag of a conversion to that of its copy
+_Renumbered = Mapping[int, int] | Sequence[int]  # from the tag of a conversion, or a region, to that of its copy
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
         pieces, likes = pieces_of(graph, inputs)
         tangents = [
             (node, Like.whole(placed.local_shape, placed.dtype, device, False))
-            for node, placed, want in zip(_returned(graph), program.outputs, wanted, strict=True)
+            for node, placed, want in zip(returned_by(graph), program.outputs, wanted, strict=True)
             if want
         ]
         derivatives = _derivatives(pieces, likes, tangents)
@@ -145,7 +145,7 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
 
     def joint(*flat: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         primals, cotangents = flat[: len(inputs)], flat[len(inputs) :]
-        outputs = module(*primals)
+        outputs = _run(module, *primals)
         chosen = [output for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
         leaves = [primal for primal, needs in zip(primals, needed, strict=True) if needs]
         found = iter(torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True) if chosen else ())
@@ -156,13 +156,13 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
     traced = make_fx(joint)(*inputs, *given)
     if any(map(_overwrites, traced.graph.nodes)):  # some of autograd's formulas fill a buffer, as that of rfft
         with torch.no_grad():
-            traced = make_fx(torch.func.functionalize(traced))(*inputs, *given)
+            traced = make_fx(torch.func.functionalize(functools.partial(_run, traced)))(*inputs, *given)
     for node in traced.graph.nodes:
         if _overwrites(node):
             raise VerifyError(f"the traced program writes in place: {node.format_node()}")
     gradients = tuple(
         Like.of(node.meta["val"], False) if isinstance(node, fx.Node) else None
-        for node in _returned(traced.graph)[len(piece.outputs) :]
+        for node in returned_by(traced.graph)[len(piece.outputs) :]
     )
     forward, backward = _cut(traced.graph, len(inputs), len(piece.outputs))
     constants = {}
@@ -172,19 +172,29 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
     return _Derivative(forward, backward, gradients, constants)
 
 
+def _run(module: fx.GraphModule, *inputs: torch.Tensor) -> tuple[Any, ...]:
+    """The outputs of `module`. What is traced of a node keeps the region of the node."""
+    if all(region_of(node) is None for node in module.graph.nodes):
+        return tuple(module(*inputs))
+    with fx.traceback.preserve_node_meta():
+        return tuple(fx.Interpreter(module).run(*inputs))
+
+
 def _as_module(piece: Piece) -> fx.GraphModule:
-    """`piece` by itself, with the positions of its conversions for tags."""
+    """`piece` by itself, with the positions of its conversions for tags, and those of its regions for regions."""
     graph = fx.Graph()
     env = {node: graph.placeholder(node.name) for node in piece.inputs}
     positions = {tag: i for i, tag in enumerate(piece.tags)}
-    _copy(piece.nodes, graph, env, positions)
+    _copy(piece.nodes, graph, env, positions, {region: i for i, region in enumerate(piece.regions)})
     graph.output(tuple(env[node] for node in piece.outputs))
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node], tags: _Tags) -> None:
-    """Write copies of `nodes` to the end of `graph`, each conversion with tag t as one with `tags[t]`. `env` says
-    what stands there for a node, and learns of the copies."""
+def _copy(
+    nodes: Iterable[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node], tags: _Renumbered, regions: _Renumbered
+) -> None:
+    """Write copies of `nodes` to the end of `graph`, each conversion with tag t as one with `tags[t]`, each node of
+    region r as one of `regions[r]`. `env` says what stands there for a node, and learns of the copies."""
     for node in nodes:
         if node.target is convert:
             x, *how, tag = node.args
@@ -193,6 +203,8 @@ def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node]
             env[node].meta = dict(node.meta)
         else:
             env[node] = graph.node_copy(node, env.__getitem__)
+        region = region_of(node)
+        mark(env[node], None if region is None else regions[region])
 
 
 def _overwrites(node: fx.Node) -> bool:
@@ -208,11 +220,11 @@ def _overwrites(node: fx.Node) -> bool:
 
 def _cut(joint: fx.Graph, inputs: int, outputs: int) -> tuple[fx.Graph, fx.Graph]:
     """Split a joint graph: what depends on a tangent is backward, the rest is forward."""
-    joint.eliminate_dead_code(is_impure_node=_is_port)
+    joint.eliminate_dead_code(is_impure_node=is_port)
     placeholders = joint.find_nodes(op="placeholder")
-    returned = _returned(joint)
+    returned = returned_by(joint)
     late = set(placeholders[inputs:])
-    body = _calls(joint)
+    body = calls_of(joint)
     for node in body:
         if any(operand in late for operand in node.all_input_nodes):
             late.add(node)
@@ -250,8 +262,8 @@ def _stitched(
     values = {node: _placeholder(forward, node.name, fake(likes[node])) for node in inputs}
     saved: list[list[fx.Node]] = []
     for piece, derivative in zip(pieces, derivatives, strict=True):
-        env = _inlined(derivative.forward, forward, [values[node] for node in piece.inputs], piece.tags)
-        ends = [env[end] for end in _returned(derivative.forward)]
+        env = _inlined(derivative.forward, forward, [values[node] for node in piece.inputs], piece)
+        ends = [env[end] for end in returned_by(derivative.forward)]
         values |= zip(piece.outputs, ends[: len(piece.outputs)], strict=True)
         saved.append(ends[len(piece.outputs) :])
     distinct = dict.fromkeys(node for nodes in saved for node in nodes)  # several pieces may save one value
@@ -260,8 +272,8 @@ def _stitched(
 
     def copy(i: int, given: Sequence[fx.Node | None]) -> Sequence[fx.Node | None]:
         arguments = [*(kept[node] for node in saved[i]), *(tangent for tangent in given if tangent is not None)]
-        env = _inlined(derivatives[i].backward, backward, arguments, pieces[i].tags)
-        return [None if end is None else env[end] for end in _returned(derivatives[i].backward)]
+        env = _inlined(derivatives[i].backward, backward, arguments, pieces[i])
+        return [None if end is None else env[end] for end in returned_by(derivatives[i].backward)]
 
     def add(a: fx.Node, b: fx.Node) -> fx.Node:
         added = backward.call_function(_add, (a, b))
@@ -270,20 +282,21 @@ def _stitched(
 
     gradients = _flow(pieces, likes, starts, copy, add)
     backward.output(tuple(gradients.get(node) for node in inputs if likes[node].requires_grad))
-    backward.eliminate_dead_code(is_impure_node=_is_port)
+    backward.eliminate_dead_code(is_impure_node=is_port)
     merge_gradients(backward)
     for node, placeholder in list(kept.items()):
         if not placeholder.users:  # what was computed of it is a gradient that nobody asked for
             backward.erase_node(kept.pop(node))
-    forward.output((*(values[node] for node in _returned(program)), *kept))
-    forward.eliminate_dead_code(is_impure_node=_is_port)
+    forward.output((*(values[node] for node in returned_by(program)), *kept))
+    forward.eliminate_dead_code(is_impure_node=is_port)
     return forward, backward
 
 
-def _inlined(source: fx.Graph, target: fx.Graph, starts: Sequence[fx.Node], tags: _Tags) -> dict[fx.Node, fx.Node]:
-    """Write the calls of `source` to the end of `target`, with `starts` for its inputs: what stands for what."""
+def _inlined(source: fx.Graph, target: fx.Graph, starts: Sequence[fx.Node], piece: Piece) -> dict[fx.Node, fx.Node]:
+    """Write the calls of `source`, traced of a piece like `piece`, to the end of `target`, with `starts` for its
+    inputs: what stands for what."""
     env = dict(zip(source.find_nodes(op="placeholder"), starts, strict=True))
-    _copy(_calls(source), target, env, tags)
+    _copy(calls_of(source), target, env, piece.tags, piece.regions)
     return env
 
 
@@ -294,15 +307,18 @@ def _placeholder(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
     return node
 
 
-def _calls(graph: fx.Graph) -> list[fx.Node]:
+def calls_of(graph: fx.Graph) -> list[fx.Node]:
+    """What a graph computes, in order: all but its inputs and its output."""
     return [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
 
 
-def _is_port(node: fx.Node) -> bool:
+def is_port(node: fx.Node) -> bool:
+    """Whether `node` is an input or the output of its graph."""
     return node.op in ("placeholder", "output")
 
 
-def _returned(graph: fx.Graph) -> tuple[Any, ...]:
+def returned_by(graph: fx.Graph) -> tuple[Any, ...]:
+    """The nodes that a graph returns, None where there is no value."""
     returned: Any = next(iter(graph.find_nodes(op="output"))).args[0]
     return tuple(returned)
 

@@ -38,7 +38,7 @@ class Builder:
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(target, args, kwargs)
-        node.meta = {k: v for k, v in self._before.meta.items() if k in ("stack_trace", "nn_module_stack")}
+        node.meta = {k: v for k, v in self._before.meta.items() if k in ("stack_trace", "nn_module_stack", "custom")}
         with self._mode:
             values = tree_map(lambda a: value(a) if isinstance(a, fx.Node) else a, (args, kwargs))
             node.meta["val"] = target(*values[0], **values[1])

@@ -17,7 +17,7 @@ from itertools import combinations, permutations
 from ..strategy.errors import StrategyError, UnknownOperatorWarning
 from ..strategy.notation import counted
 from ..strategy.placement import Placement, converts
-from .conversion import ConversionTable, step_kind
+from .conversion import ConversionTable
 from .eliminate import Solution
 from .graph import beside_losses
 from .lower import Collective, LocalProgram, collectives_of, lower, tensor_name
@@ -100,7 +100,7 @@ def _like(c: Collective, table: ConversionTable) -> frozenset[tuple[tuple[str, .
     pairs = [
         (source, target)
         for source, target in permutations(table.states, 2)
-        if converts(source, target) and step_kind(source, target, c.phase, table.gradient) == c.kind
+        if converts(source, target) and c.kind in table.kinds(source, target, c.phase)
     ]
     return frozenset((axes, source, target) for axes in sets for source, target in pairs)
 

@@ -23,6 +23,8 @@ from ..strategy.errors import VerifyError
 from .structure import Structure
 from .torch_internals import OpOverload
 
+_REGION = "partway_checkpoint"
+
 
 class Role(StrEnum):
     """What an input of a graph is, or what becomes of an output."""
@@ -150,6 +152,22 @@ def _own_line(stack_trace: str) -> str:
     path = where[0].removeprefix('File "').removesuffix('"').rsplit("/", 1)[-1]
     code = trace[own[-1] + 1].strip() if own[-1] + 1 < len(trace) else ""
     return f"{path}:{where[1].removeprefix('line ')}, {where[2]}: {code}" if len(where) > 2 else path
+
+
+def region_of(node: fx.Node) -> int | None:
+    """The call of torch.utils.checkpoint that `node` was captured in, None outside of all."""
+    return (node.meta.get("custom") or {}).get(_REGION)
+
+
+def marked(region: int) -> dict[str, int]:
+    """What marks a node of a region: the "custom" part of its meta data, which PyTorch carries from trace to trace."""
+    return {_REGION: region}
+
+
+def mark(node: fx.Node, region: int | None) -> None:
+    """Note that `node` belongs to `region`."""
+    if region is not None:
+        node.meta["custom"] = marked(region)
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:

@@ -6,9 +6,10 @@ before one collective. The text is the same on every rank; a conversion knows it
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -27,9 +28,11 @@ from .graph import (
     Role,
     Text,
     Value,
+    mark,
     module_path,
     operands,
     operator_name,
+    region_of,
     source_line,
     source_of,
     tensor_of,
@@ -48,7 +51,9 @@ class Conversion:
 
     All of `axes`, in the order of the mesh, go from `source` to `target`, as one axis of `size` ranks would; size is
     the product of theirs. `whole_bytes` is what one rank would hold if none of these axes split the tensor.
-    `gradient`: its transpose runs in the backward that was planned.
+    `gradient`: its transpose runs in the backward that was planned. `again`: it stands for a conversion that runs once
+    more, as it is, in the backward (recompute.py). `kept`: it gathers a weight that the backward reads, which is kept,
+    or else gathered again.
     """
 
     tag: int
@@ -66,9 +71,13 @@ class Conversion:
     where: str
     path: str
     line: str
+    again: bool = False
+    kept: bool = False
 
     def kind(self, phase: str) -> Kind:
         """What happens in the "forward" or the "backward"."""
+        if self.again:
+            return kind(self.source, self.target) if phase == "backward" else Kind.NOTHING
         return step_kind(self.source, self.target, phase, self.gradient)
 
 
@@ -134,7 +143,10 @@ def collective(conversion: Conversion, phase: str, mesh: Mesh, profile: DevicePr
 
 def collectives_of(program: LocalProgram, profile: DeviceProfile) -> tuple[Collective, ...]:
     """What `program` runs, the forward's collectives first."""
-    found = (collective(c, phase, program.mesh, profile) for phase in PHASES for c in program.conversions)
+    conversions = program.conversions
+    if program.regather:
+        conversions += tuple(replace(c, again=True) for c in conversions if c.kept)
+    found = (collective(c, phase, program.mesh, profile) for phase in PHASES for c in conversions)
     return tuple(c for c in found if c is not None)
 
 
@@ -161,6 +173,7 @@ class LocalProgram:
 
     cost    what it costs, weighed, forward and backward: that of the choices it was made of, or less where two
             consumers asked for the same conversion
+    regather  weights that it gathers are gathered again in the backward, not kept
     """
 
     module: fx.GraphModule
@@ -169,6 +182,12 @@ class LocalProgram:
     outputs: tuple[PlacedPort, ...]
     conversions: tuple[Conversion, ...]
     cost: float
+    regather: bool = False
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of the weights that it gathers and keeps for the backward, at most: 0 with `regather`."""
+        return 0 if self.regather else sum(c.whole_bytes for c in self.conversions if c.kept)
 
     def __str__(self) -> str:
         return "\n".join(program_lines(self.module.graph, self.inputs))
@@ -230,7 +249,10 @@ class _Lowering:
             inputs.append(_placed(port, rest))
         for node in self.problem.graph.nodes:
             if node.target is not operator.getitem:
+                before = len(self.graph.nodes)
                 self._emit(node)
+                for made in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
+                    mark(made, region_of(node))
         outputs, results = [], []
         for port in self.problem.graph.outputs:
             found = self.chosen.get((VertexKind.OUTPUT, port.node, port.name))
@@ -241,8 +263,10 @@ class _Lowering:
         self.graph.output(tuple(results))
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
         module = Text({}, self.graph)
-        conversions = tuple(self.conversions)
-        return LocalProgram(module, self.settings.mesh, tuple(inputs), tuple(outputs), conversions, self.cost)
+        return LocalProgram(
+            module, self.settings.mesh, tuple(inputs), tuple(outputs), tuple(self.conversions), self.cost,
+            self.settings.regather,
+        )  # fmt: skip
 
     def _produce(self, v: Value, node: fx.Node, rest: Layout, strategy: str) -> None:
         self.local[v, rest] = node
@@ -296,7 +320,8 @@ class _Lowering:
         flows = v in self.problem.flows
         parameter = v.node in self.ports and self.ports[v.node].role is Role.PARAMETER
         free = bool(where) or (parameter and self.settings.shard_parameters is not None)
-        table = table_of(v, flows, v in self.differentiable, self.settings, free)
+        weight = v in self.problem.weights
+        table = table_of(v, flows, v in self.differentiable, self.settings, free=free, weight=weight)
         node = self.local[v, here]
         for step in table.path(here, target):
             if (v, step.after) not in self.local:
@@ -318,6 +343,7 @@ class _Lowering:
                     where=where or at.name,
                     path=module_path(at),
                     line=source_line(at),
+                    kept=weight and kind(step.source, step.target) is Kind.ALL_GATHER,
                 )
                 # also where the planned backward does not come by: another output may be differentiated
                 if kind(step.source, step.target) is not Kind.NOTHING or v in self.differentiable:

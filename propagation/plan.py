@@ -80,7 +80,8 @@ class Memory(_Frozen):
 
     optimizer     its states, as many as the option optimizer_states says
     inputs        of the call, and buffers
-    activations   what is kept for the backward, at most
+    activations   what is kept for the backward, at most: results of operators, and weights that were gathered unless
+                  they are gathered again
     """
 
     parameters: int
@@ -384,7 +385,7 @@ def make_plan(
             gradients=trained,
             optimizer=round(problem.settings.optimizer_states * trained),
             inputs=round(inputs),
-            activations=round(activations),
+            activations=round(activations) + program.gathered_bytes,
         ),
         certificate=Certificate(
             mode=mode,

@@ -45,6 +45,7 @@ from .graph import (
     module_path,
     operands,
     operator_name,
+    region_of,
     source_of,
     tensor_of,
     value,
@@ -79,6 +80,7 @@ class Settings:
                         (enable_parallel_optimizer); None: the search decides
     optimizer_states    how many copies of each parameter the optimizer keeps (Adam: 2)
     memory_limit        bytes that a device may hold: parameters, gradients, optimizer states, activations
+    regather            weights that the forward gathers are not kept: the backward gathers them again
     """
 
     mesh: Mesh
@@ -93,6 +95,7 @@ class Settings:
     shard_parameters: int | None = None
     optimizer_states: float = 2.0
     memory_limit: float | None = None
+    regather: bool = False
     on_unknown_op: Fallback = Fallback.WARN
 
 
@@ -248,8 +251,9 @@ def between(table: ConversionTable, rows: Codes, columns: Codes) -> Floats:
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """All choices of one graph on one mesh. `flows` holds the values that a gradient reaches; `allowed` and
-    `as_it_lies` are what `formulate` was given; `approximate`: `keep_cheapest` left options out."""
+    """All choices of one graph on one mesh. `flows` holds the values that a gradient reaches, `weights` what is kept of
+    the parameters for the backward; `allowed` and `as_it_lies` are what `formulate` was given; `approximate`:
+    `keep_cheapest` left options out."""
 
     graph: Graph
     settings: Settings
@@ -261,6 +265,7 @@ class SearchProblem:
     allowed: Allowed = field(repr=False)
     as_it_lies: frozenset[str] = field(repr=False)
     approximate: bool = False
+    weights: frozenset[Value] = frozenset()
 
     def cost(self, choice: tuple[int, ...]) -> float:
         """The cost of one option per vertex."""
@@ -278,10 +283,13 @@ class SearchProblem:
 Allowed = Mapping[str, tuple[tuple[Layout, ...], str]]  # port or constraint name -> (layouts, what the person wrote)
 
 
-def table_of(v: Value, gradient: bool, differentiable: bool, s: Settings, free: bool) -> ConversionTable:
+def table_of(
+    v: Value, gradient: bool, differentiable: bool, s: Settings, *, free: bool, weight: bool
+) -> ConversionTable:
     """The costs of converting the tensor `v`. `gradient`: that of its gradient counts too; `differentiable`: it may
     have one; `free`: its parts may go to other ranks even where the settings say that what is split stays split, as
-    results have to, and parameters that the parallel optimizer keeps in parts."""
+    results have to, and parameters that the parallel optimizer keeps in parts; `weight`: it is one that the backward
+    reads."""
     tensor = tensor_of(v)
     return conversion_table(
         tuple(tensor.shape),
@@ -292,6 +300,7 @@ def table_of(v: Value, gradient: bool, differentiable: bool, s: Settings, free: 
         s.profile,
         s.weights,
         s.stay_split and not free,
+        s.regather and weight,
     )
 
 
@@ -320,6 +329,8 @@ class _Formulation:
         self.graph, self.settings, self.allowed, self.as_it_lies = graph, settings, allowed, as_it_lies
         self.constants = constant_nodes(graph)
         self.flows = gradient_flow(graph, differentiated(graph))
+        self.weights = weights_read(graph, self.flows)
+        self.recomputed = recomputed(graph)
         self.differentiable = graph.differentiable
         self.vertices: list[Vertex] = []
         self.edges: list[Edge] = []
@@ -347,7 +358,7 @@ class _Formulation:
         self._refuse_unknown()
         return SearchProblem(
             self.graph, self.settings, tuple(self.vertices), tuple(self.edges), self.constants, self.flows,
-            tuple(self.unknown), self.allowed, self.as_it_lies, self.approximate,
+            tuple(self.unknown), self.allowed, self.as_it_lies, self.approximate, self.weights,
         )  # fmt: skip
 
     def _count_uses(self) -> dict[Value, int]:
@@ -362,7 +373,9 @@ class _Formulation:
         found = self.tables.get((v, result))
         if found is None:
             free = result or (self.settings.shard_parameters is not None and v.node in self.parameters)
-            found = table_of(v, v in self.flows, v in self.differentiable, self.settings, free)
+            found = table_of(
+                v, v in self.flows, v in self.differentiable, self.settings, free=free, weight=v in self.weights
+            )
             self.tables[v, result] = found
         return found
 
@@ -424,8 +437,9 @@ class _Formulation:
         sources = tuple(map(source_of, inputs))
         produced = values_of(node)
         near = any(source in self.near_annotation for source in sources)
-        batched = tuple(source in self.batched for source in sources)
-        key = (_signature(node, self.constants), tuple(map(self._table_or_none, (*sources, *produced))), near, batched)
+        batched, again = tuple(source in self.batched for source in sources), node in self.recomputed
+        tables = tuple(map(self._table_or_none, (*sources, *produced)))
+        key = _signature(node, self.constants), tables, near, batched, again
         annotation = ""
         if node.target is constrain:
             rule, options, annotation = self._constraint(node, sources, produced)
@@ -547,9 +561,12 @@ class _Formulation:
         if backward:
             wanted = [v in self.flows and i not in rule.additive for i, v in enumerate(sources)]
             passes = float(max(sum(wanted), 1)) if rule.flops else BACKWARD_FACTOR
+            passes += 1.0 if node in self.recomputed else 0.0
         flops = rule.flops / used
         dtypes = [tensor_of(v).dtype for v, table in zip(produced, tables[1], strict=True) if table] or [torch.float32]
         seconds = (1.0 + passes) * operator_seconds(flops, moved, dtypes[0], self.settings.profile)
+        if node in self.recomputed:  # but the sum of addends is kept, so that no collective runs twice for it
+            results = results * _has_addends(tables[1], columns[1])
         return seconds, (1.0 + passes) * flops, results if backward else np.zeros(len(used))
 
     def _add_output(self, port: Port) -> None:
@@ -676,6 +693,12 @@ def _codes_of(table: ConversionTable | None, placements: list[Placement], picks:
     return found
 
 
+def _has_addends(tables: Any, columns: Any) -> Any:
+    """Of every option whether a result of it is Partial on some axis."""
+    placed = [(t, t.digits[codes]) for t, codes in zip(tables, columns, strict=True) if t and t.partial]
+    return sum(((digits == len(t.states) - 1).any(axis=1) for t, digits in placed), np.False_)
+
+
 def _most(keep: Mask, score: Any) -> Mask:
     """Of the rows in `keep` those with the highest score."""
     found: Mask = keep & (score == score[keep].max()) if keep.any() else keep
@@ -694,6 +717,72 @@ def _signature(node: fx.Node, constants: frozenset[fx.Node]) -> tuple[object, ..
         return argument if isinstance(argument, int | float | str | None) else repr(argument)
 
     return node.target, frozen(node.args), tuple((key, frozen(a)) for key, a in node.kwargs.items())
+
+
+def weights_read(graph: Graph, flows: frozenset[Value]) -> frozenset[Value]:
+    """The parameters, and what is made of them by `rearranges` alone, that the backward reads. (A bias or a table of
+    embeddings only takes a gradient.) What is computed again reads all its operands again."""
+    again = recomputed(graph)
+    weights = {Value(port.node) for port in graph.inputs if port.role is Role.PARAMETER}
+    users = []
+    for node in graph.nodes:
+        sources = [source_of(operand) for operand in operands(node)]
+        if node.target is not operator.getitem and not weights.isdisjoint(sources):
+            users.append((node, sources))
+            if rearranges(node) and weights.issuperset(sources):
+                weights.update(values_of(node))
+    read: set[Value] = set()
+    for node, sources in reversed(users):
+        made = values_of(node)
+        if weights.issuperset(made):
+            read.update(sources if not read.isdisjoint(made) else ())
+        elif not flows.isdisjoint(made):
+            reads = _reads(node, [source in flows for source in sources])
+            read.update(s for i, s in enumerate(sources) if s in weights and (node in again or reads(i)))
+    return frozenset(read)
+
+
+def _reads(node: fx.Node, flows: list[bool]) -> Callable[[int], bool]:
+    """Whether the backward of `node` reads operand i: unless it is linear in it, and with it in all operands to which
+    a gradient goes (`flows`)."""
+    rule = rule_of(node)
+    given_all = operator_name(node).startswith("aten.conv")  # `convolution_backward` wants all for its sizes
+
+    def reads(i: int) -> bool:
+        if rule is None:
+            return True
+        if i in rule.additive:
+            return False
+        together = max((linear for linear in rule.linear if i in linear), key=len, default=None)
+        return given_all or together is None or any(flow for j, flow in enumerate(flows) if j not in together)
+
+    return reads
+
+
+def recomputed(graph: Graph) -> frozenset[fx.Node]:
+    """The operators inside calls of torch.utils.checkpoint whose results are not kept: those that draw no random
+    numbers, and whose results are read in the same call only."""
+    results = {source_of(port.node).node for port in graph.outputs}
+    readers: dict[fx.Node, set[int | None]] = {}
+    for node in graph.nodes:
+        if node.target is not operator.getitem:
+            for operand in operands(node):
+                readers.setdefault(source_of(operand).node, set()).add(region_of(node))
+    return frozenset(
+        node
+        for node in graph.nodes
+        if region_of(node) is not None and node not in results and not draws_random_numbers(node)
+        if readers.get(node, set()) <= {region_of(node)}
+    )
+
+
+_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+
+
+def rearranges(node: fx.Node) -> bool:
+    """Whether the operator has the numbers of its operand in another order, shape or dtype: a view, a copy or a
+    cast."""
+    return is_view(node) or node.target in _COPIES
 
 
 def is_view(node: fx.Node) -> bool:

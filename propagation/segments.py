@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from .collectives import convert
+from .graph import region_of
 
 _SHORTEST, _LONGEST = 8, 64  # calls in a piece: tracing one costs as much as some calls more, and a layer has dozens
 
@@ -65,7 +66,8 @@ class Piece:
     outputs   the values that are read outside
     likes     what the inputs are like
     tags      those of its conversions, in order
-    key       equal for pieces that compute the same but for the tags of their conversions
+    regions   those of torch.utils.checkpoint that its nodes belong to, in the order of their first node
+    key       equal for pieces that compute the same but for the tags of their conversions and the names of regions
     """
 
     nodes: tuple[fx.Node, ...]
@@ -73,6 +75,7 @@ class Piece:
     outputs: tuple[fx.Node, ...]
     likes: tuple[Like, ...]
     tags: tuple[int, ...]
+    regions: tuple[int, ...]
     key: Hashable
 
 
@@ -197,6 +200,8 @@ def _piece(
         tuple(place[o] if o in place else ~outside.setdefault(o, len(outside)) for o in calls[node].operands)
         for node in nodes
     )
+    regions: dict[int, int] = {}
+    marks = tuple(None if (r := region_of(node)) is None else regions.setdefault(r, len(regions)) for node in nodes)
     outputs = tuple(node for node in nodes if any(user not in place for user in node.users))
     return Piece(
         nodes=tuple(nodes),
@@ -204,5 +209,6 @@ def _piece(
         outputs=outputs,
         likes=tuple(results[node] for node in outside),
         tags=tuple(node.args[-1] for node in nodes if node.target is convert),  # type: ignore[misc]
-        key=(tuple(token[node] for node in nodes), wiring, tuple(place[node] for node in outputs)),
+        regions=tuple(regions),
+        key=(tuple(token[node] for node in nodes), wiring, tuple(place[node] for node in outputs), marks),
     )

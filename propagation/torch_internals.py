@@ -8,6 +8,7 @@ Each name, and why:
     torch.utils._pytree                the flattening that torch.export itself uses (torch.utils.pytree is not
                                        in 2.11)
     torch._C._functorch                whether a tensor is inside torch.func's transforms; there is no public name
+    torch._C._set_grad_enabled         what torch.no_grad calls, for a TorchFunctionMode to recognize it
     DataDependentOutputException, ...  what torch.export raises where a graph depends on the values of tensors
     torch.fx.experimental.proxy_tensor make_fx; public use is documented, the module is not
     torch._C.DispatchKey               what an operator is made of: nothing public tells
@@ -16,6 +17,7 @@ Each name, and why:
 from __future__ import annotations
 
 from torch._C import DispatchKey
+from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -48,6 +50,7 @@ __all__ = [
     "is_transformed",
     "make_fx",
     "makes_memory",
+    "set_grad_enabled",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",

@@ -41,6 +41,7 @@ DEFAULTS = {
     "strategy_ckpt_config": {"load_file": "", "save_file": "", "only_trainable_params": True},
     "enable_parallel_optimizer": False,
     "parallel_optimizer_config": {"parallel_optimizer_threshold": 64},
+    "reshard_after_forward": None,
     "on_unknown_op": "warn",
     "device_profile": None,
 }
@@ -101,6 +102,7 @@ def test_defaults_are_these() -> None:
         ("strategy_ckpt_config", {"load_file": "", "save_file": "plan.json", "only_trainable_params": False}),
         ("enable_parallel_optimizer", True),
         ("parallel_optimizer_config", {"parallel_optimizer_threshold": 0}),
+        ("reshard_after_forward", True),
         ("on_unknown_op", "error"),
         ("device_profile", "ascend910"),
     ],
@@ -138,6 +140,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
         "search_mode: got 1 (int); accepts one of 'sharding_propagation', 'dynamic_programming', "
         "'recursive_programming'",
     ),
+    ({"reshard_after_forward": 8}, "reshard_after_forward: got 8 (int); accepts None, True or False"),
     ({"on_unknown_op": "ignore"}, "on_unknown_op: got 'ignore' (str); accepts one of 'warn', 'error'"),
     ({"full_batch": 1}, "full_batch: got 1 (int); accepts True or False"),
     ({"gradients_mean": "yes"}, "gradients_mean: got 'yes' (str); accepts True or False"),

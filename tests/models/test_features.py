@@ -427,6 +427,29 @@ def test_the_parallel_optimizer_keeps_parameters_split_and_scatters_their_gradie
     assert run_and_count(model, case.batch()) == counted(model.plan.collectives)
 
 
+def test_the_parallel_optimizer_trains_as_one_device_does() -> None:
+    pw.set_auto_parallel_context(
+        enable_parallel_optimizer=True, parallel_optimizer_config={"parallel_optimizer_threshold": 0}
+    )
+    case = CASES["mlp"]
+    plain, model = case.build(), pw.shard(case.build(), mesh={"dp": 4}, in_strategy=case.batch_split("dp"))
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (plain, model)]
+    for step in range(3):
+        assert_same_step(plain, model, case.batch(step=step, size=256))
+        for optimizer in optimizers:
+            optimizer.step()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
+    of_parameters = [c for c in model.plan.collectives if c.tensor in model.plan.parameters]
+    assert Counter((c.phase, str(c.kind)) for c in of_parameters) == {
+        ("forward", "all_gather"): 6,
+        ("backward", "reduce_scatter"): 6,
+    }
+    memory = model.plan.memory
+    parts = sum(p.numel() for p in plain.parameters()) * 8 / 4
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (parts, parts, 2 * parts)
+
+
 def test_small_parameters_stay_whole_under_the_parallel_optimizer() -> None:
     pw.set_auto_parallel_context(
         parallel_mode="data_parallel",

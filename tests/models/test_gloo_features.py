@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,27 @@ def recomputes() -> None:
 
 def test_activation_checkpointing_runs_a_sharded_module_again(on_ranks: Ranks) -> None:
     on_ranks(2, recomputes)
+
+
+def checkpoints_layers() -> None:
+    fresh()
+    case = CASES["gpt2"]
+    split = {"mesh": {"dp": 1, "tp": 2}, "parameter_plan": case.block_split("tp")}
+    model = gpt2(resid_pdrop=0.3, embd_pdrop=0.3).double().train()
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the name that all versions have
+        model.gradient_checkpointing_enable()
+    sharded: Any = pw.shard(model, **split)
+    for step in range(2):
+        assert_same_step(plain, sharded, case.batch(step=step))
+    backward = sharded.program.step.backward.graph
+    assert sum("native_layer_norm.default" in str(node.target) for node in backward.nodes) == 8  # two a layer
+    assert run_and_count(sharded, case.batch()) == counted(sharded.plan.collectives)
+
+
+def test_checkpointed_layers_run_again_in_the_backward(on_ranks: Ranks) -> None:
+    on_ranks(2, checkpoints_layers)
 
 
 def freezes() -> None:
@@ -370,28 +392,40 @@ def test_what_is_returned_beside_a_loss_stays_split(on_ranks: Ranks) -> None:
 # -- options
 
 
-def optimizes_in_parallel() -> None:
-    fresh(enable_parallel_optimizer=True, parallel_optimizer_config={"parallel_optimizer_threshold": 0})
-    case = CASES["mlp"]
+def optimizes_in_parallel(ranks: int, reshard: bool) -> None:
+    fresh(
+        enable_parallel_optimizer=True,
+        parallel_optimizer_config={"parallel_optimizer_threshold": 0},
+        reshard_after_forward=reshard,
+    )
+    case, size = CASES["mlp"], 128 * ranks
     plain = case.build()
-    model: Any = pw.shard(case.build(), mesh={"dp": 2}, in_strategy=case.batch_split("dp"))
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (plain, model)]
+    model: Any = pw.shard(case.build(), mesh={"dp": ranks}, in_strategy=case.batch_split("dp"))
+    optimizers = [torch.optim.Adam(each.parameters(), lr=1e-2) for each in (plain, model)]
     for step in range(3):
-        assert_same_step(plain, model, case.batch(step=step, size=256))
+        assert_same_step(plain, model, case.batch(step=step, size=size))
         for optimizer in optimizers:
             optimizer.step()
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.placements[0], Split), name
-        assert parameter.to_local().numel() * 2 == parameter.numel()
-        assert optimizers[1].state[parameter]["exp_avg"].placements == parameter.placements
+        assert parameter.to_local().numel() * ranks == parameter.numel()
+        for state in ("exp_avg", "exp_avg_sq"):
+            found = optimizers[1].state[parameter][state]
+            assert found.placements == parameter.placements
+            assert found.to_local().shape == parameter.to_local().shape
+            assert_equal(found, optimizers[0].state[plain.get_parameter(name)][state])
         assert_equal(parameter, plain.get_parameter(name))
-    found = {str(c.kind) for c in model.plan.collectives if c.phase == "backward" and c.tensor in model.plan.parameters}
-    assert found == {"reduce_scatter"}
-    assert run_and_count(model, case.batch(size=256)) == counted(model.plan.collectives)
+    kinds = {(c.phase, str(c.kind)) for c in model.plan.collectives if c.tensor in model.plan.parameters}
+    again = {("backward", "all_gather")} if reshard else set()
+    assert kinds == {("forward", "all_gather"), ("backward", "reduce_scatter"), *again}
+    assert run_and_count(model, case.batch(size=size)) == counted(model.plan.collectives)
+    assert counted(model.program.collectives) == counted(model.plan.collectives)
 
 
-def test_the_parallel_optimizer_keeps_parameters_and_states_split(on_ranks: Ranks) -> None:
-    on_ranks(2, optimizes_in_parallel)
+@pytest.mark.parametrize("reshard", [False, True], ids=["kept", "gathered again"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_parallel_optimizer_keeps_parameters_and_states_split(on_ranks: Ranks, ranks: int, reshard: bool) -> None:
+    on_ranks(ranks, optimizes_in_parallel, ranks, reshard)
 
 
 def disagrees(seed_model: bool, seed_after: bool, options: dict[str, Any]) -> str:
