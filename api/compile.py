@@ -21,7 +21,6 @@ import torch
 
 from partway.annotate import Annotations, Request, annotate, meshes_to_try
 from partway.context import AlgoParameters, ParallelContext, ParallelMode, current, current_algo
-from partway.fusion import AllReduceFusion
 from partway.fusion.program import Program, make_program
 from partway.propagation.capture import capture
 from partway.propagation.cost import WEIGHTS, Level
@@ -70,7 +69,7 @@ class Compiled:
             step: Step = differentiate(self.local, wanted)
         if not self.context.gradients_mean:
             step = scale_parameter_gradients(step, self.annotations.parts)
-        return make_program(step, _policy(self.context), self.problem.settings.profile)
+        return make_program(step, self.context.fusion_policies, self.problem.settings.profile)
 
 
 def compile(
@@ -239,8 +238,3 @@ def check_tensors(call: Call, device: str | None) -> None:
             what = f"is on {tensor.device}, and device={device!r} was asked for"
             problems.append(Problem(where, what, f"move it with .to({device!r})"))
     raise_problems("the tensors of the call cannot be split:", problems)
-
-
-def _policy(context: ParallelContext) -> AllReduceFusion | None:
-    found = context.allreduce_fusion
-    return AllReduceFusion(found.mode, found.config) if found else None
