@@ -67,9 +67,9 @@ class Compiled:
         """The program whose backward starts from the outputs marked in `wanted`."""
         with _own_saved_tensors(), uncollected():
             step: Step = differentiate(self.local, wanted)
-        if not self.context.gradients_mean:
-            step = scale_parameter_gradients(step, self.annotations.parts)
-        return make_program(step, self.context.fusion_policies, self.problem.settings.profile)
+            if not self.context.gradients_mean:
+                step = scale_parameter_gradients(step, self.annotations.parts)
+            return make_program(step, self.context.fusion_policies, self.problem.settings.profile)
 
 
 def compile(

@@ -120,7 +120,9 @@ class CommFusion(_Options):
     (ours: the groups that the cost model says hide most). "config" may be left out for auto and overlap."""
     allgather: Annotated[Fusion | None, _fusion_of("allgather"), _as_option] = Field(default=None, description=_FUSION)
     """Of weights. The modes are those of allreduce without `index`; a MB is one of the whole weights."""
-    reducescatter: Annotated[Fusion | None, _fusion_of("reducescatter"), _as_option] = Field(default=None, description=_FUSION)
+    reducescatter: Annotated[Fusion | None, _fusion_of("reducescatter"), _as_option] = Field(
+        default=None, description=_FUSION
+    )
     """Of the gradients of parameters that are split over the axis. The modes are those of allgather."""
 
 

@@ -22,12 +22,16 @@ from . import by_index, by_size
 from .policy import AUTO_MB, MB, Groups, Key, Member
 
 Floats = NDArray[np.float64]
+_ROUNDING = 1 + 1e-12  # sums of the same seconds in another order
+
 Costs = Mapping[Key, tuple[float, float]]  # of a key's collectives: the seconds of one, and what each byte adds
 
 
 def best(proposals: Sequence[Groups], predicted: Callable[[Groups], float]) -> Groups:
-    """Of `proposals` the first with the least `predicted` seconds."""
-    return min(dict.fromkeys(proposals), key=predicted)
+    """Of `proposals` the first with the least `predicted` seconds, but for rounding."""
+    seconds = {groups: predicted(groups) for groups in proposals}
+    least = min(seconds.values()) * _ROUNDING
+    return next(groups for groups, found in seconds.items() if found <= least)
 
 
 def proposals(members: Sequence[Member], found: Sequence[int]) -> Iterator[Groups]:
@@ -45,28 +49,38 @@ def ready(members: Sequence[Member], times: Sequence[float], costs: Costs) -> tu
     in seconds, ascending.
 
     With members of one key, `finish(j) = min over i < j of max(finish(i), times[j - 1]) + cost(i..j)`: an earlier end
-    of the lane is never worse for what follows. A segment's keys follow one another as their last members come.
+    of the lane is never worse for what follows. A segment's keys follow one another as their last members come. Of
+    equals, segments are long from the end on: what is hidden anyway need not be sent in more messages.
     """
     count, keys = len(members), _columns(members)
     bytes_before, members_before = _sums(members, keys)
-    last = np.full(len(keys), -1)  # the latest member of each key so far
-    finish, start = np.zeros(count + 1), np.zeros(count + 1, dtype=np.int64)
-    for end in range(1, count + 1):
-        last[keys[members[end - 1].key]] = end - 1
-        lane = finish[:end].copy()
-        for key, column in sorted(keys.items(), key=lambda item: last[item[1]]):
-            if last[column] < 0:
-                continue
+    finish = np.zeros(count + 1)
+    last: dict[Key, int] = {}  # the latest member of each key so far
+    latest: list[dict[Key, int]] = [{}]  # the same for each count of members
+
+    def segments(end: int) -> tuple[Floats, Floats]:
+        """Of the segments that end at `end`, by where they begin: when the lane ends, and how long they take."""
+        lane, taken = finish[:end].copy(), np.zeros(end)
+        for key, position in sorted(latest[end].items(), key=lambda item: item[1]):
             waiting, per_byte = costs[key]
-            payload = bytes_before[end, column] - bytes_before[:end, column]
-            ended = np.maximum(lane, times[last[column]]) + waiting + per_byte * payload
-            lane = np.where(members_before[end, column] > members_before[:end, column], ended, lane)
-        start[end] = lane.argmin()
-        finish[end] = lane[start[end]]
+            column = keys[key]
+            there = members_before[end, column] > members_before[:end, column]
+            seconds = waiting + per_byte * (bytes_before[end, column] - bytes_before[:end, column])
+            lane = np.where(there, np.maximum(lane, times[position]) + seconds, lane)
+            taken += np.where(there, seconds, 0.0)
+        return lane, taken
+
+    for end in range(1, count + 1):
+        last[members[end - 1].key] = end - 1
+        latest.append(dict(last))
+        finish[end] = segments(end)[0].min()
     ends: list[int] = []
+    deadline = finish[count]
     while count:
         ends.append(count)
-        count = int(start[count])
+        lane, taken = segments(count)
+        count = int((lane <= max(deadline, lane.min()) * _ROUNDING).argmax())  # the longest that is in time
+        deadline -= taken[count]
     return tuple(reversed(ends))
 
 

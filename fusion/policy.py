@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -39,7 +39,7 @@ class Fusion:
     """
 
     mode: FusionMode
-    config: int | tuple[int, ...] | None = None
+    config: int | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mode, FusionMode):

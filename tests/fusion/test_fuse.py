@@ -11,17 +11,30 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from partway.fusion import AllReduceFusion, FusionMode, Member, fuse, gradient_all_reduces, member
+from partway.fusion import Fusion, FusionMode, FusionPolicies, Member, gradient_collectives, member
+from partway.fusion import fuse as fuse_by
 from partway.propagation.collectives import convert, convert_group, kind_of
+from partway.propagation.profile import profile_of
+from partway.strategy import Mesh
 from partway.strategy.errors import ContextError
 from partway.strategy.placement import Kind
 
 RANKS = 4
-ALL = AllReduceFusion(FusionMode.AUTO)
+MESH = Mesh({"dp": RANKS, "tp": RANKS, "a": RANKS, "b": RANKS})
+ALL = Fusion(FusionMode.AUTO)
 
 
 def index(*ends):
-    return AllReduceFusion(FusionMode.INDEX, ends)
+    return Fusion(FusionMode.INDEX, ends)
+
+
+def fuse(module, tags, policy):
+    """`module` with its gradient AllReduces grouped; `tags`: the conversions of parameters, that are whole at rest."""
+    return fuse_by(module, dict.fromkeys(tags, ("R", "B")), FusionPolicies(policy), MESH, profile_of("h100"))
+
+
+def gradient_all_reduces(graph, tags):
+    return gradient_collectives(graph, dict.fromkeys(tags, ("R", "B")), Kind.ALL_REDUCE)
 
 
 def trace(fn, *shapes, dtypes=()):
