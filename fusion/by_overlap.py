@@ -91,6 +91,7 @@ def needed(members: Sequence[Member], times: Sequence[float], costs: Costs) -> t
     The first group is issued at 0 and each other one when the group before it is first used, so that computing comes
     from one group to the next in `max(time between, cost of the next)`. A state is a segment: what follows depends on
     where it begins and where it ends. (A weight's collective is over when the next is issued, as it is needed then.)
+    Of equals, segments are short from the end on: fewer weights are held at once.
     """
     count, keys = len(members), _columns(members)
     bytes_before, members_before = _sums(members, keys)
@@ -107,10 +108,10 @@ def needed(members: Sequence[Member], times: Sequence[float], costs: Costs) -> t
     for begin in range(1, count):
         gap = used[begin] - used[:begin]
         came = first[:begin, begin, None] + np.maximum(gap[:, None], price[begin, begin + 1 :])
-        before[begin, begin + 1 :] = came.argmin(0)
+        before[begin, begin + 1 :] = begin - 1 - came[::-1].argmin(0)
         first[begin, begin + 1 :] = came.min(0)
     ends: list[int] = []
-    begin, end = (int((first[:count, count] - used).argmin()), count) if count else (0, 0)
+    begin, end = (count - 1 - int((first[:count, count] - used)[::-1].argmin()), count) if count else (0, 0)
     while end:
         ends.append(end)
         begin, end = int(before[begin, end]), begin

@@ -457,7 +457,9 @@ def test_the_context_prints_as_a_table_that_tells_set_from_default() -> None:
         "optimizer_states                2.0    default"
     )
     with auto_parallel_context(**allreduce(mode="size", config=32)):
-        assert "{'openstate': True, 'allreduce': {'mode': 'size', 'config': 32}, 'allgather': None" in current().describe()
+        assert (
+            "{'openstate': True, 'allreduce': {'mode': 'size', 'config': 32}, 'allgather': None" in current().describe()
+        )
 
 
 @pytest.mark.parametrize("options", [ParallelContext, AlgoParameters])
