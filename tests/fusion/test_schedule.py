@@ -253,4 +253,4 @@ def test_a_program_that_is_not_differentiated_has_a_schedule_and_groups_of_weigh
     flops = sum(2 * 1024 * a * b for a, b in itertools.pairwise(WIDTHS))
     assert program.schedule.computing > flops / profile_of("cuda").peak.of(torch.float32)
     assert math.isfinite(program.schedule.seconds)
-    assert all(c.members for c in gathers)
+    assert max(len(c.members) for c in gathers) > 1
