@@ -6,8 +6,9 @@ Two exact searches over boundaries propose groups. Members of a segment that hav
     needed   weights: a group is issued when the group before it is first used, and computing waits for it
 
 Each is exact while nothing else is on the communication lane. What else is there the prediction of the whole schedule
-knows: `best` asks it about these proposals, about those of the other modes, and about no grouping at all, and takes
-what ends first. So this mode never predicts worse than the others.
+knows: `best` asks it about these proposals, about auto, about sizes in powers of two and about no grouping at all, and
+takes what ends first. So this mode never predicts worse than any of those; nor than any index or size as long as no
+collective that computing waits for comes between the gradients (two such plans were seen 1 % apart).
 """
 
 from __future__ import annotations
