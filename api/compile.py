@@ -23,7 +23,6 @@ import torch
 from partway.annotate import Annotations, Request, annotate, meshes_to_try
 from partway.cache import Entry, cache_folder
 from partway.context import AlgoParameters, ParallelContext, ParallelMode, current, current_algo
-from partway.fusion import AllReduceFusion
 from partway.fusion.program import Program, make_program
 from partway.propagation.accumulate import Accumulation, accumulation
 from partway.propagation.capture import capture
@@ -138,7 +137,8 @@ class Compiled:
         return step if self.context.gradients_mean else scale_parameter_gradients(step, self.planned.parts)
 
     def _fused(self, step: Step) -> Program:
-        return make_program(step, _policy(self.context), self.profile)
+        with uncollected():
+            return make_program(step, self.context.fusion_policies, self.profile)
 
 
 def _bits(wanted: tuple[bool, ...]) -> str:
@@ -376,8 +376,3 @@ def check_tensors(call: Call, device: str | None) -> None:
             what = f"is on {tensor.device}, and device={device!r} was asked for"
             problems.append(Problem(where, what, f"move it with .to({device!r})"))
     raise_problems("the tensors of the call cannot be split:", problems)
-
-
-def _policy(context: ParallelContext) -> AllReduceFusion | None:
-    found = context.allreduce_fusion
-    return AllReduceFusion(found.mode, found.config) if found else None

@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
-from itertools import pairwise
 from threading import Lock
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar, get_args
 
@@ -26,14 +25,14 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     ValidationError,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from partway.fusion import FusionMode
+from partway.fusion import Fusion, FusionMode, FusionPolicies
+from partway.fusion.policy import index_problems
 from partway.propagation.problem import Fallback
 from partway.propagation.profile import profile_of
 from partway.propagation.search import SearchMode
@@ -60,13 +59,20 @@ class DatasetMode(Choice):
 # -- Field types. The args of a validator's ValueError are its problems; none: "see what the field accepts". ----------
 
 
-def _positions(value: object) -> tuple[int, ...]:
+def _positions(value: object) -> object:
     """The list of positions at which groups of collectives end, as a tuple."""
-    if not isinstance(value, list | tuple) or not value or any(type(end) is not int or end < 1 for end in value):
-        raise ValueError
-    if any(end >= later for end, later in pairwise(value)):
-        raise ValueError
-    return tuple(value)
+    if problems := index_problems(value) if value is not None else []:
+        raise ValueError(*problems)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _fusion_of(collective: str) -> PlainValidator:
+    """Reads the option of a collective; what is wrong with it the policy says."""
+
+    def read(value: object) -> Fusion | None:
+        return value if value is None or isinstance(value, Fusion) else Fusion.from_option(value, collective)
+
+    return PlainValidator(read)
 
 
 def _dataset_strategy(value: object) -> object:
@@ -75,9 +81,11 @@ def _dataset_strategy(value: object) -> object:
 
 
 _as_list = PlainSerializer(lambda value: list(value) if isinstance(value, tuple) else value)
-_POSITIONS = "a list of ascending positive ints, such as [20, 35] (the first 20, the next 15, the rest)"
+_as_option = PlainSerializer(lambda value: value and value.option)
 
-_Positions = Annotated[tuple[int, ...], PlainValidator(_positions), _as_list]
+_FUSION = 'None or a dict such as {"mode": "size", "config": 32}'
+
+_Positions = Annotated[tuple[int, ...] | None, PlainValidator(_positions), _as_list]
 _DatasetStrategy = Annotated[DatasetMode | tuple[tuple[int, ...], ...], PlainValidator(_dataset_strategy)]
 
 
@@ -103,37 +111,20 @@ class _Options(BaseModel):
         return self.describe()
 
 
-class AllReduceFusion(_Options):
-    """How gradient AllReduces are grouped: `auto` (64 MB), `size` (`config` in MB) or `index` (`config` positions)."""
-
-    mode: FusionMode = Field(strict=False)
-    config: Annotated[int | tuple[int, ...] | None, _as_list] = Field(description="None, an int (MB) or a list of ints")
-
-    @field_validator("config", mode="plain")
-    @classmethod
-    def _config_fits_mode(cls, value: object, info: ValidationInfo) -> object:
-        match info.data.get("mode"):
-            case FusionMode.AUTO if value is not None:
-                raise ValueError(_refusal(value, "None with mode 'auto'"))
-            case FusionMode.SIZE if type(value) is not int or value < 1:
-                raise ValueError(_refusal(value, "an int of 1 or more (MB) with mode 'size'"))
-            case FusionMode.INDEX:
-                try:
-                    return _positions(value)
-                except ValueError:
-                    raise ValueError(_refusal(value, f"{_POSITIONS} with mode 'index'")) from None
-        return value
-
-
 class CommFusion(_Options):
-    absent = {kind: f"{kind} fusion is not available yet" for kind in ("allgather", "reducescatter")}
+    """How the collectives of parameters are grouped, each kind by {"mode": ..., "config": ...}; None: not at all."""
 
     openstate: bool = True
     """False turns all grouping off, that of `all_reduce_fusion_config` too."""
-    allreduce: AllReduceFusion | None = Field(
-        default=None,
-        description='None or a dict such as {"mode": "size", "config": 32}; mode is one of auto, size, index',
+    allreduce: Annotated[Fusion | None, _fusion_of("allreduce"), _as_option] = Field(default=None, description=_FUSION)
+    """Of gradients. The modes are `auto` (64 MB), `size` (`config` in MB), `index` (`config` positions) and `overlap`
+    (ours: the groups that the cost model says hide most). "config" may be left out for auto and overlap."""
+    allgather: Annotated[Fusion | None, _fusion_of("allgather"), _as_option] = Field(default=None, description=_FUSION)
+    """Of weights. The modes are those of allreduce without `index`; a MB is one of the whole weights."""
+    reducescatter: Annotated[Fusion | None, _fusion_of("reducescatter"), _as_option] = Field(
+        default=None, description=_FUSION
     )
+    """Of the gradients of parameters that are split over the axis. The modes are those of allgather."""
 
 
 class StrategyCkptConfig(_Options):
@@ -222,14 +213,14 @@ class ParallelContext(_Options):
     """True: `shard` gives every process rank 0's parameters, buffers and random generators. False: where they differ,
     it is an error."""
 
-    all_reduce_fusion_config: _Positions | None = Field(default=None, description=f"None or {_POSITIONS}")
+    all_reduce_fusion_config: _Positions = Field(default=None, description="None or a list such as [20, 35]")
     """Short for comm_fusion={"allreduce": {"mode": "index", "config": ...}}. The reference's code counts [20, 35] as
     21, 15, the rest; its documents and the seeds as 20, 15, the rest, and so do we."""
 
     comm_fusion: CommFusion | None = Field(
-        default=None, description="None or a dict with the keys openstate and allreduce"
+        default=None, description="None or a dict with the keys openstate, allreduce, allgather and reducescatter"
     )
-    """Read `allreduce_fusion` for what follows from it."""
+    """Read `fusion_policies` for what follows from it."""
 
     strategy_ckpt_config: StrategyCkptConfig = Field(
         default=StrategyCkptConfig(), description="a dict with the keys load_file, save_file and only_trainable_params"
@@ -286,13 +277,14 @@ class ParallelContext(_Options):
         return "device_num" in self.model_fields_set
 
     @property
-    def allreduce_fusion(self) -> AllReduceFusion | None:
-        """The grouping of gradient AllReduces in force, or None: each runs by itself."""
-        if self.comm_fusion and not self.comm_fusion.openstate:
-            return None
-        if self.all_reduce_fusion_config:
-            return AllReduceFusion(mode=FusionMode.INDEX, config=self.all_reduce_fusion_config)
-        return self.comm_fusion.allreduce if self.comm_fusion else None
+    def fusion_policies(self) -> FusionPolicies:
+        """How collectives are grouped: what follows from both options."""
+        options = self.comm_fusion or CommFusion()
+        if not options.openstate:
+            return FusionPolicies()
+        indices = self.all_reduce_fusion_config
+        allreduce = Fusion(FusionMode.INDEX, indices) if indices else options.allreduce
+        return FusionPolicies(allreduce, options.allgather, options.reducescatter)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

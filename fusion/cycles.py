@@ -1,6 +1,6 @@
 """Keep groups free of cycles: no group may wait, directly or through other groups, for a result of its own.
 
-A parameter's gradient may be reduced on one axis and then on another: the second AllReduce needs the result of the
+A parameter's gradient may be reduced on one axis and then on another: the second collective needs the result of the
 first. Any policy may put such members together (or, with two groups, crosswise), so what a policy proposes is split
 here where that is needed, and policies need not know about dependencies.
 """
@@ -18,7 +18,9 @@ def split_cycles(groups: Groups, needs: Sequence[Set[int]]) -> Groups:
     `needs[i]` are the positions of all members whose results member i needs, directly or indirectly. A member stays
     in its group unless it and the piece before it depend on each other, given the pieces made so far.
     """
-    before = [frozenset(positions) for positions in needs]
+    if not any(needs):
+        return groups
+    before = [_mask(positions) for positions in needs]
     pieces: list[tuple[int, ...]] = []
     for group in groups:
         piece: tuple[int, ...] = ()
@@ -35,16 +37,23 @@ def split_cycles(groups: Groups, needs: Sequence[Set[int]]) -> Groups:
     return tuple(pieces)
 
 
-def _independent(piece: Iterable[int], position: int, before: Sequence[Set[int]]) -> bool:
-    return before[position].isdisjoint(piece) and all(position not in before[member] for member in piece)
+def _mask(positions: Iterable[int]) -> int:
+    """A set of positions as the bits of a number: there are as many sets as members, and they are joined often."""
+    return sum(1 << position for position in positions)
 
 
-def _join(piece: Iterable[int], before: list[frozenset[int]]) -> None:
+def _independent(piece: Iterable[int], position: int, before: Sequence[int]) -> bool:
+    return not before[position] & _mask(piece) and not any(before[member] >> position & 1 for member in piece)
+
+
+def _join(piece: Iterable[int], before: list[int]) -> None:
     """Let the members of `piece` wait for each other's needs, and whoever needs one of them wait for all."""
-    joint: frozenset[int] = frozenset().union(*(before[member] for member in piece))
-    reached = joint.union(piece)
+    joint = 0
+    for member in piece:
+        joint |= before[member]
+    own = _mask(piece)
     for position, needed in enumerate(before):
-        if not needed.isdisjoint(piece):
-            before[position] = needed | reached
+        if needed & own:
+            before[position] = needed | joint | own
     for member in piece:
         before[member] = joint

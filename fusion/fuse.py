@@ -1,10 +1,16 @@
-"""The fusion pass: the gradient AllReduces of a backward graph, grouped by a policy and issued early."""
+"""The fusion pass: the collectives of parameters, grouped by policies, each group issued early enough to be hidden.
+
+gradients   all_reduce and reduce_scatter, in the backward: a group is issued when its last member is ready
+weights     all_gather, in the forward, and in the backward where weights are gathered again: a group is issued
+            when the group before it is first used, so that two groups of whole weights are held and not all
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from graphlib import TopologicalSorter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 from typing import Any
 
@@ -13,54 +19,67 @@ from torch import fx
 
 from ..propagation.collectives import convert, convert_group, kind_of
 from ..propagation.graph import Text
+from ..propagation.profile import DeviceProfile
+from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind
-from . import by_index, by_size
+from . import by_index, by_overlap, by_size
 from .cycles import split_cycles
-from .policy import AUTO_MB, MB, AllReduceFusion, FusionMode, Groups, Member
+from .policy import AUTO_MB, MB, Fusion, FusionMode, FusionPolicies, Groups, Key, Member
+from .schedule import UNHEARD, Unit, Work, play, work_of
 
-Unit = tuple[fx.Node, ...]  # nodes that run as one
+Parameters = Mapping[int, tuple[str, str]]  # the conversions of parameters: from a tag to source and target
 
 
-def fuse(backward: fx.GraphModule, tags: frozenset[int], policy: AllReduceFusion | None) -> fx.GraphModule:
-    """A copy of `backward` in which each group of gradient AllReduces is one `convert_group`.
+def fuse(
+    module: fx.GraphModule, parameters: Parameters, policies: FusionPolicies, mesh: Mesh, profile: DeviceProfile
+) -> fx.GraphModule:
+    """A copy of `module`, a forward or a backward graph, in which each group of collectives is one `convert_group`.
 
-    The gradient AllReduces are the `convert` nodes of kind all_reduce whose tag is in `tags`. Each group, and each
-    AllReduce that is alone, is placed right after the last of its operands; nodes that use a result are moved back
-    as far as that needs; all others keep their order. Values do not change: a group reduces each member as before.
-    Every `convert` must have its local value in `meta["val"]`. With `policy` None the copy is as it was. Raises
-    ContextError if an index of the policy is larger than the number of gradient AllReduces.
+    Grouped are `convert` nodes whose tag is in `parameters`, of the kinds that have a policy. A group of gradients, and
+    a gradient that is alone, is placed right after the last of its operands; a group of weights, and a weight that is
+    alone, right before the first use of the group before it. Nodes that use a result are moved back as far as that
+    needs; all others keep their order. Values do not change: a group converts each member as before. Every `convert`
+    must have its local value in `meta["val"]`, for mode overlap all nodes. `mesh` and `profile` are what mode overlap
+    predicts by. Raises ContextError if an index of a policy is larger than the number of gradient AllReduces.
     """
-    found = gradient_all_reduces(backward.graph, tags) if policy else ()
-    proposed = group([member(node) for node in found], policy) if policy else ()
-    groups = split_cycles(proposed, _needs(backward.graph, found))
-    units = [tuple(found[position] for position in positions) for positions in groups]
-    fused = Text(backward, _rebuild(_schedule(backward.graph, units)))
-    fused.meta.update(backward.meta)
+    units = _Grouping(module.graph, parameters, policies, mesh, profile).units() if policies else _Units((), ())
+    fused = Text(module, _rebuild(_ordered(module.graph, units)))
+    fused.meta.update(module.meta)
     return fused
 
 
-def gradient_all_reduces(graph: fx.Graph, tags: frozenset[int]) -> tuple[fx.Node, ...]:
-    """The gradient AllReduces of `graph` in the order in which their operands are produced.
+def gradient_collectives(graph: fx.Graph, parameters: Parameters, kind: Kind) -> tuple[fx.Node, ...]:
+    """The collectives of `kind` on gradients of parameters, in the order in which their operands are produced.
 
-    (Autograd may place the AllReduces themselves long after: it runs what was recorded first last, and the
+    (Autograd may place the collectives themselves long after: it runs what was recorded first last, and the
     conversions of parameters can stand anywhere before their first use.)
     """
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    found = [node for node in graph.find_nodes(op="call_function", target=convert) if _is_gradient(node, tags)]
+    place = _places(graph)
+    found = [node for node in _converts(graph, parameters, kind) if not _is_weight(node, parameters)]
     return tuple(sorted(found, key=lambda node: (place[node.all_input_nodes[0]], place[node])))
+
+
+def weight_gathers(graph: fx.Graph, parameters: Parameters) -> tuple[fx.Node, ...]:
+    """The all_gathers of parameters, in the order in which they are first used: those of the forward, and where the
+    backward gathers weights again those too. (The gradient of a parameter may be gathered as well; it is no weight.)"""
+    place = _places(graph)
+    found = [node for node in _converts(graph, parameters, Kind.ALL_GATHER) if _is_weight(node, parameters)]
+    return tuple(sorted(found, key=lambda node: (_first_use(node, place), place[node])))
 
 
 def member(node: fx.Node) -> Member:
     """What a policy sees of a `convert` node."""
     arguments: tuple[Any, ...] = node.args
-    operand, source, target, axes, _, tag = arguments
+    operand, source, target, axes, size, tag = arguments
     value = operand.meta["val"] if isinstance(operand, fx.Node) else operand
     assert isinstance(value, torch.Tensor) and isinstance(tag, int), f"{node.format_node()} is no convert of a tensor"
-    return Member(tag, source, target, tuple(axes), value.dtype, value.numel() * value.element_size())
+    times = size if kind_of(source, target) is Kind.ALL_GATHER else 1
+    return Member(tag, source, target, tuple(axes), value.dtype, times * value.numel() * value.element_size())
 
 
-def group(members: Sequence[Member], policy: AllReduceFusion) -> Groups:
-    """The groups that `policy` makes of `members`, as positions: each position once, ascending within a group."""
+def group(members: Sequence[Member], policy: Fusion) -> Groups:
+    """The groups that `policy`, of a mode that needs no prediction, makes of `members`, as positions: each position
+    once, ascending within a group."""
     match policy.mode, policy.config:
         case FusionMode.INDEX, tuple(ends):
             return by_index.group(members, ends)
@@ -70,45 +89,186 @@ def group(members: Sequence[Member], policy: AllReduceFusion) -> Groups:
             return by_size.group(members, AUTO_MB * MB)
 
 
-def _is_gradient(node: fx.Node, tags: frozenset[int]) -> bool:
-    _, source, target, _, _, tag = node.args
-    return tag in tags and kind_of(str(source), str(target)) is Kind.ALL_REDUCE
+def _places(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {node: index for index, node in enumerate(graph.nodes)}
 
 
-def _needs(graph: fx.Graph, found: Sequence[fx.Node]) -> list[frozenset[int]]:
-    """For each node of `found` the positions of those in `found` whose results it needs, also indirectly."""
-    position = {node: index for index, node in enumerate(found)}
-    needs: dict[fx.Node, frozenset[int]] = {}
+def _first_use(node: fx.Node, place: Mapping[fx.Node, int]) -> int:
+    return min((place[user] for user in node.users), default=place[node])
+
+
+def _converts(graph: fx.Graph, parameters: Parameters, kind: Kind) -> Iterator[fx.Node]:
+    for node in graph.find_nodes(op="call_function", target=convert):
+        _, source, target, _, _, tag = node.args
+        if tag in parameters and kind_of(str(source), str(target)) is kind:
+            yield node
+
+
+def _is_weight(node: fx.Node, parameters: Parameters) -> bool:
+    """Whether the conversion is the parameter's own and not its transpose, which converts the gradient."""
+    return node.args[1:3] == parameters[node.args[5]]  # type: ignore[index]
+
+
+# -- Which nodes run as one ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """What runs as one, and when it is issued. `weights` are in the order of their first use."""
+
+    gradients: tuple[Unit, ...]
+    weights: tuple[Unit, ...]
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self.gradients + self.weights)
+
+
+class _Grouping:
+    """The groups of one graph: those of each kind by its policy, mode overlap after the others."""
+
+    def __init__(
+        self, graph: fx.Graph, parameters: Parameters, policies: FusionPolicies, mesh: Mesh, profile: DeviceProfile
+    ) -> None:
+        self.graph, self.mesh, self.profile = graph, mesh, profile
+        by_kind = {
+            Kind.ALL_REDUCE: policies.allreduce,
+            Kind.REDUCE_SCATTER: policies.reducescatter,
+            Kind.ALL_GATHER: policies.allgather,
+        }
+        self.found = {
+            kind: weight_gathers(graph, parameters)
+            if kind is Kind.ALL_GATHER
+            else gradient_collectives(graph, parameters, kind)
+            for kind, policy in by_kind.items()
+            if policy
+        }
+        self.policies = {kind: policy for kind, policy in by_kind.items() if policy and self.found[kind]}
+        self.members = {kind: [member(node) for node in self.found[kind]] for kind in self.policies}
+        self.needs = {gathers: self._needs(gathers) for gathers in (False, True)}
+
+    def units(self) -> _Units:
+        """The units that all policies together make."""
+        chosen = {
+            kind: group(self.members[kind], Fusion(FusionMode.AUTO) if policy.mode is FusionMode.OVERLAP else policy)
+            for kind, policy in self.policies.items()
+        }
+        for kind, policy in self.policies.items():
+            if policy.mode is FusionMode.OVERLAP:
+                chosen[kind] = self._overlapping(kind, chosen)
+        return self._units(chosen)
+
+    def _overlapping(self, kind: Kind, others: Mapping[Kind, Groups]) -> Groups:
+        """The groups of `kind` with which the least time is predicted, the groups of the other kinds given."""
+        members, nodes = self.members[kind], self.found[kind]
+
+        def predicted(groups: Groups) -> float:
+            return play(_ordered(self.graph, self._units({**others, kind: groups})), self.work)[1]
+
+        alone: Groups = tuple((position,) for position in range(len(nodes)))
+        unheard = {**self.work, **dict.fromkeys(nodes, UNHEARD)}
+        played, _ = play(_ordered(self.graph, self._units({**others, kind: alone})), unheard)
+        starts = {node: start for unit, start in played for node in unit}
+        works = [self.work[node] for node in nodes]
+        costs = {m.key: (work.waiting, work.per_byte) for m, work in zip(members, works, strict=True)}
+        if kind is Kind.ALL_GATHER:
+            times = [min((starts[user] for user in node.users), default=0.0) for node in nodes]
+            found = by_overlap.needed(members, times, costs)
+        else:
+            found = by_overlap.ready(members, [starts[node] for node in nodes], costs)
+        return by_overlap.best(tuple(by_overlap.proposals(members, found)), predicted)
+
+    @cached_property
+    def work(self) -> dict[fx.Node, Work]:
+        return work_of(self.graph, self.mesh, self.profile)
+
+    def _units(self, chosen: Mapping[Kind, Groups]) -> _Units:
+        """The units of groups, none of which waits for itself. Weights never wait for gradients."""
+        gradients, weights = (self._split(chosen, gathers) for gathers in (False, True))
+        place = _places(self.graph)
+        uses = {unit: min(_first_use(node, place) for node in unit) for unit in weights}
+        return _Units(tuple(gradients), tuple(sorted(weights, key=uses.__getitem__)))
+
+    def _split(self, chosen: Mapping[Kind, Groups], gathers: bool) -> list[Unit]:
+        groups: list[tuple[int, ...]] = []
+        start = 0
+        for kind in self._kinds(gathers):
+            groups += [tuple(start + position for position in positions) for positions in chosen[kind]]
+            start += len(self.found[kind])
+        nodes = self._nodes(gathers)
+        return [tuple(nodes[i] for i in piece) for piece in split_cycles(tuple(groups), self.needs[gathers])]
+
+    def _kinds(self, gathers: bool) -> list[Kind]:
+        return [kind for kind in self.policies if (kind is Kind.ALL_GATHER) == gathers]
+
+    def _nodes(self, gathers: bool) -> list[fx.Node]:
+        return [node for kind in self._kinds(gathers) for node in self.found[kind]]
+
+    def _needs(self, gathers: bool) -> list[frozenset[int]]:
+        """For each of the nodes the positions of those among them whose results it needs, also indirectly."""
+        nodes = self._nodes(gathers)
+        own = {node: 1 << position for position, node in enumerate(nodes)}
+        masks: dict[fx.Node, int] = {}  # sets of positions, as the bits of a number
+        for node in self.graph.nodes if nodes else ():
+            mask = 0
+            for operand in node.all_input_nodes:
+                mask |= masks[operand] | own.get(operand, 0)
+            masks[node] = mask
+        return [frozenset(i for i in range(len(nodes)) if masks[node] >> i & 1) for node in nodes]
+
+
+# -- In what order they run ------------------------------------------------------------------------------------------
+
+
+def _ordered(graph: fx.Graph, units: _Units) -> Iterator[Unit]:
+    """All nodes in a topological order in which `units` come when they are to be issued and the others as near to
+    their old order as that allows."""
+    priority = _priorities(graph, units)
+    unit = {node: nodes for nodes in units for node in nodes}
+    waits: dict[Unit, int] = {}
+    readers: dict[fx.Node, list[Unit]] = {}
+    ready: list[tuple[Priority, Unit]] = []
     for node in graph.nodes:
-        operands = node.all_input_nodes
-        itself = frozenset(position[operand] for operand in operands if operand in position)
-        needs[node] = itself.union(*(needs[operand] for operand in operands))
-    return [needs[node] for node in found]
-
-
-def _schedule(graph: fx.Graph, early: Iterable[Unit]) -> Iterator[Unit]:
-    """All nodes in a topological order in which the `early` units come as soon as they are ready and the others
-    as near to their old order as that allows."""
-    early = frozenset(early)
-    unit = {node: (node,) for node in graph.nodes} | {node: nodes for nodes in early for node in nodes}
-    place = {node: index for index, node in enumerate(graph.nodes)}
-
-    def priority(nodes: Unit) -> tuple[int, int]:
-        # Inputs stay in front even of a collective of an input: readers of a graph expect them there.
-        stage = 0 if nodes[0].op == "placeholder" else 1 if nodes in early else 2
-        return stage, place[nodes[0]]
-
-    sorter = TopologicalSorter(
-        {nodes: {unit[operand] for node in nodes for operand in node.all_input_nodes} for nodes in unit.values()}
-    )
-    sorter.prepare()
-    ready: list[tuple[tuple[int, int], Unit]] = []
-    while sorter.is_active():
-        for nodes in sorter.get_ready():
+        nodes = unit.get(node, (node,))
+        if nodes in waits:
+            continue
+        operands = {operand for each in nodes for operand in each.all_input_nodes}
+        waits[nodes] = len(operands)
+        for operand in operands:
+            readers.setdefault(operand, []).append(nodes)
+        if not operands:
             heappush(ready, (priority(nodes), nodes))
+    while ready:
         _, nodes = heappop(ready)
         yield nodes
-        sorter.done(nodes)
+        for node in nodes:
+            for reader in readers.get(node, ()):
+                waits[reader] -= 1
+                if not waits[reader]:
+                    heappush(ready, (priority(reader), reader))
+
+
+Priority = tuple[int, int, int, int]  # the stage, the place in it, 1 for what stands there, the unit's own place
+
+
+def _priorities(graph: fx.Graph, units: _Units) -> Callable[[Unit], Priority]:
+    """When a unit comes among those that are ready. Inputs stay in front even of a collective of an input: readers of
+    a graph expect them there."""
+    place = _places(graph)
+    early: dict[Unit, Priority] = {nodes: (1, place[nodes[0]], 0, 0) for nodes in units.gradients}
+    used: dict[Key | None, int] = {}  # where the last group of weights so far, of a key or of any, is first used
+    for nodes in units.weights:
+        key = member(nodes[0]).key
+        before = used.get(key, used.get(None))
+        own = place[nodes[0]]
+        early[nodes] = (1, own, 0, 0) if before is None else (2, before, 0, own)
+        used[key] = used[None] = min(_first_use(node, place) for node in nodes)
+
+    def priority(nodes: Unit) -> Priority:
+        if nodes in early:
+            return early[nodes]
+        return (0 if nodes[0].op == "placeholder" else 2), place[nodes[0]], 1, 0
+
+    return priority
 
 
 def _rebuild(units: Iterable[Unit]) -> fx.Graph:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 from torch import fx
 
@@ -13,9 +15,9 @@ from ..propagation.differentiate import Step
 from ..propagation.lower import Collective, collective, program_lines
 from ..propagation.profile import DeviceProfile
 from ..strategy.mesh import Mesh
-from ..strategy.placement import Kind
 from .fuse import fuse
-from .policy import AllReduceFusion
+from .policy import FusionPolicies
+from .schedule import Schedule, predict, with_values
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,19 @@ class Program:
 
     step          the forward graph and the backward graph (None where nothing is differentiated)
     collectives   in the order in which they run, forward first; each with its `members`
+    profile       the device and network that it is predicted for
     """
 
     step: Step
     collectives: tuple[Collective, ...]
+    profile: DeviceProfile = field(repr=False)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """What is predicted to run when. Computed when it is first asked for."""
+        step = with_values(self.step)
+        backward = step.backward.graph if step.backward else None
+        return predict(step.forward.graph, backward, step.program.mesh, self.profile)
 
     def __str__(self) -> str:
         inputs = self.step.program.inputs
@@ -37,33 +48,42 @@ class Program:
         return "\n".join(parts)
 
 
-def make_program(step: Step, policy: AllReduceFusion | None, profile: DeviceProfile) -> Program:
-    """The Program of `step` with its gradient AllReduces grouped by `policy` (None: each by itself)."""
+def make_program(step: Step, policies: FusionPolicies, profile: DeviceProfile) -> Program:
+    """The Program of `step` with the collectives of its parameters grouped by `policies`."""
+    mesh = step.program.mesh
+    parameters = {c.tag: (str(c.source), str(c.target)) for c in step.program.conversions if c.parameter}
+    if policies.allgather:
+        step = with_values(step)
+        step = replace(step, forward=fuse(step.forward, parameters, policies, mesh, profile))
     if step.backward is not None:
-        step = replace(step, backward=fuse(step.backward, gradient_tags(step), policy))
+        step = replace(step, backward=fuse(step.backward, parameters, policies, mesh, profile))
     graphs = [("forward", step.forward.graph)]
     graphs += [("backward", step.backward.graph)] if step.backward is not None else []
     found = [c for phase, graph in graphs for c in _collectives(graph, phase, step, profile)]
-    return Program(step, tuple(found))
-
-
-def gradient_tags(step: Step) -> frozenset[int]:
-    """The conversions whose backward is the AllReduce of a parameter's gradient."""
-    return frozenset(c.tag for c in step.program.conversions if c.parameter and c.kind("backward") is Kind.ALL_REDUCE)
+    return Program(step, tuple(found), profile)
 
 
 def _collectives(graph: fx.Graph, phase: str, step: Step, profile: DeviceProfile) -> Iterator[Collective]:
-    mesh, conversions = step.program.mesh, step.program.conversions
-    if phase == "backward":  # what stands there runs, whether or not it was planned to
-        conversions = tuple(replace(conversion, gradient=True) for conversion in conversions)
+    mesh = step.program.mesh
     for node in graph.nodes:
         if node.target is convert:
-            found = collective(conversions[node.args[5]], phase, mesh, profile)
+            found = _collective(node, node.args[5], phase, step, profile)
             if found is not None:
                 yield found
         elif node.target is convert_group:
-            members = [collective(conversions[tag], phase, mesh, profile) for tag in node.args[5]]
+            members = [_collective(node, tag, phase, step, profile) for tag in node.args[5]]
             yield _joined([m for m in members if m is not None], mesh, profile)
+
+
+def _collective(node: fx.Node, tag: int, phase: str, step: Step, profile: DeviceProfile) -> Collective | None:
+    """The collective of a conversion, in a backward graph its transpose or, of a weight gathered again, itself."""
+    arguments: tuple[Any, ...] = node.args
+    conversion = step.program.conversions[tag]
+    itself = arguments[1:3] == (str(conversion.source), str(conversion.target))
+    # what stands in the backward runs, whether or not it was planned to
+    conversion = replace(conversion, gradient=True)
+    found = collective(conversion, "forward" if itself else "backward", step.program.mesh, profile)
+    return found and replace(found, phase=phase)
 
 
 def _joined(members: list[Collective], mesh: Mesh, profile: DeviceProfile) -> Collective:

@@ -908,25 +908,25 @@ CONTEXT = [
     Wrong(
         "fusion_of_an_unknown_mode",
         lambda _: pw.set_auto_parallel_context(comm_fusion={"allreduce": {"mode": "big", "config": 1}}),
-        ("comm_fusion[\"allreduce\"][\"mode\"]: got 'big' (str); accepts one of 'auto', 'size', 'index'",),
+        ("comm_fusion[\"allreduce\"]: mode 'big' is unknown; write one of auto, size, index, overlap",),
         pw.ContextError,
     ),
     Wrong(
         "fusion_without_a_config",
         lambda _: pw.set_auto_parallel_context(comm_fusion={"allreduce": {"mode": "size"}}),
-        ('comm_fusion["allreduce"]["config"]: is missing',),
+        ('comm_fusion["allreduce"]: mode size takes a whole number of MB, 1 or more, not None',),
         pw.ContextError,
     ),
     Wrong(
         "fusion_indices_that_descend",
         lambda _: pw.set_auto_parallel_context(all_reduce_fusion_config=[5, 3]),
-        ("all_reduce_fusion_config: got [5, 3] (list)", "ascending positive ints, such as [20, 35]"),
+        ("all_reduce_fusion_config: takes ascending indices; write [3, 5] for [5, 3]",),
         pw.ContextError,
     ),
     Wrong(
         "fusion_list",
         lambda _: pw.set_auto_parallel_context(comm_fusion=[1]),
-        ("comm_fusion: got [1] (list)", "a dict with the keys openstate and allreduce"),
+        ("comm_fusion: got [1] (list)", "a dict with the keys openstate, allreduce, allgather and reducescatter"),
         pw.ContextError,
     ),
     Wrong(

@@ -11,9 +11,7 @@ import pytest
 
 from partway.context import (
     AlgoParameters,
-    AllReduceFusion,
     DatasetMode,
-    FusionMode,
     ParallelContext,
     ParallelMode,
     auto_parallel_context,
@@ -26,6 +24,7 @@ from partway.context import (
     set_algo_parameters,
     set_auto_parallel_context,
 )
+from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.strategy.errors import ContextError
 
 DEFAULTS = {
@@ -55,7 +54,6 @@ ALGO_DEFAULTS = {
     "memory_limit": None,
     "optimizer_states": 2.0,
 }
-POSITIONS = "a list of ascending positive ints, such as [20, 35] (the first 20, the next 15, the rest)"
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +73,17 @@ def allreduce(**config: object) -> dict[str, object]:
     return {"comm_fusion": {"allreduce": config}}
 
 
+KINDS = ("allreduce", "allgather", "reducescatter")
+
+
+def fused(**kinds: object) -> dict[str, object]:
+    return {"openstate": True, **dict.fromkeys(KINDS), **kinds}
+
+
 def test_defaults_are_these() -> None:
     assert {key: get_auto_parallel_context(key) for key in ParallelContext.model_fields} == DEFAULTS
     assert {key: get_algo_parameters(key) for key in AlgoParameters.model_fields} == ALGO_DEFAULTS
-    assert current().allreduce_fusion is None
+    assert current().fusion_policies == FusionPolicies()
 
 
 @pytest.mark.parametrize(
@@ -95,10 +100,11 @@ def test_defaults_are_these() -> None:
         ("parameter_broadcast", True),
         ("all_reduce_fusion_config", [20, 35]),
         ("all_reduce_fusion_config", None),
-        ("comm_fusion", {"openstate": False, "allreduce": None}),
-        ("comm_fusion", {"openstate": True, "allreduce": {"mode": "auto", "config": None}}),
-        ("comm_fusion", {"openstate": True, "allreduce": {"mode": "size", "config": 32}}),
-        ("comm_fusion", {"openstate": True, "allreduce": {"mode": "index", "config": [20, 35]}}),
+        ("comm_fusion", {"openstate": False, "allreduce": None, "allgather": None, "reducescatter": None}),
+        ("comm_fusion", fused(allreduce={"mode": "auto", "config": None})),
+        ("comm_fusion", fused(allreduce={"mode": "size", "config": 32}, allgather={"mode": "size", "config": 64})),
+        ("comm_fusion", fused(allreduce={"mode": "index", "config": [20, 35]})),
+        ("comm_fusion", fused(**{key: {"mode": "overlap", "config": None} for key in KINDS})),
         ("strategy_ckpt_config", {"load_file": "", "save_file": "plan.json", "only_trainable_params": False}),
         ("enable_parallel_optimizer", True),
         ("parallel_optimizer_config", {"parallel_optimizer_threshold": 0}),
@@ -173,42 +179,40 @@ WRONG: list[tuple[dict[str, object], str]] = [
         "dataset_strategy='full_batch', so change one of them",
     ),
     ({"full_batch": False, "dataset_strategy": "full_batch"}, "full_batch=False contradicts dataset_strategy='full_b"),
-    ({"all_reduce_fusion_config": []}, f"all_reduce_fusion_config: got [] (list); accepts None or {POSITIONS}"),
-    ({"all_reduce_fusion_config": [35, 20]}, "all_reduce_fusion_config: got [35, 20] (list); accepts None or a list"),
-    ({"all_reduce_fusion_config": [20, 20]}, "all_reduce_fusion_config: got [20, 20] (list); accepts None or a list"),
-    ({"all_reduce_fusion_config": [0, 20]}, "all_reduce_fusion_config: got [0, 20] (list); accepts None or a list"),
-    ({"all_reduce_fusion_config": 20}, "all_reduce_fusion_config: got 20 (int); accepts None or a list"),
-    ({"all_reduce_fusion_config": [True, 3]}, "all_reduce_fusion_config: got [True, 3] (list); accepts None or a l"),
-    ({"comm_fusion": 64}, "comm_fusion: got 64 (int); accepts None or a dict with the keys openstate and allreduce"),
+    ({"all_reduce_fusion_config": []}, "all_reduce_fusion_config: takes at least one index, such as [20, 35], not an"),
+    ({"all_reduce_fusion_config": [35, 20]}, "all_reduce_fusion_config: takes ascending indices; write [20, 35] for "),
+    ({"all_reduce_fusion_config": [20, 20]}, "all_reduce_fusion_config: takes each index once; [20, 20] repeats 20"),
+    ({"all_reduce_fusion_config": [0, 20]}, "all_reduce_fusion_config: takes whole numbers, 1 or more; [0, 20] has 0"),
+    ({"all_reduce_fusion_config": 20}, "all_reduce_fusion_config: takes a list of indices such as [20, 35], not 20"),
+    ({"all_reduce_fusion_config": [True, 3]}, "takes whole numbers, 1 or more; [True, 3] has True"),
     (
-        {"comm_fusion": {"allgather": {"mode": "auto", "config": None}}},
-        'comm_fusion["allgather"] is MindSpore\'s and not an option here: allgather fusion is not available yet',
+        {"comm_fusion": 64},
+        "comm_fusion: got 64 (int); accepts None or a dict with the keys openstate, allreduce, allgather and reducesc",
     ),
-    ({"comm_fusion": {"reducescatter": {}}}, "reducescatter fusion is not available yet"),
+    (
+        {"comm_fusion": {"allgather": {"mode": "index", "config": [3]}}},
+        'comm_fusion["allgather"]: mode index is one of allreduce only; write one of auto, size, overlap',
+    ),
+    ({"comm_fusion": {"reducescatter": {}}}, 'comm_fusion["reducescatter"]: takes {"mode": ..., "config": ...} with '),
+    (
+        {"comm_fusion": {"reducescatter": {"mode": "size", "config": -1}}},
+        'comm_fusion["reducescatter"]: mode size takes a whole number of MB, 1 or more, not -1',
+    ),
     (
         {"comm_fusion": {"allreduced": {}}},
-        'comm_fusion["allreduced"] is not an option; did you mean allreduce? (all options: openstate, allreduce)',
+        'comm_fusion["allreduced"] is not an option; did you mean allreduce? (all options: openstate, allreduce, all',
     ),
-    ({"comm_fusion": {1: True}}, 'comm_fusion["1"] is not an option (all options: openstate, allreduce)'),
+    ({"comm_fusion": {1: True}}, 'comm_fusion["1"] is not an option (all options: openstate, '),
     ({"comm_fusion": {"openstate": "on"}}, "comm_fusion[\"openstate\"]: got 'on' (str); accepts True or False"),
-    ({"comm_fusion": {"allreduce": "auto"}}, "comm_fusion[\"allreduce\"]: got 'auto' (str); accepts None or a dict su"),
-    (
-        allreduce(config=32),
-        "comm_fusion[\"allreduce\"][\"mode\"]: is missing; accepts one of 'auto', 'size', 'index'",
-    ),
-    (allreduce(mode="auto"), 'comm_fusion["allreduce"]["config"]: is missing; accepts None, an int (MB) or a list of'),
-    (allreduce(mode="overlap", config=None), "got 'overlap' (str); accepts one of 'auto', 'size', 'index'"),
-    (
-        allreduce(mode="auto", config=64),
-        'comm_fusion["allreduce"]["config"]: got 64 (int); accepts None with mode \'auto\'',
-    ),
-    (
-        allreduce(mode="size", config=0),
-        'comm_fusion["allreduce"]["config"]: got 0 (int); accepts an int of 1 or more (MB) with mode \'size\'',
-    ),
-    (allreduce(mode="size", config=1.5), "got 1.5 (float); accepts an int of 1 or more (MB) with mode 'size'"),
-    (allreduce(mode="size", config=None), "got None (NoneType); accepts an int of 1 or more (MB) with mode 'size'"),
-    (allreduce(mode="index", config=[3, 1]), f"got [3, 1] (list); accepts {POSITIONS} with mode 'index'"),
+    ({"comm_fusion": {"allreduce": "auto"}}, 'comm_fusion["allreduce"]: takes {"mode": ..., "config": ...} with no o'),
+    (allreduce(config=32), "with no other keys, or a list of indices, not {'config': 32}"),
+    (allreduce(mode="big", config=None), "mode 'big' is unknown; write one of auto, size, index, overlap"),
+    (allreduce(mode="auto", config=64), "mode auto takes no config (a group is at most 64 MB), not 64; mode size tak"),
+    (allreduce(mode="overlap", config=64), "mode overlap takes no config (the cost model chooses the groups), not 64"),
+    (allreduce(mode="size"), 'comm_fusion["allreduce"]: mode size takes a whole number of MB, 1 or more, not None'),
+    (allreduce(mode="size", config=0), "mode size takes a whole number of MB, 1 or more, not 0"),
+    (allreduce(mode="size", config=1.5), "mode size takes a whole number of MB, 1 or more, not 1.5"),
+    (allreduce(mode="index", config=[3, 1]), "mode index takes ascending indices; write [1, 3] for [3, 1]"),
     (
         {"all_reduce_fusion_config": [20]} | allreduce(mode="size", config=32),
         'all_reduce_fusion_config and comm_fusion["allreduce"] both say how to group AllReduces; '
@@ -295,8 +299,8 @@ def test_all_failures_of_one_call_are_in_one_error() -> None:
     title, *problems = message.splitlines()
     assert title == "set_auto_parallel_context changed nothing:"
     assert sorted(problem.removeprefix("  - ").split()[0] for problem in problems) == [
-        'comm_fusion["allgather"]',
-        'comm_fusion["allreduce"]["config"]:',
+        'comm_fusion["allgather"]:',
+        'comm_fusion["allreduce"]:',
         'comm_fusion["openstate"]:',
         "dataset_strategy='full_batch'",
         "device_num:",
@@ -345,7 +349,7 @@ def test_a_contradiction_with_an_earlier_call_is_refused() -> None:
     assert "parallel_mode='data_parallel'" in message_of(set_auto_parallel_context, full_batch=True)
     assert "set one of them to None" in message_of(set_auto_parallel_context, **allreduce(mode="auto", config=None))
     set_auto_parallel_context(all_reduce_fusion_config=None, **allreduce(mode="auto", config=None))
-    assert current().allreduce_fusion == AllReduceFusion(mode=FusionMode.AUTO, config=None)
+    assert current().fusion_policies == FusionPolicies(Fusion(FusionMode.AUTO))
 
 
 def test_a_dataset_strategy_can_be_taken_back_before_leaving_the_auto_modes() -> None:
@@ -364,15 +368,18 @@ def test_full_batch_and_its_dataset_strategy_read_the_same() -> None:
         assert context.full_batch
 
 
-def test_allreduce_fusion_is_what_follows_from_both_options() -> None:
+def test_fusion_policies_are_what_follows_from_both_options() -> None:
     with auto_parallel_context(all_reduce_fusion_config=[20, 35]) as context:
-        assert context.allreduce_fusion == AllReduceFusion(mode=FusionMode.INDEX, config=(20, 35))
-        set_auto_parallel_context(comm_fusion={"openstate": False})
-        assert current().allreduce_fusion is None
-    with auto_parallel_context(**allreduce(mode="size", config=32)) as context:
-        assert context.allreduce_fusion == AllReduceFusion(mode=FusionMode.SIZE, config=32)
+        assert context.fusion_policies == FusionPolicies(Fusion(FusionMode.INDEX, (20, 35)))
+        set_auto_parallel_context(comm_fusion={"allgather": {"mode": "size", "config": 32}})
+        gathers = Fusion(FusionMode.SIZE, 32)
+        assert current().fusion_policies == FusionPolicies(Fusion(FusionMode.INDEX, (20, 35)), gathers)
+        set_auto_parallel_context(comm_fusion={"openstate": False, "allgather": {"mode": "auto"}})
+        assert current().fusion_policies == FusionPolicies()
+    with auto_parallel_context(comm_fusion={key: {"mode": "overlap"} for key in KINDS}) as context:
+        assert context.fusion_policies == FusionPolicies(*[Fusion(FusionMode.OVERLAP)] * 3)
     with auto_parallel_context(comm_fusion={"openstate": True}) as context:
-        assert context.allreduce_fusion is None
+        assert context.fusion_policies == FusionPolicies()
 
 
 def test_an_existing_strategy_file_is_taken_and_looked_for_only_once(tmp_path: Path) -> None:
@@ -452,13 +459,15 @@ def test_the_context_prints_as_a_table_that_tells_set_from_default() -> None:
         "optimizer_states                2.0    default"
     )
     with auto_parallel_context(**allreduce(mode="size", config=32)):
-        assert "{'openstate': True, 'allreduce': {'mode': 'size', 'config': 32}}" in current().describe()
+        assert (
+            "{'openstate': True, 'allreduce': {'mode': 'size', 'config': 32}, 'allgather': None" in current().describe()
+        )
 
 
 @pytest.mark.parametrize("options", [ParallelContext, AlgoParameters])
 def test_every_option_says_what_it_accepts(options: type[ParallelContext] | type[AlgoParameters]) -> None:
     for key in options.model_fields:
-        with pytest.raises(ContextError, match=rf"{key}: .*\b(accepts|write) "):
+        with pytest.raises(ContextError, match=rf"{key}: .*\b(accepts|write|takes) "):
             (set_auto_parallel_context if options is ParallelContext else set_algo_parameters)(**{key: 3 + 4j})
 
 

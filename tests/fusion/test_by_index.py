@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partway.fusion import AllReduceFusion, FusionMode, Member, by_index, group
+from partway.fusion import Fusion, FusionMode, Member, by_index, group
 from partway.strategy.errors import ContextError
 
 
@@ -14,7 +14,7 @@ def members(keys):
 
 
 def test_20_35_makes_the_first_20_the_next_15_and_the_rest():
-    groups = group(members(["dp"] * 50), AllReduceFusion(FusionMode.INDEX, (20, 35)))
+    groups = group(members(["dp"] * 50), Fusion(FusionMode.INDEX, (20, 35)))
     assert groups == (tuple(range(20)), tuple(range(20, 35)), tuple(range(35, 50)))
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partway.fusion import AllReduceFusion, FusionMode, Member, by_size, group
+from partway.fusion import Fusion, FusionMode, Member, by_size, group
 
 MB = 1024 * 1024
 
@@ -36,9 +36,9 @@ def test_sums_and_maxima_are_no_group():
 
 def test_auto_is_64_mb_and_size_counts_in_mb():
     found = members(*[20 * MB] * 7)
-    assert group(found, AllReduceFusion(FusionMode.AUTO)) == ((0, 1, 2), (3, 4, 5), (6,))
-    assert group(found, AllReduceFusion(FusionMode.SIZE, 40)) == ((0, 1), (2, 3), (4, 5), (6,))
-    assert group(found, AllReduceFusion(FusionMode.SIZE, 39)) == tuple((i,) for i in range(7))
+    assert group(found, Fusion(FusionMode.AUTO)) == ((0, 1, 2), (3, 4, 5), (6,))
+    assert group(found, Fusion(FusionMode.SIZE, 40)) == ((0, 1), (2, 3), (4, 5), (6,))
+    assert group(found, Fusion(FusionMode.SIZE, 39)) == tuple((i,) for i in range(7))
 
 
 def test_no_members_no_groups():

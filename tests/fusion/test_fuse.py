@@ -1,27 +1,56 @@
 from __future__ import annotations
 
+import functools
+import itertools
 import operator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx
+from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from partway.fusion import AllReduceFusion, FusionMode, Member, fuse, gradient_all_reduces, member
+import partway as pw
+from partway.fusion import (
+    Fusion,
+    FusionMode,
+    FusionPolicies,
+    Member,
+    gradient_collectives,
+    member,
+    weight_gathers,
+)
+from partway.fusion import fuse as fuse_by
+from partway.fusion.program import make_program
 from partway.propagation.collectives import convert, convert_group, kind_of
+from partway.propagation.graph import Text
+from partway.propagation.profile import profile_of
+from partway.runtime.simulate import Simulator
+from partway.runtime.step import CompiledStep
+from partway.strategy import Mesh
 from partway.strategy.errors import ContextError
 from partway.strategy.placement import Kind
 
 RANKS = 4
-ALL = AllReduceFusion(FusionMode.AUTO)
+MESH = Mesh({"dp": RANKS, "tp": RANKS, "a": RANKS, "b": RANKS})
+ALL = Fusion(FusionMode.AUTO)
 
 
 def index(*ends):
-    return AllReduceFusion(FusionMode.INDEX, ends)
+    return Fusion(FusionMode.INDEX, ends)
+
+
+def fuse(module, tags, policy):
+    """`module` with its gradient AllReduces grouped; `tags`: the conversions of parameters, that are whole at rest."""
+    return fuse_by(module, dict.fromkeys(tags, ("R", "B")), FusionPolicies(policy), MESH, profile_of("h100"))
+
+
+def gradient_all_reduces(graph, tags):
+    return gradient_collectives(graph, dict.fromkeys(tags, ("R", "B")), Kind.ALL_REDUCE)
 
 
 def trace(fn, *shapes, dtypes=()):
@@ -355,3 +384,152 @@ def test_any_program_and_config_gives_each_gradient_once_with_the_same_bits(seed
         assert len(group) > 1
         assert group == sorted(group, key=found.index)
     assert_same_results(module, fused)
+
+
+# -- Weights that are split, and their gradients ---------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Layers of unequal widths, with biases, and a loss; the first weight is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.same, self.down = nn.Linear(8, 16), nn.Linear(16, 16, bias=False), nn.Linear(16, 8)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.down(torch.tanh(self.same(torch.relu(self.up(x)))))
+        return x.square().mean()
+
+
+SPLIT = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 0}}
+
+
+@functools.cache
+def whole_step(axes, split, dtype=torch.float32):
+    """A step of `Wide` whose batch is split over dp, with its profile; `split`: its parameters are too."""
+    model, x = Wide().to(dtype), torch.zeros(16, 8, dtype=dtype)
+    with pw.auto_parallel_context(parallel_mode="data_parallel", **(SPLIT if split else {})):
+        return pw.compile(model, (x,), mesh=dict(axes)).program
+
+
+def results_of(program):
+    """What every rank of `program` computes, simulated: the outputs and gradients, for random inputs."""
+    step, simulator = program.step, Simulator(program.step.program.mesh)
+    compiled = CompiledStep(step, simulator, lambda wanted: None)
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in step.program.inputs]
+    values = simulator.run(compiled.forward, simulator.enter(tensors, step.program.inputs))
+    count = len(step.program.outputs)
+    tangents = [[torch.ones(p.local_shape, dtype=p.dtype)] * simulator.mesh.device_num for p in step.program.outputs]
+    return values[:count], simulator.run(compiled.backward, [*values[count:], *tangents])
+
+
+def assert_same_bits(found, expected):
+    for a, b in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+        assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def counted(collectives):
+    return sorted((c.phase, str(c.kind), name) for c in collectives for name in c.members)
+
+
+MODES = st.sampled_from(
+    [None, Fusion(FusionMode.AUTO), Fusion(FusionMode.OVERLAP), Fusion(FusionMode.SIZE, 1), Fusion(FusionMode.SIZE, 7)]
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([(("dp", 4),), (("dp", 2), ("tp", 2))]), st.booleans(), MODES, MODES, MODES, st.data())
+def test_any_policies_give_the_gradients_of_the_unfused_step_bit_for_bit(axes, split, reduce, gather, scatter, data):
+    plain = whole_step(axes, split)
+    count = sum(c.phase == "backward" and c.kind is Kind.ALL_REDUCE for c in plain.collectives)
+    if count and data.draw(st.booleans()):
+        reduce = index(*sorted(data.draw(st.sets(st.integers(1, count), min_size=1))))
+    fused = make_program(plain.step, FusionPolicies(reduce, gather, scatter), plain.profile)
+    assert counted(fused.collectives) == counted(plain.collectives)
+    for graph in (fused.step.forward.graph, fused.step.backward.graph):
+        graph.lint()
+    assert_same_bits(results_of(fused), results_of(plain))
+
+
+def test_each_kind_is_grouped_by_its_own_policy():
+    plain, auto = whole_step((("dp", 4),), split=True), Fusion(FusionMode.AUTO)
+    kinds = {(c.phase, c.kind) for c in plain.collectives if len(c.tensor) and "." in c.tensor}
+    assert kinds == {("forward", Kind.ALL_GATHER), ("backward", Kind.REDUCE_SCATTER)}
+
+    def sizes(**policies):
+        found = make_program(plain.step, FusionPolicies(**policies), plain.profile).collectives
+        found = [c for c in found if "." in c.members[0]]
+        return tuple([len(c.members) for c in found if c.kind is k] for k in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
+
+    assert sizes() == sizes(allreduce=auto) == ([1] * 5, [1] * 5)
+    assert sizes(allgather=auto) == ([5], [1] * 5)
+    assert sizes(reducescatter=auto) == ([1] * 5, [5])
+    assert sizes(allgather=auto, reducescatter=auto) == ([5], [5])
+
+
+def test_other_gathers_and_the_gathers_of_gradients_are_left_alone():
+    def step(x, v, w):
+        return [
+            convert(x, "S0", "R", ["dp"], RANKS, 0),  # no parameter
+            convert(v, "S0", "R", ["dp"], RANKS, 1),  # the gradient of one that is whole at rest
+            convert(w, "S0", "R", ["dp"], RANKS, 2),
+            convert(w + 1, "S0", "R", ["dp"], RANKS, 3),
+        ]
+
+    module = trace(step, (2,), (3,), (3,))
+    parameters = {1: ("R", "S0"), 2: ("S0", "R"), 3: ("S0", "R")}
+    fused = fuse_by(module, parameters, FusionPolicies(allgather=ALL), MESH, profile_of("h100"))
+    assert group_tags(fused) == [[2, 3]]
+
+
+def test_weights_that_the_backward_gathers_again_are_grouped_in_the_order_in_which_it_uses_them():
+    def step(tangent, *parts):
+        gradients = []
+        for tag, part in reversed(list(enumerate(parts))):
+            weight = convert(part, "S0", "B", ["dp"], RANKS, tag)
+            gradients.append(convert(torch.outer(tangent.sum(0), tangent[0]), "P", "S0", ["dp"], RANKS, tag))
+            tangent = torch.tanh(tangent) @ weight
+        return gradients
+
+    module = trace(step, (3, 512), *[(128, 512)] * 6)  # weights of 1 MB
+    parameters = dict.fromkeys(range(6), ("S0", "B"))
+    assert [node.args[5] for node in weight_gathers(module.graph, parameters)] == [5, 4, 3, 2, 1, 0]
+    sizes = FusionPolicies(None, Fusion(FusionMode.SIZE, 2), Fusion(FusionMode.SIZE, 3))
+    fused = fuse_by(module, parameters, sizes, MESH, profile_of("h100"))
+    groups = [(node.args[1], node.args[5]) for node in collectives(fused)]
+    assert [tags for source, tags in groups if source == "S0"] == [[5, 4], [3, 2], [1, 0]]
+    assert [tags for source, tags in groups if source == "P"] == [[5, 4, 3], [2, 1, 0]]
+    names = order(fused)
+    first, second, third = [
+        names.index(node.name)
+        for node in fused.graph.nodes
+        if node.target in (convert, convert_group) and node.args[1] == "S0"
+    ]
+    products = [i for i, name in enumerate(names) if name.startswith("mm")]
+    assert first < products[0] - 1
+    assert second == products[0] - 3  # its two weights are taken out between: the group before is first used here
+    assert products[1] < third < products[2]
+
+
+def test_a_weight_that_the_backward_gathers_again_is_listed_as_a_gather_of_the_backward():
+    plain = whole_step((("dp", 4),), split=True)
+    step = plain.step
+    weight = next(c for c in step.program.conversions if c.tensor == "same.weight")
+    graph = fx.Graph()
+    copies = {}
+    returned = graph.graph_copy(step.backward.graph, copies)
+    with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
+        part = graph.placeholder("part")
+    how = str(weight.source), str(weight.target), list(weight.axes), weight.size, weight.tag
+    again = graph.call_function(convert, (part, *how))
+    graph.output((*returned, again))
+    with FakeTensorMode():
+        part.meta["val"], again.meta["val"] = torch.empty(4, 16), torch.empty(16, 16)
+    again_gathered = replace(step, backward=Text(step.backward, graph))
+    for policies in (FusionPolicies(), FusionPolicies(allgather=ALL)):
+        listed = make_program(again_gathered, policies, plain.profile).collectives
+        found = [c for c in listed if c.phase == "backward" and c.kind is Kind.ALL_GATHER]
+        assert [(c.tensor, c.axes, c.payload_bytes) for c in found] == [("same.weight", ("dp",), 16 * 16 * 4)]
+    assert len(found[0].members) == 1

@@ -5,37 +5,45 @@ import dataclasses
 import pytest
 
 from partway import fusion
-from partway.fusion import AllReduceFusion, FusionMode
+from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.strategy.errors import ContextError
 
-KEYS = r'AllReduce fusion takes \{"mode": ..., "config": ...\} with no other keys, or a list of indices, not '
-ONE_MB = r"mode size takes a whole number of MB, 1 or more, not "
+KEYS = r'^takes \{"mode": ..., "config": ...\} with no other keys, or a list of indices, not '
+ONE_MB = r"^mode size takes a whole number of MB, 1 or more, not "
 
 
 def test_public_names_are_pinned():
     assert fusion.__all__ == [
-        "AllReduceFusion",
+        "Fusion",
         "FusionMode",
+        "FusionPolicies",
         "Member",
+        "Schedule",
+        "Span",
         "fuse",
-        "gradient_all_reduces",
+        "gradient_collectives",
         "group",
         "member",
+        "predict",
+        "save_chrome_trace",
+        "weight_gathers",
     ]
 
 
 @pytest.mark.parametrize(
     ("option", "policy"),
     [
-        ({"mode": "auto", "config": None}, AllReduceFusion(FusionMode.AUTO)),
-        ({"mode": "auto"}, AllReduceFusion(FusionMode.AUTO)),
-        ({"mode": "size", "config": 32}, AllReduceFusion(FusionMode.SIZE, 32)),
-        ({"mode": "index", "config": [20, 35]}, AllReduceFusion(FusionMode.INDEX, (20, 35))),
-        ([20, 35], AllReduceFusion(FusionMode.INDEX, (20, 35))),
+        ({"mode": "auto", "config": None}, Fusion(FusionMode.AUTO)),
+        ({"mode": "auto"}, Fusion(FusionMode.AUTO)),
+        ({"mode": "size", "config": 32}, Fusion(FusionMode.SIZE, 32)),
+        ({"mode": "index", "config": [20, 35]}, Fusion(FusionMode.INDEX, (20, 35))),
+        ([20, 35], Fusion(FusionMode.INDEX, (20, 35))),
+        ({"mode": "overlap"}, Fusion(FusionMode.OVERLAP)),
+        ({"mode": "overlap", "config": None}, Fusion(FusionMode.OVERLAP)),
     ],
 )
 def test_options_are_read_as_users_write_them(option, policy):
-    assert AllReduceFusion.from_option(option) == policy
+    assert Fusion.from_option(option) == policy
 
 
 @pytest.mark.parametrize(
@@ -59,7 +67,11 @@ def test_options_are_read_as_users_write_them(option, policy):
         ({"mode": "size", "config": [4]}, ONE_MB + r"\(4,\)"),
         ({"mode": "size"}, ONE_MB + "None"),
         ({"mode": "auto", "config": 5}, r"mode auto takes no config \(a group is at most 64 MB\), not 5; mode size"),
-        ({"mode": "siez", "config": 5}, r"mode 'siez' is unknown; write one of auto, size, index"),
+        ({"mode": "siez", "config": 5}, r"^mode 'siez' is unknown; write one of auto, size, index, overlap$"),
+        (
+            {"mode": "overlap", "config": 5},
+            r"^mode overlap takes no config \(the cost model chooses the groups\), not 5;",
+        ),
         ({"mode": ["size"], "config": 5}, r"mode \['size'\] is unknown"),
         ({"config": 5}, KEYS + r"\{'config': 5\}"),
         ({"mode": "size", "size": 5}, KEYS),
@@ -69,14 +81,38 @@ def test_options_are_read_as_users_write_them(option, policy):
 )
 def test_wrong_option_is_rejected_saying_what_to_write(option, message):
     with pytest.raises(ContextError, match=message):
-        AllReduceFusion.from_option(option)
+        Fusion.from_option(option)
+
+
+@pytest.mark.parametrize("collective", ["allgather", "reducescatter"])
+def test_index_is_a_mode_of_allreduce_only(collective):
+    assert Fusion.from_option({"mode": "overlap"}, collective) == Fusion(FusionMode.OVERLAP)
+    with pytest.raises(ContextError, match=r"^mode index is one of allreduce only; write one of auto, size, overlap$"):
+        Fusion.from_option({"mode": "index", "config": [20]}, collective)
+    with pytest.raises(ContextError, match=r"^mode 'big' is unknown; write one of auto, size, overlap$"):
+        Fusion.from_option({"mode": "big"}, collective)
+    with pytest.raises(ContextError, match=r"with no other keys, not \[20\]$"):
+        Fusion.from_option([20], collective)
+    with pytest.raises(ContextError, match=f"^{collective}: mode index is one of allreduce only; write one of auto, "):
+        FusionPolicies(**{collective: Fusion(FusionMode.INDEX, (20,))})
 
 
 def test_mode_of_a_policy_is_the_enum():
-    with pytest.raises(ContextError, match="mode must be a FusionMode, not 'auto'"):
-        AllReduceFusion("auto")
+    with pytest.raises(ContextError, match=r"^the mode of a Fusion must be a FusionMode, not 'auto'$"):
+        Fusion("auto")
 
 
-def test_policy_is_frozen():
+def test_policy_is_frozen_and_equal_however_its_indices_are_given():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        AllReduceFusion(FusionMode.AUTO).config = 3
+        Fusion(FusionMode.AUTO).config = 3
+    assert {Fusion(FusionMode.INDEX, [20, 35])} == {Fusion(FusionMode.INDEX, (20, 35))}
+
+
+@pytest.mark.parametrize("option", [{"mode": "auto", "config": None}, {"mode": "index", "config": [20, 35]}])
+def test_a_policy_is_written_as_it_is_read(option):
+    assert Fusion.from_option(option).option == option
+
+
+def test_policies_are_true_if_there_is_one():
+    assert not FusionPolicies()
+    assert FusionPolicies(reducescatter=Fusion(FusionMode.AUTO))

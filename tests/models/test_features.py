@@ -528,6 +528,9 @@ def test_a_saved_plan_gives_the_same_parameter_layouts(tmp_path: Path) -> None:
     assert any("S" in str(found) for found in second.plan.parameters.values())
 
 
+SPLIT = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 0}}
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -535,6 +538,9 @@ def test_a_saved_plan_gives_the_same_parameter_layouts(tmp_path: Path) -> None:
         {"comm_fusion": {"allreduce": {"mode": "size", "config": 1}}},
         {"comm_fusion": {"allreduce": {"mode": "index", "config": [2, 5]}}},
         {"all_reduce_fusion_config": [4]},
+        {"comm_fusion": {"allreduce": {"mode": "overlap"}}},
+        {**SPLIT, "comm_fusion": {"allgather": {"mode": "auto"}, "reducescatter": {"mode": "size", "config": 1}}},
+        {**SPLIT, "comm_fusion": {"allgather": {"mode": "overlap"}, "reducescatter": {"mode": "overlap"}}},
     ],
     ids=str,
 )

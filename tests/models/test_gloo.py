@@ -144,3 +144,13 @@ def test_fused_collectives_run_as_the_program_says(on_ranks: Ranks) -> None:
         ({"all_reduce_fusion_config": [4]}, [4, 2]),
     ):
         assert on_ranks(2, fuses, "mlp", options, expected) == [groups] * 2
+
+
+def test_fused_gathers_and_scatters_run_as_the_program_says(on_ranks: Ranks) -> None:
+    expected = one_device("mlp", torch.float64)
+    split = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 0}}
+    for mode in ("auto", "overlap"):
+        fused = {"allgather": {"mode": mode}, "reducescatter": {"mode": mode}}
+        found = on_ranks(2, fuses, "mlp", {**split, "comm_fusion": fused}, expected)
+        assert found[0] == found[1]
+        assert max(found[0]) > 1

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import partway as pw
-from partway.fusion import AllReduceFusion, FusionMode
+from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.fusion.program import make_program
 from partway.propagation.collectives import convert
 from partway.propagation.differentiate import differentiate
@@ -156,7 +156,7 @@ def test_a_step_along_two_axes_is_one_conversion_and_one_collective():
     step = compiled.program.step
     assert conversions(step.forward.graph)[-1] == "S0 -> R over dp,tp"
     profile = compiled.problem.settings.profile
-    fused = make_program(step, AllReduceFusion(FusionMode.AUTO), profile).collectives[-1]
+    fused = make_program(step, FusionPolicies(Fusion(FusionMode.AUTO)), profile).collectives[-1]
     assert (fused.phase, fused.axes, fused.group_size) == ("backward", ("dp", "tp"), 8)
     assert fused.members == ("down.weight", "up.weight")  # the biases are small: fewer messages, axis by axis
     done = found_in(verify_and_differentiate(compiled), compiled.mesh, profile)

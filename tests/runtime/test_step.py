@@ -1,7 +1,6 @@
 """A compiled step, on simulated ranks and on gloo ranks, computes what plain torch computes."""
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from partway.fusion import AllReduceFusion, FusionMode, fuse
+from partway.fusion import Fusion, FusionMode, FusionPolicies
+from partway.fusion.program import make_program
 from partway.propagation.capture import capture
 from partway.propagation.cost import WEIGHTS, Level
 from partway.propagation.differentiate import differentiate
@@ -98,8 +98,8 @@ def plan(which, axes, annotation, fused=False):
         def build(wanted):
             step = differentiate(program, wanted)
             if fused and step.backward:
-                tags = frozenset(c.tag for c in program.conversions if c.parameter)
-                step = replace(step, backward=fuse(step.backward, tags, AllReduceFusion(FusionMode.AUTO)))
+                auto = Fusion(FusionMode.AUTO)
+                step = make_program(step, FusionPolicies(auto, auto, auto), settings.profile).step
             return CompiledStep(step, executor, build)
 
         return build(differentiated(graph))

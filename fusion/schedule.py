@@ -1,0 +1,285 @@
+"""The predicted schedule of one step on one rank: when each operator and each collective runs.
+
+There are two lanes. Operators run on the compute lane in the order of the graph; a collective is issued where it
+stands, on the communication lane, where collectives follow one another. An operator that reads the result of a
+collective waits for it, and what stands behind that operator waits too. This is how a rank runs its graph
+(`runtime/execute.py`). The backward starts when all of the forward has ended.
+
+Views, and conversions that only change a tensor's meaning, take no time. All other operators take that of a roofline
+(`propagation/cost.py`), with PyTorch's formulas for the FLOPs of matrix products, convolutions and attention.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from ..propagation.collectives import convert, convert_group, kind_of
+from ..propagation.cost import collective_cost, operator_seconds
+from ..propagation.differentiate import Step
+from ..propagation.graph import Text
+from ..propagation.problem import is_view
+from ..propagation.profile import DeviceProfile
+from ..propagation.segments import Like, pieces_of
+from ..propagation.torch_internals import FakeTensorMode
+from ..strategy.mesh import Mesh
+from ..strategy.placement import Kind
+from .timeline import COMMUNICATION, COMPUTE, Span
+
+aten = torch.ops.aten
+
+Unit = tuple[fx.Node, ...]  # nodes that run as one
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What is predicted of one step.
+
+    spans     operators and collectives, in the order in which they are issued
+    seconds   how long the step takes
+    """
+
+    spans: tuple[Span, ...]
+    seconds: float
+
+    @property
+    def computing(self) -> float:
+        """Seconds in which operators run."""
+        return sum(span.seconds for span in self.spans if span.lane == COMPUTE)
+
+    @property
+    def communicating(self) -> float:
+        """Seconds in which collectives run."""
+        return sum(span.seconds for span in self.spans if span.lane == COMMUNICATION)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which no operator runs: the communication that is not hidden behind one."""
+        return max(self.seconds - self.computing, 0.0)
+
+
+def predict(forward: fx.Graph, backward: fx.Graph | None, mesh: Mesh, profile: DeviceProfile) -> Schedule:
+    """The schedule of the graphs of a Step, whose placeholders have their local values in `meta["val"]`.
+
+    Raises StrategyError for a mesh with more devices than the network of the profile joins.
+    """
+    spans: list[Span] = []
+    start = 0.0
+    for phase, graph in (("forward", forward), ("backward", backward)):
+        if graph is None:
+            continue
+        work = work_of(graph, mesh, profile)
+        played, end = play([(node,) for node in graph.nodes], work)
+        for ((node,), begin), item in zip(played, work.values(), strict=True):
+            if item.lane is not None:
+                spans.append(Span(node.name, phase, item.lane, start + begin, item.seconds, item.args))
+        start += end
+    return Schedule(tuple(spans), start)
+
+
+# -- Playing an order of nodes ---------------------------------------------------------------------------------------
+
+
+class Work(NamedTuple):
+    """What a node takes of a rank: `waiting + per_byte * payload` seconds on its lane (None: no time).
+
+    A node that is `late` waits for nothing: what takes a tensor out of a group is done where the tensor is read.
+    """
+
+    lane: str | None
+    waiting: float = 0.0
+    per_byte: float = 0.0
+    payload: int = 0
+    late: bool = False
+    kind: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.waiting + self.per_byte * self.payload
+
+    @property
+    def args(self) -> dict[str, Any]:
+        return {"kind": self.kind, "bytes": self.payload} if self.lane == COMMUNICATION else {"kind": self.kind}
+
+
+_FREE = Work(None)
+UNHEARD = Work(None, late=True)  # a collective left out of a prediction: neither it nor its readers wait
+
+
+def play(order: Iterable[Unit], work: Mapping[fx.Node, Work]) -> tuple[list[tuple[Unit, float]], float]:
+    """Each unit of `order` with the second at which it starts, and the second at which all have ended.
+
+    A unit of several nodes is one collective, that carries the payloads of all.
+    """
+    ready: dict[fx.Node, float] = {}
+    played = []
+    clock = lane = 0.0
+    for unit in order:
+        item = work[unit[0]]
+        at = max((ready[operand] for node in unit for operand in node.all_input_nodes), default=0.0)
+        if item.late:
+            start = end = at
+        else:
+            start = clock = max(clock, at)
+            end = clock
+        if item.lane == COMPUTE:
+            end = clock = clock + item.seconds
+        elif item.lane == COMMUNICATION:
+            start = max(lane, clock)
+            end = lane = start + item.waiting + item.per_byte * sum(work[node].payload for node in unit)
+        for node in unit:
+            ready[node] = end
+        played.append((unit, start))
+    return played, max(clock, lane)
+
+
+# -- What each node takes --------------------------------------------------------------------------------------------
+
+
+def work_of(graph: fx.Graph, mesh: Mesh, profile: DeviceProfile) -> dict[fx.Node, Work]:
+    """What each node of `graph` takes; raises as `predict`."""
+    meter = _Meter(graph, mesh, profile)
+    return {node: meter.work(node) for node in graph.nodes}
+
+
+def with_values(step: Step) -> Step:
+    """`step` with the local values of its forward in `meta["val"]`. (A step that is differentiated has them: they come
+    of tracing it.)"""
+    if step.backward is not None:
+        return step
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    placed = step.program.inputs
+    with FakeTensorMode(), torch.enable_grad():
+        device = placed[0].port.node.meta["val"].device if placed else torch.device("cpu")
+        inputs = {
+            node: Like.whole(port.local_shape, port.dtype, device, False)
+            for node, port in zip(step.forward.graph.find_nodes(op="placeholder"), placed, strict=True)
+        }
+        likes = pieces_of(step.forward.graph, inputs)[1]
+        graph.output(graph.graph_copy(step.forward.graph, copies))
+        for node, copy in copies.items():
+            copy.meta["val"] = _tensor_like(likes[node])
+    return replace(step, forward=Text(step.forward, graph))
+
+
+def _tensor_like(like: Any) -> Any:
+    if isinstance(like, Like):
+        return like.empty()
+    return tuple(map(_tensor_like, like)) if isinstance(like, tuple) else like
+
+
+class _Meter:
+    """Says what the nodes of one graph take. Of what many nodes have in common it computes once."""
+
+    def __init__(self, graph: fx.Graph, mesh: Mesh, profile: DeviceProfile) -> None:
+        self.mesh, self.profile = mesh, profile
+        self.values = _values(graph)
+        self._bytes: dict[int, int] = {}  # by the identity of a value, which `values` keeps alive
+        self._flops: dict[Hashable, int] = {}
+
+    def work(self, node: fx.Node) -> Work:
+        if node.op != "call_function":
+            return _FREE
+        if node.target is operator.getitem:
+            return UNHEARD if node.all_input_nodes[0].target is convert_group else _FREE
+        if node.target in (convert, convert_group):
+            return self._conversion(node)
+        return _FREE if is_view(node) or node.target in _RESHAPES else self._operator(node)
+
+    def held(self, node: fx.Node) -> int:
+        """The bytes of a node's value; what is expanded counts once."""
+        value = self.values[node]
+        if id(value) not in self._bytes:
+            self._bytes[id(value)] = sum(map(_bytes, _tensors(value)))
+        return self._bytes[id(value)]
+
+    def _conversion(self, node: fx.Node) -> Work:
+        arguments: tuple[Any, ...] = node.args
+        _, source, target, axes, _, _ = arguments
+        kind = kind_of(source, target)
+        given, made = sum(map(self.held, node.all_input_nodes)), self.held(node)
+        if kind.communicates:
+            waiting, per_byte = collective_cost(kind, self.mesh, tuple(axes), self.profile)
+            payload = made if kind is Kind.ALL_GATHER else given
+            return Work(COMMUNICATION, waiting, per_byte, payload, kind=kind.value)
+        if kind is Kind.NOTHING:
+            return _FREE
+        seconds = float(operator_seconds(0, given + made, torch.float32, self.profile))
+        return Work(COMPUTE, seconds, kind=kind.value)
+
+    def _operator(self, node: fx.Node) -> Work:
+        made, given = self.held(node), [self.held(operand) for operand in node.all_input_nodes]
+        if node.target in _LOOKUPS:
+            given[0] = min(given[0], made)  # what is looked up, not the table
+        dtype = next((tensor.dtype for tensor in _tensors(self.values[node])), torch.float32)
+        seconds = operator_seconds(self._counted(node), sum(given) + made, dtype, self.profile)
+        return Work(COMPUTE, float(seconds), kind=str(node.target))
+
+    def _counted(self, node: fx.Node) -> int:
+        """The floating-point operations of matrix products, convolutions and attention; 0 of all others."""
+        if len(node.all_input_nodes) < 2 or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            return 0
+        shapes = tuple((tuple(t.shape), t.dtype) for o in node.all_input_nodes for t in _tensors(self.values[o]))
+        key = node.target, shapes, repr(fx.node.map_arg((node.args, node.kwargs), lambda _: None))
+        if key not in self._flops:
+            self._flops[key] = self._count(node)
+        return self._flops[key]
+
+    def _count(self, node: fx.Node) -> int:
+        counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION)
+        with FakeTensorMode(), torch.no_grad():
+            like = {operand: _fresh(self.values[operand]) for operand in node.all_input_nodes}
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), like.__getitem__)
+            with counter:
+                node.target(*args, **kwargs)  # type: ignore[operator]
+        return counter.get_total_flops()
+
+
+_RESHAPES = (aten._unsafe_view.default, aten.reshape.default)
+_LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default)
+# What attention becomes on the CPU and the meta device; PyTorch's own table lacks it.
+_ATTENTION: dict[Any, Any] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+    ),
+}
+
+
+def _values(graph: fx.Graph) -> dict[fx.Node, Any]:
+    """The fake value of each node; what passes after tracing have added is computed of what it reads."""
+    values: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if "val" in node.meta:
+            values[node] = node.meta["val"]
+        elif node.op == "get_attr":
+            values[node] = getattr(graph.owning_module, str(node.target))
+        elif node.op == "call_function":
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)
+    return values
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    several = value if isinstance(value, tuple | list) else (value,)
+    return [tensor for tensor in several if isinstance(tensor, torch.Tensor)]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return math.prod(sizes) * tensor.element_size()
+
+
+def _fresh(value: Any) -> Any:
+    """A value like `value`, of the fake mode that is on."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=value.device)
+    return tuple(map(_fresh, value)) if isinstance(value, tuple | list) else value

@@ -1,0 +1,79 @@
+"""A timeline: what ran when on one rank, predicted or measured, and as a file that Perfetto shows.
+
+    save_chrome_trace("step.json", {"predicted": program.schedule.spans})
+
+The file is Chrome's trace format, JSON with one event per span; https://ui.perfetto.dev and chrome://tracing open it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..strategy.errors import StrategyError
+
+COMPUTE, COMMUNICATION = "compute", "communication"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time on one rank.
+
+    name             that of the node of the program's graph; equal for what was predicted and what was measured
+    phase            "forward" or "backward"
+    lane             "compute" or "communication"
+    start, seconds   seconds since the step began, and how long it took
+    args             more about it, such as its kind and its bytes
+
+    Raises StrategyError for another lane, and for seconds below 0.
+    """
+
+    name: str
+    phase: str
+    lane: str
+    start: float
+    seconds: float
+    args: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.lane not in (COMPUTE, COMMUNICATION):
+            raise StrategyError(f"span {self.name!r} is on lane {self.lane!r}; write {COMPUTE!r} or {COMMUNICATION!r}")
+        if not self.seconds >= 0:
+            raise StrategyError(f"span {self.name!r} takes {self.seconds} s; write 0 or more")
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+def save_chrome_trace(path: str | Path, sources: Mapping[str, Iterable[Span]]) -> None:
+    """Write the spans of each source as one process of a Chrome trace, with a row for each of its lanes.
+
+    Raises StrategyError where the file cannot be written.
+    """
+    events = [event for pid, (name, spans) in enumerate(sources.items()) for event in _events(pid, name, spans)]
+    try:
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StrategyError(f"could not write the timeline to {str(path)!r}: {error.strerror}") from error
+
+
+def _events(pid: int, source: str, spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": source}}
+    rows = {COMPUTE: 0, COMMUNICATION: 1}
+    for lane, tid in rows.items():
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
+    for span in spans:
+        yield {
+            "ph": "X",
+            "name": span.name,
+            "cat": span.phase,
+            "pid": pid,
+            "tid": rows[span.lane],
+            "ts": span.start * 1e6,  # microseconds
+            "dur": span.seconds * 1e6,
+            "args": {"phase": span.phase, **span.args},
+        }
