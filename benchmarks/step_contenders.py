@@ -57,9 +57,7 @@ class DecoderBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normal = self.enter(self.norm1(x))
-        q, k, v = (
-            part(normal).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v)
-        )
+        q, k, v = (part(normal).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
         mixed = self.attention(q, k, v).transpose(1, 2).flatten(2)
         x = x + self.out(mixed)
         hidden = F.gelu(self.up(self.enter(self.norm2(x))), approximate="tanh")
@@ -119,10 +117,10 @@ class Workload:
 
 
 def gpt2(layers: int, sequence: int, width: int = 768, vocabulary: int = 50257, each: int = 4) -> Workload:
-    """A decoder with heads of 64 (two heads where it is narrower than that)."""
+    """A decoder with heads of 64 (four heads where it is narrower than that)."""
 
     def build() -> nn.Module:
-        return Decoder(layers, width, max(2, width // 64), sequence, vocabulary)
+        return Decoder(layers, width, max(4, width // 64), sequence, vocabulary)
 
     def batch(samples: int) -> tuple[Tensor, ...]:
         tokens = torch.randint(vocabulary, (samples, sequence + 1))
@@ -233,7 +231,14 @@ def ours(work: Workload, how: Layout, dtype: torch.dtype) -> Contender:
     """Partway with the same layouts as the others by annotation: the batch, and Megatron's split of the weights."""
     plan: dict[str, Any] = {}
     if how.tensor > 1:
-        whole = {"wte.weight": 2, "wpe.weight": 2, "*norm*.weight": 1, "*norm*.bias": 1, "*.out.bias": 1, "*.down.bias": 1}
+        whole = {
+            "wte.weight": 2,
+            "wpe.weight": 2,
+            "*norm*.weight": 1,
+            "*norm*.bias": 1,
+            "*.out.bias": 1,
+            "*.down.bias": 1,
+        }
         plan = {name: (None,) * dims for name, dims in whole.items()}
         for name in COLUMNS:
             plan |= {f"blocks.*.{name}.weight": ("tp", None), f"blocks.*.{name}.bias": ("tp",)}
@@ -274,7 +279,13 @@ def by_hand(work: Workload, how: Layout, dtype: torch.dtype) -> Contender:
             torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat, gradients)))
 
     return Contender(
-        "by hand", model, lambda: model(*part), backward, split, groups.get("tp"), how.data if work.own_statistics else 1
+        "by hand",
+        model,
+        lambda: model(*part),
+        backward,
+        split,
+        groups.get("tp"),
+        how.data if work.own_statistics else 1,
     )
 
 

@@ -37,13 +37,13 @@ class LocalStep:
     tangents: tuple[Tensor, ...]
 
     def timed(self) -> tuple[float, float]:
-        """The seconds of both graphs, and of the forward alone."""
+        """The CPU seconds of both graphs, and of the forward alone."""
         with torch.no_grad():
-            start = time.perf_counter()
+            start = time.thread_time()
             saved = self.forward(*self.inputs)[self.outputs :]
-            computed = time.perf_counter()
+            computed = time.thread_time()
             found = self.backward(*saved, *self.tangents)
-            seconds = time.perf_counter() - start
+            seconds = time.thread_time() - start
             del found, saved
         return seconds, computed - start
 
@@ -118,3 +118,26 @@ def _stand_in(source: str, target: str, where: int, value: Tensor) -> Callable[[
             there = torch.ones(tuple(value.shape), dtype=value.dtype)
             return _constant(there)
     return _named(_same)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _constant(value: Tensor) -> Callable[..., Tensor]:
+    """A function that gives `value`, whatever it is given."""
+    return _named(lambda *_: value)
+
+
+def _each(stand_ins: Sequence[Callable[[Tensor], Tensor]]) -> Callable[..., list[Tensor]]:
+    """What `stand_ins` give for one tensor each."""
+    return _named(lambda tensors: [stand_in(x) for stand_in, x in zip(stand_ins, tensors, strict=True)])
+
+
+def _named(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` with a name that can be written in the text of a graph."""
+
+    def stand_in(*args: Any) -> Any:
+        return function(*args)
+
+    return stand_in

@@ -14,6 +14,8 @@ A case is one of
     overhead, mlp, simulated    a call and its backward, less the same two graphs as plain Python functions: on one
                                 simulated device, and in one gloo process
 
+The last two are CPU time of the one thread that does all of it; steps of processes are wall time.
+
 A ResNet has the statistics of the whole batch with Partway, as on one device; with DDP, FSDP2 and by hand each rank has
 those of its part, and so no collective for them. `--profile` writes which operators each contender spends its time in.
 A case with a bar fails, and with it the command (exit status 1), where a ratio is above it. Nothing else should run
@@ -55,7 +57,6 @@ from step_contenders import (
     resnet50,
 )
 from step_graphs import local_step
-from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 import partway as pw
@@ -303,11 +304,11 @@ def measured_simulation(case: Simulation, size: Size, rounds: int, ranks: int = 
         alone = [local_step(model, batch, rank) for rank in range(ranks)]
 
         def simulated() -> tuple[float, float]:
-            start = time.perf_counter()
+            start = time.thread_time()
             loss = model(*batch)
-            computed = time.perf_counter()
+            computed = time.thread_time()
             loss.backward()
-            seconds = time.perf_counter() - start
+            seconds = time.thread_time() - start
             model.zero_grad()
             return seconds, computed - start
 
@@ -345,11 +346,11 @@ def _overhead(case: Overhead, size: Size, rounds: int) -> Figures:
 
     def called(module: Any) -> Callable[[], tuple[float, float]]:
         def run() -> tuple[float, float]:
-            start = time.perf_counter()
+            start = time.thread_time()
             loss = module(*batch)
-            computed = time.perf_counter()
+            computed = time.thread_time()
             loss.backward()
-            seconds = time.perf_counter() - start
+            seconds = time.thread_time() - start
             module.zero_grad()
             return seconds, computed - start
 
