@@ -485,4 +485,4 @@ def disagreements(contender: Contender, work: Workload, how: Layout, dtype: torc
         scale = max(gradients[name].abs().max().item(), 1e-3)
         error = (gradients[name] - found[name]).abs().max().item() / scale
         if error > tolerance:
-            yield f"{contender.name}: the gradient of {name} is {error:.1e} of its largest element off that of one device"
+            yield f"{contender.name}: the gradient of {name} is off by {error:.1e} of its largest element on one device"
