@@ -210,6 +210,14 @@ class Contender:
     def parameters(self) -> dict[str, nn.Parameter]:
         return {name.removeprefix("module."): p for name, p in self.module.named_parameters()}
 
+    def optimizer(self) -> torch.optim.Optimizer:
+        """SGD that updates many parameters at once: all of one mesh, since PyTorch cannot mix them."""
+        groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+        for parameter in self.module.parameters():
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault(mesh, []).append(parameter)
+        return torch.optim.SGD([{"params": held} for held in groups.values()], lr=LEARNING_RATE, foreach=True)
+
     def gradients(self) -> dict[str, Tensor]:
         """The whole gradients. Every rank calls it."""
         return {name: self._whole(name, p.grad) for name, p in self.parameters().items() if p.grad is not None}

@@ -46,7 +46,6 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from step_contenders import (
-    LEARNING_RATE,
     Contender,
     Workload,
     builds,
@@ -265,7 +264,7 @@ def timed_step(contender: Contender) -> Callable[[], tuple[float, float]]:
             contender.backward(contender.forward())
             computed = time.perf_counter()
             if not optimizers:
-                optimizers.append(torch.optim.SGD(contender.module.parameters(), lr=LEARNING_RATE, foreach=True))
+                optimizers.append(contender.optimizer())
             optimizers[0].step()
             optimizers[0].zero_grad()
             return time.perf_counter() - start, computed - start
