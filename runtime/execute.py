@@ -11,12 +11,14 @@ generators agree, which `check_agreement` with `generators()` makes sure of.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor
 
 from ..propagation.lower import PlacedPort
@@ -33,6 +35,9 @@ from .record import note
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_WORTH_A_CALL = 2**20  # bytes: copying that much into a buffer and out again takes as long as a call of gloo's
+
+_COALESCING = ("nccl",)  # backends that run several collectives as one without a copy
 _ADDED_AS = {torch.int16: torch.int32}  # neither backend adds these
 
 _world: Any = None
@@ -105,8 +110,7 @@ class Worker:
         return parts
 
     def leave(self, values: Sequence[Tensor], layouts: Sequence[Layout], shared: Sequence[bool]) -> list[Tensor]:
-        """The values: they stay this rank's parts. What shares memory is copied, so that a buffer can go (and because
-        PyTorch cannot deep-copy a DTensor whose part has an offset)."""
+        """The values: they stay this rank's parts. What may share memory is copied."""
         return [v.clone() if held else v for v, held in zip(values, shared, strict=True)]
 
     def zeros(self, placed: PlacedPort, device: torch.device) -> Tensor:
@@ -144,71 +148,114 @@ class Worker:
         return lambda part: local_conversion(c, part, position)
 
 
+class Pending:
+    """Collectives that were issued: what waits for them, and what makes the tensors of their results."""
+
+    def __init__(self, works: Sequence[Any], finish: Callable[[], list[Tensor]], single: bool) -> None:
+        self.works, self._finish, self._single = works, finish, single
+
+    def wait(self) -> Any:
+        """The result: of a collective of one tensor that tensor, else all of them."""
+        for work in self.works:
+            work.wait()
+        found = self._finish()
+        return found[0] if self._single else found
+
+
 def _started(c: Conversion, parts: Sequence[Tensor], group: Any) -> Pending:
-    """Issue one collective for all of `parts`."""
+    """Issue the collectives of `c` for all of `parts`: one, or several together where that saves a copy."""
     note(c, parts)
+    able = c.kind is not Kind.ALL_TO_ALL and dist.get_backend(group) in _COALESCING
+    coalesces = able and len(parts) > 1
+    batches = _batches(c, parts, coalesces)
+    with _coalescing_manager(group, async_ops=True) if coalesces else nullcontext() as manager:
+        issued = [_issue(c, [parts[i] for i in batch], [c.owned[i] for i in batch], group) for batch in batches]
+    works = [manager] if coalesces else [work for work, _ in issued]
+
+    def finish() -> list[Tensor]:
+        results = {i: result for batch, (_, made) in zip(batches, issued, strict=True)
+                   for i, result in zip(batch, made(), strict=True)}  # fmt: skip
+        return [results[i] for i in range(len(parts))]
+
+    return Pending(works, finish, not c.grouped)
+
+
+def _batches(c: Conversion, parts: Sequence[Tensor], coalesces: bool) -> list[list[int]]:
+    """Which of `parts` are copied into one buffer. A backend that coalesces takes each by itself, and so is one that
+    can be added up where it is and is so large that the copy would cost more than a call."""
+    every = range(len(parts))
+    if coalesces:
+        return [[i] for i in every]
+    adds = c.kind is Kind.ALL_REDUCE
+    alone = [i for i in every if adds and _in_place(parts[i], c.owned[i]) and parts[i].nbytes >= _WORTH_A_CALL]
+    rest = [i for i in every if i not in alone]
+    return [[i] for i in alone] + ([rest] if rest else [])
+
+
+def _in_place(part: Tensor, owned: bool) -> bool:
+    """Whether a part may become its own sum."""
+    return owned and part.dtype not in _ADDED_AS and part.is_contiguous()
+
+
+def _issue(c: Conversion, parts: list[Tensor], owned: list[bool], group: Any) -> tuple[Any, Callable[[], list[Tensor]]]:
+    """One collective for all of `parts`: its work, and what makes the results when that is done, each in memory of its
+    own."""
     before, after = c.dims
     match c.kind:
         case Kind.ALL_REDUCE:
             reduction = dist.ReduceOp.MAX if c.source == PARTIAL_MAX else dist.ReduceOp.SUM
-            pending = _all_reduce(parts, group, reduction, c.owned)
+            return _all_reduce(parts, reduction, len(parts) == 1 and _in_place(parts[0], owned[0]), group)
         case Kind.REDUCE_SCATTER:
             packed, unpack = _pack([_pieces(part, after, c.size) for part in parts])
             added = packed.to(_ADDED_AS.get(packed.dtype, packed.dtype))
             out = added.new_empty(added.shape[1])
             work = _reduce_scatter(out, added.view(-1), group=group, async_op=True)
-            pending = Pending(work, (added,), lambda: [p.squeeze(0) for p in unpack(out.to(packed.dtype)[None])])
+            shared = len(parts) > 1
+
+            def scattered() -> list[Tensor]:
+                assert added.shape  # kept until now: the backend reads it
+                pieces = [piece.squeeze(0) for piece in unpack(out.to(packed.dtype)[None])]
+                return [piece.clone() for piece in pieces] if shared else pieces
+
+            return work, scattered
         case Kind.ALL_GATHER:
             packed, unpack = _pack([part[None] for part in parts])
             out = packed.new_empty(c.size, packed.shape[1])
             work = _all_gather(_bytes(out), _bytes(packed), group=group, async_op=True)
-            pending = Pending(work, (packed,), lambda: [_joined(p, before) for p in unpack(out)])
         case _:
             packed, unpack = _pack([_pieces(part, after, c.size) for part in parts])
             out = torch.empty_like(packed)
             work = dist.all_to_all_single(_bytes(out), _bytes(packed), group=group, async_op=True)
-            pending = Pending(work, (packed,), lambda: [_joined(p, before) for p in unpack(out)])
-    return pending if c.grouped else pending.single()
+
+    def joined() -> list[Tensor]:
+        assert packed.shape  # kept until now: the backend reads it
+        return [_joined(pieces, before) for pieces in unpack(out)]
+
+    return work, joined
 
 
-class Pending:
-    """A collective that was issued: what waits for it, the buffers that it reads until then, and what makes the tensors
-    of its result."""
-
-    def __init__(self, work: Any, buffers: tuple[Tensor, ...], finish: Callable[[], list[Tensor]]) -> None:
-        self.work, self._buffers, self._finish = work, buffers, finish
-        self._single = False
-
-    def single(self) -> Pending:
-        """This, for a collective of one tensor: the result is that tensor."""
-        self._single = True
-        return self
-
-    def wait(self) -> Any:
-        """The result."""
-        self.work.wait()
-        found = self._finish()
-        return found[0] if self._single else found
-
-
-def _all_reduce(parts: Sequence[Tensor], group: Any, reduction: Any, owned: bool) -> Pending:
-    """The sums or maxima of `parts` over the group. One that is `owned` becomes its own sum; others, and several, are
-    copied into one buffer."""
+def _all_reduce(
+    parts: list[Tensor], reduction: Any, in_place: bool, group: Any
+) -> tuple[Any, Callable[[], list[Tensor]]]:
+    """The sums or maxima of `parts` over the group, `in_place` or of copies in one buffer."""
     dtype = parts[0].dtype
     wide = _ADDED_AS.get(dtype, dtype)
-    if len(parts) > 1:
-        buffer = torch.cat([part.reshape(-1) for part in parts]).to(wide)
-    elif owned and wide is dtype and parts[0].is_contiguous():
+    if in_place:
         buffer = parts[0]
-    else:
+    elif len(parts) == 1:
         buffer = parts[0].to(wide, copy=True, memory_format=torch.contiguous_format)
-    work = dist.all_reduce(buffer, reduction, group=group, async_op=True)
+    else:
+        buffer = torch.cat([part.reshape(-1) for part in parts]).to(wide)
+    shapes = [part.shape for part in parts]
 
-    def finish() -> list[Tensor]:
-        pieces = buffer.to(dtype).view(-1).split([part.numel() for part in parts])
-        return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+    def reduced() -> list[Tensor]:
+        found = buffer.to(dtype)
+        if len(shapes) == 1:
+            return [found]
+        pieces = found.split([shape.numel() for shape in shapes])
+        return [piece.view(shape).clone() for piece, shape in zip(pieces, shapes, strict=True)]
 
-    return Pending(work, (), finish)
+    return dist.all_reduce(buffer, reduction, group=group, async_op=True), reduced
 
 
 def _pieces(part: Tensor, dim: int, n: int) -> Tensor:

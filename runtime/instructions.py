@@ -30,8 +30,8 @@ Bind = Callable[[Any], str]  # gives a value a name in the text of a function
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A conversion of one or several tensors along `axes`. `owned`: nobody else reads their memory, so it may hold the
-    result."""
+    """A conversion of one or several tensors along `axes`. `owned`: of which of them nobody else reads the memory, so
+    that it may hold the result."""
 
     kind: Kind
     source: Placement
@@ -41,7 +41,7 @@ class Conversion:
     phase: str
     tags: tuple[int, ...]
     grouped: bool
-    owned: bool = False
+    owned: tuple[bool, ...] = ()
 
     def payload(self, elements: int, itemsize: int) -> int:
         """The payload of a local tensor of `elements` elements: see `Collective.payload_bytes`."""
@@ -78,8 +78,8 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Code:
-    """A graph ready to run: inputs fill the first slots. `shared`: for each output whether it shares memory with an
-    input, with another output, or with a buffer larger than itself."""
+    """A graph ready to run: inputs fill the first slots. `shared`: for each output whether it may share memory with an
+    input, with another output, or with something larger than itself."""
 
     instructions: tuple[Instruction, ...]
     inputs: int
@@ -303,7 +303,7 @@ def _conversion(node: fx.Node, phase: str) -> Conversion | None:
     _, source, target, axes, size, tags = arguments
     before, after = placement_from_code(source), placement_from_code(target)
     grouped = node.target is convert_group
-    owned = all(_owned(operand, node) for operand in _operands(node))
+    owned = tuple(_owned(operand, node) for operand in _operands(node))
     tags = tuple(tags) if grouped else (tags,)
     return Conversion(kind(before, after), before, after, tuple(axes), size, phase, tags, grouped, owned)
 
@@ -367,14 +367,11 @@ def _root(node: fx.Node) -> fx.Node:
 
 def _is_fresh(node: fx.Node) -> bool:
     """Whether an operator makes memory for `node`, and no more than for it."""
-    if node.target is operator.getitem:
-        (source,) = node.all_input_nodes
-        return source.target is not convert_group and _makes_memory(source)
-    return _makes_memory(node)
+    return _makes_memory(node.all_input_nodes[0] if node.target is operator.getitem else node)
 
 
 def _makes_memory(node: fx.Node) -> bool:
-    if node.target is convert:
+    if node.target in (convert, convert_group):
         arguments: tuple[Any, ...] = node.args
         return kind(*map(placement_from_code, arguments[1:3])).communicates
     return isinstance(node.target, OpOverload) and makes_memory(node.target)

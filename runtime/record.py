@@ -103,7 +103,7 @@ class _Timeline:
             done: list[Stamp] = []
             self._issued[phase, step.out] = before, done
             if not self._cuda:
-                value.work.get_future().add_done_callback(lambda _: done.append(time.perf_counter()))
+                value.works[-1].get_future().add_done_callback(lambda _: done.append(time.perf_counter()))
 
     def spans(self) -> list[Span]:
         """What was measured, from the first step's beginning."""

@@ -18,6 +18,7 @@ from partway.runtime import (
     broadcast,
     check_agreement,
     device_mesh,
+    execute,
     generators,
     join,
     record_collectives,
@@ -180,6 +181,47 @@ def test_a_group_of_conversions_is_one_collective_with_the_results_of_each(on_ra
     for axes in MESHES[n]:
         for dtype in (torch.float32, torch.bfloat16, torch.int16):
             on_ranks(n, check_groups, axes, dtype)
+
+
+def check_coalesced(axes, dtype):
+    """gloo copies into a buffer of its own where NCCL does not, and takes the same calls."""
+    before = execute._COALESCING
+    execute._COALESCING = ("gloo",)
+    try:
+        check_groups(axes, dtype)
+    finally:
+        execute._COALESCING = before
+
+
+@pytest.mark.gloo
+def test_a_group_of_a_backend_that_coalesces_is_not_copied_into_one_buffer(on_ranks):
+    for axes in MESHES[2]:
+        for dtype in (torch.float32, torch.int16):
+            on_ranks(2, check_coalesced, axes, dtype)
+
+
+def check_in_place(elements):
+    """What only the collective reads becomes its own sum; what others read, and inputs, stay."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder(name) for name in "abcd"]
+    made = [graph.call_function(torch.ops.aten.mul.Scalar, (x, 2)) for x in inputs[:3]]
+    operands = [*made, inputs[3]]  # two made and read once, one read again, one an input
+    group = graph.call_function(convert_group, (operands, "P", "R", ["x"], 2, [0, 1, 2, 3]))
+    outputs = [graph.call_function(operator.getitem, (group, i)) for i in range(4)]
+    outputs.append(graph.call_function(torch.ops.aten.add.Tensor, (made[2], 1)))
+    graph.output(tuple(outputs))
+    code = assemble_code(fx.GraphModule(torch.nn.Module(), graph), "backward")
+    (conversion,) = (step.conversion for step in code.instructions if step.conversion)
+    assert conversion.owned == (True, True, False, False)
+    shapes = [(elements,), (3, 2), (elements,), (elements,)]
+    values = [parts_of(shape, torch.float32, 2, torch.Generator().manual_seed(0)) for shape in shapes]
+    check_code(code, values, Mesh({"x": 2}))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("elements", [5, 2**18], ids=["small", "large"])
+def test_members_that_nobody_else_reads_are_added_up_where_they_are(on_ranks, elements):
+    on_ranks(2, check_in_place, elements)
 
 
 JOINT = [
