@@ -50,7 +50,7 @@ class Entry:
         path = self._folder / self._digest[:2] / f"{self._digest[2:]}.{name}"
         try:
             found: T = load(path.read_bytes(), self._graph)
-        except FileNotFoundError:
+        except OSError:  # most likely there is none
             pass
         except Exception as error:  # whatever a damaged file makes of pickle
             warnings.warn(f"{path} cannot be read ({error!r}), and is made anew", stacklevel=2)

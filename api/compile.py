@@ -196,9 +196,10 @@ def compile_call(
     with torch.random.fork_rng(enabled=True), _own_saved_tensors():
         graph = capture(fn, args, kwargs)
     mode, profile = context.search_mode, device_profile(graph, request, context)
+    settled = dict(fixed or {})  # as they are now: what is searched again later is the same
 
     def plan_on(mesh: Mesh, below: float) -> Searched:
-        annotations = annotate(graph, fn, request, mesh, context, algo, fixed or {}, saved)
+        annotations = annotate(graph, fn, request, mesh, context, algo, settled, saved)
         settings = settings_of(request, mesh, context, algo, profile)
         problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
         try:
@@ -219,7 +220,7 @@ def compile_call(
 
     def find() -> Searched:
         inner = profile.levels[0].devices
-        meshes = meshes_to_try(graph, fn, request, context, processes, saved, fixed or {}, inner)
+        meshes = meshes_to_try(graph, fn, request, context, processes, saved, settled, inner)
         with uncollected():
             return cheapest(plan_on, meshes)
 
@@ -236,7 +237,7 @@ def compile_call(
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
     folder = cache_folder(context.compile_cache_path) if context.enable_compile_cache and not verifies else None
     entry = Entry(
-        graph, folder, name_of(fn), request, _set(context), _set(algo), processes, fixed, saved, profile.model_dump()
+        graph, folder, name_of(fn), request, _set(context), _set(algo), processes, settled, saved, profile.model_dump()
     )
     planned = entry.fetch("plan", make)
     search_again = functools.cache(lambda: fresh[0] if fresh else find())
