@@ -223,6 +223,7 @@ class _Engine:
                 for engine in self._engines():
                     engine._refused = True
                 raise
+            runner.bind(self.fn)
             self._last = Guard(self.fn, structure, tensors, context), runner
         return self._last[1](tensors)
 
@@ -273,7 +274,7 @@ class _Engine:
             fresh = {name: found for name, found in compiled.plan.parameters.items() if name not in self._layouts}
             place.settle(self.fn, fresh)
             self._layouts.update(fresh)
-        return _Runner(self.fn, compiled, place, local, self._waiting)
+        return _Runner(compiled, place, local, self._waiting)
 
     def _constrained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside a capture: mark the arguments and results that were annotated, and go on."""
@@ -318,22 +319,24 @@ def _mark(tensor: Tensor, strategy: Any, request: Request, name: str) -> Tensor:
 class _Runner:
     """One planned signature: gathers the tensors of a call, runs the step, writes buffers, builds the result."""
 
-    def __init__(
-        self, fn: Callable[..., Any], compiled: Compiled, place: Placing, local: bool, waiting: Waiting
-    ) -> None:
+    def __init__(self, compiled: Compiled, place: Placing, local: bool, waiting: Waiting) -> None:
         self.compiled, self._waiting = compiled, waiting
         graph = compiled.graph
         self._result = graph.result
         updated = {port.name for port in graph.outputs if port.role is Role.BUFFER_UPDATE}
-        self._sources = [_source(fn, graph.constants, p.port.role, p.port.name) for p in compiled.local.inputs]
         self._copied = [p.port.name in updated for p in compiled.local.inputs]
-        self._buffers = [
-            _source(fn, graph.constants, Role.BUFFER, p.port.name) if p.port.role is Role.BUFFER_UPDATE else None
-            for p in compiled.local.outputs
-        ]
         self._executor = place.executor(compiled.mesh)
         self._enter = [place.enter(placed, local) for placed in compiled.local.inputs]
         self._leave = [place.leave(placed) for placed in compiled.local.outputs]
+
+    def bind(self, fn: Callable[..., Any]) -> None:
+        """Take parameters and buffers from where they are in `fn` now: a module inside may have been replaced."""
+        constants, local = self.compiled.graph.constants, self.compiled.local
+        self._sources = [_source(fn, constants, p.port.role, p.port.name) for p in local.inputs]
+        self._buffers = [
+            _source(fn, constants, Role.BUFFER, p.port.name) if p.port.role is Role.BUFFER_UPDATE else None
+            for p in local.outputs
+        ]
 
     @cached_property
     def _step(self) -> CompiledStep:

@@ -1,0 +1,122 @@
+"""A call like the last one only runs; any that a plan could be another for is looked up again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import partway as pw
+
+compile_module = sys.modules["partway.compile"]  # `partway.compile` is the function
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What was planned."""
+    made: list[Any] = []
+    plain = compile_module.compile_call
+
+    def compile_call(*args: Any, **kwargs: Any) -> Any:
+        made.append(plain(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(sys.modules["partway.shard"], "compile_call", compile_call)
+    yield made
+    pw.reset_auto_parallel_context()
+    pw.reset_algo_parameters()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+
+    def forward(self, x: Any, scale: Any = 1, more: Any = None) -> Any:
+        return (self.inner(x) * (scale if isinstance(scale, float | int) else 1)).sum()
+
+
+X = torch.ones(4, 8)
+
+
+CHANGES: dict[str, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]] | None]] = {
+    "shape": lambda model: ((torch.ones(8, 8),), {}),
+    "requires_grad of an input": lambda model: ((torch.ones(4, 8, requires_grad=True),), {}),
+    "a plain value": lambda model: ((X, 2), {}),
+    "its type": lambda model: ((X, 1.0), {}),
+    "structure": lambda model: ((X,), {"more": [torch.ones(2)]}),
+    "a value without equality": lambda model: ((X, 1, np.ones(3)), {}),
+    "training": lambda model: model.eval(),
+    "training of a module inside": lambda model: model.inner[1].eval(),
+    "requires_grad of a parameter": lambda model: model.inner[0].bias.requires_grad_(False),
+    "a parameter without a gradient": lambda model: model.inner[0].register_parameter("bias", None),
+    "dtype": lambda model: (model.double() and (X.double(),), {}),
+    "the context": lambda model: pw.set_auto_parallel_context(gradients_mean=False),
+    "the algorithm's parameters": lambda model: pw.set_algo_parameters(fully_use_devices=False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_plan_depends_on_is_planned_for(plans: list[Any], change: str) -> None:
+    model = pw.shard(Scaled(), mesh={"x": 2})
+    for _ in range(3):
+        model(X)
+    assert len(plans) == 1
+    found = CHANGES[change](model)
+    args, kwargs = found if isinstance(found, tuple) else ((X,), {})
+    model(*args, **kwargs)
+    assert len(plans) == 2
+    model(*args, **kwargs)
+    assert len(plans) == 2
+    assert model.plan is plans[1].plan
+
+
+def test_a_call_as_before_runs_the_plan_from_before(plans: list[Any]) -> None:
+    model = pw.shard(Scaled(), mesh={"x": 2})
+    model(X)
+    model.eval()
+    model(X)
+    model.train()
+    model(X)
+    assert len(plans) == 2
+    assert model.plan is plans[0].plan
+
+
+def test_autocast_is_a_plan_of_its_own(plans: list[Any]) -> None:
+    model = pw.shard(Scaled(), mesh={"x": 2})
+    model(X)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(X)
+    assert len(plans) == 2
+
+
+def test_a_parameter_that_was_replaced_is_used(plans: list[Any]) -> None:
+    model = pw.shard(Scaled().eval(), mesh={"x": 2})
+    model(X)
+    with torch.no_grad():
+        model.inner[0].weight = nn.Parameter(torch.zeros(8, 8))
+        model.inner[0].bias = nn.Parameter(torch.ones(8))
+    assert model(X) == 32
+    assert len(plans) == 1  # the same shapes and flags
+
+
+def test_a_module_that_was_replaced_is_used(plans: list[Any]) -> None:
+    model = pw.shard(Scaled().eval(), mesh={"x": 2})
+    model(X)
+    model.inner[0] = nn.Linear(8, 8).eval()
+    nn.init.zeros_(model.inner[0].weight)
+    nn.init.ones_(model.inner[0].bias)
+    assert model(X) == 32
+    assert len(plans) == 1
+
+
+def test_tensors_inside_transforms_are_refused_after_a_plain_call(plans: list[Any]) -> None:
+    f = pw.shard(lambda x: x.sum(), mesh={"x": 2})
+    assert f(X) == 32
+    with pytest.raises(pw.StrategyError, match=r"is inside a transform of torch.func"):
+        torch.func.vmap(f)(torch.ones(3, 4, 8))

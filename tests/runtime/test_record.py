@@ -1,0 +1,99 @@
+"""When what runs is told: collectives, and the timeline of a step."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import partway as pw
+from partway.fusion.timeline import COMMUNICATION, COMPUTE
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+
+
+@contextlib.contextmanager
+def data_parallel(devices):
+    """A sharded network that was planned, and a function that runs one step of it."""
+    fusion = {"allreduce": {"mode": "overlap"}}
+    with pw.auto_parallel_context(device_num=devices, parallel_mode="data_parallel", comm_fusion=fusion):
+        model, x = pw.shard(network()), torch.ones(16 * devices, 64)
+        model(x).sum().backward()
+        yield model, lambda: model(x).sum().backward()
+
+
+def measured(devices):
+    """The spans of one step, and those that were predicted."""
+    with data_parallel(devices) as (model, step):
+        with pw.record_timeline() as spans:
+            step()
+            assert spans == []
+        before = list(spans)
+        step()
+        assert spans == before
+        return spans, model.program.schedule.spans
+
+
+def check(spans, predicted):
+    """What was predicted has run, under the same names; operators one after another; nothing ends before it starts."""
+    ran = {(span.phase, span.name): span for span in spans}
+    assert len(ran) == len(spans)
+    for span in predicted:
+        assert ran[span.phase, span.name].lane == span.lane
+        if span.lane == COMMUNICATION:
+            assert ran[span.phase, span.name].args["kind"] == span.args["kind"]
+    computing = sorted((span for span in spans if span.lane == COMPUTE), key=lambda span: span.start)
+    for one, other in zip(computing, computing[1:], strict=False):
+        assert one.end <= other.start + 1e-9
+    assert min(span.start for span in spans) == 0
+    assert {span.phase for span in spans} == {"forward", "backward"}
+
+
+def test_a_timeline_has_what_was_predicted_under_the_same_names():
+    check(*measured(4))
+
+
+def fails(step):
+    with pw.record_timeline() as spans:
+        step()
+        try:
+            raise ZeroDivisionError
+        finally:
+            fails.spans = spans
+
+
+def test_several_timelines_may_listen_and_one_that_fails_stops():
+    with data_parallel(2) as (_, step):
+        with pw.record_timeline() as outer, pw.record_timeline() as inner:
+            step()
+        assert [span.name for span in outer] == [span.name for span in inner]
+        with pytest.raises(ZeroDivisionError):
+            fails(step)
+        step()
+        assert len(fails.spans) == len(outer)
+
+
+def test_predicted_and_measured_are_one_file_for_perfetto(tmp_path):
+    spans, predicted = measured(2)
+    pw.save_chrome_trace(tmp_path / "step.json", {"predicted": predicted, "measured": spans})
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    drawn = [event for event in events if event["ph"] == "X"]
+    assert len(drawn) == len(spans) + len(predicted)
+    assert {event["pid"] for event in drawn} == {0, 1}
+    named = {pid: {e["name"] for e in drawn if e["pid"] == pid} for pid in (0, 1)}
+    assert named[0] <= named[1]
+
+
+def measured_here():
+    torch.manual_seed(0)
+    check(*measured(2))
+    return True
+
+
+@pytest.mark.gloo
+def test_a_process_measures_its_own_timeline(on_ranks):
+    assert on_ranks(2, measured_here) == [True, True]
