@@ -1,6 +1,7 @@
 """When what runs is told: collectives, and the timeline of a step."""
 
 import contextlib
+import itertools
 import json
 
 import pytest
@@ -47,7 +48,7 @@ def check(spans, predicted):
         if span.lane == COMMUNICATION:
             assert ran[span.phase, span.name].args["kind"] == span.args["kind"]
     computing = sorted((span for span in spans if span.lane == COMPUTE), key=lambda span: span.start)
-    for one, other in zip(computing, computing[1:], strict=False):
+    for one, other in itertools.pairwise(computing):
         assert one.end <= other.start + 1e-9
     assert min(span.start for span in spans) == 0
     assert {span.phase for span in spans} == {"forward", "backward"}
