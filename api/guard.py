@@ -40,8 +40,8 @@ class Guard:
     def holds(self, structure: Structure, tensors: Sequence[Tensor], context: ParallelContext) -> bool:
         """Whether a call has the same plan."""
         return (
-            context is self._context
-            and current_algo() is self._algo
+            (context is self._context or context == self._context)
+            and (current_algo() is self._algo or current_algo() == self._algo)
             and _autocast() == self._autocast
             and _same_structure(structure, self._structure)
             and all(map(_is_like, tensors, self._tensors))

@@ -136,7 +136,9 @@ class Worker:
         c = step.conversion
         if c is not None:
             return f"{bind(self._converter(c))}({', '.join(f'v{slot}' for slot in step.operands)})"
-        return bind(torch.tensor(self.mesh.position(self.rank, *step.along))) if step.along else step.text
+        if step.along:
+            return bind(torch.tensor(self.mesh.position(self.rank, *step.along)))
+        return step.in_place or step.text
 
     def _converter(self, c: Conversion) -> Callable[..., Any]:
         if c.kind.communicates:

@@ -61,6 +61,7 @@ class Instruction:
     slots are read for the last time.
 
     text         the call of an operator as Python, in which v3 is slot 3 and other names are constants of the Code
+    in_place     the same, into the memory of an operand that nobody else reads; "" if there is none
     conversion   what it is instead of a call
     along        or the axes of which it is the rank's position
     once         it draws random numbers: every rank must see the same ones
@@ -70,6 +71,7 @@ class Instruction:
     operands: tuple[int, ...]
     dead: tuple[int, ...]
     text: str
+    in_place: str
     conversion: Conversion | None
     once: bool
     name: str
@@ -212,16 +214,19 @@ def assemble_code(module: fx.GraphModule, phase: str) -> Code:
         operands = tuple(slots[o] for o in used)
         if node.target is not convert_group:
             operands = tuple(dict.fromkeys(operands))
+        text = ""
         if node.op == "get_attr":
             text = constants.name(getattr(module, str(node.target)))
-        else:
-            text = "" if node.target in (convert, convert_group, position) else _call(node, slots, constants)
+        elif node.target not in (convert, convert_group, position):
+            text = _call(node, node.target, slots, constants)
+        overwrites = _overwriting(node)
+        in_place = _call(node, overwrites, slots, constants) if overwrites else ""
         dead = tuple(dict.fromkeys(slots[o] for o in used if last[_first(o, same)] is node))
         if node not in last:
             dead += (slots[node],)
         instructions.append(
             Instruction(
-                slots[node], operands, dead, text, _conversion(node, phase),
+                slots[node], operands, dead, text, in_place, _conversion(node, phase),
                 node.op == "call_function" and draws_random_numbers(node), node.name, _along(node),
             )
         )  # fmt: skip
@@ -275,13 +280,13 @@ class _Constants:
         return self._names[id(value)]
 
 
-def _call(node: fx.Node, slots: Mapping[fx.Node, int], constants: _Constants) -> str:
-    """The call of an operator as Python."""
+def _call(node: fx.Node, target: Any, slots: Mapping[fx.Node, int], constants: _Constants) -> str:
+    """The call of `target` with the arguments of `node` as Python."""
     args = [_argument(a, slots, constants) for a in node.args]
-    if node.target is operator.getitem:
+    if target is operator.getitem:
         return f"{args[0]}[{args[1]}]"
     args += [f"{name}={_argument(a, slots, constants)}" for name, a in node.kwargs.items()]
-    return f"{constants.name(_STRIDE_FREE.get(node.target, node.target))}({', '.join(args)})"
+    return f"{constants.name(_STRIDE_FREE.get(target, target))}({', '.join(args)})"
 
 
 def _argument(value: Any, slots: Mapping[fx.Node, int], constants: _Constants) -> str:
@@ -322,6 +327,35 @@ _WHOLE_VIEWS = {
     _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.t.default, _aten.transpose.int,
     _aten.permute.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.unsqueeze.default,
 }  # fmt: skip
+
+
+# Operators of which each element is made of those at its place, and their forms that write into the first operand.
+_IN_PLACE: dict[Any, Any] = {
+    _aten.add.Scalar: _aten.add_.Scalar,
+    _aten.add.Tensor: _aten.add_.Tensor,
+    _aten.addcmul.default: _aten.addcmul_.default,
+    _aten.div.Scalar: _aten.div_.Scalar,
+    _aten.div.Tensor: _aten.div_.Tensor,
+    _aten.mul.Scalar: _aten.mul_.Scalar,
+    _aten.mul.Tensor: _aten.mul_.Tensor,
+    _aten.neg.default: _aten.neg_.default,
+    _aten.relu.default: _aten.relu_.default,
+    _aten.sub.Tensor: _aten.sub_.Tensor,
+    _aten.tanh.default: _aten.tanh_.default,
+}
+
+
+def _overwriting(node: fx.Node) -> Any:
+    """The form of the operator of `node` that may write into its first operand, if nobody else reads that memory and
+    it is just what the result needs. New memory costs as much as the arithmetic: it has to be mapped and cleared."""
+    target = _IN_PLACE.get(node.target)
+    operand = node.args[0] if target and node.args else None
+    if not isinstance(operand, fx.Node) or not _owned(operand, node):
+        return None
+    before, after = operand.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return None
+    return target if (before.shape, before.dtype) == (after.shape, after.dtype) else None
 
 
 def _is_whole_view(node: fx.Node) -> bool:
