@@ -19,9 +19,10 @@ from partway.context import (
     set_algo_parameters,
     set_auto_parallel_context,
 )
+from partway.fusion.timeline import save_chrome_trace
 from partway.propagation.plan import Plan
 from partway.runtime.process import get_group_size, get_rank, init, shutdown
-from partway.runtime.record import record_collectives
+from partway.runtime.record import record_collectives, record_timeline
 from partway.shard import shard
 from partway.strategy import (
     Broadcast,
@@ -65,8 +66,10 @@ __all__ = [
     "get_rank",
     "init",
     "record_collectives",
+    "record_timeline",
     "reset_algo_parameters",
     "reset_auto_parallel_context",
+    "save_chrome_trace",
     "set_algo_parameters",
     "set_auto_parallel_context",
     "shard",

@@ -77,11 +77,13 @@ class _Step:
 @dataclass(frozen=True)
 class Schedule:
     """Which vertices go in which order, and which tables have to be computed: `recipes[symbol]` is the tables that one
-    is made of and the vertices that they join, the last of which goes. `work`: how many sums that takes."""
+    is made of and the vertices that they join, the last of which goes. `constant` is what vertices with one option cost
+    among themselves. `work`: how many sums that takes."""
 
     steps: list[_Step]
     recipes: dict[int, tuple[list[_Table], tuple[int, ...]]]
     given: dict[int, Floats]
+    constant: float
     work: float
     width: int
 
@@ -97,10 +99,15 @@ def schedule(costs: Costs, table_limit: float = math.inf) -> Schedule:
         return symbols.setdefault(key, len(symbols))
 
     originals = [((vertex,), unary) for vertex, unary in enumerate(costs.unary)]
+    constant = 0.0
     for scope, array in [*originals, *costs.pairs.items()]:
+        open_ones = tuple(vertex for vertex in scope if sizes[vertex] > 1)
+        if not open_ones:  # a vertex with one option has no choice, and joins nothing
+            constant += float(array.sum())
+            continue
         symbol = symbol_of(("given", id(array)))
-        given[symbol] = array
-        live.add(_Table(scope, symbol))
+        given[symbol] = array if open_ones == scope else array.reshape([sizes[vertex] for vertex in open_ones])
+        live.add(_Table(open_ones, symbol))
     steps: list[_Step] = []
     recipes: dict[int, tuple[list[_Table], tuple[int, ...]]] = {}
     work, width = 0.0, 0
@@ -120,7 +127,7 @@ def schedule(costs: Costs, table_limit: float = math.inf) -> Schedule:
             if scope:
                 live.add(made[-1])
         steps.append(_Step(vertex, bucket, made))
-    return Schedule(steps, recipes, given, work, width)
+    return Schedule(steps, recipes, given, constant, work, width)
 
 
 def eliminate(costs: Costs, table_limit: float = TABLE_LIMIT) -> Solution:
@@ -138,7 +145,8 @@ def run(costs: Costs, order: Schedule) -> Solution:
     values = dict(order.given)
     for symbol, (group, joint) in order.recipes.items():
         values[symbol] = _least([(table.scope, values[table.symbol]) for table in group], joint, sizes)
-    bound = sum(float(values[table.symbol]) for step in order.steps for table in step.made if not table.scope)
+    ends = [table for step in order.steps for table in step.made if not table.scope]
+    bound = order.constant + sum(float(values[table.symbol]) for table in ends)
     choice = [0] * len(sizes)
     for step in reversed(order.steps):
         total = np.zeros(sizes[step.vertex])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from .execute import Worker, broadcast, check_agreement, device_mesh, generators, share_generators
 from .parameters import as_dtensor, distribute, placed_part, redistribute, shard_tensor
 from .process import get_group_size, get_rank, init, launched, shutdown
-from .record import Event, record_collectives
+from .record import Event, record_collectives, record_timeline
 from .simulate import Simulator, join, split
 from .step import CompiledStep, Executor
 
@@ -31,6 +31,7 @@ __all__ = [
     "launched",
     "placed_part",
     "record_collectives",
+    "record_timeline",
     "redistribute",
     "shard_tensor",
     "share_generators",

@@ -90,7 +90,7 @@ class Code:
     phase: str
 
 
-Mark = Callable[[Instruction, bool], None]
+Mark = Callable[[Instruction, Any, bool], None]  # an instruction, its value, and whether that was awaited
 
 
 def local_conversion(c: Conversion, part: Tensor, position: int) -> Tensor:
@@ -126,8 +126,8 @@ class Dialect(Protocol):
 
 def compile_code(code: Code, dialect: Dialect, mark: Mark | None = None) -> Run:
     """The function that runs `code`: from the list of the values of its inputs, which it empties, to those of its
-    outputs. Each value is let go after its last use. `mark(step, awaited)` is called after each instruction, and after
-    each wait for one."""
+    outputs. Each value is let go after its last use. `mark(step, value, awaited)` is called after each instruction, and
+    after each wait for one."""
     names: dict[str, Any] = dict(code.constants)
 
     def bind(value: Any) -> str:
@@ -143,14 +143,14 @@ def compile_code(code: Code, dialect: Dialect, mark: Mark | None = None) -> Run:
             step = pending.pop(slot)
             yield f"    v{slot} = v{slot}.wait()"
             if mark:
-                yield f"    {bind(mark)}({bind(step)}, True)"
+                yield f"    {bind(mark)}({bind(step)}, None, True)"
 
     for step in code.instructions:
         for slot in step.operands:
             lines += wait_for(slot)
         lines.append(f"    v{step.out} = {dialect.express(step, bind)}  # {step.name}")
         if mark:
-            lines.append(f"    {bind(mark)}({bind(step)}, False)")
+            lines.append(f"    {bind(mark)}({bind(step)}, v{step.out}, False)")
         if step.dead:
             lines.append(f"    del {', '.join(f'v{slot}' for slot in step.dead)}")
         if dialect.late and step.conversion is not None and step.conversion.kind.communicates:
@@ -190,7 +190,8 @@ _STRIDE_FREE: dict[Any, Any] = {
 def assemble_code(module: fx.GraphModule, phase: str) -> Code:
     """The instructions of a flat graph. Constants of the module are inputs of none: they are bound here."""
     nodes = members_late(list(module.graph.nodes))
-    last = {operand: node for node in nodes for operand in node.all_input_nodes}
+    same = {node: node.all_input_nodes[0] for node in nodes if _is_identity(node)}
+    last = {_first(operand, same): node for node in nodes if node not in same for operand in node.all_input_nodes}
     slots: dict[fx.Node, int] = {}
     for node in nodes:
         if node.op == "placeholder":
@@ -202,20 +203,25 @@ def assemble_code(module: fx.GraphModule, phase: str) -> Code:
     for node in nodes:
         if node.op == "output":
             (returned,) = node.args
-        if node.op not in ("get_attr", "call_function"):
+        if node in same:
+            slots[node] = slots[same[node]]
+        if node.op not in ("get_attr", "call_function") or node in same:
             continue
         slots[node] = len(slots)
         used = _operands(node)
+        operands = tuple(slots[o] for o in used)
+        if node.target is not convert_group:
+            operands = tuple(dict.fromkeys(operands))
         if node.op == "get_attr":
             text = constants.name(getattr(module, str(node.target)))
         else:
             text = "" if node.target in (convert, convert_group, position) else _call(node, slots, constants)
-        dead = tuple(slots[operand] for operand in dict.fromkeys(used) if last[operand] is node)
-        if not node.users:
+        dead = tuple(dict.fromkeys(slots[o] for o in used if last[_first(o, same)] is node))
+        if node not in last:
             dead += (slots[node],)
         instructions.append(
             Instruction(
-                slots[node], tuple(slots[o] for o in used), dead, text, _conversion(node, phase),
+                slots[node], operands, dead, text, _conversion(node, phase),
                 node.op == "call_function" and draws_random_numbers(node), node.name, _along(node),
             )
         )  # fmt: skip
@@ -235,6 +241,19 @@ def members_late(nodes: list[fx.Node]) -> list[fx.Node]:
         return place[node], 1
 
     return sorted(nodes, key=when)
+
+
+def _first(node: fx.Node, same: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    while node in same:
+        node = same[node]
+    return node
+
+
+def _is_identity(node: fx.Node) -> bool:
+    """Whether what a node gives is its operand: without autograd, what detaches is that too."""
+    if node.target is convert:
+        return kind(*map(placement_from_code, node.args[1:3])) is Kind.NOTHING  # type: ignore[arg-type]
+    return node.target in (_aten.detach.default, _aten.alias.default)
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -302,8 +321,11 @@ _aten = torch.ops.aten
 _WHOLE_VIEWS = {
     _aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.t.default, _aten.transpose.int,
     _aten.permute.default, _aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.unsqueeze.default,
-    _aten.detach.default, _aten.alias.default,
 }  # fmt: skip
+
+
+def _is_whole_view(node: fx.Node) -> bool:
+    return node.target in _WHOLE_VIEWS or _is_identity(node)
 
 
 def _owned(node: Any, reader: fx.Node) -> bool:
@@ -311,7 +333,7 @@ def _owned(node: Any, reader: fx.Node) -> bool:
     while isinstance(node, fx.Node) and set(node.users) == {reader} and _reads(reader)[node] == 1:
         if _is_fresh(node):
             return True
-        if node.target not in _WHOLE_VIEWS:
+        if not _is_whole_view(node):
             return False
         node, reader = node.all_input_nodes[0], node
     return False
@@ -338,7 +360,7 @@ def _shared(returned: Any) -> tuple[bool, ...]:
 
 def _root(node: fx.Node) -> fx.Node:
     """The value of which `node` is a view, all of it."""
-    while node.target in _WHOLE_VIEWS:
+    while _is_whole_view(node):
         node = node.all_input_nodes[0]
     return node
 

@@ -1,16 +1,22 @@
-"""What ran: every collective that an executor performs is told to the recorders that listen."""
+"""What ran: every collective that an executor performs is told to the recorders that listen, and every instruction to
+those of a timeline.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..fusion.timeline import COMMUNICATION, COMPUTE, Span
 from ..propagation.cost import wire_bytes
 from ..strategy.placement import Kind
-from .instructions import Conversion
+from .instructions import Code, Conversion, Instruction, Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +56,115 @@ def note(c: Conversion, parts: Sequence[Tensor]) -> None:
         event = Event(c.kind, c.axes, c.size, payload, c.phase, c.tags)
         for events in _listeners:
             events.append(event)
+
+
+# -- A timeline ------------------------------------------------------------------------------------------------------
+
+Stamp = Any  # seconds, or a CUDA event that has them later
+
+
+class _Timeline:
+    """The spans of the steps that run while it listens.
+
+    On the CPU an operator lasts from the end of what came before it, and a collective from when it is issued to when
+    the backend says that it is done. On a GPU both are read off events of the stream that computes, so that a
+    collective lasts until that stream has waited for it.
+    """
+
+    def __init__(self) -> None:
+        self._measured: list[tuple[str, str, str, Stamp, Callable[[], Stamp], dict[str, Any]]] = []
+        self._issued: dict[tuple[str, int], tuple[Stamp, list[Stamp]]] = {}
+        self._origin: Stamp = None
+        self._last: Stamp = None
+
+    def begin(self, inputs: Sequence[Any]) -> None:
+        """Code begins to run: what was done since the last instruction is not its first one's time."""
+        first = inputs[0] if inputs else None
+        tensor = first[0] if isinstance(first, list) else first
+        self._cuda = isinstance(tensor, Tensor) and tensor.is_cuda
+        self._last = self._now()
+        self._origin = self._origin or self._last
+
+    def mark(self, phase: str, step: Instruction, value: Any, awaited: bool) -> None:
+        """An instruction has run and given `value`, or (`awaited`) it has been waited for."""
+        before, self._last = self._last, self._now()
+        c = step.conversion
+        if c is None or not c.kind.communicates:
+            self._add(step, phase, COMPUTE, before, self._last, {})
+        elif awaited:
+            issued, done = self._issued.pop((phase, step.out))
+            end = self._last
+            self._measured.append(
+                (step.name, phase, COMMUNICATION, issued, lambda: done[0] if done else end, {"kind": str(c.kind)})
+            )
+        elif isinstance(value, list):  # simulated ranks wait for no one
+            self._add(step, phase, COMMUNICATION, before, self._last, {"kind": str(c.kind)})
+        else:
+            done: list[Stamp] = []
+            self._issued[phase, step.out] = before, done
+            if not self._cuda:
+                value.work.get_future().add_done_callback(lambda _: done.append(time.perf_counter()))
+
+    def spans(self) -> list[Span]:
+        """What was measured, from the first step's beginning."""
+        if self._origin is not None and self._cuda:
+            torch.cuda.synchronize()
+        found = []
+        for name, phase, lane, start, end, args in self._measured:
+            begin = _seconds(self._origin, start)
+            found.append(Span(name, phase, lane, begin, max(_seconds(self._origin, end()) - begin, 0.0), args))
+        return found
+
+    def _add(self, step: Instruction, phase: str, lane: str, start: Stamp, end: Stamp, args: dict[str, Any]) -> None:
+        self._measured.append((step.name, phase, lane, start, lambda: end, args))
+
+    def _now(self) -> Stamp:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _seconds(origin: Stamp, stamp: Stamp) -> float:
+    return stamp - origin if isinstance(stamp, float) else origin.elapsed_time(stamp) / 1e3
+
+
+_timelines: list[_Timeline] = []
+
+
+@contextlib.contextmanager
+def record_timeline() -> Iterator[list[Span]]:
+    """Collect when each operator and each collective of the steps inside the block runs, on this rank, with the names
+    that `program.schedule` predicts them by. The list is filled when the block ends.
+
+    Telling the time takes some: about a microsecond for each operator.
+    """
+    timeline, spans = _Timeline(), list[Span]()
+    _timelines.append(timeline)
+    try:
+        yield spans
+    finally:
+        _timelines.remove(timeline)
+        spans += timeline.spans()
+
+
+def timed() -> bool:
+    """Whether anyone listens to instructions."""
+    return bool(_timelines)
+
+
+def begin(inputs: Sequence[Any]) -> None:
+    """Tell the listeners that code runs with `inputs`."""
+    for timeline in _timelines:
+        timeline.begin(inputs)
+
+
+def marking(code: Code) -> Mark:
+    """What tells the listeners of the instructions of `code`."""
+
+    def mark(step: Instruction, value: Any, awaited: bool) -> None:
+        for timeline in _timelines:
+            timeline.mark(code.phase, step, value, awaited)
+
+    return mark

@@ -26,6 +26,7 @@ from ..strategy.layout import Layout
 from .inductor import compile_regions, example
 from .instructions import Code, Mark, Run, assemble_code
 from .parameters import gradient_of
+from .record import begin, marking, timed
 
 Wanted = tuple[bool, ...]
 
@@ -71,7 +72,19 @@ class Loaded:
         if loader.backend is Backend.INDUCTOR:
             module, self.examples = compile_regions(module, examples)
         self.code = assemble_code(module, phase)
-        self.run = loader.executor.load(self.code)
+        self._executor = loader.executor
+        self._run = loader.executor.load(self.code)
+
+    @cached_property
+    def _timed(self) -> Run:
+        return self._executor.load(self.code, marking(self.code))
+
+    def run(self, inputs: list[Any]) -> list[Any]:
+        """The values of the outputs for those of the inputs."""
+        if not timed():
+            return self._run(inputs)
+        begin(inputs)
+        return self._timed(inputs)
 
 
 class Backward(Loaded):

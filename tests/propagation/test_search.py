@@ -355,3 +355,14 @@ def test_a_solution_that_was_tampered_with_is_refused(lab):
         verify_solution(problem, dataclasses.replace(good, cost=good.cost * 0.9))
     with pytest.raises(VerifyError, match="choices for"):
         verify_solution(problem, dataclasses.replace(good, choice=good.choice[1:]))
+
+
+def test_vertices_with_one_option_join_nothing_however_many_there_are():
+    fixed = 70  # more than an array may have dims
+    unary = (np.array([1.0, 0.0]), *(np.array([0.5]) for _ in range(fixed)))
+    pairs = {(0, i): np.array([[0.0], [0.25]]) for i in range(1, fixed + 1)} | {(1, 2): np.array([[2.0]])}
+    costs = Costs(unary, pairs)
+    found = eliminate(costs)
+    assert found.choice == (0,) * (fixed + 1)
+    assert found.cost == found.bound == costs.of(found.choice) == 1.0 + 0.5 * fixed + 2.0
+    assert found.width == 1
