@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from partway.calibrate import MB, calibrate, check_devices, threads_of, wait_for
 from partway.compile import compile
@@ -37,6 +37,7 @@ from partway.contenders import (
     ours,
     quartiles,
     spread,
+    three_quartiles,
     timed_step,
     turns,
 )
@@ -173,8 +174,8 @@ class Comparison:
     @property
     def title(self) -> str:
         world = counted(self.case.world, "process", "processes")
-        small = ", small: times mean nothing" if self.case.quick else ""
-        return f"{self.case.model}, {counted(self.gradients, 'gradient')}, {world} on {self.case.device}{small}"
+        quick = ", quick: times mean nothing" if self.case.quick else ""
+        return f"{self.case.model}, {counted(self.gradients, 'gradient')}, {world} on {self.case.device}{quick}"
 
     def report(self, width: int = 150) -> str:
         """The table of all contenders."""
@@ -194,7 +195,7 @@ class Comparison:
 
     def data(self) -> dict[str, Any]:
         """Everything, as JSON takes it."""
-        case = {key: value for key, value in asdict(self.case).items() if key not in ("profile", "timeline")}
+        case = {key: value for key, value in asdict(self.case).items() if key not in ("profile", "timeline", "traced")}
         contenders = [
             {**asdict(f), "ratio_to_ddp": self.ratios(f), "predicted_over_measured": f.foretold} for f in self.figures
         ]
@@ -202,18 +203,19 @@ class Comparison:
         return {**self.facts, **case, "gradients": self.gradients, "profile": profile, "contenders": contenders}
 
     def draw(self, path: Path) -> None:
-        """A bar for the step without the optimizer, from the least to the most, beside the predicted one."""
+        """Bars for the step without the optimizer, as measured and as predicted. (Quartiles, for the most of a step may
+        be many times its median where other processes run.)"""
         from matplotlib.figure import Figure
 
         drawing = Figure(figsize=(9, 1.4 + 0.42 * len(self.figures)), layout="constrained")
         axes = drawing.subplots()
         rows = range(len(self.figures))[::-1]
-        middle = [1e3 * statistics.median(f.computed) for f in self.figures]
-        low = [m - 1e3 * min(f.computed) for m, f in zip(middle, self.figures, strict=True)]
-        high = [1e3 * max(f.computed) - m for m, f in zip(middle, self.figures, strict=True)]
+        measured = [[1e3 * seconds for seconds in three_quartiles(f.computed)] for f in self.figures]
+        middle = [m for _, m, _ in measured]
+        around = [m - low for low, m, _ in measured], [high - m for _, m, high in measured]
         above = [row + 0.2 for row in rows]
         style = {"linewidth": 0.8}
-        axes.barh(above, middle, 0.4, xerr=(low, high), color="tab:blue", label="measured (min-max)", error_kw=style)
+        axes.barh(above, middle, 0.4, xerr=around, color="tab:blue", label="measured (quartiles)", error_kw=style)
         foretold = [(row - 0.2, f.predicted) for row, f in zip(rows, self.figures, strict=True) if f.predicted]
         seconds = [1e3 * p for _, p in foretold]
         axes.barh([row for row, _ in foretold], seconds, 0.4, color="tab:orange", label="predicted")
@@ -255,12 +257,12 @@ def bench_fusion(
     profile   a device profile to predict by (a preset or a path), in place of calibrating
     timeline  where to write the predicted and the measured timeline of the contender `traced`
 
-    Raises RuntimeStateError for an unknown model, contender or device, and fewer than one process or round;
-    StrategyError for an unknown profile; torch's ProcessRaisedException for what fails in a process.
+    Raises RuntimeStateError for an unknown model, contender or device, fewer than one process or round,
+    or where a process fails, with what it said; StrategyError for an unknown profile.
     """
     device = device or _device(world)
     if world < 1:
-        raise RuntimeStateError(f"world is {world}; it must be 1 (no collectives) or more")
+        raise RuntimeStateError(f"world is {world}; it must be 1 or more")
     if rounds < 1:
         raise RuntimeStateError(f"rounds is {rounds}; it must be 1 or more")
     check_devices(world, device)
@@ -274,7 +276,10 @@ def bench_fusion(
         found.save(Path(folder, "profile.json"))
         trace = None if timeline is None else str(timeline.absolute())
         case = Case(model, world, device, rounds, quick, compared, str(Path(folder, "profile.json")), traced, trace)
-        spawn(_rank, (case, folder), nprocs=world)
+        try:
+            spawn(_rank, (case, folder), nprocs=world)
+        except ProcessException as error:
+            raise RuntimeStateError(f"a process failed: {error}") from error
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
     facts = {"torch": torch.__version__, "cores": os.cpu_count(), "threads": threads_of(world)}
     return Comparison(case, found, gradients, tuple(_joined(ranks)), facts)
@@ -291,7 +296,7 @@ def _joined(ranks: Sequence[Mapping[str, Any]]) -> list[Figures]:
         for key in ("seconds", "computed")
     }
     return [
-        Figures(name, *facts[:2], slowest["seconds"][name], slowest["computed"][name], *facts[2:])
+        Figures(name=name, seconds=slowest["seconds"][name], computed=slowest["computed"][name], **facts)
         for name, facts in ranks[0]["facts"].items()
     ]
 
@@ -332,23 +337,23 @@ def _contenders(case: Case, work: Workload, dtype: torch.dtype) -> list[Contende
     return [*fused, ddp(work, case.world, dtype, case.device)]
 
 
-Facts = tuple[int, int, float | None, float | None]
-
-
-def _facts(contender: Contender) -> Facts:
+def _facts(contender: Contender) -> dict[str, Any]:
     """Collectives and bytes of a step, and its predicted seconds."""
     with contender.context(), record_collectives() as events:
         _gradients(contender)
     schedule = _program(contender).schedule
-    return len(events), sum(event.payload_bytes for event in events), schedule.seconds, schedule.exposed
+    payload = sum(event.payload_bytes for event in events)
+    return {
+        "collectives": len(events), "bytes": payload, "predicted": schedule.seconds, "exposed": schedule.exposed
+    }  # fmt: skip
 
 
-def _facts_of_ddp(case: Case, work: Workload) -> Facts:
+def _facts_of_ddp(case: Case, work: Workload) -> dict[str, Any]:
     """The same of DDP, counted in a model of its own, for a hook that counts takes time."""
     contender = ddp(work, case.world, torch.float32, case.device)
     buckets: list[int] = []
 
-    def noted(bucket: GradBucket) -> GradBucket:
+    def noted(bucket: Any) -> Any:
         buckets.append(bucket.buffer().nbytes)
         return bucket
 
@@ -358,7 +363,7 @@ def _facts_of_ddp(case: Case, work: Workload) -> Facts:
     for _ in range(2):  # DDP makes its buckets anew after the first step
         buckets.clear()
         _gradients(contender)
-    return len(buckets), sum(buckets), None, None
+    return {"collectives": len(buckets), "bytes": sum(buckets), "predicted": None, "exposed": None}
 
 
 def _gradients(contender: Contender) -> None:
@@ -369,10 +374,12 @@ def _gradients(contender: Contender) -> None:
 def _timeline(contender: Contender, device: str) -> list[Span]:
     """What runs when on this rank, in a step of its own."""
     with contender.context():
-        with record_timeline() as spans:
-            _gradients(contender)
-            wait_for(device)
-        return spans
+        for _ in range(2):  # the first one that is recorded takes longer
+            dist.barrier()
+            with record_timeline() as spans:
+                _gradients(contender)
+                wait_for(device)
+    return spans
 
 
 def _program(contender: Contender) -> Program:

@@ -131,7 +131,7 @@ def disagreements(
         contender.backward(loss)
     found = contender.gradients()
     contender.module.zero_grad()
-    whole = loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach().clone()
+    whole = (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach().clone()
     dist.all_reduce(whole)
     whole /= dist.get_world_size()
     expected, gradients = one_device(work, work.each * split, contender.parts, dtype, device)
@@ -214,5 +214,10 @@ def spread(seconds: Sequence[float]) -> str:
 
 def quartiles(ratios: Sequence[float]) -> str:
     """The median, with the first and the third quartile."""
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    low, middle, high = three_quartiles(ratios)
     return f"{middle:.3f} ({low:.3f}-{high:.3f})"
+
+
+def three_quartiles(values: Sequence[float]) -> list[float]:
+    """The first quartile, the median and the third quartile of one value or more."""
+    return statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
