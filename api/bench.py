@@ -105,7 +105,7 @@ def _parts(gradients: int, parts: int) -> list[int]:
 def gradients_of(work: Workload, world: int) -> int:
     """How many AllReduces of gradients the step of `world` ranks has, unfused."""
     batch = work.tensors(work.each * world, torch.float32)
-    with auto_parallel_context(parallel_mode="data_parallel", device_num=world):
+    with auto_parallel_context(parallel_mode="data_parallel", device_num=world, comm_fusion={"openstate": False}):
         program = compile(work.model(torch.float32), batch).program
     conversions = program.step.program.conversions
     return sum(
