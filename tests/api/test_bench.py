@@ -238,6 +238,7 @@ def test_what_is_no_model_is_an_error(made: None, name: str, says: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.gloo
+@pytest.mark.timeout(1200)  # every process plans each contender twice
 def test_two_processes_compare_all_contenders(tmp_path: Path) -> None:
     out, plot, timeline = (tmp_path / name for name in ("fusion.json", "fusion.png", "timeline.json"))
     code, output = command(
