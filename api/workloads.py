@@ -259,7 +259,7 @@ def _function(name: str) -> Callable[[int], Any]:
         module = import_module(module_name)
     except ImportError as error:
         raise RuntimeStateError(f"cannot import the module of model {name!r}: {error}") from error
-    function = getattr(module, function_name, None)
+    function: Callable[[int], Any] | None = getattr(module, function_name, None)
     if not callable(function):
         raise RuntimeStateError(f"module {module_name!r} has no function {function_name!r} for model {name!r}")
     return function
