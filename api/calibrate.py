@@ -139,7 +139,7 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
     so. `quick`: fewer and smaller cases. Raises RuntimeStateError for another `device` than cpu and cuda, fewer than
     one process, and more processes than there are GPUs.
     """
-    _check(processes, device)
+    check_devices(processes, device)
     effort = QUICK if quick else FULL
     ranks = _measure(processes, device, effort)
     compute = _mean([Compute(**rank["compute"]) for rank in ranks])
@@ -163,7 +163,8 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
     return Calibration(profile, samples, fitted)
 
 
-def _check(processes: int, device: str) -> None:
+def check_devices(processes: int, device: str) -> None:
+    """Raises RuntimeStateError for what `calibrate` cannot measure."""
     if device not in ("cpu", "cuda"):
         raise RuntimeStateError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
     if processes < 1:
@@ -198,7 +199,7 @@ def _measure(processes: int, device: str, effort: Effort) -> list[dict[str, Any]
 def _rank(rank: int, processes: int, device: str, effort: Effort, folder: str) -> None:
     """One process: compute beside the others, then take part in the collectives; what it saw goes to a file."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo tells of each group that it makes
-    torch.set_num_threads(_threads(processes))
+    torch.set_num_threads(threads_of(processes))
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
@@ -245,15 +246,16 @@ def _seconds(run: Callable[[], Any], device: str, repeats: int, ready: Callable[
     times = []
     for _ in range(repeats + 2):
         ready()
-        _wait(device)
+        wait_for(device)
         start = time.perf_counter()
         run()
-        _wait(device)
+        wait_for(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[2:])
 
 
-def _wait(device: str) -> None:
+def wait_for(device: str) -> None:
+    """Wait until the device has done all that it was given."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -370,12 +372,13 @@ def _unmeasured(device: str) -> tuple[NetworkLevel, ...]:
 
 
 def _how(processes: int, device: str) -> str:
-    where = torch.cuda.get_device_name() if device == "cuda" else f"a CPU with {counted(_threads(processes), 'thread')}"
+    cpu = f"a CPU with {counted(threads_of(processes), 'thread')}"
+    where = torch.cuda.get_device_name() if device == "cuda" else cpu
     who = counted(processes, "process", "processes")
     return f"measured by partway calibrate with {who} on {where} each, PyTorch {torch.__version__}"
 
 
-def _threads(processes: int) -> int:
+def threads_of(processes: int) -> int:
     """The cores of this machine, shared among the processes; one alone keeps the threads that it has."""
     if processes == 1:
         return torch.get_num_threads()

@@ -20,6 +20,9 @@ app = typer.Typer(
     add_completion=False,
 )
 
+bench = typer.Typer(help="Measure Partway on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
 
 @app.command()
 def version() -> None:
@@ -55,8 +58,7 @@ def calibrate(
     from partway.calibrate import calibrate as measure
 
     try:
-        if out.is_dir() or not out.absolute().parent.is_dir():
-            raise RuntimeStateError(f"cannot write {str(out)!r}; give the path of a file in a folder that exists")
+        check_paths(out)
         found = measure(processes, device, quick, out.stem)
         found.profile.save(out)
     except PartwayError as error:
@@ -64,6 +66,51 @@ def calibrate(
         raise typer.Exit(2) from None
     typer.echo(found.report())
     typer.echo(f"wrote {out}; plan for it with set_auto_parallel_context(device_profile={str(out)!r})")
+
+
+@bench.command()
+def fusion(
+    model: Annotated[str, typer.Option(help="gpt2, resnet50, mlp, or module:function of your own")] = "gpt2",
+    world: Annotated[int, typer.Option(help="how many processes")] = 2,
+    rounds: Annotated[int | None, typer.Option(help="steps of each contender [15; quick: 3]")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda [cuda where there are several GPUs, and enough]")] = "",
+    profile: Annotated[str | None, typer.Option(help="predict by this device profile; do not calibrate")] = None,
+    json: Annotated[Path | None, typer.Option(help="where to write all figures")] = None,
+    plot: Annotated[Path | None, typer.Option(help="where to draw them (needs matplotlib)")] = None,
+    timeline: Annotated[Path | None, typer.Option(help="where to write a timeline, predicted and measured")] = None,
+    of: Annotated[str, typer.Option(help="the contender that the timeline is of")] = "overlap",
+    quick: Annotated[bool, typer.Option("--quick", help="a small model, few rounds: times mean nothing")] = False,
+) -> None:
+    """Train a model data parallel with every fusion policy and with DDP, in turns, and compare the steps."""
+    import json as notation
+
+    from partway.bench import bench_fusion, check_plot
+
+    try:
+        check_paths(json, plot, timeline)
+        check_plot(plot)
+        rounds = rounds if rounds is not None else (3 if quick else 15)
+        found = bench_fusion(
+            model, world, rounds, device=device, quick=quick, profile=profile, timeline=timeline, traced=of
+        )
+    except PartwayError as error:
+        typer.echo(f"partway bench fusion: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(found.report())
+    if json is not None:
+        json.write_text(notation.dumps(found.data(), indent=1) + "\n")
+    if plot is not None:
+        found.draw(plot)
+    for path in (json, plot, timeline):
+        if path is not None:
+            typer.echo(f"wrote {path}")
+
+
+def check_paths(*paths: Path | None) -> None:
+    """Raises RuntimeStateError for a path that cannot be written."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise RuntimeStateError(f"cannot write {str(path)!r}; give the path of a file in a folder that exists")
 
 
 def _devices() -> list[str]:

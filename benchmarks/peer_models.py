@@ -1,4 +1,5 @@
 """The models that the peers' figures are of, in plain PyTorch: they plan on the meta device and run on real tensors.
+(ResNet-50 is in `partway.workloads`.)
 
 Every model takes its input and its target, and returns the loss. Names of parameters are what the annotations of
 `plan_quality.py` match: `w1.weight`, `blocks.0.q.weight`, `wte.weight`, ...
@@ -6,14 +7,13 @@ Every model takes its input and its target, and returns the loss. Names of param
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+from partway.workloads import Linear
 
 
 class MLP(nn.Module):
@@ -110,51 +110,3 @@ class Encoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.mse_loss(x, target)
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut; version 1.5 has its stride on the 3x3."""
-
-    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
-        super().__init__()
-        out = 4 * channels
-        self.conv1, self.norm1 = nn.Conv2d(channels_in, channels, 1, bias=False), nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, stride, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(channels)
-        self.conv3, self.norm3 = nn.Conv2d(channels, out, 1, bias=False), nn.BatchNorm2d(out)
-        changes = stride > 1 or channels_in != out
-        self.shortcut = (
-            nn.Sequential(nn.Conv2d(channels_in, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-            if changes
-            else nn.Identity()
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.norm1(self.conv1(x)))
-        y = F.relu(self.norm2(self.conv2(y)))
-        return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
-
-
-class ResNet50(nn.Module):
-    """ResNet-50 v1.5 with the statistics of the batch, and the mean cross-entropy.
-
-    `first` computes the classifier: the place for an annotation of that operator.
-    """
-
-    def __init__(self, width: int = 64, classes: int = 1000, first: Linear = F.linear) -> None:
-        super().__init__()
-        self.first = first
-        self.stem, self.norm = nn.Conv2d(3, width, 7, 2, padding=3, bias=False), nn.BatchNorm2d(width)
-        blocks, channels_in = [], width
-        for stage, count in enumerate((3, 4, 6, 3)):
-            for i in range(count):
-                channels = width << stage
-                blocks.append(Bottleneck(channels_in, channels, 2 if i == 0 and stage else 1))
-                channels_in = 4 * channels
-        self.blocks = nn.Sequential(*blocks)
-        self.fc = nn.Linear(channels_in, classes)
-
-    def forward(self, images: Tensor, target: Tensor) -> Tensor:
-        x = F.max_pool2d(F.relu(self.norm(self.stem(images))), 3, 2, padding=1)
-        features = self.blocks(x).mean((2, 3))
-        return F.cross_entropy(self.first(features, self.fc.weight, self.fc.bias), target)

@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.nn.functional as F
 import typer
-from peer_models import GPT, MLP, Encoder, Linear, ResNet50
+from peer_models import GPT, MLP, Encoder
 from program_figures import flops, memory, wire
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 import partway as pw
 from partway.propagation.lower import Collective
+from partway.workloads import Linear, ResNet50
 
 DEVICES = 8
 EVEN = 1.05  # of an eighth of the work: still even

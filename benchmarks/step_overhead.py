@@ -24,15 +24,13 @@ meanwhile.
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,28 +38,19 @@ from typing import Annotated, Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-import torch.distributed as dist
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from step_contenders import (
-    Contender,
-    Workload,
-    builds,
-    disagreements,
-    gpt2,
-    layout,
-    mlp,
-    resnet50,
-)
+from step_contenders import builds, layout
 from step_graphs import local_step
 from torch.multiprocessing.spawn import spawn
 
 import partway as pw
+from partway.contenders import disagreements, one_rank, quartiles, spread, timed_step, turns
+from partway.workloads import Workload, gpt2, mlp, resnet50, tiny
 
 SIMULATED = 8
-SECONDS = 300  # that a collective may wait for the other ranks, which may plan or profile meanwhile
 OURS = "partway"
 # The most that ours may take of another's step, by layout; and of what is beside it in the two other kinds of case.
 BARS: Mapping[str, Mapping[str, float]] = {
@@ -92,11 +81,6 @@ class Size:
             case "resnet50":
                 return tiny("resnet50") if small else resnet50(self.pixels)
         return mlp(64 if small else 256, 6)
-
-
-def tiny(name: str) -> Workload:
-    """A model of the same structure, small enough to check in float64."""
-    return resnet50(pixels=32, width=8, classes=8) if name == "resnet50" else gpt2(2, 16, width=32, vocabulary=64)
 
 
 @dataclass(frozen=True)
@@ -191,20 +175,6 @@ class Figures:
         return (*found, "graph") if self.excess is not None and self.beyond() >= self.excess else tuple(found)
 
 
-def turns(
-    contenders: Mapping[str, Callable[[], tuple[float, float]]], rounds: int, warm: int = 3
-) -> tuple[dict[str, tuple[float, ...]], dict[str, tuple[float, ...]]]:
-    """The seconds of each contender, of the whole and of its first part; they take turns, after `warm` rounds."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for i in range(rounds + warm):
-        for name, run in contenders.items():
-            seconds = run()
-            if i >= warm:
-                found[name].append(seconds)
-    whole = {name: tuple(w for w, _ in pairs) for name, pairs in found.items()}
-    return whole, {name: tuple(p for _, p in pairs) for name, pairs in found.items()}
-
-
 # -- Steps of a group of processes -------------------------------------------------------------------------------------
 
 
@@ -220,26 +190,14 @@ def measured_steps(case: Steps, size: Size, rounds: int, profile: Path | None) -
     return Figures(case.name, whole, computed, BARS[case.how])
 
 
-@contextlib.contextmanager
-def _group(rank: int, ranks: int, folder: str) -> Iterator[None]:
-    """This process as one rank with one thread."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo tells of each group that it makes
-    torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=SECONDS)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=limit)
-    yield
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def _rank_of_steps(rank: int, case: Steps, size: Size, rounds: int, profile: Path | None, folder: str) -> None:
     """One rank: check every contender, then time them."""
-    with _group(rank, case.ranks, folder):
+    with one_rank(rank, case.ranks, folder):
         how = layout(case.how, case.ranks)
         small, work = tiny(case.model), size.workload(case.model)
         for build in builds(small, how):
             contender = build(small, how, torch.float64)
-            wrong = list(disagreements(contender, small, how, torch.float64))
+            wrong = list(disagreements(contender, small, how.data, torch.float64))
             if wrong:
                 raise ValueError("\n".join([f"{case.name}: the contenders do not compute the same", *wrong]))
         contenders = [build(work, how, torch.float32) for build in builds(work, how)]
@@ -251,25 +209,6 @@ def _rank_of_steps(rank: int, case: Steps, size: Size, rounds: int, profile: Pat
                 if rank == 0:
                     with profile.open("a") as file:
                         file.write(f"\n== {case.name}: {name}, milliseconds of a step on rank 0\n{report}\n")
-
-
-def timed_step(contender: Contender) -> Callable[[], tuple[float, float]]:
-    """A step of `contender`, and what it gives: the seconds of the step, and of its forward and backward alone."""
-    optimizers: list[torch.optim.Optimizer] = []  # made after the first call, which settles the parameters' layouts
-
-    def run() -> tuple[float, float]:
-        with contender.context():
-            dist.barrier()
-            start = time.perf_counter()
-            contender.backward(contender.forward())
-            computed = time.perf_counter()
-            if not optimizers:
-                optimizers.append(contender.optimizer())
-            optimizers[0].step()
-            optimizers[0].zero_grad()
-            return time.perf_counter() - start, computed - start
-
-    return run
 
 
 def _profiled(run: Callable[[], object], record: bool, steps: int = 3) -> str:
@@ -332,7 +271,7 @@ def measured_overhead(case: Overhead, size: Size, rounds: int) -> Figures:
 
 
 def _rank_of_overhead(rank: int, case: Overhead, size: Size, rounds: int, folder: str) -> None:
-    with _group(rank, 1, folder):
+    with one_rank(rank, 1, folder):
         Path(folder, "figures.json").write_text(json.dumps(asdict(_overhead(case, size, rounds))))
 
 
@@ -430,27 +369,16 @@ def _table(found: Iterable[Figures]) -> Table:
 
 
 def _cells(f: Figures, name: str) -> tuple[str, ...]:
-    times = (name, _spread(f.seconds[name]), _spread(f.computed[name]))
+    times = (name, spread(f.seconds[name]), spread(f.computed[name]))
     if name == OURS:
         return (*times, "", "", f.note)
-    ratio = _ratio(f.ratios(name))
+    ratio = quartiles(f.ratios(name))
     if name == "graph" and f.excess is not None:
         bar = f"{1e6 * f.excess:.0f} us more"
         return (*times, ratio, bar, f"{1e6 * f.beyond():.0f} us more: {'missed' if name in f.misses() else 'holds'}")
     if name not in f.bars:
         return (*times, ratio, "", "")
     return (*times, ratio, f"{f.bars[name]:.2f}", "missed" if name in f.misses() else "holds")
-
-
-def _spread(seconds: Sequence[float]) -> str:
-    middle, low, high = (1e3 * of(seconds) for of in (statistics.median, min, max))
-    digits = 1 if middle >= 10 else 3
-    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
-
-
-def _ratio(ratios: Sequence[float]) -> str:
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-    return f"{middle:.3f} ({low:.3f}-{high:.3f})"
 
 
 def _drawn(found: Sequence[Figures], path: Path) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import partway as pw
+from partway.workloads import ResNet50
 
 ROWS = {name: peers for suite in suites() for name, peers in suite.rows.items()}
 MLP_CASES = [case for case in CASES if case.name.startswith("mlp")]
@@ -53,7 +54,7 @@ def test_mindspores_units_are_those_of_its_data_parallel_mlp() -> None:
         (lambda: peer_models.GPT(fused=True), 67_379_712),
         (lambda: peer_models.Encoder(1), 12_596_224),
         (lambda: peer_models.Encoder(1, 4096), 201_379_840),
-        (peer_models.ResNet50, 25_557_032),
+        (ResNet50, 25_557_032),
     ],
 )
 def test_models_have_the_parameters_that_the_peers_figures_are_of(build: Callable[[], nn.Module], count: int) -> None:
@@ -121,7 +122,7 @@ def test_models_run_split_as_the_cases_say_and_cost_what_is_counted(case: Case) 
 
 
 def test_resnet_runs_on_real_images() -> None:
-    model = peer_models.ResNet50(width=4, classes=8)
+    model = ResNet50(width=4, classes=8)
     loss = model(torch.randn(2, 3, 64, 64), torch.tensor([1, 7]))
     loss.backward()
     assert loss.isfinite()

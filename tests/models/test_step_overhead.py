@@ -11,9 +11,11 @@ import torch
 import typer
 from step_contenders import layout
 from step_graphs import local_step
-from step_overhead import Figures, Overhead, Simulation, Size, Steps, cases, chosen, measured, tiny, turns
+from step_overhead import Figures, Overhead, Simulation, Size, Steps, cases, chosen, measured
 
 import partway as pw
+from partway.contenders import turns
+from partway.workloads import tiny
 
 SMALL = Size(quick=True)
 
