@@ -142,8 +142,8 @@ class Worker:
 
     def _converter(self, c: Conversion) -> Callable[..., Any]:
         if c.kind.communicates:
-            group = process_group(self.mesh, c.axes)
-            return lambda *parts: _started(c, parts, group)
+            group, packed = process_group(self.mesh, c.axes), _Packed()
+            return lambda *parts: _started(c, parts, group, packed)
         position = self.mesh.position(self.rank, *c.axes)
         if c.grouped:
             return lambda *parts: [local_conversion(c, part, position) for part in parts]
@@ -164,18 +164,32 @@ class Pending:
         return found[0] if self._single else found
 
 
-def _started(c: Conversion, parts: Sequence[Tensor], group: Any) -> Pending:
+class _Packed:
+    """The buffer into which one conversion copies the parts that it adds up together. It stays from step to step:
+    memory that is new has to be mapped and cleared, which takes longer than the copy."""
+
+    buffer: Tensor | None = None
+
+    def of(self, parts: list[Tensor]) -> Tensor:
+        """The parts, one after another. What is made of the buffer has to be copied out before the next call."""
+        count, like = sum(part.numel() for part in parts), parts[0]
+        if self.buffer is None or self.buffer.numel() != count or self.buffer.device != like.device:
+            self.buffer = like.new_empty(count)
+        return torch.cat([part.reshape(-1) for part in parts], out=self.buffer)
+
+
+def _started(c: Conversion, parts: Sequence[Tensor], group: Any, packed: _Packed) -> Pending:
     """Issue the collectives of `c` for all of `parts`: one, or several together where that saves a copy."""
     note(c, parts)
     able = c.kind is not Kind.ALL_TO_ALL and dist.get_backend(group) in _COALESCING
     coalesces = able and len(parts) > 1
     batches = _batches(c, parts, coalesces)
     with _coalescing_manager(group, async_ops=True) if coalesces else nullcontext() as manager:
-        issued = [_issue(c, [parts[i] for i in batch], [c.owned[i] for i in batch], group) for batch in batches]
-    works = [manager] if coalesces else [work for work, _ in issued]
+        issued = [_issue(c, [parts[i] for i in batch], [c.owned[i] for i in batch], group, packed) for batch in batches]
+    works = [manager] if coalesces else [work for work, _, _ in issued]
 
     def finish() -> list[Tensor]:
-        results = {i: result for batch, (_, made) in zip(batches, issued, strict=True)
+        results = {i: result for batch, (_, made, _) in zip(batches, issued, strict=True)
                    for i, result in zip(batch, made(), strict=True)}  # fmt: skip
         return [results[i] for i in range(len(parts))]
 
@@ -199,46 +213,42 @@ def _in_place(part: Tensor, owned: bool) -> bool:
     return owned and part.dtype not in _ADDED_AS and part.is_contiguous()
 
 
-def _issue(c: Conversion, parts: list[Tensor], owned: list[bool], group: Any) -> tuple[Any, Callable[[], list[Tensor]]]:
-    """One collective for all of `parts`: its work, and what makes the results when that is done, each in memory of its
-    own."""
+# The work of a collective, what makes its results when that is done, and the memory that it reads until then.
+_Issued = tuple[Any, Callable[[], list[Tensor]], Tensor]
+
+
+def _issue(c: Conversion, parts: list[Tensor], owned: list[bool], group: Any, packed: _Packed) -> _Issued:
+    """One collective for all of `parts`. Results have memory of their own."""
     before, after = c.dims
     match c.kind:
         case Kind.ALL_REDUCE:
             reduction = dist.ReduceOp.MAX if c.source == PARTIAL_MAX else dist.ReduceOp.SUM
-            return _all_reduce(parts, reduction, len(parts) == 1 and _in_place(parts[0], owned[0]), group)
+            in_place = len(parts) == 1 and _in_place(parts[0], owned[0])
+            return _all_reduce(parts, reduction, in_place, group, packed)
         case Kind.REDUCE_SCATTER:
-            packed, unpack = _pack([_pieces(part, after, c.size) for part in parts])
-            added = packed.to(_ADDED_AS.get(packed.dtype, packed.dtype))
+            rows, unpack = _pack([_pieces(part, after, c.size) for part in parts])
+            added = rows.to(_ADDED_AS.get(rows.dtype, rows.dtype))
             out = added.new_empty(added.shape[1])
             work = _reduce_scatter(out, added.view(-1), group=group, async_op=True)
-            shared = len(parts) > 1
+            shared, dtype = len(parts) > 1, rows.dtype
 
             def scattered() -> list[Tensor]:
-                assert added.shape  # kept until now: the backend reads it
-                pieces = [piece.squeeze(0) for piece in unpack(out.to(packed.dtype)[None])]
+                pieces = [piece.squeeze(0) for piece in unpack(out.to(dtype)[None])]
                 return [piece.clone() for piece in pieces] if shared else pieces
 
-            return work, scattered
+            return work, scattered, added
         case Kind.ALL_GATHER:
-            packed, unpack = _pack([part[None] for part in parts])
-            out = packed.new_empty(c.size, packed.shape[1])
-            work = _all_gather(_bytes(out), _bytes(packed), group=group, async_op=True)
+            rows, unpack = _pack([part[None] for part in parts])
+            out = rows.new_empty(c.size, rows.shape[1])
+            work = _all_gather(_bytes(out), _bytes(rows), group=group, async_op=True)
         case _:
-            packed, unpack = _pack([_pieces(part, after, c.size) for part in parts])
-            out = torch.empty_like(packed)
-            work = dist.all_to_all_single(_bytes(out), _bytes(packed), group=group, async_op=True)
-
-    def joined() -> list[Tensor]:
-        assert packed.shape  # kept until now: the backend reads it
-        return [_joined(pieces, before) for pieces in unpack(out)]
-
-    return work, joined
+            rows, unpack = _pack([_pieces(part, after, c.size) for part in parts])
+            out = torch.empty_like(rows)
+            work = dist.all_to_all_single(_bytes(out), _bytes(rows), group=group, async_op=True)
+    return work, lambda: [_joined(pieces, before) for pieces in unpack(out)], rows
 
 
-def _all_reduce(
-    parts: list[Tensor], reduction: Any, in_place: bool, group: Any
-) -> tuple[Any, Callable[[], list[Tensor]]]:
+def _all_reduce(parts: list[Tensor], reduction: Any, in_place: bool, group: Any, packed: _Packed) -> _Issued:
     """The sums or maxima of `parts` over the group, `in_place` or of copies in one buffer."""
     dtype = parts[0].dtype
     wide = _ADDED_AS.get(dtype, dtype)
@@ -247,7 +257,7 @@ def _all_reduce(
     elif len(parts) == 1:
         buffer = parts[0].to(wide, copy=True, memory_format=torch.contiguous_format)
     else:
-        buffer = torch.cat([part.reshape(-1) for part in parts]).to(wide)
+        buffer = packed.of(parts).to(wide)
     shapes = [part.shape for part in parts]
 
     def reduced() -> list[Tensor]:
@@ -257,7 +267,7 @@ def _all_reduce(
         pieces = found.split([shape.numel() for shape in shapes])
         return [piece.view(shape).clone() for piece, shape in zip(pieces, shapes, strict=True)]
 
-    return dist.all_reduce(buffer, reduction, group=group, async_op=True), reduced
+    return dist.all_reduce(buffer, reduction, group=group, async_op=True), reduced, buffer
 
 
 def _pieces(part: Tensor, dim: int, n: int) -> Tensor:
