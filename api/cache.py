@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 import partway
+from partway import fusion, propagation, runtime, strategy
 from partway.propagation.graph import Graph, Port, describe, module_path, source_line
 from partway.propagation.stored import dump, load
 
@@ -80,7 +81,7 @@ def _write(path: Path, data: bytes) -> None:
 def _software() -> str:
     """The version of PyTorch, and a digest of Partway's text."""
     digest = hashlib.sha256()
-    for module in (partway, partway.strategy, partway.propagation, partway.fusion, partway.runtime):
+    for module in (partway, strategy, propagation, fusion, runtime):  # an editable install has them in several folders
         for path in sorted(Path(str(module.__file__)).parent.glob("**/*")):
             if path.suffix in (".py", ".json"):
                 digest.update(path.read_bytes())

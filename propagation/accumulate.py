@@ -125,7 +125,8 @@ def _is_port(node: fx.Node) -> bool:
 
 
 def _output(graph: fx.Graph) -> fx.Node:
-    return next(iter(graph.find_nodes(op="output")))
+    found: fx.Node = next(iter(graph.find_nodes(op="output")))
+    return found
 
 
 def _returned(graph: fx.Graph) -> tuple[Any, ...]:

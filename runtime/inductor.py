@@ -34,7 +34,7 @@ def inductor(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., An
     import torch._inductor
 
     with torch.no_grad():
-        return torch._inductor.compile(module, examples)  # type: ignore[no-any-return]
+        return torch._inductor.compile(module, list(examples))  # type: ignore[no-any-return]
 
 
 def compile_regions(

@@ -157,9 +157,9 @@ def compile_code(code: Code, dialect: Dialect, mark: Mark | None = None) -> Run:
             lines.append(f"    del {', '.join(f'v{slot}' for slot in step.dead)}")
         if dialect.late and step.conversion is not None and step.conversion.kind.communicates:
             pending[step.out] = step
-    for slot in code.outputs:
-        lines += wait_for(slot) if slot is not None else ()
-    lines.append(f"    return [{', '.join('None' if slot is None else f'v{slot}' for slot in code.outputs)}]")
+    for output in code.outputs:
+        lines += wait_for(output) if output is not None else ()
+    lines.append(f"    return [{', '.join('None' if output is None else f'v{output}' for output in code.outputs)}]")
     return _function("\n".join(lines) + "\n", names, code.phase)
 
 

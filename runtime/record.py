@@ -92,10 +92,10 @@ class _Timeline:
         if c is None or not c.kind.communicates:
             self._add(step, phase, COMPUTE, before, self._last, {})
         elif awaited:
-            issued, done = self._issued.pop((phase, step.out))
+            issued, said = self._issued.pop((phase, step.out))
             end = self._last
             self._measured.append(
-                (step.name, phase, COMMUNICATION, issued, lambda: done[0] if done else end, {"kind": str(c.kind)})
+                (step.name, phase, COMMUNICATION, issued, lambda: said[0] if said else end, {"kind": str(c.kind)})
             )
         elif isinstance(value, list):  # simulated ranks wait for no one
             self._add(step, phase, COMMUNICATION, before, self._last, {"kind": str(c.kind)})
@@ -127,7 +127,7 @@ class _Timeline:
 
 
 def _seconds(origin: Stamp, stamp: Stamp) -> float:
-    return stamp - origin if isinstance(stamp, float) else origin.elapsed_time(stamp) / 1e3
+    return float(stamp - origin if isinstance(stamp, float) else origin.elapsed_time(stamp) / 1e3)
 
 
 _timelines: list[_Timeline] = []

@@ -80,7 +80,7 @@ class Simulator:
         lists = ", ".join(f"{operand}{first}" for operand in operands)
         return f"[{step.text} for {', '.join(operands)} in zip({lists})]{every}"
 
-    def _convert(self, c: Conversion, *operands: Parts | list[Parts]) -> Any:
+    def _convert(self, c: Conversion, *operands: Parts) -> Any:
         note(c, [parts[0] for parts in operands])
         converted = [self._convert_one(c, parts) for parts in operands]
         if not c.grouped:

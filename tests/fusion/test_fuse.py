@@ -419,10 +419,10 @@ def results_of(program):
     compiled = CompiledStep(step, simulator, lambda wanted: None)
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(p.shape, generator=generator).to(p.dtype) for p in step.program.inputs]
-    values = simulator.run(compiled.forward, simulator.enter(tensors, step.program.inputs))
+    values = compiled.forward.run(simulator.enter(tensors, step.program.inputs))
     count = len(step.program.outputs)
     tangents = [[torch.ones(p.local_shape, dtype=p.dtype)] * simulator.mesh.device_num for p in step.program.outputs]
-    return values[:count], simulator.run(compiled.backward, [*values[count:], *tangents])
+    return values[:count], compiled.backward.run([*values[count:], *tangents])
 
 
 def assert_same_bits(found, expected):
