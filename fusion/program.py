@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from torch import fx
 
@@ -67,23 +66,18 @@ def _collectives(graph: fx.Graph, phase: str, step: Step, profile: DeviceProfile
     mesh = step.program.mesh
     for node in graph.nodes:
         if node.target is convert:
-            found = _collective(node, node.args[5], phase, step, profile)
+            found = _collective(node.args[5], phase, step, profile)
             if found is not None:
                 yield found
         elif node.target is convert_group:
-            members = [_collective(node, tag, phase, step, profile) for tag in node.args[5]]
+            members = [_collective(tag, phase, step, profile) for tag in node.args[5]]
             yield _joined([m for m in members if m is not None], mesh, profile)
 
 
-def _collective(node: fx.Node, tag: int, phase: str, step: Step, profile: DeviceProfile) -> Collective | None:
-    """The collective of a conversion, in a backward graph its transpose or, of a weight gathered again, itself."""
-    arguments: tuple[Any, ...] = node.args
-    conversion = step.program.conversions[tag]
-    itself = arguments[1:3] == (str(conversion.source), str(conversion.target))
+def _collective(tag: int, phase: str, step: Step, profile: DeviceProfile) -> Collective | None:
     # what stands in the backward runs, whether or not it was planned to
-    conversion = replace(conversion, gradient=True)
-    found = collective(conversion, "forward" if itself else "backward", step.program.mesh, profile)
-    return found and replace(found, phase=phase)
+    conversion = replace(step.program.conversions[tag], gradient=True)
+    return collective(conversion, phase, step.program.mesh, profile)
 
 
 def _joined(members: list[Collective], mesh: Mesh, profile: DeviceProfile) -> Collective:

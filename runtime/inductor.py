@@ -12,6 +12,7 @@ ATen operators without tracing it again or guarding it, which `torch.compile` do
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -31,10 +32,11 @@ Compiler = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
 def inductor(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
     """What TorchInductor makes of a graph of ATen operators, for tensors like `examples`."""
-    import torch._inductor
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what TorchInductor imports warns about itself
+        from torch._inductor import compile as compiled
 
-    with torch.no_grad():
-        return torch._inductor.compile(module, list(examples))  # type: ignore[no-any-return]
+        return compiled(module, list(examples))  # type: ignore[no-any-return]
 
 
 def compile_regions(
