@@ -100,14 +100,17 @@ class Compiled:
 
     @property
     def annotations(self) -> Annotations:
+        """The layouts that what was said allows."""
         return self.searched.annotations
 
     @property
     def problem(self) -> SearchProblem:
+        """What the search was given."""
         return self.searched.problem
 
     @property
     def solution(self) -> Solution:
+        """What the search found."""
         return self.searched.solution
 
     @cached_property

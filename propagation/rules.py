@@ -506,8 +506,9 @@ def _normalise(node: fx.Node) -> Rule | None:
     size = shape(node)
     letters = _letters(size)
     vectors = ((letters[1],) for _ in operands(node)[1:])
-    addends = {0, 1} if node.args[4] is None else {0, 1, len(operands(node)) - 1}
-    return Rule((letters, *vectors), (letters,), _sizes(letters, size), linear=(frozenset(addends),))
+    bias = frozenset(() if node.args[4] is None else (len(operands(node)) - 1,))
+    linear = (bias | {0, 1},)
+    return Rule((letters, *vectors), (letters,), _sizes(letters, size), additive=bias, linear=linear)
 
 
 def _group_norm(node: fx.Node) -> Rule | None:

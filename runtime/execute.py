@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor
 
 from ..propagation.lower import PlacedPort
@@ -30,6 +29,7 @@ from ..strategy.torch_mesh import to_device_mesh
 from .instructions import Bind, Code, Conversion, Instruction, Mark, Run, compile_code, local_conversion
 from .process import device_type
 from .record import note
+from .torch_internals import coalescing_manager
 
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -184,7 +184,7 @@ def _started(c: Conversion, parts: Sequence[Tensor], group: Any, packed: _Packed
     able = c.kind is not Kind.ALL_TO_ALL and dist.get_backend(group) in _COALESCING
     coalesces = able and len(parts) > 1
     batches = _batches(c, parts, coalesces)
-    with _coalescing_manager(group, async_ops=True) if coalesces else nullcontext() as manager:
+    with coalescing_manager(group, async_ops=True) if coalesces else nullcontext() as manager:
         issued = [_issue(c, [parts[i] for i in batch], [c.owned[i] for i in batch], group, packed) for batch in batches]
     works = [manager] if coalesces else [work for work, _, _ in issued]
 

@@ -4,15 +4,11 @@ The graph stays the one that fusion has made: collectives, random operators and 
 they stood, so that all that is issued early still is, and every backend draws the same numbers. What is between two of
 them becomes one call of what TorchInductor makes of it. Equal stretches, as those of a model's layers, are compiled
 once in a process; TorchInductor keeps its kernels on disk.
-
-The only file of this stage that imports private modules of PyTorch: `torch._inductor.compile` takes an FX graph of
-ATen operators without tracing it again or guarding it, which `torch.compile` does on every call.
 """
 
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -25,18 +21,10 @@ from ..propagation.indexing import position
 from ..propagation.torch_internals import FakeTensorMode
 from ..strategy.placement import Kind
 from .instructions import members_late
+from .torch_internals import inductor
 
 FAKE = FakeTensorMode()  # one mode for all: a graph that is compiled takes its inputs from one
 Compiler = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
-
-
-def inductor(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
-    """What TorchInductor makes of a graph of ATen operators, for tensors like `examples`."""
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what TorchInductor imports warns about itself
-        from torch._inductor import compile as compiled
-
-        return compiled(module, list(examples))  # type: ignore[no-any-return]
 
 
 def compile_regions(

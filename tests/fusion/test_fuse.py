@@ -522,12 +522,15 @@ def test_a_weight_that_the_backward_gathers_again_is_listed_as_a_gather_of_the_b
     returned = graph.graph_copy(step.backward.graph, copies)
     with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
         part = graph.placeholder("part")
-    how = str(weight.source), str(weight.target), list(weight.axes), weight.size, weight.tag
+    conversions = step.program.conversions
+    repeated = replace(weight, tag=len(conversions), again=True)
+    how = str(weight.source), str(weight.target), list(weight.axes), weight.size, repeated.tag
     again = graph.call_function(convert, (part, *how))
     graph.output((*returned, again))
     with FakeTensorMode():
         part.meta["val"], again.meta["val"] = torch.empty(4, 16), torch.empty(16, 16)
-    again_gathered = replace(step, backward=Text(step.backward, graph))
+    program = replace(step.program, conversions=(*conversions, repeated))
+    again_gathered = replace(step, program=program, backward=Text(step.backward, graph))
     for policies in (FusionPolicies(), FusionPolicies(allgather=ALL)):
         listed = make_program(again_gathered, policies, plain.profile).collectives
         found = [c for c in listed if c.phase == "backward" and c.kind is Kind.ALL_GATHER]

@@ -1,0 +1,30 @@
+"""The only file of this stage that imports private modules of PyTorch.
+
+Each name, and why:
+
+    torch.distributed.distributed_c10d._coalescing_manager   several collectives as one; no public name does so without
+                                                             a copy
+    torch._inductor.compile                                  takes a graph of ATen operators without tracing it again or
+                                                             guarding it, which `torch.compile` does on every call
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
+
+__all__ = ["coalescing_manager", "inductor"]
+
+
+def inductor(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
+    """What TorchInductor makes of a graph of ATen operators, for tensors like `examples`."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what TorchInductor imports warns about itself
+        from torch._inductor import compile as compiled
+
+        return compiled(module, list(examples))  # type: ignore[no-any-return]
