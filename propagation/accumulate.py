@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from .collectives import convert, kind_of
-from .differentiate import Step
+from .differentiate import Step, is_port, returned_by
 from .graph import Role, Text
 
 _add = torch.ops.aten.add.Tensor
@@ -42,7 +42,7 @@ def accumulation(step: Step) -> Accumulation | None:
     if step.backward is None:
         return None
     needed = [i for i, needs in enumerate(step.needed) if needs]
-    gradients = _returned(step.backward.graph)
+    gradients = returned_by(step.backward.graph)
     waiting = {
         needed[k]: found
         for k, gradient in enumerate(gradients)
@@ -61,8 +61,8 @@ def accumulation(step: Step) -> Accumulation | None:
 def _early(backward: fx.GraphModule, reductions: list[fx.Node], places: list[int]) -> fx.Graph:
     graph, new = _copy(backward)
     swap = dict(zip(places, (new[found.all_input_nodes[0]] for found in reductions), strict=True))
-    _output(graph).args = (tuple(swap.get(k, gradient) for k, gradient in enumerate(_returned(graph))),)
-    graph.eliminate_dead_code(is_impure_node=_is_port)
+    _output(graph).args = (tuple(swap.get(k, gradient) for k, gradient in enumerate(returned_by(graph))),)
+    graph.eliminate_dead_code(is_impure_node=is_port)
     return graph
 
 
@@ -83,8 +83,8 @@ def _rest(backward: fx.GraphModule, reductions: list[fx.Node], places: list[int]
     before = graph.find_nodes(op="placeholder")
     for found, operand, addend in zip(reductions, operands, _more_inputs(graph, operands), strict=True):
         new[found].replace_input_with(operand, addend)
-    _output(graph).args = (tuple(_returned(graph)[k] for k in places),)
-    graph.eliminate_dead_code(is_impure_node=_is_port)
+    _output(graph).args = (tuple(returned_by(graph)[k] for k in places),)
+    graph.eliminate_dead_code(is_impure_node=is_port)
     for node in before:
         graph.erase_node(node)
     return graph
@@ -120,15 +120,6 @@ def _more_inputs(graph: fx.Graph, like: list[fx.Node]) -> list[fx.Node]:
     return made[1:]
 
 
-def _is_port(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "output")
-
-
 def _output(graph: fx.Graph) -> fx.Node:
     found: fx.Node = next(iter(graph.find_nodes(op="output")))
     return found
-
-
-def _returned(graph: fx.Graph) -> tuple[Any, ...]:
-    returned: Any = _output(graph).args[0]
-    return tuple(returned)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
 
 from ..strategy.placement import PARTIAL, Kind, placement_from_code
 from .collectives import convert, kind_of
-from .differentiate import Step
+from .differentiate import Step, is_port, returned_by
 from .graph import Role, Text
 
 aten = torch.ops.aten
@@ -45,18 +44,16 @@ def reduce_in_float32(step: Step) -> Step:
             if user.meta["val"].dtype is torch.float32:
                 user.replace_all_uses_with(reduced)
         node.replace_all_uses_with(rounded)
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    graph.eliminate_dead_code(is_impure_node=is_port)
     program = replace(step.program, conversions=tuple(conversions))
     return replace(step, program=program, backward=Text(step.backward, graph))
 
 
 def _reductions(graph: fx.Graph, step: Step) -> list[fx.Node]:
     """The sums over ranks of 16-bit values between what computes a parameter's gradient and the gradient."""
-    (output,) = graph.find_nodes(op="output")
-    returned: Any = output.args[0]
     found: dict[fx.Node, None] = {}
     placed = [placed for placed, needs in zip(step.program.inputs, step.needed, strict=True) if needs]
-    for port, node in zip(placed, returned, strict=True):
+    for port, node in zip(placed, returned_by(graph), strict=True):
         while port.port.role is Role.PARAMETER and isinstance(node, fx.Node) and node.target in _MOVES:
             if node.target is convert and _adds_narrow(node):
                 found[node] = None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ..propagation.accumulate import Accumulation
-from ..propagation.differentiate import Step
+from ..propagation.differentiate import Step, is_port
 from ..propagation.graph import Text, draws_random_numbers
 from ..propagation.lower import PlacedPort
 from ..strategy.choice import Choice
@@ -257,7 +257,7 @@ def without_saved(module: fx.GraphModule, outputs: int) -> fx.GraphModule:
     graph = fx.Graph()
     returned: Any = graph.graph_copy(module.graph, {})
     graph.output(tuple(returned[:outputs]))
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    graph.eliminate_dead_code(is_impure_node=is_port)
     return Text(module, graph)
 
 
