@@ -76,7 +76,9 @@ class Compiled:
     context: ParallelContext
     profile: DeviceProfile
     entry: Entry
-    search: Callable[[], Searched]
+    searched: Callable[
+        [], Searched
+    ]  # what the plan was found in: searched again, once, where the plan was in the cache
 
     @property
     def local(self) -> LocalProgram:
@@ -93,25 +95,20 @@ class Compiled:
         """The mesh that it was planned on."""
         return self.local.mesh
 
-    @cached_property
-    def searched(self) -> Searched:
-        """What the plan was found in; searched again where the plan itself came from the cache."""
-        return self.search()
-
     @property
     def annotations(self) -> Annotations:
         """The layouts that what was said allows."""
-        return self.searched.annotations
+        return self.searched().annotations
 
     @property
     def problem(self) -> SearchProblem:
         """What the search was given."""
-        return self.searched.problem
+        return self.searched().problem
 
     @property
     def solution(self) -> Solution:
         """What the search found."""
-        return self.searched.solution
+        return self.searched().solution
 
     @cached_property
     def program(self) -> Program:
@@ -203,35 +200,35 @@ def compile_call(
 
     def plan_on(mesh: Mesh, below: float) -> Searched:
         annotations = annotate(graph, fn, request, mesh, context, algo, settled, saved)
+
+        def solved(settings: Settings) -> Searched:
+            problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
+            return Searched(annotations, problem, search(problem, mode, below))
+
         settings = settings_of(request, mesh, context, algo, profile)
-        problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
         try:
-            solution = search(problem, mode, below)
+            found = solved(settings)
         except StrategyError:
             if not settings.stay_split:
                 raise
             # an operator cannot run on its part of the batch: its operands are gathered
             settings = replace(settings, stay_split=False)
-            problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
-            solution = search(problem, mode, below)
-        if over := bytes_over_limit(problem, solution):
+            found = solved(settings)
+        if over := bytes_over_limit(found.problem, found.solution):
             if context.reshard_after_forward is False:
                 raise StrategyError(_keeps_too_much(settings, over))
-            problem = formulate(graph, replace(settings, regather=True), annotations.allowed, annotations.as_it_lies)
-            solution = search(problem, mode, below)
-        return Searched(annotations, problem, solution)
+            found = solved(replace(settings, regather=True))
+        return found
 
+    @functools.cache
     def find() -> Searched:
         inner = profile.levels[0].devices
         meshes = meshes_to_try(graph, fn, request, context, processes, saved, settled, inner)
         with uncollected():
             return cheapest(plan_on, meshes)
 
-    fresh: list[Searched] = []
-
     def make() -> Planned:
-        fresh.append(find())
-        found = fresh[0]
+        found = find()
         with uncollected():
             local = lower(found.problem, found.solution.choice)
             plan = make_plan(found.problem, found.solution, local, mode, found.annotations.written)
@@ -243,10 +240,8 @@ def compile_call(
         graph, folder, name_of(fn), request, _set(context), _set(algo), processes, settled, saved, profile.model_dump()
     )
     planned = entry.fetch("plan", make)
-    search_again = functools.cache(lambda: fresh[0] if fresh else find())
-    compiled = Compiled(graph, planned, context, profile, entry, search_again)
-    if not fresh:
-        planned.plan.of(lambda: alternatives(compiled.searched, compiled.local, mode))
+    planned.plan.of(lambda: alternatives(find(), planned.local, mode))
+    compiled = Compiled(graph, planned, context, profile, entry, find)
     warn_of_unknown(graph, planned.plan.unknown_operators)
     if verifies:
         verify(graph)

@@ -143,7 +143,9 @@ class Worker:
     def _converter(self, c: Conversion) -> Callable[..., Any]:
         if c.kind.communicates:
             group, packed = process_group(self.mesh, c.axes), _Packed()
-            return lambda *parts: _started(c, parts, group, packed)
+            able = c.kind is not Kind.ALL_TO_ALL and dist.get_backend(group) in _COALESCING
+            coalesces = able and len(c.tags) > 1
+            return lambda *parts: _started(c, parts, group, packed, coalesces)
         position = self.mesh.position(self.rank, *c.axes)
         if c.grouped:
             return lambda *parts: [local_conversion(c, part, position) for part in parts]
@@ -178,11 +180,9 @@ class _Packed:
         return torch.cat([part.reshape(-1) for part in parts], out=self.buffer)
 
 
-def _started(c: Conversion, parts: Sequence[Tensor], group: Any, packed: _Packed) -> Pending:
+def _started(c: Conversion, parts: Sequence[Tensor], group: Any, packed: _Packed, coalesces: bool) -> Pending:
     """Issue the collectives of `c` for all of `parts`: one, or several together where that saves a copy."""
     note(c, parts)
-    able = c.kind is not Kind.ALL_TO_ALL and dist.get_backend(group) in _COALESCING
-    coalesces = able and len(parts) > 1
     batches = _batches(c, parts, coalesces)
     with coalescing_manager(group, async_ops=True) if coalesces else nullcontext() as manager:
         issued = [_issue(c, [parts[i] for i in batch], [c.owned[i] for i in batch], group, packed) for batch in batches]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ..propagation.collectives import convert, convert_group, kind_of
+from ..propagation.differentiate import returned_by
 from ..propagation.graph import Text, draws_random_numbers
 from ..propagation.indexing import position
 from ..propagation.torch_internals import FakeTensorMode
@@ -43,9 +44,7 @@ def compile_regions(
             for node in stretch:
                 new[node] = graph.node_copy(node, new.__getitem__)
     graph.lint()
-    (output,) = module.graph.find_nodes(op="output")
-    returned: Any = output.args[0]
-    return Text(module, graph), [None if node is None else values[node] for node in returned]
+    return Text(module, graph), [None if node is None else values[node] for node in returned_by(module.graph)]
 
 
 _compiled: dict[Hashable, Callable[..., Any]] = {}

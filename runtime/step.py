@@ -127,7 +127,7 @@ class Waiting:
     one reduces them all."""
 
     holding: bool = False
-    addends: dict[int, tuple[CompiledStep, Sequence[Tensor], list[list[Tensor]]]] = field(default_factory=dict)
+    addends: dict[CompiledStep, tuple[Sequence[Tensor], list[list[Tensor]]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Loader:
         return example(placed.local_shape, placed.dtype, placed.port.node.meta["val"].device)
 
 
-@dataclass
+@dataclass(eq=False)
 class CompiledStep:
     """A Step as code, for one executor.
 
@@ -213,16 +213,16 @@ class CompiledStep:
         kept: tuple[int, ...] = ()
         if holding and self.accumulating:
             backward, kept = self.accumulating.early, self.accumulating.inputs
-        elif not holding and id(self) in waiting.addends and self.accumulating:
-            _, _, addends = waiting.addends.pop(id(self))
+        elif not holding and self in waiting.addends and self.accumulating:
+            _, addends = waiting.addends.pop(self)
             backward, inputs = self.accumulating.last, [*inputs, *self.executor.unpack(list(chain(*addends)))]
         values = backward.values(inputs)
         arriving = list(itertools.compress(range(len(primals)), backward.arriving))
         if kept:
             self._hold(primals, dict(zip(arriving, values, strict=True)))
         elif not holding:
-            for step, others, addends in [waiting.addends.pop(key) for key in list(waiting.addends)]:
-                step._reduce(others, addends)
+            for step in list(waiting.addends):
+                step._reduce(*waiting.addends.pop(step))
         left = self.executor.leave(values, backward.layouts, backward.shared)
         found: list[Tensor | None] = [None] * len(primals)
         for i, gradient in zip(arriving, left, strict=True):
@@ -233,12 +233,12 @@ class CompiledStep:
         """Add the addends `values` of the gradients that wait to those that are there."""
         assert self.accumulating is not None
         fresh = [self.executor.pack([values[i]]) for i in self.accumulating.inputs]
-        if id(self) in self.waiting.addends:
-            _, _, before = self.waiting.addends[id(self)]
+        if self in self.waiting.addends:
+            _, before = self.waiting.addends[self]
             fresh = [list(map(torch.add, old, new)) for old, new in zip(before, fresh, strict=True)]
         else:
             fresh = [[addend.clone(memory_format=torch.contiguous_format) for addend in addends] for addends in fresh]
-        self.waiting.addends[id(self)] = self, primals, fresh
+        self.waiting.addends[self] = primals, fresh
 
     def _reduce(self, primals: Sequence[Tensor], addends: list[list[Tensor]]) -> None:
         """Reduce the gradients that waited, and add them to those of their tensors."""
