@@ -6,7 +6,7 @@ builds nothing. A guard that does not hold costs a lookup among the plans, never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import is_
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from partway.context import ParallelContext, current_algo
-from partway.propagation.structure import Structure
+from partway.propagation.structure import Structure, flatten
 from partway.propagation.torch_internals import is_transformed
 
 _PLAIN = frozenset({type(None), bool, int, float, str})  # two that are equal, and of one type, are one value
@@ -24,36 +24,47 @@ class Guard:
     """What the plan of a call of `fn` depends on, as it was at that call."""
 
     def __init__(
-        self, fn: Callable[..., Any], structure: Structure, tensors: Sequence[Tensor], context: ParallelContext
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext
     ) -> None:
-        self._structure, self._context, self._algo = structure, context, current_algo()
+        tensors, self._structure = flatten((args, kwargs))
+        self._context, self._algo = context, current_algo()
+        plain = not kwargs and all(isinstance(arg, Tensor) for arg in args)
+        self._positional = [*map(type, args)] if plain else None
         self._tensors = [(type(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
         self._autocast = _autocast()
         modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
-        self._modules = [
-            (m, m.training, m._modules, list(m._modules.values()), m._parameters, list(m._parameters.values()))
-            for m in modules
-        ]
+        self._training = [(m, m.training) for m in modules]
+        stores = [store for m in modules for store in (m._modules, m._parameters)]
+        self._empty = [store for store in stores if not store]
+        self._held = [(store, list(store.values())) for store in stores if store]
         parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
         self._parameters = [(p, p.requires_grad, p.dtype, p.shape) for p in parameters.values()]
+        # Of DTensors where their parts are: another plan may have moved them.
+        self._specs = [(p, p._spec) for p in parameters.values() if hasattr(p, "_spec")]
 
-    def holds(self, structure: Structure, tensors: Sequence[Tensor], context: ParallelContext) -> bool:
-        """Whether a call has the same plan."""
-        return (
+    def admits(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> list[Tensor] | None:
+        """The tensors of a call that has the same plan; None of another call."""
+        if kwargs or [*map(type, args)] != self._positional:
+            tensors, structure = flatten((args, kwargs))
+            if not _same_structure(structure, self._structure):
+                return None
+        else:  # tensors by position, as nearly always: no structure to compare
+            tensors = list(args)
+        same = (
             (context is self._context or context == self._context)
             and (current_algo() is self._algo or current_algo() == self._algo)
             and _autocast() == self._autocast
-            and _same_structure(structure, self._structure)
             and all(map(_is_like, tensors, self._tensors))
-            and all(
-                m.training is training and _same(children, before) and _same(parameters, held)
-                for m, training, children, before, parameters, held in self._modules
-            )
+            and all(m.training is training for m, training in self._training)
+            and not any(self._empty)
+            and all(len(store) == len(before) and all(map(is_, store.values(), before)) for store, before in self._held)
             and all(
                 p.requires_grad is needs and p.dtype is dtype and p.shape == shape
                 for p, needs, dtype, shape in self._parameters
             )
+            and all(p._spec is spec for p, spec in self._specs)
         )
+        return tensors if same else None
 
 
 def _autocast() -> tuple[bool, bool]:
@@ -70,10 +81,6 @@ def _same_structure(one: Structure, other: Structure) -> bool:
         )
         and one.spec == other.spec
     )
-
-
-def _same(held: dict[str, Any], before: list[Any]) -> bool:
-    return len(held) == len(before) and all(map(is_, held.values(), before))
 
 
 def _is_like(tensor: Tensor, before: tuple[Any, ...]) -> bool:

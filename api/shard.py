@@ -25,7 +25,7 @@ from partway.compile import Compiled, check_target, check_tensors, compile_call
 from partway.context import ParallelContext, ParallelMode, current, current_algo
 from partway.fusion.program import Program
 from partway.guard import Guard
-from partway.placing import Placing, placing
+from partway.placing import Change, Placing, placing
 from partway.propagation.capture import capturing
 from partway.propagation.collectives import constrain
 from partway.propagation.graph import Role
@@ -215,8 +215,8 @@ class _Engine:
             return self._constrained(original, args, kwargs)
         if _stands_alone(context):
             return original(*args, **kwargs)
-        tensors, structure = flatten((args, kwargs))
-        if self._last is None or not self._last[0].holds(structure, tensors, context):
+        tensors = self._last[0].admits(args, kwargs, context) if self._last else None
+        if tensors is None or self._last is None:
             try:
                 runner = self._runner(args, kwargs, context)
             except Exception:
@@ -224,7 +224,8 @@ class _Engine:
                     engine._refused = True
                 raise
             runner.bind(self.fn)
-            self._last = Guard(self.fn, structure, tensors, context), runner
+            self._last = Guard(self.fn, args, kwargs, context), runner
+            tensors = flatten((args, kwargs))[0]
         return self._last[1](tensors)
 
     def _engines(self) -> Iterator[_Engine]:
@@ -316,6 +317,9 @@ def _mark(tensor: Tensor, strategy: Any, request: Request, name: str) -> Tensor:
     return marked
 
 
+Source = Callable[[], Tensor]
+
+
 class _Runner:
     """One planned signature: gathers the tensors of a call, runs the step, writes buffers, builds the result."""
 
@@ -323,16 +327,25 @@ class _Runner:
         self.compiled, self._waiting = compiled, waiting
         graph = compiled.graph
         self._result = graph.result
-        updated = {port.name for port in graph.outputs if port.role is Role.BUFFER_UPDATE}
-        self._copied = [p.port.name in updated for p in compiled.local.inputs]
+        self._updated = {port.name for port in graph.outputs if port.role is Role.BUFFER_UPDATE}
         self._executor = place.executor(compiled.mesh)
         self._enter = [place.enter(placed, local) for placed in compiled.local.inputs]
         self._leave = [place.leave(placed) for placed in compiled.local.outputs]
 
     def bind(self, fn: Callable[..., Any]) -> None:
-        """Take parameters and buffers from where they are in `fn` now: a module inside may have been replaced."""
+        """Take parameters and buffers from where they are in `fn` now: a module inside may have been replaced. The
+        parameters that are what the executor takes stay until the next `bind`, and so does all that makes them so."""
         constants, local = self.compiled.graph.constants, self.compiled.local
-        self._sources = [_source(fn, constants, p.port.role, p.port.name) for p in local.inputs]
+        self._given: list[Any] = []
+        self._changing: list[tuple[int, Source | None, Change | None, bool]] = []
+        for i, (placed, enter) in enumerate(zip(local.inputs, self._enter, strict=True)):
+            name, role = placed.port.name, placed.port.role
+            source = _source(fn, constants, role, name)
+            held = source() if source and role is Role.PARAMETER else None
+            stays = held is not None and (enter is None or enter(held) is held)
+            self._given.append(held if stays else None)
+            if not stays:
+                self._changing.append((i, source, enter, name in self._updated))
         self._buffers = [
             _source(fn, constants, Role.BUFFER, p.port.name) if p.port.role is Role.BUFFER_UPDATE else None
             for p in local.outputs
@@ -351,12 +364,12 @@ class _Runner:
 
     def __call__(self, given: Sequence[Tensor]) -> Any:
         rest = iter(given)
-        tensors = []
-        for enter, source, copied in zip(self._enter, self._sources, self._copied, strict=True):
+        tensors = self._given.copy()
+        for i, source, enter, updated in self._changing:
             tensor = next(rest) if source is None else source()
             # a buffer that this call overwrites must stay as it was for the backward
-            tensor = tensor.clone() if copied else tensor
-            tensors.append(enter(tensor) if enter else tensor)
+            tensor = tensor.clone() if updated else tensor
+            tensors[i] = enter(tensor) if enter else tensor
         results = []
         for value, leave, buffer in zip(self._step(tensors), self._leave, self._buffers, strict=True):
             if buffer is not None:
@@ -367,7 +380,7 @@ class _Runner:
         return self._result.build(results)
 
 
-def _source(fn: Any, constants: Mapping[str, Tensor], role: Role, name: str) -> Callable[[], Tensor] | None:
+def _source(fn: Any, constants: Mapping[str, Tensor], role: Role, name: str) -> Source | None:
     """Where a tensor of a call comes from: a place in the module, a constant, or (None) the call itself."""
     if role is Role.INPUT:
         return None

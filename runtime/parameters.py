@@ -22,7 +22,6 @@ from ..strategy.errors import RuntimeStateError
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.notation import to_dtensor
-from ..strategy.placement import Shard
 from .execute import device_mesh
 
 
@@ -152,7 +151,7 @@ def placed_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
     Raises RuntimeStateError for a DTensor on another mesh.
     """
     if not isinstance(tensor, DTensor):
-        if not whole or not any(isinstance(p, Shard) for p in layout.placements):
+        if not whole or not layout.cuts:
             return tensor
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return tensor[layout.slices(tuple(tensor.shape), dist.get_rank())].contiguous()

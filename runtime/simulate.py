@@ -124,9 +124,9 @@ def _total(parts: Parts, source: Placement) -> Tensor:
 
 def split(tensor: Tensor, layout: Layout) -> Parts:
     """The part of every rank, contiguous as the graphs were traced; a view of `tensor` where it can be."""
-    shape = tuple(tensor.shape)
-    if not any(isinstance(p, Shard) for p in layout.placements):
+    if not layout.cuts:
         return [tensor.contiguous()] * layout.mesh.device_num
+    shape = tuple(tensor.shape)
     cut: dict[tuple[tuple[int, int], ...], Tensor] = {}
     parts = []
     for rank in range(layout.mesh.device_num):

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from ..propagation.accumulate import Accumulation
 from ..propagation.differentiate import Step, is_port
-from ..propagation.graph import Text, draws_random_numbers
+from ..propagation.graph import Role, Text, draws_random_numbers
 from ..propagation.lower import PlacedPort
 from ..strategy.choice import Choice
 from ..strategy.errors import RuntimeStateError
@@ -168,6 +168,7 @@ class CompiledStep:
         nodes = self.step.forward.graph.nodes
         self.random = any(node.op == "call_function" and draws_random_numbers(node) for node in nodes)
         self.inputs = [self.loader.example(placed) for placed in program.inputs]
+        self.parameters = [placed.port.role is Role.PARAMETER for placed in program.inputs]
 
     @cached_property
     def forward(self) -> Loaded:
@@ -270,8 +271,13 @@ class _Function(torch.autograd.Function):
         ctx.generators = _generators(tensors[0].device) if compiled.random else None
         values = compiled.forward.run(executor.enter(tensors, compiled.step.program.inputs))
         results = executor.leave(values[:count], compiled.results, compiled.forward.code.shared[:count])
-        ctx.compiled, ctx.inputs, ctx.holding = compiled, len(tensors), compiled.waiting.holding
-        ctx.save_for_backward(*tensors, *executor.pack(values[count:]))
+        ctx.compiled, ctx.holding = compiled, compiled.waiting.holding
+        # Parameters live on anyway, and what the backward reads of them is packed: to save them too takes a
+        # microsecond for each.
+        ctx.parameters = [t if held else None for t, held in zip(tensors, compiled.parameters, strict=True)]
+        ctx.versions = [t._version for t in tensors]
+        others = [t for t, held in zip(tensors, compiled.parameters, strict=True) if not held]
+        ctx.save_for_backward(*others, *executor.pack(values[count:]))
         ctx.set_materialize_grads(False)
         if not all(compiled.differentiable):
             ctx.mark_non_differentiable(
@@ -290,8 +296,9 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         compiled: CompiledStep = ctx.compiled
-        tensors = ctx.saved_tensors
-        primals, packed = tensors[: ctx.inputs], tensors[ctx.inputs :]
+        rest = iter(ctx.saved_tensors)
+        primals = [next(rest) if held is None else held for held in ctx.parameters]
+        packed = list(rest)
         wanted = compiled.step.wanted
         asked = tuple(g is not None for g in gradients)
         executor = compiled.executor
@@ -299,6 +306,7 @@ class _Function(torch.autograd.Function):
         if any(a and not w for a, w in zip(asked, wanted, strict=True)):
             # An output whose gradient was not planned for: run the forward again, with the random numbers that it
             # drew, for the backward that is.
+            _check_unchanged(compiled.step.program.inputs, primals, ctx.versions)
             compiled = compiled.rebuild(tuple(a or w for a, w in zip(asked, wanted, strict=True)))
             wanted, program = compiled.step.wanted, compiled.step.program
             with _drawing_again(ctx.generators, primals[0].device):
@@ -311,6 +319,17 @@ class _Function(torch.autograd.Function):
             if want
         ]
         return compiled.gradients(primals, [*saved, *tangents], ctx.holding)
+
+
+def _check_unchanged(placed: Sequence[PlacedPort], primals: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Raise RuntimeStateError where a tensor was written into since it had these versions."""
+    for port, primal, version in zip(placed, primals, versions, strict=True):
+        if primal._version != version:
+            raise RuntimeStateError(
+                f"{port.port.role.value} {port.port.name} was changed in place after the forward, and the backward of "
+                "an output that none was planned for runs the forward again; call backward before what changes it, "
+                "such as an optimizer's step"
+            )
 
 
 class _Once(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 from .errors import StrategyError
@@ -18,11 +18,13 @@ class Layout:
     A dim that several axes split is cut by the first of them into the largest pieces (mesh order is
     major to minor). Layouts compare by value; `layout()` returns the one interned object for a value.
 
-    Raises StrategyError when the number of placements is not the number of axes.
+    `cuts` says whether it splits a tensor at all. Raises StrategyError when the number of placements is not the number
+    of axes.
     """
 
     mesh: Mesh
     placements: tuple[Placement, ...]
+    cuts: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -40,6 +42,7 @@ class Layout:
                 raise StrategyError(
                     f"{placement!r} is no placement; write Shard(dim), Replicate(), Broadcast() or Partial()"
                 )
+        object.__setattr__(self, "cuts", any(isinstance(placement, Shard) for placement in self.placements))
 
     @classmethod
     def replicated(cls, mesh: Mesh) -> Layout:

@@ -349,6 +349,20 @@ def test_an_unplanned_backward_draws_the_dropout_of_its_forward_again() -> None:
     assert_same_gradients(gradients_of(model), gradients_of(plain), EXACT)
 
 
+def test_an_unplanned_backward_of_changed_parameters_is_an_error() -> None:
+    _, model = pair("gpt2")
+    result = model(**CASES["gpt2"].batch())
+    result.loss.backward(retain_graph=True)
+    with torch.no_grad():
+        model.transformer.ln_f.bias.add_(1.0)  # what no backward reads
+    with pytest.raises(
+        RuntimeError,
+        match=r"parameter transformer\.ln_f\.bias was changed in place after the forward, and the backward of an "
+        r"output that none was planned for runs the forward again; call backward before what changes it",
+    ):
+        result.logits.sum().backward()
+
+
 def test_autocast_regions_compute_in_bfloat16() -> None:
     case = CASES["mlp"]
     plain, batch = case.build(torch.float32), case.batch(torch.float32)
