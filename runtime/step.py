@@ -296,7 +296,11 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         compiled: CompiledStep = ctx.compiled
-        rest = iter(ctx.saved_tensors)
+        try:
+            rest = iter(ctx.saved_tensors)
+        except RuntimeError:  # PyTorch's text names no tensor
+            _check_unchanged(compiled.step.program.inputs, ctx.parameters, ctx.versions)
+            raise
         primals = [next(rest) if held is None else held for held in ctx.parameters]
         packed = list(rest)
         wanted = compiled.step.wanted
@@ -321,14 +325,13 @@ class _Function(torch.autograd.Function):
         return compiled.gradients(primals, [*saved, *tangents], ctx.holding)
 
 
-def _check_unchanged(placed: Sequence[PlacedPort], primals: Sequence[Tensor], versions: Sequence[int]) -> None:
+def _check_unchanged(placed: Sequence[PlacedPort], primals: Sequence[Tensor | None], versions: Sequence[int]) -> None:
     """Raise RuntimeStateError where a tensor was written into since it had these versions."""
     for port, primal, version in zip(placed, primals, versions, strict=True):
-        if primal._version != version:
+        if primal is not None and primal._version != version:
             raise RuntimeStateError(
-                f"{port.port.role.value} {port.port.name} was changed in place after the forward, and the backward of "
-                "an output that none was planned for runs the forward again; call backward before what changes it, "
-                "such as an optimizer's step"
+                f"{port.port.role.value} {port.port.name} was changed in place after the forward that this is the "
+                "backward of; call backward before what changes it, such as an optimizer's step"
             )
 
 
