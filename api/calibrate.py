@@ -1,8 +1,10 @@
 """`partway calibrate`: a device profile of the machine that it runs on.
 
 Every process stands for one device. All of them compute at once, as they do in training, so that what they share
-(cores, memory, links) is shared in the figures too. Each collective is timed by the median of some repeats; then one
-least-squares fit of relative errors gives the launch, the latency of a step of each kind, and bandwidths by group size:
+(cores, memory, links) is shared in the figures too. Each collective comes after a stretch of computation, as it does in
+training: processes that only wait for each other are much quicker, for none has to be woken, and all come at once. It
+is timed by the median of some repeats; then one least-squares fit of relative errors gives the launch, the latency of a
+step of each kind, and bandwidths by group size:
 
     seconds = launch + steps(kind, n) * latency[kind] + payload / bandwidth[kind, n]
 """
@@ -40,6 +42,7 @@ KINDS = tuple(Kind(field.name) for field in fields(ByKind))
 DTYPES = {name: getattr(torch, name) for name in Peak.model_fields}
 MB = 1 << 20
 SMALL, SMALL_REPEATS = MB // 4, 4
+STRETCH = 512  # rows and columns of the matrices that are multiplied before a collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,12 +264,18 @@ def wait_for(device: str) -> None:
 
 
 def _collectives(size: int, group: Any, device: str, effort: Effort) -> Iterable[Sample]:
+    a = torch.ones(STRETCH, STRETCH, device=device)
+
+    def ready() -> None:
+        dist.barrier(group=group)
+        torch.mm(a, a)
+
     for kind in KINDS:
         for payload in effort.payloads:
             count = math.ceil(payload / 4 / size) * size
             run = _collective(kind, count, size, group, device)
             repeats = effort.repeats * (SMALL_REPEATS if payload < SMALL else 1)
-            seconds = _seconds(run, device, repeats, lambda: dist.barrier(group=group))
+            seconds = _seconds(run, device, repeats, ready)
             yield Sample(kind, size, 4 * count, seconds)
 
 
