@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from partway.propagation.collectives import convert, convert_group, kind_of
 from partway.propagation.graph import Role
 from partway.propagation.indexing import position
+from partway.runtime.parameters import gradient_of
 from partway.strategy import Mesh
 from partway.strategy.placement import Kind, Shard, placement_from_code
 
@@ -35,6 +36,7 @@ class LocalStep:
     inputs: tuple[Tensor, ...]
     outputs: int
     tangents: tuple[Tensor, ...]
+    needed: tuple[bool, ...]  # which inputs get a gradient
 
     def timed(self) -> tuple[float, float]:
         """The CPU seconds of both graphs, and of the forward alone."""
@@ -47,30 +49,62 @@ class LocalStep:
             del found, saved
         return seconds, computed - start
 
+    def loss(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The first output for the inputs `tensors` (DTensors stand for their parts), whose backward is autograd's: one
+        node with the two graphs, and nothing else."""
+        found: Tensor = _Node.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: LocalStep, *tensors: Tensor) -> Tensor:
+        found = step.forward(*(t._local_tensor if isinstance(t, DTensor) else t for t in tensors))
+        ctx.step, ctx.tensors = step, tensors
+        ctx.save_for_backward(*found[step.outputs :])
+        result: Tensor = found[0]
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        step: LocalStep = ctx.step
+        with torch.no_grad():
+            found = iter(step.backward(*ctx.saved_tensors, slope))
+            gradients = [
+                gradient_of(t, next(found)) if needs else None
+                for t, needs in zip(ctx.tensors, step.needed, strict=True)
+            ]
+        return None, *gradients
+
 
 def local_step(model: Any, batch: Sequence[Tensor], rank: int) -> LocalStep:
     """The LocalStep of `rank` for a sharded `model` and a whole `batch`; the model plans if it has not."""
     model(*batch)
     step = model.program.step
     program, mesh = step.program, model.plan.mesh
-    given = iter(batch)
     inputs = []
-    for placed in program.inputs:
-        tensor = next(given) if placed.port.role is Role.INPUT else _held(model, placed.port.name)
-        inputs.append(tensor[placed.layout.slices(tuple(tensor.shape), rank)].contiguous())
+    for placed, tensor in zip(program.inputs, inputs_of(model, batch), strict=True):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        inputs.append(whole.detach()[placed.layout.slices(tuple(whole.shape), rank)].contiguous())
     tangents = [
         torch.ones(placed.local_shape, dtype=placed.dtype)
         for placed, wanted in zip(program.outputs, step.wanted, strict=True)
         if wanted
     ]
     forward, backward = (_function(graph, mesh, rank) for graph in (step.forward, step.backward))
-    return LocalStep(forward, backward, tuple(inputs), len(program.outputs), tuple(tangents))
+    return LocalStep(forward, backward, tuple(inputs), len(program.outputs), tuple(tangents), tuple(step.needed))
+
+
+def inputs_of(model: Any, batch: Sequence[Tensor]) -> list[Tensor]:
+    """What the program of a sharded `model` is given in a call with `batch`: parameters and buffers as they are."""
+    given = iter(batch)
+    inputs = model.program.step.program.inputs
+    return [next(given) if p.port.role is Role.INPUT else _held(model, p.port.name) for p in inputs]
 
 
 def _held(model: Any, name: str) -> Tensor:
-    """A parameter, buffer or constant of `model`, whole."""
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}[name].detach()
-    return held.full_tensor() if isinstance(held, DTensor) else held
+    """A parameter, buffer or constant of `model`."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}[name]
 
 
 def _function(module: fx.GraphModule, mesh: Mesh, rank: int) -> fx.GraphModule:

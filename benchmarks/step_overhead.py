@@ -11,13 +11,15 @@ A case is one of
     simulation, gpt2            forward and backward of 8 simulated ranks, beside the work of these 8 alone: each rank's
                                 own two graphs as plain Python functions, on its parts, where a collective is what it
                                 was given, or (where sizes change) a tensor that was there before
-    overhead, mlp, simulated    a call and its backward, less the same two graphs as plain Python functions: on one
-                                simulated device, and in one gloo process
+    overhead, mlp, simulated    a call and its backward, less the same two graphs in a bare node of autograd with the
+                                same tensors, which is the least that PyTorch asks for: on one simulated device, and in
+                                one gloo process. Beside it the two graphs as plain Python functions, without autograd
 
 The last two are CPU time of the one thread that does all of it; steps of processes are wall time.
 
 A ResNet has the statistics of the whole batch with Partway, as on one device; with DDP, FSDP2 and by hand each rank has
-those of its part, and so no collective for them. `--profile` writes which operators each contender spends its time in.
+those of its part, and so no collective for them. Plans are made for a profile of this machine, measured first with as
+many processes. `--profile` writes which operators each contender spends its time in.
 A case with a bar fails, and with it the command (exit status 1), where a ratio is above it. Nothing else should run
 meanwhile.
 """
@@ -32,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,11 +46,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from step_contenders import builds, layout
-from step_graphs import local_step
+from step_graphs import inputs_of, local_step
+from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 import partway as pw
+from partway.calibrate import calibrate
 from partway.contenders import disagreements, one_rank, quartiles, spread, timed_step, turns
+from partway.propagation.profile import DeviceProfile
 from partway.workloads import Workload, gpt2, mlp, resnet50, tiny
 
 SIMULATED = 8
@@ -58,6 +64,7 @@ BARS: Mapping[str, Mapping[str, float]] = {
     "tensor": {"by hand": 1.05, "DTensor": 0.7},
     "mixed": {},
 }
+BARE = "graphs in autograd"
 SIMULATION_BAR, OVERHEAD_BAR = 1.2, 100e-6  # times; seconds of a call and its backward
 
 
@@ -147,7 +154,7 @@ class Figures:
     seconds   of each contender, one for each round; `computed` likewise, without the optimizer's step (empty where
               there is none)
     bars      for a contender the most that ours may take of its time
-    excess    the most seconds that ours may take more than the contender "graph" (None: there is no such bar)
+    excess    the most seconds that ours may take more than the contender BARE (None: there is no such bar)
     """
 
     name: str
@@ -164,23 +171,30 @@ class Figures:
         """Ours over `name`, round by round."""
         return tuple(a / b for a, b in zip(self.seconds[OURS], self.seconds[name], strict=True))
 
-    def beyond(self) -> float:
-        """The median of the seconds that ours takes more than the graph alone."""
-        pairs = zip(self.seconds[OURS], self.seconds["graph"], strict=True)
+    def beyond(self, name: str) -> float:
+        """The median of the seconds that ours takes more than `name`."""
+        pairs = zip(self.seconds[OURS], self.seconds[name], strict=True)
         return statistics.median(a - b for a, b in pairs)
 
     def misses(self) -> tuple[str, ...]:
         """The bars that it is above."""
         found = [name for name, bar in self.bars.items() if statistics.median(self.ratios(name)) > bar]
-        return (*found, "graph") if self.excess is not None and self.beyond() >= self.excess else tuple(found)
+        return (*found, BARE) if self.excess is not None and self.beyond(BARE) >= self.excess else tuple(found)
 
 
 # -- Steps of a group of processes -------------------------------------------------------------------------------------
 
 
+@cache
+def calibrated(ranks: int) -> DeviceProfile:
+    """This machine as so many processes see it."""
+    return calibrate(ranks, quick=True, name="bench").profile
+
+
 def measured_steps(case: Steps, size: Size, rounds: int, profile: Path | None) -> Figures:
     """Start the processes of `case`; what the slowest rank needs counts."""
     with tempfile.TemporaryDirectory() as folder:
+        calibrated(case.ranks).save(Path(folder, "profile.json"))
         spawn(_rank_of_steps, (case, size, rounds, profile, folder), nprocs=case.ranks)
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(case.ranks)]
     whole, computed = (
@@ -192,6 +206,7 @@ def measured_steps(case: Steps, size: Size, rounds: int, profile: Path | None) -
 
 def _rank_of_steps(rank: int, case: Steps, size: Size, rounds: int, profile: Path | None, folder: str) -> None:
     """One rank: check every contender, then time them."""
+    pw.set_auto_parallel_context(device_profile=str(Path(folder, "profile.json")))
     with one_rank(rank, case.ranks, folder):
         how = layout(case.how, case.ranks)
         small, work = tiny(case.model), size.workload(case.model)
@@ -262,7 +277,7 @@ def measured_simulation(case: Simulation, size: Size, rounds: int, ranks: int = 
 
 
 def measured_overhead(case: Overhead, size: Size, rounds: int) -> Figures:
-    """A call of a tiny model and its backward, and the two graphs alone."""
+    """A call of a tiny model and its backward, and the two graphs without our runtime."""
     if not case.launched:
         return _overhead(case, size, rounds)
     with tempfile.TemporaryDirectory() as folder:
@@ -282,10 +297,12 @@ def _overhead(case: Overhead, size: Size, rounds: int) -> Figures:
     model: Any = pw.shard(work.model(torch.float32), mesh={"dp": 1})
     alone = local_step(model, batch, 0)
 
-    def called(module: Any) -> Callable[[], tuple[float, float]]:
+    tensors = inputs_of(model, batch)
+
+    def called(loss_of: Callable[[], Tensor], module: Any) -> Callable[[], tuple[float, float]]:
         def run() -> tuple[float, float]:
             start = time.thread_time()
-            loss = module(*batch)
+            loss = loss_of()
             computed = time.thread_time()
             loss.backward()
             seconds = time.thread_time() - start
@@ -294,7 +311,12 @@ def _overhead(case: Overhead, size: Size, rounds: int) -> Figures:
 
         return run
 
-    runs = {OURS: called(model), "graph": alone.timed, "eager": called(plain)}
+    runs = {
+        OURS: called(lambda: model(*batch), model),
+        BARE: called(lambda: alone.loss(tensors), model),
+        "graphs": alone.timed,
+        "eager": called(lambda: plain(*batch), plain),
+    }
     whole, forward = turns(runs, 20 * rounds, warm=10)
     count = len(list(plain.parameters()))
     return Figures(case.name, whole, forward, {}, OVERHEAD_BAR, f"{count} parameters; first part: the forward")
@@ -373,9 +395,11 @@ def _cells(f: Figures, name: str) -> tuple[str, ...]:
     if name == OURS:
         return (*times, "", "", f.note)
     ratio = quartiles(f.ratios(name))
-    if name == "graph" and f.excess is not None:
-        bar = f"{1e6 * f.excess:.0f} us more"
-        return (*times, ratio, bar, f"{1e6 * f.beyond():.0f} us more: {'missed' if name in f.misses() else 'holds'}")
+    if f.excess is not None:
+        more = f"{1e6 * f.beyond(name):.0f} us more"
+        if name != BARE:
+            return (*times, ratio, "", more)
+        return (*times, ratio, f"{1e6 * f.excess:.0f} us", f"{more}: {'missed' if name in f.misses() else 'holds'}")
     if name not in f.bars:
         return (*times, ratio, "", "")
     return (*times, ratio, f"{f.bars[name]:.2f}", "missed" if name in f.misses() else "holds")
