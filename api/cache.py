@@ -66,6 +66,8 @@ class Entry:
                 "written to, or enable_compile_cache=False",
                 stacklevel=2,
             )
+        except Exception as error:  # whatever pickle makes of a constant that has no bytes
+            warnings.warn(f"a plan has no form on disk ({error!r}), and every start makes it anew", stacklevel=2)
         return made
 
 

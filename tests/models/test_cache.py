@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -158,6 +159,18 @@ def test_a_damaged_file_is_made_anew_with_a_warning(folder: Path, work: dict[str
     assert work["search"] == 2
     step("mlp")
     assert work["search"] == 2
+
+
+def test_what_has_no_bytes_is_made_anew_with_a_warning(
+    folder: Path, work: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("partway.cache.dump", lambda value, graph: pickle.dumps(lambda: value))
+    for made in (1, 2):
+        with pytest.warns(
+            UserWarning, match=r"a plan has no form on disk \(.*pickle.*\), and every start"
+        ):
+            step("mlp")
+        assert work["search"] == made
 
 
 def test_a_folder_that_cannot_be_written_to_is_named_with_what_to_do(tmp_path: Path, folder: Path) -> None:
