@@ -10,7 +10,8 @@ generators agree, which `check_agreement` with `generators()` makes sure of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -90,6 +91,7 @@ class Worker:
         self.mesh = mesh
         self.device_mesh = device_mesh(mesh)
         self.rank = dist.get_rank()
+        self._scratch = _Scratch()
 
     def cut(self, tensor: Tensor, layout: Layout) -> Tensor:
         """This rank's part of a `tensor` that every rank holds whole. Raises StrategyError if it is uneven."""
@@ -142,10 +144,10 @@ class Worker:
 
     def _converter(self, c: Conversion) -> Callable[..., Any]:
         if c.kind.communicates:
-            group, packed = process_group(self.mesh, c.axes), _Packed()
+            group, scratch = process_group(self.mesh, c.axes), self._scratch
             able = c.kind is not Kind.ALL_TO_ALL and dist.get_backend(group) in _COALESCING
             coalesces = able and len(c.tags) > 1
-            return lambda *parts: _started(c, parts, group, packed, coalesces)
+            return lambda *parts: _started(c, parts, group, scratch, coalesces)
         position = self.mesh.position(self.rank, *c.axes)
         if c.grouped:
             return lambda *parts: [local_conversion(c, part, position) for part in parts]
@@ -166,26 +168,36 @@ class Pending:
         return found[0] if self._single else found
 
 
-class _Packed:
-    """The buffer into which one conversion copies the parts that it adds up together. It stays from step to step:
-    memory that is new has to be mapped and cleared, which takes longer than the copy."""
+class _Scratch:
+    """Memory for what is sent and received, given back when that is over. On a CPU it is kept: new memory has to be
+    mapped and cleared, which takes longer than a copy. (The allocator of a GPU keeps it by itself.)"""
 
-    buffer: Tensor | None = None
+    def __init__(self) -> None:
+        self._kept: dict[int, list[Tensor]] = {}  # by bytes
 
-    def of(self, parts: list[Tensor]) -> Tensor:
-        """The parts, one after another. What is made of the buffer has to be copied out before the next call."""
-        count, like = sum(part.numel() for part in parts), parts[0]
-        if self.buffer is None or self.buffer.numel() != count or self.buffer.device != like.device:
-            self.buffer = like.new_empty(count)
-        return torch.cat([part.reshape(-1) for part in parts], out=self.buffer)
+    def take(self, count: int, like: Tensor) -> Tensor:
+        """A vector of `count` elements like those of `like`, with any values."""
+        if like.device.type != "cpu":
+            return like.new_empty(count)
+        size = count * like.element_size()
+        kept = self._kept.get(size)
+        return (kept.pop() if kept else torch.empty(size, dtype=torch.uint8)).view(like.dtype)
+
+    def give_back(self, taken: Iterable[Tensor]) -> None:
+        """Take these back. Nothing may read them from now on."""
+        for tensor in taken:
+            if tensor.device.type == "cpu":
+                self._kept.setdefault(tensor.nbytes, []).append(_bytes(tensor))
 
 
-def _started(c: Conversion, parts: Sequence[Tensor], group: Any, packed: _Packed, coalesces: bool) -> Pending:
+def _started(c: Conversion, parts: Sequence[Tensor], group: Any, scratch: _Scratch, coalesces: bool) -> Pending:
     """Issue the collectives of `c` for all of `parts`: one, or several together where that saves a copy."""
     note(c, parts)
     batches = _batches(c, parts, coalesces)
     with coalescing_manager(group, async_ops=True) if coalesces else nullcontext() as manager:
-        issued = [_issue(c, [parts[i] for i in batch], [c.owned[i] for i in batch], group, packed) for batch in batches]
+        issued = [
+            _issue(c, [parts[i] for i in batch], [c.owned[i] for i in batch], group, scratch) for batch in batches
+        ]
     works = [manager] if coalesces else [work for work, _, _ in issued]
 
     def finish() -> list[Tensor]:
@@ -217,55 +229,62 @@ def _in_place(part: Tensor, owned: bool) -> bool:
 _Issued = tuple[Any, Callable[[], list[Tensor]], Tensor]
 
 
-def _issue(c: Conversion, parts: list[Tensor], owned: list[bool], group: Any, packed: _Packed) -> _Issued:
+def _issue(c: Conversion, parts: list[Tensor], owned: list[bool], group: Any, scratch: _Scratch) -> _Issued:
     """One collective for all of `parts`. Results have memory of their own."""
     before, after = c.dims
-    match c.kind:
-        case Kind.ALL_REDUCE:
-            reduction = dist.ReduceOp.MAX if c.source == PARTIAL_MAX else dist.ReduceOp.SUM
-            in_place = len(parts) == 1 and _in_place(parts[0], owned[0])
-            return _all_reduce(parts, reduction, in_place, group, packed)
-        case Kind.REDUCE_SCATTER:
-            rows, unpack = _pack([_pieces(part, after, c.size) for part in parts])
-            added = rows.to(_ADDED_AS.get(rows.dtype, rows.dtype))
-            out = added.new_empty(added.shape[1])
-            work = _reduce_scatter(out, added.view(-1), group=group, async_op=True)
-            shared, dtype = len(parts) > 1, rows.dtype
+    if c.kind is Kind.ALL_REDUCE:
+        reduction = dist.ReduceOp.MAX if c.source == PARTIAL_MAX else dist.ReduceOp.SUM
+        in_place = len(parts) == 1 and _in_place(parts[0], owned[0])
+        return _all_reduce(parts, reduction, in_place, group, scratch)
+    gathers, adds = c.kind is Kind.ALL_GATHER, c.kind is Kind.REDUCE_SCATTER
+    stacks = [part[None] if gathers else _pieces(part, after, c.size) for part in parts]
+    rows, taken = _pack(stacks, scratch)
+    sent = rows.to(_ADDED_AS.get(rows.dtype, rows.dtype)) if adds else rows
+    count = sent.shape[1] * (1 if adds else c.size)
+    whole = len(parts) == 1 and (adds or before == 0)  # what is received is the result
+    out = sent.new_empty(count) if whole else scratch.take(count, sent)
+    taken += [] if whole else [out]
+    if adds:
+        work = _reduce_scatter(out, sent.view(-1), group=group, async_op=True)
+    elif gathers:
+        work = _all_gather(_bytes(out), _bytes(rows), group=group, async_op=True)
+    else:
+        work = dist.all_to_all_single(_bytes(out), _bytes(rows), group=group, async_op=True)
 
-            def scattered() -> list[Tensor]:
-                pieces = [piece.squeeze(0) for piece in unpack(out.to(dtype)[None])]
-                return [piece.clone() for piece in pieces] if shared else pieces
+    def received() -> list[Tensor]:
+        matrix = out.to(rows.dtype).view(1 if adds else c.size, rows.shape[1])
+        pieces = _unpack(matrix, [stack.shape[1:] for stack in stacks])
+        if whole:
+            results = [piece[0] if adds else piece.flatten(0, 1) for piece in pieces]
+        else:
+            results = [piece[0].clone() if adds else torch.cat(piece.unbind(), before) for piece in pieces]
+        scratch.give_back(taken)
+        return results
 
-            return work, scattered, added
-        case Kind.ALL_GATHER:
-            rows, unpack = _pack([part[None] for part in parts])
-            out = rows.new_empty(c.size, rows.shape[1])
-            work = _all_gather(_bytes(out), _bytes(rows), group=group, async_op=True)
-        case _:
-            rows, unpack = _pack([_pieces(part, after, c.size) for part in parts])
-            out = torch.empty_like(rows)
-            work = dist.all_to_all_single(_bytes(out), _bytes(rows), group=group, async_op=True)
-    return work, lambda: [_joined(pieces, before) for pieces in unpack(out)], rows
+    return work, received, sent
 
 
-def _all_reduce(parts: list[Tensor], reduction: Any, in_place: bool, group: Any, packed: _Packed) -> _Issued:
+def _all_reduce(parts: list[Tensor], reduction: Any, in_place: bool, group: Any, scratch: _Scratch) -> _Issued:
     """The sums or maxima of `parts` over the group, `in_place` or of copies in one buffer."""
     dtype = parts[0].dtype
     wide = _ADDED_AS.get(dtype, dtype)
+    taken: list[Tensor] = []
     if in_place:
         buffer = parts[0]
     elif len(parts) == 1:
         buffer = parts[0].to(wide, copy=True, memory_format=torch.contiguous_format)
     else:
-        buffer = packed.of(parts).to(wide)
+        rows, taken = _pack([part[None] for part in parts], scratch)
+        buffer = rows.view(-1).to(wide)
     shapes = [part.shape for part in parts]
 
     def reduced() -> list[Tensor]:
         found = buffer.to(dtype)
         if len(shapes) == 1:
             return [found]
-        pieces = found.split([shape.numel() for shape in shapes])
-        return [piece.view(shape).clone() for piece, shape in zip(pieces, shapes, strict=True)]
+        results = [piece[0].clone() for piece in _unpack(found[None], shapes)]
+        scratch.give_back(taken)
+        return results
 
     return dist.all_reduce(buffer, reduction, group=group, async_op=True), reduced, buffer
 
@@ -276,21 +295,21 @@ def _pieces(part: Tensor, dim: int, n: int) -> Tensor:
     return pieces.movedim(dim, 0)
 
 
-def _joined(pieces: Tensor, dim: int) -> Tensor:
-    """Stacked pieces one after another along `dim`, contiguous."""
-    return pieces.flatten(0, 1).contiguous() if dim == 0 else torch.cat(pieces.unbind(), dim)
+def _pack(stacks: list[Tensor], scratch: _Scratch) -> tuple[Tensor, list[Tensor]]:
+    """Stacks of pieces as one matrix, a row of which goes to one rank, and what of it was taken from `scratch`."""
+    shape = stacks[0].shape[0], sum(stack[0].numel() for stack in stacks)
+    if len(stacks) == 1 and stacks[0].is_contiguous():
+        return stacks[0].view(shape), []
+    rows = scratch.take(math.prod(shape), stacks[0]).view(shape)
+    for columns, stack in zip(_unpack(rows, [stack.shape[1:] for stack in stacks]), stacks, strict=True):
+        columns.copy_(stack)
+    return rows, [rows]
 
 
-def _pack(stacks: list[Tensor]) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
-    """Stacks of pieces as one matrix, a row of which goes to one rank, and how to take such a matrix apart."""
-    shapes = [stack.shape[1:] for stack in stacks]
-    rows = [stack.reshape(stack.shape[0], shape.numel()) for stack, shape in zip(stacks, shapes, strict=True)]
-
-    def unpack(matrix: Tensor) -> list[Tensor]:
-        columns = matrix.split([shape.numel() for shape in shapes], 1)
-        return [column.reshape(len(matrix), *shape) for column, shape in zip(columns, shapes, strict=True)]
-
-    return (rows[0].contiguous() if len(rows) == 1 else torch.cat(rows, 1)), unpack
+def _unpack(matrix: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """The stacks of pieces of these shapes that lie side by side in `matrix`."""
+    columns = matrix.split([shape.numel() for shape in shapes], 1)
+    return [column.view(len(matrix), *shape) for column, shape in zip(columns, shapes, strict=True)]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

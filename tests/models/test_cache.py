@@ -166,9 +166,7 @@ def test_what_has_no_bytes_is_made_anew_with_a_warning(
 ) -> None:
     monkeypatch.setattr("partway.cache.dump", lambda value, graph: pickle.dumps(lambda: value))
     for made in (1, 2):
-        with pytest.warns(
-            UserWarning, match=r"a plan has no form on disk \(.*pickle.*\), and every start"
-        ):
+        with pytest.warns(UserWarning, match=r"a plan has no form on disk \(.*pickle.*\), and every start"):
             step("mlp")
         assert work["search"] == made
 
