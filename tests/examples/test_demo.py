@@ -16,7 +16,7 @@ DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 Runner = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.mark.parametrize("net", ["vit", "resnet"])
+@pytest.mark.parametrize("net", ["vit", pytest.param("resnet", marks=pytest.mark.slow)])
 def test_the_demo_shows_the_plan_and_equal_losses_and_writes_its_files(
     python: Runner, tmp_path: Path, net: str
 ) -> None:

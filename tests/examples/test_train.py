@@ -52,7 +52,7 @@ def test_virtual_devices_train_as_one_device(python: Runner, tmp_path: Path, exp
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_train_as_one_device_and_only_rank_0_prints(
     python: Runner, tmp_path: Path, expected: list[float], processes: int
 ) -> None:

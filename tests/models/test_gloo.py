@@ -107,8 +107,7 @@ def cases() -> Iterator[Any]:
     for n in (2, 4):
         for name in MODELS:
             for how in ("both", "batch", "block"):
-                deep = name == "resnet50" and (n == 4 or how != "both")
-                slow = deep or (how != "both" and n == 4 and name in ("llama", "vit"))
+                slow = name == "resnet50" or (how != "both" and n == 4 and name in ("llama", "vit"))
                 yield pytest.param(n, name, how, marks=[pytest.mark.slow] if slow else [])
 
 

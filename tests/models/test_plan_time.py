@@ -70,6 +70,7 @@ def test_the_median_counts_and_a_run_that_is_over_ends_its_case() -> None:
     assert (len(found.runs), found.misses()) == (1, ("over 120 CPU s",))
 
 
+@pytest.mark.slow
 def test_a_run_is_a_process_of_its_own() -> None:
     run = measured(SMALL)
     assert isinstance(run, Run)
@@ -79,6 +80,7 @@ def test_a_run_is_a_process_of_its_own() -> None:
     assert (run.gap, run.width) == (0.0, 3)
 
 
+@pytest.mark.slow
 def test_a_run_that_takes_too_long_is_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The process of the run reads its limit from its own list of cases, so the list of a copy is another one."""
     text = Path(plan_time.__file__).read_text(encoding="utf-8").replace("limit: int = 300", "limit: int = 1")

@@ -57,7 +57,7 @@ def test_a_split_vocabulary_is_never_gathered() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("mesh", [{"dp": 1, "tp": 2}, {"dp": 2, "tp": 2}])
+@pytest.mark.parametrize("mesh", [{"dp": 1, "tp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.slow)])
 def test_a_split_vocabulary_over_processes(on_ranks: Any, mesh: dict[str, int]) -> None:
     on_ranks(mesh["dp"] * mesh["tp"], _check_on_a_rank, mesh)
 
