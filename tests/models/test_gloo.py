@@ -144,6 +144,7 @@ def fuses(name: str, options: dict[str, Any], expected: Reference) -> list[int]:
 def test_fused_collectives_run_as_the_program_says(on_ranks: Ranks) -> None:
     expected = one_device("mlp", torch.float64)
     for options, groups in (
+        ({}, [6]),
         ({"comm_fusion": {"allreduce": {"mode": "size", "config": 1}}}, [6]),
         ({"comm_fusion": {"allreduce": {"mode": "index", "config": [2, 5]}}}, [2, 3, 1]),
         ({"all_reduce_fusion_config": [4]}, [4, 2]),
@@ -154,8 +155,7 @@ def test_fused_collectives_run_as_the_program_says(on_ranks: Ranks) -> None:
 def test_fused_gathers_and_scatters_run_as_the_program_says(on_ranks: Ranks) -> None:
     expected = one_device("mlp", torch.float64)
     split = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 0}}
-    for mode in ("auto", "overlap"):
-        fused = {"allgather": {"mode": mode}, "reducescatter": {"mode": mode}}
+    for fused in ({}, {"allgather": {"mode": "overlap"}, "reducescatter": {"mode": "overlap"}}):
         found = on_ranks(2, fuses, "mlp", {**split, "comm_fusion": fused}, expected)
         assert found[0] == found[1]
         assert max(found[0]) > 1
