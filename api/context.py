@@ -325,8 +325,8 @@ class ParallelContext(_Options):
                 f"dataset_strategy={dataset!r} with parallel_mode={mode!r}: a dataset_strategy applies in semi-auto "
                 "and auto modes only; set parallel_mode='semi_auto_parallel' or 'auto_parallel'"
             )
-        set_here = self.comm_fusion.allreduce if "allreduce" in self.comm_fusion.model_fields_set else None
-        if self.all_reduce_fusion_config and set_here not in (None, self._allreduce):
+        named = self.comm_fusion.allreduce if "allreduce" in self.comm_fusion.model_fields_set else None
+        if self.all_reduce_fusion_config and named not in (None, self._allreduce):
             yield (
                 'all_reduce_fusion_config and comm_fusion["allreduce"] both say how to group AllReduces; '
                 "set one of them to None"
