@@ -57,7 +57,7 @@ SIZES = (1, 4, 16, 64)  # MB
 DDP = "DDP"
 WARM = 3  # rounds
 
-Policies = Mapping[str, Mapping[str, Any] | None]  # by contender, what comm_fusion["allreduce"] is
+Policies = Mapping[str, Mapping[str, Any] | None]  # by contender, comm_fusion["allreduce"]; None: nothing is grouped
 
 
 # -- What is compared --------------------------------------------------------------------------------------------------
@@ -330,9 +330,10 @@ def _check(case: Case) -> None:
 
 def _contenders(case: Case, work: Workload, dtype: torch.dtype) -> list[Contender]:
     options = {"parallel_mode": "data_parallel", "device_profile": case.profile}
+    fusion = {name: {"openstate": bool(policy), "allreduce": policy} for name, policy in case.policies.items()}
     fused = [
-        ours(name, work, case.world, dtype, {**options, "comm_fusion": {"allreduce": policy}}, device=case.device)
-        for name, policy in case.policies.items()
+        ours(name, work, case.world, dtype, {**options, "comm_fusion": each}, device=case.device)
+        for name, each in fusion.items()
     ]
     return [*fused, ddp(work, case.world, dtype, case.device)]
 

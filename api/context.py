@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from threading import Lock
-from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -25,6 +25,7 @@ from pydantic import (
     PlainSerializer,
     PlainValidator,
     ValidationError,
+    field_serializer,
     field_validator,
     model_validator,
 )
@@ -84,6 +85,7 @@ _as_list = PlainSerializer(lambda value: list(value) if isinstance(value, tuple)
 _as_option = PlainSerializer(lambda value: value and value.option)
 
 _FUSION = 'None or a dict such as {"mode": "size", "config": 32}'
+_AUTO = Fusion(FusionMode.AUTO)
 
 _Positions = Annotated[tuple[int, ...] | None, PlainValidator(_positions), _as_list]
 _DatasetStrategy = Annotated[DatasetMode | tuple[tuple[int, ...], ...], PlainValidator(_dataset_strategy)]
@@ -99,11 +101,11 @@ class _Options(BaseModel):
     absent: ClassVar[Mapping[str, str]] = {}
 
     def describe(self) -> str:
-        """A table with one row per option: its name, its value, and whether it was set or is the default."""
-        values = {key: repr(value) for key, value in self.model_dump().items()}
-        key_width, value_width = (max(map(len, column)) for column in (values, values.values()))
+        """A table with one row per option: its name, whether it was set or is the default, and its value."""
+        values = self.model_dump()
+        width = max(map(len, values))
         return "\n".join(
-            f"{key:{key_width}}  {value:{value_width}}  {'set' if key in self.model_fields_set else 'default'}"
+            f"{key:{width}}  {'set' if key in self.model_fields_set else 'default':7}  {value!r}"
             for key, value in values.items()
         )
 
@@ -112,17 +114,20 @@ class _Options(BaseModel):
 
 
 class CommFusion(_Options):
-    """How the collectives of parameters are grouped, each kind by {"mode": ..., "config": ...}; None: not at all."""
+    """How the collectives of parameters are grouped, each kind by {"mode": ..., "config": ...}; None: not at all.
+
+    A kind that is not named is grouped in mode auto, as in the reference and in PyTorch's DistributedDataParallel.
+    """
 
     openstate: bool = True
     """False turns all grouping off, that of `all_reduce_fusion_config` too."""
-    allreduce: Annotated[Fusion | None, _fusion_of("allreduce"), _as_option] = Field(default=None, description=_FUSION)
+    allreduce: Annotated[Fusion | None, _fusion_of("allreduce"), _as_option] = Field(default=_AUTO, description=_FUSION)
     """Of gradients. The modes are `auto` (64 MB), `size` (`config` in MB), `index` (`config` positions) and `overlap`
     (ours: the groups that the cost model says hide most). "config" may be left out for auto and overlap."""
-    allgather: Annotated[Fusion | None, _fusion_of("allgather"), _as_option] = Field(default=None, description=_FUSION)
+    allgather: Annotated[Fusion | None, _fusion_of("allgather"), _as_option] = Field(default=_AUTO, description=_FUSION)
     """Of weights. The modes are those of allreduce without `index`; a MB is one of the whole weights."""
     reducescatter: Annotated[Fusion | None, _fusion_of("reducescatter"), _as_option] = Field(
-        default=None, description=_FUSION
+        default=_AUTO, description=_FUSION
     )
     """Of the gradients of parameters that are split over the axis. The modes are those of allgather."""
 
@@ -217,10 +222,11 @@ class ParallelContext(_Options):
     """Short for comm_fusion={"allreduce": {"mode": "index", "config": ...}}. The reference's code counts [20, 35] as
     21, 15, the rest; its documents and the seeds as 20, 15, the rest, and so do we."""
 
-    comm_fusion: CommFusion | None = Field(
-        default=None, description="None or a dict with the keys openstate, allreduce, allgather and reducescatter"
+    comm_fusion: CommFusion = Field(
+        default=CommFusion(), description="a dict with the keys openstate, allreduce, allgather and reducescatter"
     )
-    """Read `fusion_policies` for what follows from it."""
+    """Collectives are grouped unless {"openstate": False} turns it off, or None one kind: {"allreduce": None}. It is
+    shown with the defaults of what was not named, and with what `all_reduce_fusion_config` says of allreduce."""
 
     strategy_ckpt_config: StrategyCkptConfig = Field(
         default=StrategyCkptConfig(), description="a dict with the keys load_file, save_file and only_trainable_params"
@@ -279,12 +285,19 @@ class ParallelContext(_Options):
     @property
     def fusion_policies(self) -> FusionPolicies:
         """How collectives are grouped: what follows from both options."""
-        options = self.comm_fusion or CommFusion()
-        if not options.openstate:
+        fusion = self.comm_fusion
+        if not fusion.openstate:
             return FusionPolicies()
+        return FusionPolicies(self._allreduce, fusion.allgather, fusion.reducescatter)
+
+    @property
+    def _allreduce(self) -> Fusion | None:
         indices = self.all_reduce_fusion_config
-        allreduce = Fusion(FusionMode.INDEX, indices) if indices else options.allreduce
-        return FusionPolicies(allreduce, options.allgather, options.reducescatter)
+        return Fusion(FusionMode.INDEX, indices) if indices else self.comm_fusion.allreduce
+
+    @field_serializer("comm_fusion")
+    def _as_in_force(self, value: CommFusion) -> dict[str, Any]:
+        return {**value.model_dump(), "allreduce": self._allreduce and self._allreduce.option}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -312,7 +325,8 @@ class ParallelContext(_Options):
                 f"dataset_strategy={dataset!r} with parallel_mode={mode!r}: a dataset_strategy applies in semi-auto "
                 "and auto modes only; set parallel_mode='semi_auto_parallel' or 'auto_parallel'"
             )
-        if self.all_reduce_fusion_config and self.comm_fusion and self.comm_fusion.allreduce:
+        named = self.comm_fusion.allreduce if "allreduce" in self.comm_fusion.model_fields_set else None
+        if self.all_reduce_fusion_config and named not in (None, self._allreduce):
             yield (
                 'all_reduce_fusion_config and comm_fusion["allreduce"] both say how to group AllReduces; '
                 "set one of them to None"
@@ -380,9 +394,9 @@ def _accepts(field: FieldInfo) -> str:
 
 
 def _nested(field: FieldInfo) -> type[_Options] | None:
-    """The options inside a field whose type is options, or options or None."""
-    kinds = (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, _Options)), None)
+    """The options inside a field whose type is options."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, _Options) else None
 
 
 def _unknown(options: type[_Options], key: object, path: str) -> str:

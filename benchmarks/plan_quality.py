@@ -189,8 +189,9 @@ def compiled(case: Case, model: Model) -> pw.Compiled:
     """The plan of `case` for `model`, on the meta device."""
     with torch.device("meta"):
         module, batch = model.build(linear_of(case)), model.batch()
-    # the peers were measured on CPUs, where bytes count and no kind of collective is faster than another
-    with pw.auto_parallel_context(device_num=DEVICES, device_profile="cpu"):
+    # the peers were measured on CPUs, where bytes count and no kind of collective is faster than another; what a plan
+    # holds at most is compared, and groups of gradients would add to it what they wait for
+    with pw.auto_parallel_context(device_num=DEVICES, device_profile="cpu", comm_fusion={"openstate": False}):
         return pw.compile(module, (), batch, **arguments(case, batch))
 
 

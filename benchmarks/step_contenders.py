@@ -80,20 +80,14 @@ def ours(work: Workload, how: Layout, dtype: torch.dtype) -> Contender:
             plan |= {f"blocks.*.{name}.weight": ("tp", None), f"blocks.*.{name}.bias": ("tp",)}
         plan |= {f"blocks.*.{name}.weight": (None, "tp") for name in ROWS}
         arguments = {"in_strategy": work.by("dp" if how.data > 1 else None), "parameter_plan": plan, "mesh": how.mesh}
-        return _ours("partway", work, how, dtype, arguments, {})
-    return _ours("partway", work, how, dtype, {}, {"parallel_mode": "data_parallel"})
+        return contenders.ours("partway", work, how.data, dtype, {}, arguments)
+    return contenders.ours("partway", work, how.data, dtype, {"parallel_mode": "data_parallel"})
 
 
 def ours_searched(work: Workload, how: Layout, dtype: torch.dtype) -> Contender:
     """Partway with only the batch annotated."""
-    return _ours("partway, searched", work, how, dtype, {"in_strategy": work.by("dp"), "mesh": how.mesh}, {})
-
-
-def _ours(
-    name: str, work: Workload, how: Layout, dtype: torch.dtype, arguments: dict[str, Any], options: dict[str, Any]
-) -> Contender:
-    options = {"comm_fusion": {"allreduce": {"mode": "auto", "config": None}}, **options}
-    return contenders.ours(name, work, how.data, dtype, options, arguments)
+    arguments = {"in_strategy": work.by("dp"), "mesh": how.mesh}
+    return contenders.ours("partway, searched", work, how.data, dtype, {}, arguments)
 
 
 def by_hand(work: Workload, how: Layout, dtype: torch.dtype) -> Contender:

@@ -27,6 +27,10 @@ from partway.context import (
 from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.strategy.errors import ContextError
 
+KINDS = ("allreduce", "allgather", "reducescatter")
+AUTO = {"mode": "auto", "config": None}
+GROUPED = Fusion(FusionMode.AUTO)
+
 DEFAULTS = {
     "parallel_mode": "stand_alone",
     "search_mode": "dynamic_programming",
@@ -37,7 +41,7 @@ DEFAULTS = {
     "gradient_fp32_sync": True,
     "parameter_broadcast": False,
     "all_reduce_fusion_config": None,
-    "comm_fusion": None,
+    "comm_fusion": {"openstate": True, **dict.fromkeys(KINDS, AUTO)},
     "strategy_ckpt_config": {"load_file": "", "save_file": "", "only_trainable_params": True},
     "enable_parallel_optimizer": False,
     "parallel_optimizer_config": {"parallel_optimizer_threshold": 64},
@@ -77,17 +81,14 @@ def allreduce(**config: object) -> dict[str, object]:
     return {"comm_fusion": {"allreduce": config}}
 
 
-KINDS = ("allreduce", "allgather", "reducescatter")
-
-
 def fused(**kinds: object) -> dict[str, object]:
-    return {"openstate": True, **dict.fromkeys(KINDS), **kinds}
+    return {"openstate": True, **dict.fromkeys(KINDS, AUTO), **kinds}
 
 
 def test_defaults_are_these() -> None:
     assert {key: get_auto_parallel_context(key) for key in ParallelContext.model_fields} == DEFAULTS
     assert {key: get_algo_parameters(key) for key in AlgoParameters.model_fields} == ALGO_DEFAULTS
-    assert current().fusion_policies == FusionPolicies()
+    assert current().fusion_policies == FusionPolicies(GROUPED, GROUPED, GROUPED)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,8 @@ def test_defaults_are_these() -> None:
         ("all_reduce_fusion_config", [20, 35]),
         ("all_reduce_fusion_config", None),
         ("comm_fusion", {"openstate": False, "allreduce": None, "allgather": None, "reducescatter": None}),
-        ("comm_fusion", fused(allreduce={"mode": "auto", "config": None})),
+        ("comm_fusion", fused(allreduce=None)),
+        ("comm_fusion", fused(allreduce=AUTO)),
         ("comm_fusion", fused(allreduce={"mode": "size", "config": 32}, allgather={"mode": "size", "config": 64})),
         ("comm_fusion", fused(allreduce={"mode": "index", "config": [20, 35]})),
         ("comm_fusion", fused(**{key: {"mode": "overlap", "config": None} for key in KINDS})),
@@ -202,8 +204,9 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"all_reduce_fusion_config": [True, 3]}, "takes whole numbers, 1 or more; [True, 3] has True"),
     (
         {"comm_fusion": 64},
-        "comm_fusion: got 64 (int); accepts None or a dict with the keys openstate, allreduce, allgather and reducesc",
+        "comm_fusion: got 64 (int); accepts a dict with the keys openstate, allreduce, allgather and reducescatter",
     ),
+    ({"comm_fusion": None}, "comm_fusion: got None (NoneType); accepts a dict with the keys openstate, allreduce, all"),
     (
         {"comm_fusion": {"allgather": {"mode": "index", "config": [3]}}},
         'comm_fusion["allgather"]: mode index is one of allreduce only; write one of auto, size, overlap',
@@ -363,8 +366,8 @@ def test_a_contradiction_with_an_earlier_call_is_refused() -> None:
     set_auto_parallel_context(parallel_mode="data_parallel", all_reduce_fusion_config=[20])
     assert "parallel_mode='data_parallel'" in message_of(set_auto_parallel_context, full_batch=True)
     assert "set one of them to None" in message_of(set_auto_parallel_context, **allreduce(mode="auto", config=None))
-    set_auto_parallel_context(all_reduce_fusion_config=None, **allreduce(mode="auto", config=None))
-    assert current().fusion_policies == FusionPolicies(Fusion(FusionMode.AUTO))
+    set_auto_parallel_context(all_reduce_fusion_config=None, **allreduce(mode="size", config=2))
+    assert current().fusion_policies == FusionPolicies(Fusion(FusionMode.SIZE, 2), GROUPED, GROUPED)
 
 
 def test_a_dataset_strategy_can_be_taken_back_before_leaving_the_auto_modes() -> None:
@@ -384,17 +387,33 @@ def test_full_batch_and_its_dataset_strategy_read_the_same() -> None:
 
 
 def test_fusion_policies_are_what_follows_from_both_options() -> None:
+    index = Fusion(FusionMode.INDEX, (20, 35))
     with auto_parallel_context(all_reduce_fusion_config=[20, 35]) as context:
-        assert context.fusion_policies == FusionPolicies(Fusion(FusionMode.INDEX, (20, 35)))
-        set_auto_parallel_context(comm_fusion={"allgather": {"mode": "size", "config": 32}})
-        gathers = Fusion(FusionMode.SIZE, 32)
-        assert current().fusion_policies == FusionPolicies(Fusion(FusionMode.INDEX, (20, 35)), gathers)
+        assert context.fusion_policies == FusionPolicies(index, GROUPED, GROUPED)
+        set_auto_parallel_context(comm_fusion={"allreduce": None, "allgather": {"mode": "size", "config": 32}})
+        assert current().fusion_policies == FusionPolicies(index, Fusion(FusionMode.SIZE, 32), GROUPED)
+        set_auto_parallel_context(all_reduce_fusion_config=None)
+        assert current().fusion_policies == FusionPolicies(None, Fusion(FusionMode.SIZE, 32), GROUPED)
         set_auto_parallel_context(comm_fusion={"openstate": False, "allgather": {"mode": "auto"}})
         assert current().fusion_policies == FusionPolicies()
     with auto_parallel_context(comm_fusion={key: {"mode": "overlap"} for key in KINDS}) as context:
         assert context.fusion_policies == FusionPolicies(*[Fusion(FusionMode.OVERLAP)] * 3)
-    with auto_parallel_context(comm_fusion={"openstate": True}) as context:
+    with auto_parallel_context(comm_fusion=dict.fromkeys(KINDS)) as context:
         assert context.fusion_policies == FusionPolicies()
+    with auto_parallel_context(comm_fusion={"openstate": True}) as context:
+        assert context.fusion_policies == ParallelContext().fusion_policies
+
+
+def test_comm_fusion_reads_as_it_is_in_force() -> None:
+    set_auto_parallel_context(all_reduce_fusion_config=[20, 35])
+    shown = fused(allreduce={"mode": "index", "config": [20, 35]})
+    assert get_auto_parallel_context("comm_fusion") == shown
+    assert f"comm_fusion                default  {shown}\n" in current().describe()
+    set_auto_parallel_context(comm_fusion=get_auto_parallel_context("comm_fusion"))  # says the same twice
+    assert get_auto_parallel_context("comm_fusion") == shown
+    assert "set one of them to None" in message_of(set_auto_parallel_context, all_reduce_fusion_config=[20])
+    set_auto_parallel_context(comm_fusion={"allgather": None}, all_reduce_fusion_config=None)
+    assert get_auto_parallel_context("comm_fusion") == fused(allgather=None)
 
 
 def test_an_existing_strategy_file_is_taken_and_looked_for_only_once(tmp_path: Path) -> None:
@@ -464,18 +483,19 @@ def test_calls_from_many_threads_lose_no_option() -> None:
 def test_the_context_prints_as_a_table_that_tells_set_from_default() -> None:
     set_algo_parameters(fully_use_devices=False)
     assert str(current_algo()) == (
-        "fully_use_devices               False  set\n"
-        "elementwise_op_strategy_follow  False  default\n"
-        "enable_algo_approxi             False  default\n"
-        "algo_approxi_epsilon            0.1    default\n"
-        "tensor_slice_align_enable       False  default\n"
-        "tensor_slice_align_size         16     default\n"
-        "memory_limit                    None   default\n"
-        "optimizer_states                2.0    default"
+        "fully_use_devices               set      False\n"
+        "elementwise_op_strategy_follow  default  False\n"
+        "enable_algo_approxi             default  False\n"
+        "algo_approxi_epsilon            default  0.1\n"
+        "tensor_slice_align_enable       default  False\n"
+        "tensor_slice_align_size         default  16\n"
+        "memory_limit                    default  None\n"
+        "optimizer_states                default  2.0"
     )
-    with auto_parallel_context(**allreduce(mode="size", config=32)):
+    with auto_parallel_context(comm_fusion={"allreduce": {"mode": "size", "config": 32}, "allgather": None}):
         assert (
-            "{'openstate': True, 'allreduce': {'mode': 'size', 'config': 32}, 'allgather': None" in current().describe()
+            "set      {'openstate': True, 'allreduce': {'mode': 'size', 'config': 32}, 'allgather': None, "
+            "'reducescatter': {'mode': 'auto', 'config': None}}\n" in current().describe()
         )
 
 

@@ -407,9 +407,10 @@ SPLIT = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"paral
 
 @functools.cache
 def whole_step(axes, split, dtype=torch.float32):
-    """A step of `Wide` whose batch is split over dp, with its profile; `split`: its parameters are too."""
+    """A step of `Wide` whose batch is split over dp, nothing grouped; `split`: its parameters are too."""
     model, x = Wide().to(dtype), torch.zeros(16, 8, dtype=dtype)
-    with pw.auto_parallel_context(parallel_mode="data_parallel", **(SPLIT if split else {})):
+    alone = {"comm_fusion": {"openstate": False}}
+    with pw.auto_parallel_context(parallel_mode="data_parallel", **alone, **(SPLIT if split else {})):
         return pw.compile(model, (x,), mesh=dict(axes)).program
 
 

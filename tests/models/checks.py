@@ -87,8 +87,25 @@ def counted(collectives: Iterable[Any]) -> Counter[tuple[Any, ...]]:
     return Counter((str(c.kind), c.axes, c.group_size, c.payload_bytes, c.phase) for c in collectives)
 
 
+def carried(collectives: Iterable[Any]) -> tuple[Counter[tuple[Any, ...]], Counter[tuple[Any, ...]]]:
+    """What planned collectives or those of a program carry, however they are grouped: which tensors, and the bytes."""
+    tensors: Counter[tuple[Any, ...]] = Counter()
+    payload: Counter[tuple[Any, ...]] = Counter()
+    for c in collectives:
+        key = str(c.kind), c.axes, c.group_size, c.phase
+        tensors.update((*key, name) for name in c.members)
+        payload[key] += c.payload_bytes
+    return tensors, payload
+
+
 def run_and_count(model: Any, batch: Batch) -> Counter[tuple[Any, ...]]:
     """What one training step of `model` communicates."""
     with pw.record_collectives() as events:
         loss_of(model(**batch)).backward()
     return counted(events)
+
+
+def assert_sends_as_planned(model: Any, batch: Batch) -> None:
+    """What runs is what the program lists, and that is what the plan lists, in groups."""
+    assert run_and_count(model, batch) == counted(model.program.collectives)
+    assert carried(model.program.collectives) == carried(model.plan.collectives)

@@ -92,7 +92,6 @@ def test_micro_batches_of_other_shapes_are_reduced_with_the_last() -> None:
 
 
 def test_the_collectives_of_the_last_micro_batch_are_grouped_like_any() -> None:
-    pw.set_auto_parallel_context(comm_fusion={"allreduce": {"mode": "auto", "config": None}})
     model = sharded(network())
     said = steps_of((0, 1, 3), model)
     assert said == [[], [], [str(Kind.ALL_REDUCE)] * 2]  # those of its own, and those of the shape that waited

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import assert_same_gradients, assert_same_loss, counted, gradients, run_and_count, tolerance
+from checks import assert_same_gradients, assert_same_loss, assert_sends_as_planned, carried, gradients, tolerance
 from torch import nn
 from torch.utils.checkpoint import (
     checkpoint,
@@ -107,8 +107,7 @@ def test_checkpointed_blocks_give_the_numbers_of_one_device_and_are_not_kept(par
     check(model, Net(SAVED, dropout), batch())
     assert saved_bytes(model) < 0.5 * saved_bytes(whole)
     assert not any("gelu" in node.name or "tanh" in node.name for node in saved(model))
-    assert counted(model.program.collectives) == counted(model.plan.collectives), "none runs twice"
-    assert run_and_count(model, batch()) == counted(model.plan.collectives)
+    assert_sends_as_planned(model, batch())  # none runs twice
 
 
 def test_memory_of_the_plan_leaves_out_what_is_computed_again():
@@ -214,8 +213,9 @@ def test_a_checkpoint_around_the_sharded_function_is_no_region():
 
 
 def split_at_rest(reshard, build=Net, size=256, **algo):
-    """A model whose parameters are split over the data axis, and the plain one."""
+    """A model whose parameters are split over the data axis, each gathered by itself."""
     pw.set_auto_parallel_context(
+        comm_fusion={"openstate": False},
         parallel_mode="data_parallel",
         device_num=4,
         enable_parallel_optimizer=True,
@@ -240,8 +240,7 @@ def test_gathered_weights_are_gathered_again():
     assert saved_bytes(again) < saved_bytes(kept)
     assert kept.plan.memory.activations - again.plan.memory.activations == 8 * (8 * 8 * 16 + 2 * 8)
     for model in (kept, again):
-        assert counted(model.program.collectives) == counted(model.plan.collectives)
-        assert run_and_count(model, batch(256)) == counted(model.plan.collectives)
+        assert_sends_as_planned(model, batch(256))
 
 
 def test_a_gather_runs_right_before_its_first_use():
@@ -267,8 +266,8 @@ def test_the_plan_lists_the_gathers_of_the_backward(name):
     given = case.batch(size=512 if name == "mlp" else 64)
     model = pw.shard(case.build())
     check(model, case.build(), given, tolerance(torch.float64, case.single))
-    assert gathers(model)
-    assert counted(model.program.collectives) == counted(model.plan.collectives)
+    assert any(c.phase == "backward" and c.kind is Kind.ALL_GATHER for c in model.program.collectives)
+    assert carried(model.program.collectives) == carried(model.plan.collectives)
 
 
 def test_weights_inside_checkpointed_blocks_are_gathered_again():
@@ -279,7 +278,7 @@ def test_weights_inside_checkpointed_blocks_are_gathered_again():
     assert not gathers(kept)
     assert len(gathers(again)) == 18  # biases too: the layers run again
     assert saved_bytes(again) < saved_bytes(kept)
-    assert counted(again.program.collectives) == counted(again.plan.collectives)
+    assert carried(again.program.collectives) == carried(again.plan.collectives)
 
 
 def test_weights_that_are_cast_are_gathered_again():
