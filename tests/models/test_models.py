@@ -103,6 +103,6 @@ def test_training_equals_one_device_in_float64(name: str, annotations: Any) -> N
     check(name, annotations, torch.float64)
 
 
-@pytest.mark.parametrize("name", (pytest.param(n, marks=pytest.mark.slow) if n == "resnet50" else n for n in CASES))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "resnet50" else n for n in CASES])
 def test_training_equals_one_device_in_float32(name: str) -> None:
     check(name, _both, torch.float32)
