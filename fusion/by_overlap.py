@@ -1,20 +1,23 @@
-"""Group by overlap: the groups that the cost model says hide most.
+"""Group by overlap: the groups with which the predicted schedule ends first.
 
-Two exact searches over boundaries propose groups. Members of a segment that have several keys are a group for each.
+Gradients, exactly: `best_ends` plays the schedule up to each member with all that may have come of it (`search`). A
+state says when computing goes on, when the lane is free, when each collective is over that something still reads, and
+where the open group of each key begins; at a member its group ends, or goes on. A state that another one beats in all
+of that goes. So of all groups that are contiguous among the members of their key, as those of every index and size
+are, none is predicted to end earlier.
 
-    ready    gradients: a group is issued when its last member is ready, and computing does not wait for it
-    needed   weights: a group is issued when the group before it is first used, and computing waits for it
-
-Each is exact while nothing else is on the communication lane. What else is there the prediction of the whole schedule
-knows: `best` asks it about these proposals, about auto, about sizes in powers of two and about no grouping at all, and
-takes what ends first. So this mode never predicts worse than any of those; nor than any index or size as long as no
-collective that computing waits for comes between the gradients (two such plans were seen 1 % apart).
+Weights: `needed` is exact while nothing else is on the lane; what it finds is a proposal among others (`proposals`), of
+which the prediction of the whole schedule takes the `best`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,16 +26,396 @@ from . import by_index, by_size
 from .policy import AUTO_MB, MB, Groups, Key, Member
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 _ROUNDING = 1 + 1e-12  # sums of the same seconds in another order
+WIDTHS = (16, 256, 4096)  # states that are kept: more where fewer were not enough for a proof
 
 Costs = Mapping[Key, tuple[float, float]]  # of a key's collectives: the seconds of one, and what each byte adds
 
 
-def best(proposals: Sequence[Groups], predicted: Callable[[Groups], float]) -> Groups:
+def best(proposals: Iterable[Groups], predicted: Callable[[Groups], float]) -> Groups:
     """Of `proposals` the first with the least `predicted` seconds, but for rounding."""
     seconds = {groups: predicted(groups) for groups in proposals}
     least = min(seconds.values()) * _ROUNDING
     return next(groups for groups, found in seconds.items() if found <= least)
+
+
+# -- Gradients: a group is issued when its last member is ready ------------------------------------------------------
+
+
+class Compute(NamedTuple):
+    """Computing waits for the collectives `others` and for those of `members`, and then takes `seconds`. What reads
+    members stands back until their groups have been issued."""
+
+    seconds: float
+    others: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
+
+
+class Send(NamedTuple):
+    """Another collective is issued, that takes `seconds`."""
+
+    number: int
+    seconds: float
+
+
+class Offer(NamedTuple):
+    """A member is ready."""
+
+    member: int
+
+
+Event = Compute | Send | Offer
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What is played: the members, what their keys cost, and the events in which each member is offered once, in order.
+
+    Computing, sending and the order of both are the same whatever the groups are, but for what reads a member.
+    """
+
+    members: Sequence[Member]
+    costs: Costs
+    events: Sequence[Event]
+
+    @cached_property
+    def keys(self) -> tuple[Key, ...]:
+        return tuple(dict.fromkeys(member.key for member in self.members))
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """Of each member the number of its key, and its place among the members of that."""
+        count: dict[Key, int] = defaultdict(int)
+        found = []
+        for member in self.members:
+            found.append((self.keys.index(member.key), count[member.key]))
+            count[member.key] += 1
+        return tuple(found)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """The number of members of each key."""
+        return tuple(sum(key == of for of, _ in self.places) for key in range(len(self.keys)))
+
+    @cached_property
+    def bytes_before(self) -> tuple[Floats, ...]:
+        """Of each key, by count of its members, the bytes of those before."""
+        sizes: list[list[int]] = [[0] for _ in self.keys]
+        for member, (key, _) in zip(self.members, self.places, strict=True):
+            sizes[key].append(member.bytes)
+        return tuple(np.cumsum(np.array(each, dtype=np.float64)) for each in sizes)
+
+    @cached_property
+    def levels(self) -> tuple[Ints, ...]:
+        """Of each key, by count of its members, how many of those before are read."""
+        read = {member for event in self.events if isinstance(event, Compute) for member in event.members}
+        found: list[list[int]] = [[0] for _ in self.keys]
+        for member, (key, _) in enumerate(self.places):
+            found[key].append(found[key][-1] + (member in read))
+        return tuple(map(np.array, found))
+
+    @cached_property
+    def last_read(self) -> dict[tuple[bool, int], int]:
+        """Of each collective (a member's: True) the last event that reads it."""
+        found: dict[tuple[bool, int], int] = {}
+        for position, event in enumerate(self.events):
+            if isinstance(event, Compute):
+                found |= {(False, other): position for other in event.others}
+                found |= {(True, member): position for member in event.members}
+        return found
+
+
+def seconds(problem: Gradients, groups: Groups) -> float:
+    """How long the schedule with `groups` takes; each member is in one of them."""
+    group_of = {member: group for group in groups for member in group}
+    clock = lane = 0.0
+    others: dict[int, float] = {}
+    over: dict[int, float] = {}  # of the members that have been sent
+    late: list[Compute] = []
+    for event in problem.events:
+        match event:
+            case Send(number, taken):
+                lane = others[number] = max(lane, clock) + taken
+            case Compute(taken, read, members):
+                if all(member in over for member in members):
+                    waits = [others[other] for other in read] + [over[member] for member in members]
+                    clock = max([clock, *waits]) + taken
+                else:
+                    late.append(event)
+            case Offer(member) if member == group_of[member][-1]:
+                group = group_of[member]
+                waiting, per_byte = problem.costs[problem.members[member].key]
+                lane = max(lane, clock) + waiting + per_byte * sum(problem.members[i].bytes for i in group)
+                over.update(dict.fromkeys(group, lane))
+                now = [each for each in late if all(member in over for member in each.members)]
+                late = [each for each in late if each not in now] if now else late
+                clock = max(clock, lane) + sum(each.seconds for each in now) if now else clock
+    return max(clock, lane)
+
+
+def best_groups(problem: Gradients) -> Groups:
+    """The groups with which the schedule ends first; of equals, groups are long from the end on: what is hidden anyway
+    need not be sent in more messages.
+
+    It is the optimum unless more than the last of WIDTHS states were in question at once; even then no size in powers
+    of two MB and no auto is predicted to end earlier.
+    """
+    if not problem.members:
+        return ()
+    *known, _ = proposals(problem.members, (len(problem.members),))
+    found = best(known, lambda groups: seconds(problem, groups))
+    for width in WIDTHS:
+        better, proved = search(problem, width, seconds(problem, found))
+        found = better or found
+        if proved:
+            break
+    return _joined(problem, found)
+
+
+def _joined(problem: Gradients, groups: Groups) -> Groups:
+    """`groups` with those joined to the group before, from the end on, that do not make the schedule end earlier."""
+    deadline = seconds(problem, groups) * _ROUNDING
+    kept = list(groups)
+    for group in sorted(groups, key=lambda group: group[-1], reverse=True):
+        group = next(each for each in kept if each[-1] == group[-1] or group[-1] in each)
+        key = problem.members[group[0]].key
+        before = [each for each in kept if problem.members[each[0]].key == key and each[-1] < group[0]]
+        if before:
+            previous = max(before)
+            joined = sorted([each for each in kept if each not in (previous, group)] + [(*previous, *group)])
+            kept = joined if seconds(problem, tuple(joined)) <= deadline else kept
+    return tuple(sorted(kept))
+
+
+class _Bound(NamedTuple):
+    """How long it takes at least from here to the end: after the clock, after the lane is free, and after each
+    collective that is read is over. `work`: of what comes, the seconds on the lane."""
+
+    clock: float
+    lane: float
+    over: Mapping[int, float]
+    work: float
+
+
+def _bounds(problem: Gradients) -> list[_Bound]:
+    """What is left before each event, and after the last. Other collectives wait for each other only; the members take
+    the lane for their bytes and, of each key, for one message."""
+    bound = _Bound(0.0, 0.0, {}, 0.0)
+    found = [bound]
+    for event in reversed(problem.events):
+        clock, lane, over, work = bound
+        match event:
+            case Compute(taken, others, ()):
+                clock, over = clock + taken, {**over, **{o: max(over.get(o, 0.0), clock + taken) for o in others}}
+            case Send(number, taken):
+                lane, work = max(lane, over.get(number, 0.0)) + taken, work + taken
+                over = {other: left for other, left in over.items() if other != number}
+            case Offer(member):
+                key, place = problem.places[member]
+                waiting, per_byte = problem.costs[problem.keys[key]]
+                work += per_byte * problem.members[member].bytes + waiting * (place + 1 == problem.counts[key])
+        lane = max(lane, work)
+        bound = _Bound(max(clock, lane), lane, over, work)
+        found.append(bound)
+    return found[::-1]
+
+
+@dataclass(frozen=True)
+class _States:
+    """What may have come, one column for each state.
+
+    times    rows: the clock, when the lane is free, when the collectives in `slots` are over (of a member that has
+             not been sent: never)
+    begins   one row for each key: where its open group begins
+    slots    (whether it is a member, number) of the rows of `times` after the first two
+    """
+
+    times: Floats
+    begins: Ints
+    slots: tuple[tuple[bool, int], ...]
+
+    def take(self, which: Bools | Ints) -> _States:
+        return replace(self, times=self.times[:, which], begins=self.begins[:, which])
+
+    def over(self, slot: tuple[bool, int]) -> Floats:
+        row: Floats = self.times[2 + self.slots.index(slot)]
+        return row
+
+    def with_slot(self, slot: tuple[bool, int], over: Floats) -> _States:
+        return replace(self, times=np.vstack([self.times, over[None]]), slots=(*self.slots, slot))
+
+    def without(self, slots: Iterable[tuple[bool, int]]) -> _States:
+        gone = set(slots) & set(self.slots)
+        if not gone:
+            return self
+        kept = [0, 1, *(2 + row for row, slot in enumerate(self.slots) if slot not in gone)]
+        return replace(self, times=self.times[kept], slots=tuple(slot for slot in self.slots if slot not in gone))
+
+
+def search(problem: Gradients, width: int, known: float) -> tuple[Groups | None, bool]:
+    """Groups that take less than `known` seconds, if any are found; and whether it is proved that there are no better
+    ones, as no more than `width` states were in question at once."""
+    bounds = _bounds(problem)
+    states = _States(np.zeros((2, 1)), np.zeros((len(problem.keys), 1), dtype=np.int64), ())
+    late: list[Compute] = []
+    history: list[tuple[Ints, Bools]] = []  # for each member: the state before, and whether its group ends here
+    offered = [0] * len(problem.keys)
+    proved, full = True, 8
+    for position, event in enumerate(problem.events):
+        times = states.times
+        match event:
+            case Compute(taken, (), ()):
+                times[0] += taken
+            case Compute(taken, others, members):
+                read = [(False, other) for other in others] + [(True, member) for member in members]
+                runs = ~_open(problem, states.begins, event) if members else slice(None)
+                waits = np.max([times[0], *(states.over(slot) for slot in read)], axis=0)
+                times[0] = np.where(runs, waits + taken, times[0]) if members else waits + taken
+                late += [event] if members else []
+                states = states.without(slot for slot in read if problem.last_read[slot] == position)
+            case Send(number, taken):
+                times[1] = np.maximum(times[1], times[0]) + taken
+                if (False, number) in problem.last_read:
+                    states = states.with_slot((False, number), times[1])
+            case Offer(member):
+                key, place = problem.places[member]
+                if problem.last_read.get((True, member), 0) > position:
+                    states = states.with_slot((True, member), np.full(times.shape[1], math.inf))
+                ended, late = _ended(problem, states, member, late), _still(problem, states, late)
+                parents = np.arange(times.shape[1])
+                np.maximum(ended.times, ended.times[0], out=ended.times)
+                kept = _front(problem, ended)
+                ended = ended.take(kept)
+                parents_ended = parents[kept]
+                if place + 1 == problem.counts[key]:
+                    states, parents, ends = ended, parents_ended, np.ones(len(kept), dtype=np.bool_)
+                else:
+                    np.maximum(states.times, states.times[0], out=states.times)
+                    left = np.flatnonzero(~_beaten(problem, states, ended))
+                    states = replace(
+                        states,
+                        times=np.hstack([states.times[:, left], ended.times]),
+                        begins=np.hstack([states.begins[:, left], ended.begins]),
+                    )
+                    parents = np.concatenate([parents[left], parents_ended])
+                    ends = np.arange(len(parents)) >= len(left)
+                offered[key] = place + 1
+                least = _least(problem, states, bounds[position + 1], offered)
+                kept = np.flatnonzero(least * _ROUNDING < known)
+                if len(kept) > 2 * full:
+                    kept = kept[_front(problem, states.take(kept))]
+                    full = max(len(kept), 8)
+                if len(kept) > width:
+                    proved = False
+                    kept = kept[np.argsort(least[kept], kind="stable")[:width]]
+                states = states.take(kept)
+                history.append((parents[kept], ends[kept]))
+                if not len(kept):
+                    return None, proved
+    end = np.maximum(states.times[0], states.times[1])
+    if end.min() * _ROUNDING >= known:
+        return None, proved
+    return _groups(problem, history, int(end.argmin())), proved
+
+
+def _groups(problem: Gradients, history: Sequence[tuple[Ints, Bools]], state: int) -> Groups:
+    """The groups that have led to `state`."""
+    ends = []
+    for parents, ended in reversed(history):
+        ends.append(bool(ended[state]))
+        state = int(parents[state])
+    found: list[tuple[int, ...]] = []
+    opened: dict[int, tuple[int, ...]] = {}
+    for member, ended_here in enumerate(reversed(ends)):
+        key = problem.places[member][0]
+        group = (*opened.pop(key, ()), member)
+        if ended_here:
+            found.append(group)
+        else:
+            opened[key] = group
+    return tuple(sorted(found))
+
+
+def _open(problem: Gradients, begins: Ints, event: Compute) -> Bools:
+    """In which states a member that `event` reads has not been sent."""
+    found = np.zeros(begins.shape[1], dtype=np.bool_)
+    for member in event.members:
+        key, place = problem.places[member]
+        found |= begins[key] <= place
+    return found
+
+
+def _ended(problem: Gradients, states: _States, member: int, late: Sequence[Compute]) -> _States:
+    """`states` after the open groups of `member`'s key have ended with it; what stood back for it then runs."""
+    key, place = problem.places[member]
+    waiting, per_byte = problem.costs[problem.keys[key]]
+    times, begins = states.times.copy(), states.begins.copy()
+    sizes = problem.bytes_before[key]
+    over = times[1] = np.maximum(times[1], times[0]) + waiting + per_byte * (sizes[place + 1] - sizes[begins[key]])
+    for row, (is_member, number) in enumerate(states.slots, 2):
+        if is_member and problem.places[number][0] == key:
+            times[row] = np.where(problem.places[number][1] >= begins[key], over, times[row])
+    begins[key] = place + 1
+    if late:
+        runs = np.zeros(times.shape[1], dtype=np.bool_)
+        taken = np.zeros(times.shape[1])
+        for event in late:
+            now = _open(problem, states.begins, event) & ~_open(problem, begins, event)
+            runs |= now
+            taken += np.where(now, event.seconds, 0.0)
+        times[0] = np.where(runs, np.maximum(times[0], over) + taken, times[0])
+    return _States(times, begins, states.slots)
+
+
+def _still(problem: Gradients, states: _States, late: Sequence[Compute]) -> list[Compute]:
+    """Of `late` what still stands back in one of `states`."""
+    return [event for event in late if _open(problem, states.begins, event).any()]
+
+
+def _beaten(problem: Gradients, states: _States, by: _States) -> Bools:
+    """Which of `states` are no better in anything than one of `by`.
+
+    Who has sent more has less to send. But what reads a gradient that was sent makes computing wait for it, and what
+    reads one that was not stands back: with such readers, states that have not sent the same cannot be compared.
+    """
+    found = np.zeros(states.times.shape[1], dtype=np.bool_)
+    levels, by_levels = (
+        np.stack([level[each.begins[key]] for key, level in enumerate(problem.levels)]) for each in (states, by)
+    )
+    for column in range(by.times.shape[1]):
+        found |= (
+            (by.times[:, column, None] <= states.times).all(0)
+            & (by.begins[:, column, None] >= states.begins).all(0)
+            & (by_levels[:, column, None] == levels).all(0)
+        )
+    return found
+
+
+def _front(problem: Gradients, states: _States) -> Ints:
+    """The states, by number, that no other one beats; of equals one."""
+    left = np.lexsort((*-states.begins, states.times[0], states.times[1]))
+    found = []
+    while len(left):
+        first, left = left[0], left[1:]
+        found.append(first)
+        left = left[~_beaten(problem, states.take(left), states.take(np.array([first])))]
+    return np.array(found, dtype=np.int64)
+
+
+def _least(problem: Gradients, states: _States, bound: _Bound, offered: Sequence[int]) -> Floats:
+    """How long the schedule takes at least, from each of `states` on."""
+    opened = np.zeros(states.times.shape[1])
+    for key, sizes in enumerate(problem.bytes_before):
+        opened += problem.costs[problem.keys[key]][1] * (sizes[offered[key]] - sizes[states.begins[key]])
+    clock, lane = states.times[:2]
+    over = [states.over((False, o)) + left for o, left in bound.over.items() if (False, o) in states.slots]
+    least: Floats = np.max([clock + bound.clock, lane + bound.lane, lane + opened + bound.work, *over], axis=0)
+    return least
+
+
+# -- Weights: a group is issued when the group before it is first used ------------------------------------------------
 
 
 def proposals(members: Sequence[Member], found: Sequence[int]) -> Iterator[Groups]:
@@ -43,46 +426,6 @@ def proposals(members: Sequence[Member], found: Sequence[int]) -> Iterator[Group
     for limit in (0, *(MB << power for power in range(max(total // MB, 1).bit_length() + 1)), AUTO_MB * MB):
         yield by_size.group(members, limit)
     yield ()
-
-
-def ready(members: Sequence[Member], times: Sequence[float], costs: Costs) -> tuple[int, ...]:
-    """The counts after which segments end so that the last collective ends first; `times`: when each member is ready,
-    in seconds, ascending.
-
-    With members of one key, `finish(j) = min over i < j of max(finish(i), times[j - 1]) + cost(i..j)`: an earlier end
-    of the lane is never worse for what follows. A segment's keys follow one another as their last members come. Of
-    equals, segments are long from the end on: what is hidden anyway need not be sent in more messages.
-    """
-    count, keys = len(members), _columns(members)
-    bytes_before, members_before = _sums(members, keys)
-    finish = np.zeros(count + 1)
-    last: dict[Key, int] = {}  # the latest member of each key so far
-    latest: list[dict[Key, int]] = [{}]  # the same for each count of members
-
-    def segments(end: int) -> tuple[Floats, Floats]:
-        """Of the segments that end at `end`, by where they begin: when the lane ends, and how long they take."""
-        lane, taken = finish[:end].copy(), np.zeros(end)
-        for key, position in sorted(latest[end].items(), key=lambda item: item[1]):
-            waiting, per_byte = costs[key]
-            column = keys[key]
-            there = members_before[end, column] > members_before[:end, column]
-            seconds = waiting + per_byte * (bytes_before[end, column] - bytes_before[:end, column])
-            lane = np.where(there, np.maximum(lane, times[position]) + seconds, lane)
-            taken += np.where(there, seconds, 0.0)
-        return lane, taken
-
-    for end in range(1, count + 1):
-        last[members[end - 1].key] = end - 1
-        latest.append(dict(last))
-        finish[end] = segments(end)[0].min()
-    ends: list[int] = []
-    deadline = finish[count]
-    while count:
-        ends.append(count)
-        lane, taken = segments(count)
-        count = int((lane <= max(deadline, lane.min()) * _ROUNDING).argmax())  # the longest that is in time
-        deadline -= taken[count]
-    return tuple(reversed(ends))
 
 
 def needed(members: Sequence[Member], times: Sequence[float], costs: Costs) -> tuple[int, ...]:
