@@ -29,7 +29,10 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 _ROUNDING = 1 + 1e-12  # sums of the same seconds in another order
-WIDTHS = (16, 256, 4096)  # states that are kept: more where fewer were not enough for a proof
+# The searches one after the other, until one proves something: whether the groups of all keys end together, and how
+# many states are kept. With several keys there are too many states unless they do; but what is found is better.
+_ONE_KEY = (False, 16), (False, 256), (False, 2048)
+_SEVERAL_KEYS = (False, 16), (False, 64), (True, 256), (True, 2048)
 
 Costs = Mapping[Key, tuple[float, float]]  # of a key's collectives: the seconds of one, and what each byte adds
 
@@ -61,9 +64,10 @@ class Send(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """A member is ready."""
+    """A member is ready. Computing waits for the collectives `others` when its group is issued."""
 
     member: int
+    others: tuple[int, ...] = ()
 
 
 Event = Compute | Send | Offer
@@ -117,13 +121,25 @@ class Gradients:
         return tuple(map(np.array, found))
 
     @cached_property
+    def waits(self) -> dict[int, tuple[int, ...]]:
+        """The collectives that members wait for."""
+        return {event.member: event.others for event in self.events if isinstance(event, Offer) and event.others}
+
+    @cached_property
     def last_read(self) -> dict[tuple[bool, int], int]:
-        """Of each collective (a member's: True) the last event that reads it."""
+        """Of each collective (a member's: True) the last event that reads it. (What a member waits for is read when its
+        group ends, perhaps at the last member of its key.)"""
         found: dict[tuple[bool, int], int] = {}
+        ends: dict[int, int] = {}
         for position, event in enumerate(self.events):
             if isinstance(event, Compute):
                 found |= {(False, other): position for other in event.others}
                 found |= {(True, member): position for member in event.members}
+            elif isinstance(event, Offer):
+                ends[self.places[event.member][0]] = position
+        for member, others in self.waits.items():
+            for other in others:
+                found[False, other] = max(found.get((False, other), 0), ends[self.places[member][0]])
         return found
 
 
@@ -133,6 +149,7 @@ def seconds(problem: Gradients, groups: Groups) -> float:
     clock = lane = 0.0
     others: dict[int, float] = {}
     over: dict[int, float] = {}  # of the members that have been sent
+    waits_of: dict[int, float] = {}  # when all is over that a member waits for
     late: list[Compute] = []
     for event in problem.events:
         match event:
@@ -144,8 +161,12 @@ def seconds(problem: Gradients, groups: Groups) -> float:
                     clock = max([clock, *waits]) + taken
                 else:
                     late.append(event)
-            case Offer(member) if member == group_of[member][-1]:
+            case Offer(member, read):
+                waits_of[member] = max((others[other] for other in read), default=0.0)
                 group = group_of[member]
+                if member != group[-1]:
+                    continue
+                clock = max(clock, *(waits_of[each] for each in group))
                 waiting, per_byte = problem.costs[problem.members[member].key]
                 lane = max(lane, clock) + waiting + per_byte * sum(problem.members[i].bytes for i in group)
                 over.update(dict.fromkeys(group, lane))
@@ -159,32 +180,38 @@ def best_groups(problem: Gradients) -> Groups:
     """The groups with which the schedule ends first; of equals, groups are long from the end on: what is hidden anyway
     need not be sent in more messages.
 
-    It is the optimum unless more than the last of WIDTHS states were in question at once; even then no size in powers
-    of two MB and no auto is predicted to end earlier.
+    No index and no size is predicted to end earlier, unless more than 2048 states were in question at once;
+    even then no size is.
     """
-    if not problem.members:
+    members = problem.members
+    if not members:
         return ()
-    *known, _ = proposals(problem.members, (len(problem.members),))
-    found = best(known, lambda groups: seconds(problem, groups))
-    for width in WIDTHS:
-        better, proved = search(problem, width, seconds(problem, found))
+
+    def predicted(groups: Groups) -> float:
+        return seconds(problem, groups)
+
+    found, proved = best(proposals(members), predicted), False
+    several = len(problem.keys) > 1
+    for tied, width in _SEVERAL_KEYS if several else _ONE_KEY:
+        better, proved = search(problem, width, predicted(found), tied=tied)
         found = better or found
         if proved:
             break
+    if tied or not proved:
+        found = best((found, *sizes(members)), predicted)
     return _joined(problem, found)
 
 
 def _joined(problem: Gradients, groups: Groups) -> Groups:
     """`groups` with those joined to the group before, from the end on, that do not make the schedule end earlier."""
     deadline = seconds(problem, groups) * _ROUNDING
-    kept = list(groups)
+    kept = set(groups)
     for group in sorted(groups, key=lambda group: group[-1], reverse=True):
-        group = next(each for each in kept if each[-1] == group[-1] or group[-1] in each)
         key = problem.members[group[0]].key
-        before = [each for each in kept if problem.members[each[0]].key == key and each[-1] < group[0]]
-        if before:
-            previous = max(before)
-            joined = sorted([each for each in kept if each not in (previous, group)] + [(*previous, *group)])
+        before = max((other for other in kept if other < group and problem.members[other[0]].key == key), default=None)
+        if before is not None:
+            after = next(other for other in kept if group[-1] in other)
+            joined = kept - {before, after} | {before + after}
             kept = joined if seconds(problem, tuple(joined)) <= deadline else kept
     return tuple(sorted(kept))
 
@@ -212,7 +239,7 @@ def _bounds(problem: Gradients) -> list[_Bound]:
             case Send(number, taken):
                 lane, work = max(lane, over.get(number, 0.0)) + taken, work + taken
                 over = {other: left for other, left in over.items() if other != number}
-            case Offer(member):
+            case Offer(member, _):
                 key, place = problem.places[member]
                 waiting, per_byte = problem.costs[problem.keys[key]]
                 work += per_byte * problem.members[member].bytes + waiting * (place + 1 == problem.counts[key])
@@ -229,15 +256,17 @@ class _States:
     times    rows: the clock, when the lane is free, when the collectives in `slots` are over (of a member that has
              not been sent: never)
     begins   one row for each key: where its open group begins
+    free     one row for each key: whether it may begin a group
     slots    (whether it is a member, number) of the rows of `times` after the first two
     """
 
     times: Floats
     begins: Ints
+    free: Bools
     slots: tuple[tuple[bool, int], ...]
 
     def take(self, which: Bools | Ints) -> _States:
-        return replace(self, times=self.times[:, which], begins=self.begins[:, which])
+        return replace(self, times=self.times[:, which], begins=self.begins[:, which], free=self.free[:, which])
 
     def over(self, slot: tuple[bool, int]) -> Floats:
         row: Floats = self.times[2 + self.slots.index(slot)]
@@ -246,19 +275,27 @@ class _States:
     def with_slot(self, slot: tuple[bool, int], over: Floats) -> _States:
         return replace(self, times=np.vstack([self.times, over[None]]), slots=(*self.slots, slot))
 
-    def without(self, slots: Iterable[tuple[bool, int]]) -> _States:
-        gone = set(slots) & set(self.slots)
+    def without_past(self, problem: Gradients, position: int) -> _States:
+        """These, without what nothing reads after the event at `position`, or what is over in all of them."""
+        over = (self.times[2:] <= self.times[0]).all(1)
+        gone = {
+            slot for slot, past in zip(self.slots, over, strict=True) if past or problem.last_read[slot] <= position
+        }
         if not gone:
             return self
         kept = [0, 1, *(2 + row for row, slot in enumerate(self.slots) if slot not in gone)]
         return replace(self, times=self.times[kept], slots=tuple(slot for slot in self.slots if slot not in gone))
 
 
-def search(problem: Gradients, width: int, known: float) -> tuple[Groups | None, bool]:
+def search(problem: Gradients, width: int, known: float, *, tied: bool) -> tuple[Groups | None, bool]:
     """Groups that take less than `known` seconds, if any are found; and whether it is proved that there are no better
-    ones, as no more than `width` states were in question at once."""
+    ones, as no more than `width` states were in question at once.
+
+    The groups of a key are contiguous among its members; those of all keys end together, as an index makes them, if
+    they are `tied`: a key whose group has ended begins another one when no group is open.
+    """
     bounds = _bounds(problem)
-    states = _States(np.zeros((2, 1)), np.zeros((len(problem.keys), 1), dtype=np.int64), ())
+    states = _States(np.zeros((2, 1)), np.zeros((len(problem.keys), 1), dtype=np.int64), np.ones((len(problem.keys), 1), dtype=np.bool_), ())
     late: list[Compute] = []
     history: list[tuple[Ints, Bools]] = []  # for each member: the state before, and whether its group ends here
     offered = [0] * len(problem.keys)
@@ -271,37 +308,39 @@ def search(problem: Gradients, width: int, known: float) -> tuple[Groups | None,
             case Compute(taken, others, members):
                 read = [(False, other) for other in others] + [(True, member) for member in members]
                 runs = ~_open(problem, states.begins, event) if members else slice(None)
-                waits = np.max([times[0], *(states.over(slot) for slot in read)], axis=0)
+                waits = np.max([times[0], *(states.over(slot) for slot in read if slot in states.slots)], axis=0)
                 times[0] = np.where(runs, waits + taken, times[0]) if members else waits + taken
                 late += [event] if members else []
-                states = states.without(slot for slot in read if problem.last_read[slot] == position)
             case Send(number, taken):
                 times[1] = np.maximum(times[1], times[0]) + taken
                 if (False, number) in problem.last_read:
                     states = states.with_slot((False, number), times[1])
-            case Offer(member):
+            case Offer(member, _):
                 key, place = problem.places[member]
                 if problem.last_read.get((True, member), 0) > position:
                     states = states.with_slot((True, member), np.full(times.shape[1], math.inf))
-                ended, late = _ended(problem, states, member, late), _still(problem, states, late)
-                parents = np.arange(times.shape[1])
-                np.maximum(ended.times, ended.times[0], out=ended.times)
+                offered[key] = place + 1
+                parents = np.flatnonzero(states.free[key])
+                states = states.take(parents)
+                if not len(parents):
+                    return None, proved
+                np.maximum(states.times, states.times[0], out=states.times)
+                ended, late = _ended(problem, states, member, late, offered, tied), _still(problem, states, late)
                 kept = _front(problem, ended)
                 ended = ended.take(kept)
                 parents_ended = parents[kept]
                 if place + 1 == problem.counts[key]:
                     states, parents, ends = ended, parents_ended, np.ones(len(kept), dtype=np.bool_)
                 else:
-                    np.maximum(states.times, states.times[0], out=states.times)
                     left = np.flatnonzero(~_beaten(problem, states, ended))
                     states = replace(
                         states,
                         times=np.hstack([states.times[:, left], ended.times]),
                         begins=np.hstack([states.begins[:, left], ended.begins]),
+                        free=np.hstack([states.free[:, left], ended.free]),
                     )
                     parents = np.concatenate([parents[left], parents_ended])
                     ends = np.arange(len(parents)) >= len(left)
-                offered[key] = place + 1
                 least = _least(problem, states, bounds[position + 1], offered)
                 kept = np.flatnonzero(least * _ROUNDING < known)
                 if len(kept) > 2 * full:
@@ -310,7 +349,7 @@ def search(problem: Gradients, width: int, known: float) -> tuple[Groups | None,
                 if len(kept) > width:
                     proved = False
                     kept = kept[np.argsort(least[kept], kind="stable")[:width]]
-                states = states.take(kept)
+                states = states.take(kept).without_past(problem, position)
                 history.append((parents[kept], ends[kept]))
                 if not len(kept):
                     return None, proved
@@ -347,17 +386,26 @@ def _open(problem: Gradients, begins: Ints, event: Compute) -> Bools:
     return found
 
 
-def _ended(problem: Gradients, states: _States, member: int, late: Sequence[Compute]) -> _States:
+def _ended(
+    problem: Gradients, states: _States, member: int, late: Sequence[Compute], offered: Sequence[int], tied: bool
+) -> _States:
     """`states` after the open groups of `member`'s key have ended with it; what stood back for it then runs."""
     key, place = problem.places[member]
     waiting, per_byte = problem.costs[problem.keys[key]]
-    times, begins = states.times.copy(), states.begins.copy()
+    times, begins, free = states.times.copy(), states.begins.copy(), states.free.copy()
     sizes = problem.bytes_before[key]
+    for each, others in problem.waits.items():
+        if each <= member and problem.places[each][0] == key:
+            for slot in {(False, other) for other in others} & set(states.slots):
+                waits = begins[key] <= problem.places[each][1]
+                times[0] = np.where(waits, np.maximum(times[0], states.over(slot)), times[0])
     over = times[1] = np.maximum(times[1], times[0]) + waiting + per_byte * (sizes[place + 1] - sizes[begins[key]])
     for row, (is_member, number) in enumerate(states.slots, 2):
         if is_member and problem.places[number][0] == key:
             times[row] = np.where(problem.places[number][1] >= begins[key], over, times[row])
     begins[key] = place + 1
+    free[key] = not tied
+    free |= (begins == np.array(offered)[:, None]).all(0)
     if late:
         runs = np.zeros(times.shape[1], dtype=np.bool_)
         taken = np.zeros(times.shape[1])
@@ -366,7 +414,7 @@ def _ended(problem: Gradients, states: _States, member: int, late: Sequence[Comp
             runs |= now
             taken += np.where(now, event.seconds, 0.0)
         times[0] = np.where(runs, np.maximum(times[0], over) + taken, times[0])
-    return _States(times, begins, states.slots)
+    return _States(times, begins, free, states.slots)
 
 
 def _still(problem: Gradients, states: _States, late: Sequence[Compute]) -> list[Compute]:
@@ -388,6 +436,7 @@ def _beaten(problem: Gradients, states: _States, by: _States) -> Bools:
         found |= (
             (by.times[:, column, None] <= states.times).all(0)
             & (by.begins[:, column, None] >= states.begins).all(0)
+            & (by.free[:, column, None] >= states.free).all(0)
             & (by_levels[:, column, None] == levels).all(0)
         )
     return found
@@ -418,14 +467,26 @@ def _least(problem: Gradients, states: _States, bound: _Bound, offered: Sequence
 # -- Weights: a group is issued when the group before it is first used ------------------------------------------------
 
 
-def proposals(members: Sequence[Member], found: Sequence[int]) -> Iterator[Groups]:
-    """The groups to ask the prediction about: `found`, the counts after which a search ends segments; every size in
-    powers of two MB, from each member alone to all in one; auto; and none, which leaves all as they are."""
-    yield by_index.group(members, found)
+def proposals(members: Sequence[Member]) -> Iterator[Groups]:
+    """Every size in powers of two MB, from each member alone to all in one, and auto."""
     total = sum(member.bytes for member in members)
     for limit in (0, *(MB << power for power in range(max(total // MB, 1).bit_length() + 1)), AUTO_MB * MB):
         yield by_size.group(members, limit)
-    yield ()
+
+
+def sizes(members: Sequence[Member]) -> Iterator[Groups]:
+    """What every size in MB makes of `members`, each once."""
+    limit = MB
+    while limit:
+        groups = by_size.group(members, limit)
+        yield groups
+        last: dict[Key, int] = {}  # the bytes of the group before
+        larger = []
+        for group in groups:
+            key = members[group[0]].key
+            larger += [last[key] + members[group[0]].bytes] if key in last else []
+            last[key] = sum(members[i].bytes for i in group)
+        limit = -(-min(larger, default=0) // MB) * MB  # the least that joins a member to the group before
 
 
 def needed(members: Sequence[Member], times: Sequence[float], costs: Costs) -> tuple[int, ...]:
