@@ -295,7 +295,12 @@ def search(problem: Gradients, width: int, known: float, *, tied: bool) -> tuple
     they are `tied`: a key whose group has ended begins another one when no group is open.
     """
     bounds = _bounds(problem)
-    states = _States(np.zeros((2, 1)), np.zeros((len(problem.keys), 1), dtype=np.int64), np.ones((len(problem.keys), 1), dtype=np.bool_), ())
+    states = _States(
+        np.zeros((2, 1)),
+        np.zeros((len(problem.keys), 1), dtype=np.int64),
+        np.ones((len(problem.keys), 1), dtype=np.bool_),
+        (),
+    )
     late: list[Compute] = []
     history: list[tuple[Ints, Bools]] = []  # for each member: the state before, and whether its group ends here
     offered = [0] * len(problem.keys)
