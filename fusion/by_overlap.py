@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import by_index, by_size
+from . import by_size
 from .policy import AUTO_MB, MB, Groups, Key, Member
 
 Floats = NDArray[np.float64]
@@ -57,10 +57,11 @@ class Compute(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Another collective is issued, that takes `seconds`."""
+    """Another collective is issued and takes `seconds`; one that reads `members` stands back as computing does."""
 
     number: int
     seconds: float
+    members: tuple[int, ...] = ()
 
 
 class Offer(NamedTuple):
@@ -114,7 +115,7 @@ class Gradients:
     @cached_property
     def levels(self) -> tuple[Ints, ...]:
         """Of each key, by count of its members, how many of those before are read."""
-        read = {member for event in self.events if isinstance(event, Compute) for member in event.members}
+        read = {member for event in self.events if not isinstance(event, Offer) for member in event.members}
         found: list[list[int]] = [[0] for _ in self.keys]
         for member, (key, _) in enumerate(self.places):
             found[key].append(found[key][-1] + (member in read))
@@ -137,6 +138,9 @@ class Gradients:
                 found |= {(True, member): position for member in event.members}
             elif isinstance(event, Offer):
                 ends[self.places[event.member][0]] = position
+        for event in self.events:
+            if isinstance(event, Send) and event.members and (False, event.number) in found:
+                found[False, event.number] = len(self.events)  # its readers may stand back with it
         for member, others in self.waits.items():
             for other in others:
                 found[False, other] = max(found.get((False, other), 0), ends[self.places[member][0]])
@@ -149,30 +153,28 @@ def seconds(problem: Gradients, groups: Groups) -> float:
     clock = lane = 0.0
     others: dict[int, float] = {}
     over: dict[int, float] = {}  # of the members that have been sent
-    waits_of: dict[int, float] = {}  # when all is over that a member waits for
-    late: list[Compute] = []
+    waits: dict[int, float] = {}  # when all is over that a member waits for
+    late: list[Compute | Send] = []
     for event in problem.events:
-        match event:
-            case Send(number, taken):
-                lane = others[number] = max(lane, clock) + taken
-            case Compute(taken, read, members):
-                if all(member in over for member in members):
-                    waits = [others[other] for other in read] + [over[member] for member in members]
-                    clock = max([clock, *waits]) + taken
-                else:
-                    late.append(event)
-            case Offer(member, read):
-                waits_of[member] = max((others[other] for other in read), default=0.0)
-                group = group_of[member]
-                if member != group[-1]:
-                    continue
-                clock = max(clock, *(waits_of[each] for each in group))
-                waiting, per_byte = problem.costs[problem.members[member].key]
-                lane = max(lane, clock) + waiting + per_byte * sum(problem.members[i].bytes for i in group)
+        now: list[Compute | Send] = []
+        if not isinstance(event, Offer):
+            (now if all(member in over for member in event.members) else late).append(event)
+        else:
+            group = group_of[event.member]
+            waits[event.member] = max((others[other] for other in event.others), default=0.0)
+            if event.member == group[-1]:
+                waiting, per_byte = problem.costs[problem.members[event.member].key]
+                clock = max(clock, *(waits[member] for member in group))
+                lane = max(lane, clock) + waiting + per_byte * sum(problem.members[member].bytes for member in group)
                 over.update(dict.fromkeys(group, lane))
                 now = [each for each in late if all(member in over for member in each.members)]
-                late = [each for each in late if each not in now] if now else late
-                clock = max(clock, lane) + sum(each.seconds for each in now) if now else clock
+                late = [each for each in late if each not in now]
+        for each in now:
+            if isinstance(each, Send):
+                lane = others[each.number] = max(lane, clock) + each.seconds
+            else:
+                read = [over[member] for member in each.members] + [others[other] for other in each.others]
+                clock = max(clock, *read) + each.seconds if read else clock + each.seconds
     return max(clock, lane)
 
 
@@ -236,8 +238,8 @@ def _bounds(problem: Gradients) -> list[_Bound]:
         match event:
             case Compute(taken, others, ()):
                 clock, over = clock + taken, {**over, **{o: max(over.get(o, 0.0), clock + taken) for o in others}}
-            case Send(number, taken):
-                lane, work = max(lane, over.get(number, 0.0)) + taken, work + taken
+            case Send(number, taken, members):
+                lane, work = max(lane, over.get(number, 0.0)) + taken if not members else lane, work + taken
                 over = {other: left for other, left in over.items() if other != number}
             case Offer(member, _):
                 key, place = problem.places[member]
@@ -267,6 +269,10 @@ class _States:
 
     def take(self, which: Bools | Ints) -> _States:
         return replace(self, times=self.times[:, which], begins=self.begins[:, which], free=self.free[:, which])
+
+    def beside(self, others: _States) -> _States:
+        times, begins = np.hstack([self.times, others.times]), np.hstack([self.begins, others.begins])
+        return _States(times, begins, np.hstack([self.free, others.free]), self.slots)
 
     def over(self, slot: tuple[bool, int]) -> Floats:
         row: Floats = self.times[2 + self.slots.index(slot)]
@@ -301,7 +307,7 @@ def search(problem: Gradients, width: int, known: float, *, tied: bool) -> tuple
         np.ones((len(problem.keys), 1), dtype=np.bool_),
         (),
     )
-    late: list[Compute] = []
+    late: list[Compute | Send] = []
     history: list[tuple[Ints, Bools]] = []  # for each member: the state before, and whether its group ends here
     offered = [0] * len(problem.keys)
     proved, full = True, 8
@@ -310,42 +316,25 @@ def search(problem: Gradients, width: int, known: float, *, tied: bool) -> tuple
         match event:
             case Compute(taken, (), ()):
                 times[0] += taken
-            case Compute(taken, others, members):
-                read = [(False, other) for other in others] + [(True, member) for member in members]
-                runs = ~_open(problem, states.begins, event) if members else slice(None)
-                waits = np.max([times[0], *(states.over(slot) for slot in read if slot in states.slots)], axis=0)
-                times[0] = np.where(runs, waits + taken, times[0]) if members else waits + taken
-                late += [event] if members else []
-            case Send(number, taken):
-                times[1] = np.maximum(times[1], times[0]) + taken
-                if (False, number) in problem.last_read:
-                    states = states.with_slot((False, number), times[1])
-            case Offer(member, _):
-                key, place = problem.places[member]
-                if problem.last_read.get((True, member), 0) > position:
-                    states = states.with_slot((True, member), np.full(times.shape[1], math.inf))
+            case Compute() | Send():
+                if isinstance(event, Send) and (False, event.number) in problem.last_read:
+                    states = states.with_slot((False, event.number), np.full(times.shape[1], math.inf))
+                _run(states, event, ~_open(problem, states.begins, event))
+                late += [event] if event.members else []
+            case Offer():
+                key, place = problem.places[event.member]
                 offered[key] = place + 1
-                parents = np.flatnonzero(states.free[key])
-                states = states.take(parents)
-                if not len(parents):
-                    return None, proved
+                if problem.last_read.get((True, event.member), 0) > position:
+                    states = states.with_slot((True, event.member), np.full(times.shape[1], math.inf))
+                before = np.flatnonzero(states.free[key])
+                states = states.take(before)
                 np.maximum(states.times, states.times[0], out=states.times)
-                ended, late = _ended(problem, states, member, late, offered, tied), _still(problem, states, late)
-                kept = _front(problem, ended)
-                ended = ended.take(kept)
-                parents_ended = parents[kept]
-                if place + 1 == problem.counts[key]:
-                    states, parents, ends = ended, parents_ended, np.ones(len(kept), dtype=np.bool_)
-                else:
-                    left = np.flatnonzero(~_beaten(problem, states, ended))
-                    states = replace(
-                        states,
-                        times=np.hstack([states.times[:, left], ended.times]),
-                        begins=np.hstack([states.begins[:, left], ended.begins]),
-                        free=np.hstack([states.free[:, left], ended.free]),
-                    )
-                    parents = np.concatenate([parents[left], parents_ended])
-                    ends = np.arange(len(parents)) >= len(left)
+                ended = _ended(problem, states, event.member, late, offered, tied)
+                late = [each for each in late if _open(problem, states.begins, each).any()]
+                front = _front(problem, ended)
+                left = np.flatnonzero(~_beaten(problem, states, ended.take(front)) & (place + 1 < problem.counts[key]))
+                states = states.take(left).beside(ended.take(front))
+                parents, ends = before[np.concatenate([left, front])], np.arange(len(left) + len(front)) >= len(left)
                 least = _least(problem, states, bounds[position + 1], offered)
                 kept = np.flatnonzero(least * _ROUNDING < known)
                 if len(kept) > 2 * full:
@@ -382,7 +371,20 @@ def _groups(problem: Gradients, history: Sequence[tuple[Ints, Bools]], state: in
     return tuple(sorted(found))
 
 
-def _open(problem: Gradients, begins: Ints, event: Compute) -> Bools:
+def _run(states: _States, event: Compute | Send, where: Bools, least: Floats | float = 0.0) -> None:
+    """Let `event` happen in the states of `where`; computing not before `least`."""
+    clock, lane = states.times[:2]
+    if isinstance(event, Send):
+        lane[where] = np.maximum(lane, clock)[where] + event.seconds
+        if (False, event.number) in states.slots:
+            states.over((False, event.number))[where] = lane[where]
+    else:
+        read = [(False, other) for other in event.others] + [(True, member) for member in event.members]
+        waits = np.max([clock, *(states.over(slot) for slot in read if slot in states.slots)], axis=0)
+        clock[where] = np.maximum(waits, least)[where] + event.seconds
+
+
+def _open(problem: Gradients, begins: Ints, event: Compute | Send) -> Bools:
     """In which states a member that `event` reads has not been sent."""
     found = np.zeros(begins.shape[1], dtype=np.bool_)
     for member in event.members:
@@ -392,7 +394,7 @@ def _open(problem: Gradients, begins: Ints, event: Compute) -> Bools:
 
 
 def _ended(
-    problem: Gradients, states: _States, member: int, late: Sequence[Compute], offered: Sequence[int], tied: bool
+    problem: Gradients, states: _States, member: int, late: Sequence[Compute | Send], offered: Sequence[int], tied: bool
 ) -> _States:
     """`states` after the open groups of `member`'s key have ended with it; what stood back for it then runs."""
     key, place = problem.places[member]
@@ -404,27 +406,18 @@ def _ended(
             for slot in {(False, other) for other in others} & set(states.slots):
                 waits = begins[key] <= problem.places[each][1]
                 times[0] = np.where(waits, np.maximum(times[0], states.over(slot)), times[0])
-    over = times[1] = np.maximum(times[1], times[0]) + waiting + per_byte * (sizes[place + 1] - sizes[begins[key]])
+    over = np.maximum(times[1], times[0]) + waiting + per_byte * (sizes[place + 1] - sizes[begins[key]])
+    times[1] = over
     for row, (is_member, number) in enumerate(states.slots, 2):
         if is_member and problem.places[number][0] == key:
             times[row] = np.where(problem.places[number][1] >= begins[key], over, times[row])
     begins[key] = place + 1
     free[key] = not tied
     free |= (begins == np.array(offered)[:, None]).all(0)
-    if late:
-        runs = np.zeros(times.shape[1], dtype=np.bool_)
-        taken = np.zeros(times.shape[1])
-        for event in late:
-            now = _open(problem, states.begins, event) & ~_open(problem, begins, event)
-            runs |= now
-            taken += np.where(now, event.seconds, 0.0)
-        times[0] = np.where(runs, np.maximum(times[0], over) + taken, times[0])
-    return _States(times, begins, free, states.slots)
-
-
-def _still(problem: Gradients, states: _States, late: Sequence[Compute]) -> list[Compute]:
-    """Of `late` what still stands back in one of `states`."""
-    return [event for event in late if _open(problem, states.begins, event).any()]
+    ended = _States(times, begins, free, states.slots)
+    for event in late:
+        _run(ended, event, _open(problem, states.begins, event) & ~_open(problem, begins, event), over)
+    return ended
 
 
 def _beaten(problem: Gradients, states: _States, by: _States) -> Bools:

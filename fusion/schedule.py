@@ -31,7 +31,6 @@ from ..propagation.segments import Like, pieces_of
 from ..propagation.torch_internals import FakeTensorMode
 from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind
-
 from .by_overlap import Compute, Event, Offer, Send
 from .timeline import COMMUNICATION, COMPUTE, Span
 
@@ -146,7 +145,7 @@ def events_of(
     order: Iterable[Unit], work: Mapping[fx.Node, Work], members: Sequence[fx.Node]
 ) -> tuple[tuple[Event, ...], bool]:
     """`order`, in which each of `members` stands where it is ready, as events for mode overlap; and whether a
-    collective reads a member, as events cannot say when it is issued if the member is in a group.
+    member reads another one, of which events know nothing.
     """
     position = {node: index for index, node in enumerate(members)}
     events: list[Event] = []
@@ -176,9 +175,8 @@ def events_of(
                 waited |= others
                 others = frozenset()
             if item.lane == COMMUNICATION:
-                chained |= bool(read)
                 taken = item.waiting + item.per_byte * sum(work[node].payload for node in unit)
-                events.append(Send(count, taken))
+                events.append(Send(count, taken, tuple(sorted(read))))
                 others, count = frozenset({count}), count + 1
         for node in unit:
             reads[node], over[node] = read, others
