@@ -331,18 +331,21 @@ def search(problem: Gradients, width: int, known: float, *, tied: bool) -> tuple
                 np.maximum(states.times, states.times[0], out=states.times)
                 ended = _ended(problem, states, event.member, late, offered, tied)
                 late = [each for each in late if _open(problem, states.begins, each).any()]
-                front = _front(problem, ended)
-                left = np.flatnonzero(~_beaten(problem, states, ended.take(front)) & (place + 1 < problem.counts[key]))
+                bound = bounds[position + 1]
+                front = np.flatnonzero(_least(problem, ended, bound, offered) * _ROUNDING < known)
+                front = front[_front(problem, ended.take(front))]
+                left = np.flatnonzero(_least(problem, states, bound, offered) * _ROUNDING < known)
+                left = left[~_beats(problem, ended.take(front), states.take(left)).any(0)]
+                left = left[: len(left) * (place + 1 < problem.counts[key])]  # the last member ends a group
                 states = states.take(left).beside(ended.take(front))
                 parents, ends = before[np.concatenate([left, front])], np.arange(len(left) + len(front)) >= len(left)
-                least = _least(problem, states, bounds[position + 1], offered)
-                kept = np.flatnonzero(least * _ROUNDING < known)
+                kept = np.arange(len(parents))
                 if len(kept) > 2 * full:
                     kept = kept[_front(problem, states.take(kept))]
                     full = max(len(kept), 8)
                 if len(kept) > width:
                     proved = False
-                    kept = kept[np.argsort(least[kept], kind="stable")[:width]]
+                    kept = kept[np.argsort(_least(problem, states.take(kept), bound, offered), kind="stable")[:width]]
                 states = states.take(kept).without_past(problem, position)
                 history.append((parents[kept], ends[kept]))
                 if not len(kept):
@@ -420,35 +423,27 @@ def _ended(
     return ended
 
 
-def _beaten(problem: Gradients, states: _States, by: _States) -> Bools:
-    """Which of `states` are no better in anything than one of `by`.
+def _beats(problem: Gradients, these: _States, others: _States) -> Bools:
+    """Which of `these` (rows) are no worse in anything than which of `others` (columns).
 
     Who has sent more has less to send. But what reads a gradient that was sent makes computing wait for it, and what
     reads one that was not stands back: with such readers, states that have not sent the same cannot be compared.
     """
-    found = np.zeros(states.times.shape[1], dtype=np.bool_)
-    levels, by_levels = (
-        np.stack([level[each.begins[key]] for key, level in enumerate(problem.levels)]) for each in (states, by)
-    )
-    for column in range(by.times.shape[1]):
-        found |= (
-            (by.times[:, column, None] <= states.times).all(0)
-            & (by.begins[:, column, None] >= states.begins).all(0)
-            & (by.free[:, column, None] >= states.free).all(0)
-            & (by_levels[:, column, None] == levels).all(0)
-        )
+    found = np.ones((these.times.shape[1], others.times.shape[1]), dtype=np.bool_)
+    for one, other in zip(these.times, others.times, strict=True):
+        found &= one[:, None] <= other
+    for one, other in zip((*these.begins, *these.free), (*others.begins, *others.free), strict=True):
+        found &= one[:, None] >= other
+    for key, level in enumerate(problem.levels):
+        if level[-1]:
+            found &= level[these.begins[key]][:, None] == level[others.begins[key]]
     return found
 
 
 def _front(problem: Gradients, states: _States) -> Ints:
-    """The states, by number, that no other one beats; of equals one."""
-    left = np.lexsort((*-states.begins, states.times[0], states.times[1]))
-    found = []
-    while len(left):
-        first, left = left[0], left[1:]
-        found.append(first)
-        left = left[~_beaten(problem, states.take(left), states.take(np.array([first])))]
-    return np.array(found, dtype=np.int64)
+    """The states, by number, that no other one beats; of equals the first."""
+    beats = _beats(problem, states, states)
+    return np.flatnonzero(~(beats & ~(beats.T & np.tri(len(beats), dtype=np.bool_))).any(0))
 
 
 def _least(problem: Gradients, states: _States, bound: _Bound, offered: Sequence[int]) -> Floats:
