@@ -1,13 +1,12 @@
 """Group by overlap: the groups with which the predicted schedule ends first.
 
-Gradients, exactly: `best_ends` plays the schedule up to each member with all that may have come of it (`search`). A
-state says when computing goes on, when the lane is free, when each collective is over that something still reads, and
-where the open group of each key begins; at a member its group ends, or goes on. A state that another one beats in all
-of that goes. So of all groups that are contiguous among the members of their key, as those of every index and size
-are, none is predicted to end earlier.
-
-Weights: `needed` is exact while nothing else is on the lane; what it finds is a proposal among others (`proposals`), of
-which the prediction of the whole schedule takes the `best`.
+Gradients   `best_groups` plays the schedule with all that may come of it: at each member its group ends, or goes on. A
+            state says when computing goes on, when the lane is free, when each collective is over that something still
+            reads, and where the open group of each key begins. One that another beats in all of that goes; so does one
+            from which, at the least, the schedule takes no less than what is known. What other collectives and
+            computing do in between is played too, so that no index and no size is predicted to end earlier.
+Weights     `needed` is exact while nothing else is on the lane; what it finds is a proposal among others (`proposals`)
+            of which the prediction of the whole schedule takes the `best`.
 """
 
 from __future__ import annotations
@@ -336,7 +335,8 @@ def search(problem: Gradients, width: int, known: float, *, tied: bool) -> tuple
                 front = front[_front(problem, ended.take(front))]
                 left = np.flatnonzero(_least(problem, states, bound, offered) * _ROUNDING < known)
                 left = left[~_beats(problem, ended.take(front), states.take(left)).any(0)]
-                left = left[: len(left) * (place + 1 < problem.counts[key])]  # the last member ends a group
+                if place + 1 == problem.counts[key]:  # no member is left that could end the group
+                    left = left[:0]
                 states = states.take(left).beside(ended.take(front))
                 parents, ends = before[np.concatenate([left, front])], np.arange(len(left) + len(front)) >= len(left)
                 kept = np.arange(len(parents))

@@ -171,7 +171,7 @@ class _Grouping:
         if kind is not Kind.ALL_GATHER:
             events, chained = events_of(order, self.work, nodes)
             found = [by_overlap.best_groups(by_overlap.Gradients(members, costs, events))]
-            found += by_overlap.proposals(members) if chained else ()
+            found += (*by_overlap.proposals(members), *by_overlap.sizes(members)) if chained else ()
         else:
             played, _ = play(order, {**self.work, **dict.fromkeys(nodes, UNHEARD)})
             starts = {node: start for unit, start in played for node in unit}
