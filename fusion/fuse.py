@@ -25,7 +25,7 @@ from ..strategy.placement import Kind
 from . import by_index, by_overlap, by_size
 from .cycles import split_cycles
 from .policy import AUTO_MB, MB, Fusion, FusionMode, FusionPolicies, Groups, Key, Member
-from .schedule import UNHEARD, Unit, Work, play, work_of
+from .schedule import UNHEARD, Unit, Work, events_of, play, work_of
 
 Parameters = Mapping[int, tuple[str, str]]  # the conversions of parameters: from a tag to source and target
 
@@ -165,17 +165,19 @@ class _Grouping:
             return play(_ordered(self.graph, self._units({**others, kind: groups})), self.work)[1]
 
         alone: Groups = tuple((position,) for position in range(len(nodes)))
-        unheard = {**self.work, **dict.fromkeys(nodes, UNHEARD)}
-        played, _ = play(_ordered(self.graph, self._units({**others, kind: alone})), unheard)
-        starts = {node: start for unit, start in played for node in unit}
+        order = list(_ordered(self.graph, self._units({**others, kind: alone})))
         works = [self.work[node] for node in nodes]
         costs = {m.key: (work.waiting, work.per_byte) for m, work in zip(members, works, strict=True)}
-        if kind is Kind.ALL_GATHER:
-            times = [min((starts[user] for user in node.users), default=0.0) for node in nodes]
-            found = by_overlap.needed(members, times, costs)
+        if kind is not Kind.ALL_GATHER:
+            events, chained = events_of(order, self.work, nodes)
+            found = [by_overlap.best_groups(by_overlap.Gradients(members, costs, events))]
+            found += (*by_overlap.proposals(members), *by_overlap.sizes(members)) if chained else ()
         else:
-            found = by_overlap.ready(members, [starts[node] for node in nodes], costs)
-        return by_overlap.best(tuple(by_overlap.proposals(members, found)), predicted)
+            played, _ = play(order, {**self.work, **dict.fromkeys(nodes, UNHEARD)})
+            starts = {node: start for unit, start in played for node in unit}
+            times = [min((starts[user] for user in node.users), default=0.0) for node in nodes]
+            found = [by_index.group(members, by_overlap.needed(members, times, costs)), *by_overlap.proposals(members)]
+        return by_overlap.best((*found, ()), predicted)
 
     @cached_property
     def work(self) -> dict[fx.Node, Work]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from ..propagation.segments import Like, pieces_of
 from ..propagation.torch_internals import FakeTensorMode
 from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind
+from .by_overlap import Compute, Event, Offer, Send
 from .timeline import COMMUNICATION, COMPUTE, Span
 
 aten = torch.ops.aten
@@ -138,6 +139,48 @@ def play(order: Iterable[Unit], work: Mapping[fx.Node, Work]) -> tuple[list[tupl
             ready[node] = end
         played.append((unit, start))
     return played, max(clock, lane)
+
+
+def events_of(
+    order: Iterable[Unit], work: Mapping[fx.Node, Work], members: Sequence[fx.Node]
+) -> tuple[tuple[Event, ...], bool]:
+    """`order`, in which each of `members` stands where it is ready, as events for mode overlap; and whether a
+    member reads another one, of which events know nothing.
+    """
+    position = {node: index for index, node in enumerate(members)}
+    events: list[Event] = []
+    reads: dict[fx.Node, frozenset[int]] = {}  # the members that a node's value comes of
+    over: dict[fx.Node, frozenset[int]] = {}  # the other collectives that nothing has waited for when there is the node
+    waited: set[int] = set()
+    chained, count = False, 0
+    for unit in order:
+        item = work[unit[0]]
+        operands = [operand for node in unit for operand in node.all_input_nodes]
+        read = frozenset[int]().union(*(reads[operand] for operand in operands))
+        others = frozenset[int]().union(*(over[operand] for operand in operands)) - waited
+        if unit[0].op == "output":
+            continue
+        if unit[0] in position:
+            chained |= bool(read)
+            events.append(Offer(position[unit[0]], tuple(sorted(others))))
+            read, others = frozenset({position[unit[0]]}), frozenset()
+        elif not item.late:
+            seconds = item.seconds if item.lane == COMPUTE else 0.0
+            last = events[-1] if events else None
+            if not (read or others) and type(last) is Compute and not (last.others or last.members):
+                events[-1] = Compute(last.seconds + seconds)
+            elif read or others or seconds:
+                events.append(Compute(seconds, tuple(sorted(others)), tuple(sorted(read))))
+            if not read:
+                waited |= others
+                others = frozenset()
+            if item.lane == COMMUNICATION:
+                taken = item.waiting + item.per_byte * sum(work[node].payload for node in unit)
+                events.append(Send(count, taken, tuple(sorted(read))))
+                others, count = frozenset({count}), count + 1
+        for node in unit:
+            reads[node], over[node] = read, others
+    return tuple(events), chained
 
 
 # -- What each node takes --------------------------------------------------------------------------------------------
