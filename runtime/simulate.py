@@ -116,7 +116,7 @@ class Simulator:
         """Run a stretch on one rank after another. What nobody reads later is let go rank by rank."""
         stretch, ranks = loaded.stretch, range(self.mesh.device_num)
         common: list[Any] = []
-        values.update((slot, []) for slot in (*loaded.gives, *stretch.common))
+        values.update((slot, []) for slot in loaded.gives)
         for rank in ranks:
             inputs = [rank, meetings, *(values[slot][rank] for slot in stretch.takes), *common]
             for slot in stretch.frees:
@@ -127,7 +127,8 @@ class Simulator:
             for slot, part in zip(loaded.gives, made, strict=False):
                 values[slot].append(part)
         for slot, part in zip(stretch.common, common, strict=True):
-            values[slot] = [part] * len(ranks)
+            if slot in stretch.gives:
+                values[slot] = [part] * len(ranks)
 
     def _local(self, c: Conversion) -> Callable[..., Any]:
         """A conversion that needs no other rank, of the rank that is its first argument."""

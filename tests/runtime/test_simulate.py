@@ -125,8 +125,7 @@ def test_a_value_is_let_go_after_its_last_use_and_before_the_next_rank_begins():
     assert spy.seen == [0, 1, 1] * 3
 
 
-@pytest.mark.parametrize("target", ["R", "S0"])
-@pytest.mark.parametrize("source", ["P", "Pmax"])
+@pytest.mark.parametrize(("source", "target"), [("P", "R"), ("P", "S0"), ("Pmax", "R")])
 def test_what_is_reduced_is_there_as_a_total_and_one_part(source, target):
     spy = Spy()
     code = code_of(

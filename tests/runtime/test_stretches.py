@@ -1,5 +1,6 @@
 """Where a code is cut, and that ranks one after another give what ranks in lock-step give."""
 
+import functools
 import operator
 
 import pytest
@@ -166,7 +167,7 @@ def graphs(draw):
         some = st.sampled_from(nodes[-4:]) | st.sampled_from(nodes)
         axes = draw(st.sampled_from([mesh.axes, mesh.axes[:1], mesh.axes[-1:]]))
         size, whole = mesh.size(*axes), (n, n)
-        match draw(st.integers(0, 9)):
+        match draw(st.integers(0, 10)):
             case 0 | 1:
                 nodes.append(w.call(draw(st.sampled_from(UNARY)), draw(some), shape=whole))
             case 2 | 3:
@@ -186,58 +187,52 @@ def graphs(draw):
                 nodes.append(w.convert(draw(some), "R", "P", *axes, shape=whole))
             case 8:
                 nodes += w.convert_group([draw(some), draw(some)], "P", "R", *axes)
+            case 9:
+                nodes.append(w.call(aten.bernoulli.p, draw(some), 0.5, shape=whole))
             case _:
-                nodes.append(draw(st.sampled_from([
-                    lambda: w.call(aten.bernoulli.p, draw(some), 0.5, shape=whole),
-                    lambda: w.call(aten.ones.default, [n, n], shape=whole),
-                ]))())  # fmt: skip
+                nodes.append(w.call(aten.ones.default, [n, n], shape=whole))
     outputs = draw(st.lists(st.sampled_from(nodes), min_size=1, max_size=4))
     return w, w.code(*outputs), outputs
 
 
+def converted(mesh, parts, source, target, axes):
+    """`parts` after a conversion, each in memory of its own, by what placements mean."""
+    found = list(parts)
+    for group in mesh.groups(*axes):
+        members, whole = [parts[rank] for rank in group], None
+        if source in ("P", "Pmax"):
+            whole = functools.reduce(torch.maximum if source == "Pmax" else torch.add, members)
+        elif source[0] == "S":
+            whole = torch.cat(members, int(source[1]))
+        for i, rank in enumerate(group):
+            mine = parts[rank] if whole is None else whole
+            if target[0] == "S":
+                mine = mine.chunk(len(group), int(target[1]))[i]
+            found[rank] = torch.zeros_like(mine) if target == "P" and i else mine.clone()
+    return found
+
+
 def in_lock_step(w, outputs, inputs):
-    """Each node on every rank before the next one, in memory of its own, by what placements mean."""
-    mesh, values, given = w.mesh, {}, iter(inputs)
-    ranks = range(mesh.device_num)
+    """Each node on every rank before the next one, in memory of its own."""
+    values, given = {}, iter(inputs)
 
-    def converted(parts, source, target, axes):
-        found = list(parts)
-        for group in mesh.groups(*axes):
-            members = [parts[rank] for rank in group]
-            if source in ("P", "Pmax"):
-                whole = members[0].clone()
-                for part in members[1:]:
-                    whole = torch.maximum(whole, part) if source == "Pmax" else whole + part
-            elif source[0] == "S":
-                whole = torch.cat(members, int(source[1]))
-            else:
-                whole = None
-            for i, rank in enumerate(group):
-                mine = parts[rank] if whole is None else whole
-                if target[0] == "S":
-                    mine = mine.chunk(len(group), int(target[1]))[i]
-                found[rank] = torch.zeros_like(mine) if (target == "P" and i) else mine.clone()
-        return found
+    def called(node, rank):
+        result = node.target(*(values[a][rank] if isinstance(a, fx.Node) else a for a in node.args))
+        return result if node.target is operator.getitem else result.clone()
 
+    ranks = range(w.mesh.device_num)
     for node in w.graph.nodes:
         if node.op == "placeholder":
-            values[node] = [part.clone() for part in next(given)]
+            values[node] = next(given)
         elif node.target is convert:
-            values[node] = converted(values[node.args[0]], *node.args[1:4])
+            values[node] = converted(w.mesh, values[node.args[0]], *node.args[1:4])
         elif node.target is convert_group:
-            each = [converted(values[x], *node.args[1:4]) for x in node.args[0]]
+            each = [converted(w.mesh, values[x], *node.args[1:4]) for x in node.args[0]]
             values[node] = list(zip(*each, strict=True))
         elif node.target in (aten.bernoulli.p, aten.ones.default):
-            args = [values[a][0] if isinstance(a, fx.Node) else a for a in node.args]
-            one = node.target(*args)
-            values[node] = [one.clone() for _ in ranks]
+            values[node] = [called(node, 0)] * len(ranks)
         elif node.op == "call_function":
-            found = []
-            for rank in ranks:
-                args = [values[a][rank] if isinstance(a, fx.Node) else a for a in node.args]
-                result = node.target(*args)
-                found.append(result if node.target is operator.getitem else result.clone())
-            values[node] = found
+            values[node] = [called(node, rank) for rank in ranks]
     return [values[node] for node in outputs]
 
 
