@@ -41,8 +41,8 @@ class Conversion:
     phase: str
     tags: tuple[int, ...]
     grouped: bool
-    owned: tuple[bool, ...] = ()
-    private: tuple[bool, ...] = ()
+    owned: tuple[bool, ...]
+    private: tuple[bool, ...]
 
     def payload(self, elements: int, itemsize: int) -> int:
         """The payload of a local tensor of `elements` elements: see `Collective.payload_bytes`."""

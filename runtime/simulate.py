@@ -260,8 +260,9 @@ def join(parts: Parts, layout: Layout) -> Tensor:
     if not any(isinstance(p, Shard | Partial) for p in layout.placements):
         return parts[0]
     shape = layout.global_shape(tuple(parts[0].shape))
-    largest = PARTIAL_MAX in layout.placements
-    whole = parts[0].new_full(shape, _least(parts[0].dtype) if largest else 0)
+    largest, adds = PARTIAL_MAX in layout.placements, any(isinstance(p, Partial) for p in layout.placements)
+    start = _least(parts[0].dtype) if largest else 0
+    whole = parts[0].new_full(shape, start) if adds else parts[0].new_empty(shape)
     for rank, part in enumerate(parts):
         coordinate = layout.mesh.coordinate(rank)
         first = all(
@@ -271,7 +272,10 @@ def join(parts: Parts, layout: Layout) -> Tensor:
         if first:
             where = layout.slices(shape, rank)
             place = whole[where]
-            torch.maximum(place, part, out=place) if largest else place.add_(part)
+            if largest:
+                torch.maximum(place, part, out=place)
+            else:
+                place.add_(part) if adds else place.copy_(part)
     return whole
 
 
