@@ -89,17 +89,18 @@ class Simulator:
         common = stretch.common
         own = [step for step in stretch.steps if not is_common(step)]
         gives = [slot for slot in stretch.gives if slot not in common]
-        every = compile_steps(code, own, (*stretch.takes, *common), gives, self, None, _NAMES)
+        takes = (*stretch.frees, *stretch.keeps)
+        every = compile_steps(code, own, (*takes, *common), gives, self, None, _NAMES)
         if not common and mark is None:
             return _Loaded(stretch, gives, every, every)
         heard = None if mark is None else _of_operators(mark)
-        first = compile_steps(code, stretch.steps, stretch.takes, (*gives, *common), self, heard, _NAMES)
+        first = compile_steps(code, stretch.steps, takes, (*gives, *common), self, heard, _NAMES)
         return _Loaded(stretch, gives, first, every)
 
     def _run(
         self, stretches: Sequence[_Loaded], outputs: Sequence[int | None], mark: Mark | None, inputs: list[Any]
     ) -> list[Any]:
-        values = {slot: list(parts) for slot, parts in enumerate(inputs)}
+        values = dict(enumerate(inputs))
         inputs.clear()
         for loaded in stretches:
             meetings = {step.out: self._meeting(step) for step in loaded.stretch.meetings}
@@ -113,22 +114,25 @@ class Simulator:
         return [None if slot is None else values[slot] for slot in outputs]
 
     def _run_ranks(self, loaded: _Loaded, meetings: Mapping[int, _Meeting], values: dict[int, list[Any]]) -> None:
-        """Run a stretch on one rank after another. What nobody reads later is let go rank by rank."""
+        """Run a stretch on one rank after another. A part that nobody reads later is let go when its rank has run."""
         stretch, ranks = loaded.stretch, range(self.mesh.device_num)
+        freed = [values.pop(slot)[::-1] for slot in stretch.frees]  # one rank's after another's is taken off the end
+        kept = [values[slot] for slot in stretch.keeps]
+        made: list[list[Any]] = []
         common: list[Any] = []
-        values.update((slot, []) for slot in loaded.gives)
         for rank in ranks:
-            inputs = [rank, meetings, *(values[slot][rank] for slot in stretch.takes), *common]
-            for slot in stretch.frees:
-                values[slot][rank] = None
-            made = loaded.every(inputs) if rank else loaded.first(inputs)
-            if not rank:
-                common = made[len(loaded.gives) :]
-            for slot, part in zip(loaded.gives, made, strict=False):
-                values[slot].append(part)
-        for slot, part in zip(stretch.common, common, strict=True):
-            if slot in stretch.gives:
-                values[slot] = [part] * len(ranks)
+            run = loaded.every if rank else loaded.first
+            made.append(
+                run([rank, meetings, *[parts.pop() for parts in freed], *[parts[rank] for parts in kept], *common])
+            )
+            if rank == 0:
+                common = made[0][len(loaded.gives) :]
+        values.update(zip(loaded.gives, map(list, zip(*made, strict=False)), strict=False))
+        values.update(
+            (slot, [part] * len(ranks))
+            for slot, part in zip(stretch.common, common, strict=True)
+            if slot in stretch.gives
+        )
 
     def _local(self, c: Conversion) -> Callable[..., Any]:
         """A conversion that needs no other rank, of the rank that is its first argument."""

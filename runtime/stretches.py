@@ -17,15 +17,15 @@ from .instructions import Code, Instruction
 class Stretch:
     """Instructions that a rank runs in order, the conversions among them up to handing in the rank's parts.
 
-    takes    the slots of inputs and of earlier stretches that they read
+    frees    the slots of inputs and of earlier stretches that they read, and nothing later
+    keeps    those that something reads later, too
     gives    the slots computed here that are read later
-    frees    the slots of `takes` that nothing reads later
     """
 
     steps: tuple[Instruction, ...]
-    takes: tuple[int, ...]
+    frees: tuple[int, ...]
+    keeps: tuple[int, ...]
     gives: tuple[int, ...]
-    frees: frozenset[int]
 
     @property
     def meetings(self) -> tuple[Instruction, ...]:
@@ -85,8 +85,9 @@ def _linked(cut: Sequence[Sequence[Instruction]], outputs: set[int]) -> tuple[St
     later, found = set(outputs), list[Stretch]()
     for steps in reversed(cut):
         inside = {step.out for step in steps}
-        takes = tuple(dict.fromkeys(slot for step in steps for slot in step.operands if slot not in inside))
+        takes = dict.fromkeys(slot for step in steps for slot in step.operands if slot not in inside)
+        frees, keeps = (tuple(slot for slot in takes if (slot in later) is kept) for kept in (False, True))
         gives = tuple(step.out for step in steps if step.out in later and not step.communicates)
-        found.append(Stretch(tuple(steps), takes, gives, frozenset(takes) - later))
+        found.append(Stretch(tuple(steps), frees, keeps, gives))
         later |= set(takes)
     return tuple(reversed(found))

@@ -69,8 +69,8 @@ def test_a_result_that_is_read_begins_a_stretch():
         ["add_tensor", "convert_default_2"],
     ]
     first, second = stretches_of(code)
-    assert (first.takes, first.gives, first.frees) == ((0,), (), frozenset())
-    assert (second.takes, second.gives, second.frees) == ((2, 4), (), frozenset((2, 4)))
+    assert (first.frees, first.keeps, first.gives) == ((), (0,), ())
+    assert (second.frees, second.keeps, second.gives) == ((2, 4), (), ())
 
 
 def test_what_is_done_with_reduced_gradients_does_not_cut_the_backward():
