@@ -1,8 +1,8 @@
 """A graph as a list of instructions, and as a Python function of them, made once per graph.
 
-Both executors run the same instructions; what differs is what a value is (`simulate`: a list with one tensor per
-rank, `execute`: one rank's tensor) and how a conversion moves data, so an executor says how to write an instruction
-as a Python expression. The function is straight-line code: between two operators there is nothing but an assignment.
+Both executors run the same instructions, and in both a value is one rank's tensor; what differs is how a conversion
+moves data, so an executor says how to write an instruction as a Python expression. The function is straight-line code:
+between two operators there is nothing but an assignment.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import linecache
 import math
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,7 +31,7 @@ Bind = Callable[[Any], str]  # gives a value a name in the text of a function
 @dataclass(frozen=True, slots=True)
 class Conversion:
     """A conversion of one or several tensors along `axes`. `owned`: of which of them nobody else reads the memory, so
-    that it may hold the result."""
+    that it may hold the result. `private`: and of which simulated ranks have one each, see `Instruction`."""
 
     kind: Kind
     source: Placement
@@ -41,7 +41,8 @@ class Conversion:
     phase: str
     tags: tuple[int, ...]
     grouped: bool
-    owned: tuple[bool, ...] = ()
+    owned: tuple[bool, ...]
+    private: tuple[bool, ...]
 
     def payload(self, elements: int, itemsize: int) -> int:
         """The payload of a local tensor of `elements` elements: see `Collective.payload_bytes`."""
@@ -57,11 +58,11 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """Compute slot `out` from the slots `operands` (of a conversion one for each tensor, of a call each once); `dead`
-    slots are read for the last time.
+    """Compute slot `out` from the slots `operands` (of a conversion one for each tensor, of a call each once).
 
     text         the call of an operator as Python, in which v3 is slot 3 and other names are constants of the Code
     in_place     the same, into the memory of an operand that nobody else reads; "" if there is none
+    private      of that memory each simulated rank has its own: what is the same for several ranks they share
     conversion   what it is instead of a call
     along        or the axes of which it is the rank's position
     once         it draws random numbers: every rank must see the same ones
@@ -69,13 +70,17 @@ class Instruction:
 
     out: int
     operands: tuple[int, ...]
-    dead: tuple[int, ...]
     text: str
     in_place: str
+    private: bool
     conversion: Conversion | None
     once: bool
     name: str
     along: tuple[str, ...] = ()
+
+    @property
+    def communicates(self) -> bool:
+        return self.conversion is not None and self.conversion.kind.communicates
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,6 @@ class Code:
     inputs: int
     outputs: tuple[int | None, ...]
     shared: tuple[bool, ...]
-    unused: tuple[int, ...]  # inputs that nothing reads
     constants: Mapping[str, Any]
     phase: str
 
@@ -128,16 +132,28 @@ class Dialect(Protocol):
 
 def compile_code(code: Code, dialect: Dialect, mark: Mark | None = None) -> Run:
     """The function that runs `code`: from the list of the values of its inputs, which it empties, to those of its
-    outputs. Each value is let go after its last use. `mark(step, value, awaited)` is called after each instruction, and
-    after each wait for one."""
-    names: dict[str, Any] = dict(code.constants)
+    outputs. `mark(step, value, awaited)` is called after each instruction, and after each wait for one."""
+    return compile_steps(code, code.instructions, range(code.inputs), code.outputs, dialect, mark)
+
+
+def compile_steps(
+    code: Code, steps: Sequence[Instruction], takes: Sequence[int], gives: Sequence[int | None], dialect: Dialect,
+    mark: Mark | None = None, names: Sequence[str] = (),
+) -> Run:  # fmt: skip
+    """The function of `steps` of `code`: from the list of what is called `names` in their texts and the values of the
+    slots `takes`, which it empties, to those of the slots `gives`. Each value is let go after its last use."""
+    known: dict[str, Any] = dict(code.constants)
 
     def bind(value: Any) -> str:
-        name = f"c{len(names)}"
-        names[name] = value
+        name = f"c{len(known)}"
+        known[name] = value
         return name
 
-    lines = ["def run(inputs):", *_unpacked(code)]
+    dead = _last_uses(steps, takes, gives)
+    arguments = [*names, *(f"v{slot}" for slot in takes)]
+    lines = ["def run(inputs):"]
+    lines += [f"    {', '.join(arguments)}, = inputs", "    inputs.clear()"] if arguments else ()
+    lines += _let_go(dead[-1])
     pending: dict[int, Instruction] = {}
 
     def wait_for(slot: int) -> Iterator[str]:
@@ -147,28 +163,38 @@ def compile_code(code: Code, dialect: Dialect, mark: Mark | None = None) -> Run:
             if mark:
                 yield f"    {bind(mark)}({bind(step)}, None, True)"
 
-    for step in code.instructions:
+    for i, step in enumerate(steps):
         for slot in step.operands:
             lines += wait_for(slot)
         lines.append(f"    v{step.out} = {dialect.express(step, bind)}  # {step.name}")
         if mark:
             lines.append(f"    {bind(mark)}({bind(step)}, v{step.out}, False)")
-        if step.dead:
-            lines.append(f"    del {', '.join(f'v{slot}' for slot in step.dead)}")
-        if dialect.late and step.conversion is not None and step.conversion.kind.communicates:
+        lines += _let_go(dead[i])
+        if dialect.late and step.communicates:
             pending[step.out] = step
-    for output in code.outputs:
+    for output in gives:
         lines += wait_for(output) if output is not None else ()
-    lines.append(f"    return [{', '.join('None' if output is None else f'v{output}' for output in code.outputs)}]")
-    return _function("\n".join(lines) + "\n", names, code.phase)
+    lines.append(f"    return [{', '.join('None' if output is None else f'v{output}' for output in gives)}]")
+    return _function("\n".join(lines) + "\n", known, code.phase)
 
 
-def _unpacked(code: Code) -> Iterator[str]:
-    if code.inputs:
-        yield f"    {', '.join(f'v{slot}' for slot in range(code.inputs))}, = inputs"
-        yield "    inputs.clear()"
-    if code.unused:
-        yield f"    del {', '.join(f'v{slot}' for slot in code.unused)}"
+def _last_uses(
+    steps: Sequence[Instruction], takes: Sequence[int], gives: Sequence[int | None]
+) -> Mapping[int, Sequence[int]]:
+    """The slots that are read for the last time by the i-th of `steps`, and by none (i = -1)."""
+    last = dict.fromkeys(takes, -1)
+    for i, step in enumerate(steps):
+        last.update(dict.fromkeys((*step.operands, step.out), i))
+    kept, found = set(gives), defaultdict(list)
+    for slot, i in last.items():
+        if slot not in kept:
+            found[i].append(slot)
+    return found
+
+
+def _let_go(slots: Sequence[int]) -> Iterator[str]:
+    if slots:
+        yield f"    del {', '.join(f'v{slot}' for slot in slots)}"
 
 
 def _function(text: str, names: dict[str, Any], phase: str) -> Run:
@@ -193,7 +219,6 @@ def assemble_code(module: fx.GraphModule, phase: str) -> Code:
     """The instructions of a flat graph. Constants of the module are inputs of none: they are bound here."""
     nodes = members_late(list(module.graph.nodes))
     same = {node: node.all_input_nodes[0] for node in nodes if _is_identity(node)}
-    last = {_first(operand, same): node for node in nodes if node not in same for operand in node.all_input_nodes}
     slots: dict[fx.Node, int] = {}
     for node in nodes:
         if node.op == "placeholder":
@@ -221,18 +246,15 @@ def assemble_code(module: fx.GraphModule, phase: str) -> Code:
             text = _call(node, node.target, slots, constants)
         overwrites = _overwriting(node)
         in_place = _call(node, overwrites, slots, constants) if overwrites else ""
-        dead = tuple(dict.fromkeys(slots[o] for o in used if last[_first(o, same)] is node))
-        if node not in last:
-            dead += (slots[node],)
+        private = bool(overwrites) and _is_private(_owner(node.args[0], node))
         instructions.append(
             Instruction(
-                slots[node], operands, dead, text, in_place, _conversion(node, phase),
+                slots[node], operands, text, in_place, private, _conversion(node, phase),
                 node.op == "call_function" and draws_random_numbers(node), node.name, _along(node),
             )
         )  # fmt: skip
     outputs = tuple(slots[o] if isinstance(o, fx.Node) else None for o in returned)
-    unused = tuple(slots[n] for n in nodes if n.op == "placeholder" and n not in last)
-    return Code(tuple(instructions), inputs, outputs, _shared(returned), unused, constants.values, phase)
+    return Code(tuple(instructions), inputs, outputs, _shared(returned), constants.values, phase)
 
 
 def members_late(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -246,12 +268,6 @@ def members_late(nodes: list[fx.Node]) -> list[fx.Node]:
         return place[node], 1
 
     return sorted(nodes, key=when)
-
-
-def _first(node: fx.Node, same: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    while node in same:
-        node = same[node]
-    return node
 
 
 def _is_identity(node: fx.Node) -> bool:
@@ -308,9 +324,11 @@ def _conversion(node: fx.Node, phase: str) -> Conversion | None:
     _, source, target, axes, size, tags = arguments
     before, after = placement_from_code(source), placement_from_code(target)
     grouped = node.target is convert_group
-    owned = tuple(_owned(operand, node) for operand in _operands(node))
+    owners = [_owner(operand, node) for operand in _operands(node)]
+    owned = tuple(owner is not None for owner in owners)
+    private = tuple(map(_is_private, owners))
     tags = tuple(tags) if grouped else (tags,)
-    return Conversion(kind(before, after), before, after, tuple(axes), size, phase, tags, grouped, owned)
+    return Conversion(kind(before, after), before, after, tuple(axes), size, phase, tags, grouped, owned, private)
 
 
 def _along(node: fx.Node) -> tuple[str, ...]:
@@ -350,7 +368,7 @@ def _overwriting(node: fx.Node) -> Any:
     it is just what the result needs. New memory costs as much as the arithmetic: it has to be mapped and cleared."""
     target = _IN_PLACE.get(node.target)
     operand = node.args[0] if target and node.args else None
-    if not isinstance(operand, fx.Node) or not _owned(operand, node):
+    if not isinstance(operand, fx.Node) or _owner(operand, node) is None:
         return None
     before, after = operand.meta.get("val"), node.meta.get("val")
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
@@ -362,15 +380,24 @@ def _is_whole_view(node: fx.Node) -> bool:
     return node.target in _WHOLE_VIEWS or _is_identity(node)
 
 
-def _owned(node: Any, reader: fx.Node) -> bool:
-    """Whether `reader` alone reads the memory of `node`, all of it and once."""
+def _owner(node: Any, reader: fx.Node) -> fx.Node | None:
+    """What has made the memory of `node`, if `reader` alone reads it, all of it and once."""
     while isinstance(node, fx.Node) and set(node.users) == {reader} and _reads(reader)[node] == 1:
         if _is_fresh(node):
-            return True
+            return node
         if not _is_whole_view(node):
-            return False
+            return None
         node, reader = node.all_input_nodes[0], node
-    return False
+    return None
+
+
+def _is_private(owner: fx.Node | None) -> bool:
+    """Whether each rank runs what has made this memory: neither the ranks of a group together nor one for all."""
+    if owner is None:
+        return False
+    maker = _maker(owner)
+    together = maker.target in (convert, convert_group) or draws_random_numbers(maker)
+    return bool(maker.all_input_nodes) and not together
 
 
 def _reads(node: fx.Node) -> Counter[fx.Node]:
@@ -401,7 +428,12 @@ def _root(node: fx.Node) -> fx.Node:
 
 def _is_fresh(node: fx.Node) -> bool:
     """Whether an operator makes memory for `node`, and no more than for it."""
-    return _makes_memory(node.all_input_nodes[0] if node.target is operator.getitem else node)
+    return _makes_memory(_maker(node))
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """The call of which `node` is a result."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def _makes_memory(node: fx.Node) -> bool:

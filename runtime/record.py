@@ -78,12 +78,16 @@ class _Timeline:
         self._last: Stamp = None
 
     def begin(self, inputs: Sequence[Any]) -> None:
-        """Code begins to run: what was done since the last instruction is not its first one's time."""
+        """Code begins to run."""
         first = inputs[0] if inputs else None
         tensor = first[0] if isinstance(first, list) else first
         self._cuda = isinstance(tensor, Tensor) and tensor.is_cuda
-        self._last = self._now()
+        self.resume()
         self._origin = self._origin or self._last
+
+    def resume(self) -> None:
+        """What was done since the last instruction is not the next one's time."""
+        self._last = self._now()
 
     def mark(self, phase: str, step: Instruction, value: Any, awaited: bool) -> None:
         """An instruction has run and given `value`, or (`awaited`) it has been waited for."""
@@ -97,7 +101,7 @@ class _Timeline:
             self._measured.append(
                 (step.name, phase, COMMUNICATION, issued, lambda: said[0] if said else end, {"kind": str(c.kind)})
             )
-        elif isinstance(value, list):  # simulated ranks wait for no one
+        elif isinstance(value, list):  # the results of simulated ranks, which wait for no one
             self._add(step, phase, COMMUNICATION, before, self._last, {"kind": str(c.kind)})
         else:
             done: list[Stamp] = []
@@ -138,6 +142,9 @@ def record_timeline() -> Iterator[list[Span]]:
     """Collect when each operator and each collective of the steps inside the block runs, on this rank, with the names
     that `program.schedule` predicts them by. The list is filled when the block ends.
 
+    In simulation operators are those of the first rank, and between them there is time that the others take. A
+    collective lasts while its results are made; what the ranks add up before, as they run, is in no span.
+
     Telling the time takes some: about a microsecond for each operator.
     """
     timeline, spans = _Timeline(), list[Span]()
@@ -158,6 +165,12 @@ def begin(inputs: Sequence[Any]) -> None:
     """Tell the listeners that code runs with `inputs`."""
     for timeline in _timelines:
         timeline.begin(inputs)
+
+
+def resume() -> None:
+    """Tell the listeners that the last instruction is long done, and the next one begins."""
+    for timeline in _timelines:
+        timeline.resume()
 
 
 def marking(code: Code) -> Mark:

@@ -1,12 +1,18 @@
-"""All ranks in lock-step in one process: a value is a list with one tensor per rank, and a conversion is a
-function of lists. No process group, no second device.
+"""All ranks in one process: a value is a list with one tensor per rank, and a conversion is a function of lists. No
+process group, no second device.
+
+Ranks run one after another from one conversion to the next (`stretches`), each through the same straight-line code as a
+process, so that of what a rank computes on the way only one rank's is there at a time. Where they meet for a reduction,
+a rank's part is added to the total of its group when it is handed in: in data parallelism a gradient is there twice,
+not once for each rank. What is the same on several ranks they share.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,9 +21,10 @@ from torch import Tensor
 from ..propagation.lower import PlacedPort
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
-from ..strategy.placement import PARTIAL_MAX, Kind, Partial, Placement, Shard
-from .instructions import Bind, Code, Conversion, Instruction, Mark, Run, compile_code, local_conversion
-from .record import note
+from ..strategy.placement import PARTIAL_MAX, Kind, Partial, Shard
+from .instructions import Bind, Code, Conversion, Instruction, Mark, Run, compile_steps, local_conversion
+from .record import note, resume
+from .stretches import Stretch, is_common, stretches_of
 
 Parts = list[Tensor]
 
@@ -56,70 +63,183 @@ class Simulator:
         return [torch.zeros(placed.local_shape, dtype=placed.dtype, device=device)] * self.mesh.device_num
 
     def load(self, code: Code, mark: Mark | None = None) -> Run:
-        """`code` as a function, from the parts of every input to those of every output."""
-        return compile_code(code, self, mark)
+        """`code` as a function, from the parts of every input to those of every output. `mark` hears of the first
+        rank's instructions, and of conversions when their results are there."""
+        stretches = [self._load(code, stretch, mark) for stretch in stretches_of(code)]
+        return partial(self._run, stretches, code.outputs, mark)
 
     def run(self, code: Code, inputs: Sequence[Parts]) -> list[Any]:
         """The outputs of `code` on every rank."""
         return self.load(code)(list(inputs))
 
     def express(self, step: Instruction, bind: Bind) -> str:
-        """`step` for every rank: a call becomes a list of calls, whose variables are those of one rank."""
-        operands = [f"v{slot}" for slot in step.operands]
-        if step.conversion is not None:
-            return f"{bind(functools.partial(self._convert, step.conversion))}({', '.join(operands)})"
+        """`step` for the rank called `rank`; for a conversion for which ranks meet it hands in its parts."""
+        c = step.conversion
+        if c is not None:
+            operands = ", ".join(f"v{slot}" for slot in step.operands)
+            return f"{f'meetings[{step.out}]' if step.communicates else bind(self._local(c))}(rank, {operands})"
         if step.along:
             ranks = range(self.mesh.device_num)
-            return bind([torch.tensor(self.mesh.position(rank, *step.along)) for rank in ranks])
-        if not operands:  # the same on every rank
-            return f"[{step.text}] * {self.mesh.device_num}"
-        first = "[:1]" if step.once else ""
-        every = f" * {self.mesh.device_num}" if step.once else ""
-        if len(operands) == 1:
-            return f"[{step.text} for {operands[0]} in {operands[0]}{first}]{every}"
-        lists = ", ".join(f"{operand}{first}" for operand in operands)
-        return f"[{step.text} for {', '.join(operands)} in zip({lists})]{every}"
+            return f"{bind([torch.tensor(self.mesh.position(rank, *step.along)) for rank in ranks])}[rank]"
+        return step.in_place if step.private else step.text
 
-    def _convert(self, c: Conversion, *operands: Parts) -> Any:
-        note(c, [parts[0] for parts in operands])
-        converted = [self._convert_one(c, parts) for parts in operands]
-        if not c.grouped:
-            return converted[0]
-        return [list(tensors) for tensors in zip(*converted, strict=True)]
+    def _load(self, code: Code, stretch: Stretch, mark: Mark | None) -> _Loaded:
+        """`stretch` as two functions, of the first rank and of any other one, to which the first gives what it
+        computes for all."""
+        common = stretch.common
+        own = [step for step in stretch.steps if not is_common(step)]
+        gives = [slot for slot in stretch.gives if slot not in common]
+        takes = (*stretch.frees, *stretch.keeps)
+        every = compile_steps(code, own, (*takes, *common), gives, self, None, _NAMES)
+        if not common and mark is None:
+            return _Loaded(stretch, gives, every, every)
+        heard = None if mark is None else _of_operators(mark)
+        first = compile_steps(code, stretch.steps, takes, (*gives, *common), self, heard, _NAMES)
+        return _Loaded(stretch, gives, first, every)
 
-    def _convert_one(self, c: Conversion, parts: Parts) -> Parts:
-        out: Parts = list(parts)
-        if c.axes not in self._groups:
-            self._groups[c.axes] = self.mesh.groups(*c.axes)
-        for group in self._groups[c.axes]:
-            results = convert_group_of(c, [parts[rank] for rank in group])
-            for rank, result in zip(group, results, strict=True):
-                out[rank] = result
-        return out
+    def _run(
+        self, stretches: Sequence[_Loaded], outputs: Sequence[int | None], mark: Mark | None, inputs: list[Any]
+    ) -> list[Any]:
+        values = dict(enumerate(inputs))
+        inputs.clear()
+        for loaded in stretches:
+            meetings = {step.out: self._meeting(step) for step in loaded.stretch.meetings}
+            self._run_ranks(loaded, meetings, values)
+            if mark:
+                resume()
+            for step in loaded.stretch.meetings:
+                values[step.out] = meetings.pop(step.out).results()
+                if mark:
+                    mark(step, values[step.out], False)
+        return [None if slot is None else values[slot] for slot in outputs]
+
+    def _run_ranks(self, loaded: _Loaded, meetings: Mapping[int, _Meeting], values: dict[int, list[Any]]) -> None:
+        """Run a stretch on one rank after another. A part that nobody reads later is let go when its rank has run."""
+        stretch, ranks = loaded.stretch, range(self.mesh.device_num)
+        freed = [values.pop(slot)[::-1] for slot in stretch.frees]  # one rank's after another's is taken off the end
+        kept = [values[slot] for slot in stretch.keeps]
+        made: list[list[Any]] = []
+        common: list[Any] = []
+        for rank in ranks:
+            run = loaded.every if rank else loaded.first
+            made.append(
+                run([rank, meetings, *[parts.pop() for parts in freed], *[parts[rank] for parts in kept], *common])
+            )
+            if rank == 0:
+                common = made[0][len(loaded.gives) :]
+        values.update(zip(loaded.gives, map(list, zip(*made, strict=False)), strict=False))
+        values.update(
+            (slot, [part] * len(ranks))
+            for slot, part in zip(stretch.common, common, strict=True)
+            if slot in stretch.gives
+        )
+
+    def _local(self, c: Conversion) -> Callable[..., Any]:
+        """A conversion that needs no other rank, of the rank that is its first argument."""
+        positions = [self.mesh.position(rank, *c.axes) for rank in range(self.mesh.device_num)]
+        if c.grouped:
+            return lambda rank, *parts: [local_conversion(c, part, positions[rank]) for part in parts]
+        return lambda rank, part: local_conversion(c, part, positions[rank])
+
+    def _meeting(self, step: Instruction) -> _Meeting:
+        assert step.conversion is not None
+        axes = step.conversion.axes
+        if axes not in self._groups:
+            self._groups[axes] = self.mesh.groups(*axes)
+        return _Meeting(step.conversion, self._groups[axes])
 
 
-def convert_group_of(c: Conversion, parts: Parts) -> Parts:
-    """One conversion among the ranks of one group, in rank order."""
-    n = len(parts)
-    before, after = c.dims
-    match c.kind:
-        case Kind.ALL_REDUCE:
-            return [_total(parts, c.source)] * n
-        case Kind.ALL_GATHER:
-            return [torch.cat(parts, before)] * n
-        case Kind.REDUCE_SCATTER:
-            return [part.contiguous() for part in _total(parts, c.source).chunk(n, after)]
-        case Kind.ALL_TO_ALL:
-            return [part.contiguous() for part in torch.cat(parts, before).chunk(n, after)]
-        case _:
-            return [local_conversion(c, part, i) for i, part in enumerate(parts)]
+_NAMES = ("rank", "meetings")  # what the texts of instructions call the rank that runs, and the meetings of its stretch
 
 
-def _total(parts: Parts, source: Placement) -> Tensor:
-    """The value of which the ranks hold `parts` under the Partial `source`, in memory of its own."""
-    if len(parts) == 1:
-        return parts[0].clone()
-    return functools.reduce(torch.maximum if source == PARTIAL_MAX else torch.add, parts)
+@dataclass(frozen=True)
+class _Loaded:
+    """A stretch as functions of the first rank, which also gives what is common to all, and of every other one, which
+    takes that. `gives`: the slots that both give."""
+
+    stretch: Stretch
+    gives: Sequence[int]
+    first: Run
+    every: Run
+
+
+def _of_operators(mark: Mark) -> Mark:
+    """`mark` without the conversions for which ranks meet: their results are not there when a rank has run."""
+
+    def heard(step: Instruction, value: Any, awaited: bool) -> None:
+        if not step.communicates:
+            mark(step, value, awaited)
+
+    return heard
+
+
+class _Meeting:
+    """One conversion, of one or several tensors: the ranks hand in their parts one after another, in order, and get
+    their results when all have."""
+
+    def __init__(self, c: Conversion, groups: Sequence[Sequence[int]]) -> None:
+        self._c, self._groups = c, groups
+        handed = _Total if c.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER) else _Row
+        self._handed = [[handed(c, private) for private in c.private] for _ in groups]
+        self._of = {rank: handed for group, handed in zip(groups, self._handed, strict=True) for rank in group}
+
+    def __call__(self, rank: int, *parts: Tensor) -> None:
+        """Hand in the `parts` of `rank`, one of each tensor."""
+        if rank == 0:
+            note(self._c, parts)
+        for handed, part in zip(self._of[rank], parts, strict=True):
+            handed.add(part)
+
+    def results(self) -> list[Any]:
+        """For each rank its result: a tensor, or of a group of conversions a list of them."""
+        found: dict[int, list[Tensor]] = {}
+        for group, handed in zip(self._groups, self._handed, strict=True):
+            each = [one.results(len(group)) for one in handed]
+            found.update(zip(group, map(list, zip(*each, strict=True)), strict=True))
+        ranks = range(len(found))
+        return [found[rank] if self._c.grouped else found[rank][0] for rank in ranks]
+
+
+class _Total:
+    """The parts of one tensor on one group of ranks, added up as they come (of candidates the largest is taken)."""
+
+    def __init__(self, c: Conversion, private: bool) -> None:
+        self._c, self._own = c, private
+        self._total: Tensor | None = None
+
+    def add(self, part: Tensor) -> None:
+        """Take one more rank's `part`. The first becomes the total where its memory is that rank's own."""
+        if self._total is None:
+            self._total = part
+            return
+        reduction = torch.maximum if self._c.source == PARTIAL_MAX else torch.add
+        self._total = reduction(self._total, part, out=self._total if self._own else None)
+        self._own = True
+
+    def results(self, n: int) -> Parts:
+        """What the `n` ranks get, in memory of its own."""
+        assert self._total is not None
+        total = self._total if self._own else self._total.clone()
+        if self._c.kind is Kind.ALL_REDUCE:
+            return [total] * n
+        return [part.contiguous() for part in total.chunk(n, self._c.dims[1])]
+
+
+class _Row:
+    """The parts of one tensor on one group of ranks, one after another."""
+
+    def __init__(self, c: Conversion, private: bool) -> None:
+        self._c = c
+        self._parts: Parts = []
+        self.add = self._parts.append
+
+    def results(self, n: int) -> Parts:
+        """What the `n` ranks get, in memory of its own."""
+        before, after = self._c.dims
+        whole = torch.cat(self._parts, before)
+        if self._c.kind is Kind.ALL_GATHER:
+            return [whole] * n
+        return [part.contiguous() for part in whole.chunk(n, after)]
 
 
 def split(tensor: Tensor, layout: Layout) -> Parts:
@@ -144,8 +264,9 @@ def join(parts: Parts, layout: Layout) -> Tensor:
     if not any(isinstance(p, Shard | Partial) for p in layout.placements):
         return parts[0]
     shape = layout.global_shape(tuple(parts[0].shape))
-    largest = PARTIAL_MAX in layout.placements
-    whole = parts[0].new_full(shape, _least(parts[0].dtype) if largest else 0)
+    largest, adds = PARTIAL_MAX in layout.placements, any(isinstance(p, Partial) for p in layout.placements)
+    start = _least(parts[0].dtype) if largest else 0
+    whole = parts[0].new_full(shape, start) if adds else parts[0].new_empty(shape)
     for rank, part in enumerate(parts):
         coordinate = layout.mesh.coordinate(rank)
         first = all(
@@ -154,7 +275,11 @@ def join(parts: Parts, layout: Layout) -> Tensor:
         )
         if first:
             where = layout.slices(shape, rank)
-            whole[where] = torch.maximum(whole[where], part) if largest else whole[where] + part
+            place = whole[where]
+            if largest:
+                torch.maximum(place, part, out=place)
+            else:
+                place.add_(part) if adds else place.copy_(part)
     return whole
 
 

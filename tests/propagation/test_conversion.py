@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -18,7 +19,7 @@ from partway.propagation.conversion import ConversionTable, Step, conversion_tab
 from partway.propagation.cost import WEIGHTS, Level, collective_cost
 from partway.propagation.profile import profile_of
 from partway.runtime import record_collectives
-from partway.runtime.instructions import Conversion, assemble_code
+from partway.runtime.instructions import assemble_code
 from partway.runtime.simulate import Simulator, join, split
 from partway.strategy import BROADCAST, PARTIAL, REPLICATE, Layout, Mesh, Partial, Shard
 from partway.strategy.placement import PARTIAL_MAX, Kind, kind, placement_from_code, transpose
@@ -289,14 +290,16 @@ def assert_parts_of(whole, parts, found):
 
 def convert_all(mesh, steps, parts, pair):
     """Run `steps` as the simulator does; `pair` gives (source, target) of a step."""
-    simulator = Simulator(mesh)
+    graph = fx.Graph()
+    node = graph.placeholder("x")
     for step in steps:
         source, target = pair(step)
         if source != target:
-            size = mesh.size(*step.axes)
-            c = Conversion(kind(source, target), source, target, step.axes, size, "forward", (0,), False)
-            parts = simulator._convert(c, parts)
-    return parts
+            axes = list(step.axes)
+            node = graph.call_function(convert, (node, str(source), str(target), axes, mesh.size(*axes), 0))
+    graph.output((node,))
+    (found,) = Simulator(mesh).run(assemble_code(fx.GraphModule(torch.nn.Module(), graph), "forward"), [parts])
+    return found
 
 
 @st.composite

@@ -3,13 +3,19 @@
 import contextlib
 import itertools
 import json
+import time
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import partway as pw
 from partway.fusion.timeline import COMMUNICATION, COMPUTE
+from partway.propagation.collectives import convert
+from partway.runtime import Simulator
+from partway.runtime.instructions import assemble_code
+from partway.runtime.record import begin, marking
+from partway.strategy import Mesh
 
 
 def network():
@@ -98,3 +104,26 @@ def measured_here():
 @pytest.mark.gloo
 def test_a_process_measures_its_own_timeline(on_ranks):
     assert on_ranks(2, measured_here) == [True, True]
+
+
+def slowly(x):
+    time.sleep(0.1)
+    return x + 1
+
+
+def test_simulated_spans_are_those_of_the_first_rank_without_the_time_of_the_others():
+    graph = fx.Graph()
+    node = graph.call_function(slowly, (graph.placeholder("x"),))
+    node = graph.call_function(convert, (node, "P", "R", ["x"], 4, 0))
+    graph.output((graph.call_function(slowly, (node,)),))
+    code = assemble_code(fx.GraphModule(nn.Module(), graph), "forward")
+    run = Simulator(Mesh({"x": 4})).load(code, marking(code))
+    with pw.record_timeline() as spans:
+        begin([])
+        assert [int(part) for part in run([[torch.tensor(rank) for rank in range(4)]])[0]] == [11] * 4
+    first, reduced, second = spans
+    assert [span.lane for span in spans] == [COMPUTE, COMMUNICATION, COMPUTE]
+    assert 0.1 <= first.seconds < 0.3
+    assert reduced.seconds < 0.1
+    assert 0.1 <= second.seconds < 0.3
+    assert reduced.start > first.start + 0.4

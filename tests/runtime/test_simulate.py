@@ -1,4 +1,5 @@
 import operator
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from partway.runtime import Simulator, join, record_collectives, split
 from partway.runtime.instructions import assemble_code
 from partway.strategy import BROADCAST, PARTIAL, REPLICATE, Kind, Layout, Mesh, Partial, Shard, kind
 
+aten = torch.ops.aten
 PLACEMENTS = (Shard(0), Shard(1), REPLICATE, BROADCAST, PARTIAL)
 
 
@@ -100,13 +102,39 @@ def test_arguments_of_every_form_reach_the_operator(step, expected):
         assert on_one(code, torch.tensor([[1, 2], [3, 4]]))[0].tolist() == expected
 
 
-def test_a_value_is_let_go_after_its_last_use():
-    neg = torch.ops.aten.neg.default
-    code = code_of(*[lambda g, x: g.call_function(neg, (x,))] * 3)
-    assert [step.dead for step in code.instructions] == [(0,), (1,), (2,)]
-    values = [torch.ones(2)]
-    assert on_one(code, *values)[0].tolist() == [-1, -1]
-    assert values[0].tolist() == [1, 1]
+class Spy:
+    """An operator that remembers which of its results are alive, and how many were when it was called."""
+
+    def __init__(self):
+        self.__name__, self.made, self.seen = "spy", [], []
+
+    def __call__(self, x):
+        self.seen.append(sum(made() is not None for made in self.made))
+        result = x + 1
+        self.made.append(weakref.ref(result))
+        return result
+
+
+def test_a_value_is_let_go_after_its_last_use_and_before_the_next_rank_begins():
+    spy = Spy()
+    code = code_of(*[lambda g, x: g.call_function(spy, (x,))] * 3, lambda g, x: g.call_function(aten.sum.default, (x,)))
+    values = [torch.ones(2) * rank for rank in range(3)]
+    (sums,) = Simulator(Mesh({"x": 3})).run(code, [values])
+    assert [int(one) for one in sums] == [6, 8, 10]
+    assert [value.tolist() for value in values] == [[rank] * 2 for rank in range(3)]
+    assert spy.seen == [0, 1, 1] * 3
+
+
+@pytest.mark.parametrize(("source", "target"), [("P", "R"), ("P", "S0"), ("Pmax", "R")])
+def test_what_is_reduced_is_there_as_a_total_and_one_part(source, target):
+    spy = Spy()
+    code = code_of(
+        lambda g, x: g.call_function(spy, (x,)), lambda g, x: g.call_function(convert, (x, source, target, ["x"], 4, 0))
+    )
+    (parts,) = Simulator(Mesh({"x": 4})).run(code, [[torch.full((4,), float(rank)) for rank in range(4)]])
+    assert {float(part[0]) for part in parts} == {10 if source == "P" else 4}
+    # What a function that nobody knows gives may be shared: the first part stays until a second makes the total.
+    assert spy.seen == [0, 1, 0, 0]
 
 
 def test_an_input_that_nothing_reads_and_an_output_that_is_none_are_known():
@@ -115,7 +143,7 @@ def test_an_input_that_nothing_reads_and_an_output_that_is_none_are_known():
     x = graph.placeholder("x")
     graph.output((x, None))
     code = assemble_code(fx.GraphModule(torch.nn.Module(), graph), "forward")
-    assert (code.unused, code.outputs) == ((0,), (1, None))
+    assert code.outputs == (1, None)
     assert on_one(code, 1, 2) == [2, None]
 
 
