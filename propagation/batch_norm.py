@@ -13,6 +13,13 @@ moments are central. What they are shifted by does not change the result, so `sh
 
 The gradient of x has two terms, one by `normalise` and one by `moments`, which the AllReduce keeps apart; once both
 are known, `spread` makes their sum in the time of one (`merge_gradients`).
+
+    partway::part_norm(x, weight, bias, eps)           BatchNorm of each part of the batch by its own statistics: x is
+                                                       [part, sample, channel, ...]; (y, statistics, rstd)
+
+For a batch whose parts have statistics of their own (`batch_norm_parts`) this is all: a part is on one rank, and
+nothing is sent but what the running statistics need. `statistics` [part, 2, channel] has each part's mean and unbiased
+variance, which get no gradient, and `rstd` [part, channel] is what the backward keeps.
 """
 
 from __future__ import annotations
@@ -40,6 +47,11 @@ _LIBRARY.define(
 _LIBRARY.define(
     "spread(Tensor y, Tensor var, Tensor? weight, float eps, Tensor slopes, Tensor x, Tensor? shift) -> Tensor"
 )
+_LIBRARY.define("part_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define(
+    "part_norm_backward(Tensor y, Tensor x, Tensor? weight, Tensor statistics, Tensor rstd, float eps)"
+    " -> (Tensor, Tensor, Tensor)"
+)
 
 moments = torch.ops.partway.moments.default
 moments_backward = torch.ops.partway.moments_backward.default
@@ -49,6 +61,8 @@ normalise = torch.ops.partway.normalise.default
 scale = torch.ops.partway.scale.default
 vector_gradients = torch.ops.partway.vector_gradients.default
 spread = torch.ops.partway.spread.default
+part_norm = torch.ops.partway.part_norm.default
+part_norm_backward = torch.ops.partway.part_norm_backward.default
 
 
 def _format(x: Tensor) -> torch.memory_format:
@@ -148,6 +162,42 @@ def _spread(
     return found.addcmul_(y, _spatial((var + eps).rsqrt_().mul_(_factor(weight, var)), x))
 
 
+def _part_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    like = x.new_empty(x.shape[2], dtype=wide(x.dtype))
+    factor, addend = _factor(weight, like), None if bias is None else bias.to(like.dtype)
+    results, statistics, slopes = [], [], []
+    for part in x.unbind():
+        part = part.contiguous(memory_format=_format(part))
+        found = like.new_zeros(2, *like.shape)  # moved all the way, running statistics are those of the part
+        y, _, slope = aten.native_batch_norm(part, factor, addend, *found.unbind(), True, 1.0, eps)
+        results.append(y)
+        statistics.append(found)
+        slopes.append(slope)
+    return _together(results), torch.stack(statistics), torch.stack(slopes)
+
+
+def _part_norm_backward(
+    y: Tensor, x: Tensor, weight: Tensor | None, statistics: Tensor, rstd: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and bias from that of the result; those of the vectors are sums over the parts."""
+    factor = _factor(weight, rstd[0])
+    results, weighed, plain = [], [], []
+    for slopes, part, (mean, _), slope in zip(y.unbind(), x.unbind(), statistics.unbind(), rstd.unbind(), strict=True):
+        part = part.contiguous(memory_format=_format(part))
+        slopes = slopes.contiguous(memory_format=_format(part))
+        found = aten.native_batch_norm_backward(
+            slopes, part, factor, None, None, mean, slope, True, eps, [True, True, True]
+        )
+        for every, one in zip((results, weighed, plain), found, strict=True):
+            every.append(one)
+    return _together(results), torch.stack(weighed).sum(0), torch.stack(plain).sum(0)
+
+
+def _together(parts: list[Tensor]) -> Tensor:
+    """`parts` one after another along a new first dim; one alone is not copied."""
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.cat(parts).unflatten(0, (len(parts), -1))
+
+
 for _name, _function in (
     ("moments", _moments),
     ("moments_backward", _moments_backward),
@@ -157,6 +207,8 @@ for _name, _function in (
     ("scale", _scale),
     ("vector_gradients", _vector_gradients),
     ("spread", _spread),
+    ("part_norm", _part_norm),
+    ("part_norm_backward", _part_norm_backward),
 ):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
 
@@ -192,6 +244,25 @@ torch.library.register_fake("partway::scale", lambda y, *_: _fake_like(y))
 torch.library.register_fake("partway::spread", lambda y, var, weight, eps, slopes, x, shift: _fake_like(x))
 
 
+def _fake_parts(x: Tensor) -> Tensor:
+    """Memory for a result like `x`, each part in the format of PyTorch's kernels."""
+    parts, samples, *rest = x.shape
+    empty = torch.empty((parts * samples, *rest), dtype=x.dtype, device=x.device, memory_format=_format(x[0]))
+    return empty.unflatten(0, (parts, samples))
+
+
+@torch.library.register_fake("partway::part_norm")  # type: ignore[untyped-decorator]
+def _fake_part_norm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rstd = x.new_empty((x.shape[0], x.shape[2]), dtype=wide(x.dtype))
+    return _fake_parts(x), rstd.new_empty((x.shape[0], 2, x.shape[2])), rstd
+
+
+@torch.library.register_fake("partway::part_norm_backward")  # type: ignore[untyped-decorator]
+def _fake_part_norm_backward(y: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    one, two = (x.new_empty(x.shape[2], dtype=wide(x.dtype)) for _ in range(2))
+    return _fake_parts(x), one, two
+
+
 def _keep_for_moments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -225,9 +296,23 @@ def _back_from_normalise(ctx: Any, y: Tensor) -> tuple[Tensor | None, ...]:
     return of_x, *of_vectors, None
 
 
+def _keep_for_part_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, ctx.eps = inputs
+    _, statistics, rstd = output
+    ctx.mark_non_differentiable(statistics, rstd)
+    ctx.save_for_backward(x, weight, statistics, rstd)
+    ctx.dtypes = tuple(None if vector is None else vector.dtype for vector in (weight, bias))
+
+
+def _back_from_part_norm(ctx: Any, y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    of_x, *of_vectors = part_norm_backward(y, *ctx.saved_tensors, ctx.eps)
+    return of_x, *(None if d is None else vector.to(d) for vector, d in zip(of_vectors, ctx.dtypes, strict=True)), None
+
+
 torch.library.register_autograd("partway::moments", _back_from_moments, setup_context=_keep_for_moments)
 torch.library.register_autograd("partway::statistics", _back_from_statistics, setup_context=_keep_for_statistics)
 torch.library.register_autograd("partway::normalise", _back_from_normalise, setup_context=_keep_for_normalise)
+torch.library.register_autograd("partway::part_norm", _back_from_part_norm, setup_context=_keep_for_part_norm)
 
 
 def merge_gradients(graph: fx.Graph) -> None:
