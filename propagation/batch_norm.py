@@ -24,6 +24,7 @@ variance, which get no gradient, and `rstd` [part, channel] is what the backward
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -168,12 +169,12 @@ def _part_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     results, statistics, slopes = [], [], []
     for part in x.unbind():
         part = part.contiguous(memory_format=_format(part))
-        found = like.new_zeros(2, *like.shape)  # moved all the way, running statistics are those of the part
-        y, _, slope = aten.native_batch_norm(part, factor, addend, *found.unbind(), True, 1.0, eps)
+        moved = like.new_zeros(2, *like.shape)  # all the way, so that the running statistics are those of the part
+        y, _, slope = aten.native_batch_norm(part, factor, addend, moved[0], moved[1], True, 1.0, eps)
         results.append(y)
-        statistics.append(found)
+        statistics.append(moved)
         slopes.append(slope)
-    return _together(results), torch.stack(statistics), torch.stack(slopes)
+    return _stacked(results), _stacked(statistics), _stacked(slopes)
 
 
 def _part_norm_backward(
@@ -182,19 +183,19 @@ def _part_norm_backward(
     """The gradients of x, weight and bias from that of the result; those of the vectors are sums over the parts."""
     factor = _factor(weight, rstd[0])
     results, weighed, plain = [], [], []
-    for slopes, part, (mean, _), slope in zip(y.unbind(), x.unbind(), statistics.unbind(), rstd.unbind(), strict=True):
+    for i, part in enumerate(x.unbind()):
         part = part.contiguous(memory_format=_format(part))
-        slopes = slopes.contiguous(memory_format=_format(part))
+        slopes = y[i].contiguous(memory_format=_format(part))
         found = aten.native_batch_norm_backward(
-            slopes, part, factor, None, None, mean, slope, True, eps, [True, True, True]
+            slopes, part, factor, None, None, statistics[i, 0], rstd[i], True, eps, [True, True, True]
         )
         for every, one in zip((results, weighed, plain), found, strict=True):
             every.append(one)
-    return _together(results), torch.stack(weighed).sum(0), torch.stack(plain).sum(0)
+    return _stacked(results), functools.reduce(torch.add, weighed), functools.reduce(torch.add, plain)
 
 
-def _together(parts: list[Tensor]) -> Tensor:
-    """`parts` one after another along a new first dim; one alone is not copied."""
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """`parts` along a new first dim, each as it lies; one alone is not copied."""
     return parts[0].unsqueeze(0) if len(parts) == 1 else torch.cat(parts).unflatten(0, (len(parts), -1))
 
 
