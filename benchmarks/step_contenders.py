@@ -89,6 +89,13 @@ def ours_searched(work: Workload, how: Layout, dtype: torch.dtype) -> Contender:
     return _ours("partway, searched", work, how, dtype, {"in_strategy": work.by("dp"), "mesh": how.mesh}, {})
 
 
+def ours_jointly(work: Workload, how: Layout, dtype: torch.dtype) -> Contender:
+    """Partway with the batch statistics of one device, those of the whole batch: its default."""
+    return _ours(
+        "partway, joint statistics", work, how, dtype, {}, {"parallel_mode": "data_parallel", "batch_norm_parts": 1}
+    )
+
+
 def _ours(
     name: str, work: Workload, how: Layout, dtype: torch.dtype, arguments: dict[str, Any], options: dict[str, Any]
 ) -> Contender:
@@ -166,8 +173,8 @@ def builds(work: Workload, how: Layout) -> tuple[Build, ...]:
     match how.name:
         case "data":
             # PyTorch's DTensor cannot split a batch norm over the batch
-            plain = () if work.own_statistics else (dtensor,)
-            return (ours, ours_searched, by_hand, ddp, fsdp2, *plain)
+            others = (ours_jointly,) if work.own_statistics else (dtensor,)
+            return (ours, ours_searched, by_hand, ddp, fsdp2, *others)
         case "tensor":
             return (ours, by_hand, dtensor)
     return (ours, by_hand, fsdp2)

@@ -14,12 +14,13 @@ moments are central. What they are shifted by does not change the result, so `sh
 The gradient of x has two terms, one by `normalise` and one by `moments`, which the AllReduce keeps apart; once both
 are known, `spread` makes their sum in the time of one (`merge_gradients`).
 
-    partway::part_norm(x, weight, bias, eps)           BatchNorm of each part of the batch by its own statistics: x is
-                                                       [part, sample, channel, ...]; (y, statistics, rstd)
+    partway::part_norm(x, weight, bias, parts, eps)    BatchNorm of each part of the batch by its own statistics: x is
+                                                       [part, sample, channel, ...]; (y, statistics, mean, rstd)
 
 For a batch whose parts have statistics of their own (`batch_norm_parts`) this is all: a part is on one rank, and
-nothing is sent but what the running statistics need. `statistics` [part, 2, channel] has each part's mean and unbiased
-variance, which get no gradient, and `rstd` [part, channel] is what the backward keeps.
+nothing is sent but what the running statistics need. `statistics` [2, channel] is for them: the mean and the unbiased
+variance, summed over the parts in x and divided by the number `parts` of all, so that ranks have addends; it gets no
+gradient. `mean` and `rstd` [part, channel] are what the backward keeps.
 """
 
 from __future__ import annotations
@@ -48,9 +49,11 @@ _LIBRARY.define(
 _LIBRARY.define(
     "spread(Tensor y, Tensor var, Tensor? weight, float eps, Tensor slopes, Tensor x, Tensor? shift) -> Tensor"
 )
-_LIBRARY.define("part_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(
-    "part_norm_backward(Tensor y, Tensor x, Tensor? weight, Tensor statistics, Tensor rstd, float eps)"
+    "part_norm(Tensor x, Tensor? weight, Tensor? bias, int parts, float eps) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "part_norm_backward(Tensor y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, float eps)"
     " -> (Tensor, Tensor, Tensor)"
 )
 
@@ -163,22 +166,23 @@ def _spread(
     return found.addcmul_(y, _spatial((var + eps).rsqrt_().mul_(_factor(weight, var)), x))
 
 
-def _part_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _part_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, parts: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     like = x.new_empty(x.shape[2], dtype=wide(x.dtype))
     factor, addend = _factor(weight, like), None if bias is None else bias.to(like.dtype)
-    results, statistics, slopes = [], [], []
+    results, statistics, means, slopes = [], [], [], []
     for part in x.unbind():
         part = part.contiguous(memory_format=_format(part))
         moved = like.new_zeros(2, *like.shape)  # all the way, so that the running statistics are those of the part
-        y, _, slope = aten.native_batch_norm(part, factor, addend, moved[0], moved[1], True, 1.0, eps)
-        results.append(y)
-        statistics.append(moved)
-        slopes.append(slope)
-    return _stacked(results), _stacked(statistics), _stacked(slopes)
+        y, mean, slope = aten.native_batch_norm(part, factor, addend, moved[0], moved[1], True, 1.0, eps)
+        for every, one in zip((results, statistics, means, slopes), (y, moved, mean, slope), strict=True):
+            every.append(one)
+    return _stacked(results), functools.reduce(torch.add, statistics).div_(parts), _stacked(means), _stacked(slopes)
 
 
 def _part_norm_backward(
-    y: Tensor, x: Tensor, weight: Tensor | None, statistics: Tensor, rstd: Tensor, eps: float
+    y: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias from that of the result; those of the vectors are sums over the parts."""
     factor = _factor(weight, rstd[0])
@@ -187,7 +191,7 @@ def _part_norm_backward(
         part = part.contiguous(memory_format=_format(part))
         slopes = y[i].contiguous(memory_format=_format(part))
         found = aten.native_batch_norm_backward(
-            slopes, part, factor, None, None, statistics[i, 0], rstd[i], True, eps, [True, True, True]
+            slopes, part, factor, None, None, mean[i], rstd[i], True, eps, [True, True, True]
         )
         for every, one in zip((results, weighed, plain), found, strict=True):
             every.append(one)
@@ -253,9 +257,11 @@ def _fake_parts(x: Tensor) -> Tensor:
 
 
 @torch.library.register_fake("partway::part_norm")  # type: ignore[untyped-decorator]
-def _fake_part_norm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rstd = x.new_empty((x.shape[0], x.shape[2]), dtype=wide(x.dtype))
-    return _fake_parts(x), rstd.new_empty((x.shape[0], 2, x.shape[2])), rstd
+def _fake_part_norm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    statistics, mean, rstd = (
+        x.new_empty((first, x.shape[2]), dtype=wide(x.dtype)) for first in (2, x.shape[0], x.shape[0])
+    )
+    return _fake_parts(x), statistics, mean, rstd
 
 
 @torch.library.register_fake("partway::part_norm_backward")  # type: ignore[untyped-decorator]
@@ -298,16 +304,17 @@ def _back_from_normalise(ctx: Any, y: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _keep_for_part_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, ctx.eps = inputs
-    _, statistics, rstd = output
-    ctx.mark_non_differentiable(statistics, rstd)
-    ctx.save_for_backward(x, weight, statistics, rstd)
+    x, weight, bias, _, ctx.eps = inputs
+    _, statistics, mean, rstd = output
+    ctx.mark_non_differentiable(statistics, mean, rstd)
+    ctx.save_for_backward(x, weight, mean, rstd)
     ctx.dtypes = tuple(None if vector is None else vector.dtype for vector in (weight, bias))
 
 
 def _back_from_part_norm(ctx: Any, y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     of_x, *of_vectors = part_norm_backward(y, *ctx.saved_tensors, ctx.eps)
-    return of_x, *(None if d is None else vector.to(d) for vector, d in zip(of_vectors, ctx.dtypes, strict=True)), None
+    vectors = (None if d is None else vector.to(d) for vector, d in zip(of_vectors, ctx.dtypes, strict=True))
+    return of_x, *vectors, None, None
 
 
 torch.library.register_autograd("partway::moments", _back_from_moments, setup_context=_keep_for_moments)

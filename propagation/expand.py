@@ -142,17 +142,16 @@ def _part_norm_of(
     """Each part of the batch by its own statistics; what is kept of them is their mean over the parts."""
     parts, (batch, *rest) = b.batch_norm_parts, shape(x)
     split = b(aten.reshape.default, x, [parts, batch // parts, *rest])
-    found = b(part_norm, split, weight, bias, eps)
+    found = b(part_norm, split, weight, bias, parts, eps)
     y = b(aten.reshape.default, b(operator.getitem, found, 0), [batch, *rest])
-
-    def over_parts(index: int) -> fx.Node:
-        each = b(aten.div.Scalar, b(aten.detach.default, b(operator.getitem, found, index)), parts)
-        return b(aten.sum.dim_IntList, each, [0])
-
-    both = b(aten.unbind.int, over_parts(1))
+    both = b(aten.unbind.int, b(aten.detach.default, b(operator.getitem, found, 1)))
     mean, var = b(operator.getitem, both, 0), b(operator.getitem, both, 1)
-    kept = (None, None) if old_mean is None else (_blend(b, old_mean, mean, momentum), _blend(b, old_var, var, momentum))
-    return (y, mean, over_parts(2), *kept)
+    new_mean, new_var = None, None
+    if old_mean is not None:
+        new_mean, new_var = _blend(b, old_mean, mean, momentum), _blend(b, old_var, var, momentum)
+    each = b(aten.detach.default, b(operator.getitem, found, 3))
+    rstd = b(aten.div.Scalar, b(aten.sum.dim_IntList, each, [0]), parts)
+    return (y, mean, rstd, new_mean, new_var)
 
 
 def _is_synchronised(node: fx.Node) -> bool:

@@ -512,12 +512,13 @@ def _normalise(node: fx.Node) -> Rule | None:
 
 
 def _part_norm(node: fx.Node) -> Rule | None:
-    """Each part of the batch (dim 0) and each channel (dim 2) by itself."""
+    """Each part of the batch (dim 0) and each channel (dim 2) by itself; the statistics are sums over the parts."""
     size = shape(operands(node)[0])
     letters = _rename(_letters(size), {1, *range(3, len(size))})
     part, _, channel, *_ = letters
-    vectors = ((channel,) for _ in operands(node)[1:])
-    return Rule((letters, *vectors), (letters, (part, (), channel), (part, channel)), _sizes(letters, size))
+    vectors, kept = ((channel,) for _ in operands(node)[1:]), (part, channel)
+    results = (letters, ((), channel), kept, kept)
+    return Rule((letters, *vectors), results, _sizes(letters, size), reduce=frozenset(part))
 
 
 def _group_norm(node: fx.Node) -> Rule | None:
