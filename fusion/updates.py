@@ -52,9 +52,9 @@ def _update_collectives(step: Step) -> list[fx.Node]:
     kept |= {node for node, role in zip(returned, roles, strict=False) if role is not Role.BUFFER_UPDATE}
     aside: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and node not in kept:
-            if all(user.op == "output" or user in aside for user in node.users):
-                aside.add(node)
+        only = all(user.op == "output" or user in aside for user in node.users)
+        if node.op == "call_function" and node not in kept and only:
+            aside.add(node)
     found: dict[fx.Node, None] = {}
     late: set[fx.Node] = set()
     for node in graph.nodes:

@@ -60,9 +60,7 @@ def capturing() -> bool:
     return _capturing.get()
 
 
-def capture(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_norm_parts: int = 1
-) -> Graph:
+def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_norm_parts: int = 1) -> Graph:
     """Capture one call of `fn` (a function or nn.Module; meta tensors welcome) as a Graph.
 
     Raises CaptureError when torch.export cannot make one static graph of it, or when `fn` itself raises: it names
