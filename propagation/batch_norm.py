@@ -171,13 +171,13 @@ def _part_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     like = x.new_empty(x.shape[2], dtype=wide(x.dtype))
     factor, addend = _factor(weight, like), None if bias is None else bias.to(like.dtype)
-    results, statistics, means, slopes = [], [], [], []
+    each: list[tuple[Tensor, ...]] = []
     for part in x.unbind():
         part = part.contiguous(memory_format=_format(part))
         moved = like.new_zeros(2, *like.shape)  # all the way, so that the running statistics are those of the part
         y, mean, slope = aten.native_batch_norm(part, factor, addend, moved[0], moved[1], True, 1.0, eps)
-        for every, one in zip((results, statistics, means, slopes), (y, moved, mean, slope), strict=True):
-            every.append(one)
+        each.append((y, moved, mean, slope))
+    results, statistics, means, slopes = zip(*each, strict=True)
     return _stacked(results), functools.reduce(torch.add, statistics).div_(parts), _stacked(means), _stacked(slopes)
 
 
@@ -186,21 +186,23 @@ def _part_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias from that of the result; those of the vectors are sums over the parts."""
     factor = _factor(weight, rstd[0])
-    results, weighed, plain = [], [], []
+    each: list[tuple[Tensor, ...]] = []
     for i, part in enumerate(x.unbind()):
         part = part.contiguous(memory_format=_format(part))
         slopes = y[i].contiguous(memory_format=_format(part))
-        found = aten.native_batch_norm_backward(
-            slopes, part, factor, None, None, mean[i], rstd[i], True, eps, [True, True, True]
+        each.append(
+            aten.native_batch_norm_backward(
+                slopes, part, factor, None, None, mean[i], rstd[i], True, eps, [True, True, True]
+            )
         )
-        for every, one in zip((results, weighed, plain), found, strict=True):
-            every.append(one)
+    results, weighed, plain = zip(*each, strict=True)
     return _stacked(results), functools.reduce(torch.add, weighed), functools.reduce(torch.add, plain)
 
 
-def _stacked(parts: list[Tensor]) -> Tensor:
+def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
     """`parts` along a new first dim, each as it lies; one alone is not copied."""
-    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.cat(parts).unflatten(0, (len(parts), -1))
+    whole: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return whole.view(len(parts), -1, *whole.shape[1:])
 
 
 for _name, _function in (
@@ -253,7 +255,7 @@ def _fake_parts(x: Tensor) -> Tensor:
     """Memory for a result like `x`, each part in the format of PyTorch's kernels."""
     parts, samples, *rest = x.shape
     empty = torch.empty((parts * samples, *rest), dtype=x.dtype, device=x.device, memory_format=_format(x[0]))
-    return empty.unflatten(0, (parts, samples))
+    return empty.view(x.shape)
 
 
 @torch.library.register_fake("partway::part_norm")  # type: ignore[untyped-decorator]

@@ -432,8 +432,6 @@ def test_ranks_with_parts_of_their_own_send_only_running_statistics(lab, dtype):
     (sent,) = (node for node in forward if node.target is convert and kind_of(*node.args[1:3]) is Kind.ALL_REDUCE)
     read = [node.target for node in forward[forward.index(next(iter(sent.users))) :]]
     assert set(read) <= {aten.detach.default, aten.unbind.int, operator.getitem, aten.lerp.Scalar}
-    between = forward[forward.index(sent) + 1 : -len(read)]
-    assert aten.detach.default in {node.target for node in between}  # what the backward keeps is not behind it
 
 
 def test_evaluation_has_no_parts():
