@@ -2,7 +2,8 @@
 
 All contenders live in the same processes and take turns, a step each (forward, backward, SGD); a step takes as long as
 on the slowest rank, and ratios are of steps of one round. Before that their gradients are compared with those of one
-device, in float64. What is predicted is the forward and the backward, by a profile that is measured just before on as
+device, in float64; of a model with batch norms every rank has the statistics of its part of the batch, as with DDP
+(`batch_norm_parts`). What is predicted is the forward and the backward, by a profile that is measured just before on as
 many processes (`partway calibrate --quick`).
 """
 
@@ -105,7 +106,9 @@ def _parts(gradients: int, parts: int) -> list[int]:
 def gradients_of(work: Workload, world: int) -> int:
     """How many AllReduces of gradients the step of `world` ranks has, unfused."""
     batch = work.tensors(work.each * world, torch.float32)
-    with auto_parallel_context(parallel_mode="data_parallel", device_num=world, comm_fusion={"openstate": False}):
+    parts = world if work.own_statistics else 1
+    options = {"parallel_mode": "data_parallel", "device_num": world, "batch_norm_parts": parts}
+    with auto_parallel_context(**options, comm_fusion={"openstate": False}):
         program = compile(work.model(torch.float32), batch).program
     conversions = program.step.program.conversions
     return sum(

@@ -194,7 +194,7 @@ def compile_call(
     saved = Plan.load(path) if (path := context.strategy_ckpt_config.load_file) else None
     # a call draws the same numbers whether it was planned or not
     with torch.random.fork_rng(enabled=True), _own_saved_tensors():
-        graph = capture(fn, args, kwargs)
+        graph = capture(fn, args, kwargs, context.batch_norm_parts)
     mode, profile = context.search_mode, device_profile(graph, request, context)
     settled = dict(fixed or {})  # as they are now: what is searched again later is the same
 

@@ -86,11 +86,21 @@ def ours(
     arguments: Mapping[str, Any] | None = None,
     device: str = "cpu",
 ) -> Contender:
-    """Partway with these options of the context and arguments of `shard`, for a batch in `split` parts."""
+    """Partway with these options of the context and arguments of `shard`, for a batch in `split` parts.
+
+    Without another `batch_norm_parts` each of them has batch statistics of its own, as with DDP."""
+    if work.own_statistics:
+        options = {"batch_norm_parts": split, **options}
     whole = work.tensors(work.each * split, dtype, device)
     with auto_parallel_context(**options):
         model: Any = shard(work.model(dtype, device), **(arguments or {}))
-    return Contender(name, model, lambda: model(*whole), context=lambda: auto_parallel_context(**options))
+    return Contender(
+        name,
+        model,
+        lambda: model(*whole),
+        parts=options.get("batch_norm_parts", 1),
+        context=lambda: auto_parallel_context(**options),
+    )
 
 
 def ddp(work: Workload, split: int, dtype: torch.dtype, device: str = "cpu") -> Contender:

@@ -210,6 +210,13 @@ class ParallelContext(_Options):
     data-parallel parts' means, that is every parameter's gradient times the number of parts. The reference defaults
     to False; here splitting a model must not change its training unasked."""
 
+    batch_norm_parts: int = Field(default=1, ge=1, description="an int of 1 or more")
+    """Ours: into how many equal parts of the batch a BatchNorm in training takes statistics, each part its own ("ghost
+    batch norm"; running statistics move by their mean). 1: the statistics of the whole batch, which is what one device
+    computes; it costs an AllReduce per layer that computing waits for, forward and backward. The number of ranks that
+    split the batch: what DDP computes, without these. How the model is split changes neither. SyncBatchNorm always has
+    the statistics of the whole batch."""
+
     gradient_fp32_sync: bool = True
     """True: gradients of parameters in bfloat16 or float16 are added up over the ranks in float32, with twice the
     bytes. False: in their own dtype."""

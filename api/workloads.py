@@ -144,7 +144,8 @@ class Workload:
     each    samples for each rank that the batch is split over
     dims    how many dims each tensor of the batch has
     own_statistics  whether the model has batch norms: DDP, FSDP2 and the program by hand give each rank the statistics
-            of its part of the batch, Partway and one device have those of the whole of it
+            of its part of the batch, and so does Partway with `batch_norm_parts`; by default it has those of the whole
+            batch, as one device does
     """
 
     name: str

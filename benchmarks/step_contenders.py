@@ -90,6 +90,12 @@ def ours_searched(work: Workload, how: Layout, dtype: torch.dtype) -> Contender:
     return contenders.ours("partway, searched", work, how.data, dtype, {}, arguments)
 
 
+def ours_jointly(work: Workload, how: Layout, dtype: torch.dtype) -> Contender:
+    """Partway with the batch statistics of one device, those of the whole batch: its default."""
+    options = {"parallel_mode": "data_parallel", "batch_norm_parts": 1}
+    return contenders.ours("partway, joint statistics", work, how.data, dtype, options)
+
+
 def by_hand(work: Workload, how: Layout, dtype: torch.dtype) -> Contender:
     """The program of one rank with its collectives written out: one flat AllReduce of all gradients."""
     model, mine = work.model(dtype), _mine(work, how, dtype)
@@ -160,8 +166,8 @@ def builds(work: Workload, how: Layout) -> tuple[Build, ...]:
     match how.name:
         case "data":
             # PyTorch's DTensor cannot split a batch norm over the batch
-            plain = () if work.own_statistics else (dtensor,)
-            return (ours, ours_searched, by_hand, ddp, fsdp2, *plain)
+            others = (ours_jointly,) if work.own_statistics else (dtensor,)
+            return (ours, ours_searched, by_hand, ddp, fsdp2, *others)
         case "tensor":
             return (ours, by_hand, dtensor)
     return (ours, by_hand, fsdp2)

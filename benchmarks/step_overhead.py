@@ -17,11 +17,11 @@ A case is one of
 
 The last two are CPU time of the one thread that does all of it; steps of processes are wall time.
 
-A ResNet has the statistics of the whole batch with Partway, as on one device; with DDP, FSDP2 and by hand each rank has
-those of its part, and so no collective for them. Plans are made for a profile of this machine, measured first with as
-many processes. `--profile` writes which operators each contender spends its time in.
-A case with a bar fails, and with it the command (exit status 1), where a ratio is above it. Nothing else should run
-meanwhile.
+All contenders compute the same network: with DDP, FSDP2 and by hand each rank has the batch statistics of its part, and
+Partway is told to (`batch_norm_parts`). "partway, joint statistics" is its default for a ResNet, the statistics of the
+whole batch as on one device, for which every batch norm sends. Plans are made for a profile of this machine, measured
+first with as many processes. `--profile` writes which operators each contender spends its time in. A case with a bar
+fails, and with it the command (exit status 1), where a ratio is above it. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations

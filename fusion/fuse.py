@@ -43,7 +43,7 @@ def fuse(
     predicts by. Raises ContextError if an index of a policy is larger than the number of gradient AllReduces.
     """
     units = _Grouping(module.graph, parameters, policies, mesh, profile).units() if policies else _Units((), ())
-    fused = Text(module, _rebuild(_ordered(module.graph, units)))
+    fused = Text(module, rebuild(_ordered(module.graph, units)))
     fused.meta.update(module.meta)
     return fused
 
@@ -273,7 +273,7 @@ def _priorities(graph: fx.Graph, units: _Units) -> Callable[[Unit], Priority]:
     return priority
 
 
-def _rebuild(units: Iterable[Unit]) -> fx.Graph:
+def rebuild(units: Iterable[Unit]) -> fx.Graph:
     """A new graph of `units` in their order, those of several nodes as one `convert_group`."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}

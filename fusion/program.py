@@ -17,6 +17,7 @@ from ..strategy.mesh import Mesh
 from .fuse import fuse
 from .policy import FusionPolicies
 from .schedule import Schedule, predict, with_values
+from .updates import updates_last
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,13 @@ class Program:
 
 
 def make_program(step: Step, policies: FusionPolicies, profile: DeviceProfile) -> Program:
-    """The Program of `step` with the collectives of its parameters grouped by `policies`."""
+    """The Program of `step` with the collectives of its parameters, and of buffer updates, grouped by `policies`."""
     mesh = step.program.mesh
     parameters = {c.tag: (str(c.source), str(c.target)) for c in step.program.conversions if c.parameter}
     if policies.allgather:
         step = with_values(step)
         step = replace(step, forward=fuse(step.forward, parameters, policies, mesh, profile))
+    step = updates_last(step, policies.allreduce)
     if step.backward is not None:
         step = replace(step, backward=fuse(step.backward, parameters, policies, mesh, profile))
     graphs = [("forward", step.forward.graph)]

@@ -13,10 +13,19 @@ moments are central. What they are shifted by does not change the result, so `sh
 
 The gradient of x has two terms, one by `normalise` and one by `moments`, which the AllReduce keeps apart; once both
 are known, `spread` makes their sum in the time of one (`merge_gradients`).
+
+    partway::part_norm(x, weight, bias, parts, eps)    BatchNorm of each part of the batch by its own statistics: x is
+                                                       [part, sample, channel, ...]; (y, statistics, mean, rstd)
+
+For a batch whose parts have statistics of their own (`batch_norm_parts`) this is all: a part is on one rank, and
+nothing is sent but what the running statistics need. `statistics` [2, channel] is for them: the mean and the unbiased
+variance, summed over the parts in x and divided by the number `parts` of all, so that ranks have addends; it gets no
+gradient. `mean` and `rstd` [part, channel] are what the backward keeps.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -40,6 +49,13 @@ _LIBRARY.define(
 _LIBRARY.define(
     "spread(Tensor y, Tensor var, Tensor? weight, float eps, Tensor slopes, Tensor x, Tensor? shift) -> Tensor"
 )
+_LIBRARY.define(
+    "part_norm(Tensor x, Tensor? weight, Tensor? bias, int parts, float eps) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "part_norm_backward(Tensor y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, float eps)"
+    " -> (Tensor, Tensor, Tensor)"
+)
 
 moments = torch.ops.partway.moments.default
 moments_backward = torch.ops.partway.moments_backward.default
@@ -49,6 +65,8 @@ normalise = torch.ops.partway.normalise.default
 scale = torch.ops.partway.scale.default
 vector_gradients = torch.ops.partway.vector_gradients.default
 spread = torch.ops.partway.spread.default
+part_norm = torch.ops.partway.part_norm.default
+part_norm_backward = torch.ops.partway.part_norm_backward.default
 
 
 def _format(x: Tensor) -> torch.memory_format:
@@ -148,6 +166,45 @@ def _spread(
     return found.addcmul_(y, _spatial((var + eps).rsqrt_().mul_(_factor(weight, var)), x))
 
 
+def _part_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, parts: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    like = x.new_empty(x.shape[2], dtype=wide(x.dtype))
+    factor, addend = _factor(weight, like), None if bias is None else bias.to(like.dtype)
+    each: list[tuple[Tensor, ...]] = []
+    for part in x.unbind():
+        part = part.contiguous(memory_format=_format(part))
+        moved = like.new_zeros(2, *like.shape)  # all the way, so that the running statistics are those of the part
+        y, mean, slope = aten.native_batch_norm(part, factor, addend, moved[0], moved[1], True, 1.0, eps)
+        each.append((y, moved, mean, slope))
+    results, statistics, means, slopes = zip(*each, strict=True)
+    return _stacked(results), functools.reduce(torch.add, statistics).div_(parts), _stacked(means), _stacked(slopes)
+
+
+def _part_norm_backward(
+    y: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and bias from that of the result; those of the vectors are sums over the parts."""
+    factor = _factor(weight, rstd[0])
+    each: list[tuple[Tensor, ...]] = []
+    for i, part in enumerate(x.unbind()):
+        part = part.contiguous(memory_format=_format(part))
+        slopes = y[i].contiguous(memory_format=_format(part))
+        each.append(
+            aten.native_batch_norm_backward(
+                slopes, part, factor, None, None, mean[i], rstd[i], True, eps, [True, True, True]
+            )
+        )
+    results, weighed, plain = zip(*each, strict=True)
+    return _stacked(results), functools.reduce(torch.add, weighed), functools.reduce(torch.add, plain)
+
+
+def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
+    """`parts` along a new first dim, each as it lies; one alone is not copied."""
+    whole: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return whole.view(len(parts), -1, *whole.shape[1:])
+
+
 for _name, _function in (
     ("moments", _moments),
     ("moments_backward", _moments_backward),
@@ -157,6 +214,8 @@ for _name, _function in (
     ("scale", _scale),
     ("vector_gradients", _vector_gradients),
     ("spread", _spread),
+    ("part_norm", _part_norm),
+    ("part_norm_backward", _part_norm_backward),
 ):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
 
@@ -192,6 +251,27 @@ torch.library.register_fake("partway::scale", lambda y, *_: _fake_like(y))
 torch.library.register_fake("partway::spread", lambda y, var, weight, eps, slopes, x, shift: _fake_like(x))
 
 
+def _fake_parts(x: Tensor) -> Tensor:
+    """Memory for a result like `x`, each part in the format of PyTorch's kernels."""
+    parts, samples, *rest = x.shape
+    empty = torch.empty((parts * samples, *rest), dtype=x.dtype, device=x.device, memory_format=_format(x[0]))
+    return empty.view(x.shape)
+
+
+@torch.library.register_fake("partway::part_norm")  # type: ignore[untyped-decorator]
+def _fake_part_norm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    statistics, mean, rstd = (
+        x.new_empty((first, x.shape[2]), dtype=wide(x.dtype)) for first in (2, x.shape[0], x.shape[0])
+    )
+    return _fake_parts(x), statistics, mean, rstd
+
+
+@torch.library.register_fake("partway::part_norm_backward")  # type: ignore[untyped-decorator]
+def _fake_part_norm_backward(y: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    one, two = (x.new_empty(x.shape[2], dtype=wide(x.dtype)) for _ in range(2))
+    return _fake_parts(x), one, two
+
+
 def _keep_for_moments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -225,9 +305,24 @@ def _back_from_normalise(ctx: Any, y: Tensor) -> tuple[Tensor | None, ...]:
     return of_x, *of_vectors, None
 
 
+def _keep_for_part_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, _, ctx.eps = inputs
+    _, statistics, mean, rstd = output
+    ctx.mark_non_differentiable(statistics, mean, rstd)
+    ctx.save_for_backward(x, weight, mean, rstd)
+    ctx.dtypes = tuple(None if vector is None else vector.dtype for vector in (weight, bias))
+
+
+def _back_from_part_norm(ctx: Any, y: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    of_x, *of_vectors = part_norm_backward(y, *ctx.saved_tensors, ctx.eps)
+    vectors = (None if d is None else vector.to(d) for vector, d in zip(of_vectors, ctx.dtypes, strict=True))
+    return of_x, *vectors, None, None
+
+
 torch.library.register_autograd("partway::moments", _back_from_moments, setup_context=_keep_for_moments)
 torch.library.register_autograd("partway::statistics", _back_from_statistics, setup_context=_keep_for_statistics)
 torch.library.register_autograd("partway::normalise", _back_from_normalise, setup_context=_keep_for_normalise)
+torch.library.register_autograd("partway::part_norm", _back_from_part_norm, setup_context=_keep_for_part_norm)
 
 
 def merge_gradients(graph: fx.Graph) -> None:

@@ -60,11 +60,12 @@ def capturing() -> bool:
     return _capturing.get()
 
 
-def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_norm_parts: int = 1) -> Graph:
     """Capture one call of `fn` (a function or nn.Module; meta tensors welcome) as a Graph.
 
     Raises CaptureError when torch.export cannot make one static graph of it, or when `fn` itself raises: it names
-    the line of the caller's code, and its cause is the original exception.
+    the line of the caller's code, and its cause is the original exception. Raises StrategyError for a BatchNorm in
+    training whose batch `batch_norm_parts` does not divide.
     """
     call = flatten_call(fn, args, kwargs)
     seen: list[Structure] = []
@@ -91,7 +92,7 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         )
     _name_frames(exported.graph_module, fn)
     _check_static(exported.graph_module, fn)
-    return verify(_check_dtypes(_graph(exported, call, seen[-1], fn)))
+    return verify(_check_dtypes(_graph(exported, call, seen[-1], fn, batch_norm_parts)))
 
 
 def _reason(fn: Callable[..., Any], error: Exception) -> str:
@@ -342,7 +343,9 @@ def _stop_gradients(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _graph(exported: torch.export.ExportedProgram, call: Call, result: Structure, fn: Callable[..., Any]) -> Graph:
+def _graph(
+    exported: torch.export.ExportedProgram, call: Call, result: Structure, fn: Callable[..., Any], batch_norm_parts: int
+) -> Graph:
     module = fx.GraphModule(exported.graph_module, exported.graph)
     placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
     ports: list[Port] = []
@@ -380,7 +383,7 @@ def _graph(exported: torch.export.ExportedProgram, call: Call, result: Structure
     device = next((value(port.node).device.type for port in ports), "cpu")
     if device == "meta":
         _leave_meta(module)
-    expand(module)
+    expand(module, batch_norm_parts)
     _prune(module)
     final = next(node for node in module.graph.nodes if node.op == "output").args[0]
     graph = Graph(module, tuple(ports), (), result, aliases, constants, device)

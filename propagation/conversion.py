@@ -331,6 +331,8 @@ def _coefficients(
             continue
         if stays and any(way.communicates and way is not Kind.ALL_REDUCE for way in ways):
             continue
+        if stays and ways[0] is Kind.PAD:  # what is padded and then added up has been gathered
+            continue
         fixed[i, j] = _STEP
         for way in ways:
             if way.communicates:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .batch_norm import moments, normalise, statistics
-from .graph import argument, argument_names, is_tensor, operands, shape, value
+from ..strategy.errors import StrategyError
+from .batch_norm import moments, normalise, part_norm, statistics
+from .graph import argument, argument_names, is_tensor, module_path, operands, shape, source_line, value
 from .indexing import class_terms, wide
 from .torch_internals import tree_map
 
@@ -25,10 +26,13 @@ _MEAN, _SUM = 1, 2  # torch.nn._reduction's codes
 
 
 class Builder:
-    """Adds nodes before one node of a graph, each with its value and with that node's provenance."""
+    """Adds nodes before one node of a graph, each with its value and with that node's provenance.
 
-    def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
-        self._graph, self._before = graph, before
+    batch_norm_parts   into how many parts of the batch, each with its own statistics, a BatchNorm in training goes
+    """
+
+    def __init__(self, graph: fx.Graph, before: fx.Node, batch_norm_parts: int) -> None:
+        self._graph, self._before, self.batch_norm_parts = graph, before, batch_norm_parts
         self._mode = next(
             val.fake_mode
             for node in graph.nodes
@@ -48,13 +52,16 @@ class Builder:
 Expansion = Callable[[Builder, fx.Node], fx.Node | tuple[fx.Node | None, ...] | None]
 
 
-def expand(module: fx.GraphModule) -> None:
-    """Replace every node of `module` that has a row in EXPANSIONS (in place; capture owns the module)."""
+def expand(module: fx.GraphModule, batch_norm_parts: int = 1) -> None:
+    """Replace every node of `module` that has a row in EXPANSIONS (in place; capture owns the module).
+
+    Raises StrategyError for a BatchNorm in training whose batch `batch_norm_parts` does not divide.
+    """
     for node in list(module.graph.nodes):
         row = EXPANSIONS.get(node.target) if node.op == "call_function" else None
         if row is None:
             continue
-        new = row(Builder(module.graph, node), node)
+        new = row(Builder(module.graph, node, batch_norm_parts), node)
         if isinstance(new, fx.Node):
             node.replace_all_uses_with(new)
         elif new is not None:  # several results: each getitem takes its own
@@ -88,23 +95,28 @@ def _adaptive_avg_pool(b: Builder, node: fx.Node) -> fx.Node | None:
 def _batch_norm(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
     """aten._native_batch_norm_legit_functional: (y, saved mean, saved rstd, new mean, new var)."""
     x, weight, bias, old_mean, old_var, training, momentum, eps = node.args[:8]
-    return _batch_norm_of(b, x, weight, bias, old_mean, old_var, training, momentum, eps)
+    return _batch_norm_of(b, node, x, weight, bias, old_mean, old_var, training, momentum, eps)
 
 
 def _batch_norm_eval(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
     x, weight, bias, mean, var, momentum, eps = node.args[:7]
-    return _batch_norm_of(b, x, weight, bias, mean, var, False, momentum, eps)
+    return _batch_norm_of(b, node, x, weight, bias, mean, var, False, momentum, eps)
 
 
 def _batch_norm_stateless(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
     x, weight, bias, training, momentum, eps = node.args[:6]
-    return _batch_norm_of(b, x, weight, bias, None, None, training, momentum, eps)
+    return _batch_norm_of(b, node, x, weight, bias, None, None, training, momentum, eps)
 
 
 def _batch_norm_of(
-    b: Builder, x: Any, weight: Any, bias: Any, old_mean: Any, old_var: Any, training: Any, momentum: Any, eps: Any
-) -> tuple[fx.Node | None, ...]:
-    """In training the statistics are those of the moments, which are sums over the whole batch (`batch_norm.py`)."""
+    b: Builder, node: fx.Node, x: Any, weight: Any, bias: Any, old_mean: Any, old_var: Any, training: Any,
+    momentum: Any, eps: Any,
+) -> tuple[fx.Node | None, ...]:  # fmt: skip
+    """In training the statistics are those of the moments, which are sums over the whole batch (`batch_norm.py`), or
+    of each part of the batch."""
+    if training and b.batch_norm_parts > 1 and not _is_synchronised(node):
+        _check_parts(node, b.batch_norm_parts)
+        return _part_norm_of(b, x, weight, bias, old_mean, old_var, momentum, eps)
     mean, var, new_mean, new_var = old_mean, old_var, old_mean, old_var
     if training:
         dims = [d for d in range(len(shape(x))) if d != 1]
@@ -122,6 +134,53 @@ def _batch_norm_of(
     y = b(normalise, x, mean, var, weight, bias, eps)
     rstd = b(aten.rsqrt.default, b(aten.add.Scalar, var, eps))
     return (y, mean, rstd, new_mean, new_var)
+
+
+def _part_norm_of(
+    b: Builder, x: Any, weight: Any, bias: Any, old_mean: Any, old_var: Any, momentum: Any, eps: Any
+) -> tuple[fx.Node | None, ...]:
+    """Each part of the batch by its own statistics; what is kept of them is their mean over the parts."""
+    parts, (batch, *rest) = b.batch_norm_parts, shape(x)
+    split = b(aten.reshape.default, x, [parts, batch // parts, *rest])
+    found = b(part_norm, split, weight, bias, parts, eps)
+    y = b(aten.reshape.default, b(operator.getitem, found, 0), [batch, *rest])
+    both = b(aten.unbind.int, b(aten.detach.default, b(operator.getitem, found, 1)))
+    mean, var = b(operator.getitem, both, 0), b(operator.getitem, both, 1)
+    new_mean, new_var = None, None
+    if old_mean is not None:
+        new_mean, new_var = _blend(b, old_mean, mean, momentum), _blend(b, old_var, var, momentum)
+    each = b(aten.detach.default, b(operator.getitem, found, 3))
+    rstd = b(aten.div.Scalar, b(aten.sum.dim_IntList, each, [0]), parts)
+    return (y, mean, rstd, new_mean, new_var)
+
+
+def _is_synchronised(node: fx.Node) -> bool:
+    """Whether `node` is a SyncBatchNorm's, which asks for the statistics of the whole batch."""
+    kinds = (kind for _, kind in (node.meta.get("nn_module_stack") or {}).values())
+    return any(str(kind).endswith(".SyncBatchNorm") for kind in kinds)
+
+
+def _check_parts(node: fx.Node, parts: int) -> None:
+    """Raise StrategyError unless each of so many parts of the batch has statistics of its own."""
+    size = shape(operands(node)[0])
+    part = [size[0] / parts, *size[2:]]
+    if size[0] % parts:
+        what = "does not divide that batch; give a multiple of it (the last batch of an epoch: DataLoader's drop_last)"
+    elif math.prod(part) == 1:
+        what = "leaves one value per channel and part, which has no variance; give a larger batch"
+    else:
+        return
+    where, line = module_path(node) or "the function", source_line(node)
+    raise StrategyError(
+        f"the BatchNorm in {where} gets a batch of {size[0]} (its input is {list(size)}), and batch_norm_parts={parts} "
+        f"{what}, or set batch_norm_parts to {_parts_of(size)}" + (f"\n  at {line}" if line else "")
+    )
+
+
+def _parts_of(size: tuple[int, ...]) -> str:
+    """The numbers of parts with statistics that a batch can be cut into, as text."""
+    found = [str(n) for n in range(1, size[0] + 1) if size[0] % n == 0 and math.prod(size) != n * size[1]]
+    return " or ".join([", ".join(found[:-1]), found[-1]] if found[1:] else found)
 
 
 def _blend(b: Builder, old: Any, new: Any, momentum: Any) -> fx.Node:

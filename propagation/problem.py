@@ -447,14 +447,15 @@ class _Formulation:
         else:
             if key not in self.shared:
                 rule = rule_of(node)
-                by_batch = not near and rule is not None and rule.carries_leading(batched)
+                by_batch = not near and rule is not None and any(rule.carries_leading(batched)[:1])
                 options = self._operator_options(node, rule, sources, produced, by_batch)
                 self.shared[key] = (rule, options if self._follows(node, rule) else self._cheapest(options))
             rule, options = self.shared[key]
             if rule is None:
                 self._note_unknown(node)
-            elif rule.carries_leading(batched):
-                self.batched |= {*produced}
+            else:
+                carried = zip(produced, rule.carries_leading(batched), strict=False)
+                self.batched |= {v for v, carries in carried if carries}
         index = self._append(Vertex(node.name, VertexKind.OPERATOR, node, options, rule, None, annotation), produced)
         for i, source in enumerate(sources):
             self._connect(source, index, i)

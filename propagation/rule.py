@@ -93,11 +93,10 @@ class Rule:
     flops: float = 0.0
     local: Localize | None = None
 
-    def carries_leading(self, batched: tuple[bool, ...]) -> bool:
-        """Whether the leading dim of an operand marked in `batched` is that of the first result too."""
-        leading = [dims[0][:1] for dims in self.results[:1] if dims]
-        operands = [dims[0][:1] for dims, marked in zip(self.operands, batched, strict=True) if dims and marked]
-        return any(dim and dim in operands for dim in leading)
+    def carries_leading(self, batched: tuple[bool, ...]) -> tuple[bool, ...]:
+        """For each result whether its leading dim is that of an operand marked in `batched`."""
+        leading = [dims[0][:1] for dims, marked in zip(self.operands, batched, strict=True) if dims and marked]
+        return tuple(bool(dims and dims[0]) and dims[0][:1] in leading for dims in self.results)
 
 
 @dataclass(frozen=True, slots=True)

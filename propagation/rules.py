@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .batch_norm import moments, normalise, statistics
+from .batch_norm import moments, normalise, part_norm, statistics
 from .collectives import constrain
 from .graph import argument, argument_names, draws_random_numbers, is_tensor, operands, shape, value
 from .indexing import class_terms, part_index
@@ -511,6 +511,16 @@ def _normalise(node: fx.Node) -> Rule | None:
     return Rule((letters, *vectors), (letters,), _sizes(letters, size), additive=bias, linear=linear)
 
 
+def _part_norm(node: fx.Node) -> Rule | None:
+    """Each part of the batch (dim 0) and each channel (dim 2) by itself; the statistics are sums over the parts."""
+    size = shape(operands(node)[0])
+    letters = _rename(_letters(size), {1, *range(3, len(size))})
+    part, _, channel, *_ = letters
+    vectors, kept = ((channel,) for _ in operands(node)[1:]), (part, channel)
+    results = (letters, ((), channel), kept, kept)
+    return Rule((letters, *vectors), results, _sizes(letters, size), reduce=frozenset(part))
+
+
 def _group_norm(node: fx.Node) -> Rule | None:
     x = operands(node)[0]
     letters = _rename(_letters(shape(x)), range(1, len(shape(x))))
@@ -605,5 +615,6 @@ RULES: dict[Any, Row | Function] = {
     constrain: _UNARY_LINEAR,
     moments: _moments,
     normalise: _normalise,
+    part_norm: _part_norm,
     statistics: _statistics,
 }

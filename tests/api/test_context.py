@@ -38,6 +38,7 @@ DEFAULTS = {
     "dataset_strategy": "data_parallel",
     "full_batch": False,
     "gradients_mean": True,
+    "batch_norm_parts": 1,
     "gradient_fp32_sync": True,
     "parameter_broadcast": False,
     "all_reduce_fusion_config": None,
@@ -102,6 +103,7 @@ def test_defaults_are_these() -> None:
         ("dataset_strategy", ((1, 1, 1, 8), (1,))),
         ("full_batch", True),
         ("gradients_mean", False),
+        ("batch_norm_parts", 8),
         ("parameter_broadcast", True),
         ("all_reduce_fusion_config", [20, 35]),
         ("all_reduce_fusion_config", None),
@@ -156,6 +158,9 @@ WRONG: list[tuple[dict[str, object], str]] = [
         "search_mode: got 1 (int); accepts one of 'sharding_propagation', 'dynamic_programming', "
         "'recursive_programming'",
     ),
+    ({"batch_norm_parts": 0}, "batch_norm_parts: got 0 (int); accepts an int of 1 or more"),
+    ({"batch_norm_parts": 2.0}, "batch_norm_parts: got 2.0 (float); accepts an int of 1 or more"),
+    ({"batch_norm_parts": True}, "batch_norm_parts: got True (bool); accepts an int of 1 or more"),
     ({"gradient_fp32_sync": 1}, "gradient_fp32_sync: got 1 (int); accepts True or False"),
     ({"enable_compile_cache": "no"}, "enable_compile_cache: got 'no' (str); accepts True or False"),
     (

@@ -57,6 +57,7 @@ CHANGES: dict[str, Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]] | None
     "a parameter without a gradient": lambda model: model.inner[0].register_parameter("bias", None),
     "dtype": lambda model: (model.double() and (X.double(),), {}),
     "the context": lambda model: pw.set_auto_parallel_context(gradients_mean=False),
+    "parts of batch norms": lambda model: pw.set_auto_parallel_context(batch_norm_parts=2),
     "the algorithm's parameters": lambda model: pw.set_algo_parameters(fully_use_devices=False),
 }
 

@@ -26,10 +26,10 @@ def settings_of(mesh, **changes):
     return Settings(mesh, profile_of("cpu"), WEIGHTS[Level.COMMUNICATION], **{"fully_use_devices": False, **changes})
 
 
-def problem_of(fn, args, mesh, allowed=None, kwargs=None, **changes):
+def problem_of(fn, args, mesh, allowed=None, kwargs=None, batch_norm_parts=1, **changes):
     """The search problem of one call; an operator without a rule is an error, unless `changes` say otherwise."""
     changes = {"on_unknown_op": "error", **changes}
-    return formulate(capture(fn, args, kwargs or {}), settings_of(mesh, **changes), allowed or {})
+    return formulate(capture(fn, args, kwargs or {}, batch_norm_parts), settings_of(mesh, **changes), allowed or {})
 
 
 def choose(problem, vertex, options):

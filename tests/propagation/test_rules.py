@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from partway.propagation.batch_norm import moments, normalise, statistics
+from partway.propagation.batch_norm import moments, normalise, part_norm, statistics
 from partway.propagation.capture import capture, capturing
 from partway.propagation.collectives import constrain
 from partway.propagation.indexing import class_terms
@@ -245,6 +245,9 @@ CASES = [
          real(4, 4, 4, 4), real(4), positive(4), real(4), real(4), linear=1),
     case(normalise, "f0 f1", lambda x, m, v, b: normalise(x, m, v, None, b, 0.1),
          real(4, 4), real(4), positive(4), real(4), linear=1),
+    case(part_norm, "f0 f2", lambda x: part_norm(x, None, None, 4, 0.1)[:2], real(4, 2, 4)),
+    case(part_norm, "f0 f2", lambda x, w: part_norm(x, w, None, 4, 0.1)[:2], real(4, 2, 4), real(4)),
+    case(part_norm, "f0 f2", lambda x, w, b: part_norm(x, w, b, 4, 0.1)[:2], real(4, 2, 4, 2, 2), real(4), real(4)),
     case(statistics, "f1", lambda m: statistics(m, None, 1, torch.float64), positive(2, 4)),
     case(statistics, "f1", lambda m, s: statistics(m, s, 2, torch.float64), positive(2, 4), fixed(4)),
 ]  # fmt: skip

@@ -1,0 +1,83 @@
+"""Buffer updates, such as BatchNorm's running statistics: nothing that computes waits for what they send.
+
+With statistics of each part of the batch (`batch_norm_parts`) only the running ones are added up over the ranks. Their
+AllReduces are issued in the forward when their operands are ready, and read when all else has been computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import fx
+
+from ..propagation.collectives import convert, kind_of
+from ..propagation.differentiate import Step, returned_by
+from ..propagation.graph import Role, Text
+from ..strategy.placement import Kind
+from .fuse import group, member, rebuild
+from .policy import Fusion, FusionMode, Groups
+from .schedule import Unit, with_values
+
+
+def updates_last(step: Step, policy: Fusion | None) -> Step:
+    """`step` with what only buffer updates read of an AllReduce behind all else in its forward.
+
+    These AllReduces are grouped as `policy` says. Its indices are about gradients, and so is what it hides them behind:
+    of the modes index and overlap the groups are those of auto.
+    """
+    if not _update_collectives(step):
+        return step
+    if policy:
+        step = with_values(step)
+    found = _update_collectives(step)
+    forward = Text(step.forward, rebuild(_ordered(step.forward.graph, found, _groups(found, policy))))
+    forward.meta.update(step.forward.meta)
+    return replace(step, forward=forward)
+
+
+def _groups(found: list[fx.Node], policy: Fusion | None) -> Groups:
+    if policy is None:
+        return tuple((position,) for position in range(len(found)))
+    sized = policy if policy.mode is FusionMode.SIZE else Fusion(FusionMode.AUTO)
+    return group([member(node) for node in found], sized)
+
+
+def _update_collectives(step: Step) -> list[fx.Node]:
+    """The AllReduces of the forward that nothing but buffer updates reads; none needs the result of another."""
+    graph = step.forward.graph
+    returned = returned_by(graph)
+    roles = [placed.port.role for placed in step.program.outputs]
+    kept = {*returned[len(roles) :]}  # for the backward
+    kept |= {node for node, role in zip(returned, roles, strict=False) if role is not Role.BUFFER_UPDATE}
+    aside: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        only = all(user.op == "output" or user in aside for user in node.users)
+        if node.op == "call_function" and node not in kept and only:
+            aside.add(node)
+    found: dict[fx.Node, None] = {}
+    late: set[fx.Node] = set()
+    for node in graph.nodes:
+        if any(operand in found or operand in late for operand in node.all_input_nodes):
+            late.add(node)
+        elif node in aside and node.target is convert and kind_of(*map(str, node.args[1:3])) is Kind.ALL_REDUCE:
+            found[node] = None
+    return list(found)
+
+
+def _ordered(graph: fx.Graph, found: list[fx.Node], groups: Groups) -> Iterator[Unit]:
+    """The nodes of `graph` with each group where its last member is, and what reads one behind all others."""
+    ends = {found[positions[-1]]: tuple(found[i] for i in positions) for positions in groups}
+    members, late = set(found), list[fx.Node]()
+    behind = set(found)
+    for node in graph.nodes:
+        if node in members:
+            if node in ends:
+                yield ends[node]
+        elif any(operand in behind for operand in node.all_input_nodes):
+            behind.add(node)
+            late.append(node)
+        else:
+            yield (node,)
+    for node in late:
+        yield (node,)
