@@ -47,7 +47,7 @@ class Simulator:
         joined = []
         for parts, layout, held in zip(values, layouts, shared, strict=True):
             whole = join(parts, layout)
-            joined.append(whole.clone() if held and whole is parts[0] else whole)
+            joined.append(whole.clone() if held and whole.data_ptr() == parts[0].data_ptr() else whole)
         return joined
 
     def pack(self, values: Sequence[Parts]) -> list[Tensor]:
@@ -260,11 +260,14 @@ def split(tensor: Tensor, layout: Layout) -> Parts:
 
 def join(parts: Parts, layout: Layout) -> Tensor:
     """The whole tensor of which every rank holds a part: addends are summed (of candidates the largest is
-    taken), copies are taken once."""
+    taken), copies are taken once. What lies in memory as a whole stays there."""
     if not any(isinstance(p, Shard | Partial) for p in layout.placements):
         return parts[0]
     shape = layout.global_shape(tuple(parts[0].shape))
     largest, adds = PARTIAL_MAX in layout.placements, any(isinstance(p, Partial) for p in layout.placements)
+    cut = parts[0]._base
+    if cut is not None and not adds and _is_cut(cut, parts, layout):
+        return cut
     start = _least(parts[0].dtype) if largest else 0
     whole = parts[0].new_full(shape, start) if adds else parts[0].new_empty(shape)
     for rank, part in enumerate(parts):
@@ -281,6 +284,18 @@ def join(parts: Parts, layout: Layout) -> Tensor:
             else:
                 place.add_(part) if adds else place.copy_(part)
     return whole
+
+
+def _is_cut(whole: Tensor, parts: Parts, layout: Layout) -> bool:
+    """Whether every part is a view of its place in `whole`, as a reduce-scatter may give it."""
+    part, shape = parts[0], tuple(whole.shape)
+    if shape != layout.global_shape(tuple(part.shape)) or whole.dtype != part.dtype:
+        return False
+    places = (whole[layout.slices(shape, rank)] for rank in range(len(parts)))
+    return all(
+        (place.data_ptr(), place.stride()) == (part.data_ptr(), part.stride())
+        for place, part in zip(places, parts, strict=True)
+    )
 
 
 def _least(dtype: torch.dtype) -> float | int:

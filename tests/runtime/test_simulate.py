@@ -33,6 +33,21 @@ def test_a_tensor_that_is_split_and_joined_is_as_before(layout, turned):
     assert torch.equal(join(parts, layout), whole)
 
 
+def test_what_is_cut_from_one_tensor_is_that_tensor_and_only_if_all_of_it_is_in_its_place():
+    layout, whole = Layout(Mesh({"x": 2}), (Shard(0),)), torch.rand(4, 4)
+    upper, lower = split(whole, layout)
+    assert join([upper, lower], layout) is whole
+    for parts in ([lower, upper], [upper, lower.clone()], [upper.clone(), lower]):
+        joined = join(parts, layout)
+        assert joined is not whole
+        assert torch.equal(joined, torch.cat(parts))
+    simulator = Simulator(layout.mesh)
+    assert simulator.leave([[upper, lower]], [layout], [False])[0] is whole
+    (copied,) = simulator.leave([[upper, lower]], [layout], [True])
+    assert torch.equal(copied, whole)
+    assert copied.data_ptr() != whole.data_ptr()
+
+
 def parts_of(whole, layout):
     """The parts of `whole`, addends where the layout has Partial."""
     parts = split(whole, layout)
