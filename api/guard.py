@@ -6,8 +6,9 @@ builds nothing. A guard that does not hold costs a lookup among the plans, never
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import is_
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from partway.propagation.structure import Structure, flatten
 from partway.propagation.torch_internals import is_transformed
 
 _PLAIN = frozenset({type(None), bool, int, float, str})  # two that are equal, and of one type, are one value
+_TRAINING = attrgetter("training")
+_FACTS = attrgetter("requires_grad", "dtype", "shape")
 
 
 class Guard:
@@ -33,14 +36,14 @@ class Guard:
         self._tensors = [(type(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
         self._autocast = _autocast()
         modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
-        self._training = [(m, m.training) for m in modules]
-        stores = [store for m in modules for store in (m._modules, m._parameters)]
-        self._empty = [store for store in stores if not store]
-        self._held = [(store, list(store.values())) for store in stores if store]
-        parameters = {id(p): p for m in modules for p in m._parameters.values() if p is not None}
-        self._parameters = [(p, p.requires_grad, p.dtype, p.shape) for p in parameters.values()]
+        self._modules, self._training = modules, [m.training for m in modules]
+        self._stores = [store for m in modules for store in (m._modules, m._parameters)]
+        self._held = list(_held(self._stores))
+        self._sizes, self._held_ids = [*map(len, self._stores)], [*map(id, self._held)]
+        self._parameters = list({id(p): p for p in self._held if isinstance(p, nn.Parameter)}.values())
+        self._facts = [*map(_FACTS, self._parameters)]
         # Of DTensors where their parts are: another plan may have moved them.
-        self._specs = [(p, p._spec) for p in parameters.values() if hasattr(p, "_spec")]
+        self._specs = [(p, p._spec) for p in self._parameters if hasattr(p, "_spec")]
 
     def admits(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> list[Tensor] | None:
         """The tensors of a call that has the same plan; None of another call."""
@@ -55,16 +58,18 @@ class Guard:
             and (current_algo() is self._algo or current_algo() == self._algo)
             and _autocast() == self._autocast
             and all(map(_is_like, tensors, self._tensors))
-            and all(m.training is training for m, training in self._training)
-            and not any(self._empty)
-            and all(len(store) == len(before) and all(map(is_, store.values(), before)) for store, before in self._held)
-            and all(
-                p.requires_grad is needs and p.dtype is dtype and p.shape == shape
-                for p, needs, dtype, shape in self._parameters
-            )
+            and [*map(_TRAINING, self._modules)] == self._training
+            and [*map(len, self._stores)] == self._sizes
+            and [*map(id, _held(self._stores))] == self._held_ids
+            and [*map(_FACTS, self._parameters)] == self._facts
             and all(p._spec is spec for p, spec in self._specs)
         )
         return tensors if same else None
+
+
+def _held(stores: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+    """The modules and parameters in the `stores` of modules."""
+    return chain.from_iterable(store.values() for store in stores)
 
 
 def _autocast() -> tuple[bool, bool]:

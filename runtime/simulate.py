@@ -128,11 +128,9 @@ class Simulator:
             if rank == 0:
                 common = made[0][len(loaded.gives) :]
         values.update(zip(loaded.gives, map(list, zip(*made, strict=False)), strict=False))
-        values.update(
-            (slot, [part] * len(ranks))
-            for slot, part in zip(stretch.common, common, strict=True)
-            if slot in stretch.gives
-        )
+        for slot, part in zip(stretch.common, common, strict=True):
+            if slot in stretch.gives:
+                values[slot] = [part] * len(ranks)
 
     def _local(self, c: Conversion) -> Callable[..., Any]:
         """A conversion that needs no other rank, of the rank that is its first argument."""
@@ -261,10 +259,10 @@ def split(tensor: Tensor, layout: Layout) -> Parts:
 def join(parts: Parts, layout: Layout) -> Tensor:
     """The whole tensor of which every rank holds a part: addends are summed (of candidates the largest is
     taken), copies are taken once. What lies in memory as a whole stays there."""
-    if not any(isinstance(p, Shard | Partial) for p in layout.placements):
+    adds = layout.adds
+    if not adds and not layout.cuts:
         return parts[0]
-    shape = layout.global_shape(tuple(parts[0].shape))
-    largest, adds = PARTIAL_MAX in layout.placements, any(isinstance(p, Partial) for p in layout.placements)
+    shape, largest = layout.global_shape(tuple(parts[0].shape)), PARTIAL_MAX in layout.placements
     cut = parts[0]._base
     if cut is not None and not adds and _is_cut(cut, parts, layout):
         return cut

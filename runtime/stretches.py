@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from .instructions import Code, Instruction
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stretch:
     """Instructions that a rank runs in order, the conversions among them up to handing in the rank's parts.
 
@@ -27,12 +28,12 @@ class Stretch:
     keeps: tuple[int, ...]
     gives: tuple[int, ...]
 
-    @property
+    @cached_property
     def meetings(self) -> tuple[Instruction, ...]:
         """The conversions for which ranks meet, whose results are there when the last rank has run."""
         return tuple(step for step in self.steps if step.communicates)
 
-    @property
+    @cached_property
     def common(self) -> tuple[int, ...]:
         """The slots that one rank computes for all: random numbers, and what is made of no operands."""
         return tuple(step.out for step in self.steps if is_common(step))

@@ -18,13 +18,14 @@ class Layout:
     A dim that several axes split is cut by the first of them into the largest pieces (mesh order is
     major to minor). Layouts compare by value; `layout()` returns the one interned object for a value.
 
-    `cuts` says whether it splits a tensor at all. Raises StrategyError when the number of placements is not the number
-    of axes.
+    `cuts` says whether it splits a tensor at all, `adds` whether ranks have addends (or candidates). Raises
+    StrategyError when the number of placements is not the number of axes.
     """
 
     mesh: Mesh
     placements: tuple[Placement, ...]
     cuts: bool = field(init=False, repr=False, compare=False)
+    adds: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -43,6 +44,7 @@ class Layout:
                     f"{placement!r} is no placement; write Shard(dim), Replicate(), Broadcast() or Partial()"
                 )
         object.__setattr__(self, "cuts", any(isinstance(placement, Shard) for placement in self.placements))
+        object.__setattr__(self, "adds", any(isinstance(placement, Partial) for placement in self.placements))
 
     @classmethod
     def replicated(cls, mesh: Mesh) -> Layout:
