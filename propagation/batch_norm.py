@@ -68,6 +68,9 @@ spread = torch.ops.partway.spread.default
 part_norm = torch.ops.partway.part_norm.default
 part_norm_backward = torch.ops.partway.part_norm_backward.default
 
+# Every result of these has memory of its own.
+OWN_MEMORY = frozenset({normalise, scale, spread, moments_backward, part_norm, part_norm_backward})
+
 
 def _format(x: Tensor) -> torch.memory_format:
     """The format in which PyTorch's kernels take `x` as it lies, or the contiguous one."""
@@ -169,13 +172,14 @@ def _spread(
 def _part_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, parts: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    like = x.new_empty(x.shape[2], dtype=wide(x.dtype))
-    factor, addend = _factor(weight, like), None if bias is None else bias.to(like.dtype)
+    channels, dtype = x.shape[2], wide(x.dtype)
+    weight = x.new_ones(channels, dtype=dtype) if weight is None else weight.to(dtype)
+    bias = bias if bias is None else bias.to(dtype)
     each: list[tuple[Tensor, ...]] = []
     for part in x.unbind():
         part = part.contiguous(memory_format=_format(part))
-        moved = like.new_zeros(2, *like.shape)  # all the way, so that the running statistics are those of the part
-        y, mean, slope = aten.native_batch_norm(part, factor, addend, moved[0], moved[1], True, 1.0, eps)
+        moved = x.new_zeros(2, channels, dtype=dtype)  # all the way, so that the running statistics are the part's
+        y, mean, slope = aten.native_batch_norm(part, weight, bias, *moved.unbind(), True, 1.0, eps)
         each.append((y, moved, mean, slope))
     results, statistics, means, slopes = zip(*each, strict=True)
     return _stacked(results), functools.reduce(torch.add, statistics).div_(parts), _stacked(means), _stacked(slopes)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from ..propagation.batch_norm import OWN_MEMORY
 from ..propagation.collectives import convert, convert_group
 from ..propagation.graph import draws_random_numbers
 from ..propagation.indexing import position
@@ -243,10 +244,11 @@ def assemble_code(module: fx.GraphModule, phase: str) -> Code:
         if node.op == "get_attr":
             text = constants.name(getattr(module, str(node.target)))
         elif node.target not in (convert, convert_group, position):
-            text = _call(node, node.target, slots, constants)
-        overwrites = _overwriting(node)
-        in_place = _call(node, overwrites, slots, constants) if overwrites else ""
-        private = bool(overwrites) and _is_private(_owner(node.args[0], node))
+            text = _written(node.target, node.args, node.kwargs, slots, constants)
+        in_place, private = "", False
+        if found := _overwriting(node):
+            in_place = _written(found.target, found.args, found.kwargs, slots, constants)
+            private = _is_private(found.owner)
         instructions.append(
             Instruction(
                 slots[node], operands, text, in_place, private, _conversion(node, phase),
@@ -296,13 +298,15 @@ class _Constants:
         return self._names[id(value)]
 
 
-def _call(node: fx.Node, target: Any, slots: Mapping[fx.Node, int], constants: _Constants) -> str:
-    """The call of `target` with the arguments of `node` as Python."""
-    args = [_argument(a, slots, constants) for a in node.args]
+def _written(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], slots: Mapping[fx.Node, int], constants: _Constants
+) -> str:
+    """A call as Python."""
+    texts = [_argument(a, slots, constants) for a in args]
     if target is operator.getitem:
-        return f"{args[0]}[{args[1]}]"
-    args += [f"{name}={_argument(a, slots, constants)}" for name, a in node.kwargs.items()]
-    return f"{constants.name(_STRIDE_FREE.get(target, target))}({', '.join(args)})"
+        return f"{texts[0]}[{texts[1]}]"
+    texts += [f"{name}={_argument(a, slots, constants)}" for name, a in kwargs.items()]
+    return f"{constants.name(_STRIDE_FREE.get(target, target))}({', '.join(texts)})"
 
 
 def _argument(value: Any, slots: Mapping[fx.Node, int], constants: _Constants) -> str:
@@ -363,17 +367,49 @@ _IN_PLACE: dict[Any, Any] = {
 }
 
 
-def _overwriting(node: fx.Node) -> Any:
-    """The form of the operator of `node` that may write into its first operand, if nobody else reads that memory and
-    it is just what the result needs. New memory costs as much as the arithmetic: it has to be mapped and cleared."""
-    target = _IN_PLACE.get(node.target)
-    operand = node.args[0] if target and node.args else None
-    if not isinstance(operand, fx.Node) or _owner(operand, node) is None:
+# Those of which another form writes its result into the argument of this name, which may be the first operand.
+_OUT_OF_PLACE: dict[Any, tuple[Any, str]] = {
+    _aten.gelu_backward.default: (_aten.gelu_backward.grad_input, "grad_input"),
+    _aten.tanh_backward.default: (_aten.tanh_backward.grad_input, "grad_input"),
+    _aten.threshold_backward.default: (_aten.threshold_backward.grad_input, "grad_input"),
+}
+_COMMUTES = {_aten.add.Tensor, _aten.mul.Tensor}
+
+
+@dataclass(frozen=True)
+class _Overwrite:
+    """A call that writes into the memory of its first operand, which `owner` has made."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    owner: fx.Node
+
+
+def _overwriting(node: fx.Node) -> _Overwrite | None:
+    """The call of `node` as one that writes into an operand, if nobody else reads that memory and it is just what the
+    result needs. New memory costs as much as the arithmetic: it has to be mapped and cleared."""
+    if node.target not in _IN_PLACE and node.target not in _OUT_OF_PLACE:
         return None
-    before, after = operand.meta.get("val"), node.meta.get("val")
-    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
-        return None
-    return target if (before.shape, before.dtype) == (after.shape, after.dtype) else None
+    first, *rest = node.args
+    orders = [(first, *rest)]
+    if node.target in _COMMUTES and len(rest) == 1 and not node.kwargs:
+        orders.append((rest[0], first))
+    for args in orders:
+        operand = args[0]
+        owner = _owner(operand, node)
+        if isinstance(operand, fx.Node) and owner is not None and _is_like(operand, node):
+            if node.target in _IN_PLACE:
+                return _Overwrite(_IN_PLACE[node.target], args, node.kwargs, owner)
+            target, name = _OUT_OF_PLACE[node.target]
+            return _Overwrite(target, args, {**node.kwargs, name: operand}, owner)
+    return None
+
+
+def _is_like(one: fx.Node, other: fx.Node) -> bool:
+    """Whether the values of two nodes have one shape and dtype."""
+    a, b = one.meta.get("val"), other.meta.get("val")
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
 def _is_whole_view(node: fx.Node) -> bool:
@@ -440,4 +476,4 @@ def _makes_memory(node: fx.Node) -> bool:
     if node.target in (convert, convert_group):
         arguments: tuple[Any, ...] = node.args
         return kind(*map(placement_from_code, arguments[1:3])).communicates
-    return isinstance(node.target, OpOverload) and makes_memory(node.target)
+    return node.target in OWN_MEMORY or (isinstance(node.target, OpOverload) and makes_memory(node.target))
