@@ -177,7 +177,7 @@ def _part_norm(
     bias = bias if bias is None else bias.to(dtype)
     each: list[tuple[Tensor, ...]] = []
     for part in x.unbind():
-        part = part.contiguous(memory_format=_format(part))
+        part = _as_kernels_take(part)
         moved = x.new_zeros(2, channels, dtype=dtype)  # all the way, so that the running statistics are the part's
         y, mean, slope = aten.native_batch_norm(part, weight, bias, *moved.unbind(), True, 1.0, eps)
         each.append((y, moved, mean, slope))
@@ -189,15 +189,13 @@ def _part_norm_backward(
     y: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias from that of the result; those of the vectors are sums over the parts."""
-    factor = _factor(weight, rstd[0])
+    factor = rstd.new_ones(rstd.shape[1]) if weight is None else weight.to(rstd.dtype)
     each: list[tuple[Tensor, ...]] = []
-    for i, part in enumerate(x.unbind()):
-        part = part.contiguous(memory_format=_format(part))
-        slopes = y[i].contiguous(memory_format=_format(part))
+    for slopes, part, *kept in zip(y.unbind(), x.unbind(), mean.unbind(), rstd.unbind(), strict=True):
+        part = _as_kernels_take(part)
+        slopes = slopes.contiguous(memory_format=_format(part))
         each.append(
-            aten.native_batch_norm_backward(
-                slopes, part, factor, None, None, mean[i], rstd[i], True, eps, [True, True, True]
-            )
+            aten.native_batch_norm_backward(slopes, part, factor, None, None, *kept, True, eps, [True, True, True])
         )
     results, weighed, plain = zip(*each, strict=True)
     return _stacked(results), functools.reduce(torch.add, weighed), functools.reduce(torch.add, plain)
@@ -205,8 +203,14 @@ def _part_norm_backward(
 
 def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
     """`parts` along a new first dim, each as it lies; one alone is not copied."""
-    whole: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0].unsqueeze(0)
+    whole: Tensor = torch.cat(parts)
     return whole.view(len(parts), -1, *whole.shape[1:])
+
+
+def _as_kernels_take(part: Tensor) -> Tensor:
+    return part if part.is_contiguous() else part.contiguous(memory_format=_format(part))
 
 
 for _name, _function in (
