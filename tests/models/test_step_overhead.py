@@ -10,8 +10,8 @@ import step_overhead
 import torch
 import typer
 from step_contenders import layout
-from step_graphs import local_step
-from step_overhead import Figures, Overhead, Simulation, Size, Steps, cases, chosen, measured
+from step_graphs import inputs_of, local_step
+from step_overhead import BARE, Figures, Overhead, Simulation, Size, Steps, cases, chosen, measured
 
 import partway as pw
 from partway.contenders import turns
@@ -35,11 +35,11 @@ def test_layouts_are_of_all_ranks() -> None:
 
 
 def test_a_case_misses_the_bars_that_it_is_above() -> None:
-    seconds = {"partway": (1.0, 1.1, 9.0), "DDP": (1.0, 1.0, 9.0), "graph": (0.9, 1.0, 8.0)}
+    seconds = {"partway": (1.0, 1.1, 9.0), "DDP": (1.0, 1.0, 9.0), BARE: (0.9, 1.0, 8.0)}
     found = Figures("x", seconds, seconds, {"DDP": 1.0})
     assert (found.misses(), found.ratios("DDP")) == ((), (1.0, 1.1, 1.0))
     assert Figures("x", seconds, seconds, {"DDP": 0.9}).misses() == ("DDP",)
-    assert Figures("x", seconds, seconds, {}, excess=0.1).misses() == ("graph",)
+    assert Figures("x", seconds, seconds, {}, excess=0.1).misses() == (BARE,)
     assert Figures("x", seconds, seconds, {}, excess=0.2).misses() == ()
 
 
@@ -62,6 +62,11 @@ def test_a_single_rank_alone_computes_what_the_model_does() -> None:
         step = local_step(model, batch, 0)
         assert torch.equal(step.forward(*step.inputs)[0], model(*batch))
         assert min(step.timed()) > 0
+        model(*batch).backward()
+        expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        step.loss(inputs_of(model, batch)).backward()
+        assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("case", [Simulation("gpt2"), Overhead("mlp", launched=False)], ids=lambda case: case.name)
