@@ -392,7 +392,7 @@ MODES = ("sharding_propagation", "dynamic_programming", "recursive_programming")
     ("name", "mode", "level"),
     [
         *(("mlp", mode, level) for mode in MODES for level in (0, 1, 2)),
-        *zip(["gpt2"] * 3, MODES, (1, 2, 0), strict=True),
+        *(pytest.param("gpt2", *each, marks=pytest.mark.slow) for each in zip(MODES, (1, 2, 0), strict=True)),
     ],
 )
 def test_every_search_and_level_gives_a_right_program(name: str, mode: str, level: int) -> None:

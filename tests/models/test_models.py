@@ -91,18 +91,22 @@ def check(name: str, annotations: Any, dtype: torch.dtype) -> None:
     ("name", "annotations"),
     [
         *((name, annotations) for name in CASES for annotations in (_first_block, _both) if name != "resnet50"),
-        ("resnet50", _both),
-        pytest.param("resnet50", _first_block, marks=pytest.mark.slow),
-        pytest.param("resnet50", _batch_by_name, marks=pytest.mark.slow),
+        *(pytest.param("resnet50", found, marks=pytest.mark.slow) for found in (_both, _first_block, _batch_by_name)),
         # of a deep network the search over all meshes takes longer than all else that is tested here
-        *((name, _batch_by_count) for name in CASES if name != "resnet50"),
-        *((name, _batch_by_name) for name in ("mlp", "convnet", "gpt2")),
+        *(
+            pytest.param(name, _batch_by_count, marks=[] if name in ("mlp", "convnet", "gpt2") else pytest.mark.slow)
+            for name in CASES
+            if name != "resnet50"
+        ),
+        *((name, _batch_by_name) for name in ("mlp", "convnet")),
     ],
 )
 def test_training_equals_one_device_in_float64(name: str, annotations: Any) -> None:
     check(name, annotations, torch.float64)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "resnet50" else n for n in CASES])
+@pytest.mark.parametrize(
+    "name", [n if n in ("mlp", "convnet", "gpt2") else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
 def test_training_equals_one_device_in_float32(name: str) -> None:
     check(name, _both, torch.float32)

@@ -169,7 +169,7 @@ def test_a_sequential_in_segments():
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # the name that all versions have
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_gradient_checkpointing_of_transformers(name):
     case = CASES[name]
     options = {"mesh": MESH, "in_strategy": case.batch_split("dp"), "parameter_plan": case.block_split("tp")}

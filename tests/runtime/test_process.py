@@ -123,7 +123,7 @@ shutdown()
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("numbered", [True, False])
+@pytest.mark.parametrize("numbered", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_scheduler_and_its_workers_run_one_script(numbered):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
