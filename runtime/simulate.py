@@ -55,8 +55,7 @@ class Simulator:
         return [part for parts in values for part in parts]
 
     def unpack(self, tensors: Sequence[Tensor]) -> list[Parts]:
-        n = self.mesh.device_num
-        return [list(tensors[i : i + n]) for i in range(0, len(tensors), n)]
+        return [list(parts) for parts in zip(*[iter(tensors)] * self.mesh.device_num, strict=True)]
 
     def zeros(self, placed: PlacedPort, device: torch.device) -> Parts:
         """The value of a tensor placed like `placed` that is zero."""
