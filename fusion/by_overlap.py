@@ -5,8 +5,8 @@ Gradients   `best_groups` plays the schedule with all that may come of it: at ea
             reads, and where the open group of each key begins. One that another beats in all of that goes; so does one
             from which, at the least, the schedule takes no less than what is known. What other collectives and
             computing do in between is played too, so that no index and no size is predicted to end earlier.
-Weights     `needed` is exact while nothing else is on the lane; what it finds is a proposal among others (`proposals`)
-            of which the prediction of the whole schedule takes the `best`.
+Weights     `needed` is exact while nothing else is on the lane; what it finds is a proposal among auto and all `sizes`,
+            of which the prediction of the whole schedule takes the `best`. (Weights have no mode index.)
 """
 
 from __future__ import annotations

@@ -176,7 +176,8 @@ class _Grouping:
             played, _ = play(order, {**self.work, **dict.fromkeys(nodes, UNHEARD)})
             starts = {node: start for unit, start in played for node in unit}
             times = [min((starts[user] for user in node.users), default=0.0) for node in nodes]
-            found = [by_index.group(members, by_overlap.needed(members, times, costs)), *by_overlap.proposals(members)]
+            ends = by_overlap.needed(members, times, costs)
+            found = [by_index.group(members, ends), *by_overlap.proposals(members), *by_overlap.sizes(members)]
         return by_overlap.best((*found, ()), predicted)
 
     @cached_property

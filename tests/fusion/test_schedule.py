@@ -171,7 +171,7 @@ def planned(rows=4096, *, train=True, **context):
 
 
 SPLIT = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 0}}
-SIZES = [Fusion(FusionMode.AUTO), *(Fusion(FusionMode.SIZE, size) for size in (1, 2, 5, 16, 33, 100, 1000))]
+SIZES = [Fusion(FusionMode.AUTO), *(Fusion(FusionMode.SIZE, size) for size in (1, 2, 3, 5, 7, 16, 33, 100, 1000))]
 
 
 @pytest.fixture(scope="module", params=["all_reduce", "reduce_scatter"])
