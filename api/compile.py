@@ -76,9 +76,8 @@ class Compiled:
     context: ParallelContext
     profile: DeviceProfile
     entry: Entry
-    searched: Callable[
-        [], Searched
-    ]  # what the plan was found in: searched again, once, where the plan was in the cache
+    # what the plan was found in: searched again, once, where the plan was in the cache
+    searched: Callable[[], Searched]
 
     @property
     def local(self) -> LocalProgram:

@@ -102,8 +102,8 @@ def _sums(y: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, eps: 
 
 
 def _factor(weight: Tensor | None, like: Tensor) -> Tensor:
-    """`weight` in the dtype of `like`; without one it is one."""
-    return torch.ones_like(like) if weight is None else weight.to(like.dtype)
+    """`weight` in the dtype of `like`, whose last dim has the channels; without one it is one."""
+    return like.new_ones(like.shape[-1]) if weight is None else weight.to(like.dtype)
 
 
 def _moments(x: Tensor, shift: Tensor | None) -> Tensor:
@@ -172,14 +172,13 @@ def _spread(
 def _part_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, parts: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    channels, dtype = x.shape[2], wide(x.dtype)
-    weight = x.new_ones(channels, dtype=dtype) if weight is None else weight.to(dtype)
-    bias = bias if bias is None else bias.to(dtype)
+    like = x.new_empty(x.shape[2], dtype=wide(x.dtype))
+    factor, addend = _factor(weight, like), None if bias is None else bias.to(like.dtype)
     each: list[tuple[Tensor, ...]] = []
     for part in x.unbind():
         part = _as_kernels_take(part)
-        moved = x.new_zeros(2, channels, dtype=dtype)  # all the way, so that the running statistics are the part's
-        y, mean, slope = aten.native_batch_norm(part, weight, bias, *moved.unbind(), True, 1.0, eps)
+        moved = like.new_zeros(2, *like.shape)  # all the way, so that the running statistics are the part's
+        y, mean, slope = aten.native_batch_norm(part, factor, addend, *moved.unbind(), True, 1.0, eps)
         each.append((y, moved, mean, slope))
     results, statistics, means, slopes = zip(*each, strict=True)
     return _stacked(results), functools.reduce(torch.add, statistics).div_(parts), _stacked(means), _stacked(slopes)
@@ -189,7 +188,7 @@ def _part_norm_backward(
     y: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias from that of the result; those of the vectors are sums over the parts."""
-    factor = rstd.new_ones(rstd.shape[1]) if weight is None else weight.to(rstd.dtype)
+    factor = _factor(weight, rstd)
     each: list[tuple[Tensor, ...]] = []
     for slopes, part, *kept in zip(y.unbind(), x.unbind(), mean.unbind(), rstd.unbind(), strict=True):
         part = _as_kernels_take(part)
