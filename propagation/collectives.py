@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..strategy.cut import Window
 from ..strategy.placement import Kind, Shard, kind, placement_from_code, transpose
 
 _LIBRARY = torch.library.Library("partway", "DEF")
@@ -29,10 +30,16 @@ def converted_shape(shape: tuple[int, ...], source: str, target: str, size: int)
     """The local shape after converting a local `shape` among `size` ranks."""
     out = list(shape)
     before, after = placement_from_code(source), placement_from_code(target)
-    if isinstance(before, Shard):
-        out[before.dim] *= size
-    if isinstance(after, Shard):
-        out[after.dim] //= size
+    match before, after:
+        case Shard(), Window():
+            out[after.dim] = after.width
+        case Window(), _:
+            out[before.dim] = before.cut.width
+        case _:
+            if isinstance(before, Shard):
+                out[before.dim] = before.cut.size if before.cut else out[before.dim] * size
+            if isinstance(after, Shard):
+                out[after.dim] = after.cut.width if after.cut else out[after.dim] // size
     return tuple(out)
 
 

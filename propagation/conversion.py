@@ -89,7 +89,7 @@ class ConversionTable:
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
-        """All layouts, by code; some do not divide the shape evenly (`valid`)."""
+        """All layouts, by code; some have more parts than the shape has elements (`valid`)."""
         return _layouts(self.mesh, self.states)
 
     @cached_property
@@ -111,17 +111,26 @@ class ConversionTable:
 
     @cached_property
     def valid(self) -> NDArray[np.bool_]:
-        """Whether each layout divides the shape evenly."""
+        """Whether each layout has an element of every split dim for each part."""
         valid = np.ones(len(self.digits), dtype=bool)
         for dim, size in enumerate(self.shape):
-            valid &= size % self.parts(dim) == 0
+            valid &= (self.parts(dim) == 1) | (size >= self.parts(dim))
         return valid
 
     @cached_property
+    def even(self) -> NDArray[np.bool_]:
+        """Whether each layout divides the shape evenly."""
+        even = np.ones(len(self.digits), dtype=bool)
+        for dim, size in enumerate(self.shape):
+            even &= size % self.parts(dim) == 0
+        return even
+
+    @cached_property
     def held(self) -> Floats:
-        """The bytes of one rank's part, for every code."""
-        split = np.where(self.digits < self._splits, self.mesh.sizes, 1).prod(axis=1)
-        found: Floats = math.prod(self.shape) * self.itemsize / split
+        """The bytes of one rank's part, for every code; where slices are uneven, of the largest."""
+        found = np.full(len(self.digits), float(self.itemsize))
+        for dim, size in enumerate(self.shape):
+            found *= -(-size // self.parts(dim))
         return found
 
     def local_bytes(self, found: Layout) -> float:

@@ -7,6 +7,7 @@ ring (Thakur et al., "Optimization of Collective Communication Operations in MPI
     all_gather       (n - 1) / n * bytes of the whole  (n - 1) steps
     reduce_scatter   (n - 1) / n * bytes of the whole  (n - 1) steps
     all_to_all       (n - 1) / n * bytes held          (n - 1) steps
+    exchange         the bytes that the busiest one sends to its neighbours, in one step, at the pace of an all_to_all
 
 A group with n ranks in each of m nodes is done in phases (Cho et al., "BlueConnect", MLSys 2019), level by level:
 
@@ -73,9 +74,12 @@ WEIGHTS = {
 
 
 def wire_bytes(kind: Kind, payload: float, size: int) -> float:
-    """Bytes that one of `size` ranks sends. `payload`: the whole value's bytes; all_to_all: the bytes held."""
+    """Bytes that one of `size` ranks sends. `payload`: the whole value's bytes; all_to_all: the bytes held; exchange:
+    the bytes sent."""
     if not kind.communicates:
         return 0.0
+    if kind is Kind.EXCHANGE:
+        return payload
     once = (size - 1) / size * payload
     return 2 * once if kind is Kind.ALL_REDUCE else once
 
@@ -84,6 +88,8 @@ def steps(kind: Kind, size: int) -> int:
     """How many messages follow one another."""
     if not kind.communicates:
         return 0
+    if kind is Kind.EXCHANGE:
+        return 1
     return (2 if kind is Kind.ALL_REDUCE else 1) * (size - 1)
 
 
@@ -116,7 +122,7 @@ def collective_cost(kind: Kind, mesh: Mesh, axes: tuple[str, ...], profile: Devi
             launch = level.launch  # of the outermost level: the phases are one call
             waiting += steps(kind, size) * level.latency.of(kind)
             per_byte = max(per_byte, share * wire_bytes(kind, 1, size) / _bandwidth(level, kind, size))
-            share /= 1 if kind is Kind.ALL_TO_ALL else size
+            share /= 1 if kind in (Kind.ALL_TO_ALL, Kind.EXCHANGE) else size
     return launch + waiting, per_byte
 
 
@@ -151,6 +157,7 @@ def _evenly(units: np.ndarray) -> int:
 
 def _bandwidth(level: NetworkLevel, kind: Kind, size: int) -> float:
     """Bytes/s that one of `size` ranks sends: between sizes of a table by their logarithm, beyond as at its ends."""
+    kind = Kind.ALL_TO_ALL if kind is Kind.EXCHANGE else kind
     figure = level.bandwidth.of(kind)
     if isinstance(figure, float):
         return figure

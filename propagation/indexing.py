@@ -5,6 +5,8 @@
     partway::part_index(index, position, part, whole)
                                               `index` counted from the start of this rank's part of `part` rows of
                                               `whole`, and -1 where it is another rank's
+    partway::behind(x, position, dim, counts) where this rank's part is behind the end of its slice along `dim`, of
+                                              `counts[position]` elements: a mask that broadcasts to x
     partway::class_terms(x, maximum, target, position, classes, ignored)
                                               the two sums over classes that cross entropy is made of
 
@@ -28,11 +30,13 @@ _LIBRARY = torch.library.Library("partway", "FRAGMENT")
 _CLASS_ARGUMENTS = "Tensor x, Tensor maximum, Tensor target, Tensor? position, int classes, int ignored"
 _LIBRARY.define("position(str[] axes, int[] sizes) -> Tensor")
 _LIBRARY.define("part_index(Tensor index, Tensor position, int part, int whole) -> Tensor")
+_LIBRARY.define("behind(Tensor x, Tensor position, int dim, int[] counts) -> Tensor")
 _LIBRARY.define(f"class_terms({_CLASS_ARGUMENTS}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"class_terms_backward(Tensor total, Tensor picked, {_CLASS_ARGUMENTS}) -> Tensor")
 
 position = torch.ops.partway.position.default
 part_index = torch.ops.partway.part_index.default
+behind = torch.ops.partway.behind.default
 class_terms = torch.ops.partway.class_terms.default
 class_terms_backward = torch.ops.partway.class_terms_backward.default
 
@@ -65,6 +69,15 @@ def _within(index: Tensor, start: int, part: int, whole: int, ignored: int | Non
 
 def _part_index(index: Tensor, position: Tensor, part: int, whole: int) -> Tensor:
     return _within(index, int(position) * part, part, whole)
+
+
+def _behind(x: Tensor, position: Tensor, dim: int, counts: list[int]) -> Tensor:
+    place = torch.arange(x.shape[dim], device=x.device)
+    return (place >= counts[int(position)]).view(_behind_shape(x, dim))
+
+
+def _behind_shape(x: Tensor, dim: int) -> list[int]:
+    return [size if d == dim else 1 for d, size in enumerate(x.shape)]
 
 
 def _own_classes(x: Tensor, target: Tensor, position: Tensor | None, classes: int, ignored: int) -> Tensor:
@@ -105,6 +118,7 @@ def _class_terms_backward(
 
 for _name, _function in (
     ("part_index", _part_index),
+    ("behind", _behind),
     ("class_terms", _class_terms),
     ("class_terms_backward", _class_terms_backward),
 ):
@@ -119,6 +133,11 @@ def _fake_position(axes: list[str], sizes: list[int]) -> Tensor:
 @torch.library.register_fake("partway::part_index")  # type: ignore[untyped-decorator]
 def _fake_part_index(index: Tensor, position: Tensor, part: int, whole: int) -> Tensor:
     return torch.empty_like(index, dtype=torch.int64)
+
+
+@torch.library.register_fake("partway::behind")  # type: ignore[untyped-decorator]
+def _fake_behind(x: Tensor, position: Tensor, dim: int, counts: list[int]) -> Tensor:
+    return x.new_empty(_behind_shape(x, dim), dtype=torch.bool)
 
 
 @torch.library.register_fake("partway::class_terms")  # type: ignore[untyped-decorator]

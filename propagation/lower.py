@@ -7,6 +7,7 @@ before one collective. The text is the same on every rank; a conversion knows it
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,12 +17,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..strategy.cut import Cut, Window
 from ..strategy.errors import VerifyError
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind, Placement, Shard, kind
 from .collectives import constrain, convert
-from .conversion import step_kind
+from .conversion import Step, step_kind
 from .cost import collective_seconds, wire_bytes
 from .graph import (
     Port,
@@ -40,9 +42,11 @@ from .graph import (
 )
 from .problem import Option, SearchProblem, Vertex, VertexKind, table_of
 from .profile import DeviceProfile
-from .rule import Emitter, LocalShapes
+from .rule import Emitter, LocalShapes, Rule, windows_of
+from .windows import by_dim, own_slice, place_in, united
 
 PHASES = ("forward", "backward")
+_slice = torch.ops.aten.slice.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class Conversion:
     the product of theirs. `whole_bytes` is what one rank would hold if none of these axes split the tensor.
     `gradient`: its transpose runs in the backward that was planned. `again`: it stands for a conversion that runs once
     more, as it is, in the backward (recompute.py). `kept`: it gathers a weight that the backward reads, which is kept,
-    or else gathered again.
+    or else gathered again. Of an exchange `whole_bytes` are those of its dim in whole.
     """
 
     tag: int
@@ -80,12 +84,20 @@ class Conversion:
             return kind(self.source, self.target) if phase == "backward" else Kind.NOTHING
         return step_kind(self.source, self.target, phase, self.gradient)
 
+    def payload(self, phase: str) -> int:
+        """See `Collective.payload_bytes`."""
+        if isinstance(self.target, Window):
+            rows = self.target.rows[0 if self.again else PHASES.index(phase)]
+            return self.whole_bytes // self.target.cut.size * rows
+        return self.whole_bytes // (self.size if self.kind(phase) is Kind.ALL_TO_ALL else 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:
     """One collective of a program. Bytes are those of one rank; `members` are the tensors of a fused one.
 
-    payload_bytes   all_reduce, all_gather, reduce_scatter: the whole value; all_to_all: the part held
+    payload_bytes   all_reduce, all_gather, reduce_scatter: the whole value; all_to_all: the part held; exchange: what
+                    the busiest rank sends
     wire_bytes      what one rank sends, in a ring
     predicted_time  seconds, by the device profile
     where, path     the operator that wanted the conversion, and the module it is in
@@ -120,7 +132,7 @@ def collective(conversion: Conversion, phase: str, mesh: Mesh, profile: DevicePr
     found = conversion.kind(phase)
     if not found.communicates:
         return None
-    payload = conversion.whole_bytes // (conversion.size if found is Kind.ALL_TO_ALL else 1)
+    payload = conversion.payload(phase)
     return Collective(
         kind=found,
         axes=conversion.axes,
@@ -223,6 +235,7 @@ class _Lowering:
         self.problem, self.settings = problem, problem.settings
         self.graph = fx.Graph()
         self.local: dict[tuple[Value, Layout], fx.Node] = {}
+        self.exchanged: dict[tuple[fx.Node, Window], fx.Node] = {}
         self.base: dict[Value, tuple[Layout, str]] = {}  # where consumers start from, and whose strategy that is
         self.conversions: list[Conversion] = []
         self.cost = sum(float(v.unary[c]) for v, c in zip(problem.vertices, choice, strict=True))
@@ -237,6 +250,7 @@ class _Lowering:
             for edge in problem.edges
             if problem.vertices[edge.consumer].kind is VertexKind.HUB
         }
+        self.joint = self._joint_windows()
 
     def program(self) -> LocalProgram:
         inputs = []
@@ -283,26 +297,20 @@ class _Lowering:
         wanted = option.operands if option else (whole,) * len(inputs)
         strategy = describe_option(vertex, option) if vertex and option else "constant"
         consumer = f"{operator_name(node)} {node.name} {strategy}"
-        parts = iter(
-            [self._converted(source_of(o), found, consumer, node) for o, found in zip(inputs, wanted, strict=True)]
-        )
-        called: Any = fx.node.map_arg((node.args, node.kwargs), lambda _: next(parts))
+        parts = [self._converted(source_of(o), found, consumer, node) for o, found in zip(inputs, wanted, strict=True)]
+        emit = self._emitter(node, vertex.rule, option) if vertex and vertex.rule and option else None
+        if emit:
+            parts = [self._prepared(i, part, emit, wanted[i], consumer) for i, part in enumerate(parts)]
+        taken = iter(parts)
+        called: Any = fx.node.map_arg((node.args, node.kwargs), lambda _: next(taken))
         args, kwargs = called
         produced = values_of(node)
         rests = option.results if option else (whole,) * len(produced)
         if node.target is constrain:
             self._produce(produced[0], args[0], rests[0], consumer)
             return
-        if vertex and vertex.rule and vertex.rule.local and option:
-            mesh, split = self.settings.mesh, dict[str, dict[str, int]]()
-            for axis, factor in zip(mesh.axes, option.factors, strict=True):
-                if factor:
-                    split.setdefault(factor, {})[axis] = mesh.size(axis)
-            shapes = LocalShapes(
-                tuple(lo.local_shape(_shape(source_of(o))) for o, lo in zip(inputs, wanted, strict=True)),
-                tuple(lo.local_shape(_shape(v)) for v, lo in zip(produced, rests, strict=True)),
-            )
-            made = vertex.rule.local(Emitter(node, shapes, self.graph, split), tuple(args), dict(kwargs))
+        if emit and emit.rule.local:
+            made = emit.rule.local(emit, tuple(args), dict(kwargs))
         else:
             made = self.graph.call_function(node.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
         several = isinstance(node.meta["val"], tuple | list)
@@ -312,48 +320,141 @@ class _Lowering:
             elif isinstance(tensor_of(v), torch.Tensor):
                 self._produce(v, self.graph.call_function(operator.getitem, (made, v.index)), rest, consumer)
 
+    def _emitter(self, node: fx.Node, rule: Rule, option: Option) -> Emitter:
+        """What the local form of a call is written with."""
+        sources, produced = [source_of(o) for o in operands(node)], values_of(node)
+        shapes = LocalShapes(
+            tuple(lo.local_shape(_shape(v)) for v, lo in zip(sources, option.operands, strict=True)),
+            tuple(lo.local_shape(_shape(v)) for v, lo in zip(produced, option.results, strict=True)),
+        )
+        return Emitter(node, rule, shapes, tuple(map(_shape, sources)), self.graph, self._split(option))
+
+    def _prepared(self, i: int, part: fx.Node, emit: Emitter, held: Layout, consumer: str) -> fx.Node:
+        """Operand `i` of a call as its local form takes it: without what would be wrong behind the ends of short
+        slices, and with the windows that it reads."""
+        part = emit.filled(i, part)
+        wanted = by_dim(emit.windows, i)
+        if not wanted:
+            return part
+        v = source_of(operands(emit.node)[i])
+        joint = self.joint.get((v, held), wanted)
+        size = list(held.local_shape(_shape(v)))
+        for dim, window in joint.items():
+            part = self._exchanged(part, v, held, tuple(size), window, consumer, emit.node)
+            size[dim] = window.width
+        for dim, window in joint.items():
+            part = self._narrowed(part, window, wanted.get(dim, own_slice(window)))
+        return part
+
+    def _exchanged(
+        self, part: fx.Node, v: Value, held: Layout, size: tuple[int, ...], window: Window, consumer: str, at: fx.Node
+    ) -> fx.Node:
+        """`part` of `v`, of the local `size`, with `window` in place of a slice."""
+        if window.local is not None:
+            return self._narrowed(part, own_slice(window), window)
+        if (part, window) not in self.exchanged:
+            row = math.prod(size) // size[window.dim] * tensor_of(v).element_size()
+            axes, whole_bytes = held.axes_of(window.dim), row * window.cut.size
+            producer, slices = self.base[v][1], Shard(window.dim)
+            self.exchanged[part, window] = self._convert(
+                part, v, Step(axes, slices, window, held), whole_bytes, producer, consumer, at, at.name
+            )
+        return self.exchanged[part, window]
+
+    def _narrowed(self, part: fx.Node, held: Window, wanted: Window) -> fx.Node:
+        """The window `wanted` out of one that is as large or larger."""
+        place = place_in(held, wanted)
+        assert place is not None
+        if (place, wanted.width) == (0, held.width):
+            return part
+        return self.graph.call_function(_slice, (part, held.dim, place, place + wanted.width))
+
+    def _joint_windows(self) -> dict[tuple[Value, Layout], Mapping[int, Window]]:
+        """For each tensor in a layout that several operators read windows of, windows that serve all of them."""
+        readers: dict[tuple[Value, Layout], list[Mapping[int, Window]]] = {}
+        for node, (vertex, option) in self.operators.items():
+            if vertex.rule and vertex.rule.windows:
+                sources = [source_of(o) for o in operands(node)]
+                found = windows_of(vertex.rule, self._split(option), [_shape(v) for v in sources])
+                for i in dict.fromkeys(operand for operand, _ in found):
+                    readers.setdefault((sources[i], option.operands[i]), []).append(by_dim(found, i))
+        joint = {key: united(windows) for key, windows in readers.items() if len(windows) > 1}
+        return {key: windows for key, windows in joint.items() if windows is not None}
+
+    def _split(self, option: Option) -> dict[str, dict[str, int]]:
+        """For each factor that `option` splits the axes that split it, major first, with their sizes."""
+        mesh, split = self.settings.mesh, dict[str, dict[str, int]]()
+        for axis, factor in zip(mesh.axes, option.factors, strict=True):
+            if factor:
+                split.setdefault(factor, {})[axis] = mesh.size(axis)
+        return split
+
     def _converted(self, v: Value, target: Layout, consumer: str, at: fx.Node, where: str = "") -> fx.Node:
         """The node that holds `v` laid out as `target`, made of conversions where there is none yet."""
         if (v, target) in self.local:
             return self.local[v, target]
         here, producer = self.base[v]
         flows = v in self.problem.flows
-        parameter = v.node in self.ports and self.ports[v.node].role is Role.PARAMETER
-        free = bool(where) or (parameter and self.settings.shard_parameters is not None)
+        free = bool(where) or (self._is_parameter(v) and self.settings.shard_parameters is not None)
         weight = v in self.problem.weights
         table = table_of(v, flows, v in self.differentiable, self.settings, free=free, weight=weight)
         node = self.local[v, here]
         for step in table.path(here, target):
             if (v, step.after) not in self.local:
                 self.cost += step.cost if v.node not in self.problem.constants else 0.0
-                size = self.settings.mesh.size(*step.axes)
-                conversion = Conversion(
-                    tag=len(self.conversions),
-                    tensor=tensor_name(self.ports, v),
-                    axes=step.axes,
-                    size=size,
-                    source=step.source,
-                    target=step.target,
-                    whole_bytes=round(table.local_bytes(here) * (size if isinstance(step.source, Shard) else 1)),
-                    dtype=tensor_of(v).dtype,
-                    gradient=flows,
-                    parameter=parameter,
-                    producer=producer,
-                    consumer=consumer,
-                    where=where or at.name,
-                    path=module_path(at),
-                    line=source_line(at),
-                    kept=weight and kind(step.source, step.target) is Kind.ALL_GATHER,
-                )
+                size = self.settings.mesh.size(*step.axes) if isinstance(step.source, Shard) else 1
+                source, to = _cut(step.source, here, step.axes, v), _cut(step.target, step.after, step.axes, v)
+                whole_bytes = round(table.local_bytes(here) * size)
                 # also where the planned backward does not come by: another output may be differentiated
                 if kind(step.source, step.target) is not Kind.NOTHING or v in self.differentiable:
-                    self.conversions.append(conversion)
-                    node = self.graph.call_function(
-                        convert, (node, str(step.source), str(step.target), list(step.axes), size, conversion.tag)
-                    )
+                    step_cut = replace(step, source=source, target=to)
+                    node = self._convert(node, v, step_cut, whole_bytes, producer, consumer, at, where or at.name)
                 self.local[v, step.after] = node
             node, here = self.local[v, step.after], step.after
         return node
+
+    def _convert(
+        self, node: fx.Node, v: Value, step: Step, whole_bytes: int, producer: str, consumer: str, at: fx.Node,
+        where: str,
+    ) -> fx.Node:  # fmt: skip
+        """Write one conversion, of which `at` is the cause, and note it in the list."""
+        size, gathers = self.settings.mesh.size(*step.axes), kind(step.source, step.target) is Kind.ALL_GATHER
+        conversion = Conversion(
+            tag=len(self.conversions),
+            tensor=tensor_name(self.ports, v),
+            axes=step.axes,
+            size=size,
+            source=step.source,
+            target=step.target,
+            whole_bytes=whole_bytes,
+            dtype=tensor_of(v).dtype,
+            gradient=v in self.problem.flows,
+            parameter=self._is_parameter(v),
+            producer=producer,
+            consumer=consumer,
+            where=where,
+            path=module_path(at),
+            line=source_line(at),
+            kept=gathers and v in self.problem.weights,
+        )
+        self.conversions.append(conversion)
+        return self.graph.call_function(
+            convert, (node, str(step.source), str(step.target), list(step.axes), size, conversion.tag)
+        )
+
+    def _is_parameter(self, v: Value) -> bool:
+        return v.node in self.ports and self.ports[v.node].role is Role.PARAMETER
+
+
+def _cut(placement: Placement, found: Layout, axes: tuple[str, ...], v: Value) -> Placement:
+    """`placement`, which `v` has along `axes` in the layout `found`, with how it cuts its dim if slices are uneven.
+    What other axes cut of that dim they cut before."""
+    if not isinstance(placement, Shard):
+        return placement
+    before = tuple(found.mesh.size(axis) for axis in found.axes_of(placement.dim) if axis not in axes)
+    outer = Cut(_shape(v)[placement.dim], before).width
+    cut = Cut(outer, tuple(map(found.mesh.size, axes)))
+    return placement if cut.even else Shard(placement.dim, cut)
 
 
 def describe_option(vertex: Vertex, option: Option) -> str:
@@ -395,6 +496,6 @@ def verify_program(program: LocalProgram) -> LocalProgram:
                 f"the conversion of {c.tensor} over {','.join(c.axes)} is of {c.size} ranks; the mesh is {mesh}"
             )
     for placed in (*program.inputs, *program.outputs):
-        if not placed.layout.divides(placed.shape):
+        if not placed.layout.fits(placed.shape):
             raise VerifyError(f"{placed.port.name} does not fit its layout {placed.layout}")
     return program

@@ -25,13 +25,14 @@ from numpy.typing import NDArray
 from torch import fx
 
 from ..strategy.choice import Choice
+from ..strategy.cut import Cut
 from ..strategy.errors import OperatorError, Problem, StrategyError, UnknownOperatorWarning
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
-from ..strategy.placement import BROADCAST, REPLICATE, Partial, Placement, Shard
+from ..strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement, Shard
 from .collectives import constrain
 from .conversion import Codes, ConversionTable, Floats, conversion_table, digits_of, tie
-from .cost import BACKWARD_FACTOR, Weights, operator_seconds
+from .cost import BACKWARD_FACTOR, Weights, collective_cost, operator_seconds
 from .graph import (
     Graph,
     Port,
@@ -410,7 +411,7 @@ class _Formulation:
             at_rest = np.array(whole)[table.digits].all(axis=1)
             self.resting[table.states] = np.flatnonzero(at_rest)
         codes = self.resting[table.states]
-        return tuple(table.layouts[code] for code in codes[table.valid[codes]])
+        return tuple(table.layouts[code] for code in codes[table.even[codes]])
 
     def _split_at_rest(self, table: ConversionTable, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """The layouts under enable_parallel_optimizer: as far split as can be, or whole where it is small."""
@@ -493,9 +494,12 @@ class _Formulation:
         picks = digits_of(len(single), len(self.settings.mesh.axes))
         sizes = np.array(self.settings.mesh.sizes)
         keep = np.ones(len(picks), dtype=bool)
+        used = np.ones(len(picks))  # devices; one whose slice is short counts for less
         for factor, size in rule.sizes.items():
             splits = np.array([option.factor == factor for option in single])[picks]
-            keep &= size % np.where(splits, sizes, 1).prod(axis=1) == 0
+            parts = np.where(splits, sizes, 1).prod(axis=1)
+            keep &= (size % parts == 0) | ((parts <= size) & (factor in rule.uneven))
+            used *= np.maximum(size, 1) / -(-np.maximum(size, 1) // parts)
         columns = (
             [_codes_of(table, [option.operands[i] for option in single], picks) for i, table in enumerate(tables[0])],
             [_codes_of(table, [option.results[i] for option in single], picks) for i, table in enumerate(tables[1])],
@@ -506,13 +510,13 @@ class _Formulation:
         names = tuple(rule.sizes)
         split = np.array([names.index(option.factor) if option.factor else -1 for option in single], dtype=np.intp)
         factors = split[picks]
-        used = np.where(factors >= 0, sizes, 1).prod(axis=1).astype(float)
         keep = self._prefer(rule, keep, used, tables, columns, by_batch)
         operand_codes, result_codes = (tuple(codes[keep] for codes in side) for side in columns)
         work = self._work(node, rule, used[keep], sources, produced, tables, (operand_codes, result_codes))
         seconds, flops, held = work
         s = self.settings
         unary = s.weights.compute * seconds + s.weights.memory * held / 1e9
+        unary = unary + self._exchanges(rule, factors[keep], names, sources, tables[0], operand_codes)
         return Options(
             tables, operand_codes, result_codes, factors[keep], names, s.mesh, unary, seconds, flops, held, held
         )
@@ -538,10 +542,11 @@ class _Formulation:
             for table, codes in zip((*tables[0], *tables[1]), (*columns[0], *columns[1]), strict=True):
                 if table and table.shape:
                     last = table.parts(len(table.shape) - 1)[codes]
-                    aligned &= (last == 1) | (table.shape[-1] // last % s.slice_align == 0)
+                    aligned &= (last == 1) | (-(-table.shape[-1] // last) % s.slice_align == 0)
             keep = aligned if aligned.any() else keep
         if s.batch_by_default and by_batch and columns[1] and tables[1][0]:
-            keep = _most(keep, tables[1][0].parts(0)[columns[1][0]])
+            even = keep & tables[1][0].even[columns[1][0]]
+            keep = _most(even if even.any() else keep, tables[1][0].parts(0)[columns[1][0]])
         if rule.flops and s.fully_use_devices:
             keep = _most(keep, used)
         return keep
@@ -569,6 +574,34 @@ class _Formulation:
         if node in self.recomputed:  # but the sum of addends is kept, so that no collective runs twice for it
             results = results * _has_addends(tables[1], columns[1])
         return seconds, (1.0 + passes) * flops, results if backward else np.zeros(len(used))
+
+    def _exchanges(
+        self, rule: Rule, factors: Codes, names: tuple[str, ...], sources: tuple[Value, ...],
+        tables: tuple[ConversionTable | None, ...], columns: tuple[Codes, ...],
+    ) -> Floats:  # fmt: skip
+        """What the exchanges cost under every option that make the windows of operands, and add up their gradients."""
+        s, cost = self.settings, np.zeros(len(factors))
+        for halo in rule.windows:
+            table = tables[halo.operand]
+            split = factors == names.index(halo.factor)
+            if table is None or not split.any():
+                continue
+            dim = rule.dim_of(halo)
+            for pattern in np.unique(split[split.any(axis=1)], axis=0):
+                axes = tuple(axis for axis, found in zip(s.mesh.axes, pattern, strict=True) if found)
+                counts = tuple(map(s.mesh.size, axes))
+                held = Cut(table.shape[dim], counts)
+                window = halo.window(dim, held, Cut(rule.sizes[halo.factor], counts))
+                if window.local is not None:
+                    continue
+                rows = (split == pattern).all(axis=1)
+                sent, returned = window.rows
+                waiting, per_byte = collective_cost(Kind.EXCHANGE, s.mesh, axes, s.profile)
+                passes = [sent, returned] if sources[halo.operand] in self.flows else [sent]
+                for count in passes:
+                    moved = table.held[columns[halo.operand][rows]] / held.width * count
+                    cost[rows] += s.weights.latency * waiting + s.weights.wire * per_byte * moved
+        return cost
 
     def _add_output(self, port: Port) -> None:
         v = source_of(port.node)

@@ -40,8 +40,8 @@ class ByKind(Generic[T]):
     all_to_all: T
 
     def of(self, kind: Kind) -> T:
-        """The figure of a collective."""
-        found: T = getattr(self, kind.value)
+        """The figure of a collective. An exchange, which sends to some ranks what all_to_all sends to all, has its."""
+        found: T = self.all_to_all if kind is Kind.EXCHANGE else getattr(self, kind.value)
         return found
 
 

@@ -18,15 +18,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx
 
+from ..strategy.cut import Cut, Window
 from ..strategy.placement import BROADCAST, PARTIAL, REPLICATE, Partial, Placement, Shard
 from . import indexing
-from .graph import is_tensor, shape, value
+from .graph import is_tensor, operands, shape, value
+from .windows import Halo
 
 Dims = tuple[tuple[str, ...], ...]  # for each dim the factors that make it up, major first; () cannot be split
 # (emitter, args and kwargs with the local operands) -> the node of the local result
@@ -42,33 +46,6 @@ class LocalShapes:
 
 
 @dataclass(frozen=True, slots=True)
-class Emitter:
-    """Writes the local form of one call: the operators that a rank runs in place of it.
-
-    node     the global call
-    shapes   the local shapes of its tensors
-    graph    what is written to
-    split    for each factor that is split the axes that split it, major first, with their sizes
-    """
-
-    node: fx.Node
-    shapes: LocalShapes
-    graph: fx.Graph
-    split: Mapping[str, Mapping[str, int]]
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call of the operator `target`."""
-        return self.graph.call_function(target, args, kwargs)
-
-    def part(self, factor: str) -> tuple[int, fx.Node | None]:
-        """Into how many parts `factor` is split, and the node of which of them the rank has (None: it is whole)."""
-        axes = self.split.get(factor)
-        if not axes:
-            return 1, None
-        return math.prod(axes.values()), self.call(indexing.position, list(axes), list(axes.values()))
-
-
-@dataclass(frozen=True, slots=True)
 class Rule:
     """The factors of one call of an operator.
 
@@ -81,6 +58,11 @@ class Rule:
     linear              sets of operands in which the operator is jointly linear, the others held fixed
     flops               floating-point operations of the whole forward call; > 0 marks a contraction
     local               writes the local form where it is another call than the global one
+    windows             factors of which a slice of the result is made of more than that slice of an operand
+    even                factors of which a rank's slice must be full
+    fill                where a slice is short, what operands have behind its end (None: whatever is there), for an
+                        operator that might make no number of it, or whose derivative might be none
+    masks               `local` sees by itself to what is behind the ends of slices that are summed
     """
 
     operands: tuple[Dims, ...]
@@ -92,11 +74,118 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     flops: float = 0.0
     local: Localize | None = None
+    windows: tuple[Halo, ...] = ()
+    even: frozenset[str] = frozenset()
+    fill: float | None = None
+    masks: bool = False
+
+    @property
+    def uneven(self) -> frozenset[str]:
+        """The factors of which slices may be short: those that make up dims alone, and of what is summed those that
+        `lower` can fill."""
+        merged = {f for dims in (*self.operands, *self.results) for parts in dims if len(parts) > 1 for f in parts}
+        summed = self.reduce if self.local and not self.masks else frozenset()
+        return frozenset(self.sizes) - merged - summed - self.even
+
+    def dim_of(self, halo: Halo) -> int:
+        """The dim of its operand that `halo` is along."""
+        return self.operands[halo.operand].index((halo.factor,))
 
     def carries_leading(self, batched: tuple[bool, ...]) -> tuple[bool, ...]:
         """For each result whether its leading dim is that of an operand marked in `batched`."""
         leading = [dims[0][:1] for dims, marked in zip(self.operands, batched, strict=True) if dims and marked]
         return tuple(bool(dims and dims[0]) and dims[0][:1] in leading for dims in self.results)
+
+
+Split = Mapping[str, Mapping[str, int]]  # for each factor that is split the axes that split it, with their sizes
+
+
+def windows_of(rule: Rule, split: Split, sizes: Sequence[tuple[int, ...]]) -> dict[tuple[int, str], Window]:
+    """For each operand (of the global `sizes`) and factor the window that a rank reads; none where its slice has it."""
+    found = {}
+    for halo in rule.windows:
+        if halo.factor in split:
+            counts, dim = tuple(split[halo.factor].values()), rule.dim_of(halo)
+            held, made = Cut(sizes[halo.operand][dim], counts), Cut(rule.sizes[halo.factor], counts)
+            found[halo.operand, halo.factor] = halo.window(dim, held, made)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Emitter:
+    """Writes the local form of one call: the operators that a rank runs in place of it.
+
+    node     the global call
+    rule     its rule
+    shapes   the local shapes of its tensors
+    whole    the global shapes of its operands
+    graph    what is written to
+    split    for each factor that is split the axes that split it, major first, with their sizes
+    """
+
+    node: fx.Node
+    rule: Rule
+    shapes: LocalShapes
+    whole: tuple[tuple[int, ...], ...]
+    graph: fx.Graph
+    split: Split
+
+    @cached_property
+    def windows(self) -> Mapping[tuple[int, str], Window]:
+        """For each operand and factor of which the rule has a halo what the rank holds in place of its slice."""
+        return windows_of(self.rule, self.split, self.whole)
+
+    def cut(self, factor: str) -> Cut:
+        """How the result is cut along `factor`."""
+        return Cut(self.rule.sizes[factor], tuple(self.split.get(factor, {}).values()))
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of the operator `target`."""
+        return self.graph.call_function(target, args, kwargs)
+
+    def position(self, factor: str) -> fx.Node | None:
+        """The node of which part of `factor` the rank has (None: it is whole)."""
+        axes = self.split.get(factor)
+        return self.call(indexing.position, list(axes), list(axes.values())) if axes else None
+
+    def part(self, factor: str) -> tuple[int, fx.Node | None]:
+        """Into how many parts `factor` is split, and the node of which of them the rank has (None: it is whole)."""
+        return math.prod(self.split.get(factor, {}).values()), self.position(factor)
+
+    def behind(self, i: int, part: fx.Node) -> list[fx.Node]:
+        """For each dim along which slices of operand `i` are short, where `part` is behind the end of its slice: a mask
+        that broadcasts to it."""
+        masks = []
+        for dim, parts in enumerate(self.rule.operands[i]):
+            if len(parts) == 1 and parts[0] in self.split:
+                cut = Cut(self.whole[i][dim], tuple(self.split[parts[0]].values()))
+                if not cut.even:
+                    counts = [stop - start for start, stop in cut.spans]
+                    masks.append(self.call(indexing.behind, part, self.position(parts[0]), dim, counts))
+        return masks
+
+    def filled(self, i: int, part: fx.Node) -> fx.Node:
+        """Operand `i` without what would be wrong behind the ends of short slices, where the rule knows of it."""
+        rule = self.rule
+        summed = {f for f in rule.reduce & set(self.split) if (f,) in rule.operands[i]}
+        number = rule.fill
+        if number is None and summed and not rule.masks:
+            number = -math.inf if rule.reduce_by == "max" else 0.0
+        if number is None:
+            return part
+        element = _fitting(number, value(operands(self.node)[i]))
+        for mask in self.behind(i, part):
+            part = self.call(torch.ops.aten.masked_fill.Scalar, part, mask, element)
+        return part
+
+
+def _fitting(number: float, tensor: torch.Tensor) -> float | int | bool:
+    """`number` as an element of `tensor`: the least one for minus infinity."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return number
+    if tensor.dtype is torch.bool:
+        return number > 0
+    return torch.iinfo(tensor.dtype).min if number == -math.inf else int(number)
 
 
 @dataclass(frozen=True, slots=True)

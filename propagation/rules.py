@@ -19,6 +19,7 @@ from .collectives import constrain
 from .graph import argument, argument_names, draws_random_numbers, is_tensor, operands, shape, value
 from .indexing import class_terms, part_index
 from .rule import Dims, Emitter, Row, Rule, parse_row
+from .spatial import convolution
 
 aten = torch.ops.aten
 MAXIMA = frozenset({aten.amax.default})  # operators whose result is the largest of what they reduce
@@ -32,9 +33,20 @@ def rule_of(node: fx.Node) -> Rule | None:
     row = RULES.get(node.target)
     if isinstance(row, Row):
         return parse_row(row, node)
-    if row is not None:
-        return row(node)
-    return _pointwise()(node) if is_elementwise(node) else None
+    found = row(node) if row is not None else _pointwise()(node) if is_elementwise(node) else None
+    return _with_short_slices(found, node) if found is not None and is_elementwise(node) else found
+
+
+def _with_short_slices(rule: Rule, node: fx.Node) -> Rule:
+    """The rule of an elementwise operator with what it does behind the ends of short slices, where its operands are
+    some numbers: it must give numbers, and so must its derivative, since zero times anything else is none."""
+    name = str(node.target._schema.name).removeprefix("aten::")  # type: ignore[union-attr]
+    numbers = all(math.isfinite(a) for a in node.args if isinstance(a, float))
+    if name in _STEADY and numbers:
+        return rule
+    if name in _STEADY_AT_ONE and numbers:
+        return replace(rule, fill=1.0)
+    return replace(rule, even=frozenset(rule.sizes))
 
 
 def is_elementwise(node: fx.Node) -> bool:
@@ -137,7 +149,8 @@ def _along(*names: str, linear: bool = False) -> Function:
         letters = _rename(_letters(size), whole)
         out = _rename(letters, {d for d in range(len(size)) if shape(node)[d] != size[d]})
         sets = (frozenset({0}),) if linear else ()
-        return Rule((letters,), (out,), _sizes(letters, size), linear=sets)
+        # of numbers that are all minus infinity a softmax makes none
+        return Rule((letters,), (out,), _sizes(letters, size), linear=sets, fill=None if linear else 0.0)
 
     return rule
 
@@ -358,42 +371,9 @@ def _attention(node: fx.Node) -> Rule | None:
     if argument(node, "is_causal"):
         del sizes["s"]
     flops = 2.0 * math.prod(size[:-1]) * shape(k)[-2] * (size[-1] + shape(v)[-1])
-    return Rule(tuple(dims), ((*batch, heads, queries, ()),), sizes, flops=flops)
-
-
-def _convolution(node: fx.Node) -> Rule | None:
-    """conv1d, conv2d, conv3d: batch, output channels, input channels (summed), or groups; windows stay whole."""
-    x, weight = operands(node)[:2]
-    spatial = ((),) * (len(shape(weight)) - 2)
-    groups = argument(node, "groups") or 1
-    batched = len(shape(x)) == len(shape(weight))
-    lead: Dims = (("b",),) if batched else ()
-    outputs, inputs = shape(weight)[:2]
-    sizes = {"b": shape(x)[0]} if batched else {}
-    if groups == 1:
-        sizes |= {"o": outputs, "i": inputs}
-        dims: list[Dims] = [(*lead, ("i",), *spatial), (("o",), ("i",), *spatial), (("o",),)]
-        out = (*lead, ("o",), *spatial)
-    else:
-        sizes |= {"g": groups, "o": outputs // groups}
-        dims = [(*lead, ("g",), *spatial), (("g", "o"), (), *spatial), (("g", "o"),)]
-        out = (*lead, ("g", "o"), *spatial)
-    count = len(operands(node))
-    flops = 2.0 * math.prod(shape(node)) * math.prod(shape(weight)[1:])
-    linear = (frozenset({0, 2}), frozenset({1, 2})) if count == 3 else (frozenset({0}), frozenset({1}))
-    return Rule(
-        tuple(dims[:count]), (out,), sizes, reduce=frozenset("i") & frozenset(sizes), additive=frozenset({2}),
-        linear=linear, flops=flops, local=_local_groups if groups > 1 else None,
-    )  # fmt: skip
-
-
-def _local_groups(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """A rank that holds a part of the groups convolves that many: its input channels over those of one group."""
-    x, weight = emit.shapes.operands[:2]
-    channel = len(x) - (len(weight) - 2) - 1
-    groups = x[channel] // weight[1]
-    position = argument_names(emit.node).index("groups")
-    return emit.call(emit.node.target, *args[:position], groups, *args[position + 1 :], **kwargs)
+    # a mask may hide all keys behind the end of a short slice, and a softmax of nothing is no number
+    even = frozenset[str]() if mask is None else frozenset(sizes)
+    return Rule(tuple(dims), ((*batch, heads, queries, ()),), sizes, flops=flops, even=even)
 
 
 def _pool(spatial: int) -> Function:
@@ -492,7 +472,21 @@ def _moments(node: fx.Node) -> Rule | None:
     letters = _letters(size)
     shift = tuple((letters[1],) for _ in operands(node)[1:])
     summed = frozenset(f for parts in (letters[0], *letters[2:]) for f in parts)
-    return Rule((letters, *shift), (((), letters[1]),), _sizes(letters, size), reduce=summed)
+    return Rule(
+        (letters, *shift), (((), letters[1]),), _sizes(letters, size), reduce=summed, local=_local_moments, masks=True
+    )
+
+
+def _local_moments(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """Behind the end of a short slice is what adds nothing: the shift, or zero."""
+    x, shift = args
+    for mask in emit.behind(0, x):
+        if shift is None:
+            x = emit.call(aten.masked_fill.Scalar, x, mask, 0.0)
+        else:
+            around = [1] * (len(emit.shapes.operands[0]) - 2)
+            x = emit.call(aten.where.self, mask, emit.call(aten.reshape.default, shift, [1, -1, *around]), x)
+    return emit.call(moments, x, shift)
 
 
 def _statistics(node: fx.Node) -> Rule | None:
@@ -518,7 +512,8 @@ def _part_norm(node: fx.Node) -> Rule | None:
     part, _, channel, *_ = letters
     vectors, kept = ((channel,) for _ in operands(node)[1:]), (part, channel)
     results = (letters, ((), channel), kept, kept)
-    return Rule((letters, *vectors), results, _sizes(letters, size), reduce=frozenset(part))
+    even = frozenset((*part, *channel))
+    return Rule((letters, *vectors), results, _sizes(letters, size), reduce=frozenset(part), even=even)
 
 
 def _group_norm(node: fx.Node) -> Rule | None:
@@ -526,6 +521,20 @@ def _group_norm(node: fx.Node) -> Rule | None:
     letters = _rename(_letters(shape(x)), range(1, len(shape(x))))
     return Rule((letters, *(((),) for _ in operands(node)[1:])), (letters,), _sizes(letters, shape(x)))
 
+
+# Elementwise operators that make finite numbers of finite numbers, with finite derivatives; and those that do of ones.
+_STEADY = frozenset([
+    "_to_copy", "abs", "add", "alias", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "celu", "ceil",
+    "clamp", "clamp_max", "clamp_min", "clone", "cos", "detach", "elu", "eq", "erf", "floor", "ge", "gelu", "gt",
+    "hardsigmoid", "hardswish", "hardtanh", "le", "leaky_relu", "lerp", "log_sigmoid", "logical_and", "logical_not",
+    "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mish", "mul", "ne", "neg", "relu", "relu6",
+    "round", "rsub", "selu", "sgn", "sigmoid", "sign", "silu", "sin", "softplus", "softshrink", "square", "sub", "tanh",
+    "threshold", "trunc", "where",
+])  # fmt: skip
+_STEADY_AT_ONE = frozenset([
+    "atan", "atan2", "cosh", "div", "exp", "exp2", "expm1", "floor_divide", "fmod", "lgamma", "log", "log10", "log1p",
+    "log2", "logaddexp", "logaddexp2", "pow", "reciprocal", "remainder", "rsqrt", "sinh", "sqrt", "tan", "xlogy",
+])  # fmt: skip
 
 _UNARY_LINEAR = _pointwise({0})
 _LINEAR = ("0 2", "1 2")
@@ -557,12 +566,12 @@ RULES: dict[Any, Row | Function] = {
     aten.bmm.default: Row("b m k, b k n -> b m n", reduce="k", linear=("0", "1"), contraction=True),
     aten.cat.default: _cat,
     aten.constant_pad_nd.default: _pad,
-    aten.conv1d.default: _convolution,
-    aten.conv1d.padding: _convolution,
-    aten.conv2d.default: _convolution,
-    aten.conv2d.padding: _convolution,
-    aten.conv3d.default: _convolution,
-    aten.conv3d.padding: _convolution,
+    aten.conv1d.default: convolution,
+    aten.conv1d.padding: convolution,
+    aten.conv2d.default: convolution,
+    aten.conv2d.padding: convolution,
+    aten.conv3d.default: convolution,
+    aten.conv3d.padding: convolution,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.cumsum.default: _along("dim", linear=True),
     aten.einsum.default: _einsum,

@@ -22,14 +22,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..propagation.lower import PlacedPort
+from ..strategy.cut import Strip, Window
 from ..strategy.errors import RuntimeStateError
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
-from ..strategy.placement import PARTIAL_MAX, Kind
+from ..strategy.placement import PARTIAL_MAX, Kind, Placement, Shard
 from ..strategy.torch_mesh import to_device_mesh
 from .instructions import Bind, Code, Conversion, Instruction, Mark, Run, compile_code, local_conversion
 from .process import device_type
 from .record import note
+from .slices import (
+    Placed,
+    addends_of,
+    first_row,
+    full_part,
+    joined,
+    part_of,
+    pieces,
+    short_part,
+    slice_of,
+    window_of,
+)
 from .torch_internals import coalescing_manager
 
 # torch 2.13 renamed these two and warns about the old names.
@@ -94,15 +107,17 @@ class Worker:
         self._scratch = _Scratch()
 
     def cut(self, tensor: Tensor, layout: Layout) -> Tensor:
-        """This rank's part of a `tensor` that every rank holds whole. Raises StrategyError if it is uneven."""
-        return tensor[layout.slices(tuple(tensor.shape), self.rank)].contiguous()
+        """This rank's part of a `tensor` that every rank holds whole; zeros where its slices are short."""
+        return part_of(tensor, layout, self.rank)
 
     def enter(self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort]) -> list[Tensor]:
         """This rank's parts: of DTensors those that they hold, and plain tensors are parts already. Raises
         RuntimeStateError if one has another shape."""
         parts = []
         for tensor, port in zip(tensors, placed, strict=True):
-            part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            part = tensor
+            if isinstance(tensor, DTensor):
+                part = full_part(tensor._local_tensor, port.local_shape)
             if part.shape != port.local_shape:
                 raise RuntimeStateError(
                     f"rank {self.rank} got {port.port.name} of shape {list(part.shape)}; its part under "
@@ -111,9 +126,10 @@ class Worker:
             parts.append(part.contiguous())
         return parts
 
-    def leave(self, values: Sequence[Tensor], layouts: Sequence[Layout], shared: Sequence[bool]) -> list[Tensor]:
-        """The values: they stay this rank's parts. What may share memory is copied."""
-        return [v.clone() if held else v for v, held in zip(values, shared, strict=True)]
+    def leave(self, values: Sequence[Tensor], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
+        """The values: they stay this rank's parts, as far as its slices go. What may share memory is copied."""
+        parts = [short_part(value, place, self.rank) for value, place in zip(values, placed, strict=True)]
+        return [part.clone() if held else part for part, held in zip(parts, shared, strict=True)]
 
     def zeros(self, placed: PlacedPort, device: torch.device) -> Tensor:
         """The part of a tensor placed like `placed` that is zero."""
@@ -145,6 +161,9 @@ class Worker:
     def _converter(self, c: Conversion) -> Callable[..., Any]:
         if c.kind.communicates:
             group, scratch = process_group(self.mesh, c.axes), self._scratch
+            if c.window is not None:
+                window, place = c.window, self.mesh.position(self.rank, *c.axes)
+                return lambda part: _exchange(c, window, part, place, group)
             able = c.kind is not Kind.ALL_TO_ALL and dist.get_backend(group) in _COALESCING
             coalesces = able and len(c.tags) > 1
             return lambda *parts: _started(c, parts, group, scratch, coalesces)
@@ -231,17 +250,17 @@ _Issued = tuple[Any, Callable[[], list[Tensor]], Tensor]
 
 def _issue(c: Conversion, parts: list[Tensor], owned: list[bool], group: Any, scratch: _Scratch) -> _Issued:
     """One collective for all of `parts`. Results have memory of their own."""
-    before, after = c.dims
     if c.kind is Kind.ALL_REDUCE:
         reduction = dist.ReduceOp.MAX if c.source == PARTIAL_MAX else dist.ReduceOp.SUM
         in_place = len(parts) == 1 and _in_place(parts[0], owned[0])
         return _all_reduce(parts, reduction, in_place, group, scratch)
     gathers, adds = c.kind is Kind.ALL_GATHER, c.kind is Kind.REDUCE_SCATTER
-    stacks = [part[None] if gathers else _pieces(part, after, c.size) for part in parts]
+    stacks = [part[None] if gathers else _pieces(part, c.target, c.size) for part in parts]
     rows, taken = _pack(stacks, scratch)
     sent = rows.to(_ADDED_AS.get(rows.dtype, rows.dtype)) if adds else rows
     count = sent.shape[1] * (1 if adds else c.size)
-    whole = len(parts) == 1 and (adds or before == 0)  # what is received is the result
+    short = isinstance(c.source, Shard) and c.source.cut is not None
+    whole = len(parts) == 1 and (adds or (c.dims[0] == 0 and not short))  # what is received is the result
     out = sent.new_empty(count) if whole else scratch.take(count, sent)
     taken += [] if whole else [out]
     if adds:
@@ -257,7 +276,7 @@ def _issue(c: Conversion, parts: list[Tensor], owned: list[bool], group: Any, sc
         if whole:
             results = [piece[0] if adds else piece.flatten(0, 1) for piece in pieces]
         else:
-            results = [piece[0].clone() if adds else torch.cat(piece.unbind(), before) for piece in pieces]
+            results = [piece[0].clone() if adds else _joined(piece, c.source) for piece in pieces]
         scratch.give_back(taken)
         return results
 
@@ -289,10 +308,61 @@ def _all_reduce(parts: list[Tensor], reduction: Any, in_place: bool, group: Any,
     return dist.all_reduce(buffer, reduction, group=group, async_op=True), reduced, buffer
 
 
-def _pieces(part: Tensor, dim: int, n: int) -> Tensor:
-    """The `n` pieces of `part` along `dim`, stacked."""
-    pieces: Tensor = part.unflatten(dim, (n, part.shape[dim] // n))
-    return pieces.movedim(dim, 0)
+def _pieces(part: Tensor, placement: Placement, n: int) -> Tensor:
+    """The slices of `part` that `n` ranks have under `placement`, stacked."""
+    assert isinstance(placement, Shard)
+    if placement.cut is not None:
+        return torch.stack(list(pieces(part, placement, n)))
+    dim = placement.dim
+    stacked: Tensor = part.unflatten(dim, (n, part.shape[dim] // n))
+    return stacked.movedim(dim, 0)
+
+
+def _joined(stack: Tensor, placement: Placement) -> Tensor:
+    """The tensor whose slices under `placement` are stacked in `stack`."""
+    assert isinstance(placement, Shard)
+    return joined(stack.unbind(), placement)
+
+
+def _exchange(c: Conversion, window: Window, part: Tensor, position: int, group: Any) -> Pending:
+    """Send neighbours what they need of this rank's slice for their windows, or what they have to add to their slices,
+    and receive theirs; what stays here is copied when the rest has come."""
+    note(c, [part])
+    ranks = range(len(window.spans))
+    asked = [(other, strip) for other in ranks for strip in window.strips(other) if strip.source == position != other]
+    needed = sorted(((strip.source, strip) for strip in window.strips(position) if strip.source != position),
+                    key=lambda found: found[0])  # fmt: skip
+    leaving, coming = (needed, asked) if window.adds else (asked, needed)
+
+    def rows(strip: Strip) -> Tensor:
+        if window.adds:
+            return addends_of(window, strip, part)
+        return part.narrow(window.dim, first_row(strip), strip.rows)
+
+    row = part.numel() // part.shape[window.dim]
+    sent = [rows(strip).reshape(-1) for _, strip in leaving]
+    outgoing = torch.cat(sent) if sent else part.new_empty(0)
+    incoming = part.new_empty(row * sum(strip.rows for _, strip in coming))
+
+    def bytes_by_rank(strips: Sequence[tuple[int, Strip]]) -> list[int]:
+        return [sum(strip.rows for to, strip in strips if to == other) * row * part.element_size() for other in ranks]
+
+    work = dist.all_to_all_single(
+        _bytes(incoming), _bytes(outgoing), bytes_by_rank(coming), bytes_by_rank(leaving), group=group, async_op=True
+    )
+
+    def finish() -> list[Tensor]:
+        shape = list(part.shape)
+        received = []
+        counts = [strip.rows for _, strip in coming]
+        for (_, strip), flat in zip(coming, incoming.split([row * n for n in counts]), strict=True):
+            shape[window.dim] = strip.rows
+            received.append((strip, flat.view(shape)))
+        if window.adds:
+            return [slice_of(window, position, part, received)]
+        return [window_of(window, position, part, dict(received).__getitem__)]
+
+    return Pending([work], finish, True)
 
 
 def _pack(stacks: list[Tensor], scratch: _Scratch) -> tuple[Tensor, list[Tensor]]:

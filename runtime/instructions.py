@@ -23,7 +23,9 @@ from ..propagation.collectives import convert, convert_group
 from ..propagation.graph import draws_random_numbers
 from ..propagation.indexing import position
 from ..propagation.torch_internals import OpOverload, makes_memory
+from ..strategy.cut import Cut, Window
 from ..strategy.placement import Kind, Placement, Shard, kind, placement_from_code
+from .slices import padded
 
 Run = Callable[[list[Any]], list[Any]]
 Bind = Callable[[Any], str]  # gives a value a name in the text of a function
@@ -45,9 +47,17 @@ class Conversion:
     owned: tuple[bool, ...]
     private: tuple[bool, ...]
 
-    def payload(self, elements: int, itemsize: int) -> int:
-        """The payload of a local tensor of `elements` elements: see `Collective.payload_bytes`."""
-        return elements * itemsize * (self.size if self.kind is Kind.ALL_GATHER else 1)
+    def payload(self, shape: Sequence[int], itemsize: int) -> int:
+        """The payload of a local tensor of `shape`: see `Collective.payload_bytes`."""
+        held = math.prod(shape) * itemsize
+        if self.window is None:
+            return held * (self.size if self.kind is Kind.ALL_GATHER else 1)
+        return held // shape[self.window.dim] * self.window.rows[self.window is self.source]
+
+    @property
+    def window(self) -> Window | None:
+        """The window that an exchange makes of slices, or makes slices of."""
+        return next((side for side in (self.source, self.target) if isinstance(side, Window)), None)
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -105,13 +115,18 @@ def local_conversion(c: Conversion, part: Tensor, position: int) -> Tensor:
     before, after = c.dims
     match c.kind:
         case Kind.SLICE:
-            size = part.shape[after] // c.size
-            return part.narrow(after, position * size, size).contiguous()
+            assert isinstance(c.target, Shard)
+            cut = c.target.cut or Cut(part.shape[after], (c.size,))
+            start, stop = cut.spans[position]
+            return padded(part.narrow(after, start, stop - start), after, cut.width).contiguous()
         case Kind.PAD:
+            assert isinstance(c.source, Shard)
+            cut = c.source.cut or Cut(part.shape[before] * c.size, (c.size,))
+            start, stop = cut.spans[position]
             shape = list(part.shape)
-            shape[before] *= c.size
+            shape[before] = cut.size
             whole = part.new_zeros(shape)
-            whole.narrow(before, position * part.shape[before], part.shape[before]).copy_(part)
+            whole.narrow(before, start, stop - start).copy_(part.narrow(before, 0, stop - start))
             return whole
         case Kind.KEEP:
             return part if position == 0 else torch.zeros_like(part)

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..strategy.errors import RuntimeStateError
+from ..strategy.errors import RuntimeStateError, StrategyError
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.notation import to_dtensor
 from .execute import device_mesh
+from .slices import part_of
 
 
 def distribute(module: nn.Module) -> None:
@@ -138,6 +139,8 @@ def shard_tensor(tensor: Tensor, layout: Layout) -> DTensor:
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()
+    if not layout.divides(tuple(whole.shape)):
+        raise StrategyError(f"the layout {layout} does not divide the shape {list(whole.shape)} evenly")
     part = whole[layout.slices(tuple(whole.shape), dist.get_rank())]
     # A copy of a smaller part, so that the whole can go.
     part = part.contiguous() if part.shape == whole.shape else part.clone(memory_format=torch.contiguous_format)
@@ -154,7 +157,7 @@ def placed_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
         if not whole or not layout.cuts:
             return tensor
         if not tensor.requires_grad or not torch.is_grad_enabled():
-            return tensor[layout.slices(tuple(tensor.shape), dist.get_rank())].contiguous()
+            return part_of(tensor, layout, dist.get_rank())
         mesh = device_mesh(layout.mesh)
         tensor = as_dtensor(tensor, Layout.replicated(layout.mesh), tuple(tensor.shape), mesh)
         return tensor.redistribute(mesh, to_dtensor(layout))
@@ -172,7 +175,10 @@ def placed_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
 
 def gradient_of(tensor: Tensor, part: Tensor) -> Tensor:
     """The gradient of `tensor` of which `part` is this rank's: a DTensor placed like it if it is one."""
-    return DTensor(part, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else part
+    if not isinstance(tensor, DTensor):
+        return part
+    held = part[tuple(slice(0, size) for size in tensor._local_tensor.shape)]
+    return DTensor(held, tensor._spec, requires_grad=False)
 
 
 def as_dtensor(part: Tensor, layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:

@@ -52,7 +52,7 @@ def record_collectives() -> Iterator[list[Event]]:
 def note(c: Conversion, parts: Sequence[Tensor]) -> None:
     """Tell the listeners that `c` communicates the local tensors `parts`, all in one collective."""
     if _listeners and c.kind.communicates:
-        payload = sum(c.payload(part.numel(), part.element_size()) for part in parts)
+        payload = sum(c.payload(part.shape, part.element_size()) for part in parts)
         event = Event(c.kind, c.axes, c.size, payload, c.phase, c.tags)
         for events in _listeners:
             events.append(event)

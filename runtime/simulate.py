@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from ..propagation.lower import PlacedPort
+from ..strategy.cut import Strip, Window
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import PARTIAL_MAX, Kind, Partial, Shard
 from .instructions import Bind, Code, Conversion, Instruction, Mark, Run, compile_steps, local_conversion
 from .record import note, resume
+from .slices import Placed, addends_of, first_row, joined, part_of, pieces, slice_of, window_of
 from .stretches import Stretch, is_common, stretches_of
 
 Parts = list[Tensor]
@@ -42,13 +44,13 @@ class Simulator:
         """Cut whole tensors into the parts of every rank."""
         return [split(t, p.layout) for t, p in zip(tensors, placed, strict=True)]
 
-    def leave(self, values: Sequence[Parts], layouts: Sequence[Layout], shared: Sequence[bool]) -> list[Tensor]:
+    def leave(self, values: Sequence[Parts], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
         """Put the parts of every rank together."""
-        joined = []
-        for parts, layout, held in zip(values, layouts, shared, strict=True):
-            whole = join(parts, layout)
-            joined.append(whole.clone() if held and whole.data_ptr() == parts[0].data_ptr() else whole)
-        return joined
+        results = []
+        for parts, (layout, shape), held in zip(values, placed, shared, strict=True):
+            whole = join(parts, layout, shape)
+            results.append(whole.clone() if held and whole.data_ptr() == parts[0].data_ptr() else whole)
+        return results
 
     def pack(self, values: Sequence[Parts]) -> list[Tensor]:
         """Values as a flat list of tensors, and `unpack` back."""
@@ -219,7 +221,8 @@ class _Total:
         total = self._total if self._own else self._total.clone()
         if self._c.kind is Kind.ALL_REDUCE:
             return [total] * n
-        return [part.contiguous() for part in total.chunk(n, self._c.dims[1])]
+        assert isinstance(self._c.target, Shard)
+        return [part.contiguous() for part in pieces(total, self._c.target, n)]
 
 
 class _Row:
@@ -232,36 +235,55 @@ class _Row:
 
     def results(self, n: int) -> Parts:
         """What the `n` ranks get, in memory of its own."""
-        before, after = self._c.dims
-        whole = torch.cat(self._parts, before)
-        if self._c.kind is Kind.ALL_GATHER:
+        if self._c.window is not None:
+            return _exchanged(self._c.window, self._parts)
+        assert isinstance(self._c.source, Shard)
+        whole = joined(self._parts, self._c.source)
+        if not isinstance(self._c.target, Shard):
             return [whole] * n
-        return [part.contiguous() for part in whole.chunk(n, after)]
+        return [part.contiguous() for part in pieces(whole, self._c.target, n)]
+
+
+def _exchanged(window: Window, parts: Parts) -> Parts:
+    """The windows of ranks that hold the slices `parts`, or of addends in windows the slices of their sum."""
+    if not window.adds:
+        return [
+            window_of(
+                window, i, part, lambda strip: parts[strip.source].narrow(window.dim, first_row(strip), strip.rows)
+            )
+            for i, part in enumerate(parts)
+        ]
+    received: list[list[tuple[Strip, Tensor]]] = [[] for _ in parts]
+    for i, part in enumerate(parts):
+        for strip in window.strips(i):
+            if strip.source != i:
+                received[strip.source].append((strip, addends_of(window, strip, part)))
+    return [slice_of(window, i, part, received[i]) for i, part in enumerate(parts)]
 
 
 def split(tensor: Tensor, layout: Layout) -> Parts:
     """The part of every rank, contiguous as the graphs were traced; a view of `tensor` where it can be."""
     if not layout.cuts:
         return [tensor.contiguous()] * layout.mesh.device_num
-    shape = tuple(tensor.shape)
     cut: dict[tuple[tuple[int, int], ...], Tensor] = {}
     parts = []
     for rank in range(layout.mesh.device_num):
-        where = layout.slices(shape, rank)
-        key = tuple((s.start, s.stop) for s in where)
+        key = tuple((s.start, s.stop) for s in layout.slices(tuple(tensor.shape), rank))
         if key not in cut:
-            cut[key] = tensor[where].contiguous()
+            cut[key] = part_of(tensor, layout, rank)
         parts.append(cut[key])
     return parts
 
 
-def join(parts: Parts, layout: Layout) -> Tensor:
+def join(parts: Parts, layout: Layout, shape: tuple[int, ...] | None = None) -> Tensor:
     """The whole tensor of which every rank holds a part: addends are summed (of candidates the largest is
-    taken), copies are taken once. What lies in memory as a whole stays there."""
+    taken), copies are taken once. What lies in memory as a whole stays there. `shape`: of the whole, where slices may
+    be short."""
     adds = layout.adds
     if not adds and not layout.cuts:
         return parts[0]
-    shape, largest = layout.global_shape(tuple(parts[0].shape)), PARTIAL_MAX in layout.placements
+    shape = layout.global_shape(tuple(parts[0].shape)) if shape is None else shape
+    largest = PARTIAL_MAX in layout.placements
     cut = parts[0]._base
     if cut is not None and not adds and _is_cut(cut, parts, layout):
         return cut
@@ -274,8 +296,8 @@ def join(parts: Parts, layout: Layout) -> Tensor:
             for position, p in zip(coordinate, layout.placements, strict=True)
         )
         if first:
-            where = layout.slices(shape, rank)
-            place = whole[where]
+            place = whole[layout.slices(shape, rank)]
+            part = part[tuple(slice(0, size) for size in place.shape)]
             if largest:
                 torch.maximum(place, part, out=place)
             else:

@@ -22,11 +22,11 @@ from ..propagation.graph import Role, Text, draws_random_numbers
 from ..propagation.lower import PlacedPort
 from ..strategy.choice import Choice
 from ..strategy.errors import RuntimeStateError
-from ..strategy.layout import Layout
 from .inductor import compile_regions, example
 from .instructions import Code, Mark, Run, assemble_code
 from .parameters import gradient_of
 from .record import begin, marking, timed
+from .slices import Placed
 
 Wanted = tuple[bool, ...]
 
@@ -42,7 +42,7 @@ class Executor(Protocol):
 
     def enter(self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort]) -> list[Any]: ...
 
-    def leave(self, values: Sequence[Any], layouts: Sequence[Layout], shared: Sequence[bool]) -> list[Tensor]: ...
+    def leave(self, values: Sequence[Any], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]: ...
 
     def zeros(self, placed: PlacedPort, device: torch.device) -> Any: ...
 
@@ -91,7 +91,7 @@ class Backward(Loaded):
     """The backward of a Step: from saved values and tangents to the gradients of the inputs that get one.
 
     arriving    for each input whether there is a gradient; an input on which no output depends gets none
-    layouts     those of the gradients
+    placed      where the gradients are
     shared      which of them are copied, as `Code.shared`
     """
 
@@ -100,7 +100,7 @@ class Backward(Loaded):
         super().__init__(step.backward, "backward", examples, loader)
         slots = iter(self.code.outputs)
         self.arriving = [needs and next(slots) is not None for needs in step.needed]
-        self.layouts = [p.layout.dual() for p in itertools.compress(step.program.inputs, self.arriving)]
+        self.placed = [(p.layout.dual(), p.shape) for p in itertools.compress(step.program.inputs, self.arriving)]
         self.shared = [held for held, slot in zip(self.code.shared, self.code.outputs, strict=True) if slot is not None]
 
     def values(self, inputs: list[Any]) -> list[Any]:
@@ -163,7 +163,7 @@ class CompiledStep:
     def __post_init__(self) -> None:
         program = self.step.program
         self.loader = Loader(self.executor, self.backend)
-        self.results = [placed.layout for placed in program.outputs]
+        self.results = [(placed.layout, placed.shape) for placed in program.outputs]
         self.differentiable = [placed.port.requires_grad for placed in program.outputs]
         nodes = self.step.forward.graph.nodes
         self.random = any(node.op == "call_function" and draws_random_numbers(node) for node in nodes)
@@ -224,7 +224,7 @@ class CompiledStep:
         elif not holding:
             for step in list(waiting.addends):
                 step._reduce(*waiting.addends.pop(step))
-        left = self.executor.leave(values, backward.layouts, backward.shared)
+        left = self.executor.leave(values, backward.placed, backward.shared)
         found: list[Tensor | None] = [None] * len(primals)
         for i, gradient in zip(arriving, left, strict=True):
             found[i] = gradient_of(primals[i], gradient) if i not in kept else None
@@ -247,7 +247,7 @@ class CompiledStep:
         rest = self.accumulating.rest
         values = rest.values(self.executor.unpack(list(chain(*addends))))
         for i, gradient in zip(
-            self.accumulating.inputs, self.executor.leave(values, rest.layouts, rest.shared), strict=True
+            self.accumulating.inputs, self.executor.leave(values, rest.placed, rest.shared), strict=True
         ):
             primal, found = primals[i], gradient_of(primals[i], gradient)
             primal.grad = found if primal.grad is None else primal.grad + found

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass, field
 from functools import cache
 
+from .cut import Cut
 from .errors import StrategyError
 from .mesh import Mesh
 from .placement import BROADCAST, PARTIAL, REPLICATE, Broadcast, Partial, Placement, Replicate, Shard, dual
@@ -63,31 +64,47 @@ class Layout:
         """The axes that split `dim`, major first."""
         return tuple(a for a, p in zip(self.mesh.axes, self.placements, strict=True) if p == Shard(dim))
 
+    def cut(self, dim: int, size: int) -> Cut:
+        """How its axes cut `dim`, of `size`: one position after another in the group of all axes that split it."""
+        return Cut(size, tuple(n for n, p in zip(self.mesh.sizes, self.placements, strict=True) if p == Shard(dim)))
+
     def divides(self, shape: tuple[int, ...]) -> bool:
         """Whether every split dim exists in `shape` and is divided evenly."""
+        return self.fits(shape) and all(
+            size % parts == 0 for size, parts in zip(shape, self.splits(len(shape)), strict=True)
+        )
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether every split dim exists in `shape` and has an element for each part."""
         dims = [p.dim for p in self.placements if isinstance(p, Shard)]
         if any(dim >= len(shape) for dim in dims):
             return False
-        return all(size % parts == 0 for size, parts in zip(shape, self.splits(len(shape)), strict=True))
+        return all(parts in (1, min(parts, size)) for size, parts in zip(shape, self.splits(len(shape)), strict=True))
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one rank's part of a tensor of global `shape`. Raises StrategyError if it is uneven."""
-        if not self.divides(shape):
-            raise StrategyError(f"the layout {self} does not divide the shape {list(shape)} evenly")
-        return tuple(size // parts for size, parts in zip(shape, self.splits(len(shape)), strict=True))
+        """The shape of one rank's part of a tensor of global `shape`, the same for all; where slices are uneven, as
+        `Cut.width` says. Raises StrategyError for a split dim that `shape` lacks."""
+        self._check(shape)
+        return tuple(self.cut(dim, size).width for dim, size in enumerate(shape))
 
     def global_shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the tensor of which one rank holds a part of shape `local`."""
+        """The shape of the tensor of which one rank holds a full part of shape `local`."""
         return tuple(size * parts for size, parts in zip(local, self.splits(len(local)), strict=True))
 
     def slices(self, shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
-        """Where `rank`'s part lies in a tensor of global `shape`."""
-        local, coordinate = self.local_shape(shape), self.mesh.coordinate(rank)
-        index = [0] * len(shape)
-        for placement, size, position in zip(self.placements, self.mesh.sizes, coordinate, strict=True):
-            if isinstance(placement, Shard):
-                index[placement.dim] = index[placement.dim] * size + position
-        return tuple(slice(i * size, (i + 1) * size) for i, size in zip(index, local, strict=True))
+        """Where `rank`'s part lies in a tensor of global `shape`. Raises StrategyError as `local_shape` does."""
+        self._check(shape)
+        found = []
+        for dim, size in enumerate(shape):
+            axes = self.axes_of(dim)
+            position = self.mesh.position(rank, *axes) if axes else 0
+            found.append(slice(*self.cut(dim, size).spans[position]))
+        return tuple(found)
+
+    def _check(self, shape: tuple[int, ...]) -> None:
+        missing = [p.dim for p in self.placements if isinstance(p, Shard) and p.dim >= len(shape)]
+        if missing:
+            raise StrategyError(f"the layout {self} splits dim {missing[0]}, which the shape {list(shape)} lacks")
 
     def dual(self) -> Layout:
         """The layout of the gradient of a value laid out like this."""

@@ -12,28 +12,33 @@ Replicate → Broadcast and Partial → Replicate.)
     Partial(sum)               an addend of the value     Replicate: every addend gets the whole gradient
     Partial(max)               a candidate: the value is  none: only values that carry no gradient are so placed
                                the largest of them
+    Window(d)                  its slice of dim d and      Window(d) of addends: what lies in several windows gets an
+                               what lies next to it        addend from each
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from .cut import Cut, Window
 from .errors import StrategyError
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Every rank of the axis holds its slice of dim `dim` (even slices, in rank order)."""
+    """Every rank of the axis holds its slice of dim `dim`, in rank order. In a program `cut` says how, unless all
+    slices are full; a layout leaves it open."""
 
     dim: int
+    cut: Cut | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 0:
             raise StrategyError(f"Shard(dim) takes a dim of 0 or more, not {self.dim!r}; count dims from the front")
 
     def __str__(self) -> str:
-        return f"S{self.dim}"
+        return f"S{self.dim}" + (f"|{self.cut}" if self.cut else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class Partial:
         return "P" if self.reduce == "sum" else f"P{self.reduce}"
 
 
-Placement = Shard | Replicate | Broadcast | Partial
+Placement = Shard | Replicate | Broadcast | Partial | Window
 
 REPLICATE = Replicate()
 BROADCAST = Broadcast()
@@ -75,12 +80,13 @@ PARTIAL_MAX = Partial("max")
 
 
 class Kind(StrEnum):
-    """What a conversion does along its axes. The first four are collectives; the rest need no other rank."""
+    """What a conversion does along its axes. The first five are collectives; the rest need no other rank."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
+    EXCHANGE = "exchange"  # windows are made of neighbours' slices, or what overlaps of them is added up
     SLICE = "slice"  # keep this rank's slice of a whole value
     PAD = "pad"  # zeros around this rank's slice: an addend of the whole
     KEEP = "keep"  # rank 0 keeps the value, the others hold zeros: addends of it
@@ -91,7 +97,7 @@ class Kind(StrEnum):
         return self in COLLECTIVES
 
 
-COLLECTIVES = frozenset({Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL})
+COLLECTIVES = frozenset({Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.EXCHANGE})
 
 # (from, to) by type. Only the forward kind is written: `transpose` derives the backward from the duals.
 _KINDS: dict[tuple[type, type], Kind] = {
@@ -127,6 +133,8 @@ def dual(placement: Placement) -> Placement:
             raise StrategyError("Partial('max') has no dual: it is for values without a gradient; detach the operand")
         case Partial():
             return REPLICATE
+        case Window():
+            return replace(placement, adds=not placement.adds)
         case _:
             return placement
 
@@ -140,7 +148,8 @@ def kind(source: Placement, target: Placement) -> Kind:
 
 
 def converts(source: Placement, target: Placement) -> bool:
-    """Whether one step turns `source` into `target`: all pairs do but Partial(max) with a split or with addends."""
+    """Whether one step turns `source` into `target`: all pairs do but Partial(max) with a split or with addends, and
+    windows with anything but their slices."""
     return _kind(source, target) is not None
 
 
@@ -149,6 +158,10 @@ def _kind(source: Placement, target: Placement) -> Kind | None:
         return Kind.NOTHING
     if isinstance(source, Shard) and isinstance(target, Shard):
         return Kind.ALL_TO_ALL
+    for one, other, adds in ((source, target, True), (target, source, False)):
+        if isinstance(one, Window):
+            fits = isinstance(other, Shard) and other.dim == one.dim and one.adds is adds
+            return Kind.EXCHANGE if fits else None
     table = _MAX_KINDS if PARTIAL_MAX in (source, target) else _KINDS
     return table.get((type(source), type(target)))
 
@@ -159,10 +172,13 @@ def transpose(source: Placement, target: Placement) -> tuple[Placement, Placemen
 
 
 def placement_from_code(code: str) -> Placement:
-    """The placement whose `str` is `code`: "S0", "S1", ..., "R", "B", "P", "Pmax"."""
+    """The placement whose `str` is `code`: "S0", "S1", ..., "R", "B", "P", "Pmax"; in programs also "S1|28/8"."""
     fixed: dict[str, Placement] = {str(p): p for p in (REPLICATE, BROADCAST, PARTIAL, PARTIAL_MAX)}
     if code in fixed:
         return fixed[code]
-    if code[:1] == "S" and code[1:].isdigit():
-        return Shard(int(code[1:]))
+    dim, _, cut = code[1:].partition("|")
+    if code[:1] == "S" and dim.isdigit():
+        return Shard(int(dim), Cut.of_text(cut) if cut else None)
+    if code[:1] == "W" and dim.isdigit():
+        return Window.of_text(code)
     raise StrategyError(f"{code!r} is no placement; write S<dim>, R, B, P or Pmax")

@@ -1,0 +1,106 @@
+"""Slices of tensors that ranks hold, put together and cut apart: short ones, and the windows that overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..strategy.cut import Strip, Window
+from ..strategy.layout import Layout
+from ..strategy.placement import Shard
+
+Placed = tuple[Layout, tuple[int, ...]]  # where a tensor is, and its global shape
+
+
+def padded(part: Tensor, dim: int, width: int) -> Tensor:
+    """`part` with zeros behind its end along `dim`, so that it has `width` elements there."""
+    missing = width - part.shape[dim]
+    if not missing:
+        return part
+    shape = list(part.shape)
+    shape[dim] = missing
+    return torch.cat((part, part.new_zeros(shape)), dim)
+
+
+def part_of(tensor: Tensor, layout: Layout, rank: int) -> Tensor:
+    """The part that `rank` has of a whole `tensor`, contiguous; zeros where its slices are short."""
+    shape = tuple(tensor.shape)
+    return full_part(tensor[layout.slices(shape, rank)], layout.local_shape(shape))
+
+
+def full_part(part: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`part` of the local `shape`, contiguous; zeros where its slices are short."""
+    for dim, width in enumerate(shape):
+        part = padded(part, dim, width)
+    return part.contiguous()
+
+
+def short_part(part: Tensor, placed: Placed, rank: int) -> Tensor:
+    """What `rank` has of a tensor in its full `part`."""
+    layout, shape = placed
+    if not layout.cuts or layout.divides(shape):
+        return part
+    return part[tuple(slice(0, s.stop - s.start) for s in layout.slices(shape, rank))]
+
+
+def pieces(whole: Tensor, placement: Shard, count: int) -> Sequence[Tensor]:
+    """The slices of `whole` that `count` ranks have under `placement`, short ones padded."""
+    dim, cut = placement.dim, placement.cut
+    if cut is None:
+        return whole.chunk(count, dim)
+    return [padded(whole.narrow(dim, start, stop - start), dim, cut.width) for start, stop in cut.spans]
+
+
+def joined(parts: Sequence[Tensor], placement: Shard) -> Tensor:
+    """The tensor of whose slices under `placement` ranks have `parts`."""
+    dim, cut = placement.dim, placement.cut
+    if cut is not None:
+        parts = [part.narrow(dim, 0, stop - start) for part, (start, stop) in zip(parts, cut.spans, strict=True)]
+    return torch.cat(tuple(parts), dim)
+
+
+# -- Windows. `fetch` and `give` say where parts of them come from and where they go: of another rank, or this one. ----
+
+
+def window_of(window: Window, position: int, part: Tensor, fetch: Callable[[Strip], Tensor]) -> Tensor:
+    """The window of the rank at `position`, which holds `part`; `fetch(strip)` gives what is another rank's."""
+    dim, shape = window.dim, list(part.shape)
+    shape[dim] = window.width
+    strips = window.strips(position)
+    made = part.new_empty(shape)
+    span = window.spans[position]
+    place = 0
+    for strip in strips:
+        made.narrow(dim, place, strip.at - place).fill_(window.filled)
+        rows = part.narrow(dim, first_row(strip), strip.rows) if strip.source == position else fetch(strip)
+        made.narrow(dim, strip.at, strip.count).copy_(rows.flip(dim) if strip.step < 0 else rows)
+        place = strip.at + strip.count
+    made.narrow(dim, place, span[1] - span[0] - place).fill_(window.filled)
+    made.narrow(dim, span[1] - span[0], window.width - (span[1] - span[0])).zero_()
+    return made
+
+
+def first_row(strip: Strip) -> int:
+    """Where in the slice of its source the elements of `strip` begin."""
+    return strip.start - (strip.count - 1) if strip.step < 0 else strip.start
+
+
+def addends_of(window: Window, strip: Strip, part: Tensor) -> Tensor:
+    """What a rank that holds `part`, the gradient of its window, adds to the rows that `strip` was made of."""
+    rows = part.narrow(window.dim, strip.at, strip.count)
+    if strip.step == 0 and strip.count > 1:
+        return rows.sum(window.dim, keepdim=True)
+    return rows.flip(window.dim) if strip.step < 0 else rows
+
+
+def slice_of(window: Window, position: int, part: Tensor, received: Sequence[tuple[Strip, Tensor]]) -> Tensor:
+    """The sum of all addends of the slice of the rank at `position`, whose own are in `part`."""
+    dim, shape = window.dim, list(part.shape)
+    shape[dim] = window.cut.width
+    total = part.new_zeros(shape)
+    own = [(strip, addends_of(window, strip, part)) for strip in window.strips(position) if strip.source == position]
+    for strip, rows in (*own, *received):
+        total.narrow(dim, first_row(strip), strip.rows).add_(rows)
+    return total
