@@ -260,7 +260,10 @@ def annotate(
     strict = algo.fully_use_devices and "fully_use_devices" in algo.model_fields_set
     checked: tuple[Annotation | None, ...] = ()
     try:
-        checked = check_strategies([(s.words, s.shape, s.strategy) for s in said], mesh, fully_use_devices=strict)
+        parameters = {port.name for port in graph.inputs if port.role is Role.PARAMETER}
+        uneven = [s.words for s in said if s.key not in parameters]
+        named = [(s.words, s.shape, s.strategy) for s in said]
+        checked = check_strategies(named, mesh, fully_use_devices=strict, uneven=uneven)
     except StrategyError as error:
         problems += error.problems
     raise_problems(f"{counted(len(problems), 'problem')} with strategies on the mesh {mesh}:", problems)

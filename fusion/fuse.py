@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..propagation.collectives import convert, convert_group, kind_of
+from ..propagation.collectives import convert, convert_group, kind_of, payload_bytes
 from ..propagation.graph import Text
 from ..propagation.profile import DeviceProfile
 from ..strategy.mesh import Mesh
-from ..strategy.placement import Kind
+from ..strategy.placement import Kind, placement_from_code
 from . import by_index, by_overlap, by_size
 from .cycles import split_cycles
 from .policy import AUTO_MB, MB, Fusion, FusionMode, FusionPolicies, Groups, Key, Member
@@ -73,8 +73,9 @@ def member(node: fx.Node) -> Member:
     operand, source, target, axes, size, tag = arguments
     value = operand.meta["val"] if isinstance(operand, fx.Node) else operand
     assert isinstance(value, torch.Tensor) and isinstance(tag, int), f"{node.format_node()} is no convert of a tensor"
-    times = size if kind_of(source, target) is Kind.ALL_GATHER else 1
-    return Member(tag, source, target, tuple(axes), value.dtype, times * value.numel() * value.element_size())
+    before, after = placement_from_code(source), placement_from_code(target)
+    payload = payload_bytes(before, after, value.shape, value.element_size(), size)
+    return Member(tag, source, target, tuple(axes), value.dtype, payload)
 
 
 def group(members: Sequence[Member], policy: Fusion) -> Groups:

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..propagation.collectives import convert, convert_group, kind_of
+from ..propagation.collectives import convert, convert_group, kind_of, payload_bytes
 from ..propagation.cost import collective_cost, operator_seconds
 from ..propagation.differentiate import Step
 from ..propagation.graph import Text
@@ -30,7 +30,7 @@ from ..propagation.profile import DeviceProfile
 from ..propagation.segments import Like, pieces_of
 from ..propagation.torch_internals import FakeTensorMode
 from ..strategy.mesh import Mesh
-from ..strategy.placement import Kind
+from ..strategy.placement import Kind, placement_from_code
 from .by_overlap import Compute, Event, Offer, Send
 from .timeline import COMMUNICATION, COMPUTE, Span
 
@@ -246,12 +246,17 @@ class _Meter:
 
     def _conversion(self, node: fx.Node) -> Work:
         arguments: tuple[Any, ...] = node.args
-        _, source, target, axes, _, _ = arguments
+        _, source, target, axes, size, _ = arguments
         kind = kind_of(source, target)
         given, made = sum(map(self.held, node.all_input_nodes)), self.held(node)
         if kind.communicates:
             waiting, per_byte = collective_cost(kind, self.mesh, tuple(axes), self.profile)
-            payload = made if kind is Kind.ALL_GATHER else given
+            before, after = placement_from_code(source), placement_from_code(target)
+            payload = sum(
+                payload_bytes(before, after, part.shape, part.element_size(), size)
+                for operand in node.all_input_nodes
+                for part in _tensors(self.values[operand])
+            )
             return Work(COMMUNICATION, waiting, per_byte, payload, kind=kind.value)
         if kind is Kind.NOTHING:
             return _FREE

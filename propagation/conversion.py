@@ -18,6 +18,7 @@ from functools import cache, cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from ..strategy.cut import Cut
 from ..strategy.layout import Layout, layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement, Shard, converts, kind, transpose
@@ -281,6 +282,21 @@ class ConversionTable:
             chain.append(Step(axes, self.states[state], to, self.layouts[target], cost))
             target = int(move.codes[state, other])
         return tuple(reversed(chain))
+
+
+def with_cuts(step: Step, before: Layout, shape: tuple[int, ...]) -> Step:
+    """`step`, of a tensor of `shape` that was laid out as `before`, with how it cuts the dims of which slices are
+    short. What other axes cut of a dim they cut before."""
+
+    def cut(placement: Placement, found: Layout) -> Placement:
+        if not isinstance(placement, Shard):
+            return placement
+        others = [axis for axis in found.axes_of(placement.dim) if axis not in step.axes]
+        outer = Cut(shape[placement.dim], tuple(map(found.mesh.size, others))).width
+        made = Cut(outer, tuple(map(found.mesh.size, step.axes)))
+        return placement if made.even else Shard(placement.dim, made)
+
+    return replace(step, source=cut(step.source, before), target=cut(step.target, step.after))
 
 
 def step_kind(source: Placement, target: Placement, phase: str, gradient: bool) -> Kind:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..strategy.cut import Cut, Window
+from ..strategy.cut import Window
 from ..strategy.errors import VerifyError
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind, Placement, Shard, kind
 from .collectives import constrain, convert
-from .conversion import Step, step_kind
+from .conversion import Step, step_kind, with_cuts
 from .cost import collective_seconds, wire_bytes
 from .graph import (
     Port,
@@ -86,10 +86,15 @@ class Conversion:
 
     def payload(self, phase: str) -> int:
         """See `Collective.payload_bytes`."""
+        forward = self.again or phase == "forward"
         if isinstance(self.target, Window):
-            rows = self.target.rows[0 if self.again else PHASES.index(phase)]
-            return self.whole_bytes // self.target.cut.size * rows
-        return self.whole_bytes // (self.size if self.kind(phase) is Kind.ALL_TO_ALL else 1)
+            return self.whole_bytes // self.target.cut.size * self.target.rows[not forward]
+        if self.kind(phase) is not Kind.ALL_TO_ALL:
+            return self.whole_bytes
+        held = self.source if forward else self.target
+        if isinstance(held, Shard) and held.cut:
+            return self.whole_bytes // held.cut.size * held.cut.width
+        return self.whole_bytes // self.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,13 +407,14 @@ class _Lowering:
         for step in table.path(here, target):
             if (v, step.after) not in self.local:
                 self.cost += step.cost if v.node not in self.problem.constants else 0.0
-                size = self.settings.mesh.size(*step.axes) if isinstance(step.source, Shard) else 1
-                source, to = _cut(step.source, here, step.axes, v), _cut(step.target, step.after, step.axes, v)
-                whole_bytes = round(table.local_bytes(here) * size)
+                exact = with_cuts(step, here, _shape(v))
+                whole_bytes = round(table.local_bytes(here))
+                if isinstance(exact.source, Shard):
+                    cut, many = exact.source.cut, self.settings.mesh.size(*step.axes)
+                    whole_bytes = whole_bytes // cut.width * cut.size if cut else whole_bytes * many
                 # also where the planned backward does not come by: another output may be differentiated
                 if kind(step.source, step.target) is not Kind.NOTHING or v in self.differentiable:
-                    step_cut = replace(step, source=source, target=to)
-                    node = self._convert(node, v, step_cut, whole_bytes, producer, consumer, at, where or at.name)
+                    node = self._convert(node, v, exact, whole_bytes, producer, consumer, at, where or at.name)
                 self.local[v, step.after] = node
             node, here = self.local[v, step.after], step.after
         return node
@@ -444,17 +450,6 @@ class _Lowering:
 
     def _is_parameter(self, v: Value) -> bool:
         return v.node in self.ports and self.ports[v.node].role is Role.PARAMETER
-
-
-def _cut(placement: Placement, found: Layout, axes: tuple[str, ...], v: Value) -> Placement:
-    """`placement`, which `v` has along `axes` in the layout `found`, with how it cuts its dim if slices are uneven.
-    What other axes cut of that dim they cut before."""
-    if not isinstance(placement, Shard):
-        return placement
-    before = tuple(found.mesh.size(axis) for axis in found.axes_of(placement.dim) if axis not in axes)
-    outer = Cut(_shape(v)[placement.dim], before).width
-    cut = Cut(outer, tuple(map(found.mesh.size, axes)))
-    return placement if cut.even else Shard(placement.dim, cut)
 
 
 def describe_option(vertex: Vertex, option: Option) -> str:

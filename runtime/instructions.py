@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from ..propagation.batch_norm import OWN_MEMORY
-from ..propagation.collectives import convert, convert_group
+from ..propagation.collectives import convert, convert_group, payload_bytes
 from ..propagation.graph import draws_random_numbers
 from ..propagation.indexing import position
 from ..propagation.torch_internals import OpOverload, makes_memory
@@ -49,10 +49,7 @@ class Conversion:
 
     def payload(self, shape: Sequence[int], itemsize: int) -> int:
         """The payload of a local tensor of `shape`: see `Collective.payload_bytes`."""
-        held = math.prod(shape) * itemsize
-        if self.window is None:
-            return held * (self.size if self.kind is Kind.ALL_GATHER else 1)
-        return held // shape[self.window.dim] * self.window.rows[self.window is self.source]
+        return payload_bytes(self.source, self.target, shape, itemsize, self.size)
 
     @property
     def window(self) -> Window | None:

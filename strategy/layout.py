@@ -70,16 +70,18 @@ class Layout:
 
     def divides(self, shape: tuple[int, ...]) -> bool:
         """Whether every split dim exists in `shape` and is divided evenly."""
-        return self.fits(shape) and all(
+        return self._has_dims(shape) and all(
             size % parts == 0 for size, parts in zip(shape, self.splits(len(shape)), strict=True)
         )
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether every split dim exists in `shape` and has an element for each part."""
-        dims = [p.dim for p in self.placements if isinstance(p, Shard)]
-        if any(dim >= len(shape) for dim in dims):
-            return False
-        return all(parts in (1, min(parts, size)) for size, parts in zip(shape, self.splits(len(shape)), strict=True))
+        return self._has_dims(shape) and all(
+            parts == 1 or size >= parts for size, parts in zip(shape, self.splits(len(shape)), strict=True)
+        )
+
+    def _has_dims(self, shape: tuple[int, ...]) -> bool:
+        return all(p.dim < len(shape) for p in self.placements if isinstance(p, Shard))
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one rank's part of a tensor of global `shape`, the same for all; where slices are uneven, as

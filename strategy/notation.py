@@ -39,15 +39,18 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """What a person said of one tensor on one mesh: one layout, or split counts with the axes left open."""
+    """What a person said of one tensor on one mesh: one layout, or split counts with the axes left open. `uneven`:
+    slices may be short."""
 
     mesh: Mesh
     meaning: Layout | tuple[int, ...]
     text: str = field(compare=False)
+    uneven: bool = False
 
     def layouts(self, shape: Sequence[int]) -> tuple[Layout, ...]:
         """All layouts it allows for a tensor of `shape`; none if the shape is not one it can be met on."""
-        return tuple(one for one in self._allowed(len(shape)) if one.divides(tuple(shape)))
+        met = Layout.fits if self.uneven else Layout.divides
+        return tuple(one for one in self._allowed(len(shape)) if met(one, tuple(shape)))
 
     def allows(self, layout: Layout, ndim: int) -> bool:
         """Whether `layout` is one of its layouts for a tensor of `ndim` dims that the splits divide."""
@@ -91,7 +94,7 @@ def forms_of_entry(entry: object) -> frozenset[Form]:
     return frozenset()
 
 
-def read(strategy: Any, mesh: Mesh, ndim: int) -> Annotation:
+def read(strategy: Any, mesh: Mesh, ndim: int, uneven: bool = False) -> Annotation:
     """The annotation that a valid `strategy` is."""
     meaning: Layout | tuple[int, ...]
     match form_of(strategy):
@@ -102,7 +105,7 @@ def read(strategy: Any, mesh: Mesh, ndim: int) -> Annotation:
             meaning = layout(mesh, tuple(Shard(owner[a]) if a in owner else REPLICATE for a in mesh.axes))
         case _:
             meaning = from_dtensor(placements_of(strategy), mesh, ndim)
-    return Annotation(mesh, meaning, str(strategy) if isinstance(strategy, Layout) else repr(strategy))
+    return Annotation(mesh, meaning, str(strategy) if isinstance(strategy, Layout) else repr(strategy), uneven)
 
 
 def axes_of(entry: Name) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ Replicate → Broadcast and Partial → Replicate.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from .cut import Cut, Window
@@ -31,7 +31,7 @@ class Shard:
     slices are full; a layout leaves it open."""
 
     dim: int
-    cut: Cut | None = None
+    cut: Cut | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 0:

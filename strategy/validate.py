@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from .errors import Problem, StrategyError, raise_problems
@@ -45,20 +45,26 @@ def parse(strategy: object, mesh: Mesh, shape: Sequence[int]) -> Annotation:
 
 
 def check_strategies(
-    named: Iterable[tuple[str, Sequence[int], object]], mesh: Mesh, *, fully_use_devices: bool = False
+    named: Iterable[tuple[str, Sequence[int], object]],
+    mesh: Mesh,
+    *,
+    fully_use_devices: bool = False,
+    uneven: Collection[str] = (),
 ) -> tuple[Annotation | None, ...]:
     """The annotation that each (name, shape, strategy) of `named` is on `mesh`; None for a strategy of None.
 
     A name is what messages call the tensor: "input 'x'", "output 0". With `fully_use_devices`, split counts that
-    leave some but not all devices without a part of their own are wrong too.
+    leave some but not all devices without a part of their own are wrong too. Of the tensors named in `uneven` slices
+    may be short: a dim of 28 may be split 8 ways, though not one of 6.
 
     Raises one StrategyError with the problems of all strategies.
     """
     annotations: list[Annotation | None] = []
     problems: list[Problem] = []
     for where, shape, strategy in named:
-        found = [] if strategy is None else list(_problems(where, tuple(shape), strategy, mesh, fully_use_devices))
-        annotations.append(None if strategy is None or found else read(strategy, mesh, len(shape)))
+        short, size = where in uneven, tuple(shape)
+        found = [] if strategy is None else list(_problems(where, size, strategy, mesh, fully_use_devices, short))
+        annotations.append(None if strategy is None or found else read(strategy, mesh, len(shape), short))
         problems += found
     raise_problems(f"{counted(len(problems), 'problem')} with strategies on the mesh {mesh}:", problems)
     return tuple(annotations)
@@ -78,7 +84,7 @@ def is_one_strategy(value: object) -> bool:
 
 
 def _problems(
-    where: str, shape: tuple[int, ...], strategy: Any, mesh: Mesh, fully_use_devices: bool
+    where: str, shape: tuple[int, ...], strategy: Any, mesh: Mesh, fully_use_devices: bool, uneven: bool
 ) -> Iterator[Problem]:
     form = form_of(strategy)
     if form is None:
@@ -86,7 +92,7 @@ def _problems(
         return
     if form is not Form.PLACEMENTS and len(strategy) != len(shape):
         yield _rank_problem(where, strategy, shape, 1 if form is Form.INTS else None)
-    yield from _CHECKS[form](where, shape, strategy, mesh)
+    yield from _CHECKS[form](where, shape, strategy, mesh, uneven)
     if form is Form.INTS and fully_use_devices:
         yield from _idle_problems(where, counts_of(strategy), mesh.device_num)
 
@@ -116,7 +122,9 @@ def _type_problems(where: str, strategy: Any) -> Iterator[Problem]:
         yield Problem(where, f"{strategy!r} has None among placements", "write Replicate() in its place")
 
 
-def _name_problems(where: str, shape: tuple[int, ...], entries: tuple[Name, ...], mesh: Mesh) -> Iterator[Problem]:
+def _name_problems(
+    where: str, shape: tuple[int, ...], entries: tuple[Name, ...], mesh: Mesh, uneven: bool
+) -> Iterator[Problem]:
     owner: dict[str, int] = {}
     for dim, entry in enumerate(entries):
         axes = axes_of(entry)
@@ -137,11 +145,11 @@ def _name_problems(where: str, shape: tuple[int, ...], entries: tuple[Name, ...]
             what = f"dim {dim} names the axes {axes!r}, which are not in the order of the mesh ({mesh})"
             yield Problem(where, what, f"write {ordered!r}, major first")
         if dim < len(shape):
-            yield from _division_problems(where, dim, shape[dim], ordered, mesh)
+            yield from _division_problems(where, dim, shape[dim], ordered, mesh, uneven)
 
 
 def _count_problems(
-    where: str, shape: tuple[int, ...], strategy: tuple[int | None, ...], mesh: Mesh
+    where: str, shape: tuple[int, ...], strategy: tuple[int | None, ...], mesh: Mesh, uneven: bool
 ) -> Iterator[Problem]:
     counts = counts_of(strategy)
     low = [(dim, count) for dim, count in enumerate(counts) if count < 1]
@@ -151,7 +159,7 @@ def _count_problems(
     for dim, (size, count) in enumerate(zip(shape, counts, strict=False)):
         if size == 0 and count > 1:
             yield _empty_problem(where, dim)
-        elif count >= 1 and size % count:
+        elif count >= 1 and not _can_cut(size, count, uneven):
             divider = f"its split count {count}{_only_axes(mesh, count)} does"
             yield _division_problem(where, dim, size, count, divider, mesh)
     if low:
@@ -165,7 +173,7 @@ def _count_problems(
 
 
 def _placement_problems(
-    where: str, shape: tuple[int, ...], strategy: Layout | Sequence[Any], mesh: Mesh
+    where: str, shape: tuple[int, ...], strategy: Layout | Sequence[Any], mesh: Mesh, uneven: bool
 ) -> Iterator[Problem]:
     if isinstance(strategy, Layout) and strategy.mesh != mesh:
         yield Problem(where, f"the layout {strategy} is on the mesh ({strategy.mesh}), not ({mesh})", "use one mesh")
@@ -191,21 +199,28 @@ def _placement_problems(
                 what = "Broadcast says how a value is used, which Partway works out by itself"
                 yield Problem(f"{where}, axis {axis!r}", what, "write Replicate()")
     for dim, axes in sorted(splitters.items()):
-        yield from _division_problems(where, dim, shape[dim], axes, mesh)
+        yield from _division_problems(where, dim, shape[dim], axes, mesh, uneven)
 
 
-_CHECKS: dict[Form, Callable[[str, tuple[int, ...], Any, Mesh], Iterator[Problem]]] = {
+_CHECKS: dict[Form, Callable[[str, tuple[int, ...], Any, Mesh, bool], Iterator[Problem]]] = {
     Form.NAMES: _name_problems,
     Form.INTS: _count_problems,
     Form.PLACEMENTS: _placement_problems,
 }
 
 
-def _division_problems(where: str, dim: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> Iterator[Problem]:
+def _can_cut(size: int, parts: int, uneven: bool) -> bool:
+    """Whether a dim of `size` can be cut into so many parts, `uneven` ones or equal ones."""
+    return size % parts == 0 or (uneven and size > parts)
+
+
+def _division_problems(
+    where: str, dim: int, size: int, axes: tuple[str, ...], mesh: Mesh, uneven: bool
+) -> Iterator[Problem]:
     if size == 0 and axes:
         yield _empty_problem(where, dim)
     parts = math.prod(mesh.size(axis) for axis in axes)
-    if size % parts:
+    if not _can_cut(size, parts, uneven):
         divider = f"{_axes_text(axes, mesh)} {'does' if len(axes) == 1 else 'do'}"
         yield _division_problem(where, dim, size, parts, divider, mesh)
 
@@ -352,7 +367,7 @@ def _dataset_shape_problems(
             yield _rank_problem(where, splits, shape, 1)
         yield from _device_problems(where, splits, device_num)
         for dim, (size, parts) in enumerate(zip(shape, splits, strict=False)):
-            if size % parts:
+            if not _can_cut(size, parts, uneven=True):
                 yield _division_problem(where, dim, size, parts, f"its split count {parts} does", Mesh.flat(device_num))
 
 

@@ -15,12 +15,13 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from partway.propagation.collectives import convert
-from partway.propagation.conversion import ConversionTable, Step, conversion_table, tie
+from partway.propagation.conversion import ConversionTable, Step, conversion_table, tie, with_cuts
 from partway.propagation.cost import WEIGHTS, Level, collective_cost
 from partway.propagation.profile import profile_of
 from partway.runtime import record_collectives
 from partway.runtime.instructions import assemble_code
 from partway.runtime.simulate import Simulator, join, split
+from partway.runtime.slices import short_part
 from partway.strategy import BROADCAST, PARTIAL, REPLICATE, Layout, Mesh, Partial, Shard
 from partway.strategy.placement import PARTIAL_MAX, Kind, kind, placement_from_code, transpose
 
@@ -43,7 +44,7 @@ def step_cost(table, source, axes, placement):
     mesh, old = table.mesh, source.placements[axes[0]]
     if any(source.placements[axis] != old for axis in axes):
         return None
-    if not after(source, axes, placement).divides(table.shape) or not source.divides(table.shape):
+    if not after(source, axes, placement).fits(table.shape) or not source.fits(table.shape):
         return None
     others = [i for i in range(len(mesh.axes)) if i not in axes]
     if PARTIAL_MAX in (old, placement) and not {type(old), type(placement)} & {type(REPLICATE), type(BROADCAST)}:
@@ -79,7 +80,7 @@ def steps_of(table):
     """All steps between layouts as a graph."""
     graph = nx.DiGraph()
     for source in table.layouts:
-        if source.divides(table.shape):
+        if source.fits(table.shape):
             graph.add_node(source)
             for axes, placement in itertools.product(sets_of_axes(table.mesh), table.states):
                 if all(placement != source.placements[axis] for axis in axes):
@@ -168,8 +169,8 @@ def test_every_valid_layout_becomes_every_other():
             assert np.isfinite(table.cost[np.ix_(table.valid, table.valid)]).all()
 
 
-def test_a_layout_that_does_not_divide_is_out_of_reach():
-    table = table_of((3, 4), (2,))
+def test_a_layout_with_more_parts_than_elements_is_out_of_reach():
+    table = table_of((2, 4), (3,))
     uneven = table.index[Layout(table.mesh, (Shard(0),))]
     whole = table.index[Layout(table.mesh, (REPLICATE,))]
     assert math.isinf(table.cost[whole, uneven])
@@ -185,6 +186,7 @@ def test_no_state_splits_a_dim_of_size_1_and_booleans_have_no_addends():
 def test_what_one_rank_holds():
     table = table_of((8, 6), (2, 3))
     assert table.local_bytes(Layout(table.mesh, (Shard(0), Shard(1)))) == 8 * 6 * 8 / 6
+    assert table.local_bytes(Layout(table.mesh, (Shard(1), Shard(0)))) == 3 * 3 * 8  # of the ranks with a full slice
     assert table.local_bytes(Layout(table.mesh, (PARTIAL, Shard(1)))) == 8 * 6 * 8 / 3
     assert table.local_bytes(Layout(table.mesh, (BROADCAST, REPLICATE))) == 8 * 6 * 8
 
@@ -283,9 +285,20 @@ def copied(parts, found):
 
 def assert_parts_of(whole, parts, found):
     """`parts` are those of `whole` laid out as `found`, its copies equal."""
-    assert torch.equal(join(parts, found), whole)
+    shape = tuple(whole.shape)
+    assert torch.equal(join(parts, found, shape), whole)
+    parts = [short_part(part, (found, shape), rank) for rank, part in enumerate(parts)]
     for part, copy in zip(parts, copied(parts, found), strict=True):
         assert torch.equal(part, copy)
+
+
+def path_of(table, source, target):
+    """The steps of a path as a program has them."""
+    steps, here = [], source
+    for step in table.path(source, target):
+        steps.append(with_cuts(step, here, table.shape))
+        here = step.after
+    return tuple(steps)
 
 
 def convert_all(mesh, steps, parts, pair):
@@ -305,11 +318,11 @@ def convert_all(mesh, steps, parts, pair):
 @st.composite
 def two_layouts(draw, partial=PARTIAL):
     sizes = draw(st.sampled_from([(2,), (3,), (2, 2), (2, 3), (2, 2, 2)]))
-    shape = draw(st.sampled_from([(24,), (8, 6), (4, 24), (2, 12, 3)]))
+    shape = draw(st.sampled_from([(24,), (8, 6), (4, 24), (2, 12, 3), (28,), (13, 9), (5, 11), (8, 25)]))
     mesh = Mesh.of_sizes(sizes)
     states = [*(Shard(d) for d in range(len(shape))), REPLICATE, BROADCAST, partial]
     layouts = [Layout(mesh, tuple(draw(st.sampled_from(states)) for _ in sizes)) for _ in range(2)]
-    assume(all(found.divides(shape) for found in layouts))
+    assume(all(found.fits(shape) for found in layouts))
     return shape, sizes, *layouts
 
 
@@ -319,15 +332,15 @@ def test_a_path_keeps_the_value_and_its_transpose_the_gradient(drawn, seed):
     shape, sizes, source, target = drawn
     generator = torch.Generator().manual_seed(seed)
     table = table_of(shape, sizes)
-    path = table.path(source, target)
+    path = path_of(table, source, target)
     whole = torch.randint(-99, 99, shape, generator=generator).double()
     start = parts_of(whole, source, generator)
-    assert torch.equal(join(start, source), whole)
+    assert torch.equal(join(start, source, shape), whole)
     end = convert_all(table.mesh, path, start, lambda step: (step.source, step.target))
     assert_parts_of(whole, end, target)
     back = parts_of(whole, target.dual(), generator)
     gradient = convert_all(table.mesh, path[::-1], back, lambda step: transpose(step.source, step.target))
-    assert torch.equal(join(gradient, source.dual()), whole)
+    assert torch.equal(join(gradient, source.dual(), shape), whole)
 
 
 @settings(max_examples=150, deadline=None)
@@ -338,10 +351,10 @@ def test_a_path_keeps_a_maximum(drawn, seed):
     table = table_of(shape, sizes, False, "max")
     whole = torch.randint(-99, 99, shape, generator=generator).double()
     start = parts_of(whole, source, generator)
-    assert torch.equal(join(start, source), whole)
-    end = convert_all(table.mesh, table.path(source, target), start, lambda step: (step.source, step.target))
-    assert torch.equal(join(end, target), whole)
-    assert torch.equal(join([part.long() for part in end], target), whole.long())
+    assert torch.equal(join(start, source, shape), whole)
+    end = convert_all(table.mesh, path_of(table, source, target), start, lambda step: (step.source, step.target))
+    assert torch.equal(join(end, target, shape), whole)
+    assert torch.equal(join([part.long() for part in end], target, shape), whole.long())
 
 
 def test_the_same_dim_on_two_axes_is_moved_in_one_piece():

@@ -81,7 +81,15 @@ def test_an_all_reduce_costs_a_reduce_scatter_and_an_all_gather():
         assert steps(Kind.ALL_REDUCE, size) == 2 * steps(Kind.ALL_GATHER, size)
 
 
-@pytest.mark.parametrize("kind", sorted(COLLECTIVES))
+def test_an_exchange_is_one_message_of_what_the_busiest_rank_sends_at_the_pace_of_an_all_to_all():
+    assert wire_bytes(Kind.EXCHANGE, 960, 8) == 960
+    assert steps(Kind.EXCHANGE, 8) == 1
+    (waiting, per_byte), (longer, byte) = (cost(kind, (8,), ROUND) for kind in (Kind.EXCHANGE, Kind.ALL_TO_ALL))
+    assert per_byte == pytest.approx(byte * 8 / 7)
+    assert waiting < longer
+
+
+@pytest.mark.parametrize("kind", sorted(COLLECTIVES - {Kind.EXCHANGE}))
 def test_an_axis_of_one_rank_costs_nothing(kind):
     assert wire_bytes(kind, 1000, 1) == steps(kind, 1) == 0
     assert cost(kind, (1,), ROUND) == cost(kind, (1, 8), NODES, 0) == (0, 0)
@@ -154,7 +162,7 @@ def test_a_group_that_does_not_fill_its_nodes_is_a_ring_over_the_network():
 
 def test_a_table_is_read_by_size_as_what_each_rank_sends():
     table = {"2": 2e9, "8": 4e9}
-    level = {**FLAT, "bandwidth": dict.fromkeys(sorted(k.value for k in COLLECTIVES), table)}
+    level = {**FLAT, "bandwidth": dict.fromkeys(sorted(k.value for k in COLLECTIVES - {Kind.EXCHANGE}), table)}
     rates = profile_with(levels=[level])
 
     def sent(n):

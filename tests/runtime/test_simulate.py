@@ -42,8 +42,8 @@ def test_what_is_cut_from_one_tensor_is_that_tensor_and_only_if_all_of_it_is_in_
         assert joined is not whole
         assert torch.equal(joined, torch.cat(parts))
     simulator = Simulator(layout.mesh)
-    assert simulator.leave([[upper, lower]], [layout], [False])[0] is whole
-    (copied,) = simulator.leave([[upper, lower]], [layout], [True])
+    assert simulator.leave([[upper, lower]], [(layout, (4, 4))], [False])[0] is whole
+    (copied,) = simulator.leave([[upper, lower]], [(layout, (4, 4))], [True])
     assert torch.equal(copied, whole)
     assert copied.data_ptr() != whole.data_ptr()
 

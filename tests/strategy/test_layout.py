@@ -69,9 +69,25 @@ def test_a_layout_divides_shapes_that_have_its_dims_in_even_parts(shape, fits):
     assert Layout(MESH, (Shard(0), Shard(1))).divides(shape) is fits
 
 
-def test_an_uneven_shape_is_rejected_naming_layout_and_shape():
-    with pytest.raises(StrategyError, match=r"the layout \[dp:R tp:S1\] does not divide the shape \[8, 6\] evenly"):
-        Layout(MESH, (REPLICATE, Shard(1))).local_shape((8, 6))
+@pytest.mark.parametrize(("shape", "fits"), [((2, 5), True), ((2, 3), False), ((8,), False), ((0, 4), False)])
+def test_a_layout_fits_shapes_that_have_an_element_for_each_part(shape, fits):
+    assert Layout(MESH, (Shard(0), Shard(1))).fits(shape) is fits
+
+
+def test_short_slices_are_cut_axis_by_axis_and_leave_the_last_ranks_less():
+    one = Layout(MESH, (REPLICATE, Shard(1)))
+    assert one.local_shape((8, 6)) == (8, 2)
+    assert [one.slices((8, 6), rank)[1] for rank in range(4)] == [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 6)]
+    both = Layout(MESH, (Shard(0), Shard(0)))
+    assert both.local_shape((13,)) == (2,)
+    assert [both.slices((13,), rank)[0].stop for rank in range(8)] == [2, 4, 6, 7, 9, 11, 13, 13]
+
+
+def test_a_shape_without_the_split_dim_is_rejected_naming_layout_and_shape():
+    one = Layout(MESH, (REPLICATE, Shard(1)))
+    for ask in (one.local_shape, lambda shape: one.slices(shape, 0)):
+        with pytest.raises(StrategyError, match=r"the layout \[dp:R tp:S1\] splits dim 1, which the shape \[8\] lacks"):
+            ask((8,))
 
 
 def test_a_wrong_number_of_placements_is_rejected():

@@ -198,8 +198,9 @@ def test_staying_as_it_is_takes_nothing(placement):
     assert kind(placement, placement) is Kind.NOTHING
 
 
-def test_four_kinds_communicate():
-    assert [str(k) for k in Kind if k.communicates] == ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+def test_five_kinds_communicate():
+    communicating = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "exchange"]
+    assert [str(k) for k in Kind if k.communicates] == communicating
 
 
 @pytest.mark.parametrize("placement", [*PLACEMENTS, PARTIAL_MAX])
