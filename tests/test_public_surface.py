@@ -13,6 +13,7 @@ PUBLIC = [
     "CaptureError",
     "Compiled",
     "ContextError",
+    "DataError",
     "Layout",
     "Mesh",
     "OperatorError",
@@ -25,8 +26,10 @@ PUBLIC = [
     "StrategyError",
     "UnknownOperatorWarning",
     "VerifyError",
+    "WholeReadWarning",
     "auto_parallel_context",
     "compile",
+    "data",
     "get_algo_parameters",
     "get_auto_parallel_context",
     "get_group_size",
@@ -123,7 +126,8 @@ before = set(sys.modules)
 start = time.process_time()
 import partway
 seconds = time.process_time() - start
-heavy = {"transformers", "sklearn", "scipy", "matplotlib", "pandas", "torchvision"} & (set(sys.modules) - before)
+optional = {"transformers", "sklearn", "scipy", "matplotlib", "pandas", "torchvision", "tifffile", "webdataset", "zarr"}
+heavy = optional & (set(sys.modules) - before)
 assert not heavy, heavy
 assert not torch.distributed.is_initialized()
 assert partway.get_rank() == 0 and partway.get_group_size() == 1
