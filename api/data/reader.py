@@ -197,5 +197,5 @@ def _arranged(
         return pixels
     # the first place for those outside; they are overwritten
     arranged: NDArray[Any] = np.take(pixels, np.searchsorted(found, np.maximum(wanted, found[0])), axis=dim)
-    arranged[(*[slice(None)] * dim, wanted < 0)] = fill_value
+    arranged[(slice(None),) * dim + (wanted < 0,)] = fill_value
     return arranged

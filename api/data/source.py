@@ -16,8 +16,8 @@ AXES = ("YX", "YXS", "CYX", "SYX")
 
 
 class Source(Protocol):
-    """An open image of which a block can be read. `axes` are some of `AXES`, `tile` is the height and width of what is read
-    at once, and `advice` says how to write the file in tiles."""
+    """An open image of which blocks can be read. `axes` are one of `AXES`, `tile` is the height and width of what is
+    read at once, and `advice` says how to write the file in tiles."""
 
     name: str
     axes: str

@@ -10,7 +10,7 @@ import zarr
 from numpy.typing import NDArray
 from zarr.abc.store import ByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
-from zarr.storage import LocalStore, StorePath, WrapperStore, ZipStore
+from zarr.storage import LocalStore, WrapperStore, ZipStore
 
 from partway.data.source import AXES, Count, axes_for, index_of
 from partway.data.window import Window
@@ -45,9 +45,8 @@ class ZarrSource:
         self._count = count
         inner = ZipStore(root, mode="r") if os.path.isfile(root) else LocalStore(root, read_only=True)
         try:
-            self._array = zarr.open_array(StorePath(_Counting(inner, count), path), mode="r")
+            self._array = zarr.open_array(_Counting(inner, count), path=path, mode="r")
         except Exception as error:
-            inner.close()
             raise DataError(
                 f"{self.name} cannot be read as a Zarr array: {error}; name an array inside a group with path="
             ) from error
