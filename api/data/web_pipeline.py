@@ -11,7 +11,7 @@ import copy
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import webdataset as wds
@@ -49,7 +49,7 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
     def __init__(
         self, urls: Sequence[str], group: int, groups: int, seed: int, resampled: bool, shuffle_shards: bool
     ) -> None:
-        super().__init__(wds.tarfile_to_samples())
+        super().__init__(_opened, wds.tariterators.tar_file_expander, wds.tariterators.group_by_keys)
         self._urls, self._group, self._groups, self._seed = tuple(urls), group, groups, seed
         self._resampled, self._shuffles = resampled, shuffle_shards
         self._epoch = Epoch()
@@ -103,7 +103,7 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
         """Pass after pass, without end."""
         for number in itertools.count():
             found = False
-            for item in self._one(Stretch(**{**first.__dict__, "number": number})):
+            for item in self._one(replace(first, number=number)):
                 found = True
                 yield item
             if not found:
@@ -169,6 +169,13 @@ def _taken(held: list[Any], generator: random.Random) -> Any:
     i = generator.randrange(len(held))
     held[i], held[-1] = held[-1], held[i]
     return held.pop()
+
+
+def _opened(shards: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Each shard with its stream, which is closed when the next one is opened, or an epoch ends within it."""
+    for shard in shards:
+        with wds.gopen(shard["url"]) as stream:
+            yield {**shard, "stream": stream}
 
 
 def expanded(urls: str | Sequence[str]) -> list[str]:
