@@ -84,6 +84,17 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
         found.__class__ = _Sized
         return found
 
+    def repeat(self, *arguments: Any, **options: Any) -> GroupedWebDataset:
+        """Always raises DataError: `with_epoch` repeats."""
+        raise DataError("repeat would end when a group's shards do; write with_epoch(items), which repeats them")
+
+    def rsample(self, p: float = 0.5) -> GroupedWebDataset:
+        """Always raises DataError: WebDataset's draws would differ on ranks that share an image."""
+        raise DataError(
+            "rsample draws from a generator that differs from rank to rank; write select(predicate), with a predicate "
+            "of the sample's key"
+        )
+
     def _with(self, **changed: Any) -> GroupedWebDataset:
         found = copy.copy(self)
         found.__dict__.update(changed)

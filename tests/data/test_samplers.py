@@ -258,6 +258,11 @@ def test_shards_without_samples_are_no_endless_epoch(tmp_path):
             "with_length is given -1; write how many",
         ),
         (lambda: web_dataset("a.tar", Part.whole(4), seed=0).shuffle(-1), "size is -1; write how many samples"),
+        (lambda: web_dataset("a.tar", Part.whole(4), seed=0).repeat(2), "write with_epoch(items), which repeats them"),
+        (
+            lambda: web_dataset("a.tar", Part.whole(4), seed=0).rsample(0.1),
+            "rsample draws from a generator that differs",
+        ),
         (lambda: web_dataset("a.tar", Part.whole(4), seed=0).set_epoch("1"), "epoch is '1'; write an int of 0 or more"),
     ],
 )
