@@ -9,6 +9,7 @@ Annotate a few tensors, and train as before:
 
 from __future__ import annotations
 
+from partway import data
 from partway.compile import Compiled, compile
 from partway.context import (
     auto_parallel_context,
@@ -28,6 +29,7 @@ from partway.strategy import (
     Broadcast,
     CaptureError,
     ContextError,
+    DataError,
     Layout,
     Mesh,
     OperatorError,
@@ -39,6 +41,7 @@ from partway.strategy import (
     StrategyError,
     UnknownOperatorWarning,
     VerifyError,
+    WholeReadWarning,
 )
 
 __all__ = [
@@ -46,6 +49,7 @@ __all__ = [
     "CaptureError",
     "Compiled",
     "ContextError",
+    "DataError",
     "Layout",
     "Mesh",
     "OperatorError",
@@ -58,8 +62,10 @@ __all__ = [
     "StrategyError",
     "UnknownOperatorWarning",
     "VerifyError",
+    "WholeReadWarning",
     "auto_parallel_context",
     "compile",
+    "data",
     "get_algo_parameters",
     "get_auto_parallel_context",
     "get_group_size",

@@ -7,6 +7,7 @@ imports torch.distributed, while planning does without.
 from .errors import (
     CaptureError,
     ContextError,
+    DataError,
     OperatorError,
     PartwayError,
     Problem,
@@ -14,6 +15,7 @@ from .errors import (
     StrategyError,
     UnknownOperatorWarning,
     VerifyError,
+    WholeReadWarning,
     raise_problems,
 )
 from .layout import Layout
@@ -60,6 +62,7 @@ __all__ = [
     "Broadcast",
     "CaptureError",
     "ContextError",
+    "DataError",
     "Kind",
     "Layout",
     "Mesh",
@@ -74,6 +77,7 @@ __all__ = [
     "StrategyError",
     "UnknownOperatorWarning",
     "VerifyError",
+    "WholeReadWarning",
     "check_dataset_form",
     "check_dataset_strategy",
     "check_strategies",

@@ -6,9 +6,11 @@
     ├── CaptureError (RuntimeError)     a function that cannot be captured as one static graph
     ├── OperatorError (ValueError)      an operator without a rule where that is not allowed
     ├── VerifyError (AssertionError)    a broken invariant: a bug in Partway, not in the caller's code
+    ├── DataError (ValueError)          an image, a window, a part or a list of shards that cannot be read or cut so
     └── RuntimeStateError (RuntimeError) processes, devices or parameters are not as the plan needs them
 
-`UnknownOperatorWarning` (UserWarning) names an operator that runs replicated for want of a rule.
+`UnknownOperatorWarning` (UserWarning) names an operator that runs replicated for want of a rule, and
+`WholeReadWarning` (UserWarning) an image that is stored so that a part of it cannot be read without the rest.
 """
 
 from __future__ import annotations
@@ -45,12 +47,20 @@ class VerifyError(PartwayError, AssertionError):
     """A graph, plan or program breaks its own invariants: a bug in Partway."""
 
 
+class DataError(PartwayError, ValueError):
+    """An image, a window of it, a rank's part or a list of shards cannot be read or cut as it is asked."""
+
+
 class RuntimeStateError(PartwayError, RuntimeError):
     """The processes, the devices or the parameters are not as the plan needs them."""
 
 
 class UnknownOperatorWarning(UserWarning):
     """An operator has no rule: its operands are gathered and it runs replicated."""
+
+
+class WholeReadWarning(UserWarning):
+    """An image is stored so that reading a part of it reads much more than that part."""
 
 
 @dataclass(frozen=True, slots=True)

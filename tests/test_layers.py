@@ -24,9 +24,10 @@ def folder(package: str) -> Path:
 
 
 def sources(layer: str) -> list[Path]:
-    """The files of a stage; of api/, only its own (a wheel has the stages inside its folder)."""
-    files = folder("partway").glob("*.py") if layer == "api" else folder(f"partway.{layer}").rglob("*.py")
-    return sorted(files)
+    """The files of a stage; of api/, only its own and those of data/ (a wheel has the stages inside its folder)."""
+    if layer == "api":
+        return sorted([*folder("partway").glob("*.py"), *folder("partway.data").rglob("*.py")])
+    return sorted(folder(f"partway.{layer}").rglob("*.py"))
 
 
 def imports(source: Path, package: str) -> Iterator[tuple[int, str, bool]]:

@@ -13,6 +13,7 @@ PUBLIC = [
     "CaptureError",
     "Compiled",
     "ContextError",
+    "DataError",
     "Layout",
     "Mesh",
     "OperatorError",
@@ -25,8 +26,10 @@ PUBLIC = [
     "StrategyError",
     "UnknownOperatorWarning",
     "VerifyError",
+    "WholeReadWarning",
     "auto_parallel_context",
     "compile",
+    "data",
     "get_algo_parameters",
     "get_auto_parallel_context",
     "get_group_size",
@@ -41,6 +44,24 @@ PUBLIC = [
     "set_auto_parallel_context",
     "shard",
     "shutdown",
+]
+
+DATA = [
+    "Epoch",
+    "FillMode",
+    "Part",
+    "RandomCrop",
+    "RandomFlip",
+    "SliceMode",
+    "SlicePatches",
+    "View",
+    "Window",
+    "WindowReader",
+    "distributed_sampler",
+    "part_of",
+    "planned_part",
+    "to_global",
+    "web_dataset",
 ]
 
 
@@ -86,6 +107,17 @@ def test_these_are_the_public_names():
         (pw.set_algo_parameters, "(**kwargs)"),
         (pw.get_algo_parameters, "(key)"),
         (pw.reset_algo_parameters, "()"),
+        (pw.data.SlicePatches, "(num_height=1, num_width=1, slice_mode=<SliceMode.PAD: 'pad'>, fill_value=0)"),
+        (pw.data.part_of, "(strategy, rank=None, *, mesh=None, devices=None)"),
+        (pw.data.planned_part, "(planned, input=0, rank=None)"),
+        (pw.data.to_global, "(part, strategy, mesh)"),
+        (pw.data.WindowReader, "(source, *, level=0, path='', axes=None)"),
+        (pw.data.WindowReader.read, "(self, window, *, halo=0, mode='constant', fill_value=0)"),
+        (pw.data.View.read, "(self, image, *, halo=0, mode='constant', fill_value=0)"),
+        (pw.data.RandomCrop, "(size, seed, padding=0)"),
+        (pw.data.RandomFlip, "(seed, horizontal=0.5, vertical=0.0)"),
+        (pw.data.distributed_sampler, "(dataset, part, *, shuffle=True, seed=0, drop_last=False, dim=0)"),
+        (pw.data.web_dataset, "(urls, part, *, seed, resampled=False, shuffle_shards=True, dim=0)"),
         (pw.Plan.table, "(self, *, every=False, rows=None, width=180)"),
         (pw.Plan.explain, "(self, name, *, alternatives=8)"),
         (pw.Plan.summary, "(self)"),
@@ -109,6 +141,11 @@ def test_every_public_name_and_method_has_a_docstring(name):
     assert undocumented == []
 
 
+def test_these_are_the_public_names_of_the_data_side():
+    assert pw.data.__all__ == DATA
+    assert [name for name in DATA if not inspect.getdoc(getattr(pw.data, name))] == []
+
+
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name.endswith("Error") and name != "PartwayError"])
 def test_every_error_is_a_partway_error_and_a_builtin_one(name):
     error = getattr(pw, name)
@@ -123,7 +160,8 @@ before = set(sys.modules)
 start = time.process_time()
 import partway
 seconds = time.process_time() - start
-heavy = {"transformers", "sklearn", "scipy", "matplotlib", "pandas", "torchvision"} & (set(sys.modules) - before)
+optional = {"transformers", "sklearn", "scipy", "matplotlib", "pandas", "torchvision", "tifffile", "webdataset", "zarr"}
+heavy = optional & (set(sys.modules) - before)
 assert not heavy, heavy
 assert not torch.distributed.is_initialized()
 assert partway.get_rank() == 0 and partway.get_group_size() == 1

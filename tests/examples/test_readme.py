@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import tifffile
 import torch
 from torch import nn
 
@@ -15,9 +17,33 @@ import partway as pw
 README = Path(__file__).parents[2] / "README.md"
 
 
-def test_the_quick_start_runs(python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
-    (tmp_path / "quick_start.py").write_text(code, encoding="utf-8")
+Runner = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def code_under(title: str) -> str:
+    """The one block of Python in a section of the README."""
+    (section,) = re.findall(rf"^## {title}\n(.*?)^## ", README.read_text(encoding="utf-8"), re.S | re.M)
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    return str(code)
+
+
+def test_every_block_of_python_is_run_here() -> None:
+    assert README.read_text(encoding="utf-8").count("```python\n") == 2
+
+
+def test_the_data_that_is_split_runs(python: Runner, tmp_path: Path) -> None:
+    (tmp_path / "slides").mkdir()
+    for i in range(4):
+        image = (np.arange(1024 * 1024) * (i + 1) % 256).astype(np.uint8).reshape(1024, 1024)
+        tifffile.imwrite(tmp_path / "slides" / f"{i}.tif", image, tile=(256, 256))
+    (tmp_path / "data.py").write_text(code_under("Data that is split"), encoding="utf-8")
+    done = python("-W", "error", "data.py")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^loss 0\.\d{4}$", done.stdout, re.M)) == 2
+
+
+def test_the_quick_start_runs(python: Runner, tmp_path: Path) -> None:
+    (tmp_path / "quick_start.py").write_text(code_under("Quick start"), encoding="utf-8")
     done = python("-W", "error", "quick_start.py")
     assert done.returncode == 0, done.stderr
     assert "plan on dp=2, tp=4" in done.stdout

@@ -1,0 +1,31 @@
+"""The number of the epoch, which a loader's workers see too."""
+
+from __future__ import annotations
+
+import torch
+
+from partway.data.window import is_int
+from partway.strategy.errors import DataError
+
+
+class Epoch:
+    """A number in shared memory: workers that a DataLoader keeps (`persistent_workers`) see what `set` says later.
+
+    epoch = Epoch()          # the data set keeps it, and reads int(epoch) when it draws
+    epoch.set(3)             # in the training loop, where a sampler's set_epoch stands
+    """
+
+    def __init__(self) -> None:
+        self._number = torch.zeros(1, dtype=torch.int64).share_memory_()
+
+    def set(self, epoch: int) -> None:
+        """It is `epoch` now. Raises DataError unless that is an int of 0 or more."""
+        if not is_int(epoch, 0):
+            raise DataError(f"epoch is {epoch!r}; write an int of 0 or more")
+        self._number.fill_(epoch)
+
+    def __int__(self) -> int:
+        return int(self._number)
+
+    def __repr__(self) -> str:
+        return f"Epoch({int(self)})"

@@ -1,0 +1,205 @@
+"""Which part of a tensor a rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from partway.annotate import given_mesh
+from partway.context import current
+from partway.data.window import Window, is_int
+from partway.propagation.graph import Role
+from partway.propagation.plan import Plan, TensorPlan
+from partway.runtime.process import get_group_size, get_rank, launched
+from partway.strategy import Layout, Mesh, StrategyError, parse, placement_from_code
+from partway.strategy.errors import DataError
+from partway.strategy.layout import layout
+from partway.strategy.notation import Form, form_of
+
+IMAGE_DIMS = (-2, -1)
+"""Where height and width are in [N, C, H, W]; (1, 2) in [N, H, W, C]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the equal parts of a tensor: along each dim it is number `index` of `splits` parts.
+
+    Raises DataError unless there is an index from 0 up to the count for each dim.
+    """
+
+    index: tuple[int, ...]
+    splits: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.index) != len(self.splits) or not all(
+            is_int(i, 0) and is_int(n, 1) and i < n for i, n in zip(self.index, self.splits, strict=False)
+        ):
+            raise DataError(
+                f"a part has for each dim a count of parts and an index below it, not the indices {self.index!r} and "
+                f"the counts {self.splits!r}"
+            )
+
+    @classmethod
+    def whole(cls, ndim: int) -> Part:
+        """The part that is a whole tensor of `ndim` dims."""
+        return cls((0,) * ndim, (1,) * ndim)
+
+    @classmethod
+    def of_layout(cls, layout: Layout, ndim: int, rank: int) -> Part:
+        """What `rank` holds of a tensor of `ndim` dims that lies as `layout` says. Raises StrategyError for a rank
+        that is not on its mesh, or a split dim that is not there."""
+        splits = layout.splits(ndim)
+        return cls(tuple(cut.start for cut in layout.slices(splits, rank)), splits)
+
+    def slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Where it lies in a tensor of global `shape`. Raises DataError, naming the dim, where the parts are uneven."""
+        if len(shape) != len(self.splits):
+            raise DataError(f"{self} is of a tensor of {len(self.splits)} dims, not of one of shape {list(shape)}")
+        local = [_divided(size, n, f"dim {dim}") for dim, (size, n) in enumerate(zip(shape, self.splits, strict=True))]
+        return tuple(slice(i * size, (i + 1) * size) for i, size in zip(self.index, local, strict=True))
+
+    def window(self, height: int, width: int, dims: tuple[int, int] = IMAGE_DIMS) -> Window:
+        """The rows and columns that it has of an image of `height` and `width`, which are `dims` of the tensor.
+        Raises DataError where the parts are uneven."""
+        (y, rows), (x, columns) = self.along(dims[0]), self.along(dims[1])
+        h, w = _divided(height, rows, "the height"), _divided(width, columns, "the width")
+        return Window(y * h, (y + 1) * h, x * w, (x + 1) * w)
+
+    def patch(self, dims: tuple[int, int] = IMAGE_DIMS) -> int:
+        """Which of the patches that `SlicePatches(rows, columns)` makes it is; height and width are `dims`."""
+        (y, _), (x, columns) = self.along(dims[0]), self.along(dims[1])
+        return y * columns + x
+
+    def along(self, dim: int) -> tuple[int, int]:
+        """Its index along `dim`, and of how many. Raises DataError for a dim that is not there."""
+        if not is_int(dim) or not -len(self.splits) <= dim < len(self.splits):
+            raise DataError(f"there is no dim {dim!r} in {self}, which has {len(self.splits)} dims")
+        return self.index[dim], self.splits[dim]
+
+    def __str__(self) -> str:
+        return f"part {self.index} of {self.splits}"
+
+
+def _divided(size: int, parts: int, name: str) -> int:
+    if size % parts:
+        raise DataError(
+            f"{name} has size {size}, which {parts} parts do not divide; crop or pad it to a multiple of {parts}"
+        )
+    return size // parts
+
+
+# -- from what a person wrote, or from a plan ------------------------------------------------------------------------
+
+
+def part_of(strategy: Any, rank: int | None = None, *, mesh: Any = None, devices: int | None = None) -> Part:
+    """What `rank` holds of the input with this strategy: an entry of a `dataset_strategy` or of an `in_strategy`.
+
+    strategy   split counts (1, 1, 1, 8), or with `mesh` axis names ("dp", None, None, "w")
+    rank       None: this process's, or where no launcher started it the whole tensor, as the simulated ranks are
+               given whole inputs
+    mesh       the one that `shard` was given
+    devices    how many there are; None: those of the mesh, of the launcher, or of the context
+
+    Without a mesh the counts must split one dim over all devices, or nothing: which ranks share a part, and in which
+    order two dims are split, is chosen with the plan. Raises StrategyError where that is so, or where the strategy
+    cannot be met.
+    """
+    _check_entry(strategy)
+    given, ndim = given_mesh(mesh), len(strategy)
+    total = _devices(given, devices)
+    counts = [entry for entry in strategy if isinstance(entry, int)]
+    split = [count for count in counts if count > 1]
+    # every split that these devices can make divides such a shape: what is checked here is what was written
+    shape = (total * math.prod(counts),) * ndim
+    found = parse(strategy, given or Mesh.flat(total), shape).layouts(shape)
+    if len(found) > 1 or (given is None and (len(split) > 1 or math.prod(split) not in (1, total))):
+        asked = "write axis names in place of the counts" if given else "give the mesh that shard was given, as mesh="
+        raise StrategyError(
+            f"which part of {strategy!r} each rank of {total} holds is chosen with the plan; {asked}, or ask the plan: "
+            "planned_part(model)"
+        )
+    return _held(found[0], ndim, rank)
+
+
+def planned_part(planned: Any, input: int | str = 0, rank: int | None = None) -> Part:
+    """What `rank` holds of an input in a plan: that of a sharded model or function, of what `compile` returned, or a
+    Plan itself.
+
+    input   its position among the tensors of the call, or its name
+    rank    None: as for `part_of`
+
+    A rank is given its part where `dataset_strategy` is set; elsewhere it is given whole inputs, and takes its part.
+    Raises DataError for an input that is not there, RuntimeStateError where there is no plan yet.
+    """
+    plan = planned if isinstance(planned, Plan) else getattr(planned, "plan", None)
+    if not isinstance(plan, Plan):
+        raise DataError(f"planned_part takes a Plan or what has one, such as a sharded model, not {planned!r}")
+    tensor = _input(plan, input)
+    placements = tuple(map(placement_from_code, tensor.codes))
+    return _held(layout(plan.mesh, placements), len(tensor.shape), rank)
+
+
+def to_global(part: torch.Tensor, strategy: Any, mesh: Any) -> torch.Tensor:
+    """This rank's part of an input as what a sharded model takes for the whole one: a DTensor, where a launcher started
+    this process; elsewhere `part` itself, which is the whole there.
+
+    For an input that several dims are split of, as by in_strategy=(("dp", None, None, "w"),), of which no rank should
+    read the whole. `strategy` is its entry, in axis names, and `mesh` the one that `shard` was given. Raises
+    StrategyError as `part_of` does, and for a part with another number of dims.
+    """
+    on = given_mesh(mesh)
+    if on is None:
+        raise StrategyError("to_global takes the mesh that shard was given, such as mesh={'dp': 2, 'w': 4}")
+    held = part_of(strategy, 0, mesh=on)
+    if part.ndim != len(held.splits):
+        raise StrategyError(f"the part has shape {list(part.shape)}, and {strategy!r} is of {len(held.splits)} dims")
+    if not launched():
+        return part
+    from partway.runtime.execute import device_mesh
+    from partway.runtime.parameters import as_dtensor
+
+    shape = tuple(size * n for size, n in zip(part.shape, held.splits, strict=True))
+    return as_dtensor(part, parse(strategy, on, shape).layouts(shape)[0], shape, device_mesh(on))
+
+
+def _held(found: Layout, ndim: int, rank: int | None) -> Part:
+    if rank is None:
+        if not launched():
+            return Part.whole(ndim)
+        rank = get_rank()
+    return Part.of_layout(found, ndim, rank)
+
+
+def _check_entry(strategy: Any) -> None:
+    """Raise StrategyError unless `strategy` looks like that of one input, in split counts or axis names."""
+    if isinstance(strategy, tuple) and form_of(strategy) in (Form.INTS, Form.NAMES):
+        return
+    fix = "write the split counts of one input, such as (1, 1, 1, 8), or axis names with their mesh"
+    if isinstance(strategy, tuple) and strategy and all(isinstance(entry, tuple) for entry in strategy):
+        fix = f"give the entry of one input, such as {strategy[0]!r}"
+    raise StrategyError(f"part_of cannot read {strategy!r}; {fix}")
+
+
+def _devices(mesh: Mesh | None, devices: int | None) -> int:
+    if devices is not None and not is_int(devices, 1):
+        raise StrategyError(f"devices is {devices!r}; write how many there are, an int of 1 or more")
+    if mesh is not None:
+        if devices not in (None, mesh.device_num):
+            raise StrategyError(f"devices is {devices}, but the mesh ({mesh}) has {mesh.device_num}; leave out devices")
+        return mesh.device_num
+    if devices is not None:
+        return devices
+    return get_group_size() if launched() else current().device_num
+
+
+def _input(plan: Plan, wanted: int | str) -> TensorPlan:
+    inputs = [tensor for tensor in plan.inputs if tensor.role is Role.INPUT]
+    for i, tensor in enumerate(inputs):
+        if wanted == tensor.name or (is_int(wanted) and wanted == i):
+            return tensor
+    names = ", ".join(f"{i} {tensor.name!r}" for i, tensor in enumerate(inputs))
+    raise DataError(f"the plan has no input {wanted!r}; its inputs are {names or 'none'}")

@@ -1,0 +1,201 @@
+"""Reading a window of an image, and of its file little more than that."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partway.data.extras import need
+from partway.data.source import ArraySource, Count, Source
+from partway.data.window import FillMode, Window, as_mode, as_window, check_fill, is_int, source_indices
+from partway.strategy.errors import DataError, WholeReadWarning
+
+_WORTH_A_WARNING = 1 << 20  # pixels: a smaller image is read whole in no time
+
+
+class WindowReader:
+    """An image of which windows are read: a TIFF file, a Zarr array, or a NumPy array.
+
+    source   the path of a TIFF (classic or BigTIFF; in tiles, or in strips with a warning where they force reading much
+             more than the window), that of a Zarr folder or zip file, or an array
+    level    of a pyramidal TIFF, 0 the largest; windows are in pixels of the level
+    path     of the array inside a Zarr group, such as "0"
+    axes     "YX", "YXS", "CYX" or "SYX", where the file does not say it: Zarr without dimension names, and arrays
+
+    It may be used by several threads, pickled, and forked: each process opens the file for itself and counts what it
+    reads itself. Raises DataError for what cannot be read so, RuntimeStateError where tifffile or zarr is missing.
+    """
+
+    def __init__(
+        self, source: str | os.PathLike[str] | NDArray[Any], *, level: int = 0, path: str = "", axes: str | None = None
+    ) -> None:
+        if not is_int(level, 0):
+            raise DataError(f"level is {level!r}; write an int of 0 or more")
+        self._open = functools.partial(_open, source, level, path, axes)
+        self._sources: dict[int, Source] = {}  # by process: a file's position must not be shared with a fork
+        self._counts: dict[int, Count] = {}
+        self._warned = False
+        opened = self._source
+        self.axes, self.shape, self.dtype = opened.axes, opened.shape, opened.dtype
+        self.size = opened.shape[self.axes.index("Y")], opened.shape[self.axes.index("X")]
+        self.tile = opened.tile
+
+    @property
+    def _source(self) -> Source:
+        """What this process reads from."""
+        process = os.getpid()
+        return self._sources.get(process) or self._sources.setdefault(process, self._open(self._count))
+
+    @property
+    def _count(self) -> Count:
+        """What this process has read."""
+        return self._counts.setdefault(os.getpid(), Count())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_sources": {}, "_counts": {}}
+
+    @property
+    def bytes_read(self) -> int:
+        """How many bytes of pixels this process has read: of a file as they are stored, compressed."""
+        return self._count.bytes
+
+    @property
+    def tiles_read(self) -> int:
+        """How many tiles, strips or chunks this process has read; of an array 0."""
+        return self._count.tiles
+
+    def close(self) -> None:
+        """Close the file in this process; a later read opens it again."""
+        if opened := self._sources.pop(os.getpid(), None):
+            opened.close()
+
+    def __enter__(self) -> WindowReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def read(
+        self,
+        window: Window | tuple[int, int, int, int],
+        *,
+        halo: int | tuple[int, int] = 0,
+        mode: str = FillMode.CONSTANT,
+        fill_value: float = 0,
+    ) -> NDArray[Any]:
+        """The pixels of `window` (y0, y1, x0, x1), in the order of `axes`.
+
+        halo         so many pixels more on each side; of a pair, the first above and below
+        mode         what stands outside of the image: "constant" (`fill_value`), "reflect", "replicate" or "circular"
+
+        Raises DataError for a wrong argument, or a file that is damaged.
+        """
+        asked, way = as_window(window).grown(halo), as_mode(mode)
+        check_fill(fill_value, self.dtype)
+        rows = source_indices(asked.y0, asked.y1, self.size[0], way)
+        columns = source_indices(asked.x0, asked.x1, self.size[1], way)
+        inside_y, inside_x = np.unique(rows[rows >= 0]), np.unique(columns[columns >= 0])
+        if not inside_y.size or not inside_x.size:
+            shape = [{"Y": rows.size, "X": columns.size}.get(a, n) for a, n in zip(self.axes, self.shape, strict=True)]
+            return np.full(shape, fill_value, self.dtype)
+        self._warn_of_waste(inside_y, inside_x)
+        pixels = self._read(inside_y, inside_x)
+        for dim, wanted, found in (
+            (self.axes.index("Y"), rows, inside_y),
+            (self.axes.index("X"), columns, inside_x),
+        ):
+            pixels = _arranged(pixels, dim, wanted, found, fill_value)
+        return pixels
+
+    def _read(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[Any]:
+        """The pixels at `rows` and `columns` of the image, both ascending; gaps are not read."""
+        read, y, x = self._source.read, self.axes.index("Y"), self.axes.index("X")
+        across = [[read(Window(y0, y1, x0, x1)) for x0, x1 in _stretches(columns)] for y0, y1 in _stretches(rows)]
+        bands = [blocks[0] if len(blocks) == 1 else np.concatenate(blocks, axis=x) for blocks in across]
+        return bands[0] if len(bands) == 1 else np.concatenate(bands, axis=y)
+
+    def _warn_of_waste(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
+        """Warn, once, of a large image that is stored so that these rows and columns cost at least twice what they
+        are, because a tile reaches from one side of the image to the other."""
+        (height, width), (tall, wide) = self.size, self.tile
+        touched_y, touched_x = _touched(rows, height, tall), _touched(columns, width, wide)
+        across = (tall >= height and 2 * rows.size <= height) or (wide >= width and 2 * columns.size <= width)
+        twice = touched_y * touched_x >= 2 * rows.size * columns.size
+        if self._warned or not across or not twice or height * width < _WORTH_A_WARNING:
+            return
+        self._warned = True
+        area = height * width
+        warnings.warn(
+            f"{self._source.name} of {height} x {width} pixels is stored in pieces of {tall} x {wide}, so that "
+            f"reading {rows.size} x {columns.size} of them ({rows.size * columns.size / area:.1%} of the image) reads "
+            f"{touched_y * touched_x / area:.1%} of it; write it in tiles, with {self._source.advice}",
+            WholeReadWarning,
+            stacklevel=3,
+        )
+
+    def __repr__(self) -> str:
+        return f"<WindowReader of {self._source.name}: {self.axes} {list(self.shape)} {self.dtype}, tiles {self.tile}>"
+
+
+def _open(source: Any, level: int, path: str, axes: str | None, count: Count) -> Source:
+    """The Source that `source` is."""
+    if isinstance(source, np.ndarray):
+        _unused(f"an array of shape {list(source.shape)}", level=level, path=path)
+        return ArraySource(source, axes, count)
+    if not isinstance(source, str | os.PathLike):
+        raise DataError(f"WindowReader takes a path or a NumPy array, not a {type(source).__name__}")
+    name = os.fspath(source)
+    if not os.path.exists(name):
+        raise DataError(f"there is no file {name!r}")
+    if os.path.isdir(name) or name.endswith(".zip"):
+        _unused(name, level=level)
+        need("zarr", f"reading {name}")
+        from partway.data.zarr_source import ZarrSource
+
+        return ZarrSource(name, path, axes, count)
+    _unused(name, path=path, axes=axes)
+    need("tifffile", f"reading {name}")
+    from partway.data.tiff_source import TiffSource
+
+    return TiffSource(name, level, count)
+
+
+def _unused(name: str, **given: Any) -> None:
+    """Raise DataError for an argument that says nothing of such a source."""
+    places = {
+        "level": "level is of pyramidal TIFF files; name the array of a Zarr level with path=",
+        "path": "path is of arrays inside a Zarr group",
+        "axes": "a TIFF says its axes itself",
+    }
+    for argument, value in given.items():
+        if value:
+            raise DataError(f"{argument}={value!r} was given for {name}: {places[argument]}")
+
+
+def _stretches(indices: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Where the runs of successive numbers in the ascending `indices` begin and end."""
+    runs = np.split(indices, np.flatnonzero(np.diff(indices) > 1) + 1)
+    return [(int(run[0]), int(run[-1]) + 1) for run in runs]
+
+
+def _touched(indices: NDArray[np.int64], size: int, tile: int) -> int:
+    """How many of `size` rows lie in the tiles of `tile` rows that `indices` touch."""
+    firsts = np.unique(indices // tile) * tile
+    return int(np.sum(np.minimum(firsts + tile, size) - firsts))
+
+
+def _arranged(
+    pixels: NDArray[Any], dim: int, wanted: NDArray[np.int64], found: NDArray[np.int64], fill_value: float
+) -> NDArray[Any]:
+    """`pixels`, which along `dim` are those of the indices `found`, as `wanted` along it; -1 is the fill value."""
+    if np.array_equal(wanted, found):
+        return pixels
+    # the first place for those outside; they are overwritten
+    arranged: NDArray[Any] = np.take(pixels, np.searchsorted(found, np.maximum(wanted, found[0])), axis=dim)
+    arranged[(slice(None),) * dim + (wanted < 0,)] = fill_value
+    return arranged

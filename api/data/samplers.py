@@ -1,0 +1,39 @@
+"""Which samples a rank reads: those of its data-parallel group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import Dataset, DistributedSampler
+
+from partway.data.part import Part
+from partway.data.random_views import check_seed
+from partway.strategy.errors import DataError
+
+
+def distributed_sampler(
+    dataset: Dataset[Any],
+    part: Part,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    dim: int = 0,
+) -> DistributedSampler[Any]:
+    """PyTorch's DistributedSampler for the rank that holds `part` of an input whose dim `dim` is the batch.
+
+    Ranks whose parts differ along the batch get different samples; ranks that share an image, each with a part of it,
+    get the same ones. Call its `set_epoch` before each epoch. The other arguments are PyTorch's.
+
+    Raises DataError for what is no Part, a seed below 0, or a dim that is not there.
+    """
+    group, groups = group_of(part, dim)
+    check_seed(seed)
+    return DistributedSampler(dataset, num_replicas=groups, rank=group, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+
+def group_of(part: Part, dim: int) -> tuple[int, int]:
+    """The data-parallel group of the rank that holds `part`, and how many there are. Raises DataError."""
+    if not isinstance(part, Part):
+        raise DataError(f"the part is {part!r}; write part_of(strategy), with the strategy of the input")
+    return part.along(dim)

@@ -1,0 +1,75 @@
+"""What is seen of an image: a window of it, perhaps mirrored. All that is cut from a view is a view again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partway.data.part import IMAGE_DIMS, Part
+from partway.data.reader import WindowReader
+from partway.data.window import FillMode, Window, as_window
+from partway.strategy.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The pixels of `window` of an image, mirrored top to bottom if `upside_down`, left to right if `mirrored`.
+
+    Crops and flips are decided for the whole image, the same on every rank, and a rank's part of what they leave is
+    one more crop: a window of the file. Where a view is mirrored that is the window on the other side.
+    """
+
+    window: Window
+    upside_down: bool = False
+    mirrored: bool = False
+
+    @classmethod
+    def of(cls, image: WindowReader) -> View:
+        """All of `image`."""
+        return cls.whole(*image.size)
+
+    @classmethod
+    def whole(cls, height: int, width: int) -> View:
+        """All of an image of `height` and `width`. Raises DataError unless both are ints of 1 or more."""
+        return cls(as_window((0, height, 0, width)))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Its height and width."""
+        return self.window.height, self.window.width
+
+    def crop(self, window: Window | tuple[int, int, int, int]) -> View:
+        """The part of it that is `window`, counted from its own upper left corner. It may reach outside: what stands
+        there is more of the image, and outside of the image what `read` fills in."""
+        y0, y1, x0, x1 = as_window(window)
+        mine = self.window
+        rows = (mine.y1 - y1, mine.y1 - y0) if self.upside_down else (mine.y0 + y0, mine.y0 + y1)
+        columns = (mine.x1 - x1, mine.x1 - x0) if self.mirrored else (mine.x0 + x0, mine.x0 + x1)
+        return View(Window(*rows, *columns), self.upside_down, self.mirrored)
+
+    def flip(self, *, horizontal: bool = False, vertical: bool = False) -> View:
+        """It, mirrored left to right if `horizontal`, top to bottom if `vertical`."""
+        return View(self.window, self.upside_down != vertical, self.mirrored != horizontal)
+
+    def part(self, part: Part, dims: tuple[int, int] = IMAGE_DIMS) -> View:
+        """What a rank holds of it; height and width are `dims` of the tensor. Raises DataError for uneven parts."""
+        return self.crop(part.window(*self.size, dims))
+
+    def read(
+        self,
+        image: WindowReader,
+        *,
+        halo: int | tuple[int, int] = 0,
+        mode: str = FillMode.CONSTANT,
+        fill_value: float = 0,
+    ) -> NDArray[Any]:
+        """Its pixels. The arguments, and what is raised, are those of `WindowReader.read`."""
+        if not isinstance(image, WindowReader):
+            raise DataError(f"a view is read from a WindowReader, not a {type(image).__name__}; write WindowReader(it)")
+        pixels = image.read(self.window, halo=halo, mode=mode, fill_value=fill_value)
+        turned = {"Y": self.upside_down, "X": self.mirrored}
+        steps = tuple(slice(None, None, -1 if turned.get(axis) else 1) for axis in image.axes)
+        return np.ascontiguousarray(pixels[steps])

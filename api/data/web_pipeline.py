@@ -1,0 +1,197 @@
+"""A WebDataset pipeline whose draws are the same on all ranks of a data-parallel group.
+
+WebDataset itself splits shards by rank or not at all, seeds `shuffle` and `resampled` by the clock and the process, and
+counts `with_epoch` in every worker. Ranks that share an image would read different ones, and an epoch would be as many
+times longer as there are workers.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import webdataset as wds
+from torch.utils.data import get_worker_info
+
+from partway.data.epoch import Epoch
+from partway.data.random_views import draws
+from partway.data.window import is_int
+from partway.strategy.errors import DataError
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """One pass of one loader worker over the shards: all that its draws follow from."""
+
+    seed: int
+    epoch: int
+    number: int
+    group: int
+    worker: int = 0
+    workers: int = 1
+
+    def generator(self, name: str, *, shared: bool = False) -> random.Random:
+        """Random numbers for `name`, of its own for each group and worker unless they are `shared`."""
+        place = name if shared else f"{name} {self.group} {self.worker}"
+        return random.Random(draws(place, self.seed, self.epoch, self.number, 1)[0])
+
+
+Drawing = Callable[[Iterable[Any], Stretch], Iterator[Any]]
+
+
+class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: ignore[misc]
+    """What `web_dataset` makes: WebDataset's pipeline, with its methods. `set_epoch` says which epoch comes next."""
+
+    def __init__(
+        self, urls: Sequence[str], group: int, groups: int, seed: int, resampled: bool, shuffle_shards: bool
+    ) -> None:
+        super().__init__(_opened, wds.tariterators.tar_file_expander, wds.tariterators.group_by_keys)
+        self._urls, self._group, self._groups, self._seed = tuple(urls), group, groups, seed
+        self._resampled, self._shuffles = resampled, shuffle_shards
+        self._epoch = Epoch()
+        self._items: int | None = None
+        self._length = 0
+        self._check_shards(1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is that of `epoch`, in workers that a loader keeps too. Raises DataError for no int."""
+        self._epoch.set(epoch)
+
+    def shuffle(self, size: int, initial: int = 100) -> GroupedWebDataset:
+        """Shuffle in a buffer of `size` samples, of which `initial` are read first. Raises DataError for other sizes
+        than ints of 0 (no shuffling) or more."""
+        for name, value in (("size", size), ("initial", initial)):
+            if not is_int(value, 0):
+                raise DataError(f"{name} is {value!r}; write how many samples, an int of 0 or more")
+        return self._with(pipeline=[*self.pipeline, _Shuffle(size, min(initial, size))]) if size else self
+
+    def with_epoch(self, items: int) -> GroupedWebDataset:
+        """With epochs of `items` of what the pipeline gives (samples, or behind `batched` batches), for the group: each
+        of a loader's workers gives its share. Shards are read again as often as it takes. Raises DataError."""
+        if not is_int(items, 1):
+            raise DataError(f"with_epoch is given {items!r}; write how many items an epoch has, an int of 1 or more")
+        return self._with(_items=items)
+
+    def with_length(self, items: int) -> GroupedWebDataset:
+        """With a `len` of `items`, for what asks for it; it does not change the epoch. Raises DataError."""
+        if not is_int(items, 0):
+            raise DataError(f"with_length is given {items!r}; write how many items, an int of 0 or more")
+        found = self._with(_length=items)
+        found.__class__ = _Sized
+        return found
+
+    def repeat(self, *arguments: Any, **options: Any) -> GroupedWebDataset:
+        """Always raises DataError: `with_epoch` repeats."""
+        raise DataError("repeat would end when a group's shards do; write with_epoch(items), which repeats them")
+
+    def rsample(self, p: float = 0.5) -> GroupedWebDataset:
+        """Always raises DataError: WebDataset's draws would differ on ranks that share an image."""
+        raise DataError(
+            "rsample draws from a generator that differs from rank to rank; write select(predicate), with a predicate "
+            "of the sample's key"
+        )
+
+    def _with(self, **changed: Any) -> GroupedWebDataset:
+        found = copy.copy(self)
+        found.__dict__.update(changed)
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        self._check_shards(workers)
+        first = Stretch(self._seed, int(self._epoch), 0, self._group, worker, workers)
+        if self._items is None:
+            return self._one(first)
+        share = self._items // workers + (worker < self._items % workers)
+        return itertools.islice(self._repeated(first), share)
+
+    def _repeated(self, first: Stretch) -> Iterator[Any]:
+        """Pass after pass, without end."""
+        for number in itertools.count():
+            found = False
+            for item in self._one(replace(first, number=number)):
+                found = True
+                yield item
+            if not found:
+                raise DataError(f"there are no samples in the shards of worker {first.worker}, such as {self._urls[0]}")
+
+    def _one(self, stretch: Stretch) -> Iterator[Any]:
+        """One pass; it has no end if shards are drawn."""
+        stream: Any = ({"url": url} for url in self._shards(stretch))
+        for stage in self.pipeline:
+            stream = stage(stream, stretch) if isinstance(stage, _Shuffle) else self.invoke(stage, stream)
+        return iter(stream)
+
+    def _shards(self, stretch: Stretch) -> Iterator[str]:
+        if self._resampled:
+            generator = stretch.generator("shards")
+            while True:
+                yield generator.choice(self._urls)
+        urls = list(self._urls)
+        if self._shuffles:
+            stretch.generator("shards", shared=True).shuffle(urls)
+        yield from urls[self._group :: self._groups][stretch.worker :: stretch.workers]
+
+    def _check_shards(self, workers: int) -> None:
+        needed = self._groups * workers
+        if not self._resampled and len(self._urls) < needed:
+            with_workers = f" with {workers} loader workers each" if workers > 1 else ""
+            raise DataError(
+                f"there are {len(self._urls)} shards for {self._groups} data-parallel groups{with_workers}, so that "
+                f"some would read nothing; write at least {needed} shards, use fewer workers, or resampled=True"
+            )
+
+
+class _Sized(GroupedWebDataset):
+    """With a length: PyTorch takes a data set that has none for one whose length is not known."""
+
+    def __len__(self) -> int:
+        return self._length
+
+
+@dataclass(frozen=True)
+class _Shuffle:
+    """Shuffles in a buffer, as WebDataset does, with the random numbers of the pass."""
+
+    size: int
+    initial: int
+
+    def __call__(self, samples: Iterable[Any], stretch: Stretch) -> Iterator[Any]:
+        generator = stretch.generator(f"shuffle {self.size}")
+        held: list[Any] = []
+        stream = iter(samples)
+        for sample in stream:
+            held.append(sample)
+            if len(held) < self.size:
+                held.extend(itertools.islice(stream, 1))
+            if len(held) >= self.initial:
+                yield _taken(held, generator)
+        while held:
+            yield _taken(held, generator)
+
+
+def _taken(held: list[Any], generator: random.Random) -> Any:
+    """One of `held`, which is taken out of it."""
+    i = generator.randrange(len(held))
+    held[i], held[-1] = held[-1], held[i]
+    return held.pop()
+
+
+def _opened(shards: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Each shard with its stream, which is closed when the next one is opened, or an epoch ends within it."""
+    for shard in shards:
+        with wds.gopen(shard["url"]) as stream:
+            yield {**shard, "stream": stream}
+
+
+def expanded(urls: str | Sequence[str]) -> list[str]:
+    """The list of shards that `urls` is. Raises DataError for what is none, or is empty."""
+    found = wds.shardlists.expand_urls(urls) if isinstance(urls, str) else urls
+    if not isinstance(found, list | tuple) or not found or not all(isinstance(url, str) for url in found):
+        raise DataError(f"urls is {urls!r}; write the paths of tar files, or one str such as 'train-{{000..127}}.tar'")
+    return list(found)

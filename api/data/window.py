@@ -1,0 +1,116 @@
+"""A rectangle of an image in global pixels, and what stands where it reaches outside of the image."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from partway.strategy.choice import Choice
+from partway.strategy.errors import DataError
+
+
+class FillMode(Choice):
+    """What stands outside of an image; the names are those of torch.nn.functional.pad.
+
+    constant    the fill value
+    reflect     the image mirrored at its outermost pixels, which are not repeated
+    replicate   the outermost pixel
+    circular    the image again
+    """
+
+    CONSTANT = "constant"
+    REFLECT = "reflect"
+    REPLICATE = "replicate"
+    CIRCULAR = "circular"
+
+
+class Window(NamedTuple):
+    """Rows `y0` up to `y1` and columns `x0` up to `x1`, in pixels of the whole image. It may reach outside.
+
+    A plain tuple of four ints will do wherever a Window is taken.
+    """
+
+    y0: int
+    y1: int
+    x0: int
+    x1: int
+
+    @property
+    def height(self) -> int:
+        """How many rows it has."""
+        return self.y1 - self.y0
+
+    @property
+    def width(self) -> int:
+        """How many columns it has."""
+        return self.x1 - self.x0
+
+    def grown(self, halo: int | tuple[int, int]) -> Window:
+        """This window with `halo` pixels more on each side; of a pair, the first above and below. Raises DataError."""
+        y, x = pair("halo", halo, least=0)
+        return Window(self.y0 - y, self.y1 + y, self.x0 - x, self.x1 + x)
+
+
+def is_int(value: object, least: int | None = None) -> TypeGuard[int]:
+    """Whether `value` is an int, and no bool, of `least` or more."""
+    number = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return number and (least is None or int(value) >= least)  # type: ignore[call-overload]
+
+
+def pair(name: str, value: object, *, least: int) -> tuple[int, int]:
+    """`value` for height and width: itself twice, or a pair. Raises DataError, naming it, for anything else."""
+    both = value if isinstance(value, tuple | list) else (value, value)
+    if len(both) != 2 or not all(is_int(one, least) for one in both):
+        raise DataError(
+            f"{name} is {value!r}; write an int of {least} or more, or a pair of them: for the height and for the width"
+        )
+    return int(both[0]), int(both[1])
+
+
+def as_window(window: object) -> Window:
+    """The Window that `window` is. Raises DataError unless it is four ints with y0 < y1 and x0 < x1."""
+    if not isinstance(window, tuple | list) or len(window) != 4 or not all(map(is_int, window)):
+        raise DataError(f"the window is {window!r}; write four ints (y0, y1, x0, x1), in pixels of the whole image")
+    found = Window(*map(int, window))
+    if found.y0 >= found.y1 or found.x0 >= found.x1:
+        raise DataError(f"the window {tuple(found)} (y0, y1, x0, x1) is empty; y0 must be below y1, and x0 below x1")
+    return found
+
+
+def as_mode(mode: object) -> FillMode:
+    """The FillMode that `mode` names. Raises DataError, listing them."""
+    if not isinstance(mode, str) or mode not in list(FillMode):
+        raise DataError(f"mode is {mode!r}; write one of {', '.join(map(repr, FillMode))}")
+    return FillMode(mode)
+
+
+def check_fill(fill_value: object, dtype: Any) -> None:
+    """Raise DataError unless `fill_value` is a number that a pixel of `dtype` can be."""
+    if not isinstance(fill_value, int | float | np.number):
+        raise DataError(f"fill_value is {fill_value!r} ({type(fill_value).__name__}); write a number")
+    if np.dtype(dtype).kind in "iu":
+        limits = np.iinfo(dtype)
+        if fill_value != int(fill_value) or not limits.min <= fill_value <= limits.max:
+            raise DataError(
+                f"fill_value is {fill_value!r}, which a pixel of {np.dtype(dtype)} cannot be; write an int from "
+                f"{limits.min} to {limits.max}"
+            )
+
+
+def source_indices(start: int, stop: int, size: int, mode: FillMode) -> NDArray[np.int64]:
+    """For the rows (or columns) `start` up to `stop` the row of an image of `size` rows that stands there, or -1 for
+    the fill value."""
+    wanted = np.arange(start, stop, dtype=np.int64)
+    match mode:
+        case FillMode.CONSTANT:
+            return np.where((wanted >= 0) & (wanted < size), wanted, -1)
+        case FillMode.REPLICATE:
+            return np.clip(wanted, 0, size - 1)
+        case FillMode.CIRCULAR:
+            return wanted % size
+        case FillMode.REFLECT:
+            period = max(2 * size - 2, 1)
+            folded = wanted % period
+            return np.minimum(folded, period - folded) if size > 1 else np.zeros_like(wanted)
