@@ -36,7 +36,7 @@ from partway.propagation.plan import Plan, make_plan
 from partway.propagation.precision import reduce_in_float32
 from partway.propagation.problem import SearchProblem, Settings, formulate, warn_of_unknown
 from partway.propagation.profile import DeviceProfile, profile_of
-from partway.propagation.recompute import checkpointed, gathered_weights, recompute
+from partway.propagation.recompute import checkpointed, gathered_weights, recompute, within_windows
 from partway.propagation.search import SearchMode, search, verify_solution
 from partway.propagation.structure import Call, check_call, flatten_call, name_of
 from partway.propagation.torch_internals import is_transformed
@@ -131,6 +131,7 @@ class Compiled:
             step: Step = differentiate(self.local, wanted)
             weights = gathered_weights(step) if self.local.regather else frozenset()
             step = recompute(step, checkpointed(step) | weights)
+            step = recompute(*within_windows(step))
         if self.context.gradient_fp32_sync:
             step = reduce_in_float32(step)
         return step if self.context.gradients_mean else scale_parameter_gradients(step, self.planned.parts)

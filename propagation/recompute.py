@@ -1,10 +1,11 @@
 """Values of the forward that the backward computes again in place of keeping them.
 
-`recompute` is the mechanism; two functions say what is worth it:
+`recompute` is the mechanism; three functions say what is worth it:
 
     gathered_weights   weights put together of the parts at rest: the backward gathers them again (FSDP's
                        reshard_after_forward)
     checkpointed       what torch.utils.checkpoint was called for: activations
+    within_windows     slices of which a window is kept too: they are a part of it
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ import operator
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+import torch
 from torch import fx
 
-from ..strategy.placement import Kind
+from ..strategy.cut import Window
+from ..strategy.placement import Kind, placement_from_code
 from .collectives import convert, kind_of
 from .differentiate import Step, calls_of, is_port, returned_by
 from .graph import Role, Text, draws_random_numbers, region_of
 from .lower import Conversion
 from .problem import rearranges
+from .windows import own_slice, place_in
+
+_slice = torch.ops.aten.slice.Tensor
 
 
 def recompute(step: Step, chosen: Collection[fx.Node]) -> Step:
@@ -156,6 +162,42 @@ def checkpointed(step: Step) -> frozenset[fx.Node]:
             if inside and (node.target is not operator.getitem or operands[0] in chosen):
                 chosen.add(node)
     return frozenset(chosen)
+
+
+def within_windows(step: Step) -> tuple[Step, frozenset[fx.Node]]:
+    """`step` with each saved slice of which a window is saved too taken out of that window, and these nodes. (A ReLU's
+    result is kept for its own backward, and the window made of it for that of the convolution behind it.)"""
+    count, forward = len(step.program.outputs), fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    forward.graph_copy(step.forward.graph, copies)
+    results = [copies[node] for node in returned_by(step.forward.graph)]
+    kept, made = set(results[count:]), dict[fx.Node, fx.Node]()
+    for node in results[count:]:
+        if windows := _kept_windows(node, kept):
+            found = windows[0][0]
+            for _, window in windows:
+                place = place_in(window, own_slice(window))
+                assert place is not None
+                found = forward.call_function(_slice, (found, window.dim, place, place + window.cut.width))
+            found.meta = dict(node.meta)
+            made[node] = found
+    if not made:
+        return step, frozenset()
+    forward.output(tuple([*results[:count], *(made.get(node, node) for node in results[count:])]))
+    return replace(step, forward=Text(step.forward, forward)), frozenset(made.values())
+
+
+def _kept_windows(node: fx.Node, kept: Collection[fx.Node]) -> list[tuple[fx.Node, Window]]:
+    """The exchanges that make of `node` a window that is in `kept`, the last one first; none, if none does. Only
+    windows that hold the slice at one place on all ranks count."""
+    for user in node.users:
+        target = placement_from_code(str(user.args[2])) if user.target is convert else None
+        if isinstance(target, Window) and not target.adds and place_in(target, own_slice(target)) is not None:
+            if user in kept:
+                return [(user, target)]
+            if further := _kept_windows(user, kept):
+                return [*further, (user, target)]
+    return []
 
 
 def _regions(graph: fx.Graph, results: Iterable[fx.Node]) -> dict[fx.Node, int]:

@@ -96,7 +96,7 @@ def test_these_are_the_public_names():
         (pw.shutdown, "()"),
         (pw.Mesh, "(axes)"),
         (pw.Layout, "(mesh, placements)"),
-        (pw.Shard, "(dim)"),
+        (pw.Shard, "(dim, cut=None)"),
         (pw.Replicate, "()"),
         (pw.Broadcast, "()"),
         (pw.Partial, "(reduce='sum')"),
