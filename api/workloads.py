@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -114,6 +115,54 @@ class ResNet50(nn.Module):
         x = F.max_pool2d(F.relu(self.norm(self.stem(images))), 3, 2, padding=1)
         features = self.blocks(x).mean((2, 3))
         return F.cross_entropy(self.first(features, self.fc.weight, self.fc.bias), target)
+
+
+# -- A U-Net -----------------------------------------------------------------------------------------------------------
+
+
+class DoubleConvolution(nn.Module):
+    """Two 3x3 convolutions, each with batch normalization and ReLU."""
+
+    def __init__(self, channels_in: int, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+class UNet(nn.Module):
+    """A U-Net (Ronneberger et al., 2015) of so many `levels`, each of half the height and width and twice the channels
+    of the one above, and the mean cross-entropy of a class for each pixel.
+
+    Height and width of the images must be multiples of 2 ** levels.
+    """
+
+    def __init__(self, width: int = 64, levels: int = 4, classes: int = 2, channels: int = 3) -> None:
+        super().__init__()
+        widths = [width << level for level in range(levels + 1)]
+        self.down = nn.ModuleList(DoubleConvolution(a, b) for a, b in pairwise([channels, *widths]))
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in pairwise(widths))
+        self.join = nn.ModuleList(DoubleConvolution(2 * a, a) for a in widths[:-1])
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def logits(self, images: Tensor) -> Tensor:
+        """A number for each class and pixel: [N, classes, H, W]."""
+        x, seen = images, []
+        for block in self.down[:-1]:
+            seen.append(block(x))
+            x = F.max_pool2d(seen[-1], 2)
+        x = self.down[-1](x)
+        for up, join, beside in zip(reversed(self.up), reversed(self.join), reversed(seen), strict=True):
+            x = join(torch.cat([beside, up(x)], 1))
+        out: Tensor = self.head(x)
+        return out
+
+    def forward(self, images: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(images), target)
 
 
 # -- A perceptron ------------------------------------------------------------------------------------------------------
