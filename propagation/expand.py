@@ -312,6 +312,13 @@ def _broadcast_tensors(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
     return tuple(t if shape(t) == common else b(aten.expand.default, t, list(common)) for t in tensors)
 
 
+def _one_hot(b: Builder, node: fx.Node) -> fx.Node:
+    """Whether the index is each class's number."""
+    x, count = operands(node)[0], shape(node)[-1]
+    classes = b(aten.arange.default, count, dtype=value(x).dtype, device=value(x).device)
+    return b(aten._to_copy.default, b(aten.eq.Tensor, b(aten.unsqueeze.default, x, -1), classes), dtype=torch.int64)
+
+
 def _like(maker: Any) -> Expansion:
     """`zeros_like(x)` needs only the shape of x: it becomes `zeros(shape)`, and nothing depends on x."""
 
@@ -346,6 +353,7 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.new_ones.default: _like(aten.ones.default),
     aten.new_zeros.default: _like(aten.zeros.default),
     aten.nll_loss_nd.default: _nll,
+    aten.one_hot.default: _one_hot,
     aten.ones_like.default: _like(aten.ones.default),
     aten.scaled_dot_product_attention.default: _attention,
     aten.smooth_l1_loss.default: _pointwise_loss,

@@ -183,7 +183,7 @@ def within_windows(step: Step) -> tuple[Step, frozenset[fx.Node]]:
             made[node] = found
     if not made:
         return step, frozenset()
-    forward.output(tuple([*results[:count], *(made.get(node, node) for node in results[count:])]))
+    forward.output((*results[:count], *(made.get(node, node) for node in results[count:])))
     return replace(step, forward=Text(step.forward, forward)), frozenset(made.values())
 
 

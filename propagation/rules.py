@@ -548,6 +548,7 @@ POINTWISE: dict[Any, Function] = {
     aten.detach.default: _UNARY_LINEAR,
     aten.div.Scalar: _UNARY_LINEAR,
     aten.div.Tensor: _UNARY_LINEAR,
+    aten.hardswish.default: _pointwise(),  # without the tag
     aten.leaky_relu.default: _pointwise(),  # without the tag in torch 2.11
     aten.masked_fill.Scalar: _pointwise(),
     aten.mul.Scalar: _UNARY_LINEAR,
