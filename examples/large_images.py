@@ -256,9 +256,7 @@ def losses(one: list[float], split: list[float], devices: int) -> Table:
     return table
 
 
-def reading(
-    tiles: list[int], alone: int, layout: Layout, size: int, steps: int, shape: tuple[int, ...]
-) -> Table:
+def reading(tiles: list[int], alone: int, layout: Layout, size: int, steps: int, shape: tuple[int, ...]) -> Table:
     """The pixels that each rank reads of the file in a step: whole tiles, its part and the halo in them."""
     title = f"read from disk in a step, halo of {HALO} pixels and whole tiles included"
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, show_edge=False)

@@ -78,7 +78,7 @@ def classes(pixels: np.ndarray[Any, Any], picture: Picture) -> Tensor:
 
     Sums of whole numbers are exact: a pixel has the same class in every window that it is read in.
     """
-    grey = torch.from_numpy(pixels).sum(-1, dtype=torch.float64)[None, None]
+    grey = torch.from_numpy(pixels.sum(-1, dtype=np.float64))[None, None]
 
     def mean(radius: int) -> Tensor:
         margin, extent = HALO - radius, 2 * radius + 1

@@ -1,0 +1,106 @@
+"""ResNet-50 on slices of CIFAR-10's images: slices of any number of devices train as one device does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+import partway as pw
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPT = EXAMPLES / "cifar_slices.py"
+SMALL = ("--double", "--size", "32", "--width", "4", "--batch", "4", "--steps", "3")
+LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+Runner = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def cifar(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module examples/cifar_slices.py."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import cifar_slices
+
+    return cifar_slices
+
+
+@pytest.fixture
+def data(cifar: ModuleType, tmp_path: Path) -> Path:
+    """Two files of CIFAR-10's format, of 8 images."""
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    images, labels = cifar.stripes(8)
+    for i in range(2):
+        cifar.write_records(folder / f"data_batch_{i + 1}.bin", images[4 * i : 4 * i + 4], labels[4 * i : 4 * i + 4])
+    return folder
+
+
+def losses(shown: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step \d+  loss ([\d.]+)$", shown, re.M)]
+
+
+def test_slices_train_as_one_device(python: Runner, data: Path) -> None:
+    runs = [
+        python(SCRIPT, *SMALL, "--data", data, "--devices", "1"),
+        python(SCRIPT, *SMALL, "--search", "sharding_propagation", env={"DATA_PATH": str(data)}),
+    ]
+    for done in runs:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "no --data" not in done.stdout
+    one, split = (losses(done.stdout) for done in runs)
+    assert len(one) == 3
+    assert split == pytest.approx(one, abs=1e-8)
+    assert "search: sharding_propagation" in runs[1].stdout
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_processes_that_are_given_their_slices_train_as_one_device(python: Runner) -> None:
+    one = python(SCRIPT, *SMALL, "--devices", "1")
+    split = python(*LAUNCHER, "2", SCRIPT, *SMALL)
+    assert split.returncode == 0, split.stdout + split.stderr
+    assert split.stdout.count("no --data and no DATA_PATH: training on stripes, in CIFAR-10's format") == 1
+    assert "a rank was given images of [3, 32, 16]" in split.stdout
+    assert losses(split.stdout) == pytest.approx(losses(one.stdout), abs=1e-8)
+
+
+def test_the_format_is_that_of_cifar_10(cifar: ModuleType, tmp_path: Path) -> None:
+    record = bytes([7]) + bytes([1] * 1024) + bytes([2] * 1024) + bytes([3] * 1023) + bytes([9])
+    (tmp_path / "data_batch_1.bin").write_bytes(record)
+    images, labels = cifar.read_records(tmp_path)
+    assert labels.tolist() == [7]
+    assert images[0, :, 0, 0].tolist() == [1, 2, 3]
+    assert images[0, 2, 31, 31] == 9
+    cifar.write_records(tmp_path / "again.bin", images, labels)
+    assert (tmp_path / "again.bin").read_bytes() == record
+
+
+def test_ranks_have_the_slices_of_one_image(cifar: ModuleType, data: Path) -> None:
+    whole = cifar.Slices(data, 64, pw.data.Part.whole(4))
+    parts = [cifar.Slices(data, 64, pw.data.part_of((1, 1, 1, 8), rank, devices=8)) for rank in range(8)]
+    for index in range(len(whole)):
+        image, label = whole[index]
+        slices = [part[index] for part in parts]
+        assert torch.equal(torch.cat([own for own, _ in slices], -1), image)
+        assert {int(other) for _, other in slices} == {int(label)}
+
+
+def test_files_that_are_not_cifar_10_are_refused(cifar: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no data_batch_\*.bin; give the folder cifar-10-batches-bin"):
+        cifar.read_records(tmp_path)
+    np.zeros(3000, np.uint8).tofile(tmp_path / "data_batch_1.bin")
+    with pytest.raises(ValueError, match=r"has 3000 bytes, no multiple of the 3073 of an image: it is incomplete"):
+        cifar.read_records(tmp_path)
+
+
+def test_a_size_that_the_devices_do_not_divide_is_refused(python: Runner) -> None:
+    done = python(SCRIPT, "--size", "36")
+    assert done.returncode == 2
+    said = " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stderr).split())
+    assert "images of 36 columns cannot be cut into 8 equal slices; take a multiple of 8" in said
