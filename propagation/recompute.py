@@ -171,10 +171,11 @@ def within_windows(step: Step) -> tuple[Step, frozenset[fx.Node]]:
     copies: dict[fx.Node, fx.Node] = {}
     forward.graph_copy(step.forward.graph, copies)
     results = [copies[node] for node in returned_by(step.forward.graph)]
-    kept, made = set(results[count:]), dict[fx.Node, fx.Node]()
+    kept = {_detached(node): node for node in results[count:]}
+    made: dict[fx.Node, fx.Node] = {}
     for node in results[count:]:
-        if windows := _kept_windows(node, kept):
-            found = windows[0][0]
+        if windows := _kept_windows(_detached(node), kept):
+            found = kept[windows[0][0]]
             for _, window in windows:
                 place = place_in(window, own_slice(window))
                 assert place is not None
@@ -185,6 +186,13 @@ def within_windows(step: Step) -> tuple[Step, frozenset[fx.Node]]:
         return step, frozenset()
     forward.output((*results[:count], *(made.get(node, node) for node in results[count:])))
     return replace(step, forward=Text(step.forward, forward)), frozenset(made.values())
+
+
+def _detached(node: fx.Node) -> fx.Node:
+    """The value that `node` is, which autograd detaches to keep it."""
+    while node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _kept_windows(node: fx.Node, kept: Collection[fx.Node]) -> list[tuple[fx.Node, Window]]:

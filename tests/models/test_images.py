@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from checks import assert_same_gradients, assert_same_loss, assert_sends_as_planned
 from images import NETS
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import partway as pw
 from partway.propagation.profile import profile_of
 
 Reference = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
+Ranks = Callable[..., Any]
 # what splits the dims of an image, and how its height and width are swapped for it
 WAYS: dict[str, tuple[dict[str, int], tuple[Any, ...]]] = {
     "width": ({"w": 8}, (None, None, None, "w")),
@@ -86,3 +89,31 @@ def test_slices_that_are_short_give_the_numbers_of_one_device(name: str, devices
         model: Any = pw.shard(net.model(), in_strategy={"image": (None, None, None, "w")}, mesh={"w": devices})
         assert_same(results(model, net.batch(size)), one_device(name, size))
         assert_sends_as_planned(model, net.batch(size))
+
+
+def trains_in_slices(name: str, profile: str, expected: Reference, size: tuple[int, int]) -> None:
+    pw.reset_auto_parallel_context()
+    pw.set_auto_parallel_context(device_profile=profile)
+    torch.manual_seed(0)
+    net = NETS[name]
+    model: Any = pw.shard(net.model(), in_strategy={"image": (None, None, "h", "w")}, mesh={"h": 2, "w": 2})
+    found = results(model, net.batch(size))
+    whole = {key: g.full_tensor() if isinstance(g, DTensor) else g for key, g in found[1].items()}
+    buffers = {key: b.full_tensor() if isinstance(b, DTensor) else b for key, b in found[2].items()}
+    assert_same((found[0], whole, buffers), expected)
+    assert "exchange" in {str(c.kind) for c in model.plan.collectives}
+    assert_sends_as_planned(model, net.batch(size))
+
+
+def cases() -> list[Any]:
+    """Even and short slices. Each process plans by itself, so that most are for `make conformance`."""
+    every = [(name, size) for name in NETS for size in (NETS[name].size, (44, 90))]
+    fast = [("unet", (44, 90))]
+    return [pytest.param(*case, marks=[] if case in fast else [pytest.mark.slow]) for case in every]
+
+
+@pytest.mark.parametrize(("name", "size"), cases())
+def test_processes_that_hold_slices_compute_as_one_device(
+    on_ranks: Ranks, name: str, size: tuple[int, int], bytes_alone: str
+) -> None:
+    on_ranks(4, trains_in_slices, name, bytes_alone, one_device(name, size), size)
