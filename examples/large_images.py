@@ -164,7 +164,7 @@ def main(
     devices: Annotated[int, typer.Option(min=1, help="virtual devices; a launcher's processes come first")] = 8,
     out: Annotated[Path, typer.Option(help="the folder to write to")] = Path("out/large_images"),
 ) -> None:
-    """Train on crops that are split over the devices, and on one device; show the plan, the losses, and who read what."""
+    """Train on crops that are split, and on one device; show the plan, the losses, and who read what."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)  # an error of the split cannot pass for rounding
     devices = pw.init(simulate=devices)

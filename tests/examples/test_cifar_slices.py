@@ -16,7 +16,7 @@ import partway as pw
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = EXAMPLES / "cifar_slices.py"
-SMALL = ("--double", "--size", "32", "--width", "4", "--batch", "4", "--steps", "3")
+SMALL = ("--double", "--size", "64", "--width", "4", "--batch", "4", "--steps", "3")
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 Runner = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -48,7 +48,7 @@ def losses(shown: str) -> list[float]:
 def test_slices_train_as_one_device(python: Runner, data: Path) -> None:
     runs = [
         python(SCRIPT, *SMALL, "--data", data, "--devices", "1"),
-        python(SCRIPT, *SMALL, "--search", "sharding_propagation", env={"DATA_PATH": str(data)}),
+        python(SCRIPT, *SMALL, "--devices", "4", "--search", "sharding_propagation", env={"DATA_PATH": str(data)}),
     ]
     for done in runs:
         assert done.returncode == 0, done.stdout + done.stderr
@@ -66,7 +66,7 @@ def test_processes_that_are_given_their_slices_train_as_one_device(python: Runne
     split = python(*LAUNCHER, "2", SCRIPT, *SMALL)
     assert split.returncode == 0, split.stdout + split.stderr
     assert split.stdout.count("no --data and no DATA_PATH: training on stripes, in CIFAR-10's format") == 1
-    assert "a rank was given images of [3, 32, 16]" in split.stdout
+    assert "a rank was given images of [3, 64, 32]" in split.stdout
     assert losses(split.stdout) == pytest.approx(losses(one.stdout), abs=1e-8)
 
 
