@@ -383,7 +383,7 @@ def _graph(
     device = next((value(port.node).device.type for port in ports), "cpu")
     if device == "meta":
         _leave_meta(module)
-    expand(module, batch_norm_parts)
+    outputs += _unseen_updates(module, expand(module, batch_norm_parts), ports, outputs)
     _prune(module)
     final = next(node for node in module.graph.nodes if node.op == "output").args[0]
     graph = Graph(module, tuple(ports), (), result, aliases, constants, device)
@@ -403,6 +403,9 @@ def _state(fn: Callable[..., Any]) -> dict[str, torch.Tensor]:
     return named
 
 
+_WRITTEN = "the function writes to {!r} in place; return the new value, or keep it in a buffer"
+
+
 def _outputs(
     exported: torch.export.ExportedProgram, module: fx.GraphModule, result: Structure, inputs: Mapping[str, str]
 ) -> list[Port]:
@@ -419,10 +422,24 @@ def _outputs(
                 outputs.append(Port(node, Role.BUFFER_UPDATE, (spec.target or "").removeprefix("fn.")))
             case _:
                 written = inputs.get(spec.target or "", (spec.target or "").removeprefix("fn."))
-                raise CaptureError(
-                    f"the function writes to {written!r} in place; return the new value, or keep it in a buffer"
-                )
+                raise CaptureError(_WRITTEN.format(written))
     return outputs
+
+
+def _unseen_updates(
+    module: fx.GraphModule, written: Mapping[fx.Node, fx.Node], inputs: list[Port], outputs: list[Port]
+) -> list[Port]:
+    """The ports of the buffers that expansion found written to, which become outputs (after all others)."""
+    returned = next(node for node in module.graph.nodes if node.op == "output")
+    known = {port.name for port in outputs if port.role is Role.BUFFER_UPDATE}
+    updates: list[Port] = []
+    for port in inputs:
+        if port.node in written and port.role is not Role.BUFFER:
+            raise CaptureError(_WRITTEN.format(port.name))
+        if port.node in written and port.name not in known:
+            updates.append(Port(written[port.node], Role.BUFFER_UPDATE, port.name))
+    returned.args = ((*returned.args[0], *(port.node for port in updates)),)
+    return updates
 
 
 def result_names(result: Structure) -> tuple[str, ...]:

@@ -109,11 +109,6 @@ def test_a_sum_or_mean_of_a_scalar_is_itself(lab):
     lab.check_optimum(graph, fn, (randn(4),), lab.LINE)
 
 
-def test_a_pool_to_several_places_stays(lab):
-    graph = check(lab, lambda x: F.adaptive_avg_pool2d(x, (2, 1)), randn(2, 3, 4, 6))
-    assert aten.adaptive_avg_pool2d.default in {node.target for node in graph.nodes}
-
-
 # -- losses
 
 
