@@ -114,7 +114,7 @@ def _instance_norm(b: Builder, node: fx.Node) -> fx.Node | None:
         return b(normalise, x, old_mean, old_var, weight, bias, eps)
     samples, channels, *space = shape(x)
     found, count = _statistics(b, x, channels), math.prod(space)
-    if old_mean is not None:
+    if old_mean is not None and argument(node, "momentum"):
         both = b(aten.unbind.int, b(aten.detach.default, found))
         unbiased = b(aten.mul.Scalar, b(operator.getitem, both, 1), count / max(count - 1, 1))
         for old, each in ((old_mean, b(operator.getitem, both, 0)), (old_var, unbiased)):
