@@ -92,13 +92,13 @@ def _group_norm(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _native_group_norm(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
-    """(y, mean, rstd), the statistics without a gradient."""
+    """(y, mean, rstd)."""
     x, eps = operands(node)[0], argument(node, "eps")
     if not _splits(x):
         return None
     found = _statistics(b, x, argument(node, "group"))
     y = _normalised(b, x, found, argument(node, "weight"), argument(node, "bias"), eps)
-    both = b(aten.unbind.int, b(aten.detach.default, found))
+    both = b(aten.unbind.int, found)
     mean, var = b(operator.getitem, both, 0), b(operator.getitem, both, 1)
     rstd = b(aten.rsqrt.default, b(aten.add.Scalar, var, eps))
     return (y, *(b.cast(kept, value(node)[1].dtype) for kept in (mean, rstd)))

@@ -24,9 +24,10 @@ from partway.propagation.capture import capture
 from partway.propagation.differentiate import differentiate
 from partway.propagation.graph import Role, differentiated
 from partway.propagation.lower import lower
+from partway.propagation.problem import formulate
 from partway.propagation.search import dynamic_programming
 from partway.strategy import CaptureError, Layout, Mesh, Replicate, Shard
-from partway.strategy.placement import Kind
+from partway.strategy.placement import Kind, kind
 
 aten = torch.ops.aten
 EPS = 1e-5
@@ -49,7 +50,8 @@ def composed(x, weight, bias, shift=None):
 
 
 def slopes(result, *leaves):
-    upstream = torch.linspace(-1, 2, result.numel(), dtype=result.dtype).view(result.shape)
+    generator = torch.Generator().manual_seed(9)
+    upstream = torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result.dtype)
     return torch.autograd.grad(result, leaves, upstream)
 
 
@@ -182,9 +184,14 @@ def placed(mesh, splits):
 
 def split_by(lab, fn, x, layout):
     """The problem and the optimum with x and the result in `layout`, where what is split stays split."""
-    name = next(port.name for port in capture(fn, (x,), {}).inputs if port.role is Role.INPUT)
+    return split(lab, capture(fn, (x,), {}), layout)
+
+
+def split(lab, graph, layout):
+    name = next(port.name for port in graph.inputs if port.role is Role.INPUT)
     allowed = {name: ((layout,), "by hand"), "result": ((layout,), "by hand")}
-    problem = lab.problem_of(fn, (x,), layout.mesh, allowed, stay_split=True)
+    settings = lab.settings_of(layout.mesh, stay_split=True, on_unknown_op="error")
+    problem = formulate(graph, settings, allowed)
     return problem, dynamic_programming(problem).choice
 
 
@@ -193,10 +200,9 @@ def targets_of(problem, choice):
 
 
 def gathered(problem, choice):
-    """The bytes of all that a program gathers or exchanges, forward and backward."""
-    step = differentiate(lower(problem, choice), differentiated(problem.graph))
-    program = make_program(step, FusionPolicies(), problem.settings.profile)
-    return sum(c.payload_bytes for c in program.collectives if c.kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL))
+    """How many elements a rank has of each tensor that a program gathers or exchanges in its forward."""
+    moving = (Kind.ALL_GATHER, Kind.ALL_TO_ALL)
+    return [c.whole_bytes // 8 for c in lower(problem, choice).conversions if kind(c.source, c.target) in moving]
 
 
 def check(lab, fn, x, problem, choice, message):
@@ -231,35 +237,34 @@ NORMS = {
     "rms of images": lambda: nn.RMSNorm([8, 4, 4]),
     "rms of planes": lambda: nn.RMSNorm([4, 4], eps=0.1, elementwise_affine=False),
 }
-SPLITS = [
+OFTEN = [({"a": 4}, {"a": 3}), ({"a": 2, "b": 2}, {"a": 1, "b": 2})]
+ALL = [
+    *OFTEN,
     ({"a": 2}, {"a": 0}),
-    ({"a": 2}, {"a": 1}),
     ({"a": 4}, {"a": 1}),
-    ({"a": 2}, {"a": 2}),
-    ({"a": 4}, {"a": 3}),
     ({"a": 2, "b": 2}, {"a": 2, "b": 3}),
     ({"a": 2, "b": 2}, {"a": 0, "b": 3}),
-    ({"a": 2, "b": 2}, {"a": 1, "b": 2}),
 ]
 
 
 @pytest.mark.parametrize("name", NORMS)
-@pytest.mark.parametrize(("sizes", "splits"), SPLITS, ids=str)
-def test_split_they_are_those_of_one_device(lab, name, sizes, splits):
+def test_split_they_are_those_of_one_device(lab, name):
     fn, x = moved(NORMS[name]()), drawn(4, 8, 4, 4, mean=3.0).requires_grad_()
-    problem, choice = split_by(lab, fn, x, placed(Mesh(sizes), splits))
-    check(lab, fn, x, problem, choice, f"{name} by {splits}")
-    vectors = 2 * 4 * 8 * 8  # bytes of all statistics
-    # channels of one group on several ranks: the small vectors are gathered
-    assert gathered(problem, choice) <= (2 * vectors if 1 in splits.values() else 0)
+    graph = capture(fn, (x,), {})
+    for sizes, splits in ALL if name in ("group", "instance with all", "layer of images") else OFTEN:
+        problem, choice = split(lab, graph, placed(Mesh(sizes), splits))
+        check(lab, fn, x, problem, choice, f"{name} by {splits}")
+        # channels of one group on several ranks: small vectors are gathered
+        assert max(gathered(problem, choice), default=0) <= (2 * 4 * 8 if 1 in splits.values() else 0)
 
 
 @pytest.mark.parametrize("mean", [0.0, 1e3])
 @pytest.mark.parametrize("shape", [(2, 8, 4), (2, 8, 4, 2, 2)])
 def test_any_number_of_image_dims(lab, shape, mean):
     fn, x = moved(nn.GroupNorm(2, 8)), drawn(*shape, mean=mean).requires_grad_()
+    graph = capture(fn, (x,), {})
     for dim in range(len(shape)):
-        problem, choice = split_by(lab, fn, x, placed(lab.LINE, {"x": dim}))
+        problem, choice = split(lab, graph, placed(lab.LINE, {"x": dim}))
         check(lab, fn, x, problem, choice, f"dim {dim} of {shape}")
 
 
@@ -270,16 +275,17 @@ def test_a_layer_norm_after_several_dims(lab):
         check(lab, fn, x, problem, choice, str(shape))
 
 
-@pytest.mark.parametrize("split", [0, 1, None])
 @pytest.mark.parametrize("name", ["group", "group of one", "instance with affine", "layer of images"])
-def test_where_no_group_is_split_pytorchs_operator_runs(lab, name, split):
+def test_where_no_group_is_split_pytorchs_operator_runs(lab, name):
     fn, x = moved(NORMS[name]()), drawn(4, 8, 4, 4).requires_grad_()
-    problem, choice = split_by(lab, fn, x, placed(lab.LINE, {} if split is None else {"x": split}))
-    targets = targets_of(problem, choice)
-    whole = split != 1 or name in ("group", "instance with affine")
-    assert (aten.group_norm.default in targets) == whole
-    assert (sample_moments in targets) != whole
-    check(lab, fn, x, problem, choice, name)
+    graph = capture(fn, (x,), {})
+    for splits in ({}, {"x": 0}, {"x": 1}):
+        problem, choice = split(lab, graph, placed(lab.LINE, splits))
+        targets = targets_of(problem, choice)
+        whole = 1 not in splits.values() or name in ("group", "instance with affine")
+        assert (aten.group_norm.default in targets) == whole
+        assert (sample_moments in targets) != whole
+        check(lab, fn, x, problem, choice, name)
 
 
 @pytest.mark.parametrize(
@@ -301,8 +307,15 @@ def test_low_precision_runs_pytorchs_operator_too(lab, dtype, of_weight, whole):
     torch.testing.assert_close(found, fn(*args))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("name", ["group", "instance with all", "layer of images", "rms of images"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("group", torch.bfloat16),
+        ("instance with all", torch.bfloat16),
+        ("layer of images", torch.float16),
+        ("rms of images", torch.bfloat16),
+    ],
+)
 def test_parts_of_images_in_low_precision(lab, name, dtype):
     fn, x = NORMS[name]().to(dtype), drawn(4, 8, 4, 4, mean=2.0, dtype=dtype).requires_grad_()
     problem, choice = split_by(lab, fn, x, placed(Mesh({"a": 4}), {"a": 3}))
@@ -344,8 +357,8 @@ class Twice(nn.Module):
         self.norm = nn.InstanceNorm1d(4, track_running_stats=True)
 
     def forward(self, x):
-        y = self.norm(x) * self.norm.running_mean.view(-1, 1)
-        return self.norm(2 * y + self.norm.running_var.view(-1, 1))
+        y = self.norm(x) * self.norm.running_mean.clone().view(-1, 1)
+        return self.norm(2 * y + self.norm.running_var.clone().view(-1, 1))
 
 
 def test_running_statistics_move_where_they_are_used(lab):
@@ -391,7 +404,6 @@ def test_native_group_norm_returns_its_statistics(lab):
     graph = capture(fn, (x, w), {})
     problem, _ = lab.check_optimum(graph, fn, (x, w), lab.LINE)
     assert lab.vertices_of(problem, sample_moments)
-    assert not [p for p in graph.outputs if p.name != "result[0]" and p.requires_grad]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
