@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -31,6 +32,7 @@ import torch
 import torch.utils.checkpoint
 from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from ..strategy.errors import CaptureError, PartwayError
@@ -74,7 +76,7 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     example = tuple(t.detach().requires_grad_(t.requires_grad) for t in call.tensors)
     token = _capturing.set(True)
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), _plain_parameters(fn), _quiet():
+        with warnings.catch_warnings(), torch.enable_grad(), _plain_parameters(fn), _tensor_momenta(fn), _quiet():
             warnings.simplefilter("ignore")
             exported = torch.export.export(flat, example, strict=False)
             _stop_gradients(exported.graph_module)
@@ -326,6 +328,35 @@ def _plain_parameters(fn: Callable[..., Any]) -> Iterator[None]:
     finally:
         for module, name, parameter in swapped:
             module._parameters[name] = parameter
+
+
+@contextlib.contextmanager
+def _tensor_momenta(fn: Callable[..., Any]) -> Iterator[None]:
+    """While a module is captured, its BatchNorms with momentum=None, whose running statistics are means over all
+    batches so far, compute the weight of a batch as a tensor: as a number it would depend on a tensor's value."""
+    modules: list[Any] = list(fn.modules()) if isinstance(fn, torch.nn.Module) else []
+    changed = [m for m in modules if type(m).forward is _BatchNorm.forward and m.momentum is None and m.training]
+    changed = [m for m in changed if m.track_running_stats and "forward" not in vars(m)]
+    try:
+        for module in changed:
+            module.forward = partial(_cumulative_batch_norm, module)
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _cumulative_batch_norm(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    """What a BatchNorm with momentum=None computes in training."""
+    norm._check_input_dim(x)
+    mean, var, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    assert mean is not None and var is not None and count is not None
+    count.add_(1)
+    own = torch.zeros_like(mean), torch.zeros_like(var)  # moved all the way, so that they are the batch's
+    y = torch.nn.functional.batch_norm(x, *own, norm.weight, norm.bias, True, 1.0, norm.eps)
+    for running, new in zip((mean, var), own, strict=True):
+        running.copy_(running + (new - running) / count)
+    return y
 
 
 def _stop_gradients(module: fx.GraphModule) -> None:

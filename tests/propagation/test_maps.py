@@ -1,4 +1,4 @@
-"""What nets on images compute of whole maps: losses, attention over channels, norms. None gathers a map that is split."""
+"""What nets on images compute of whole maps: losses, attention over channels, norms. No split map is gathered."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ MAPS = {
     "group norm": lambda: nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU()),
     "instance norm": lambda: nn.InstanceNorm2d(8, affine=True),
     "layer norm": lambda: nn.LayerNorm([8, 4, 16]),
-    "softmax": lambda: nn.Softmax2d(),
+    "softmax": nn.Softmax2d,
     "log softmax": lambda: nn.LogSoftmax(1),
 }
 LOSSES = {

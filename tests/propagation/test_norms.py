@@ -323,8 +323,8 @@ def test_parts_of_images_in_low_precision(lab, name, dtype):
     exact = copy.deepcopy(fn).double()
     results = {port.name: out for port, out in zip(problem.graph.outputs, outputs, strict=True)}
     result = exact(x.double())
-    for name, out in results.items():
-        expected = result if name == "result" else exact.get_buffer(name)
+    for port, out in results.items():
+        expected = result if port == "result" else exact.get_buffer(port)
         assert out.dtype == dtype
         assert (out.double() - expected).norm() <= 2 * torch.finfo(dtype).eps * expected.norm()
 

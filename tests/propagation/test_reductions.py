@@ -38,7 +38,7 @@ REDUCTIONS = {
     "std of dims": lambda x: x.std((2, 3), keepdim=True),
     "var and mean": lambda x: torch.var_mean(x, (2, 3)),
     "std and mean": lambda x: torch.std_mean(x, 1, correction=0),
-    "var and mean of all": lambda x: torch.var_mean(x),
+    "var and mean of all": torch.var_mean,
     "norm": lambda x: x.norm(),
     "norm of dims": lambda x: x.norm(p=2, dim=(2, 3), keepdim=True),
     "vector norm": lambda x: torch.linalg.vector_norm(x, dim=(2, 3)),
