@@ -20,9 +20,11 @@ are known, `spread` makes their sum in the time of one (`merge_gradients`).
 GroupNorm, InstanceNorm and LayerNorm of images (`norms.py`) have statistics of each sample. Those of a group are sums
 of its channels' moments, small vectors, so channels may be split anywhere. `statistics` takes moments of any shape, and
 where `mean` and `var` are [N, C], each of them and the gradients are of a sample's channel, while `weight` and `bias`
-stay [C]. PyTorch's kernels then take each channel of each sample for a channel of one long batch of one, and samples
-one after the other where the channels are the last dim in memory. Forward and backward of a GroupNorm of 8 groups on
-MEASURED
+stay [C]. PyTorch's kernels then take each channel of each sample for a channel of a batch of one, and samples one after
+the other where the channels are the last dim in memory. Of the size of x the backward keeps nothing but x, as PyTorch's
+does. All this is for images that are split; where they are not, PyTorch's operator runs. Forward and backward of a
+GroupNorm of 8 groups in float32 took, in processor time of one thread of a busy machine, 1.5 to 1.8 times as long as
+PyTorch's on [4, 64, 128, 128], 0.7 to 0.9 times with channels last, and 2.3 and 4.6 times on [64, 256, 8, 8].
 
     partway::part_norm(x, weight, bias, parts, eps)    BatchNorm of each part of the batch by its own statistics: x is
                                                        [part, sample, channel, ...]; (y, statistics, mean, rstd)
