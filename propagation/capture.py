@@ -32,7 +32,6 @@ import torch
 import torch.utils.checkpoint
 from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from ..strategy.errors import CaptureError, PartwayError
@@ -335,7 +334,9 @@ def _tensor_momenta(fn: Callable[..., Any]) -> Iterator[None]:
     """While a module is captured, its BatchNorms with momentum=None, whose running statistics are means over all
     batches so far, compute the weight of a batch as a tensor: as a number it would depend on a tensor's value."""
     modules: list[Any] = list(fn.modules()) if isinstance(fn, torch.nn.Module) else []
-    changed = [m for m in modules if type(m).forward is _BatchNorm.forward and m.momentum is None and m.training]
+    changed = [
+        m for m in modules if type(m).forward is torch.nn.BatchNorm2d.forward and m.momentum is None and m.training
+    ]
     changed = [m for m in changed if m.track_running_stats and "forward" not in vars(m)]
     try:
         for module in changed:
@@ -346,7 +347,7 @@ def _tensor_momenta(fn: Callable[..., Any]) -> Iterator[None]:
             del module.forward
 
 
-def _cumulative_batch_norm(norm: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+def _cumulative_batch_norm(norm: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch.Tensor:
     """What a BatchNorm with momentum=None computes in training."""
     norm._check_input_dim(x)
     mean, var, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
