@@ -1,4 +1,5 @@
-"""BatchNorm as operators of which each splits over batch, space and channels, at the speed of PyTorch's own kernels.
+"""BatchNorm and its kin as operators of which each splits over batch, space and channels, at the speed of PyTorch's
+own kernels.
 
     partway::moments(x, shift)                         for each channel the sums of x - shift and of its square, [2, C]
     partway::statistics(moments, shift, count, dtype)  the means and (biased) variances of `count` such elements, [2, C]
@@ -14,6 +15,17 @@ moments are central. What they are shifted by does not change the result, so `sh
 The gradient of x has two terms, one by `normalise` and one by `moments`, which the AllReduce keeps apart; once both
 are known, `spread` makes their sum in the time of one (`merge_gradients`).
 
+    partway::sample_moments(x, shift)                  `moments` of each sample by itself, [2, N, C]
+
+GroupNorm, InstanceNorm and LayerNorm of images (`norms.py`) have statistics of each sample. Those of a group are sums
+of its channels' moments, small vectors, so channels may be split anywhere. `statistics` takes moments of any shape, and
+where `mean` and `var` are [N, C], each of them and the gradients are of a sample's channel, while `weight` and `bias`
+stay [C]. PyTorch's kernels then take each channel of each sample for a channel of a batch of one, and samples one after
+the other where the channels are the last dim in memory. Of the size of x the backward keeps nothing but x, as PyTorch's
+does. All this is for images that are split; where they are not, PyTorch's operator runs. Forward and backward of a
+GroupNorm of 8 groups in float32 took, in processor time of one thread of a busy machine, 1.5 to 1.8 times as long as
+PyTorch's on [4, 64, 128, 128], 0.7 to 0.9 times with channels last, and 2.3 and 4.6 times on [64, 256, 8, 8].
+
     partway::part_norm(x, weight, bias, parts, eps)    BatchNorm of each part of the batch by its own statistics: x is
                                                        [part, sample, channel, ...]; (y, statistics, mean, rstd)
 
@@ -26,6 +38,8 @@ gradient. `mean` and `rstd` [part, channel] are what the backward keeps.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,6 +51,7 @@ aten = torch.ops.aten
 
 _LIBRARY = torch.library.Library("partway", "FRAGMENT")
 _LIBRARY.define("moments(Tensor x, Tensor? shift) -> Tensor")
+_LIBRARY.define("sample_moments(Tensor x, Tensor? shift) -> Tensor")
 _LIBRARY.define("moments_backward(Tensor slopes, Tensor x, Tensor? shift) -> Tensor")
 _LIBRARY.define("statistics(Tensor moments, Tensor? shift, int count, ScalarType dtype) -> Tensor")
 _LIBRARY.define("statistics_backward(Tensor slopes, Tensor moments, int count) -> Tensor")
@@ -58,6 +73,7 @@ _LIBRARY.define(
 )
 
 moments = torch.ops.partway.moments.default
+sample_moments = torch.ops.partway.sample_moments.default
 moments_backward = torch.ops.partway.moments_backward.default
 statistics = torch.ops.partway.statistics.default
 statistics_backward = torch.ops.partway.statistics_backward.default
@@ -80,24 +96,49 @@ def _format(x: Tensor) -> torch.memory_format:
 
 
 def _spatial(vector: Tensor, x: Tensor) -> Tensor:
-    """`vector` with its elements along the channels of `x`."""
-    return vector.view(1, -1, *[1] * (x.dim() - 2))
+    """`vector`, [C] or [N, C], with its elements along the samples and channels of `x`."""
+    samples = vector.shape[0] if vector.dim() == 2 else 1
+    return vector.reshape(samples, -1, *[1] * (x.dim() - 2))
+
+
+def _batches(of: Tensor, vectors: tuple[Tensor | None, ...], *xs: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Batches in which a channel has one number of each of the `vectors`: the parts of the `xs` (that lie alike), then
+    those of the vectors. With `of` [C] it is the whole; with [N, C] all channels of all samples in a batch of one, or
+    one sample after the other."""
+    if of.dim() == 1:
+        yield (*xs, *vectors)
+        return
+    each = [None if vector is None else vector.expand(of.shape).reshape(-1) for vector in vectors]
+    samples, channels = of.shape
+    if xs[0].is_contiguous():
+        yield (*(x.view(1, samples * channels, -1) for x in xs), *each)
+        return
+    for n in range(samples):
+        own = slice(n * channels, (n + 1) * channels)
+        yield (*(x[n : n + 1] for x in xs), *(None if vector is None else vector[own] for vector in each))
 
 
 def _affine(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias in one pass, in the dtype of `x`."""
     x = x.contiguous(memory_format=_format(x))
-    found: Tensor = aten.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
+    if mean.dim() == 1:
+        found: Tensor = aten.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
+        return found
+    found, unused = torch.empty_like(x), mean.new_empty(0)
+    for part, into, *vectors in _batches(mean, (weight, bias, mean, var), x, found):
+        aten.native_batch_norm.out(part, *vectors, False, 0.0, eps, out=into, save_mean=unused, save_invstd=unused)
     return found
 
 
 def _sums(y: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """For each channel the sums of y and of y (x - mean) / sqrt(var + eps), in one pass."""
+    """For each channel (of each sample) the sums of y and of y (x - mean) / sqrt(var + eps), in one pass."""
     x = x.contiguous(memory_format=_format(x))
     y = y.contiguous(memory_format=_format(x))
-    _, weighed, plain = aten.native_batch_norm_backward(
-        y, x, weight, mean, var, None, None, False, eps, [False, True, True]
-    )
+    found = [
+        aten.native_batch_norm_backward(up, part, *vectors, None, None, False, eps, [False, True, True])[1:]
+        for up, part, *vectors in _batches(mean, (weight, mean, var), y, x)
+    ]
+    weighed, plain = (torch.cat(parts).view(mean.shape) for parts in zip(*found, strict=True))
     return plain, weighed
 
 
@@ -112,6 +153,21 @@ def _moments(x: Tensor, shift: Tensor | None) -> Tensor:
     mean, var = (vector.double() for vector in aten.batch_norm_update_stats(part, None, None, 0.0))
     away = mean if shift is None else mean - shift
     return torch.stack((away, torch.addcmul(var, away, away))).mul_(x.numel() // max(x.shape[1], 1))
+
+
+def _sample_moments(x: Tensor, shift: Tensor | None) -> Tensor:
+    """As `_moments`, by PyTorch's kernel for GroupNorm, with a channel to a group: it takes a third of the time."""
+    part = x.to(wide(x.dtype)).contiguous(memory_format=_format(x))
+    samples, channels = part.shape[:2]
+    count = math.prod(part.shape[2:])
+    if part.is_contiguous():
+        _, mean, slope = aten.native_group_norm(part, None, None, samples, channels, count, channels, 0.0)
+        mean, var = mean.double(), slope.double().pow_(-2)
+    else:
+        each = [aten.batch_norm_update_stats(sample, None, None, 0.0) for sample in part.split(1)]
+        mean, var = (torch.stack(vectors).double() for vectors in zip(*each, strict=True))
+    away = mean if shift is None else mean - shift
+    return torch.stack((away, torch.addcmul(var, away, away))).mul_(count)
 
 
 def _moments_backward(slopes: Tensor, x: Tensor, shift: Tensor | None) -> Tensor:
@@ -157,7 +213,10 @@ def _vector_gradients(
     plain, weighed = _sums(y, x, mean, var, factor, eps)
     slope = (var + eps).rsqrt_()
     factor = factor * slope
-    return -factor * plain, -0.5 * factor * slope * weighed, weighed, plain
+    of_mean, of_var = -factor * plain, -0.5 * factor * slope * weighed
+    if mean.dim() == 2:
+        weighed, plain = weighed.sum(0), plain.sum(0)
+    return of_mean, of_var, weighed, plain
 
 
 def _spread(
@@ -214,6 +273,7 @@ def _as_kernels_take(part: Tensor) -> Tensor:
 
 for _name, _function in (
     ("moments", _moments),
+    ("sample_moments", _sample_moments),
     ("moments_backward", _moments_backward),
     ("statistics", _statistics),
     ("statistics_backward", _statistics_backward),
@@ -232,6 +292,11 @@ def _fake_moments(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty((2, x.shape[1]), dtype=torch.float64)
 
 
+@torch.library.register_fake("partway::sample_moments")  # type: ignore[untyped-decorator]
+def _fake_sample_moments(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty((2, *x.shape[:2]), dtype=torch.float64)
+
+
 @torch.library.register_fake("partway::statistics")  # type: ignore[untyped-decorator]
 def _fake_statistics(moments: Tensor, shift: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
     return moments.new_empty(moments.shape, dtype=dtype)
@@ -244,7 +309,8 @@ def _fake_statistics_backward(slopes: Tensor, moments: Tensor, count: int) -> Te
 
 @torch.library.register_fake("partway::vector_gradients")  # type: ignore[untyped-decorator]
 def _fake_vector_gradients(y: Tensor, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    one, two, three, four = (mean.new_empty(mean.shape, dtype=wide(x.dtype)) for _ in range(4))
+    shapes = (mean.shape, mean.shape, mean.shape[-1:], mean.shape[-1:])
+    one, two, three, four = (mean.new_empty(shape, dtype=wide(x.dtype)) for shape in shapes)
     return one, two, three, four
 
 
@@ -327,6 +393,7 @@ def _back_from_part_norm(ctx: Any, y: Tensor, *_: Any) -> tuple[Tensor | None, .
 
 
 torch.library.register_autograd("partway::moments", _back_from_moments, setup_context=_keep_for_moments)
+torch.library.register_autograd("partway::sample_moments", _back_from_moments, setup_context=_keep_for_moments)
 torch.library.register_autograd("partway::statistics", _back_from_statistics, setup_context=_keep_for_statistics)
 torch.library.register_autograd("partway::normalise", _back_from_normalise, setup_context=_keep_for_normalise)
 torch.library.register_autograd("partway::part_norm", _back_from_part_norm, setup_context=_keep_for_part_norm)

@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -74,7 +75,7 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     example = tuple(t.detach().requires_grad_(t.requires_grad) for t in call.tensors)
     token = _capturing.set(True)
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), _plain_parameters(fn), _quiet():
+        with warnings.catch_warnings(), torch.enable_grad(), _plain_parameters(fn), _tensor_momenta(fn), _quiet():
             warnings.simplefilter("ignore")
             exported = torch.export.export(flat, example, strict=False)
             _stop_gradients(exported.graph_module)
@@ -328,6 +329,37 @@ def _plain_parameters(fn: Callable[..., Any]) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
+@contextlib.contextmanager
+def _tensor_momenta(fn: Callable[..., Any]) -> Iterator[None]:
+    """While a module is captured, its BatchNorms with momentum=None, whose running statistics are means over all
+    batches so far, compute the weight of a batch as a tensor: as a number it would depend on a tensor's value."""
+    modules: list[Any] = list(fn.modules()) if isinstance(fn, torch.nn.Module) else []
+    changed = [
+        m for m in modules if type(m).forward is torch.nn.BatchNorm2d.forward and m.momentum is None and m.training
+    ]
+    changed = [m for m in changed if m.track_running_stats and "forward" not in vars(m)]
+    try:
+        for module in changed:
+            module.forward = partial(_cumulative_batch_norm, module)
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _cumulative_batch_norm(norm: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch.Tensor:
+    """What a BatchNorm with momentum=None computes in training."""
+    norm._check_input_dim(x)
+    mean, var, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
+    assert mean is not None and var is not None and count is not None
+    count.add_(1)
+    own = torch.zeros_like(mean), torch.zeros_like(var)  # moved all the way, so that they are the batch's
+    y = torch.nn.functional.batch_norm(x, *own, norm.weight, norm.bias, True, 1.0, norm.eps)
+    for running, new in zip((mean, var), own, strict=True):
+        running.copy_(running + (new - running) / count)
+    return y
+
+
 def _stop_gradients(module: fx.GraphModule) -> None:
     """Detach what `torch.no_grad` regions return: inlining them would let gradients through."""
     for node in list(module.graph.nodes):
@@ -383,7 +415,7 @@ def _graph(
     device = next((value(port.node).device.type for port in ports), "cpu")
     if device == "meta":
         _leave_meta(module)
-    expand(module, batch_norm_parts)
+    outputs += _unseen_updates(module, expand(module, batch_norm_parts), ports, outputs)
     _prune(module)
     final = next(node for node in module.graph.nodes if node.op == "output").args[0]
     graph = Graph(module, tuple(ports), (), result, aliases, constants, device)
@@ -403,6 +435,9 @@ def _state(fn: Callable[..., Any]) -> dict[str, torch.Tensor]:
     return named
 
 
+_WRITTEN = "the function writes to {!r} in place; return the new value, or keep it in a buffer"
+
+
 def _outputs(
     exported: torch.export.ExportedProgram, module: fx.GraphModule, result: Structure, inputs: Mapping[str, str]
 ) -> list[Port]:
@@ -419,10 +454,24 @@ def _outputs(
                 outputs.append(Port(node, Role.BUFFER_UPDATE, (spec.target or "").removeprefix("fn.")))
             case _:
                 written = inputs.get(spec.target or "", (spec.target or "").removeprefix("fn."))
-                raise CaptureError(
-                    f"the function writes to {written!r} in place; return the new value, or keep it in a buffer"
-                )
+                raise CaptureError(_WRITTEN.format(written))
     return outputs
+
+
+def _unseen_updates(
+    module: fx.GraphModule, written: Mapping[fx.Node, fx.Node], inputs: list[Port], outputs: list[Port]
+) -> list[Port]:
+    """The ports of the buffers that expansion found written to, which become outputs (after all others)."""
+    returned = next(node for node in module.graph.nodes if node.op == "output")
+    known = {port.name for port in outputs if port.role is Role.BUFFER_UPDATE}
+    updates: list[Port] = []
+    for port in inputs:
+        if port.node in written and port.role is not Role.BUFFER:
+            raise CaptureError(_WRITTEN.format(port.name))
+        if port.node in written and port.name not in known:
+            updates.append(Port(written[port.node], Role.BUFFER_UPDATE, port.name))
+    returned.args = ((*returned.args[0], *(port.node for port in updates)),)
+    return updates
 
 
 def result_names(result: Structure) -> tuple[str, ...]:

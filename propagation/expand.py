@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,51 +16,29 @@ from torch import fx
 
 from ..strategy.errors import StrategyError
 from .batch_norm import moments, normalise, part_norm, statistics
+from .builder import Builder, Expansion
 from .graph import argument, argument_names, is_tensor, module_path, operands, shape, source_line, value
 from .indexing import class_terms, wide
-from .torch_internals import tree_map
+from .norms import NORMS
+from .pools import POOLS
+from .reductions import REDUCTIONS
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2  # torch.nn._reduction's codes
 
 
-class Builder:
-    """Adds nodes before one node of a graph, each with its value and with that node's provenance.
-
-    batch_norm_parts   into how many parts of the batch, each with its own statistics, a BatchNorm in training goes
-    """
-
-    def __init__(self, graph: fx.Graph, before: fx.Node, batch_norm_parts: int) -> None:
-        self._graph, self._before, self.batch_norm_parts = graph, before, batch_norm_parts
-        self._mode = next(
-            val.fake_mode
-            for node in graph.nodes
-            if isinstance(val := node.meta.get("val"), torch.Tensor) and hasattr(val, "fake_mode")
-        )
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self._graph.inserting_before(self._before):
-            node = self._graph.call_function(target, args, kwargs)
-        node.meta = {k: v for k, v in self._before.meta.items() if k in ("stack_trace", "nn_module_stack", "custom")}
-        with self._mode:
-            values = tree_map(lambda a: value(a) if isinstance(a, fx.Node) else a, (args, kwargs))
-            node.meta["val"] = target(*values[0], **values[1])
-        return node
-
-
-Expansion = Callable[[Builder, fx.Node], fx.Node | tuple[fx.Node | None, ...] | None]
-
-
-def expand(module: fx.GraphModule, batch_norm_parts: int = 1) -> None:
+def expand(module: fx.GraphModule, batch_norm_parts: int = 1) -> dict[fx.Node, fx.Node]:
     """Replace every node of `module` that has a row in EXPANSIONS (in place; capture owns the module).
 
-    Raises StrategyError for a BatchNorm in training whose batch `batch_norm_parts` does not divide.
+    Returns for each input that an operator wrote to, unseen by torch.export, what it is in the end. Raises
+    StrategyError for a BatchNorm in training whose batch `batch_norm_parts` does not divide.
     """
+    written: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):
         row = EXPANSIONS.get(node.target) if node.op == "call_function" else None
         if row is None:
             continue
-        new = row(Builder(module.graph, node, batch_norm_parts), node)
+        new = row(Builder(module.graph, node, batch_norm_parts, written), node)
         if isinstance(new, fx.Node):
             node.replace_all_uses_with(new)
         elif new is not None:  # several results: each getitem takes its own
@@ -72,6 +49,7 @@ def expand(module: fx.GraphModule, batch_norm_parts: int = 1) -> None:
                     module.graph.erase_node(item)
         if new is not None and not node.users:
             module.graph.erase_node(node)
+    return {old: new for old, new in written.items() if old.op == "placeholder"}
 
 
 def _mean(b: Builder, node: fx.Node) -> fx.Node:
@@ -82,14 +60,6 @@ def _mean(b: Builder, node: fx.Node) -> fx.Node:
     keep = argument(node, "keepdim") if "keepdim" in argument_names(node) else False
     total = b(aten.sum.dim_IntList, x, dims, keep, dtype=argument(node, "dtype"))
     return b(aten.div.Scalar, total, math.prod(shape(x)[d] for d in dims))
-
-
-def _adaptive_avg_pool(b: Builder, node: fx.Node) -> fx.Node | None:
-    x, size = operands(node)[0], argument(node, "output_size")
-    dims = list(range(len(shape(x)) - len(size), len(shape(x))))
-    if any(s != 1 for s in size):
-        return None
-    return b(aten.div.Scalar, b(aten.sum.dim_IntList, x, dims, True), math.prod(shape(x)[d] for d in dims))
 
 
 def _batch_norm(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
@@ -184,9 +154,7 @@ def _parts_of(size: tuple[int, ...]) -> str:
 
 
 def _blend(b: Builder, old: Any, new: Any, momentum: Any) -> fx.Node:
-    if value(new).dtype != value(old).dtype:
-        new = b(aten._to_copy.default, new, dtype=value(old).dtype)
-    return b(aten.lerp.Scalar, old, new, momentum)
+    return b(aten.lerp.Scalar, old, b.cast(new, value(old).dtype), momentum)
 
 
 def _cross_entropy(b: Builder, node: fx.Node) -> fx.Node | None:
@@ -228,7 +196,7 @@ def _class_cross_entropy(b: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
     if reduction == _MEAN:
         valid = b(aten._to_copy.default, b(aten.ne.Scalar, target, ignored), dtype=wide(dtype))
         loss = b(aten.div.Tensor, loss, b(aten.sum.dim_IntList, valid, every))
-    return loss if wide(dtype) == dtype else b(aten._to_copy.default, loss, dtype=dtype)
+    return b.cast(loss, dtype)
 
 
 def _mean_over_targets(b: Builder, node: fx.Node) -> fx.Node | None:
@@ -331,12 +299,13 @@ def _like(maker: Any) -> Expansion:
 
 
 EXPANSIONS: dict[Any, Expansion] = {
-    aten._adaptive_avg_pool2d.default: _adaptive_avg_pool,
+    **NORMS,
+    **POOLS,
+    **REDUCTIONS,
+    # the rest, alphabetically
     aten._native_batch_norm_legit.no_stats: _batch_norm_stateless,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten._native_batch_norm_legit_no_training.default: _batch_norm_eval,
-    aten.adaptive_avg_pool1d.default: _adaptive_avg_pool,
-    aten.adaptive_avg_pool2d.default: _adaptive_avg_pool,
     aten.binary_cross_entropy.default: _pointwise_loss,
     aten.binary_cross_entropy_with_logits.default: _pointwise_loss,
     aten.broadcast_tensors.default: _broadcast_tensors,

@@ -494,12 +494,13 @@ class _Formulation:
         picks = digits_of(len(single), len(self.settings.mesh.axes))
         sizes = np.array(self.settings.mesh.sizes)
         keep = np.ones(len(picks), dtype=bool)
-        used = np.ones(len(picks))  # devices; one whose slice is short counts for less
+        used, busy = np.ones(len(picks)), np.ones(len(picks))  # devices; one whose slice is short is less busy
         for factor, size in rule.sizes.items():
             splits = np.array([option.factor == factor for option in single])[picks]
             parts = np.where(splits, sizes, 1).prod(axis=1)
             keep &= (size % parts == 0) | ((parts <= size) & (factor in rule.uneven))
-            used *= np.maximum(size, 1) / -(-np.maximum(size, 1) // parts)
+            used *= parts
+            busy *= max(size, 1) / -(-max(size, 1) // parts)
         columns = (
             [_codes_of(table, [option.operands[i] for option in single], picks) for i, table in enumerate(tables[0])],
             [_codes_of(table, [option.results[i] for option in single], picks) for i, table in enumerate(tables[1])],
@@ -512,7 +513,7 @@ class _Formulation:
         factors = split[picks]
         keep = self._prefer(rule, keep, used, tables, columns, by_batch)
         operand_codes, result_codes = (tuple(codes[keep] for codes in side) for side in columns)
-        work = self._work(node, rule, used[keep], sources, produced, tables, (operand_codes, result_codes))
+        work = self._work(node, rule, busy[keep], sources, produced, tables, (operand_codes, result_codes))
         seconds, flops, held = work
         s = self.settings
         unary = s.weights.compute * seconds + s.weights.memory * held / 1e9
@@ -552,15 +553,15 @@ class _Formulation:
         return keep
 
     def _work(
-        self, node: fx.Node, rule: Rule, used: Floats, sources: tuple[Value, ...], produced: tuple[Value, ...],
+        self, node: fx.Node, rule: Rule, busy: Floats, sources: tuple[Value, ...], produced: tuple[Value, ...],
         tables: Any, columns: Any,
     ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
         """Of every option the seconds and the flops of the operator on one device, forward and backward, and the
         bytes of its results that are kept. The backward of a contraction computes a product for each operand that
         needs a gradient; that of another operator reads and writes as much as the forward does."""
-        results = sum((t.held[c] for t, c in zip(tables[1], columns[1], strict=True) if t), np.zeros(len(used)))
+        results = sum((t.held[c] for t, c in zip(tables[1], columns[1], strict=True) if t), np.zeros(len(busy)))
         if is_view(node):
-            return np.zeros(len(used)), np.zeros(len(used)), np.zeros(len(used))
+            return np.zeros(len(busy)), np.zeros(len(busy)), np.zeros(len(busy))
         moved = results + sum(t.held[c] for t, c in zip(tables[0], columns[0], strict=True) if t)
         backward = any(v in self.flows for v in produced)
         passes = 0.0
@@ -568,12 +569,12 @@ class _Formulation:
             wanted = [v in self.flows and i not in rule.additive for i, v in enumerate(sources)]
             passes = float(max(sum(wanted), 1)) if rule.flops else BACKWARD_FACTOR
             passes += 1.0 if node in self.recomputed else 0.0
-        flops = rule.flops / used
+        flops = rule.flops / busy
         dtypes = [tensor_of(v).dtype for v, table in zip(produced, tables[1], strict=True) if table] or [torch.float32]
         seconds = (1.0 + passes) * operator_seconds(flops, moved, dtypes[0], self.settings.profile)
         if node in self.recomputed:  # but the sum of addends is kept, so that no collective runs twice for it
             results = results * _has_addends(tables[1], columns[1])
-        return seconds, (1.0 + passes) * flops, results if backward else np.zeros(len(used))
+        return seconds, (1.0 + passes) * flops, results if backward else np.zeros(len(busy))
 
     def _exchanges(
         self, rule: Rule, factors: Codes, names: tuple[str, ...], sources: tuple[Value, ...],

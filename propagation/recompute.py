@@ -172,20 +172,22 @@ def within_windows(step: Step) -> tuple[Step, frozenset[fx.Node]]:
     forward.graph_copy(step.forward.graph, copies)
     results = [copies[node] for node in returned_by(step.forward.graph)]
     kept = {_detached(node): node for node in results[count:]}
-    made: dict[fx.Node, fx.Node] = {}
+    made, cut = dict[fx.Node, fx.Node](), set[fx.Node]()
     for node in results[count:]:
         if windows := _kept_windows(_detached(node), kept):
             found = kept[windows[0][0]]
             for _, window in windows:
                 place = place_in(window, own_slice(window))
                 assert place is not None
+                value = found.meta["val"].narrow(window.dim, place, window.cut.width)
                 found = forward.call_function(_slice, (found, window.dim, place, place + window.cut.width))
-            found.meta = dict(node.meta)
+                found.meta = {**node.meta, "val": value}
+                cut.add(found)
             made[node] = found
     if not made:
         return step, frozenset()
     forward.output((*results[:count], *(made.get(node, node) for node in results[count:])))
-    return replace(step, forward=Text(step.forward, forward)), frozenset(made.values())
+    return replace(step, forward=Text(step.forward, forward)), frozenset(cut)
 
 
 def _detached(node: fx.Node) -> fx.Node:

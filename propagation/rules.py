@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from .batch_norm import moments, normalise, part_norm, statistics
+from .batch_norm import moments, normalise, part_norm, sample_moments, statistics
 from .collectives import constrain
 from .graph import argument, argument_names, draws_random_numbers, is_tensor, operands, shape, value
-from .indexing import class_terms, part_index
+from .indexing import class_terms, part_index, wide
+from .norms import whole_groups
 from .rule import Dims, Emitter, Row, Rule, parse_row
 from .spatial import convolution
 
@@ -153,6 +154,37 @@ def _along(*names: str, linear: bool = False) -> Function:
         return Rule((letters,), (out,), _sizes(letters, size), linear=sets, fill=None if linear else 0.0)
 
     return rule
+
+
+def _position(node: fx.Node) -> Rule | None:
+    """argmax, argmin, max and min of one dim: that dim stays whole."""
+    size, dim = shape(operands(node)[0]), argument(node, "dim")
+    if dim is None or not size:
+        return None
+    letters = _rename(_letters(size), {dim % len(size)})
+    found = value(node) if isinstance(value(node), tuple | list) else (value(node),)
+    kept = len(found[0].shape) == len(size)
+    out = letters if kept else (*letters[: dim % len(size)], *letters[dim % len(size) + 1 :])
+    return Rule((letters,), (out,) * len(found), _sizes(letters, size))
+
+
+def _gather(node: fx.Node) -> Rule | None:
+    """One element of a dim, which stays whole, for each index; along the others an index may be a part of x."""
+    x, index = operands(node)
+    size = shape(index)
+    if not size:
+        return None
+    dim = argument(node, "dim") % len(size)
+    partial = {d for d, (n, m) in enumerate(zip(shape(x), size, strict=True)) if n != m}
+    letters = _rename(_letters(size), partial | {dim})
+    return Rule((letters, letters), (letters,), _sizes(letters, size), linear=(frozenset({0}),))
+
+
+def _one_hot(node: fx.Node) -> Rule | None:
+    """Each index by itself, if the number of classes does not depend on them."""
+    size = shape(operands(node)[0])
+    letters = _letters(size)
+    return None if argument(node, "num_classes") < 0 else Rule((letters,), ((*letters, ()),), _sizes(letters, size))
 
 
 def _reduction(node: fx.Node) -> Rule | None:
@@ -489,20 +521,42 @@ def _local_moments(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any])
     return emit.call(moments, x, shift)
 
 
+def _sample_moments(node: fx.Node) -> Rule | None:
+    """Sums over all but the samples (dim 0) and channels (dim 1)."""
+    size = shape(operands(node)[0])
+    letters = _letters(size)
+    shift = tuple(letters[:2] for _ in operands(node)[1:])
+    summed = frozenset(f for parts in letters[2:] for f in parts)
+    return Rule((letters, *shift), (((), *letters[:2]),), _sizes(letters, size), reduce=summed)
+
+
 def _statistics(node: fx.Node) -> Rule | None:
-    """Each channel by itself."""
+    """Each channel (of each sample) by itself."""
     letters = _rename(_letters(shape(node)), {0})
-    return Rule((letters, *((letters[1],) for _ in operands(node)[1:])), (letters,), {"f1": shape(node)[1]})
+    return Rule((letters, *(letters[1:] for _ in operands(node)[1:])), (letters,), _sizes(letters, shape(node)))
 
 
 def _normalise(node: fx.Node) -> Rule | None:
-    """Each element by itself, with the vectors of its channel (dim 1); linear in x with the mean and the bias."""
+    """Each element by itself, with the vectors of its channel (dim 1), of all samples or of its own; linear in x with
+    the mean and the bias."""
     size = shape(node)
     letters = _letters(size)
-    vectors = ((letters[1],) for _ in operands(node)[1:])
+    vectors = (letters[1:2] if len(shape(o)) == 1 else letters[:2] for o in operands(node)[1:])
     bias = frozenset(() if node.args[4] is None else (len(operands(node)) - 1,))
     linear = (bias | {0, 1},)
-    return Rule((letters, *vectors), (letters,), _sizes(letters, size), additive=bias, linear=linear)
+    return Rule(
+        (letters, *vectors), (letters,), _sizes(letters, size), additive=bias, linear=linear, local=_local_normalise
+    )
+
+
+def _local_normalise(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """Of samples of which a rank has all of each group it is PyTorch's GroupNorm, which computes the moments itself."""
+    x, mean, var, weight, bias, eps = args
+    groups = whole_groups(x, mean, var, emit.shapes.operands[0][1])
+    dtypes = {value(o).dtype for o in operands(emit.node)[3:]} - {value(emit.node).dtype}
+    if groups is None or dtypes - {wide(value(emit.node).dtype)}:
+        return emit.call(normalise, *args, **kwargs)
+    return emit.call(aten.group_norm.default, x, groups, weight, bias, eps, False)
 
 
 def _part_norm(node: fx.Node) -> Rule | None:
@@ -578,19 +632,25 @@ RULES: dict[Any, Row | Function] = {
     aten.einsum.default: _einsum,
     aten.embedding.default: _embedding,
     aten.expand.default: _expand,
+    aten.gather.default: _gather,
     aten.group_norm.default: _group_norm,
     aten.layer_norm.default: _layer_norm,
     aten.linear.default: Row("... k, n k, +n -> ... n", reduce="k", linear=_LINEAR, contraction=True),
     aten.log_softmax.int: _along("dim"),
     aten.matmul.default: _matmul,
+    aten.max.dim: _position,
     aten.max_pool1d.default: _pool(1),
     aten.max_pool2d.default: _pool(2),
     aten.max_pool2d_with_indices.default: _pool(2),
     aten.max_pool3d.default: _pool(3),
     aten.amax.default: _reduction,
     aten.avg_pool2d.default: _pool(2),
-    aten._adaptive_avg_pool2d.default: _pool(2),
-    aten.adaptive_avg_pool2d.default: _pool(2),
+    aten.adaptive_max_pool1d.default: _pool(1),
+    aten.adaptive_max_pool2d.default: _pool(2),
+    aten.adaptive_max_pool3d.default: _pool(3),
+    aten.argmax.default: _position,
+    aten.argmin.default: _position,
+    aten.min.dim: _position,
     aten.mm.default: Row("m k, k n -> m n", reduce="k", linear=("0", "1"), contraction=True),
     aten.mse_loss.default: _loss,
     aten.binary_cross_entropy.default: _loss,
@@ -601,6 +661,7 @@ RULES: dict[Any, Row | Function] = {
     aten.smooth_l1_loss.default: _loss,
     aten.soft_margin_loss.default: _loss,
     aten.nll_loss_nd.default: _cross_entropy,
+    aten.one_hot.default: _one_hot,
     aten.pad.default: _pad,
     aten.permute.default: _reorder(lambda node, n: [d % n for d in argument(node, "dims")]),
     aten.reshape.default: _view,
@@ -626,5 +687,6 @@ RULES: dict[Any, Row | Function] = {
     moments: _moments,
     normalise: _normalise,
     part_norm: _part_norm,
+    sample_moments: _sample_moments,
     statistics: _statistics,
 }

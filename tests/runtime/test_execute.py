@@ -1,6 +1,8 @@
 """One rank of gloo does what the simulator does."""
 
+import dataclasses
 import itertools
+import math
 import operator
 
 import pytest
@@ -12,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from partway.propagation.collectives import convert, convert_group
 from partway.propagation.indexing import position
+from partway.propagation.windows import Halo, Strided
 from partway.runtime import (
     Simulator,
     Worker,
@@ -38,6 +41,7 @@ from partway.strategy import (
     StrategyError,
     kind,
 )
+from partway.strategy.cut import Cut
 from partway.strategy.placement import PARTIAL_MAX, converts, transpose
 
 MESHES = {2: [{"x": 2}, {"one": 1, "x": 2}], 4: [{"x": 4}, {"dp": 2, "tp": 2}]}
@@ -274,6 +278,53 @@ def check_derivatives(axes):
 @pytest.mark.gloo
 def test_a_conversion_along_two_axes_and_its_gradient_are_one_collective_each(on_ranks):
     on_ranks(4, check_derivatives, {"dp": 2, "tp": 2})
+
+
+def check_short_slices(axes):
+    """Conversions along all axes at once between slices that are not all full, with what is behind their ends."""
+    mesh, generator = Mesh(axes), torch.Generator().manual_seed(0)
+    n = mesh.device_num
+    cuts = [Cut(size, mesh.sizes) for size in (4 * n, 4 * n - 1, 2 * n + 1)]
+    for first, second in itertools.permutations(cuts, 2):
+        rows, columns = Shard(0, first), Shard(1, second)
+        whole, shape = (first.size, second.size), {0: (first.width, second.size), 1: (first.size, second.width)}
+        for source, target, held in [
+            (rows, REPLICATE, shape[0]), (columns, REPLICATE, shape[1]), (REPLICATE, rows, whole),
+            (PARTIAL, rows, whole), (PARTIAL, columns, whole), (columns, PARTIAL, shape[1]),
+            (rows, columns, shape[0]), (columns, rows, shape[1]),
+        ]:  # fmt: skip
+            value = parts_of(held, torch.float64, n, generator)
+            check_code(code_of(source, target, axes, n), [value], mesh)
+
+
+def check_windows(axes):
+    """Windows of all fills, wide and narrow ones, and their gradients."""
+    mesh, generator = Mesh(axes), torch.Generator().manual_seed(0)
+    n, exchanges = mesh.device_num, 0
+    for size, reach, fill, made in [
+        (4 * n, Strided(3, 1, 1), 0.0, 4 * n),
+        (4 * n, Strided(3, 2, 1), -math.inf, 2 * n),
+        (2 * n, Strided(9, 1, 4), 0.0, 2 * n),
+        (3 * n + 1, Strided(5, 1, 2), "reflect", 3 * n + 1),
+        (2 * n + 1, Strided(1, 1, 3), "circular", 2 * n + 7),
+        (n, Strided(1, 1, 2), "replicate", n + 4),
+    ]:
+        held = Cut(size, mesh.sizes)
+        window = Halo(0, "w", reach, fill).window(1, held, Cut(made, mesh.sizes))
+        back = dataclasses.replace(window, adds=True)
+        for source, target, width in ((Shard(1), window, held.width), (back, Shard(1), window.width)):
+            for dtype in (torch.float64, torch.bfloat16):
+                value = parts_of((2, width, 3), dtype, n, generator)
+                exchanges += check_code(code_of(source, target, axes, n), [value], mesh)
+    return exchanges
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("check", [check_short_slices, check_windows])
+def test_slices_and_windows_are_what_the_simulator_makes(on_ranks, check, n):
+    for axes in MESHES[n]:
+        on_ranks(n, check, axes)
 
 
 def make_groups():

@@ -1,0 +1,132 @@
+"""Reductions that are not linear, by sums: variances, norms, and the logarithm of a sum of exponentials.
+
+They are computed in float32 where the tensor is of a lower precision, as PyTorch's kernels do inside. At zero, where a
+square root has no derivative, a standard deviation and a norm have a gradient of zeros, as PyTorch's have.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from .builder import Builder, Expansion
+from .graph import argument, argument_names, operands, shape, value
+from .indexing import wide
+
+aten = torch.ops.aten
+
+
+def _dims(node: fx.Node) -> tuple[int, ...]:
+    """The dims that a call reduces, all where it names none."""
+    count = len(shape(operands(node)[0]))
+    dims = argument(node, "dim") if "dim" in argument_names(node) else None
+    dims = [dims] if isinstance(dims, int) else dims
+    return tuple(d % max(count, 1) for d in dims) if dims else tuple(range(count))
+
+
+def _keeps(node: fx.Node) -> bool:
+    return bool("keepdim" in argument_names(node) and argument(node, "keepdim"))
+
+
+def _correction(node: fx.Node) -> float:
+    """By how much the divisor of a variance is less than the count."""
+    if "unbiased" in argument_names(node):
+        return float(argument(node, "unbiased"))
+    given = argument(node, "correction")
+    return 1.0 if given is None else float(given)
+
+
+def _root(b: Builder, x: fx.Node) -> fx.Node:
+    """The square root, with a gradient of zero at zero."""
+    zero = b(aten.eq.Scalar, x, 0)
+    return b(aten.masked_fill.Scalar, b(aten.sqrt.default, b(aten.masked_fill.Scalar, x, zero, 1.0)), zero, 0.0)
+
+
+def _moments(b: Builder, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Variance and mean. The squares are about the mean as a constant: a variance does not change with what it is
+    about, so that its gradient needs no sum over the ranks."""
+    x = operands(node)[0]
+    if value(x).is_complex():
+        return None
+    dims, keep, dtype = list(_dims(node)), _keeps(node), wide(value(x).dtype)
+    count = math.prod(shape(x)[d] for d in dims)
+    mean = b(aten.div.Scalar, b(aten.sum.dim_IntList, x, dims, True, dtype=dtype), count)
+    away = b(aten.sub.Tensor, x, b(aten.detach.default, mean))
+    squares = b(aten.sum.dim_IntList, b(aten.mul.Tensor, away, away), dims, keep)
+    var = b(aten.div.Scalar, squares, max(count - _correction(node), 0))
+    return var, mean if keep or not dims else b(aten.squeeze.dims, mean, dims)
+
+
+def _var(b: Builder, node: fx.Node) -> fx.Node | None:
+    found = _moments(b, node)
+    return None if found is None else b.cast(found[0], value(node).dtype)
+
+
+def _std(b: Builder, node: fx.Node) -> fx.Node | None:
+    found = _moments(b, node)
+    return None if found is None else b.cast(_root(b, found[0]), value(node).dtype)
+
+
+def _var_mean(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
+    found = _moments(b, node)
+    return None if found is None else tuple(b.cast(v, value(node)[0].dtype) for v in found)
+
+
+def _std_mean(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
+    found = _moments(b, node)
+    if found is None:
+        return None
+    return tuple(b.cast(v, value(node)[0].dtype) for v in (_root(b, found[0]), found[1]))
+
+
+def _norm(b: Builder, node: fx.Node) -> fx.Node | None:
+    """The norms that are a sum or a maximum of magnitudes: of order 1, 2 and infinity."""
+    x, order = operands(node)[0], argument(node, "ord")
+    order = 2.0 if order is None else float(order)
+    several = node.target is aten.linalg_norm.default and argument(node, "dim") is not None and len(_dims(node)) > 1
+    if value(x).is_complex() or order not in (1.0, 2.0, math.inf) or several:  # several: a norm of matrices
+        return None
+    if not shape(x) or not value(x).is_floating_point():
+        return None
+    dims, keep = list(_dims(node)), _keeps(node)
+    x = b.cast(x, wide(argument(node, "dtype") or value(x).dtype))
+    if order == 2:
+        found = _root(b, b(aten.sum.dim_IntList, b(aten.mul.Tensor, x, x), dims, keep))
+    elif order == 1:
+        found = b(aten.sum.dim_IntList, b(aten.abs.default, x), dims, keep)
+    else:
+        found = b(aten.amax.default, b(aten.abs.default, x), dims, keep)
+    return b.cast(found, value(node).dtype)
+
+
+def _logsumexp(b: Builder, node: fx.Node) -> fx.Node | None:
+    """log(sum of exp(x - m)) + m with m the largest, a constant; an infinite m is no help."""
+    x, dims, keep = operands(node)[0], list(_dims(node)), _keeps(node)
+    if not value(x).is_floating_point() or not shape(x):
+        return None
+    largest = b(aten.amax.default, b(aten.detach.default, x), dims, True)
+    largest = b(aten.masked_fill.Scalar, largest, b(aten.isinf.default, largest), 0.0)
+    total = b(aten.sum.dim_IntList, b(aten.exp.default, b(aten.sub.Tensor, x, largest)), dims, keep)
+    return b(aten.add.Tensor, b(aten.log.default, total), largest if keep else b(aten.squeeze.dims, largest, dims))
+
+
+REDUCTIONS: dict[Any, Expansion] = {
+    aten.linalg_norm.default: _norm,
+    aten.linalg_vector_norm.default: _norm,
+    aten.logsumexp.default: _logsumexp,
+    aten.std.correction: _std,
+    aten.std.default: _std,
+    aten.std.dim: _std,
+    aten.std_mean.correction: _std_mean,
+    aten.std_mean.default: _std_mean,
+    aten.std_mean.dim: _std_mean,
+    aten.var.correction: _var,
+    aten.var.default: _var,
+    aten.var.dim: _var,
+    aten.var_mean.correction: _var_mean,
+    aten.var_mean.default: _var_mean,
+    aten.var_mean.dim: _var_mean,
+}
