@@ -110,3 +110,21 @@ class Encoder(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.mse_loss(x, target)
+
+
+class ConvStack(nn.Module):
+    """Six 3x3 convolutions with ReLU between, two of which halve height and width, and the mean squared error."""
+
+    CHANNELS = (3, 16, 32, 32, 64, 64, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Conv2d(a, b, 3, stride=2 if i in (1, 3) else 1, padding=1)
+            for i, (a, b) in enumerate(pairwise(self.CHANNELS))
+        )
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = F.relu(layer(x))
+        return F.mse_loss(self.layers[-1](x), target)

@@ -2,6 +2,7 @@
 
 flops(program)       floating-point operations of one rank
 wire(program)        bytes that one rank sends
+exchanges(program)   the windows that are made of neighbours' slices, and what they send
 memory(program)      bytes that one rank holds: at rest, and at most
 """
 
@@ -20,7 +21,8 @@ from partway.fusion.program import Program
 from partway.propagation.collectives import convert, convert_group, kind_of
 from partway.propagation.cost import wire_bytes
 from partway.propagation.problem import is_view
-from partway.strategy.placement import Kind
+from partway.strategy.cut import Window
+from partway.strategy.placement import Kind, placement_from_code
 
 aten = torch.ops.aten
 
@@ -85,9 +87,56 @@ def _wire(node: fx.Node) -> float:
     arguments: tuple[Any, ...] = node.args
     given, source, target, _, size, _ = arguments
     kind = kind_of(source, target)
+    if kind is Kind.EXCHANGE:
+        return _sent(node)
     # The payload of an all_gather is what it makes; of the others, what they are given.
     held = [node] if kind is Kind.ALL_GATHER else given if node.target is convert_group else [given]
     return sum(wire_bytes(kind, _bytes(tensor), size) for one in held for tensor in _tensors(_value(one)))
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """What makes windows of slices in a step, and adds up the gradients of windows.
+
+    count     conversions, each of which is one collective
+    permutes  how often all ranks of an axis pass something on to the one so much further: what a compiler without such
+              a collective would run
+    sent      bytes that the busiest rank sends in each, added up
+    """
+
+    count: int
+    permutes: int
+    sent: float
+
+
+def exchanges(program: Program) -> Exchanges:
+    """Counted on the graphs: of each conversion the rows of a window that lie in another rank's slice."""
+    found = [
+        node
+        for graph in graphs(program)
+        for node in graph.nodes
+        if node.target is convert and kind_of(str(node.args[1]), str(node.args[2])) is Kind.EXCHANGE
+    ]
+    return Exchanges(len(found), sum(_window(node).offsets for node in found), sum(map(_sent, found)))
+
+
+def _window(node: fx.Node) -> Window:
+    """The window of an exchange, whichever side of it that is."""
+    sides = (placement_from_code(str(code)) for code in node.args[1:3])
+    return next(side for side in sides if isinstance(side, Window))
+
+
+def _sent(node: fx.Node) -> float:
+    """Bytes that the busiest rank sends in an exchange: where windows are made, of its slice to the others; where
+    what overlaps is added up, of its window to those whose slices that is."""
+    window = _window(node)
+    sent = [0] * len(window.spans)
+    for position in range(len(window.spans)):
+        for strip in window.strips(position):
+            if strip.source != position:
+                sent[position if window.adds else strip.source] += strip.rows
+    given = _value(node.args[0])
+    return max(sent) * _bytes(given) / given.shape[window.dim]
 
 
 @dataclass(frozen=True)
