@@ -432,7 +432,7 @@ def main(
         failed += [p.name for p, case in zip(plans, cases, strict=True) if p.misses(case.peers)]
         data["plans"] = [asdict(p) for p in plans]
     if only in ("", "memory"):
-        todo = steps(64 if small else 2048, small=small)
+        todo = steps(128 if small else 2048, small=small)
         memory = {step.name: held(step, ranks) for step in todo}
         console.print(memory_table(memory, todo))
         failed += [step.name for step in todo if above(step, memory[step.name])]
