@@ -177,14 +177,8 @@ def _gather(node: fx.Node) -> Rule | None:
     dim = argument(node, "dim") % len(size)
     partial = {d for d, (n, m) in enumerate(zip(shape(x), size, strict=True)) if n != m}
     letters = _rename(_letters(size), partial | {dim})
-    return Rule((letters, letters), (letters,), _sizes(letters, size), linear=(frozenset({0}),))
-
-
-def _one_hot(node: fx.Node) -> Rule | None:
-    """Each index by itself, if the number of classes does not depend on them."""
-    size = shape(operands(node)[0])
-    letters = _letters(size)
-    return None if argument(node, "num_classes") < 0 else Rule((letters,), ((*letters, ()),), _sizes(letters, size))
+    # behind the end of a short slice an index may be any number, also one that x does not have
+    return Rule((letters, letters), (letters,), _sizes(letters, size), linear=(frozenset({0}),), fill=0.0)
 
 
 def _reduction(node: fx.Node) -> Rule | None:
@@ -451,8 +445,10 @@ def _class_terms(node: fx.Node) -> Rule | None:
 
 
 def _local_class_terms(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """A rank that holds a part of the classes is told which."""
+    """A rank that holds a part of the classes is told which. Behind the ends of short slices is some class."""
     x, maximum, target, _, *rest = args
+    for mask in emit.behind(2, target):
+        target = emit.call(aten.masked_fill.Scalar, target, mask, 0)
     return emit.call(class_terms, x, maximum, target, emit.part("f1")[1], *rest, **kwargs)
 
 
@@ -464,7 +460,7 @@ def _embedding(node: fx.Node) -> Rule | None:
         row = replace(row, whole=" ".join(["v", *uses]))
     elif argument(node, "sparse"):
         row = replace(row, whole="v")
-    return parse_row(row, node)
+    return replace(parse_row(row, node), fill=0.0)  # behind the end of a short slice an index may be any number
 
 
 def _local_embedding(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -516,9 +512,11 @@ def _local_moments(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any])
         if shift is None:
             x = emit.call(aten.masked_fill.Scalar, x, mask, 0.0)
         else:
+            size = emit.shapes.operands[1]
             around = [1] * (len(emit.shapes.operands[0]) - 2)
-            x = emit.call(aten.where.self, mask, emit.call(aten.reshape.default, shift, [1, -1, *around]), x)
-    return emit.call(moments, x, shift)
+            spread = emit.call(aten.reshape.default, shift, [*([1] if len(size) == 1 else []), *size, *around])
+            x = emit.call(aten.where.self, mask, spread, x)
+    return emit.call(emit.node.target, x, shift)
 
 
 def _sample_moments(node: fx.Node) -> Rule | None:
@@ -527,7 +525,10 @@ def _sample_moments(node: fx.Node) -> Rule | None:
     letters = _letters(size)
     shift = tuple(letters[:2] for _ in operands(node)[1:])
     summed = frozenset(f for parts in letters[2:] for f in parts)
-    return Rule((letters, *shift), (((), *letters[:2]),), _sizes(letters, size), reduce=summed)
+    return Rule(
+        (letters, *shift), (((), *letters[:2]),), _sizes(letters, size), reduce=summed, even=frozenset(letters[1]),
+        local=_local_moments, masks=True,
+    )  # fmt: skip
 
 
 def _statistics(node: fx.Node) -> Rule | None:
@@ -544,9 +545,11 @@ def _normalise(node: fx.Node) -> Rule | None:
     vectors = (letters[1:2] if len(shape(o)) == 1 else letters[:2] for o in operands(node)[1:])
     bias = frozenset(() if node.args[4] is None else (len(operands(node)) - 1,))
     linear = (bias | {0, 1},)
+    even = frozenset(letters[1]) if len(shape(operands(node)[1])) == 2 else frozenset[str]()  # groups are whole
     return Rule(
-        (letters, *vectors), (letters,), _sizes(letters, size), additive=bias, linear=linear, local=_local_normalise
-    )
+        (letters, *vectors), (letters,), _sizes(letters, size), additive=bias, linear=linear, local=_local_normalise,
+        even=even,
+    )  # fmt: skip
 
 
 def _local_normalise(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -661,7 +664,6 @@ RULES: dict[Any, Row | Function] = {
     aten.smooth_l1_loss.default: _loss,
     aten.soft_margin_loss.default: _loss,
     aten.nll_loss_nd.default: _cross_entropy,
-    aten.one_hot.default: _one_hot,
     aten.pad.default: _pad,
     aten.permute.default: _reorder(lambda node, n: [d % n for d in argument(node, "dims")]),
     aten.reshape.default: _view,

@@ -211,8 +211,6 @@ CASES = [
     case(aten.mm.default, "m k n", torch.mm, real(4, 4), real(4, 4), linear=2),
     case(aten.mse_loss.default, "f0 f1", F.mse_loss, real(4, 4), real(4, 4)),
     case(aten.nll_loss_nd.default, "f0", F.nll_loss, real(4, 4), index(4, 4)),
-    case(aten.one_hot.default, "f0 f1", lambda i, x: F.one_hot(i, 3).permute(0, 2, 1) * x,
-         index(3, 4, 4), real(4, 3, 4)),
     case(aten.pad.default, "f0", lambda x: F.pad(x, (1, 2)), real(4, 4), linear=1),
     case(aten.pad.default, "f0", lambda x: F.pad(x, (1, 1), mode="reflect"), real(4, 4)),
     case(aten.pad.default, "f0 f1", lambda x: F.pad(x, (0, 0, 2, 1), value=1.0), real(4, 4, 3, 1)),

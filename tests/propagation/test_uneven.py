@@ -57,6 +57,17 @@ SPLIT = {
     "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (real(5, 7, 6), real(7), real(7))),
     "attention": (F.scaled_dot_product_attention, (real(3, 5, 7, 2), real(3, 5, 6, 2), real(3, 5, 6, 2))),
     "embedding": (lambda w, i: F.embedding(i, w), (real(9, 5), index(9, 7))),
+    "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), (real(3, 4, 5, 7), real(4), real(4))),
+    "instance_norm": (F.instance_norm, (real(3, 4, 5, 7),)),
+    "norm_of_images": (lambda x, w: F.layer_norm(x, (4, 5, 7), w), (real(3, 4, 5, 7), real(4, 5, 7))),
+    "variance": (lambda x: x.var(1) + x.std((0, 1)) + torch.linalg.vector_norm(x), (real(5, 7),)),
+    "logsumexp": (lambda x: x.logsumexp(1).sum() + x.logsumexp(0), (real(5, 7),)),
+    "gather": (lambda x, i: x.gather(1, i.cumsum(0) % 7) * 2, (real(5, 7), index(7, 5, 7))),
+    "positions": (
+        lambda w, i: F.embedding((i > 0).long().cumsum(1) - 1 + (i <= 0).long(), w),
+        (real(9, 5), index(3, 7, 5)),
+    ),
+    "one_hot": (lambda i, w: F.one_hot(i - 1 + (i == 0).long(), 5).double() @ w, (index(5, 7, 3), real(5, 2))),
     "transposed": (lambda x, w: x.transpose(0, 1) @ w, (real(5, 7), real(5, 6))),
     "loss": (F.mse_loss, (real(5, 7), real(5, 7))),
 }
