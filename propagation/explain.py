@@ -14,14 +14,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, permutations
 
+import numpy as np
+from torch import fx
+
 from ..strategy.errors import StrategyError, UnknownOperatorWarning
 from ..strategy.notation import counted
-from ..strategy.placement import Placement, converts
+from ..strategy.placement import Kind, Placement, converts
 from .conversion import ConversionTable
 from .eliminate import Solution
-from .graph import beside_losses
+from .graph import Port, beside_losses, operands, source_of
 from .lower import Collective, LocalProgram, collectives_of, lower, tensor_name
-from .problem import SearchProblem, formulate
+from .problem import SearchProblem, Vertex, formulate
 from .search import SearchMode, search
 from .units import human, lasting
 
@@ -85,12 +88,31 @@ def _unlimited(problem: SearchProblem) -> SearchProblem:
 
 def without_collective(problem: SearchProblem, c: Collective) -> SearchProblem:
     """`problem`, in which the tensor of `c` is converted by no collective like it: of its kind, in its phase, over any
-    of its axes."""
+    of its axes. Of an exchange: in which no operator reads such windows of it. Raises StrategyError where an operator
+    is left without an option."""
     inputs = {port.node: port for port in problem.graph.inputs}
     of_tensor = {edge for edge in problem.edges if tensor_name(inputs, edge.value) == c.tensor}
+    if c.kind is Kind.EXCHANGE:
+        return replace(problem, vertices=tuple(_without_windows(v, c, inputs) for v in problem.vertices))
     barred = {table: replace(table, barred=_like(c, table)) for table in {edge.table for edge in of_tensor}}
     edges = (replace(e, table=barred[e.table]) if e in of_tensor else e for e in problem.edges)
     return replace(problem, edges=tuple(edges))
+
+
+def _without_windows(vertex: Vertex, c: Collective, inputs: Mapping[fx.Node, Port]) -> Vertex:
+    """`vertex` with the options only that make no windows of the tensor of `c` over any of its axes."""
+    if vertex.rule is None or not vertex.rule.windows:
+        return vertex
+    sources = [source_of(operand) for operand in operands(vertex.node)]
+    read = [halo for halo in vertex.rule.windows if tensor_name(inputs, sources[halo.operand]) == c.tensor]
+    options, names = vertex.options, vertex.options.names
+    along = [options.mesh.index(axis) for axis in c.axes]
+    kept = np.ones(len(options), dtype=bool)
+    for halo in read:
+        kept &= ~(options.factors[:, along] == names.index(halo.factor)).any(axis=1)
+    if not kept.any():
+        raise StrategyError(f"{vertex.name} has no other strategy than one with windows of {c.tensor}")
+    return replace(vertex, options=options.take(kept))
 
 
 def _like(c: Collective, table: ConversionTable) -> frozenset[tuple[tuple[str, ...], Placement, Placement]]:
@@ -166,7 +188,10 @@ class Alternatives:
         """The cheapest plan without a collective like `c`; None where there is none."""
         key = (c.tensor, c.kind, c.phase, c.axes)
         if key not in self._known:
-            self._known[key] = best(without_collective(self.problem, c))
+            try:
+                self._known[key] = best(without_collective(self.problem, c))
+            except StrategyError:
+                self._known[key] = None
         return self._known[key]
 
     def dropping(self, *left_out: Written) -> Outcome | None:

@@ -138,3 +138,11 @@ def test_an_image_narrower_than_its_halo_is_fetched_over_several_hops(bytes_alon
     with pw.auto_parallel_context(device_profile=bytes_alone):
         sharded = pw.shard(module, mesh={"w": 8}, in_strategy=(strategy,), out_strategy=(strategy,))
         torch.testing.assert_close(sharded(x), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_an_exchange_is_explained_by_what_a_plan_without_it_costs(bytes_alone):
+    module, x = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1)), torch.empty(1, 3, 16, 64)
+    text = str(planned(module, (x,), {"w": 4}, bytes_alone, (None, None, None, "w")).plan.explain("1"))
+    (said,) = [part for part in text.split("forward ") if part.startswith("exchange over w (4 ranks) of conv2d")]
+    assert "because aten.conv2d.default conv2d (w:s1) meets aten.conv2d.default conv2d_1 (w:s1)" in said
+    assert "the cheapest plan without it takes 28 ms more and sends 28 kB more a step" in said
