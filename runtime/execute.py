@@ -115,9 +115,9 @@ class Worker:
         RuntimeStateError if one has another shape."""
         parts = []
         for tensor, port in zip(tensors, placed, strict=True):
-            part = tensor
-            if isinstance(tensor, DTensor):
-                part = full_part(tensor._local_tensor, port.local_shape)
+            part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if part.shape != port.local_shape and part.shape == Placed(port.layout, port.shape).held(self.rank):
+                part = full_part(part, port.local_shape)
             if part.shape != port.local_shape:
                 raise RuntimeStateError(
                     f"rank {self.rank} got {port.port.name} of shape {list(part.shape)}; its part under "

@@ -177,8 +177,10 @@ def gradient_of(tensor: Tensor, part: Tensor) -> Tensor:
     """The gradient of `tensor` of which `part` is this rank's: a DTensor placed like it if it is one."""
     if not isinstance(tensor, DTensor):
         return part
-    held = part[tuple(slice(0, size) for size in tensor._local_tensor.shape)]
-    return DTensor(held, tensor._spec, requires_grad=False)
+    held = tensor._local_tensor.shape
+    if part.shape != held:  # a short slice
+        part = part[tuple(slice(0, size) for size in held)]
+    return DTensor(part, tensor._spec, requires_grad=False)
 
 
 def as_dtensor(part: Tensor, layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:

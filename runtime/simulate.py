@@ -47,8 +47,8 @@ class Simulator:
     def leave(self, values: Sequence[Parts], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
         """Put the parts of every rank together."""
         results = []
-        for parts, (layout, shape), held in zip(values, placed, shared, strict=True):
-            whole = join(parts, layout, shape)
+        for parts, place, held in zip(values, placed, shared, strict=True):
+            whole = join(parts, place.layout, place.shape)
             results.append(whole.clone() if held and whole.data_ptr() == parts[0].data_ptr() else whole)
         return results
 

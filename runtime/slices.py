@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,7 +13,22 @@ from ..strategy.cut import Strip, Window
 from ..strategy.layout import Layout
 from ..strategy.placement import Shard
 
-Placed = tuple[Layout, tuple[int, ...]]  # where a tensor is, and its global shape
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """Where a tensor of global `shape` is."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether no slice of it is short."""
+        return not self.layout.cuts or self.layout.divides(self.shape)
+
+    def held(self, rank: int) -> tuple[int, ...]:
+        """The shape of what `rank` has of it, without what is behind the ends of its slices."""
+        return tuple(s.stop - s.start for s in self.layout.slices(self.shape, rank))
 
 
 def padded(part: Tensor, dim: int, width: int) -> Tensor:
@@ -39,10 +56,7 @@ def full_part(part: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def short_part(part: Tensor, placed: Placed, rank: int) -> Tensor:
     """What `rank` has of a tensor in its full `part`."""
-    layout, shape = placed
-    if not layout.cuts or layout.divides(shape):
-        return part
-    return part[tuple(slice(0, s.stop - s.start) for s in layout.slices(shape, rank))]
+    return part if placed.even else part[tuple(slice(0, size) for size in placed.held(rank))]
 
 
 def pieces(whole: Tensor, placement: Shard, count: int) -> Sequence[Tensor]:

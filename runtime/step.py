@@ -100,7 +100,7 @@ class Backward(Loaded):
         super().__init__(step.backward, "backward", examples, loader)
         slots = iter(self.code.outputs)
         self.arriving = [needs and next(slots) is not None for needs in step.needed]
-        self.placed = [(p.layout.dual(), p.shape) for p in itertools.compress(step.program.inputs, self.arriving)]
+        self.placed = [Placed(p.layout.dual(), p.shape) for p in itertools.compress(step.program.inputs, self.arriving)]
         self.shared = [held for held, slot in zip(self.code.shared, self.code.outputs, strict=True) if slot is not None]
 
     def values(self, inputs: list[Any]) -> list[Any]:
@@ -163,7 +163,7 @@ class CompiledStep:
     def __post_init__(self) -> None:
         program = self.step.program
         self.loader = Loader(self.executor, self.backend)
-        self.results = [(placed.layout, placed.shape) for placed in program.outputs]
+        self.results = [Placed(placed.layout, placed.shape) for placed in program.outputs]
         self.differentiable = [placed.port.requires_grad for placed in program.outputs]
         nodes = self.step.forward.graph.nodes
         self.random = any(node.op == "call_function" and draws_random_numbers(node) for node in nodes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 
 from .cut import Cut
 from .errors import StrategyError
@@ -95,13 +95,7 @@ class Layout:
 
     def slices(self, shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
         """Where `rank`'s part lies in a tensor of global `shape`. Raises StrategyError as `local_shape` does."""
-        self._check(shape)
-        found = []
-        for dim, size in enumerate(shape):
-            axes = self.axes_of(dim)
-            position = self.mesh.position(rank, *axes) if axes else 0
-            found.append(slice(*self.cut(dim, size).spans[position]))
-        return tuple(found)
+        return _slices(self, shape, rank)
 
     def _check(self, shape: tuple[int, ...]) -> None:
         missing = [p.dim for p in self.placements if isinstance(p, Shard) and p.dim >= len(shape)]
@@ -124,6 +118,17 @@ class Layout:
 
     def __str__(self) -> str:
         return "[" + " ".join(f"{a}:{p}" for a, p in zip(self.mesh.axes, self.placements, strict=True)) + "]"
+
+
+@lru_cache(maxsize=65536)
+def _slices(found: Layout, shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
+    found._check(shape)
+    slices = []
+    for dim, size in enumerate(shape):
+        axes = found.axes_of(dim)
+        position = found.mesh.position(rank, *axes) if axes else 0
+        slices.append(slice(*found.cut(dim, size).spans[position]))
+    return tuple(slices)
 
 
 @cache

@@ -231,6 +231,31 @@ def test_no_grad_and_a_second_shape(on_ranks: Ranks) -> None:
     on_ranks(2, infers)
 
 
+def ends_an_epoch() -> None:
+    """Batches that two ranks cannot share evenly, with a gradient of the input and an output that stays split."""
+    fresh()
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 5)).double()
+    split = {"mesh": {"dp": 2}, "in_strategy": (("dp", None),), "out_strategy": (("dp", None),)}
+    model: Any = pw.shard(copy.deepcopy(plain), **split)
+    for batch in (8, 7, 3):
+        x = torch.randn(batch, 6, dtype=torch.float64, requires_grad=True)
+        again = x.detach().clone().requires_grad_()
+        plain.zero_grad()
+        model.zero_grad()
+        expected, found = plain(x), model(again)
+        assert isinstance(found, DTensor)
+        assert found.to_local().shape == (batch - batch // 2 if dist.get_rank() == 0 else batch // 2, 5)
+        assert_equal(whole(found), expected)
+        expected.pow(3).sum().backward()
+        found.pow(3).sum().backward()
+        assert_equal(whole(again.grad), x.grad)
+        assert_same_gradients(whole_gradients(model), gradients_of(plain), EXACT)
+
+
+def test_the_last_batch_of_an_epoch_may_be_cut_unevenly(on_ranks: Ranks) -> None:
+    on_ranks(2, ends_an_epoch)
+
+
 def drops() -> None:
     case, options = CASES["gpt2"], {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.3, "n_layer": 1}
     fresh()

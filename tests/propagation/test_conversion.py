@@ -21,7 +21,7 @@ from partway.propagation.profile import profile_of
 from partway.runtime import record_collectives
 from partway.runtime.instructions import assemble_code
 from partway.runtime.simulate import Simulator, join, split
-from partway.runtime.slices import short_part
+from partway.runtime.slices import Placed, short_part
 from partway.strategy import BROADCAST, PARTIAL, REPLICATE, Layout, Mesh, Partial, Shard
 from partway.strategy.placement import PARTIAL_MAX, Kind, kind, placement_from_code, transpose
 
@@ -287,7 +287,7 @@ def assert_parts_of(whole, parts, found):
     """`parts` are those of `whole` laid out as `found`, its copies equal."""
     shape = tuple(whole.shape)
     assert torch.equal(join(parts, found, shape), whole)
-    parts = [short_part(part, (found, shape), rank) for rank, part in enumerate(parts)]
+    parts = [short_part(part, Placed(found, shape), rank) for rank, part in enumerate(parts)]
     for part, copy in zip(parts, copied(parts, found), strict=True):
         assert torch.equal(part, copy)
 

@@ -11,6 +11,7 @@ from partway.propagation.collectives import convert, convert_group
 from partway.propagation.cost import wire_bytes
 from partway.runtime import Simulator, join, record_collectives, split
 from partway.runtime.instructions import assemble_code
+from partway.runtime.slices import Placed
 from partway.strategy import BROADCAST, PARTIAL, REPLICATE, Kind, Layout, Mesh, Partial, Shard, kind
 
 aten = torch.ops.aten
@@ -42,8 +43,8 @@ def test_what_is_cut_from_one_tensor_is_that_tensor_and_only_if_all_of_it_is_in_
         assert joined is not whole
         assert torch.equal(joined, torch.cat(parts))
     simulator = Simulator(layout.mesh)
-    assert simulator.leave([[upper, lower]], [(layout, (4, 4))], [False])[0] is whole
-    (copied,) = simulator.leave([[upper, lower]], [(layout, (4, 4))], [True])
+    assert simulator.leave([[upper, lower]], [Placed(layout, (4, 4))], [False])[0] is whole
+    (copied,) = simulator.leave([[upper, lower]], [Placed(layout, (4, 4))], [True])
     assert torch.equal(copied, whole)
     assert copied.data_ptr() != whole.data_ptr()
 
