@@ -10,8 +10,8 @@ Models stand on the meta device; nothing runs. A row fails, and with it the comm
     claim       the plan, the program's list of collectives and the program's graphs disagree on the bytes sent
 
 What a tensor that a row does not annotate looks like at rest is the search's choice, as everything else.
-The two cases of suite A that split the image are in spatial.py: resnet50 with W split 8, and a stack of convolutions with
-H split 2 and W split 4.
+The two cases of suite A that split the image are in spatial.py: resnet50 with W split 8, and a stack of convolutions
+with H split 2 and W split 4.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 plans     on the meta device, for the profile `cpu`: the bytes that the busiest rank sends in exchanges of halos, their
           number (as collectives, and as the permutes between neighbours that a compiler without them runs), all that
-          one rank sends in a step, and FLOPs, beside XLA's GSPMD (jax 0.10.2) and the best by hand
+          one rank sends in a step, FLOPs, and the most bytes that live beyond those before the step, beside XLA's
+          GSPMD (jax 0.10.2) and the best by hand
 memory    a step (forward and backward, float32) on gloo processes with one thread each, of an image split along W: the
           most bytes of tensors alive beyond those there before the step, beside an equal share of the same of PyTorch
           on one device
@@ -35,7 +36,7 @@ import typer
 import zarr
 from live_bytes import LiveBytes, storages
 from peer_models import ConvStack
-from program_figures import exchanges, flops, wire
+from program_figures import exchanges, flops, memory, wire
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -70,6 +71,7 @@ class Peer:
     permutes: int | None = None
     wire: float | None = None
     flops: float | None = None
+    temporary: float | None = None
 
 
 @dataclass(frozen=True)
@@ -105,14 +107,15 @@ def resnet(batch: int, *, kept: bool = False, peers: tuple[Peer, ...] = ()) -> C
 
 
 GRID: Strategy = (None, None, "h", "w")
+GSPMD = Peer("GSPMD", None, 97, 181 * MB, 32.6e9, 355 * MB)
 CASES = (
     Case(
         "convstack, H split 2, W split 4", ConvStack, (1, 3, 2048, 2048), (1, 3, 512, 512), {"h": 2, "w": 4},
         (GRID, GRID),
-        (Peer("GSPMD", 2.25 * MB, 56, 2.0 * MB, 23.6e9), Peer("by hand", 1.43 * MB, 36)),
+        (Peer("GSPMD", 2.25 * MB, 56, 2.0 * MB, 23.6e9, 221 * MB), Peer("by hand", 1.43 * MB, 36)),
     ),
-    resnet(8, peers=(Peer("GSPMD", None, 97, 181 * MB, 32.6e9),)),
-    resnet(8, kept=True, peers=(Peer("GSPMD", None, 97, 181 * MB, 32.6e9),)),
+    resnet(8, peers=(GSPMD,)),
+    resnet(8, kept=True, peers=(GSPMD,)),
     resnet(1),
     resnet(1, kept=True),
     Case(
@@ -130,6 +133,7 @@ class Planned:
     wire       all that one rank sends
     claimed    of that, what the plan says
     even       an equal share of the FLOPs of one device
+    temporary  the most bytes that live at any time beyond those before the step, by liveness on the graphs
     """
 
     name: str
@@ -140,6 +144,7 @@ class Planned:
     claimed: float
     flops: int
     even: float
+    temporary: int
     certificate: str
 
     def misses(self, peers: Sequence[Peer]) -> tuple[str, ...]:
@@ -163,7 +168,8 @@ def planned(case: Case) -> Planned:
     sent, ranks = exchanges(found.program), pw.Mesh(case.mesh).device_num
     return Planned(
         case.name, sent.sent, sent.count, sent.permutes, wire(found.program), found.plan.wire_bytes,
-        flops(found.program), single / ranks, str(found.plan.certificate),
+        flops(found.program), single / ranks, memory(found.program).beyond_rest,
+        str(found.plan.certificate),
     )  # fmt: skip
 
 
@@ -180,16 +186,18 @@ def _same(x: Tensor) -> Tensor:
 
 def plans_table(found: Sequence[Planned], cases: Sequence[Case]) -> Table:
     table = _table(
-        "one rank, one step; MB of 10^6 bytes", "case", "halo MB", "exchanges", "permutes", "wire MB", "GFLOP", "even"
-    )
-    table.add_column("peers: halo MB, permutes; wire MB; GFLOP")
+        "one rank, one step; MB of 10^6 bytes", "case", "halo MB", "exchanges", "permutes", "wire MB", "GFLOP", "even",
+        "temp MB",
+    )  # fmt: skip
+    table.add_column("peers: halo MB, permutes; wire MB; GFLOP; temp MB")
     table.add_column("search")
     table.add_column("")
     for row, case in zip(found, cases, strict=True):
         missed = row.misses(case.peers)
         table.add_row(
             row.name, f"{row.halo / MB:.3f}", str(row.exchanged), str(row.permutes), f"{row.wire / MB:.3f}",
-            f"{row.flops / 1e9:.4g}", f"{row.even / 1e9:.4g}", "\n".join(map(_words, case.peers)),
+            f"{row.flops / 1e9:.4g}", f"{row.even / 1e9:.4g}",
+            f"{row.temporary / MB:.1f}", "\n".join(map(_words, case.peers)),
             row.certificate.partition(": ")[2], _verdict(missed) if case.peers else "",
         )  # fmt: skip
     return table
@@ -197,8 +205,8 @@ def plans_table(found: Sequence[Planned], cases: Sequence[Case]) -> Table:
 
 def _words(peer: Peer) -> str:
     halo = f"{peer.halo / MB:g}, {peer.permutes}" if peer.halo else f"{peer.permutes} permutes"
-    sent = [f"{peer.wire / MB:g}"] if peer.wire else []
-    return "; ".join([f"{peer.by} {halo}", *sent, *([f"{peer.flops / 1e9:g}"] if peer.flops else [])])
+    known = ((peer.wire, MB), (peer.flops, 1e9), (peer.temporary, MB))
+    return "; ".join([f"{peer.by} {halo}", *(f"{amount / unit:g}" for amount, unit in known if amount)])
 
 
 # -- Memory ------------------------------------------------------------------------------------------------------------
@@ -376,8 +384,9 @@ class Read:
 
 def reading(pixels: int, tile: int, halo: int, ranks: int, folder: Path) -> Iterator[Read]:
     """Write an image as TIFF and as Zarr, and read each rank's columns of it with a halo."""
-    ramp = np.arange(pixels, dtype=np.uint32)
-    image = ((ramp[:, None] // 32 + ramp * 3) % 251).astype(np.uint8)  # compresses, but no two tiles are equal
+    ramp = np.arange(pixels, dtype=np.uint32) // 32
+    noise = np.random.default_rng(0).integers(0, 16, (pixels, pixels), np.uint8)
+    image = ((ramp[:, None] + ramp) % 240).astype(np.uint8) + noise  # compresses to about half, as pictures do
     tifffile.imwrite(folder / "image.tif", image, tile=(tile, tile), compression="zlib", compressionargs={"level": 1})
     zarr.create_array(folder / "image.zarr", data=image, chunks=(tile, tile))
     for name in ("image.tif", "image.zarr"):
