@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..strategy.errors import CaptureError, PartwayError
 from ..strategy.notation import counted
+from .absorb import absorb
 from .expand import expand
 from .graph import (
     Graph,
@@ -384,6 +385,7 @@ def _graph(
     if device == "meta":
         _leave_meta(module)
     expand(module, batch_norm_parts)
+    absorb(module)
     _prune(module)
     final = next(node for node in module.graph.nodes if node.op == "output").args[0]
     graph = Graph(module, tuple(ports), (), result, aliases, constants, device)
