@@ -9,6 +9,7 @@ The passes, in order:
                    `scaled_dot_product_attention` whole, autocast as casts, mutated buffers as outputs
     unify_tied     the inputs of one tied parameter become one
     expand         operators whose rule would not be local become sums and pointwise operators (expand.py)
+    absorb         convolutions take the padding of their operands upon themselves (absorb.py)
     prune          views become reshapes; asserts and dead nodes go
 """
 

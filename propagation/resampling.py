@@ -10,6 +10,7 @@ so; the rest, in one call, by PyTorch's kernel.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -40,7 +41,7 @@ class Mode:
 
 
 # The operators of torch.nn.functional.interpolate.
-_MODES = {
+_MODES: dict[Any, Mode] = {
     aten.upsample_nearest1d.vec: Mode("nearest", aten.upsample_nearest1d.default),
     aten.upsample_nearest2d.vec: Mode("nearest", aten.upsample_nearest2d.default),
     aten.upsample_nearest3d.vec: Mode("nearest", aten.upsample_nearest3d.default),
@@ -180,7 +181,8 @@ def _local_interpolation(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str,
     node, split, samplings = emit.node, split_dims(emit), _samplings(emit.node)
     if not split:
         return emit.call(node.target, *args, **kwargs)
-    x, sizes, scales = args[0], list[int](), list[float | None]()
+    x: fx.Node = args[0]
+    sizes, scales = list[int](), list[float | None]()
     for dim, sampling in samplings.items():
         size, scale = sampling.made, sampling.scale
         if dim in split and sampling.ratio:
@@ -193,6 +195,11 @@ def _local_interpolation(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str,
     if any(dim not in split or sampling.ratio for dim, sampling in samplings.items()):
         corners = (argument(node, "align_corners"),) if "align_corners" in argument_names(node) else ()
         x = emit.call(_MODES[node.target].sized, x, sizes, *corners, *scales)
+    return _without_margins(emit, x, split, samplings)
+
+
+def _without_margins(emit: Emitter, x: fx.Node, split: dict[int, str], samplings: dict[int, Sampling]) -> fx.Node:
+    """The slice of each dim that is enlarged that a rank has of what its window became."""
     for dim, factor in split.items():
         ratio, cut = samplings[dim].ratio, emit.cut(factor)
         if ratio:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..strategy.cut import REPEATS
 from .absorb import padded_convolution
 from .graph import argument, argument_names, operands, shape, value
 from .indexing import wide
@@ -26,7 +27,7 @@ from .windows import Halo, Reach, Rows, Spread, Strided
 aten = torch.ops.aten
 _PAD = aten.constant_pad_nd.default
 # Convolutions whose padding is a word, and those that take numbers.
-_WITH_NUMBERS = {
+_WITH_NUMBERS: dict[Any, Any] = {
     aten.conv1d.padding: aten.conv1d.default,
     aten.conv2d.padding: aten.conv2d.default,
     aten.conv3d.padding: aten.conv3d.default,
@@ -86,6 +87,7 @@ def constants(
 ) -> fx.Node:
     """The numbers in `rows`, those of each part of `factor`, of which a rank has its own."""
     flat = [float(number) for row in rows for number in row]
+    like = emit.call(aten.detach.default, like)  # whose gradient these have no part in
     return emit.call(of_rank, like, emit.position(factor), flat, len(rows[0]), dtype)
 
 
@@ -153,9 +155,9 @@ def _convolution(
         out = (*lead, ("g", "o"), *space)
     operand_count = len(operands(node))
     halos = tuple(Halo(0, space[d][0], reaches[d], fill) for d in range(count) if space[d])
-    linear = (frozenset({0, 2}), frozenset({1, 2})) if operand_count == 3 else (frozenset({0}), frozenset({1}))
-    if fill not in (0.0, "reflect", "replicate", "circular"):  # what is beyond the ends is an addend of its own
-        linear = (linear[1],)
+    bias = frozenset({2} if operand_count == 3 else ())
+    # not in the image where what is beyond its ends is an addend of its own
+    linear = tuple(bias | {i} for i in (0, 1) if i or fill == 0.0 or fill in REPEATS)
     spread = shape(x) if transposed else shape(node)
     return Rule(
         tuple(dims[:operand_count]), (out,), sizes, reduce=frozenset("i") & frozenset(sizes), additive=frozenset({2}),
