@@ -80,9 +80,21 @@ class Sampling:
         ratio = self.made // self.held
         if self.corners or ratio * self.held != self.made or self.scale not in (None, float(ratio)):
             return 0
-        nearest = not _MARGIN[self.mode]
         index = np.arange(self.made + ratio)
-        return 0 if nearest and (np.floor(_sources(self, index)) != index // ratio).any() else ratio
+        return 0 if self.nearest and (np.floor(_sources(self, index)) != index // ratio).any() else ratio
+
+    @property
+    def nearest(self) -> bool:
+        """Whether each element is one of the operand's."""
+        return not _MARGIN[self.mode]
+
+    @property
+    def steady(self) -> bool:
+        """Whether PyTorch's backward takes the places that its forward takes. (It copies where sizes are the same, and
+        has other arithmetic for nearest ones, which is that of the forward on other devices.)"""
+        if self.held == self.made:
+            return self.scale in (None, 1.0)
+        return not self.nearest or bool((_backward_places(self) == taps(self)[0][:, 0]).all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +117,7 @@ def taps(s: Sampling) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         return index[:, None], np.ones((s.made, 1))
     places = _sources(s, index)
     first = np.minimum(np.floor(places.astype(np.float32)).astype(np.int64), s.held - 1)
-    if not _MARGIN[s.mode]:
+    if s.nearest:
         return first[:, None], np.ones((s.made, 1))
     part = np.clip(places - first, 0, 1)
     if s.mode == "linear":
@@ -116,20 +128,32 @@ def taps(s: Sampling) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     return four, np.stack(weights, 1).astype(np.float64)
 
 
-def _sources(s: Sampling, index: NDArray[Any]) -> NDArray[Any]:
+def _sources(s: Sampling, index: NDArray[np.int64]) -> NDArray[Any]:
     """The place in the operand, with a fraction, of each element `index` of the result: ATen's UpSample.h, in its
-    precision."""
+    precision. A product and a sum are rounded once, as they are where compilers make one instruction of them."""
     number = np.float32 if s.single else np.float64
-    index = index.astype(number)
     if s.corners:
-        return index * (number(s.held - 1) / number(s.made - 1) if s.made > 1 else number(0))
-    scale = number(1.0 / s.scale) if s.scale else number(s.held) / number(s.made)
+        return index.astype(number) * (number(s.held - 1) / number(s.made - 1) if s.made > 1 else number(0))
+    scale = _scale(s, number)
     if s.mode == "nearest":
-        return index * scale
-    if s.mode == "nearest-exact":
-        return (index + number(0.5)) * scale
-    found = scale * (index + number(0.5)) - number(0.5)
-    return found if s.mode == "cubic" else np.maximum(found, number(0))
+        return index.astype(number) * scale
+    found = (np.float64(scale) * (index + 0.5) - 0.5).astype(number)
+    if s.mode == "cubic":
+        return found
+    return np.maximum(found, number(0)) + number(0.5 if s.mode == "nearest-exact" else 0.0)
+
+
+def _scale(s: Sampling, number: Any) -> Any:
+    return number(1.0 / s.scale) if s.scale else number(s.held) / number(s.made)
+
+
+def _backward_places(s: Sampling) -> NDArray[Any]:
+    """The elements of the operand to which PyTorch's backward gives the gradients of the nearest."""
+    index, scale = np.arange(s.made), _scale(s, np.float32)
+    if s.mode == "nearest" and s.made == 2 * s.held:
+        return index // 2
+    places = index.astype(np.float32) * scale if s.mode == "nearest" else (index + 0.5) * np.float64(scale)
+    return np.minimum(np.floor(places.astype(np.float32)), s.held - 1)
 
 
 _A = -0.75  # the free number of cubic convolution
@@ -147,20 +171,12 @@ def _outer(x: NDArray[Any]) -> NDArray[Any]:
 
 def interpolation(node: fx.Node) -> Rule:
     """torch.nn.functional.interpolate without antialiasing."""
-    reaches = {dim: _reach_of(sampling) for dim, sampling in _samplings(node).items()}
-    ratios = any(isinstance(reach, Enlarged) and reach.margin for reach in reaches.values())
-    if not value(node).dtype.is_floating_point and _MARGIN[_MODES[node.target].name]:
-        first = min(reaches)  # whole numbers are rounded once, behind both dims
-        rule = over_dims(node, {})
-        return _kept_whole(rule, range(first, len(shape(node))))
-    return over_dims(node, reaches, "replicate" if ratios else 0.0, local=_local_interpolation)
-
-
-def _kept_whole(rule: Rule, dims: range) -> Rule:
-    gone = {f for d in dims for f in rule.operands[0][d]}
-    kept = tuple(() if d in dims else parts for d, parts in enumerate(rule.operands[0]))
-    sizes = {f: n for f, n in rule.sizes.items() if f not in gone}
-    return Rule((kept,), (kept,), sizes, linear=rule.linear)
+    samplings = _samplings(node)
+    rounded = not value(node).dtype.is_floating_point  # once, behind all dims
+    whole = {d for d, sampling in samplings.items() if not sampling.steady or (rounded and not sampling.nearest)}
+    reaches = {d: _reach_of(sampling) for d, sampling in samplings.items() if d not in whole}
+    beyond = any(isinstance(reach, Enlarged) and reach.margin for reach in reaches.values())
+    return over_dims(node, reaches, "replicate" if beyond else 0.0, local=_local_interpolation, whole=whole)
 
 
 def _samplings(node: fx.Node) -> dict[int, Sampling]:
@@ -244,14 +260,8 @@ def pad(node: fx.Node) -> Rule:
         count - 1 - i: Strided(1, 1, given[2 * i]) for i in range(len(given) // 2) if any(given[2 * i : 2 * i + 2])
     }
     if isinstance(fill, float) and math.isnan(fill):  # no number: windows that have it are unlike themselves
-        return _kept_at(over_dims(node, {}, linear=False), reaches)
+        return over_dims(node, {}, linear=False, whole=reaches)
     return over_dims(node, reaches, fill, fill in (0.0, *REPEATS), _local_pad)
-
-
-def _kept_at(rule: Rule, dims: Any) -> Rule:
-    for dim in dims:
-        rule = _kept_whole(rule, range(dim, dim + 1))
-    return rule
 
 
 def _beyond(node: fx.Node) -> float | str:
@@ -302,8 +312,9 @@ def _local_slice(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def roll(node: fx.Node) -> Rule:
     """Elements that go out at one end come in at the other; without dims, all dims are one, which stays whole."""
-    rule = over_dims(node, {d: Strided(1, 1, n) for d, n in _shifts(node).items()}, "circular", local=_local_roll)
-    return rule if argument(node, "dims") else _kept_whole(rule, range(len(shape(node))))
+    if not argument(node, "dims"):
+        return over_dims(node, {}, whole=range(len(shape(node))))
+    return over_dims(node, {d: Strided(1, 1, n) for d, n in _shifts(node).items()}, "circular", local=_local_roll)
 
 
 def _shifts(node: fx.Node) -> dict[int, int]:

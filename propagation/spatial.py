@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,15 +63,16 @@ def results_of(node: fx.Node) -> list[torch.Tensor]:
 
 def over_dims(
     node: fx.Node, reaches: Mapping[int, Reach], fill: float | str = 0.0, linear: bool = True,
-    local: Localize | None = None,
+    local: Localize | None = None, whole: Collection[int] = (),
 ) -> Rule:  # fmt: skip
     """The rule of an operator whose results have the dims of its operand: of those in `reaches` slices are made of a
-    window, others are independent. A dim that is of size 1 before or after stays whole."""
+    window, others are independent. Those in `whole` stay whole, and what is of size 1 before or after."""
     size, results = shape(operands(node)[0]), results_of(node)
     made = tuple(results[0].shape)
-    dims: Dims = tuple((f"f{d}",) if 1 not in (a, b) else () for d, (a, b) in enumerate(zip(size, made, strict=False)))
+    sides = enumerate(zip(size, made, strict=False))
+    dims: Dims = tuple((f"f{d}",) if 1 not in both and d not in whole else () for d, both in sides)
     sizes = {parts[0]: extent for parts, extent in zip(dims, made, strict=False) if parts}
-    halos = tuple(Halo(0, dims[d][0], reach, fill) for d, reach in sorted(reaches.items()) if dims[d])
+    halos = tuple(Halo(0, dims[d][0], reach, fill) for d, reach in reaches.items() if dims[d])
     out = (*dims, *((),) * (len(made) - len(size)))
     sets = (frozenset({0}),) if linear else ()
     return Rule((dims,), (out,) * len(results), sizes, linear=sets, windows=halos, local=local)

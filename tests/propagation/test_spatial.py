@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from partway.propagation.absorb import padded_convolution
-from partway.propagation.graph import Graph, Port, Role, operands
+from partway.propagation.graph import Graph, Port, Role
 from partway.propagation.problem import formulate
 from partway.propagation.search import dynamic_programming
 from partway.propagation.structure import flatten
@@ -24,7 +24,17 @@ from partway.propagation.torch_internals import FakeTensorMode
 from partway.strategy import Mesh
 
 aten = torch.ops.aten
-MESHES = [{"a": 2}, {"a": 3}, {"a": 4}, {"a": 5}, {"a": 7}, {"a": 8}, {"a": 2, "b": 2}, {"a": 3, "b": 2}, {"a": 2, "b": 4}]
+MESHES = [
+    {"a": 2},
+    {"a": 3},
+    {"a": 4},
+    {"a": 5},
+    {"a": 7},
+    {"a": 8},
+    {"a": 2, "b": 2},
+    {"a": 3, "b": 2},
+    {"a": 2, "b": 4},
+]
 
 
 @dataclass(frozen=True)
@@ -112,7 +122,9 @@ def check(lab, call, sizes, pick, every=False):
         restricted = lab.choose(problem, place[made], [chosen])
         option = vertex.options[chosen]
         if before in place:
-            alike = [i for i, o in enumerate(problem.vertices[place[before]].options) if o.results == option.operands[:1]]
+            alike = [
+                i for i, o in enumerate(problem.vertices[place[before]].options) if o.results == option.operands[:1]
+            ]
             restricted = lab.choose(restricted, place[before], alike) if alike else restricted  # addends of no cos
         solution = dynamic_programming(restricted)
         found = lab.value_and_gradients(lab.compiled(restricted, solution.choice)(tensors), tensors)
@@ -166,7 +178,17 @@ def padded_convolutions(draw):
     value = draw(st.sampled_from([0.0, 1.5])) if mode == "constant" else 0.0
     groups = draw(st.sampled_from([1, 2]))
     bias = draw(st.sampled_from([None, Of((2,))]))
-    args = (Of((2, 2, *size)), Of((2, 2 // groups, *kernel)), bias, pad, mode, value, list(stride), list(dilation), groups)
+    args = (
+        Of((2, 2, *size)),
+        Of((2, 2 // groups, *kernel)),
+        bias,
+        pad,
+        mode,
+        value,
+        list(stride),
+        list(dilation),
+        groups,
+    )
     return Call(padded_convolution, args)
 
 
@@ -176,7 +198,9 @@ def transposed(draw):
     kernel, stride, dilation = sizes_of(draw, count, 1, 4), sizes_of(draw, count, 1, 4), sizes_of(draw, count, 1, 2)
     output = [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
     size = sizes_of(draw, count, 2, 9 // count + 2)
-    whole = [(n - 1) * s + d * (k - 1) + 1 + o for n, s, d, k, o in zip(size, stride, dilation, kernel, output, strict=True)]
+    whole = [
+        (n - 1) * s + d * (k - 1) + 1 + o for n, s, d, k, o in zip(size, stride, dilation, kernel, output, strict=True)
+    ]
     padding = [draw(st.integers(0, min(3, (n - 1) // 2))) for n in whole]
     groups, channels = draw(st.sampled_from([(1, (2, 3)), (2, (4, 2)), (2, (2, 4)), (3, (3, 3))]))
     bias = draw(st.sampled_from([None, Of(channels[1:])]))
