@@ -206,11 +206,8 @@ def transposed(draw):
     bias = draw(st.sampled_from([None, Of(channels[1:])]))
     batch = () if draw(st.integers(0, 5)) == 0 else (2,)
     target = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)[count - 1]
-    args = (
-        Of((*batch, channels[0], *size)), Of((channels[0], channels[1] // groups, *kernel)), bias, list(stride), padding,
-        output, groups, list(dilation),
-    )  # fmt: skip
-    return Call(target, args)
+    tensors = Of((*batch, channels[0], *size)), Of((channels[0], channels[1] // groups, *kernel)), bias
+    return Call(target, (*tensors, list(stride), padding, output, groups, list(dilation)))
 
 
 @st.composite
