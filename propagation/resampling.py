@@ -211,7 +211,9 @@ def _local_interpolation(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str,
     if any(dim not in split or sampling.ratio for dim, sampling in samplings.items()):
         corners = (argument(node, "align_corners"),) if "align_corners" in argument_names(node) else ()
         x = emit.call(_MODES[node.target].sized, x, sizes, *corners, *scales)
-    return _without_margins(emit, x, split, samplings)
+    x = _without_margins(emit, x, split, samplings)
+    dtype = value(node).dtype  # rounded once, as in one kernel
+    return x if wide(dtype) == dtype else emit.call(aten._to_copy.default, x, dtype=dtype)
 
 
 def _without_margins(emit: Emitter, x: fx.Node, split: dict[int, str], samplings: dict[int, Sampling]) -> fx.Node:
@@ -226,7 +228,7 @@ def _without_margins(emit: Emitter, x: fx.Node, split: dict[int, str], samplings
 
 
 def _sampled(emit: Emitter, x: fx.Node, dim: int, factor: str, sampling: Sampling) -> fx.Node:
-    """The sum of what is at each of the places of `taps`, times their weights."""
+    """The sum of what is at each of the places of `taps`, times their weights, in the dtype of these."""
     places, weights = taps(sampling)
     window, cut, dtype = emit.windows[0, factor], emit.cut(factor), value(emit.node).dtype
     around = [cut.width if d == dim else 1 for d in range(len(emit.whole[0]))]
@@ -244,8 +246,6 @@ def _sampled(emit: Emitter, x: fx.Node, dim: int, factor: str, sampling: Samplin
             addend = emit.call(aten.mul.Tensor, addend, emit.call(aten.reshape.default, weight, around))
         total = addend if total is None else emit.call(aten.add.Tensor, total, addend)
     assert total is not None
-    if places.shape[1] > 1 and wide(dtype) != dtype:
-        total = emit.call(aten._to_copy.default, total, dtype=dtype)
     return total
 
 
