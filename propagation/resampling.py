@@ -212,8 +212,10 @@ def _local_interpolation(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str,
         corners = (argument(node, "align_corners"),) if "align_corners" in argument_names(node) else ()
         x = emit.call(_MODES[node.target].sized, x, sizes, *corners, *scales)
     x = _without_margins(emit, x, split, samplings)
-    dtype = value(node).dtype  # rounded once, as in one kernel
-    return x if wide(dtype) == dtype else emit.call(aten._to_copy.default, x, dtype=dtype)
+    dtype = value(node).dtype
+    if wide(dtype) != dtype and any(not (samplings[dim].ratio or samplings[dim].nearest) for dim in split):
+        x = emit.call(aten._to_copy.default, x, dtype=dtype)  # rounded once, as in one kernel
+    return x
 
 
 def _without_margins(emit: Emitter, x: fx.Node, split: dict[int, str], samplings: dict[int, Sampling]) -> fx.Node:
