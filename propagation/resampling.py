@@ -128,19 +128,23 @@ def taps(s: Sampling) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     return four, np.stack(weights, 1).astype(np.float64)
 
 
-def _sources(s: Sampling, index: NDArray[np.int64]) -> NDArray[Any]:
+def _sources(s: Sampling, index: NDArray[Any]) -> NDArray[Any]:
     """The place in the operand, with a fraction, of each element `index` of the result: ATen's UpSample.h, in its
     precision. A product and a sum are rounded once, as they are where compilers make one instruction of them."""
-    number = np.float32 if s.single else np.float64
+    number: Any = np.float32 if s.single else np.float64
+    whole: Any = index.astype(number)
+    found: NDArray[Any]
     if s.corners:
-        return index.astype(number) * (number(s.held - 1) / number(s.made - 1) if s.made > 1 else number(0))
-    scale = _scale(s, number)
-    if s.mode == "nearest":
-        return index.astype(number) * scale
-    found = (np.float64(scale) * (index + 0.5) - 0.5).astype(number)
-    if s.mode == "cubic":
-        return found
-    return np.maximum(found, number(0)) + number(0.5 if s.mode == "nearest-exact" else 0.0)
+        found = whole * (number(s.held - 1) / number(s.made - 1) if s.made > 1 else number(0))
+    elif s.mode == "nearest":
+        found = whole * _scale(s, number)
+    else:
+        found = (np.float64(_scale(s, number)) * (index + 0.5) - 0.5).astype(number)
+        if s.mode != "cubic":
+            found = np.maximum(found, number(0))
+        if s.mode == "nearest-exact":
+            found += number(0.5)
+    return found
 
 
 def _scale(s: Sampling, number: Any) -> Any:
