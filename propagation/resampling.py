@@ -178,6 +178,8 @@ def interpolation(node: fx.Node) -> Rule:
     samplings = _samplings(node)
     rounded = not value(node).dtype.is_floating_point  # once, behind all dims
     whole = {d for d, sampling in samplings.items() if not sampling.steady or (rounded and not sampling.nearest)}
+    if whole and _MODES[node.target].name == "cubic":  # its backward copies where both sizes are the same
+        whole = set(samplings)
     reaches = {d: _reach_of(sampling) for d, sampling in samplings.items() if d not in whole}
     beyond = any(isinstance(reach, Enlarged) and reach.margin for reach in reaches.values())
     return over_dims(node, reaches, "replicate" if beyond else 0.0, local=_local_interpolation, whole=whole)
