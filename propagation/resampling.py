@@ -10,7 +10,6 @@ so; the rest, in one call, by PyTorch's kernel.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -178,6 +177,8 @@ def interpolation(node: fx.Node) -> Rule:
     samplings = _samplings(node)
     rounded = not value(node).dtype.is_floating_point  # once, behind all dims
     whole = {d for d, sampling in samplings.items() if not sampling.steady or (rounded and not sampling.nearest)}
+    if whole and _MODES[node.target].name == "cubic":  # its backward copies where both sizes are the same
+        whole = set(samplings)
     reaches = {d: _reach_of(sampling) for d, sampling in samplings.items() if d not in whole}
     beyond = any(isinstance(reach, Enlarged) and reach.margin for reach in reaches.values())
     return over_dims(node, reaches, "replicate" if beyond else 0.0, local=_local_interpolation, whole=whole)
@@ -265,7 +266,7 @@ def pad(node: fx.Node) -> Rule:
     reaches: dict[int, Reach] = {
         count - 1 - i: Strided(1, 1, given[2 * i]) for i in range(len(given) // 2) if any(given[2 * i : 2 * i + 2])
     }
-    if isinstance(fill, float) and math.isnan(fill):  # no number: windows that have it are unlike themselves
+    if isinstance(fill, float) and fill != (argument(node, "value") or 0.0):  # NaN, or a whole number that no float is
         return over_dims(node, {}, linear=False, whole=reaches)
     return over_dims(node, reaches, fill, fill in (0.0, *REPEATS), _local_pad)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ _WITH_NUMBERS: dict[Any, Any] = {
     aten.conv3d.padding: aten.conv3d.default,
 }
 _BY_RANK = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.default}
-Function = Callable[[fx.Node], Rule | None]
 
 
 def replaced(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], **values: Any) -> tuple[Any, Any]:
@@ -251,20 +250,21 @@ def _own_part(emit: Emitter, made: fx.Node, dim: int, factor: str, spread: Sprea
 # -- Pools -------------------------------------------------------------------------------------------------------------
 
 
-def max_pool(count: int) -> Function:
-    """Pools over the last `count` dims that take the largest element; those beyond the ends are less than any."""
-
-    def rule(node: fx.Node) -> Rule:
-        tensor = results_of(node)[0]
-        least = -math.inf if tensor.dtype.is_floating_point else float(torch.iinfo(tensor.dtype).min)
-        return over_dims(node, _pool_reaches(node, count), least, linear=False, local=_local_max_pool)
-
-    return rule
+def max_pool(node: fx.Node) -> Rule:
+    """Pools that take the largest element; those beyond the ends are less than any."""
+    tensor, beyond = results_of(node)[0], any(_pool_sizes(node)[2]) or argument(node, "ceil_mode")
+    least = -math.inf if tensor.dtype.is_floating_point else float(torch.iinfo(tensor.dtype).min)
+    return over_dims(node, _pool_reaches(node), least if beyond else 0.0, linear=False, local=_local_max_pool)
 
 
-def _pool_reaches(node: fx.Node, count: int) -> dict[int, Reach]:
-    kernel, strides, paddings, dilations = _pool_sizes(node, count)
-    first = len(shape(operands(node)[0])) - count
+def _count(node: fx.Node) -> int:
+    """How many dims an operator works along, which its name says."""
+    return next(int(letter) for letter in str(node.target) if letter.isdigit())
+
+
+def _pool_reaches(node: fx.Node) -> dict[int, Reach]:
+    kernel, strides, paddings, dilations = _pool_sizes(node)
+    first = len(shape(operands(node)[0])) - len(kernel)
     every = zip(kernel, strides, paddings, dilations, strict=True)
     return {
         first + d: Strided(dilation * (extent - 1) + 1, stride, padding)
@@ -272,8 +272,9 @@ def _pool_reaches(node: fx.Node, count: int) -> dict[int, Reach]:
     }
 
 
-def _pool_sizes(node: fx.Node, count: int) -> tuple[list[int], list[int], list[int], list[int]]:
+def _pool_sizes(node: fx.Node) -> tuple[list[int], list[int], list[int], list[int]]:
     """Kernel, stride, padding and dilation of a pool for each dim."""
+    count = _count(node)
     kernel = per_dim(argument(node, "kernel_size"), count)
     stride = argument(node, "stride")
     dilation = argument(node, "dilation") if "dilation" in argument_names(node) else 1
@@ -287,8 +288,7 @@ def _pool_sizes(node: fx.Node, count: int) -> tuple[list[int], list[int], list[i
 
 def _without_padding(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     """The operator itself on windows, which are padded already; its argument called padding is of the last dims."""
-    kernel = argument(emit.node, "kernel_size")
-    count = len(kernel)
+    count = _count(emit.node)
     split = _spatial_dims(emit, count)
     if split:
         padding = [0 if d in split else n for d, n in enumerate(per_dim(argument(emit.node, "padding"), count))]
@@ -308,7 +308,7 @@ def _local_max_pool(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _global_index(emit: Emitter, index: fx.Node) -> fx.Node:
     """Places in an image whose rows are one after another, counted in the window, counted in the whole."""
     whole, windows = emit.whole[0], {window.dim: (f, window) for (_, f), window in emit.windows.items()}
-    first = len(whole) - len(argument(emit.node, "kernel_size"))
+    first = len(whole) - _count(emit.node)
     total: fx.Node | None = None
     for dim in reversed(range(first, len(whole))):
         here, width = index, windows[dim][1].width if dim in windows else whole[dim]
@@ -325,13 +325,9 @@ def _global_index(emit: Emitter, index: fx.Node) -> fx.Node:
     return total
 
 
-def avg_pool(count: int) -> Function:
-    """Pools over the last `count` dims that take the mean, each of as many elements as PyTorch says."""
-
-    def rule(node: fx.Node) -> Rule:
-        return over_dims(node, _pool_reaches(node, count), local=_local_avg_pool)
-
-    return rule
+def avg_pool(node: fx.Node) -> Rule:
+    """Pools that take the mean, each of as many elements as PyTorch says."""
+    return over_dims(node, _pool_reaches(node), local=_local_avg_pool)
 
 
 def _local_avg_pool(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -340,11 +336,9 @@ def _local_avg_pool(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]
     node = emit.node
     if "divisor_override" in argument_names(node) and argument(node, "divisor_override") is not None:
         return made
-    count = len(argument(node, "kernel_size"))
-    first = len(emit.whole[0]) - count
-    dtype = value(node).dtype
+    first, dtype = len(emit.whole[0]) - _count(node), value(node).dtype
     for dim, factor in split_dims(emit).items():
-        kernel, stride, padding, _ = (sizes[dim - first] for sizes in _pool_sizes(node, count))
+        kernel, stride, padding, _ = (sizes[dim - first] for sizes in _pool_sizes(node))
         cut, size, rows = emit.cut(factor), emit.whole[0][dim], []
         for begin, end in cut.spans:
             row = [1.0] * cut.width
@@ -367,26 +361,19 @@ def _local_avg_pool(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def im2col(node: fx.Node) -> Rule:
-    """unfold: blocks of an image become columns; the dim of blocks is merged of their rows and their columns."""
-    size, blocks = shape(operands(node)[0]), _blocks(node, shape(operands(node)[0])[-2:])
+    """unfold: blocks of an image become columns; the dim of blocks is merged of their rows and their columns. Rows are
+    split; columns where there is one row of blocks."""
+    size = shape(operands(node)[0])
+    blocks = _blocks(node, size[-2:])
+    dim = 1 if blocks[0] == 1 else 0
+    factor: tuple[str, ...] = () if 1 in (size[-2:][dim], blocks[dim]) else (f"s{dim}",)
+    merged = (*factor, "columns") if factor and dim == 0 and blocks[1] > 1 else factor
     lead: Dims = (("b",),) if len(size) == 4 else ()
-    sides = zip(size[-2:], blocks, strict=True)
-    space: Dims = tuple((f"s{d}",) if 1 not in (held, made) else () for d, (held, made) in enumerate(sides))
-    sizes = {"b": size[0]} if lead else {}
-    sizes |= {"c": size[-3]} | {parts[0]: n for parts, n in zip(space, blocks, strict=True) if parts}
-    if blocks[0] == 1:
-        merged: tuple[str, ...] = space[1]
-    else:
-        merged = space[0] + (("columns",) if blocks[1] > 1 else ()) if space[0] else ()
-        space, sizes = (space[0], ()), {f: n for f, n in sizes.items() if f != "s1"}
-    halos = tuple(
-        Halo(0, parts[0], Strided(*sizes_of))
-        for parts, sizes_of in zip(space, _block_sizes(node), strict=True)
-        if parts
-    )
+    space: Dims = tuple(factor if d == dim else () for d in range(2))
+    sizes = ({"b": size[0]} if lead else {}) | {"c": size[-3]} | dict.fromkeys(factor, blocks[dim])
     return Rule(
-        ((*lead, ("c",), *space),), ((*lead, ("c",), merged),), sizes, linear=(frozenset({0}),),
-        windows=halos, even=frozenset("c"), local=_local_im2col,
+        ((*lead, ("c",), *space),), ((*lead, ("c",), merged),), sizes, linear=(frozenset({0}),), even=frozenset("c"),
+        windows=tuple(Halo(0, f, Strided(*_block_sizes(node)[dim])) for f in factor), local=_local_im2col,
     )  # fmt: skip
 
 
@@ -412,15 +399,14 @@ def col2im(node: fx.Node) -> Rule:
     """fold: columns are added up where their blocks are in an image. The rows of the image are split, whose reach in
     the merged dim of blocks is whole rows of blocks; its columns where there is one row of blocks."""
     (columns,), image = operands(node), [int(n) for n in argument(node, "output_size")]
-    size, dim, halo = shape(columns), *_folded(node, image)
+    size, (dim, reach) = shape(columns), _folded(node, image)
+    factor: tuple[str, ...] = () if 1 in (size[-1], image[dim]) else (f"s{dim}",)
     lead: Dims = (("b",),) if len(size) == 3 else ()
-    split = 1 not in (size[-1], image[dim])
-    factor: tuple[str, ...] = (f"s{dim}",) if split else ()
     space: Dims = tuple(factor if d == dim else () for d in range(2))
-    sizes = ({"b": size[0]} if lead else {}) | {"c": shape(node)[-3]} | ({factor[0]: image[dim]} if split else {})
+    sizes = ({"b": size[0]} if lead else {}) | {"c": shape(node)[-3]} | dict.fromkeys(factor, image[dim])
     return Rule(
         ((*lead, ("c",), factor),), ((*lead, ("c",), *space),), sizes, linear=(frozenset({0}),), even=frozenset("c"),
-        windows=(Halo(0, factor[0], halo),) if split else (), local=_local_col2im,
+        windows=tuple(Halo(0, f, reach) for f in factor), local=_local_col2im,
     )  # fmt: skip
 
 

@@ -155,6 +155,8 @@ CASES = [
     case(aten.cat.default, "f0", lambda x, y: torch.cat([x, y, x], 1), real(4, 2), real(4, 4), linear=1),
     case(aten.constant_pad_nd.default, "f0 f1", lambda x: aten.constant_pad_nd(x, [1, 2]), real(4, 4), linear=1),
     case(aten.constant_pad_nd.default, "f0 f1", lambda x: aten.constant_pad_nd(x, [1, 2], 3.0), real(4, 4)),
+    case(aten.constant_pad_nd.default, "f0",
+         lambda x, i: aten.constant_pad_nd(i, [1, 2], 2**53 + 1) % 7 * x.sum(), real(2), index(3, 4, 4)),
     case(aten.conv1d.default, "b o i s0", lambda x, w, b: F.conv1d(x, w, b, padding=1),
          real(4, 4, 5), real(4, 4, 3), real(4), linear=2),
     case(aten.conv1d.padding, "b o i s0", lambda x, w: F.conv1d(x, w, padding="same"),
