@@ -9,6 +9,7 @@ The passes, in order:
                    `scaled_dot_product_attention` whole, autocast as casts, mutated buffers as outputs
     unify_tied     the inputs of one tied parameter become one
     expand         operators whose rule would not be local become sums and pointwise operators (expand.py)
+    absorb         convolutions take the padding of their operands upon themselves (absorb.py)
     prune          views become reshapes; asserts and dead nodes go
 """
 
@@ -36,6 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..strategy.errors import CaptureError, PartwayError
 from ..strategy.notation import counted
+from .absorb import absorb
 from .expand import expand
 from .graph import (
     Graph,
@@ -416,6 +418,7 @@ def _graph(
     if device == "meta":
         _leave_meta(module)
     outputs += _unseen_updates(module, expand(module, batch_norm_parts), ports, outputs)
+    absorb(module)
     _prune(module)
     final = next(node for node in module.graph.nodes if node.op == "output").args[0]
     graph = Graph(module, tuple(ports), (), result, aliases, constants, device)

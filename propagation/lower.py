@@ -315,7 +315,7 @@ class _Lowering:
             self._produce(produced[0], args[0], rests[0], consumer)
             return
         if emit and emit.rule.local:
-            made = emit.rule.local(emit, tuple(args), dict(kwargs))
+            made: Any = emit.rule.local(emit, tuple(args), dict(kwargs))
         else:
             made = self.graph.call_function(node.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
         several = isinstance(node.meta["val"], tuple | list)
@@ -323,7 +323,9 @@ class _Lowering:
             if not several:
                 self._produce(v, made, rest, consumer)
             elif isinstance(tensor_of(v), torch.Tensor):
-                self._produce(v, self.graph.call_function(operator.getitem, (made, v.index)), rest, consumer)
+                one = isinstance(made, fx.Node)
+                item = self.graph.call_function(operator.getitem, (made, v.index)) if one else made[v.index]
+                self._produce(v, item, rest, consumer)
 
     def _emitter(self, node: fx.Node, rule: Rule, option: Option) -> Emitter:
         """What the local form of a call is written with."""

@@ -781,7 +781,8 @@ def _reads(node: fx.Node, flows: list[bool]) -> Callable[[int], bool]:
     """Whether the backward of `node` reads operand i: unless it is linear in it, and with it in all operands to which
     a gradient goes (`flows`)."""
     rule = rule_of(node)
-    given_all = operator_name(node).startswith("aten.conv")  # `convolution_backward` wants all for its sizes
+    # `convolution_backward` wants all for its sizes
+    given_all = operator_name(node).startswith(("aten.conv", "partway.padded_conv"))
 
     def reads(i: int) -> bool:
         if rule is None:

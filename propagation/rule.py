@@ -33,8 +33,8 @@ from .graph import is_tensor, operands, shape, value
 from .windows import Halo
 
 Dims = tuple[tuple[str, ...], ...]  # for each dim the factors that make it up, major first; () cannot be split
-# (emitter, args and kwargs with the local operands) -> the node of the local result
-Localize = Callable[["Emitter", tuple[Any, ...], dict[str, Any]], fx.Node]
+# (emitter, args and kwargs with the local operands) -> the node of the local result, or one for each of several results
+Localize = Callable[["Emitter", tuple[Any, ...], dict[str, Any]], fx.Node | tuple[fx.Node, ...]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from .absorb import padded_convolution
 from .batch_norm import moments, normalise, part_norm, sample_moments, statistics
 from .collectives import constrain
 from .graph import argument, argument_names, draws_random_numbers, is_tensor, operands, shape, value
 from .indexing import class_terms, part_index, wide
 from .norms import whole_groups
+from .resampling import interpolation, pad, roll, sliced
 from .rule import Dims, Emitter, Row, Rule, parse_row
-from .spatial import convolution
+from .spatial import avg_pool, blocks_of, col2im, convolution, im2col, max_pool, transposed_convolution
 
 aten = torch.ops.aten
 MAXIMA = frozenset({aten.amax.default})  # operators whose result is the largest of what they reduce
@@ -310,27 +312,6 @@ def _pieces(node: fx.Node) -> Rule | None:
     return Rule((letters,), (out,) * len(results), _sizes(letters, size), linear=(frozenset({0}),))
 
 
-def _pad(node: fx.Node) -> Rule | None:
-    x = operands(node)[0]
-    size = shape(x)
-    touched = {d for d in range(len(size)) if shape(node)[d] != size[d]}
-    pad = argument(node, "pad")
-    touched |= {len(size) - 1 - i // 2 for i, n in enumerate(pad) if n}
-    letters = _rename(_letters(size), touched)
-    constant = "mode" not in argument_names(node) or argument(node, "mode") == "constant"
-    zero = constant and not argument(node, "value")
-    return Rule((letters,), (letters,), _sizes(letters, size), linear=(frozenset({0}),) if zero else ())
-
-
-def _slice(node: fx.Node) -> Rule | None:
-    x = operands(node)[0]
-    size = shape(x)
-    dim = (argument(node, "dim") or 0) % len(size)
-    whole = {dim} if shape(node)[dim] != size[dim] or argument(node, "step") not in (None, 1) else set()
-    letters = _rename(_letters(size), whole)
-    return Rule((letters,), (letters,), _sizes(letters, size), linear=(frozenset({0}),))
-
-
 def _layer_norm(node: fx.Node) -> Rule | None:
     x = operands(node)[0]
     size, count = shape(x), len(argument(node, "normalized_shape"))
@@ -403,15 +384,24 @@ def _attention(node: fx.Node) -> Rule | None:
 
 
 def _pool(spatial: int) -> Function:
-    """Pools over the last dims: the windows stay whole, the other dims are independent."""
+    """Operators whose last `spatial` dims stay whole: others are independent, the same in all operands."""
 
     def rule(node: fx.Node) -> Rule | None:
         size = shape(operands(node)[0])
         letters = _rename(_letters(size), range(len(size) - spatial, len(size)))
         results = len(value(node)) if isinstance(value(node), tuple | list) else 1
-        return Rule((letters,), (letters,) * results, _sizes(letters, size))
+        indices = len(operands(node)) > 1  # of which there are none behind the ends of short slices
+        even = frozenset(_sizes(letters, size)) if indices else frozenset[str]()
+        return Rule((letters,) * len(operands(node)), (letters,) * results, _sizes(letters, size), even=even)
 
     return rule
+
+
+def _shuffle(node: fx.Node) -> Rule | None:
+    """channel_shuffle: channels (dim 1) stay whole."""
+    size = shape(operands(node)[0])
+    letters = _rename(_letters(size), {1})
+    return Rule((letters,), (letters,), _sizes(letters, size), linear=(frozenset({0}),))
 
 
 def _cross_entropy(node: fx.Node) -> Rule | None:
@@ -620,57 +610,78 @@ RULES: dict[Any, Row | Function] = {
     **POINTWISE,
     # the rest, alphabetically
     aten._softmax.default: _along("dim"),
+    aten._upsample_bicubic2d_aa.vec: _pool(2),
+    aten._upsample_bilinear2d_aa.vec: _pool(2),
+    aten._upsample_nearest_exact1d.vec: interpolation,
+    aten._upsample_nearest_exact2d.vec: interpolation,
+    aten._upsample_nearest_exact3d.vec: interpolation,
+    aten.adaptive_max_pool1d.default: _pool(1),
+    aten.adaptive_max_pool2d.default: _pool(2),
+    aten.adaptive_max_pool3d.default: _pool(3),
     aten.addmm.default: _addmm,
+    aten.amax.default: _reduction,
+    aten.argmax.default: _position,
+    aten.argmin.default: _position,
+    aten.avg_pool1d.default: avg_pool,
+    aten.avg_pool2d.default: avg_pool,
+    aten.avg_pool3d.default: avg_pool,
+    aten.binary_cross_entropy.default: _loss,
+    aten.binary_cross_entropy_with_logits.default: _loss,
     aten.bmm.default: Row("b m k, b k n -> b m n", reduce="k", linear=("0", "1"), contraction=True),
     aten.cat.default: _cat,
-    aten.constant_pad_nd.default: _pad,
+    aten.channel_shuffle.default: _shuffle,
+    aten.col2im.default: col2im,
+    aten.constant_pad_nd.default: pad,
     aten.conv1d.default: convolution,
     aten.conv1d.padding: convolution,
     aten.conv2d.default: convolution,
     aten.conv2d.padding: convolution,
     aten.conv3d.default: convolution,
     aten.conv3d.padding: convolution,
+    aten.conv_transpose1d.default: transposed_convolution,
+    aten.conv_transpose2d.input: transposed_convolution,
+    aten.conv_transpose3d.input: transposed_convolution,
     aten.cross_entropy_loss.default: _cross_entropy,
     aten.cumsum.default: _along("dim", linear=True),
     aten.einsum.default: _einsum,
     aten.embedding.default: _embedding,
     aten.expand.default: _expand,
+    aten.flip.default: _along("dims", linear=True),
     aten.gather.default: _gather,
     aten.group_norm.default: _group_norm,
+    aten.huber_loss.default: _loss,
+    aten.im2col.default: im2col,
+    aten.kl_div.default: _loss,
+    aten.l1_loss.default: _loss,
     aten.layer_norm.default: _layer_norm,
     aten.linear.default: Row("... k, n k, +n -> ... n", reduce="k", linear=_LINEAR, contraction=True),
     aten.log_softmax.int: _along("dim"),
     aten.matmul.default: _matmul,
     aten.max.dim: _position,
-    aten.max_pool1d.default: _pool(1),
-    aten.max_pool2d.default: _pool(2),
-    aten.max_pool2d_with_indices.default: _pool(2),
-    aten.max_pool3d.default: _pool(3),
-    aten.amax.default: _reduction,
-    aten.avg_pool2d.default: _pool(2),
-    aten.adaptive_max_pool1d.default: _pool(1),
-    aten.adaptive_max_pool2d.default: _pool(2),
-    aten.adaptive_max_pool3d.default: _pool(3),
-    aten.argmax.default: _position,
-    aten.argmin.default: _position,
+    aten.max_pool1d.default: max_pool,
+    aten.max_pool1d_with_indices.default: max_pool,
+    aten.max_pool2d.default: max_pool,
+    aten.max_pool2d_with_indices.default: max_pool,
+    aten.max_pool3d.default: max_pool,
+    aten.max_pool3d_with_indices.default: max_pool,
+    aten.max_unpool2d.default: _pool(2),
+    aten.max_unpool3d.default: _pool(3),
     aten.min.dim: _position,
     aten.mm.default: Row("m k, k n -> m n", reduce="k", linear=("0", "1"), contraction=True),
     aten.mse_loss.default: _loss,
-    aten.binary_cross_entropy.default: _loss,
-    aten.binary_cross_entropy_with_logits.default: _loss,
-    aten.huber_loss.default: _loss,
-    aten.kl_div.default: _loss,
-    aten.l1_loss.default: _loss,
-    aten.smooth_l1_loss.default: _loss,
-    aten.soft_margin_loss.default: _loss,
     aten.nll_loss_nd.default: _cross_entropy,
-    aten.pad.default: _pad,
+    aten.pad.default: pad,
     aten.permute.default: _reorder(lambda node, n: [d % n for d in argument(node, "dims")]),
+    aten.pixel_shuffle.default: Row("... (c p q) h w -> ... c (h p) (w q)", linear=("0",)),
+    aten.pixel_unshuffle.default: Row("... c (h p) (w q) -> ... (c p q) h w", linear=("0",)),
     aten.reshape.default: _view,
     aten.rms_norm.default: _layer_norm,
+    aten.roll.default: roll,
     aten.scaled_dot_product_attention.default: _attention,
     aten.select.int: _select,
-    aten.slice.Tensor: _slice,
+    aten.slice.Tensor: sliced,
+    aten.smooth_l1_loss.default: _loss,
+    aten.soft_margin_loss.default: _loss,
     aten.softmax.int: _along("dim"),
     aten.split.Tensor: _pieces,
     aten.split_with_sizes.default: _pieces,
@@ -683,11 +694,20 @@ RULES: dict[Any, Row | Function] = {
     aten.t.default: _reorder(lambda node, n: list(range(n))[::-1]),
     aten.transpose.int: _reorder(_transposed),
     aten.unbind.int: _pieces,
+    aten.unfold.default: blocks_of,
     aten.unsqueeze.default: _squeezed,
+    aten.upsample_bicubic2d.vec: interpolation,
+    aten.upsample_bilinear2d.vec: interpolation,
+    aten.upsample_linear1d.vec: interpolation,
+    aten.upsample_nearest1d.vec: interpolation,
+    aten.upsample_nearest2d.vec: interpolation,
+    aten.upsample_nearest3d.vec: interpolation,
+    aten.upsample_trilinear3d.vec: interpolation,
     class_terms: _class_terms,
     constrain: _UNARY_LINEAR,
     moments: _moments,
     normalise: _normalise,
+    padded_convolution: convolution,
     part_norm: _part_norm,
     sample_moments: _sample_moments,
     statistics: _statistics,

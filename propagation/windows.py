@@ -34,6 +34,38 @@ class Strided:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """Of an operator that spreads each element over `extent` of the result (dilation included), every `stride`, of
+    which `before` are cut off: a transposed convolution. Elements that add nothing are among the range where only so
+    what it is spread over covers the range of the result."""
+
+    extent: int
+    stride: int = 1
+    before: int = 0
+
+    def __call__(self, start: int, stop: int) -> Span:
+        first, last = start + self.before, stop + self.before
+        begin = min(-((self.extent - 1 - first) // self.stride), first // self.stride)
+        return begin, max((last - 1) // self.stride, -((self.extent - last) // self.stride)) + 1
+
+    def place(self, start: int) -> int:
+        """Where in what the range for [start, ...) is spread over that begins."""
+        return start + self.before - self(start, start + 1)[0] * self.stride
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The reach `each` of rows, in a dim that has all rows of `length` elements one after another."""
+
+    each: Reach
+    length: int
+
+    def __call__(self, start: int, stop: int) -> Span:
+        begin, end = self.each(start, stop)
+        return begin * self.length, end * self.length
+
+
+@dataclass(frozen=True, slots=True)
 class Halo:
     """A rank that has a slice of `factor` of the result needs its reach of operand `operand`; see `Window.fill`."""
 
