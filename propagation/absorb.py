@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from .expand import Builder
+from .builder import Builder
 from .graph import argument, argument_names, shape
 
 aten = torch.ops.aten

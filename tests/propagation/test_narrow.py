@@ -90,7 +90,7 @@ def test_what_need_not_be_found_is_not_claimed(costs, share):
         patch.setattr("partway.propagation.search.MUCH_WORK", 0.0)
         found = optimum(costs, math.inf, lambda: (0,) * len(costs.unary), below)
     assert found.cost >= best - 1e-9
-    if best < below * (1 - 1e-6):
+    if best < below * (1 - 1e-6) and found.bound >= found.cost:  # it may give up, and then claims no more than a bound
         assert found.cost == pytest.approx(best, abs=1e-12)
 
 
