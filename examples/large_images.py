@@ -159,7 +159,7 @@ def whole(tensor: Any) -> Tensor:
 def main(
     picture: Annotated[str, typer.Option(help=f"{', '.join(PICTURES)}, or the path of an image")] = "",
     size: Annotated[int, typer.Option(min=16, help="height and width of a crop, in pixels")] = 256,
-    steps: Annotated[int, typer.Option(min=1, help="of training")] = 12,
+    steps: Annotated[int, typer.Option(min=1, help="of training")] = 20,
     split: Annotated[Split, typer.Option(help="what is split: columns, rows, or both")] = Split.W,
     devices: Annotated[int, typer.Option(min=1, help="virtual devices; a launcher's processes come first")] = 8,
     out: Annotated[Path, typer.Option(help="the folder to write to")] = Path("out/large_images"),
