@@ -322,7 +322,12 @@ class _Function(torch.autograd.Function):
             for g, placed, want in zip(gradients, program.outputs, wanted, strict=True)
             if want
         ]
-        return compiled.gradients(primals, [*saved, *tangents], ctx.holding)
+        inputs = [*saved, *tangents]
+        # Nothing else holds what was saved now, so that each value is let go after its last use. (With retain_graph
+        # this keeps all.)
+        del rest, packed, saved, tangents
+        ctx.maybe_clear_saved_tensors()
+        return compiled.gradients(primals, inputs, ctx.holding)
 
 
 def _check_unchanged(placed: Sequence[PlacedPort], primals: Sequence[Tensor | None], versions: Sequence[int]) -> None:
