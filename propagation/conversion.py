@@ -235,9 +235,7 @@ class ConversionTable:
     def _move(self, axes: tuple[int, ...]) -> _Move:
         codes, others = _groups_of_codes(len(self.states), len(self.mesh.axes), axes)
         digits = self.digits[codes[0]][:, others]
-        sizes = np.array([self.mesh.sizes[a] for a in others], dtype=float)
-        split = np.where(digits < self._splits, sizes, 1.0).prod(axis=1)
-        whole = math.prod(self.shape) * self.itemsize / split
+        whole = self.held[codes[self.states.index(REPLICATE)]]  # what is held if none of these axes splits it
         names = tuple(self.mesh.axes[a] for a in axes)
         fixed, linear = _coefficients(
             self.states, self.gradient, self.stays, self.again, self.mesh, names, self.profile, self.weights

@@ -67,8 +67,15 @@ def assert_same(found: Reference, expected: Reference) -> None:
         torch.testing.assert_close(found[2][name], buffer, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NETS)
+def even_cases() -> list[Any]:
+    """Each net split one way, and both ways of the U-Net; the rest is for `make conformance`."""
+    fast = {("resnet50", "width"), ("unet", "both"), ("unet bilinear", "height"), ("convnext", "both"),
+            ("deeplab", "both"), ("efficientnet", "width")}  # fmt: skip
+    every = [(name, way) for name in NETS for way in WAYS]
+    return [pytest.param(*case, marks=[] if case in fast else [pytest.mark.slow]) for case in every]
+
+
+@pytest.mark.parametrize(("name", "way"), even_cases())
 def test_an_image_in_slices_gives_the_numbers_of_one_device(name: str, way: str, bytes_alone: str) -> None:
     net, (mesh, strategy) = NETS[name], WAYS[way]
     size = net.size[::-1] if way == "height" else net.size
@@ -81,8 +88,13 @@ def test_an_image_in_slices_gives_the_numbers_of_one_device(name: str, way: str,
         assert_sends_as_planned(model, net.batch(size))
 
 
-@pytest.mark.parametrize("devices", [3, 8])
-@pytest.mark.parametrize("name", NETS)
+def short_cases() -> list[Any]:
+    fast = {("unet", 8), ("deeplab", 3), ("efficientnet", 3)}
+    every = [(name, devices) for name in NETS for devices in (3, 8)]
+    return [pytest.param(*case, marks=[] if case in fast else [pytest.mark.slow]) for case in every]
+
+
+@pytest.mark.parametrize(("name", "devices"), short_cases())
 def test_slices_that_are_short_give_the_numbers_of_one_device(name: str, devices: int, bytes_alone: str) -> None:
     net, size = NETS[name], (44, 100)
     with pw.auto_parallel_context(device_profile=bytes_alone):

@@ -53,10 +53,7 @@ def step_cost(table, source, axes, placement):
         if isinstance(state, Shard) and any(source.placements[i] == state for i in others if i > axes[0]):
             return None  # only the last axes that split a dim may come or go
     size = math.prod(mesh.sizes[axis] for axis in axes)
-    held = math.prod(table.shape) * table.itemsize
-    for other in others:
-        if isinstance(source.placements[other], Shard):
-            held /= mesh.sizes[other]
+    held = math.prod(after(source, axes, REPLICATE).local_shape(table.shape)) * table.itemsize
     ways = [kind(old, placement), *([kind(*transpose(old, placement))] if table.gradient else [])]
     if len(axes) > 1 and not any(way.communicates for way in ways):
         return None

@@ -59,10 +59,13 @@ def settings_on(sizes: tuple[int, ...], level: Level = Level.SPEED, profile: str
 def sent(c: Conversion, mesh: Mesh, profile: DeviceProfile, weights: Weights) -> float:
     """The cost of one conversion, forward and backward."""
     total = STEP
-    for way in (c.kind("forward"), c.kind("backward")):
+    for phase in ("forward", "backward"):
+        way = c.kind(phase)
         if way.communicates:
             seconds, per_byte = collective_cost(way, mesh, c.axes, profile)
-            payload = c.whole_bytes / (c.size if way is Kind.ALL_TO_ALL else 1)
+            payload = c.payload(phase)
+            if way is Kind.ALL_TO_ALL:
+                payload = c.whole_bytes / c.size
             total += weights.latency * seconds + weights.wire * per_byte * payload
         elif way in (Kind.PAD, Kind.KEEP):
             total += weights.compute * c.whole_bytes / profile.memory_bandwidth

@@ -176,6 +176,8 @@ def padded_convolutions(draw):
     kernel, stride, dilation = sizes_of(draw, count, 1, 3), sizes_of(draw, count, 1, 2), sizes_of(draw, count, 1, 2)
     size = sizes_of(draw, count, 6, 8 if count == 3 else 13)
     pad = [draw(st.integers(-1 if mode == "constant" else 0, 3)) for _ in range(2 * count)]
+    padded = [n + pad[2 * i] + pad[2 * i + 1] for i, n in enumerate(reversed(size))]
+    assume(all(n > d * (k - 1) for n, d, k in zip(reversed(padded), dilation, kernel, strict=True)))
     value = draw(st.sampled_from([0.0, 1.5])) if mode == "constant" else 0.0
     groups = draw(st.sampled_from([1, 2]))
     bias = draw(st.sampled_from([None, Of((2,))]))
