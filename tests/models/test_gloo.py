@@ -115,6 +115,7 @@ def cases() -> Iterator[Any]:
         for name in MODELS:
             for how in ("both", "batch", "block"):
                 slow = name == "resnet50" or (n == 4 and name != "mlp" and (name, how) != ("gpt2", "both"))
+                slow |= n == 2 and name in ("llama", "vit") and how != "both"
                 yield pytest.param(n, name, how, marks=[pytest.mark.slow] if slow else [])
 
 
