@@ -172,10 +172,10 @@ def planned(work: Workload, ranks: int, **options: Any) -> Any:
 INDEX = {"mode": "index", "config": [9]}
 
 
-@pytest.mark.parametrize(
-    "policy", [pytest.param(None, marks=pytest.mark.slow), {"mode": "auto"}, pytest.param(INDEX, marks=pytest.mark.slow)],
-    ids=str,
-)  # fmt: skip
+SLOW = [pytest.param(policy, marks=pytest.mark.slow) for policy in (None, INDEX)]
+
+
+@pytest.mark.parametrize("policy", [*SLOW, {"mode": "auto"}], ids=str)
 def test_computing_waits_for_nothing_where_each_rank_has_its_part(policy: Any) -> None:
     fusion = {"openstate": policy is not None, "allreduce": policy}
     program = planned(tiny("resnet50"), 2, batch_norm_parts=2, comm_fusion=fusion)
