@@ -75,7 +75,7 @@ def joined(parts: Sequence[Tensor], placement: Shard) -> Tensor:
     return torch.cat(tuple(parts), dim)
 
 
-# -- Windows. `fetch` and `give` say where parts of them come from and where they go: of another rank, or this one. ----
+# -- Windows -----------------------------------------------------------------------------------------------------------
 
 
 def window_of(window: Window, position: int, part: Tensor, fetch: Callable[[Strip], Tensor]) -> Tensor:
