@@ -56,5 +56,6 @@ def storages(values: Any) -> Iterator[torch.UntypedStorage]:
     """The storages on the CPU of all tensors in a tree: of a DTensor that of its part."""
     for value in tree_leaves(values):
         tensor = value._local_tensor if isinstance(value, DTensor) else value
-        if isinstance(tensor, Tensor) and type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu":
+        dense = isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.device.type == "cpu"
+        if dense and type(tensor) in (Tensor, torch.nn.Parameter):
             yield tensor.untyped_storage()

@@ -45,6 +45,7 @@ def losses(shown: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step \d+  loss ([\d.]+)$", shown, re.M)]
 
 
+@pytest.mark.slow
 def test_slices_train_as_one_device(python: Runner, data: Path) -> None:
     runs = [
         python(SCRIPT, *SMALL, "--data", data, "--devices", "1"),

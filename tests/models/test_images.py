@@ -69,7 +69,7 @@ def assert_same(found: Reference, expected: Reference) -> None:
 
 def even_cases() -> list[Any]:
     """Each net split one way, and both ways of the U-Net; the rest is for `make conformance`."""
-    fast = {("resnet50", "width"), ("unet", "both"), ("unet bilinear", "height"), ("convnext", "both"),
+    fast = {("unet", "both"), ("unet bilinear", "height"), ("convnext", "both"),
             ("deeplab", "both"), ("efficientnet", "width")}  # fmt: skip
     every = [(name, way) for name in NETS for way in WAYS]
     return [pytest.param(*case, marks=[] if case in fast else [pytest.mark.slow]) for case in every]
