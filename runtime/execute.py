@@ -163,7 +163,8 @@ class Worker:
             group, scratch = process_group(self.mesh, c.axes), self._scratch
             if c.window is not None:
                 window, place = c.window, self.mesh.position(self.rank, *c.axes)
-                return lambda part: _exchange(c, window, part, place, group)
+                leaving, coming = _messages(window, place)
+                return lambda part: _exchange(c, window, part, place, leaving, coming, group)
             able = c.kind is not Kind.ALL_TO_ALL and dist.get_backend(group) in _COALESCING
             coalesces = able and len(c.tags) > 1
             return lambda *parts: _started(c, parts, group, scratch, coalesces)
@@ -324,15 +325,24 @@ def _joined(stack: Tensor, placement: Placement) -> Tensor:
     return joined(stack.unbind(), placement)
 
 
-def _exchange(c: Conversion, window: Window, part: Tensor, position: int, group: Any) -> Pending:
-    """Send neighbours what they need of this rank's slice for their windows, or what they have to add to their slices,
-    and receive theirs; what stays here is copied when the rest has come."""
-    note(c, [part])
+_Messages = Sequence[tuple[int, Strip]]  # the other rank of each, by position, and what it is of
+
+
+def _messages(window: Window, position: int) -> tuple[_Messages, _Messages]:
+    """What the rank at `position` sends in an exchange, and what it receives, each in the order of the other ranks."""
     ranks = range(len(window.spans))
     asked = [(other, strip) for other in ranks for strip in window.strips(other) if strip.source == position != other]
     needed = sorted(((strip.source, strip) for strip in window.strips(position) if strip.source != position),
                     key=lambda found: found[0])  # fmt: skip
-    leaving, coming = (needed, asked) if window.adds else (asked, needed)
+    return (needed, asked) if window.adds else (asked, needed)
+
+
+def _exchange(
+    c: Conversion, window: Window, part: Tensor, position: int, leaving: _Messages, coming: _Messages, group: Any
+) -> Pending:
+    """Send neighbours what they need of this rank's slice for their windows, or what they have to add to their slices,
+    and receive theirs; what stays here is copied when the rest has come."""
+    note(c, [part])
 
     def rows(strip: Strip) -> Tensor:
         if window.adds:
@@ -344,8 +354,11 @@ def _exchange(c: Conversion, window: Window, part: Tensor, position: int, group:
     outgoing = torch.cat(sent) if sent else part.new_empty(0)
     incoming = part.new_empty(row * sum(strip.rows for _, strip in coming))
 
-    def bytes_by_rank(strips: Sequence[tuple[int, Strip]]) -> list[int]:
-        return [sum(strip.rows for to, strip in strips if to == other) * row * part.element_size() for other in ranks]
+    def bytes_by_rank(messages: _Messages) -> list[int]:
+        found = [0] * len(window.spans)
+        for other, strip in messages:
+            found[other] += strip.rows * row * part.element_size()
+        return found
 
     work = dist.all_to_all_single(
         _bytes(incoming), _bytes(outgoing), bytes_by_rank(coming), bytes_by_rank(leaving), group=group, async_op=True
