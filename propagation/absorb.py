@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from .builder import Builder
-from .graph import argument, argument_names, shape
+from .graph import argument, argument_names, per_dim, shape
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ def _takes(reader: fx.Node, pad: fx.Node) -> bool:
         return False
     mode, number = _filled(pad)
     count = len(shape(reader.args[1])) - 2  # type: ignore[arg-type]
-    own = any(_numbers(argument(reader, "padding"), count))
+    own = any(per_dim(argument(reader, "padding"), count))
     spatial = not any(argument(pad, "pad")[2 * count :])
     return spatial and (not own or (mode == "constant" and number == 0)) and not math.isnan(number)
 
@@ -72,18 +72,13 @@ def _filled(pad: fx.Node) -> tuple[str, float]:
     return mode, float(argument(pad, "value") or 0.0) if mode == "constant" else 0.0
 
 
-def _numbers(given: Any, count: int) -> list[int]:
-    values = list(given) if isinstance(given, list | tuple) else [given]
-    return values * (count if len(values) == 1 else 1)
-
-
 def _absorbed(b: Builder, conv: fx.Node, pad: fx.Node) -> fx.Node:
     weight: Any = conv.args[1]
     count = len(shape(weight)) - 2
-    own = _numbers(argument(conv, "padding"), count)
+    own = per_dim(argument(conv, "padding"), count)
     given = [*argument(pad, "pad"), *[0] * (2 * count)][: 2 * count]
     both = [n + own[count - 1 - i // 2] for i, n in enumerate(given)]
-    stride, dilation = (_numbers(argument(conv, name), count) for name in ("stride", "dilation"))
+    stride, dilation = (per_dim(argument(conv, name), count) for name in ("stride", "dilation"))
     return b(
         padded_convolution, pad.args[0], weight, argument(conv, "bias"), both, *_filled(pad), stride, dilation,
         argument(conv, "groups"),

@@ -192,6 +192,12 @@ def argument(node: fx.Node, name: str) -> Any:
     raise KeyError(f"{node.target} has no argument {name!r}")
 
 
+def per_dim(value: Any, count: int) -> list[int]:
+    """An argument that may stand for all dims, once for each."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return [int(v) for v in values] * (count if len(values) == 1 else 1)
+
+
 def draws_random_numbers(node: fx.Node) -> bool:
     """Whether the call draws from a random generator. (Attention and dropout are operators that can; without a
     probability, or outside training, a call of them does not.)"""
