@@ -22,6 +22,7 @@ from partway.context import (
 )
 from partway.fusion.timeline import save_chrome_trace
 from partway.propagation.plan import Plan
+from partway.rule import rule
 from partway.runtime.process import get_group_size, get_rank, init, shutdown
 from partway.runtime.record import record_collectives, record_timeline
 from partway.shard import shard
@@ -75,6 +76,7 @@ __all__ = [
     "record_timeline",
     "reset_algo_parameters",
     "reset_auto_parallel_context",
+    "rule",
     "save_chrome_trace",
     "set_algo_parameters",
     "set_auto_parallel_context",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
+from os import PathLike
 from typing import Any
 
 import torch
@@ -51,15 +52,18 @@ class Request:
     mesh: Any = None
     device: str | None = None
     level: int = 0
+    module_plan: Mapping[str, Any] | None = None
+    plan: Any = None
 
     def __post_init__(self) -> None:
-        per = {"in_strategy": "argument", "out_strategy": "output tensor"}
-        problems = [p for name, noun in per.items() for p in _tuple_problems(name, getattr(self, name), noun)]
+        problems = [p for side in _SIDES for p in _tuple_problems(side, getattr(self, side), side)]
+        problems += _module_plan_problems(self.module_plan)
         plan: object = self.parameter_plan
         if plan is not None and not isinstance(plan, Mapping):
             fix = 'write a dict from name patterns to strategies, such as {"layers.*.weight": ("tp", None)}'
             problems.append(Problem("parameter_plan", f"is {_kind(plan)}", fix))
-        for name, keys in (("in_strategy", "an argument's name"), ("parameter_plan", "a pattern on parameter names")):
+        named = {"in_strategy": "an argument's name", "parameter_plan": "a pattern on parameter names"}
+        for name, keys in (named | {"module_plan": "a pattern on the paths of modules"}).items():
             given = getattr(self, name)
             wrong = [key for key in given if not isinstance(key, str)] if isinstance(given, Mapping) else []
             problems += [Problem(name, f"has the key {_kind(key)}", f"write {keys}, a str") for key in wrong]
@@ -71,7 +75,11 @@ class Request:
         if not problems:  # else a strategy of one tensor is refused as a whole, and not by its entries again
             problems += [problem for name, strategy in self.given() for problem in form_problems(name, strategy)]
         try:
-            self.own_mesh  # noqa: B018 - read once here, so that it is checked with the rest
+            self.plans  # noqa: B018 - read once here, so that they are checked with the rest
+        except StrategyError as error:
+            problems.append(Problem("plan", str(error), "give the path of a file that plan.save wrote, or a Plan"))
+        try:
+            self.own_mesh  # noqa: B018 - likewise
         except StrategyError as error:
             problems.append(Problem("mesh", str(error), "or leave it out and set device_num in the context"))
         raise_problems(f"{counted(len(problems), 'problem')} with the arguments of shard or compile:", problems)
@@ -81,23 +89,58 @@ class Request:
         """The mesh that was given, if one was."""
         return given_mesh(self.mesh)
 
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans that were given, one for each kind of call."""
+        given = self.plan if isinstance(self.plan, list | tuple) else (self.plan,)
+        return tuple(_read_plan(found) for found in given if found is not None)
+
     def given(self) -> list[tuple[str, Any]]:
         """Every strategy with the words that name its place."""
-        found: list[tuple[str, Any]] = []
-        if isinstance(self.in_strategy, Mapping):
-            found += [(f"in_strategy[{name!r}]", s) for name, s in self.in_strategy.items()]
-        elif isinstance(self.in_strategy, tuple):
-            found += [(f"in_strategy[{i}]", s) for i, s in enumerate(self.in_strategy)]
-        if isinstance(self.out_strategy, tuple):
-            found += [(f"out_strategy[{i}]", s) for i, s in enumerate(self.out_strategy)]
-        if isinstance(self.parameter_plan, Mapping):
-            found += [(f"parameter_plan[{name!r}]", s) for name, s in self.parameter_plan.items()]
+        found = [*_each("in_strategy", self.in_strategy), *_each("out_strategy", self.out_strategy)]
+        found += _each("parameter_plan", self.parameter_plan)
+        for pattern, sides in (self.module_plan or {}).items():
+            for side, strategies in sides.items():
+                found += _each(f"module_plan[{pattern!r}][{side!r}]", strategies)
         return found
 
 
-def _tuple_problems(name: str, value: object, noun: str) -> Iterator[Problem]:
-    """Why `value` is not one strategy for each `noun`."""
-    named = ", or a dict by argument name" if name == "in_strategy" else ""
+def _read_plan(given: Any) -> Plan:
+    if isinstance(given, str | PathLike):
+        return Plan.load(given)
+    if not isinstance(given, Plan):
+        raise StrategyError(f"{_kind(given)} is none")
+    return given
+
+
+_SIDES = {"in_strategy": "argument", "out_strategy": "output tensor"}
+
+
+def _each(name: str, strategies: Any) -> list[tuple[str, Any]]:
+    """Each of `strategies` with the words that name its place."""
+    if isinstance(strategies, Mapping):
+        return [(f"{name}[{key!r}]", s) for key, s in strategies.items()]
+    return [(f"{name}[{i}]", s) for i, s in enumerate(strategies or ())]
+
+
+def _module_plan_problems(plan: object) -> Iterator[Problem]:
+    """Why `plan` is not strategies for what goes into modules and comes out of them."""
+    fix = 'write a dict such as {"layers.*.attn": {"in_strategy": (("dp", None, "tp"),), "out_strategy": (...,)}}'
+    if plan is not None and not isinstance(plan, Mapping):
+        yield Problem("module_plan", f"is {_kind(plan)}", fix)
+        return
+    for pattern, sides in (plan or {}).items():
+        name = f"module_plan[{pattern!r}]"
+        if not isinstance(sides, Mapping) or not sides or not set(sides) <= set(_SIDES):
+            yield Problem(name, f"is {_kind(sides)}", fix)
+            continue
+        for side, value in sides.items():
+            yield from _tuple_problems(f"{name}[{side!r}]", value, side)
+
+
+def _tuple_problems(name: str, value: object, side: str) -> Iterator[Problem]:
+    """Why `value` is not one strategy for each argument, or for each output tensor."""
+    noun, named = _SIDES[side], ", or a dict by argument name" if side == "in_strategy" else ""
     if value is None or (named and isinstance(value, Mapping)):
         return
     if is_one_strategy(value):
@@ -169,6 +212,7 @@ def meshes_to_try(
     saved: Plan | None,
     fixed: Mapping[str, Layout],
     node: int | None,
+    placed: Mapping[str, Layout],
 ) -> list[Mesh]:
     """The meshes that a call may be planned on: the one given (to `shard`, by a saved plan, or inside the function);
     else that of the layouts which parameters already have (`fixed`); else every mesh of the devices on which the int
@@ -178,8 +222,8 @@ def meshes_to_try(
     Raises StrategyError where there is no mesh and no number of devices, or another number than `processes`.
     """
     constraints = [constraint_of(str(n.args[1])) for n in graph.nodes if n.target is constrain]
-    within = [own for _, own in constraints] + [inner.own_mesh for _, inner in _requests(fn, request)]
-    given = [request.own_mesh, saved.mesh if saved else None, *within]
+    within = [own for _, own in constraints] + [inner.own_mesh for _, inner in requests(fn, request)]
+    given = [request.own_mesh, saved.mesh if saved else None, *within, *(found.mesh for found in placed.values())]
     if mesh := next((found for found in given if found is not None), None):
         if processes is not None:
             from partway.strategy.torch_mesh import check_ranks
@@ -195,7 +239,7 @@ def meshes_to_try(
     if earlier:
         return earlier[:1]
     strategies = [s for _, s in request.given()] + [s for s, _ in constraints]
-    strategies += [s for _, inner in _requests(fn, request) for s in (inner.parameter_plan or {}).values()]
+    strategies += [s for _, inner in requests(fn, request) for s in (inner.parameter_plan or {}).values()]
     if dataset_applies(request, context) and not isinstance(context.dataset_strategy, str):
         strategies += list(context.dataset_strategy)
     counts = [tuple(n or 1 for n in s) for s in strategies if _is_counts(s, devices)]
@@ -240,10 +284,12 @@ def annotate(
     algo: AlgoParameters,
     fixed: Mapping[str, Layout],
     saved: Plan | None,
+    placed: Mapping[str, Layout],
 ) -> Annotations:
     """Check everything that was said about `fn` against its graph; all failures are reported together.
 
-    `fixed` are the layouts that parameters already have (an earlier plan split them). Raises StrategyError.
+    `fixed` are the layouts that parameters already have (an earlier plan split them), `placed` those of inputs that are
+    DTensors. Raises StrategyError.
     """
     problems: list[Problem] = []
     inputs = [port for port in graph.inputs if port.role is Role.INPUT]
@@ -255,15 +301,22 @@ def annotate(
         *_constraints(graph, mesh, problems),
         *_dataset(inputs, request, context, mesh, problems),
     ]
+    named = {one.key for one in said}  # of an input that is said to lie otherwise the DTensor is redistributed
+    said += [
+        _Said(port.name, f"input {port.name!r}", shape(port.node), placed[port.name], "the DTensor that is given")
+        for port in inputs
+        if port.name in placed and port.name not in named
+    ]
     if context.mode_was_set and context.parallel_mode == ParallelMode.DATA_PARALLEL:
         said += _data_parallel(graph, inputs, request, mesh, context, problems)
     strict = algo.fully_use_devices and "fully_use_devices" in algo.model_fields_set
     checked: tuple[Annotation | None, ...] = ()
     try:
-        parameters = {port.name for port in graph.inputs if port.role is Role.PARAMETER}
-        uneven = [s.words for s in said if s.key not in parameters]
-        named = [(s.words, s.shape, s.strategy) for s in said]
-        checked = check_strategies(named, mesh, fully_use_devices=strict, uneven=uneven)
+        stored = {Role.PARAMETER, Role.RESULT}
+        keys = {port.name for port in (*graph.inputs, *graph.outputs) if port.role in stored}
+        chunked = [s.words for s in said if s.key in keys]
+        listed = [(s.words, s.shape, s.strategy) for s in said]
+        checked = check_strategies(listed, mesh, fully_use_devices=strict, chunked=chunked)
     except StrategyError as error:
         problems += error.problems
     raise_problems(f"{counted(len(problems), 'problem')} with strategies on the mesh {mesh}:", problems)
@@ -332,8 +385,8 @@ def _fix(
     for name, found in fixed.items():
         if others or name not in shapes:
             continue
-        if not found.divides(shapes[name]):
-            what = f"has now the shape {list(shapes[name])}, which its layout {found} does not divide"
+        if not found.fits(shapes[name]):
+            what = f"has now the shape {list(shapes[name])}, which its layout {found} does not fit"
             problems.append(Problem(f"parameter {name!r}", what, fresh))
         elif name in allowed and found not in allowed[name][0]:
             what = f"is already split as {found}, which {allowed[name][1]} does not allow"
@@ -395,7 +448,7 @@ def _results(results: Sequence[Port], request: Request, problems: list[Problem])
     ]
 
 
-def _requests(fn: Any, request: Request) -> Iterator[tuple[str, Request]]:
+def requests(fn: Any, request: Request) -> Iterator[tuple[str, Request]]:
     """The requests of the sharded modules inside a module, each with the prefix of its parameters' names, and then
     `request` itself."""
     if isinstance(fn, torch.nn.Module):
@@ -411,7 +464,7 @@ def _parameters(graph: Graph, fn: Any, request: Request, mesh: Mesh, problems: l
     names = {**{name: name for name in ports}, **graph.aliases}
     tied = {found: [alias for alias, name in graph.aliases.items() if name == found] for found in ports}
     said = []
-    for prefix, inner in _requests(fn, request):
+    for prefix, inner in requests(fn, request):
         if inner.parameter_plan and inner.own_mesh not in (None, mesh):
             what = f"the parameter_plan inside is written for the mesh {inner.own_mesh}, inside one for {mesh}"
             problems.append(Problem(f"module {prefix.rstrip('.')!r}", what, "use one mesh, or leave it out inside"))
@@ -541,10 +594,10 @@ def _load(
         port = ports.get(name)
         if port is None or (trainable and not port.requires_grad) or name in allowed:
             continue
-        if not found.divides(shape(port.node)):
+        if not found.fits(shape(port.node)):
             problems.append(
                 Problem(f"parameter {name!r}", f"has shape {list(shape(port.node))}, which the saved layout {found} "
-                        "does not divide", "save a plan of this model")
+                        "does not fit", "save a plan of this model")
             )  # fmt: skip
         allowed[name] = ((layout(mesh, found.placements),), "loaded from a plan")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import fx
 
 import partway
 from partway import fusion, propagation, runtime, strategy
@@ -43,10 +44,12 @@ class Entry:
         if folder is not None:
             text = "\n".join([_software(), *_text(graph), *map(repr, content)])
             self._digest = hashlib.sha256(text.encode()).hexdigest()
+            self._derivable = not any(map(_is_foreign, graph.nodes))
 
-    def fetch(self, name: str, make: Callable[[], T]) -> T:
-        """What `make` gives, from disk if it was made before for the same content."""
-        if self._folder is None:
+    def fetch(self, name: str, make: Callable[[], T], *, derived: bool = False) -> T:
+        """What `make` gives, from disk if it was made before for the same content. `derived`: derivatives are in it,
+        which nothing in the content says of an operator of the user's own."""
+        if self._folder is None or (derived and not self._derivable):
             return make()
         path = self._folder / self._digest[:2] / f"{self._digest[2:]}.{name}"
         try:
@@ -99,6 +102,11 @@ def _text(graph: Graph) -> list[str]:
         for node in graph.module.graph.nodes
     ]
     return lines + [_port(port) for port in (*graph.inputs, *graph.outputs)]
+
+
+def _is_foreign(node: fx.Node) -> bool:
+    """Whether a node calls an operator that is neither PyTorch's nor ours."""
+    return getattr(node.target, "namespace", "aten") not in ("aten", "partway", "prims")
 
 
 def _port(port: Port) -> str:

@@ -22,11 +22,14 @@ import torch
 
 from partway.annotate import Annotations, Request, annotate, meshes_to_try
 from partway.cache import Entry, cache_folder
+from partway.constrain import constrained_modules
 from partway.context import AlgoParameters, ParallelContext, ParallelMode, current, current_algo
+from partway.dtensors import brought, inputs_on, parameters_on, plain
 from partway.fusion.program import Program, make_program
 from partway.propagation.accumulate import Accumulation, accumulation
 from partway.propagation.capture import capture
 from partway.propagation.cost import WEIGHTS, Level
+from partway.propagation.custom import Rows
 from partway.propagation.differentiate import Step, differentiate, scale_parameter_gradients
 from partway.propagation.eliminate import Solution
 from partway.propagation.explain import Alternatives, outcome
@@ -37,9 +40,11 @@ from partway.propagation.precision import reduce_in_float32
 from partway.propagation.problem import SearchProblem, Settings, formulate, warn_of_unknown
 from partway.propagation.profile import DeviceProfile, profile_of
 from partway.propagation.recompute import checkpointed, gathered_weights, recompute, within_windows
+from partway.propagation.replay import differences, replay
 from partway.propagation.search import SearchMode, search, verify_solution
 from partway.propagation.structure import Call, check_call, flatten_call, name_of
 from partway.propagation.torch_internals import is_transformed
+from partway.rule import rules, text_of
 from partway.runtime.process import get_rank
 from partway.strategy import Layout, Mesh, Problem, StrategyError, raise_problems
 
@@ -115,7 +120,7 @@ class Compiled:
 
     def program_for(self, wanted: tuple[bool, ...]) -> Program:
         """The program whose backward starts from the outputs marked in `wanted`."""
-        return self.entry.fetch(f"program-{_bits(wanted)}", lambda: self._fused(self._step(wanted)))
+        return self.entry.fetch(f"program-{_bits(wanted)}", lambda: self._fused(self._step(wanted)), derived=True)
 
     def accumulation_for(self, wanted: tuple[bool, ...]) -> Accumulation | None:
         """The backwards of `program_for(wanted)` whose reductions wait, or None if no gradient can wait."""
@@ -124,7 +129,7 @@ class Compiled:
             found = accumulation(self._step(wanted))
             return found and replace(found, last=self._fused(found.last).step, rest=self._fused(found.rest).step)
 
-        return self.entry.fetch(f"accumulation-{_bits(wanted)}", make)
+        return self.entry.fetch(f"accumulation-{_bits(wanted)}", make, derived=True)
 
     def _step(self, wanted: tuple[bool, ...]) -> Step:
         with _own_saved_tensors(), uncollected():
@@ -157,6 +162,8 @@ def compile(
     parameter_plan: Mapping[str, Any] | None = None,
     device: str | None = None,
     level: int = 0,
+    module_plan: Mapping[str, Any] | None = None,
+    plan: Any = None,
 ) -> Compiled:
     """Plan a call of a function or module without running it; tensors on the meta device are welcome.
 
@@ -165,7 +172,7 @@ def compile(
     Raises StrategyError for annotations that cannot be met (all reasons at once), CaptureError for a function that
     torch.export cannot capture, OperatorError as `on_unknown_op` says.
     """
-    request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level)
+    request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level, module_plan, plan)
     check_target("compile", fn_or_module)
     if not isinstance(args, tuple | list):
         raise StrategyError(
@@ -175,8 +182,16 @@ def compile(
         raise StrategyError(f"kwargs is a {type(kwargs).__name__}; write a dict from argument names to values")
     args, kwargs = tuple(args), dict(kwargs or {})
     check_call(fn_or_module, args, kwargs)
-    check_tensors(flatten_call(fn_or_module, args, kwargs), None)
-    return compile_call(fn_or_module, args, kwargs, request, current(), current_algo())
+    call = flatten_call(fn_or_module, args, kwargs)
+    check_tensors(call, None)
+    fixed: dict[str, Layout] = {}
+    if isinstance(fn_or_module, torch.nn.Module):
+        fixed = parameters_on(fn_or_module, brought(fn_or_module), request.own_mesh)
+    placed = inputs_on(call, request.own_mesh or next((found.mesh for found in fixed.values()), None))
+    plain_args, plain_kwargs = call.structure.build([plain(tensor) for tensor in call.tensors])
+    return compile_call(
+        fn_or_module, plain_args, plain_kwargs, request, current(), current_algo(), fixed=fixed, placed=placed
+    )
 
 
 def compile_call(
@@ -189,23 +204,28 @@ def compile_call(
     *,
     processes: int | None = None,
     fixed: Mapping[str, Layout] | None = None,
+    placed: Mapping[str, Layout] | None = None,
 ) -> Compiled:
-    """All passes for one call. `processes`: how many a launcher started; `fixed`: layouts that parameters have."""
+    """All passes for one call. `processes`: how many a launcher started; `fixed`: layouts that parameters have, and
+    `placed` those of inputs that are DTensors."""
     saved = Plan.load(path) if (path := context.strategy_ckpt_config.load_file) else None
+    every = rules()
     # a call draws the same numbers whether it was planned or not
-    with torch.random.fork_rng(enabled=True), _own_saved_tensors():
-        graph = capture(fn, args, kwargs, context.batch_norm_parts)
+    with torch.random.fork_rng(enabled=True), _own_saved_tensors(), constrained_modules(fn, request):
+        graph = capture(fn, args, kwargs, context.batch_norm_parts, context.random_numbers, every)
     mode, profile = context.search_mode, device_profile(graph, request, context)
+    given = _given_plan(graph, request.plans)
+    own = {node.target: every[node.target] for node in graph.nodes if node.target in every}
     settled = dict(fixed or {})  # as they are now: what is searched again later is the same
 
     def plan_on(mesh: Mesh, below: float) -> Searched:
-        annotations = annotate(graph, fn, request, mesh, context, algo, settled, saved)
+        annotations = annotate(graph, fn, request, mesh, context, algo, settled, saved, placed or {})
 
         def solved(settings: Settings) -> Searched:
             problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
-            return Searched(annotations, problem, search(problem, mode, below))
+            return Searched(annotations, problem, replay(problem, given) if given else search(problem, mode, below))
 
-        settings = settings_of(request, mesh, context, algo, profile)
+        settings = settings_of(request, mesh, context, algo, profile, own)
         try:
             found = solved(settings)
         except StrategyError:
@@ -223,7 +243,7 @@ def compile_call(
     @functools.cache
     def find() -> Searched:
         inner = profile.levels[0].devices
-        meshes = meshes_to_try(graph, fn, request, context, processes, saved, settled, inner)
+        meshes = meshes_to_try(graph, fn, request, context, processes, given or saved, settled, inner, placed or {})
         with uncollected():
             return cheapest(plan_on, meshes)
 
@@ -237,8 +257,9 @@ def compile_call(
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
     folder = cache_folder(context.compile_cache_path) if context.enable_compile_cache and not verifies else None
     entry = Entry(
-        graph, folder, name_of(fn), request, _set(context), _set(algo), processes, settled, saved, profile.model_dump()
-    )
+        graph, folder, name_of(fn), request, _set(context), _set(algo), processes, settled, placed,
+        profile.model_dump(), text_of(own), *(plan.model_dump_json() for plan in (saved, given) if plan),
+    )  # fmt: skip
     planned = entry.fetch("plan", make)
     planned.plan.of(lambda: alternatives(find(), planned.local, mode))
     compiled = Compiled(graph, planned, context, profile, entry, find)
@@ -250,6 +271,18 @@ def compile_call(
     if context.strategy_ckpt_config.save_file and (processes is None or get_rank() == 0):
         compiled.plan.save(context.strategy_ckpt_config.save_file)
     return compiled
+
+
+def _given_plan(graph: Graph, plans: tuple[Plan, ...]) -> Plan | None:
+    """The one of `plans` that is of `graph`. Raises StrategyError where there are some and none is, with what differs
+    from the one that is nearest."""
+    found = [(differences(graph, plan), plan) for plan in plans]
+    if not found:
+        return None
+    problems, plan = min(found, key=lambda pair: len(pair[0]))
+    several = f"; of {len(plans)} plans the nearest differs" if plans[1:] else ""
+    raise_problems(f"the plan that was given is not one of this call{several}:", problems)
+    return plan
 
 
 def alternatives(found: Searched, local: LocalProgram, mode: SearchMode) -> Alternatives:
@@ -318,9 +351,9 @@ def _own_saved_tensors() -> torch.autograd.graph.saved_tensors_hooks:
 
 
 def settings_of(
-    request: Request, mesh: Mesh, context: ParallelContext, algo: AlgoParameters, profile: DeviceProfile
+    request: Request, mesh: Mesh, context: ParallelContext, algo: AlgoParameters, profile: DeviceProfile, own: Rows
 ) -> Settings:
-    """What the search needs to know of the context."""
+    """What the search needs to know of the context, and of the rules that people gave."""
     modes = (ParallelMode.SEMI_AUTO_PARALLEL, ParallelMode.DATA_PARALLEL)
     threshold = context.parallel_optimizer_config.parallel_optimizer_threshold * 1024
     return Settings(
@@ -338,6 +371,7 @@ def settings_of(
         memory_limit=algo.memory_limit,
         regather=context.reshard_after_forward is True,
         on_unknown_op=context.on_unknown_op,
+        rules=own,
     )
 
 

@@ -36,6 +36,7 @@ from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.fusion.policy import index_problems
 from partway.propagation.problem import Fallback
 from partway.propagation.profile import profile_of
+from partway.propagation.random_numbers import RandomNumbers
 from partway.propagation.search import SearchMode
 from partway.runtime.step import Backend
 from partway.strategy.choice import Choice
@@ -260,6 +261,14 @@ class ParallelContext(_Options):
     backend: Backend = Field(default=Backend.EAGER, strict=False)
     """Ours: "eager" runs a step's operators one after another as PyTorch has them; "inductor" has TorchInductor compile
     each stretch between two collectives, which the first call of a signature waits for."""
+
+    random_numbers: RandomNumbers = Field(default=RandomNumbers.COUNTER, strict=False)
+    """Ours: what dropout and other random operators draw, for the seed of torch.manual_seed. "counter": each number is
+    a function of the seed, the operator and the global index of its element, so that it is the same on any layout and
+    any number of devices, and a rank draws its part alone. "torch": the numbers of the plain model, which every rank
+    draws whole. "rank": each rank draws its part from a stream of its own, with PyTorch's generator; the numbers depend
+    on the layout, but where a tensor is whole they are the same on all ranks. What no index tells (multinomial,
+    randperm, poisson) is drawn whole with each of them."""
 
     on_unknown_op: Fallback = Field(default=Fallback.WARN, strict=False)
     """Ours: whether an operator without a rule runs replicated with a warning, or is an error."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from partway.context import ParallelContext, current_algo
 from partway.propagation.structure import Structure, flatten
 from partway.propagation.torch_internals import is_transformed
+from partway.rule import version
 
 _PLAIN = frozenset({type(None), bool, int, float, str})  # two that are equal, and of one type, are one value
 _TRAINING = attrgetter("training")
@@ -33,8 +34,10 @@ class Guard:
         self._context, self._algo = context, current_algo()
         plain = not kwargs and all(isinstance(arg, Tensor) for arg in args)
         self._positional = [*map(type, args)] if plain else None
-        self._tensors = [(type(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors]
-        self._autocast = _autocast()
+        self._tensors = [
+            (type(t), t.shape, t.dtype, t.device, t.requires_grad, getattr(t, "_spec", None)) for t in tensors
+        ]
+        self._autocast, self._rules = _autocast(), version()
         modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self._modules, self._training = modules, [m.training for m in modules]
         self._stores = [store for m in modules for store in (m._modules, m._parameters)]
@@ -57,6 +60,7 @@ class Guard:
             (context is self._context or context == self._context)
             and (current_algo() is self._algo or current_algo() == self._algo)
             and _autocast() == self._autocast
+            and version() == self._rules
             and all(map(_is_like, tensors, self._tensors))
             and [*map(_TRAINING, self._modules)] == self._training
             and [*map(len, self._stores)] == self._sizes
@@ -89,13 +93,14 @@ def _same_structure(one: Structure, other: Structure) -> bool:
 
 
 def _is_like(tensor: Tensor, before: tuple[Any, ...]) -> bool:
-    kind, shape, dtype, device, needs = before
+    kind, shape, dtype, device, needs, spec = before
     return (
         type(tensor) is kind
         and tensor.shape == shape
         and tensor.dtype is dtype
         and tensor.device == device
         and tensor.requires_grad is needs
+        and (spec is None or tensor._spec == spec)  # type: ignore[attr-defined]
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and not is_transformed(tensor)

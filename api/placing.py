@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from partway.context import DatasetMode, ParallelContext
+from partway.dtensors import drop_hooks, is_dtensor, plain
 from partway.propagation.graph import Role
 from partway.propagation.lower import PlacedPort
 from partway.propagation.structure import Call
-from partway.runtime.process import get_group_size, init, launched
+from partway.runtime.parameters import hold
+from partway.runtime.process import get_group_size, get_rank, init, launched
 from partway.runtime.simulate import Simulator
 from partway.runtime.step import Executor
 from partway.strategy import Layout, Mesh, Replicate, StrategyError
@@ -40,11 +42,23 @@ class Placing(Protocol):
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         """A plan gave parameters their layouts at rest: put them there."""
 
+    def hold(self, module: torch.nn.Module, name: str, part: Tensor) -> None:
+        """Give a parameter or buffer of the meta device values: this process's `part`."""
+
+    def part(self, whole: Tensor, layout: Layout) -> Tensor:
+        """This process's part of a tensor under `layout`, in memory of its own."""
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of a tensor of which processes may hold parts."""
+
     def enter(self, placed: PlacedPort, local: bool) -> Change | None:
         """What makes of a tensor of a call what the executor takes, or None if it takes the tensor itself."""
 
     def leave(self, placed: PlacedPort) -> Change | None:
         """What makes of a result of the executor what the caller gets, or None if that is the result itself."""
+
+    def write(self, placed: PlacedPort, local: bool, given: Tensor, result: Tensor) -> None:
+        """Write a result of the executor into a tensor of the call, `given`, of which it is the new value."""
 
 
 class Simulated:
@@ -67,11 +81,23 @@ class Simulated:
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         return None
 
+    def hold(self, module: torch.nn.Module, name: str, part: Tensor) -> None:
+        hold(module, name, part)
+
+    def part(self, whole: Tensor, layout: Layout) -> Tensor:
+        return whole
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def enter(self, placed: PlacedPort, local: bool) -> Change | None:
         return None
 
     def leave(self, placed: PlacedPort) -> Change | None:
         return None
+
+    def write(self, placed: PlacedPort, local: bool, given: Tensor, result: Tensor) -> None:
+        given.copy_(result)
 
 
 class Launched:
@@ -104,7 +130,7 @@ class Launched:
             check_ranks(mesh, self.processes)
         held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         # those of a module inside that was sharded before agree already
-        named = {name: tensor for name, tensor in held.items() if not isinstance(tensor, DTensor)}
+        named = {name: t for name, t in held.items() if not isinstance(t, DTensor) and not t.is_meta}
         if context.parameter_broadcast:
             broadcast([tensor.detach() for tensor in named.values()])
             share_generators()  # ranks whose parameters differ were seeded differently
@@ -112,16 +138,19 @@ class Launched:
             check_agreement(named)
             check_agreement(generators(), "seed every rank alike with torch.manual_seed")
         distribute(module)
+        drop_hooks(module)
 
     def whole_call(self, call: Call, context: ParallelContext, local: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         from partway.runtime.execute import check_agreement
 
         if not local:  # once for each plan: the other calls are not worth a collective
-            plain = {f"input {name!r}": t for name, t in zip(call.names, call.tensors, strict=True) if not _placed(t)}
+            whole = {
+                f"input {name!r}": t for name, t in zip(call.names, call.tensors, strict=True) if not is_dtensor(t)
+            }
             check_agreement(
-                plain, "give every rank the same whole batch, or set dataset_strategy where each has its own part"
+                whole, "give every rank the same whole batch, or set dataset_strategy where each has its own part"
             )
-        tensors = [_plain(tensor) for tensor in call.tensors]
+        tensors = [plain(tensor) for tensor in call.tensors]
         if local:
             parts = _dataset_parts(tensors, context, self.processes)
             tensors = [_enlarged(tensor, splits) for tensor, splits in zip(tensors, parts, strict=True)]
@@ -132,6 +161,16 @@ class Launched:
         from partway.runtime.parameters import redistribute
 
         redistribute(module, layouts)
+
+    def hold(self, module: torch.nn.Module, name: str, part: Tensor) -> None:
+        hold(module, name, part)
+
+    def part(self, whole: Tensor, layout: Layout) -> Tensor:
+        own = whole[layout.slices(tuple(whole.shape), get_rank())]
+        return own.clone(memory_format=torch.contiguous_format)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
     def enter(self, placed: PlacedPort, local: bool) -> Change | None:
         from partway.runtime.parameters import placed_part
@@ -148,17 +187,18 @@ class Launched:
             return None
         return functools.partial(as_dtensor, layout=layout, shape=placed.shape, mesh=device_mesh(layout.mesh))
 
+    def write(self, placed: PlacedPort, local: bool, given: Tensor, result: Tensor) -> None:
+        from partway.runtime.execute import device_mesh
+        from partway.runtime.parameters import as_dtensor
 
-def _placed(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
-    return hasattr(tensor, "placements")
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """A tensor of the same global shape that is no DTensor; only its meta data is read."""
-    if not _placed(tensor):
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
+        if local and not is_dtensor(given):  # this rank's part, whose slice may be short
+            given.copy_(result[tuple(slice(0, size) for size in given.shape)])
+            return
+        new: Any = as_dtensor(result, placed.layout, placed.shape, device_mesh(placed.layout.mesh))
+        if is_dtensor(given):
+            given.copy_(new.redistribute(placements=given.placements))  # type: ignore[attr-defined]
+        else:
+            given.copy_(new.full_tensor())
 
 
 def _dataset_parts(tensors: list[Tensor], context: ParallelContext, devices: int) -> list[tuple[int, ...]]:

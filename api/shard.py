@@ -8,29 +8,26 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from partway.annotate import (
-    Request,
-    by_argument,
-    check_out_strategy,
-    constraint_text,
-    dataset_applies,
-    dataset_was_set,
-)
-from partway.compile import Compiled, check_target, check_tensors, compile_call
+from partway.annotate import Request, dataset_applies, dataset_was_set
+from partway.compile import Compiled, check_target, check_tensors, compile_call, settings_of
+from partway.constrain import constrained_arguments, constrained_results
 from partway.context import ParallelContext, ParallelMode, current, current_algo
+from partway.dtensors import brought, inputs_on, parameters_on, placed_as
 from partway.fusion.program import Program
 from partway.guard import Guard
+from partway.materialize import Init, check_materialized, materialize
 from partway.placing import Change, Placing, placing
 from partway.propagation.capture import capturing
-from partway.propagation.collectives import constrain
 from partway.propagation.graph import Role
 from partway.propagation.plan import Plan
 from partway.propagation.structure import Call, check_call, flatten, flatten_call, name_of
+from partway.rule import rules, version
 from partway.runtime.step import CompiledStep, Waiting
 from partway.strategy import Layout, Problem, RuntimeStateError, StrategyError, raise_problems
 
@@ -44,6 +41,8 @@ def shard(
     mesh: Any = None,
     device: str | None = None,
     level: int = 0,
+    module_plan: Mapping[str, Any] | None = None,
+    plan: Any = None,
 ) -> Any:
     """Split a function or module over a mesh; everything that is not annotated is inferred.
 
@@ -60,16 +59,22 @@ def shard(
     device          "cpu" or "cuda": where the tensors have to be, and whose profile prices the plan (unless the option
                     device_profile is set)
     level           what the search weighs most: 0 communication, 1 memory, 2 speed
+    module_plan     a dict from fnmatch patterns on the paths of modules inside to what goes into them and comes out,
+                    {"layers.*.attn": {"in_strategy": (("dp", None, "tp"),), "out_strategy": (...,)}} (modules only)
+    plan            the path of a file that `plan.save` wrote, a Plan, or a tuple of them: the strategies of every
+                    operator are taken from it, and nothing is searched. A call that none was made for is an error
+                    that says what differs; other annotations must agree
 
     The first call with a new signature (shapes, dtypes, modes) captures and plans; later ones only run. When a
     launcher started this process it runs its own rank; otherwise all ranks are simulated in this process.
 
-    Inside a function that is being sharded, `shard` only constrains the tensors it touches.
+    Inside a function that is being sharded, `shard` only constrains the tensors it touches: what goes into a function
+    or module, or a method of one, and what comes out.
 
     Raises StrategyError for wrong arguments, here or at the call that shows their shapes. What failed has changed
     nothing: after a first call that was refused, `shard` takes the same module again with other annotations.
     """
-    request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level)
+    request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level, module_plan, plan)
     if fn is None:
         return functools.partial(_shard, request=request)
     return _shard(fn, request)
@@ -81,10 +86,10 @@ def _shard(fn: Any, request: Request) -> Any:
         raise StrategyError(f"{name_of(fn)} is sharded already; call shard once, with all annotations")
     check_target("shard", fn)
     if isinstance(fn, torch.nn.Module) and before is not None:
-        fn.__dict__["_partway"] = _Engine(fn, request)
+        fn.__dict__["_partway"] = _Engine(fn, request, parameters_on(fn, before.brought, request.own_mesh))
         return fn
     if isinstance(fn, torch.nn.Module):
-        engine = _Engine(fn, request)
+        engine = _Engine(fn, request, parameters_on(fn, brought(fn), request.own_mesh))
         if not _stands_alone(current()):
             placing().adopt(fn, current(), request.own_mesh)
         fn.__dict__["_partway"] = engine
@@ -109,6 +114,8 @@ class ShardedFunction:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
+        if capturing() or _stands_alone(current()):
+            return ShardedFunction(MethodType(self._engine.fn, instance), self._engine.request)
         raise StrategyError(
             f"{name_of(self)} is a method; shard the module it belongs to, or a function of its tensors"
         )
@@ -152,6 +159,26 @@ class ShardedModule:
             for w, holding in zip(waiting, before, strict=True):
                 w.holding = holding
 
+    def materialize(
+        self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, init: Init | None = None
+    ) -> None:
+        """Give parameters and buffers of the meta device memory and values: on every rank its part, of the numbers that
+        one device would have, whatever the layout. So a model can be larger than a device:
+
+            with torch.device("meta"):
+                model = Model()
+            pw.shard(model, ...)
+            model.materialize((x,))
+
+        The call of `args` and `kwargs` is planned (not run), and says how parameters are split and on what device.
+        Each module is initialised by `init(module)`, inner ones first as in Module.apply; by default by the model's
+        `_init_weights` (transformers), else by its own `reset_parameters`. Random numbers follow torch.manual_seed as
+        the option random_numbers says.
+
+        Raises RuntimeStateError where no initialiser writes a tensor, and what the first call would raise.
+        """
+        self._partway.materialize(tuple(args), dict(kwargs or {}), init)
+
     @property
     def plan(self) -> Plan:
         """The plan of the last call."""
@@ -178,12 +205,14 @@ def _sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
 class _Engine:
     """Plans each signature of one function once, and runs it."""
 
-    def __init__(self, fn: Callable[..., Any], request: Request) -> None:
-        self.fn, self.request = fn, request
+    def __init__(self, fn: Callable[..., Any], request: Request, brought: Mapping[str, Layout] | None = None) -> None:
+        self.fn, self.request, self.brought = fn, request, frozenset(brought or ())
         self._runners: dict[Any, _Runner] = {}
         self._last: tuple[Guard, _Runner] | None = None
         self._waiting = Waiting()
-        self._layouts: dict[str, Layout] = {}  # of the parameters, once a plan has split them
+        # of the parameters, once a plan has split them, or as they were brought
+        self._layouts: dict[str, Layout] = dict(brought or {})
+        self._settled: set[str] = set()
         self._capturing = False
         self._refused = False
 
@@ -191,7 +220,8 @@ class _Engine:
         """A copy of the module plans anew."""
         import copy
 
-        return _Engine(copy.deepcopy(self.fn, memo), self.request)
+        brought = {name: self._layouts[name] for name in self.brought}
+        return _Engine(copy.deepcopy(self.fn, memo), self.request, brought)
 
     @property
     def refused(self) -> bool:
@@ -217,6 +247,8 @@ class _Engine:
             return original(*args, **kwargs)
         tensors = self._last[0].admits(args, kwargs, context) if self._last else None
         if tensors is None or self._last is None:
+            if isinstance(self.fn, torch.nn.Module) and not all(t.is_meta for t in flatten((args, kwargs))[0]):
+                check_materialized(self.fn)
             try:
                 runner = self._runner(args, kwargs, context)
             except Exception:
@@ -227,6 +259,25 @@ class _Engine:
             self._last = Guard(self.fn, args, kwargs, context), runner
             tensors = flatten((args, kwargs))[0]
         return self._last[1](tensors)
+
+    def materialize(self, args: tuple[Any, ...], kwargs: dict[str, Any], init: Init | None) -> None:
+        """See `ShardedModule.materialize`."""
+        assert isinstance(self.fn, torch.nn.Module)
+        context, place = current(), placing()
+        given = [tensor for tensor in flatten((args, kwargs))[0] if not tensor.is_meta]
+        if not given:
+            raise StrategyError(
+                "materialize was given no tensor that lies on a device, so that it is not known where parameters "
+                "should lie; give the arguments of a call, such as model.materialize((x,))"
+            )
+        if _stands_alone(context):
+            raise StrategyError("materialize needs a plan, and in stand_alone mode there is none; set another mode")
+        compiled = self._runner(args, kwargs, context).compiled
+        settings = settings_of(self.request, compiled.mesh, context, current_algo(), compiled.profile, rules())
+        tied = {other: name for other, name in compiled.graph.aliases.items() if name in self._layouts}
+        layouts = self._layouts | {other: self._layouts[name] for other, name in tied.items()}
+        materialize(self.fn, layouts, place, settings, given[0].device, context.random_numbers, init)
+        self._last = None  # it holds what the tensors were
 
     def _engines(self) -> Iterator[_Engine]:
         """This one, and those of the sharded modules inside."""
@@ -249,7 +300,7 @@ class _Engine:
 
     def _signature(self, call: Call, context: ParallelContext) -> tuple[Any, ...]:
         """All that a plan depends on. Parameters count by what may change: flags, dtypes and shapes."""
-        tensors = tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in call.tensors)
+        tensors = tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad, placed_as(t)) for t in call.tensors)
         flags: tuple[Any, ...] = ()
         if isinstance(self.fn, torch.nn.Module):
             flags = (
@@ -257,64 +308,42 @@ class _Engine:
                 tuple((p.requires_grad, p.dtype, tuple(p.shape)) for p in self.fn.parameters()),
             )
         autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        return call.structure.key(), tensors, flags, autocast, context, current_algo()
+        return call.structure.key(), tensors, flags, autocast, context, current_algo(), version()
 
     def _plan(self, call: Call, context: ParallelContext) -> _Runner:
         local = dataset_was_set(context) and dataset_applies(self.request, context)
         place = placing()
+        meshes = [self.request.own_mesh, *(found.mesh for found in self._layouts.values())]
+        placed = inputs_on(call, next((mesh for mesh in meshes if mesh is not None), None))
         args, kwargs = place.whole_call(call, context, local)
         self._capturing = True
         try:
             compiled = compile_call(
                 self.fn, args, kwargs, self.request, context, current_algo(),
-                processes=place.processes, fixed=self._layouts,
+                processes=place.processes, fixed=self._layouts, placed=placed,
             )  # fmt: skip
         finally:
             self._capturing = False
         if isinstance(self.fn, torch.nn.Module):
-            fresh = {name: found for name, found in compiled.plan.parameters.items() if name not in self._layouts}
+            fresh = {name: found for name, found in compiled.plan.parameters.items() if name not in self._settled}
             place.settle(self.fn, fresh)
+            self._settled.update(fresh)
             self._layouts.update(fresh)
         return _Runner(compiled, place, local, self._waiting)
 
     def _constrained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside a capture: mark the arguments and results that were annotated, and go on."""
-        request = self.request
-        name = name_of(self.fn)
-        call = flatten_call(self.fn, args, kwargs)
-        problems: list[Problem] = []
-        by_name = by_argument(self.fn, request.in_strategy, call.arguments, problems)
+        name, problems = name_of(self.fn), list[Problem]()
+        args, kwargs = constrained_arguments(self.fn, name, self.request, args, kwargs, problems)
         raise_problems(f"the constraint {name} cannot be met:", problems)
-        marked = [
-            _mark(tensor, by_name.get(argument), request, f"argument {label!r} of {name}")
-            for tensor, argument, label in zip(call.tensors, call.arguments, call.names, strict=True)
-        ]
-        args, kwargs = call.structure.build(marked)
-        result = original(*args, **kwargs)
-        if request.out_strategy is None:
-            return result
-        tensors, structure = flatten(result)
-        check_out_strategy(request.out_strategy, len(tensors), problems)
+        result = constrained_results(name, self.request, original(*args, **kwargs), problems)
         raise_problems(f"the constraint {name} cannot be met:", problems)
-        wanted = [*request.out_strategy, *[None] * (len(tensors) - len(request.out_strategy))]
-        return structure.build(
-            [
-                _mark(t, s, request, f"output {i} of {name}")
-                for i, (t, s) in enumerate(zip(tensors, wanted, strict=True))
-            ]
-        )
+        return result
 
 
 def _stands_alone(context: ParallelContext) -> bool:
     """Whether the user chose stand_alone: everything runs as if `shard` were not there."""
     return context.mode_was_set and context.parallel_mode == ParallelMode.STAND_ALONE
-
-
-def _mark(tensor: Tensor, strategy: Any, request: Request, name: str) -> Tensor:
-    if strategy is None:
-        return tensor
-    marked: Tensor = constrain(tensor, constraint_text(name, strategy, request.own_mesh, tensor.ndim), name)
-    return marked
 
 
 Source = Callable[[], Tensor]
@@ -327,7 +356,16 @@ class _Runner:
         self.compiled, self._waiting = compiled, waiting
         graph = compiled.graph
         self._result = graph.result
-        self._updated = {port.name for port in graph.outputs if port.role is Role.BUFFER_UPDATE}
+        updates = (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
+        self._updated = {port.name for port in graph.outputs if port.role in updates}
+        places = [port.name for port in graph.inputs if port.role is Role.INPUT]
+        self._written = [
+            (places.index(p.port.name), functools.partial(place.write, p, local))
+            if p.port.role is Role.INPUT_UPDATE
+            else None
+            for p in compiled.local.outputs
+        ]
+        self._learned = next((p.name for p in graph.outputs if p.role is Role.INPUT_UPDATE and p.requires_grad), None)
         self._executor = place.executor(compiled.mesh)
         self._enter = [place.enter(placed, local) for placed in compiled.local.inputs]
         self._leave = [place.leave(placed) for placed in compiled.local.outputs]
@@ -363,16 +401,27 @@ class _Runner:
         )  # fmt: skip
 
     def __call__(self, given: Sequence[Tensor]) -> Any:
+        if self._learned is not None and torch.is_grad_enabled():
+            raise RuntimeStateError(
+                f"the function writes to {self._learned!r} in place what depends on a tensor that needs a gradient, "
+                "which would not reach it; return the new value, write a detached one, or call it under torch.no_grad()"
+            )
         rest = iter(given)
         tensors = self._given.copy()
         for i, source, enter, updated in self._changing:
             tensor = next(rest) if source is None else source()
-            # a buffer that this call overwrites must stay as it was for the backward
+            # a buffer or input that this call overwrites must stay as it was for the backward
             tensor = tensor.clone() if updated else tensor
             tensors[i] = enter(tensor) if enter else tensor
         results = []
-        for value, leave, buffer in zip(self._step(tensors), self._leave, self._buffers, strict=True):
-            if buffer is not None:
+        for value, leave, buffer, written in zip(
+            self._step(tensors), self._leave, self._buffers, self._written, strict=True
+        ):
+            if written is not None:
+                place, write = written
+                with torch.no_grad():
+                    write(given[place], value)
+            elif buffer is not None:
                 with torch.no_grad():
                     buffer().copy_(value)
             else:

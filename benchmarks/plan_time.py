@@ -211,10 +211,10 @@ def measure(case: Case) -> Run:
         return result
 
     def formulated() -> Any:
-        notes = annotate(graph, model, request, mesh, context, algo, {}, None)
+        notes = annotate(graph, model, request, mesh, context, algo, {}, None, {})
         return formulate(
             graph,
-            settings_of(request, mesh, context, algo, device_profile(graph, request, context)),
+            settings_of(request, mesh, context, algo, device_profile(graph, request, context), {}),
             notes.allowed,
             notes.as_it_lies,
         )

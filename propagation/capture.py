@@ -3,11 +3,14 @@
 The passes, in order:
 
     export         torch.export (non-strict), the training IR
-                   what runs inside torch.utils.checkpoint is marked as a region
-    stop_gradients results of `torch.no_grad` regions are detached, before the regions are inlined
-    functionalize  run_decompositions({}): no in-place operators, `linear`, `layer_norm`, `cross_entropy_loss`,
-                   `scaled_dot_product_attention` whole, autocast as casts, mutated buffers as outputs
+                   what runs inside torch.utils.checkpoint is marked as a region, and what is computed without
+                   gradients is detached
+    functionalize  run_decompositions: no in-place operators, `linear`, `layer_norm`, `cross_entropy_loss`,
+                   `scaled_dot_product_attention` whole, autocast as casts, mutated buffers as outputs; what has no rule
+                   of its own and is made of operators that have becomes these (written_out.py)
+    adopt          the backward of a torch.autograd.Function becomes one that autograd makes (custom_backward.py)
     unify_tied     the inputs of one tied parameter become one
+    control        loops are unrolled, and branches become one operator each (control.py)
     expand         operators whose rule would not be local become sums and pointwise operators (expand.py)
     absorb         convolutions take the padding of their operands upon themselves (absorb.py)
     prune          views become reshapes; asserts and dead nodes go
@@ -17,12 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import os
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
@@ -32,12 +36,15 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import fx
+from torch.distributions import Distribution
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
 from ..strategy.errors import CaptureError, PartwayError
 from ..strategy.notation import counted
 from .absorb import absorb
+from .control import CONTROL, flatten_control
+from .custom_backward import adopt, recorded
 from .expand import expand
 from .graph import (
     Graph,
@@ -52,8 +59,18 @@ from .graph import (
     value,
     verify,
 )
+from .random_numbers import RandomNumbers
 from .structure import Call, Structure, flatten, flatten_call, name_of
-from .torch_internals import FakeTensor, data_dependent, set_grad_enabled, tree_flatten, tree_map
+from .torch_internals import (
+    FakeTensor,
+    OpOverload,
+    UnsupportedOperatorException,
+    data_dependent,
+    set_grad_enabled,
+    tree_flatten,
+    tree_map,
+)
+from .written_out import written_out
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
@@ -63,8 +80,12 @@ def capturing() -> bool:
     return _capturing.get()
 
 
-def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_norm_parts: int = 1) -> Graph:
-    """Capture one call of `fn` (a function or nn.Module; meta tensors welcome) as a Graph.
+def capture(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_norm_parts: int = 1,
+    random_numbers: RandomNumbers = RandomNumbers.COUNTER, own: Collection[Any] = (),
+) -> Graph:  # fmt: skip
+    """Capture one call of `fn` (a function or nn.Module; meta tensors welcome) as a Graph. `own`: operators to which
+    people gave rules, so that they stay as they are.
 
     Raises CaptureError when torch.export cannot make one static graph of it, or when `fn` itself raises: it names
     the line of the caller's code, and its cause is the original exception. Raises StrategyError for a BatchNorm in
@@ -77,11 +98,9 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     example = tuple(t.detach().requires_grad_(t.requires_grad) for t in call.tensors)
     token = _capturing.set(True)
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), _plain_parameters(fn), _tensor_momenta(fn), _quiet():
+        with warnings.catch_warnings(), torch.enable_grad(), _prepared(fn, example), _quiet():
             warnings.simplefilter("ignore")
-            exported = torch.export.export(flat, example, strict=False)
-            _stop_gradients(exported.graph_module)
-            exported = exported.run_decompositions({})
+            exported = torch.export.export(flat, example, strict=False).run_decompositions(written_out())
     except PartwayError:
         raise
     except Exception as error:  # torch.export raises many types; the caller's code may raise any
@@ -95,7 +114,9 @@ def capture(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         )
     _name_frames(exported.graph_module, fn)
     _check_static(exported.graph_module, fn)
-    return verify(_check_dtypes(_graph(exported, call, seen[-1], fn, batch_norm_parts)))
+    _check_operators(exported.graph_module, fn)
+    expanded = partial(expand, batch_norm_parts=batch_norm_parts, random_numbers=random_numbers, own=own)
+    return verify(_check_dtypes(_graph(exported, call, seen[-1], fn, expanded)))
 
 
 def _reason(fn: Callable[..., Any], error: Exception) -> str:
@@ -106,6 +127,13 @@ def _reason(fn: Callable[..., Any], error: Exception) -> str:
             f"could not capture {name_of(fn)} as one static graph: its course depends on the values of tensors{at}; "
             "write it without branches on tensors and .item(), with torch.where for example, or do this part outside "
             f"the sharded function\n  torch.export: {_first_line(error)}"
+        )
+    if isinstance(error, UnsupportedOperatorException) or "no fake impl registered" in str(error):
+        found = re.search(r"CustomOpDef\(([\w:.]+)\)", str(error)) or re.search(r"([\w:.]+)", str(error))
+        return (
+            f"could not capture {name_of(fn)}: operator {found and found[1]} has no implementation that "
+            f"says the shapes of its results{at}\n"
+            "Give it one with register_fake: a function of its arguments that returns empty tensors (torch.library)"
         )
     return (
         f"could not capture {name_of(fn)} as one static graph: {type(error).__name__}: {error}{at}\n"
@@ -166,6 +194,11 @@ def _check_static(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
     symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
     for node in module.graph.nodes:
         found = node.meta.get("val")
+        if isinstance(found, list | tuple) and any(isinstance(one, list | tuple) for one in found):
+            raise CaptureError(
+                f"could not capture {name_of(fn)}: {operator_name(node)} gives lists of tensors among its results"
+                f"{_line(node)}; do this part outside the sharded function"
+            )
         sizes = found.shape if isinstance(found, torch.Tensor) else ()
         if isinstance(found, symbolic) or any(isinstance(size, symbolic) for size in sizes):
             what = "gives a result whose size depends" if sizes else "gives a number that depends"
@@ -173,6 +206,29 @@ def _check_static(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
                 f"could not capture {name_of(fn)} as one static graph: {operator_name(node)} {what} on the values of "
                 f"tensors{_line(node)}; do this part outside the sharded function, or keep it a tensor of fixed size"
             )
+
+
+def _check_operators(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
+    """Raise CaptureError for what is no functional operator: one that writes to its operands and has no twin that does
+    not, a branch or loop of a kind that control.py does not know, a list of results beside others."""
+    for node in module.graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem or node.target in CONTROL:
+            continue
+        name, found = operator_name(node), node.meta.get("val")
+        if isinstance(found, tuple | list) and any(isinstance(one, tuple | list) for one in found):
+            what = f"operator {name} returns lists of tensors beside others; return one list, or single tensors"
+        elif isinstance(node.target, OpOverload):
+            continue
+        elif name.startswith("auto_functionalized"):
+            written: Any = node.args[0]
+            arguments = written._schema.arguments
+            mutated = ", ".join(repr(a.name) for a in arguments if a.alias_info and a.alias_info.is_write)
+            what = f"operator {written} writes to its operand {mutated}; write it so that it returns the new value"
+        else:
+            what = f"{name} is a branch or a loop, of which each rank would need its own; write it without"
+        raise CaptureError(
+            f"could not capture {name_of(fn)}: {what}, or do this part outside the sharded function{_line(node)}"
+        )
 
 
 # Operators that want one dtype of their tensors, which torch.export does not check.
@@ -213,6 +269,8 @@ class _Outside(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # what torch.cond and the like run is traced, and this with it
+            return func(*args, **(kwargs or {}))
         for leaf in tree_flatten((args, kwargs or {}))[0]:
             # everything that takes part in the capture is a FakeTensor or another subclass by now
             if type(leaf) in (torch.Tensor, torch.nn.Parameter) and id(leaf) not in self._seen and leaf.requires_grad:
@@ -236,6 +294,8 @@ class _Regions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **(kwargs or {}))
         if func is set_grad_enabled and args == (torch.is_grad_enabled(),):
             return None  # inside C++ that disabled gradients, as for nested calls: captured, it would never be undone
         call = _checkpoint_call(sys._getframe(1))
@@ -246,6 +306,34 @@ class _Regions(TorchFunctionMode):
             self._calls[call] = len(self._calls)
         with fx.traceback.preserve_node_meta(), fx.traceback.annotate(marked(self._calls[call])):
             return func(*args, **(kwargs or {}))
+
+
+class _WithoutGradients(TorchFunctionMode):
+    """Detaches what is computed of tensors that need a gradient while gradients are disabled. (torch.export keeps
+    regions of torch.no_grad, but not inside torch.autocast, and none of torch.inference_mode; inlined they would let
+    gradients through.)
+
+    Raises CaptureError for a write in place there, of whose values autograd would know nothing.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled():
+            return result
+        read = [leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, torch.Tensor)]
+        if any(result is leaf for leaf in read) or func is torch.Tensor.__setitem__:
+            if read[0].requires_grad and not read[0].is_leaf:
+                name = getattr(func, "__name__", func)
+                raise CaptureError(
+                    f"{name} writes in place to a tensor that needs a gradient, where gradients "
+                    "are disabled: its gradient would be that of other values; write to a copy, x.detach().clone()"
+                )
+            return result
+        if not any(leaf.requires_grad for leaf in read):
+            return result
+        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result)
 
 
 def _checkpoint_call(frame: FrameType | None) -> FrameType | None:
@@ -274,9 +362,25 @@ def _check_checkpoint(call: FrameType) -> None:
         )
 
 
+class _Stderr:
+    """A stream without the graph that torch.export prints when it fails."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._end = stream, ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write `text`, unless it is such a graph, or the end of its line."""
+        graph = text.lstrip().startswith("def forward(self, arg0_1")
+        dropped, self._end = graph or text == self._end, "\n" if graph else ""
+        return len(text) if dropped else int(self._stream.write(text))
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch.export logs of a failure: the CaptureError says it."""
+    """Without what torch.export logs and prints of a failure: the CaptureError says it."""
     loggers = [
         logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
     ]
@@ -284,7 +388,8 @@ def _quiet() -> Iterator[None]:
     try:
         for logger in loggers:
             logger.disabled = True
-        yield
+        with contextlib.redirect_stderr(_Stderr(sys.stderr)):
+            yield
     finally:
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
@@ -302,33 +407,50 @@ class _Flat(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.call.structure.build(list(tensors))
-        with self.outside, _Regions():
+        with self.outside, _Regions(), _WithoutGradients():
             results, structure = flatten(self.fn(*args, **kwargs))
         self.seen(structure)
         return tuple(results)
 
 
 @contextlib.contextmanager
-def _plain_parameters(fn: Callable[..., Any]) -> Iterator[None]:
-    """While a module whose parameters are DTensors is captured, ordinary empty tensors of their global shape
-    stand in for them (meta data is all that capture reads)."""
-    swapped: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
-    plain: dict[int, torch.nn.Parameter] = {}
+def _prepared(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """While `fn` is captured, what torch.export cannot trace is done otherwise."""
+    with (
+        _plain_parameters(fn, tensors), _tensor_momenta(fn), _conversions(fn), _unchecked_distributions(), recorded()
+    ):  # fmt: skip
+        yield
+
+
+@contextlib.contextmanager
+def _plain_parameters(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """While a module is captured, ordinary tensors of their global shape, without memory, stand in for its parameters
+    that are DTensors, and for what is on the meta device though the `tensors` of the call are not (meta data is all
+    that capture reads)."""
+    swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    plain: dict[int, torch.Tensor] = {}
+    device = next((t.device for t in tensors if not t.is_meta), None)
     if isinstance(fn, torch.nn.Module):
         for module in fn.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and hasattr(parameter, "placements"):
-                    swapped.append((module, name, parameter))
+            stores: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+            for store in stores:
+                for name, held in store.items():
+                    if held is not None and (hasattr(held, "placements") or (device is not None and held.is_meta)):
+                        swapped.append((store, name, held))
     try:
-        for module, name, parameter in swapped:
-            if id(parameter) not in plain:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-                plain[id(parameter)] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            module._parameters[name] = plain[id(parameter)]
+        for store, name, held in swapped:
+            if id(held) not in plain:
+                place = device if held.is_meta else held.device
+                empty = torch.empty(held.shape, dtype=held.dtype, device=place)
+                if not empty.is_meta:
+                    empty.untyped_storage().resize_(0)
+                parameter = isinstance(held, torch.nn.Parameter)
+                plain[id(held)] = torch.nn.Parameter(empty, requires_grad=held.requires_grad) if parameter else empty
+            store[name] = plain[id(held)]
         yield
     finally:
-        for module, name, parameter in swapped:
-            module._parameters[name] = parameter
+        for store, name, held in swapped:
+            store[name] = held
 
 
 @contextlib.contextmanager
@@ -362,24 +484,52 @@ def _cumulative_batch_norm(norm: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch
     return y
 
 
-def _stop_gradients(module: fx.GraphModule) -> None:
-    """Detach what `torch.no_grad` regions return: inlining them would let gradients through."""
-    for node in list(module.graph.nodes):
-        if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
-            for result in list(node.users):
-                with module.graph.inserting_after(result):
-                    stopped = module.graph.call_function(torch.ops.aten.detach.default, (result,))
-                stopped.meta = dict(result.meta)
-                result.replace_all_uses_with(stopped, delete_user_cb=lambda user, stopped=stopped: user is not stopped)
-    for child in module.children():
-        if isinstance(child, fx.GraphModule):
-            _stop_gradients(child)
-    module.recompile()
+@contextlib.contextmanager
+def _unchecked_distributions() -> Iterator[None]:
+    """torch.distributions do not look whether their parameters are valid, which depends on the values of tensors."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+@contextlib.contextmanager
+def _conversions(fn: Callable[..., Any]) -> Iterator[None]:
+    """While a module is captured, conversions in its forward, as `self.router.to(dtype)`, leave its parameters as they
+    are: PyTorch would swap them for others, which it cannot do here."""
+    modules: list[Any] = list(fn.modules()) if isinstance(fn, torch.nn.Module) else []
+    changed = [m for m in modules if "_apply" not in vars(m)]
+    try:
+        for module in changed:
+            module._apply = partial(_unchanged, module)
+        yield
+    finally:
+        for module in changed:
+            del module._apply
+
+
+def _unchanged(module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], _: bool = True) -> Any:
+    """`module` itself. Raises CaptureError if `convert` would change one of its tensors."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        new = convert(tensor)
+        if (new.dtype, new.device) != (tensor.dtype, tensor.device):
+            raise CaptureError(
+                f"the forward converts {name!r} of a {type(module).__name__} from {_kind(tensor)} to {_kind(new)}, "
+                "which changes the module; convert it before shard, or convert the tensor where it is used"
+            )
+    return module
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"
 
 
 def _graph(
-    exported: torch.export.ExportedProgram, call: Call, result: Structure, fn: Callable[..., Any], batch_norm_parts: int
-) -> Graph:
+    exported: torch.export.ExportedProgram, call: Call, result: Structure, fn: Callable[..., Any],
+    expanded: Callable[[fx.GraphModule], dict[fx.Node, fx.Node]],
+) -> Graph:  # fmt: skip
     module = fx.GraphModule(exported.graph_module, exported.graph)
     placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
     ports: list[Port] = []
@@ -417,14 +567,16 @@ def _graph(
     device = next((value(port.node).device.type for port in ports), "cpu")
     if device == "meta":
         _leave_meta(module)
-    outputs += _unseen_updates(module, expand(module, batch_norm_parts), ports, outputs)
+    adopt(module)
+    flatten_control(module)
+    outputs += _unseen_updates(module, expanded(module), ports, outputs)
     absorb(module)
-    _prune(module)
+    prune(module)
     final = next(node for node in module.graph.nodes if node.op == "output").args[0]
     graph = Graph(module, tuple(ports), (), result, aliases, constants, device)
     needs = graph.differentiable
     renewed = tuple(
-        Port(node, port.role, port.name, requires_grad=port.role is Role.RESULT and source_of(node) in needs)
+        Port(node, port.role, port.name, requires_grad=port.role is not Role.BUFFER_UPDATE and source_of(node) in needs)
         for node, port in zip(final, outputs, strict=True)
     )
     return replace(graph, outputs=renewed)
@@ -439,12 +591,13 @@ def _state(fn: Callable[..., Any]) -> dict[str, torch.Tensor]:
 
 
 _WRITTEN = "the function writes to {!r} in place; return the new value, or keep it in a buffer"
+_UPDATES = {Role.BUFFER: Role.BUFFER_UPDATE, Role.INPUT: Role.INPUT_UPDATE}
 
 
 def _outputs(
     exported: torch.export.ExportedProgram, module: fx.GraphModule, result: Structure, inputs: Mapping[str, str]
 ) -> list[Port]:
-    """The ports of the outputs; an input that the function writes to, other than a buffer, is refused."""
+    """The ports of the outputs; a parameter or constant that the function writes to is refused."""
     returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
     outputs: list[Port] = []
     names = result_names(result)
@@ -455,6 +608,8 @@ def _outputs(
                 outputs.append(Port(node, Role.RESULT, names[count]))
             case OutputKind.BUFFER_MUTATION:
                 outputs.append(Port(node, Role.BUFFER_UPDATE, (spec.target or "").removeprefix("fn.")))
+            case OutputKind.USER_INPUT_MUTATION:
+                outputs.append(Port(node, Role.INPUT_UPDATE, inputs[spec.target or ""]))
             case _:
                 written = inputs.get(spec.target or "", (spec.target or "").removeprefix("fn."))
                 raise CaptureError(_WRITTEN.format(written))
@@ -464,15 +619,15 @@ def _outputs(
 def _unseen_updates(
     module: fx.GraphModule, written: Mapping[fx.Node, fx.Node], inputs: list[Port], outputs: list[Port]
 ) -> list[Port]:
-    """The ports of the buffers that expansion found written to, which become outputs (after all others)."""
+    """The ports of the buffers and inputs that expansion found written to, which become outputs (after all others)."""
     returned = next(node for node in module.graph.nodes if node.op == "output")
-    known = {port.name for port in outputs if port.role is Role.BUFFER_UPDATE}
+    known = {port.name for port in outputs if port.role in _UPDATES.values()}
     updates: list[Port] = []
     for port in inputs:
-        if port.node in written and port.role is not Role.BUFFER:
+        if port.node in written and port.role not in _UPDATES:
             raise CaptureError(_WRITTEN.format(port.name))
         if port.node in written and port.name not in known:
-            updates.append(Port(written[port.node], Role.BUFFER_UPDATE, port.name))
+            updates.append(Port(written[port.node], _UPDATES[port.role], port.name))
     returned.args = ((*returned.args[0], *(port.node for port in updates)),)
     return updates
 
@@ -499,7 +654,7 @@ def _leave_meta(module: fx.GraphModule) -> None:
             node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
 
 
-def _prune(module: fx.GraphModule) -> None:
+def prune(module: fx.GraphModule) -> None:
     """Drop asserts on meta data (they hold for the captured signature) and what nothing uses. Views become
     reshapes: whether one needs a copy depends on strides, and those of a local part are its own."""
     for node in reversed(list(module.graph.nodes)):

@@ -28,6 +28,7 @@ from .profile import DeviceProfile
 Floats = NDArray[np.float64]
 Codes = NDArray[np.intp]
 CHUNK = 2**16  # costs that are relaxed at a time: they stay in the cache
+_SLACK = 1 / 8  # how much of what ranks store for good may mean nothing, without being asked for
 _STEP = 1e-13  # seconds: of two ways that cost the same the shorter one wins, and no way is a circle
 
 
@@ -68,7 +69,8 @@ class ConversionTable:
     value ("sum" or "max"; None: there is no Partial); `barred`: steps that make the conversions impossible whose
     cheapest chain has one of them, each as (axes, from, to); `tied`: axes along which there is no step at all; `stays`:
     parts stay where they are, so that there is no step that gathers or exchanges them, forward or backward; `again`: a
-    gather runs once more in the backward."""
+    gather runs once more in the backward; `short`: sizes of dims that may be cut into more parts than they have
+    elements."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -81,6 +83,7 @@ class ConversionTable:
     tied: tuple[str, ...] = ()
     stays: bool = False
     again: bool = False
+    short: frozenset[int] = frozenset()
 
     @cached_property
     def states(self) -> tuple[Placement, ...]:
@@ -112,11 +115,23 @@ class ConversionTable:
 
     @cached_property
     def valid(self) -> NDArray[np.bool_]:
-        """Whether each layout has an element of every split dim for each part."""
+        """Whether each layout has an element of every split dim for each part, where it has to."""
         valid = np.ones(len(self.digits), dtype=bool)
         for dim, size in enumerate(self.shape):
-            valid &= (self.parts(dim) == 1) | (size >= self.parts(dim))
+            if size not in self.short:
+                valid &= (self.parts(dim) == 1) | (size >= self.parts(dim))
         return valid
+
+    @cached_property
+    def nearly_even(self) -> NDArray[np.bool_]:
+        """Whether each layout cuts the shape as a DTensor is cut, into parts of which little is behind the ends."""
+        found = np.ones(len(self.digits), dtype=bool)
+        for dim, size in enumerate(self.shape):
+            parts = self.parts(dim)
+            found &= -(-size // parts) * parts <= size * (1 + _SLACK)
+        for code in np.flatnonzero(found & ~self.even):
+            found[code] = self.layouts[code].chunks(self.shape)
+        return found
 
     @cached_property
     def even(self) -> NDArray[np.bool_]:
@@ -379,9 +394,12 @@ def conversion_table(
     weights: Weights,
     stays: bool = False,
     again: bool = False,
+    short: frozenset[int] = frozenset(),
 ) -> ConversionTable:
     """The shared table for these arguments."""
-    return ConversionTable(shape, itemsize, partial, gradient, mesh, profile, weights, stays=stays, again=again)
+    return ConversionTable(
+        shape, itemsize, partial, gradient, mesh, profile, weights, stays=stays, again=again, short=short
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -27,7 +27,7 @@ class Solution:
     """One option per vertex, its cost, and a proven lower bound on the cost of every plan.
 
     `width`: the most vertices that one table of the search joined. `proven`: the plan is optimal. `attained`: a plan
-    that costs the bound is known.
+    that costs the bound is known. `given`: nothing was searched.
     """
 
     choice: tuple[int, ...]
@@ -35,6 +35,7 @@ class Solution:
     bound: float
     width: int
     attained: bool = False
+    given: bool = False
 
     @property
     def proven(self) -> bool:

@@ -9,36 +9,58 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..strategy.errors import StrategyError
+from .bags import BAGS
 from .batch_norm import moments, normalise, part_norm, statistics
 from .builder import Builder, Expansion
+from .draws import RANDOM, Keys, drawn
+from .fourier import FOURIER_EXPANSIONS
 from .graph import argument, argument_names, is_tensor, module_path, operands, shape, source_line, value
 from .indexing import class_terms, wide
+from .lookups import LOOKUP_EXPANSIONS
+from .matrices import MATRIX_EXPANSIONS
 from .norms import NORMS
 from .pools import POOLS
+from .random_numbers import RandomNumbers
+from .recurrent import RECURRENT_EXPANSIONS
 from .reductions import REDUCTIONS
+from .torch_internals import chunked_losses
 
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2  # torch.nn._reduction's codes
+_REDUCTIONS = {"none": 0, "mean": _MEAN, "sum": _SUM}
 
 
-def expand(module: fx.GraphModule, batch_norm_parts: int = 1) -> dict[fx.Node, fx.Node]:
-    """Replace every node of `module` that has a row in EXPANSIONS (in place; capture owns the module).
+def expand(
+    module: fx.GraphModule, batch_norm_parts: int = 1, random_numbers: RandomNumbers = RandomNumbers.COUNTER,
+    own: Collection[Any] = (),
+) -> dict[fx.Node, fx.Node]:  # fmt: skip
+    """Replace every node of `module` that has a row in EXPANSIONS (in place; capture owns the module), but for
+    operators in `own`, and what it is replaced by in turn.
 
     Returns for each input that an operator wrote to, unseen by torch.export, what it is in the end. Raises
     StrategyError for a BatchNorm in training whose batch `batch_norm_parts` does not divide.
     """
     written: dict[fx.Node, fx.Node] = {}
-    for node in list(module.graph.nodes):
-        row = EXPANSIONS.get(node.target) if node.op == "call_function" else None
-        if row is None:
+    torchs = random_numbers is RandomNumbers.TORCH
+    keys = None if torchs else Keys(module.graph, stream=random_numbers is RandomNumbers.RANK)
+    table = EXPANSIONS if torchs else {**EXPANSIONS, **RANDOM}
+    left = deque(module.graph.nodes)
+    while left:
+        node = left.popleft()
+        row = table.get(node.target) if node.op == "call_function" else None
+        if row is None or node.target in own:
             continue
-        new = row(Builder(module.graph, node, batch_norm_parts, written), node)
+        builder = Builder(module.graph, node, batch_norm_parts, written, keys)
+        new = row(builder, node)
+        left.extendleft(reversed(builder.made))
         if isinstance(new, fx.Node):
             node.replace_all_uses_with(new)
         elif new is not None:  # several results: each getitem takes its own
@@ -166,6 +188,18 @@ def _cross_entropy(b: Builder, node: fx.Node) -> fx.Node | None:
     return _mean_over_targets(b, node)
 
 
+def _linear_cross_entropy(b: Builder, node: fx.Node) -> fx.Node | tuple[fx.Node | None, ...]:
+    """In chunks of the batch or not, it is the cross entropy of a linear layer. (What PyTorch's operator has beside
+    the loss are gradients made in advance.)"""
+    names, (x, weight, target) = argument_names(node), operands(node)[:3]
+    reduction = _REDUCTIONS[argument(node, "reduction")] if "reduction" in names else 0
+    smoothing = argument(node, "label_smoothing") if "label_smoothing" in names else 0.0
+    logits = b(aten.linear.default, x, weight, argument(node, "linear_bias"))
+    classes, ignored = argument(node, "weight"), argument(node, "ignore_index")
+    loss = b(aten.cross_entropy_loss.default, logits, target, classes, reduction, ignored, smoothing)
+    return (loss, None, None, None) if isinstance(value(node), tuple | list) else loss
+
+
 def _nll(b: Builder, node: fx.Node) -> fx.Node | None:
     """Of a log_softmax that nothing else reads it is cross entropy."""
     x = operands(node)[0]
@@ -184,7 +218,7 @@ def _class_cross_entropy(b: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
         x, target = b(aten.unsqueeze.default, x, 0), b(aten.unsqueeze.default, target, 0)
     largest = b(aten.amax.default, b(aten.detach.default, x), [1])
     ignored = argument(node, "ignore_index")
-    terms = b(class_terms, x, largest, target, None, shape(x)[1], ignored)
+    terms = b(class_terms, x, largest, target, None, [0, shape(x)[1]], ignored)
     total, picked = b(operator.getitem, terms, 0), b(operator.getitem, terms, 1)
     loss = b(aten.sub.Tensor, b(aten.log.default, total), picked)
     loss = b(aten.masked_fill.Scalar, loss, b(aten.eq.Scalar, target, ignored), 0.0)
@@ -223,40 +257,56 @@ def _mean_over_targets(b: Builder, node: fx.Node) -> fx.Node | None:
     return b(aten.div.Tensor, total, b(aten.sum.dim_IntList, counted, every) if every else counted)
 
 
+# Losses that are not zero of zeros, which stand behind the ends of short slices of what is summed.
+_SUMMED_APART = (
+    aten.binary_cross_entropy_with_logits.default, aten.multilabel_margin_loss.default, aten.soft_margin_loss.default,
+)  # fmt: skip
+
+
 def _pointwise_loss(b: Builder, node: fx.Node) -> fx.Node | None:
-    """A pointwise loss with reduction="mean" is its sum over the global number of elements."""
-    if argument(node, "reduction") != _MEAN:
+    """A loss of elements (or of rows) with reduction="mean" is its sum over their global number."""
+    reduction, apart = argument(node, "reduction"), node.target in _SUMMED_APART
+    if reduction not in ((_MEAN, _SUM) if apart else (_MEAN,)):
         return None
     rest = {
         name: argument(node, name)
         for name in argument_names(node)[2:]
         if name != "reduction" and argument(node, name) is not None
     }
-    count = math.prod(torch.broadcast_shapes(*(shape(a) for a in node.args[:2] if is_tensor(a))))  # type: ignore[arg-type]
-    return b(aten.div.Scalar, b(node.target, *node.args[:2], reduction=_SUM, **rest), count)
+    each = b(node.target, *node.args[:2], reduction=0 if apart else _SUM, **rest)
+    total = b(aten.sum.default, each) if apart else each
+    if reduction == _SUM:
+        return total
+    size = torch.broadcast_shapes(*(shape(a) for a in node.args[:2] if is_tensor(a)))  # type: ignore[arg-type]
+    return b(aten.div.Scalar, total, math.prod(shape(each) if apart else size))
 
 
 def _native_dropout(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
-    """x * mask / (1 - p): the mask depends on nothing, so every layout of x takes its part of the same one."""
+    """The mask depends on nothing of x, so that every layout of x has its part of the same one."""
     x, p, train = operands(node)[0], argument(node, "p"), argument(node, "train")
     if not train or p == 0:
         return (x, b(aten.ones.default, list(shape(x)), dtype=torch.bool, device=value(x).device))
-    kept = _random_mask(b, x, p)
-    return (b(aten.mul.Tensor, x, b(aten.div.Scalar, kept, 1 - p)), b(aten.ne.Scalar, kept, 0))
+    return _dropped(b, x, p)
 
 
-def _random_mask(b: Builder, x: fx.Node, p: float) -> fx.Node:
-    """Ones with probability 1 - p, else zeros, in the shape and dtype of x: the numbers PyTorch itself would draw."""
-    fresh = b(aten.empty.memory_format, list(shape(x)), dtype=value(x).dtype, device=value(x).device)
-    return b(aten.bernoulli.p, fresh, 1 - p)
+def _dropped(b: Builder, x: fx.Node, p: float) -> tuple[fx.Node, fx.Node]:
+    """x * mask / (1 - p), and the mask."""
+    if b.keys is None:  # the numbers that PyTorch itself would draw
+        fresh = b(aten.empty.memory_format, list(shape(x)), dtype=value(x).dtype, device=value(x).device)
+        kept = b(aten.bernoulli.p, fresh, 1 - p)
+        return b(aten.mul.Tensor, x, b(aten.div.Scalar, kept, 1 - p if p < 1 else 1)), b(aten.ne.Scalar, kept, 0)
+    mask = drawn(b, "bernoulli", [1 - p], shape(x), torch.bool, x)
+    return b(aten.mul.Scalar, b(aten.mul.Tensor, x, mask), 1 / (1 - p) if p < 1 else 0.0), mask
 
 
 def _attention(b: Builder, node: fx.Node) -> fx.Node | None:
     """With dropout, attention is written out: its mask is then one for all layouts, as in `_native_dropout`."""
     p = argument(node, "dropout_p")
     q, k, v = operands(node)[:3]
-    if not p or argument(node, "enable_gqa"):
+    if not p:
         return None
+    if argument(node, "enable_gqa"):
+        k, v = (_repeated(b, x, shape(q)[-3]) for x in (k, v))
     mask, scale = argument(node, "attn_mask"), argument(node, "scale")
     last = len(shape(q))
     scores = b(aten.matmul.default, q, b(aten.transpose.int, k, last - 2, last - 1))
@@ -269,8 +319,14 @@ def _attention(b: Builder, node: fx.Node) -> fx.Node | None:
     elif mask is not None:
         scores = b(aten.add.Tensor, scores, mask)
     weights = b(aten.softmax.int, scores, last - 1)
-    kept = b(aten.div.Scalar, _random_mask(b, weights, p), 1 - p)
-    return b(aten.matmul.default, b(aten.mul.Tensor, weights, kept), v)
+    return b(aten.matmul.default, _dropped(b, weights, p)[0], v)
+
+
+def _repeated(b: Builder, x: fx.Node, heads: int) -> fx.Node:
+    """Keys or values with each of their heads so often that there are as many as `heads`."""
+    *batch, own, length, width = shape(x)
+    each = b(aten.expand.default, b(aten.unsqueeze.default, x, -3), [*batch, own, heads // own, length, width])
+    return b(aten.reshape.default, each, [*batch, heads, length, width])
 
 
 def _broadcast_tensors(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
@@ -280,11 +336,41 @@ def _broadcast_tensors(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
     return tuple(t if shape(t) == common else b(aten.expand.default, t, list(common)) for t in tensors)
 
 
+def _cat(b: Builder, node: fx.Node) -> fx.Node | None:
+    """Without the empty tensors of one dim that PyTorch passes over, as those with which a cache begins."""
+    parts = [part for part in operands(node) if shape(part) != (0,)]
+    if not parts or (len(parts) == len(operands(node)) and node.target is aten.cat.default):
+        return None
+    parts = [b.cast(part, value(node).dtype) for part in parts]
+    return parts[0] if len(parts) == 1 else b(aten.cat.default, parts, argument(node, "dim"))
+
+
+def _copy(b: Builder, node: fx.Node) -> fx.Node:
+    """What is written over a tensor takes its shape and dtype, and nothing of its numbers."""
+    source = b.cast(node.args[1], value(node).dtype)  # type: ignore[arg-type]
+    return source if shape(source) == shape(node) else b(aten.expand.default, source, list(shape(node)))
+
+
 def _one_hot(b: Builder, node: fx.Node) -> fx.Node:
     """Whether the index is each class's number."""
     x, count = operands(node)[0], shape(node)[-1]
     classes = b(aten.arange.default, count, dtype=value(x).dtype, device=value(x).device)
     return b(aten._to_copy.default, b(aten.eq.Tensor, b(aten.unsqueeze.default, x, -1), classes), dtype=torch.int64)
+
+
+def _repeat_interleave(b: Builder, node: fx.Node) -> fx.Node:
+    """Each element of a dim several times: a dim of its own, which is merged."""
+    x, repeats, dim = operands(node)[0], argument(node, "repeats"), argument(node, "dim")
+    if dim is None:
+        x, dim = b(aten.reshape.default, x, [-1]), 0
+    size, after = list(shape(x)), dim % len(shape(x)) + 1
+    several = b(aten.expand.default, b(aten.unsqueeze.default, x, after), [*size[:after], repeats, *size[after:]])
+    return b(aten.reshape.default, several, list(shape(node)))
+
+
+def _type_as(b: Builder, node: fx.Node) -> fx.Node:
+    """The first tensor in the dtype of the second."""
+    return b.cast(operands(node)[0], value(node).dtype)
 
 
 def _like(maker: Any) -> Expansion:
@@ -298,9 +384,37 @@ def _like(maker: Any) -> Expansion:
     return expansion
 
 
+def _called(target: Any) -> Expansion:
+    """An operator by its other name."""
+    return lambda b, node: b(target, *node.args, **node.kwargs)
+
+
+# other names of operators that have rows
+_ALIASES = {
+    aten.__and__.Scalar: aten.bitwise_and.Scalar,
+    aten.__and__.Tensor: aten.bitwise_and.Tensor,
+    aten.__or__.Scalar: aten.bitwise_or.Scalar,
+    aten.__or__.Tensor: aten.bitwise_or.Tensor,
+    aten.__xor__.Scalar: aten.bitwise_xor.Scalar,
+    aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
+    aten.divide.Scalar: aten.div.Scalar,
+    aten.divide.Tensor: aten.div.Tensor,
+    aten.multiply.Scalar: aten.mul.Scalar,
+    aten.multiply.Tensor: aten.mul.Tensor,
+    aten.subtract.Scalar: aten.sub.Scalar,
+    aten.subtract.Tensor: aten.sub.Tensor,
+}
+
 EXPANSIONS: dict[Any, Expansion] = {
+    **{name: _called(target) for name, target in _ALIASES.items()},
+    **BAGS,
+    **dict.fromkeys(chunked_losses, _linear_cross_entropy),
+    **FOURIER_EXPANSIONS,
+    **LOOKUP_EXPANSIONS,
+    **MATRIX_EXPANSIONS,
     **NORMS,
     **POOLS,
+    **RECURRENT_EXPANSIONS,
     **REDUCTIONS,
     # the rest, alphabetically
     aten._native_batch_norm_legit.no_stats: _batch_norm_stateless,
@@ -309,7 +423,13 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.binary_cross_entropy.default: _pointwise_loss,
     aten.binary_cross_entropy_with_logits.default: _pointwise_loss,
     aten.broadcast_tensors.default: _broadcast_tensors,
+    aten.cat.default: _cat,
+    aten.concat.default: _cat,
+    aten.concatenate.default: _cat,
+    aten.copy.default: _copy,
     aten.cross_entropy_loss.default: _cross_entropy,
+    aten.fill.Scalar: _like(aten.full.default),
+    aten.fill.Tensor: _copy,
     aten.full_like.default: _like(aten.full.default),
     aten.huber_loss.default: _pointwise_loss,
     aten.kl_div.default: _pointwise_loss,
@@ -317,6 +437,7 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.mse_loss.default: _pointwise_loss,
+    aten.multilabel_margin_loss.default: _pointwise_loss,
     aten.native_dropout.default: _native_dropout,
     aten.new_full.default: _like(aten.full.default),
     aten.new_ones.default: _like(aten.ones.default),
@@ -324,8 +445,11 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.nll_loss_nd.default: _nll,
     aten.one_hot.default: _one_hot,
     aten.ones_like.default: _like(aten.ones.default),
+    aten.repeat_interleave.self_int: _repeat_interleave,
     aten.scaled_dot_product_attention.default: _attention,
     aten.smooth_l1_loss.default: _pointwise_loss,
     aten.soft_margin_loss.default: _pointwise_loss,
+    aten.type_as.default: _type_as,
+    aten.zero.default: _like(aten.zeros.default),
     aten.zeros_like.default: _like(aten.zeros.default),
 }

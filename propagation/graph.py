@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from ..strategy.errors import VerifyError
+from .random_numbers import draw
 from .structure import Structure
 from .torch_internals import OpOverload
 
@@ -35,6 +36,7 @@ class Role(StrEnum):
     INPUT = "input"
     RESULT = "result"
     BUFFER_UPDATE = "buffer update"
+    INPUT_UPDATE = "input update"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ def _own_line(stack_trace: str) -> str:
     """The innermost line of a stack trace that is neither PyTorch's nor Partway's."""
     trace = stack_trace.strip().splitlines()
     frames = [i for i, line in enumerate(trace) if line.lstrip().startswith("File ")]
-    others = ("/torch/nn/", "/torch/utils/", os.path.dirname(__file__) + os.sep)
+    others = ("/torch/nn/", "/torch/utils/", os.path.dirname(__file__) + os.sep, '"<')
     own = [i for i in frames if not any(folder in trace[i] for folder in others)]
     if not own:
         return ""
@@ -199,13 +201,14 @@ def per_dim(value: Any, count: int) -> list[int]:
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether the call draws from a random generator. (Attention and dropout are operators that can; without a
-    probability, or outside training, a call of them does not.)"""
+    """Whether the call draws from a random generator. (Attention, recurrent layers and dropout are operators that can;
+    without a probability, or outside training, a call of them does not.)"""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     names = argument_names(node)
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return bool(given.get("dropout_p", 0.0 if "dropout_p" in names else 1.0)) and bool(given.get("train", True))
+    chances = [given.get(name, 0.0) for name in ("dropout", "dropout_p") if name in names]
+    return all(chances) and bool(given.get("train", True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +240,12 @@ def tensor_of(v: Value) -> torch.Tensor:
 
 
 def constant_nodes(graph: Graph) -> frozenset[fx.Node]:
-    """Operators that depend on no parameter and no input of the call; a buffer is one tensor for all."""
+    """Operators that depend on no parameter and no input of the call; a buffer is one tensor for all. What is drawn
+    depends on none, but rather than whole it is drawn in the parts that are wanted."""
     varying = {port.node for port in graph.inputs if port.role in (Role.PARAMETER, Role.INPUT) or port.requires_grad}
     constants = {port.node for port in graph.inputs if port.node not in varying}
     for node in graph.nodes:
-        if all(operand in constants for operand in operands(node)):
+        if node.target is not draw and all(operand in constants for operand in operands(node)):
             constants.add(node)
     return frozenset(constants)
 

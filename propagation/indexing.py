@@ -2,13 +2,15 @@
 
     partway::position(axes, sizes)            which part along `axes` together this rank has (0-dim, int64, on the CPU):
                                               a symbol, which the executors of `runtime/` give its meaning
-    partway::part_index(index, position, part, whole)
-                                              `index` counted from the start of this rank's part of `part` rows of
-                                              `whole`, and -1 where it is another rank's
+    partway::part_index(index, position, bounds, wraps)
+                                              `index` counted from the start of this rank's part of a dim, which goes
+                                              from bounds[position] to the next of `bounds`, and -1 where it is another
+                                              rank's; one that `wraps` may be negative, counted from the end of the dim
     partway::behind(x, position, dim, counts) where this rank's part is behind the end of its slice along `dim`, of
                                               `counts[position]` elements: a mask that broadcasts to x
-    partway::class_terms(x, maximum, target, position, classes, ignored)
-                                              the two sums over classes that cross entropy is made of
+    partway::class_terms(x, maximum, target, position, bounds, ignored)
+                                              the two sums over classes that cross entropy is made of, of which a rank
+                                              has those from bounds[position] on (no position: all)
 
 With a maximum m over all classes, `cross_entropy = log(sum of exp(x - m)) - (x - m)[target]`. Both terms are sums to
 which every part of the classes has an addend, so logits whose classes are split are never gathered. One operator
@@ -27,9 +29,9 @@ from torch import Tensor
 aten = torch.ops.aten
 
 _LIBRARY = torch.library.Library("partway", "FRAGMENT")
-_CLASS_ARGUMENTS = "Tensor x, Tensor maximum, Tensor target, Tensor? position, int classes, int ignored"
+_CLASS_ARGUMENTS = "Tensor x, Tensor maximum, Tensor target, Tensor? position, int[] bounds, int ignored"
 _LIBRARY.define("position(str[] axes, int[] sizes) -> Tensor")
-_LIBRARY.define("part_index(Tensor index, Tensor position, int part, int whole) -> Tensor")
+_LIBRARY.define("part_index(Tensor index, Tensor position, int[] bounds, bool wraps=False) -> Tensor")
 _LIBRARY.define("behind(Tensor x, Tensor position, int dim, int[] counts) -> Tensor")
 _LIBRARY.define(f"class_terms({_CLASS_ARGUMENTS}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"class_terms_backward(Tensor total, Tensor picked, {_CLASS_ARGUMENTS}) -> Tensor")
@@ -50,9 +52,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def _within(index: Tensor, start: int, part: int, whole: int, ignored: int | None = None) -> Tensor:
-    """`index - start` as int64, or -1 outside of `part` or where it is `ignored`. Raises IndexError for an index
-    outside of `whole` (on a device its own assertion fails, so that nothing waits for it)."""
+def _span(position: Tensor | None, bounds: list[int]) -> tuple[int, int]:
+    """What this rank has of a dim that is cut at `bounds`."""
+    place = 0 if position is None else int(position)
+    return bounds[place], bounds[place + 1]
+
+
+def _within(index: Tensor, start: int, stop: int, whole: int, ignored: int | None = None) -> Tensor:
+    """`index - start` as int64, or -1 outside of the part from there to `stop`, or where it is `ignored`. Raises
+    IndexError for an index outside of `whole` (on a device its own assertion fails, so that nothing waits for it)."""
     index = index.long()
     wrong = (index < 0) | (index >= whole)
     if ignored is not None:
@@ -61,14 +69,16 @@ def _within(index: Tensor, start: int, part: int, whole: int, ignored: int | Non
         aten._assert_async.msg(~wrong.any(), f"an index is out of range of a dim of size {whole}")
     elif wrong.any():
         raise IndexError(f"index {int(index[wrong][0])} is out of range of a dim of size {whole}")
-    outside = (index < start) | (index >= start + part)
+    outside = (index < start) | (index >= stop)
     if ignored is not None:
         outside |= index == ignored
     return (index - start).masked_fill_(outside, -1)
 
 
-def _part_index(index: Tensor, position: Tensor, part: int, whole: int) -> Tensor:
-    return _within(index, int(position) * part, part, whole)
+def _part_index(index: Tensor, position: Tensor, bounds: list[int], wraps: bool = False) -> Tensor:
+    if wraps:
+        index = torch.where(index < 0, index + bounds[-1], index)
+    return _within(index, *_span(position, bounds), bounds[-1])
 
 
 def _behind(x: Tensor, position: Tensor, dim: int, counts: list[int]) -> Tensor:
@@ -80,11 +90,6 @@ def _behind_shape(x: Tensor, dim: int) -> list[int]:
     return [size if d == dim else 1 for d, size in enumerate(x.shape)]
 
 
-def _own_classes(x: Tensor, target: Tensor, position: Tensor | None, classes: int, ignored: int) -> Tensor:
-    part = x.shape[1]
-    return _within(target, 0 if position is None else int(position) * part, part, classes, ignored)
-
-
 def _rows(x: Tensor) -> Iterator[slice]:
     """Slices of dim 0 of `x` with not too many elements."""
     elements = _AT_ONCE.get(x.device.type, _AT_ONCE_ELSEWHERE)
@@ -93,10 +98,14 @@ def _rows(x: Tensor) -> Iterator[slice]:
 
 
 def _class_terms(
-    x: Tensor, maximum: Tensor, target: Tensor, position: Tensor | None, classes: int, ignored: int
+    x: Tensor, maximum: Tensor, target: Tensor, position: Tensor | None, bounds: list[int], ignored: int
 ) -> tuple[Tensor, Tensor]:
-    own = _own_classes(x, target, position, classes, ignored)
-    total = torch.empty_like(maximum, dtype=wide(x.dtype), memory_format=torch.contiguous_format)
+    start, stop = _span(position, bounds)
+    own = _within(target, start, stop, bounds[-1], ignored)
+    x = x.narrow(1, 0, stop - start)
+    total = torch.zeros_like(maximum, dtype=wide(x.dtype), memory_format=torch.contiguous_format)
+    if start == stop:
+        return total, torch.zeros_like(total)
     for rows in _rows(x):
         total[rows] = (x[rows].to(total.dtype) - maximum[rows].unsqueeze(1)).exp_().sum(1)
     found = x.gather(1, own.clamp(min=0).unsqueeze(1)).squeeze(1)
@@ -104,15 +113,20 @@ def _class_terms(
 
 
 def _class_terms_backward(
-    total: Tensor, picked: Tensor, x: Tensor, maximum: Tensor, target: Tensor, position: Tensor | None, classes: int,
-    ignored: int,
+    total: Tensor, picked: Tensor, x: Tensor, maximum: Tensor, target: Tensor, position: Tensor | None,
+    bounds: list[int], ignored: int,
 ) -> Tensor:  # fmt: skip
-    own = _own_classes(x, target, position, classes, ignored)
+    start, stop = _span(position, bounds)
+    own = _within(target, start, stop, bounds[-1], ignored)
     place, addend = own.clamp(min=0).unsqueeze(1), picked.masked_fill(own < 0, 0).unsqueeze(1)
     gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
+    gradient.narrow(1, stop - start, x.shape[1] - (stop - start)).zero_()
+    if start == stop:
+        return gradient
+    x, made = x.narrow(1, 0, stop - start), gradient.narrow(1, 0, stop - start)
     for rows in _rows(x):
         part = (x[rows].to(total.dtype) - maximum[rows].unsqueeze(1)).exp_().mul_(total[rows].unsqueeze(1))
-        gradient[rows] = part.scatter_add_(1, place[rows], addend[rows])
+        made[rows] = part.scatter_add_(1, place[rows], addend[rows])
     return gradient
 
 
@@ -131,7 +145,7 @@ def _fake_position(axes: list[str], sizes: list[int]) -> Tensor:
 
 
 @torch.library.register_fake("partway::part_index")  # type: ignore[untyped-decorator]
-def _fake_part_index(index: Tensor, position: Tensor, part: int, whole: int) -> Tensor:
+def _fake_part_index(index: Tensor, position: Tensor, bounds: list[int], wraps: bool = False) -> Tensor:
     return torch.empty_like(index, dtype=torch.int64)
 
 
@@ -151,13 +165,13 @@ def _fake_class_terms_backward(total: Tensor, picked: Tensor, x: Tensor, *_: Any
 
 
 def _keep_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.classes, ctx.ignored = inputs
+    *tensors, ctx.bounds, ctx.ignored = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, total: Tensor, picked: Tensor) -> tuple[Tensor | None, ...]:
     """The maximum gets no gradient: the loss does not depend on it."""
-    gradient = class_terms_backward(total, picked, *ctx.saved_tensors, ctx.classes, ctx.ignored)
+    gradient = class_terms_backward(total, picked, *ctx.saved_tensors, ctx.bounds, ctx.ignored)
     return gradient, None, None, None, None, None
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from io import StringIO
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,6 +113,7 @@ class Certificate(_Frozen):
     proven         the plan is the optimum
     width          the most vertices that one table of the search joined
     memory_limit   bytes that a device may hold
+    given          its strategies are those of a plan that was given: nothing was searched
     approximate    enable_algo_approxi left strategies out: bound, attained and proven are of those that it leaves
     """
 
@@ -123,6 +125,7 @@ class Certificate(_Frozen):
     attained: bool = False
     memory_limit: float | None = None
     approximate: bool = False
+    given: bool = False
 
     @property
     def gap(self) -> float | None:
@@ -133,6 +136,8 @@ class Certificate(_Frozen):
 
     def __str__(self) -> str:
         within = "" if self.memory_limit is None else f" within memory_limit {human(self.memory_limit)}"
+        if self.given:
+            return f"none{within}: the strategies are those of a plan that was given"
         search = f"{self.mode.value}{within}"
         optimum = f"the optimum{AMONG if self.approximate else ''}"
         if self.proven:
@@ -290,7 +295,7 @@ class Plan(_Frozen):
             raise StrategyError(f"could not write the plan to {str(path)!r}: {error.strerror}") from error
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    def load(cls, path: str | PathLike[str]) -> Plan:
         """Read a plan that `save` wrote. Raises StrategyError if the file holds none."""
         try:
             plan = cls.model_validate_json(Path(path).read_bytes())
@@ -396,6 +401,7 @@ def make_plan(
             attained=solution.attained or solution.proven,
             memory_limit=problem.settings.memory_limit,
             approximate=problem.approximate,
+            given=solution.given,
         ),
         unknown_operators=problem.unknown,
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -33,17 +33,16 @@ from ..strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement,
 from .collectives import constrain
 from .conversion import Codes, ConversionTable, Floats, conversion_table, digits_of, tie
 from .cost import BACKWARD_FACTOR, Weights, collective_cost, operator_seconds
+from .custom import Rows, without_rule
 from .graph import (
     Graph,
     Port,
     Role,
     Value,
     constant_nodes,
-    describe,
     differentiated,
     draws_random_numbers,
     gradient_flow,
-    module_path,
     operands,
     operator_name,
     region_of,
@@ -82,6 +81,8 @@ class Settings:
     optimizer_states    how many copies of each parameter the optimizer keeps (Adam: 2)
     memory_limit        bytes that a device may hold: parameters, gradients, optimizer states, activations
     regather            weights that the forward gathers are not kept: the backward gathers them again
+    short               sizes of dims that may be split over more devices than they have elements: a person did so
+    rules               the rows that people gave to operators
     """
 
     mesh: Mesh
@@ -97,7 +98,9 @@ class Settings:
     optimizer_states: float = 2.0
     memory_limit: float | None = None
     regather: bool = False
+    short: frozenset[int] = frozenset()
     on_unknown_op: Fallback = Fallback.WARN
+    rules: Rows = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +305,7 @@ def table_of(
         s.weights,
         s.stay_split and not free,
         s.regather and weight,
+        s.short.intersection(tensor.shape),
     )
 
 
@@ -323,14 +327,27 @@ def formulate(
     return _Formulation(graph, settings, allowed, as_it_lies).problem()
 
 
+def _short_dims(graph: Graph, allowed: Allowed) -> frozenset[int]:
+    """The sizes of dims that annotations split over more devices than they have elements."""
+    nodes = {port.name: port.node for port in (*graph.inputs, *graph.outputs)}
+    nodes |= {f"constraint:{node.name}": node for node in graph.nodes if node.target is constrain}
+    named = ((nodes[name], layouts) for name, (layouts, _) in allowed.items() if name in nodes)
+    annotated = [(tuple(tensor_of(source_of(node)).shape), found) for node, layouts in named for found in layouts]
+    return frozenset(
+        size for size_of, found in annotated for size, parts in zip(size_of, found.splits(len(size_of)), strict=True)
+        if 1 < size < parts
+    )  # fmt: skip
+
+
 class _Formulation:
     """The state of building one problem: vertices in graph order, and where each value comes from."""
 
     def __init__(self, graph: Graph, settings: Settings, allowed: Allowed, as_it_lies: frozenset[str]) -> None:
-        self.graph, self.settings, self.allowed, self.as_it_lies = graph, settings, allowed, as_it_lies
+        self.graph, self.allowed, self.as_it_lies = graph, allowed, as_it_lies
+        self.settings = replace(settings, short=_short_dims(graph, allowed))
         self.constants = constant_nodes(graph)
         self.flows = gradient_flow(graph, differentiated(graph))
-        self.weights = weights_read(graph, self.flows)
+        self.weights = weights_read(graph, self.flows, settings.rules)
         self.recomputed = recomputed(graph)
         self.differentiable = graph.differentiable
         self.vertices: list[Vertex] = []
@@ -411,7 +428,7 @@ class _Formulation:
             at_rest = np.array(whole)[table.digits].all(axis=1)
             self.resting[table.states] = np.flatnonzero(at_rest)
         codes = self.resting[table.states]
-        return tuple(table.layouts[code] for code in codes[table.even[codes]])
+        return tuple(table.layouts[code] for code in codes[table.nearly_even[codes]])
 
     def _split_at_rest(self, table: ConversionTable, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """The layouts under enable_parallel_optimizer: as far split as can be, or whole where it is small."""
@@ -447,7 +464,7 @@ class _Formulation:
             self.near_annotation.add(produced[0])
         else:
             if key not in self.shared:
-                rule = rule_of(node)
+                rule = rule_of(node, self.settings.rules)
                 by_batch = not near and rule is not None and any(rule.carries_leading(batched)[:1])
                 options = self._operator_options(node, rule, sources, produced, by_batch)
                 self.shared[key] = (rule, options if self._follows(node, rule) else self._cheapest(options))
@@ -498,7 +515,8 @@ class _Formulation:
         for factor, size in rule.sizes.items():
             splits = np.array([option.factor == factor for option in single])[picks]
             parts = np.where(splits, sizes, 1).prod(axis=1)
-            keep &= (size % parts == 0) | ((parts <= size) & (factor in rule.uneven))
+            filled = (parts <= size) | (size in self.settings.short)
+            keep &= (size % parts == 0) | (filled & (factor in rule.uneven))
             used *= parts
             busy *= max(size, 1) / -(-max(size, 1) // parts)
         columns = (
@@ -660,7 +678,7 @@ class _Formulation:
     def _refuse_unknown(self) -> None:
         if self.unknown and self.settings.on_unknown_op is Fallback.ERROR:
             so = "and on_unknown_op='error' forbids to run it replicated"
-            raise OperatorError(_without_rule(self.unknown.values(), f", {so}"))
+            raise OperatorError(without_rule([*self.unknown.values()], f", {so}"))
 
 
 def warn_of_unknown(graph: Graph, unknown: Sequence[str]) -> None:
@@ -668,28 +686,8 @@ def warn_of_unknown(graph: Graph, unknown: Sequence[str]) -> None:
     add."""
     nodes = {operator_name(node): node for node in reversed(graph.nodes)}
     if unknown:
-        text = _without_rule(map(nodes.__getitem__, unknown), "; its operands are gathered and it runs replicated")
+        text = without_rule([nodes[name] for name in unknown], "; its operands are gathered and it runs replicated")
         warnings.warn(text, UnknownOperatorWarning, stacklevel=2)
-
-
-def _without_rule(nodes: Iterable[fx.Node], so: str) -> str:
-    """That each of `nodes` has no rule, and what follows from it, one line each."""
-    return "\n".join(
-        f"{operator_name(node)} (node {node.name}, {describe(node)}, in {module_path(node) or 'the function'}) has no "
-        f'rule{so}. Add a row to propagation/rules.py: {operator_name(node)}: Row("{_sketch(node)}")'
-        for node in nodes
-    )
-
-
-def _sketch(node: fx.Node) -> str:
-    """A row to start from: a letter for each dim, for the operator's own shapes."""
-
-    def letters(tensor: Any) -> str:
-        return " ".join("abcdefgh"[d] for d in range(len(tensor.shape))) if isinstance(tensor, torch.Tensor) else ""
-
-    found = value(node)
-    results = found if isinstance(found, tuple | list) else (found,)
-    return f"{', '.join(letters(value(o)) for o in operands(node))} -> {', '.join(map(letters, results))}"
 
 
 def _identity(
@@ -754,7 +752,7 @@ def _signature(node: fx.Node, constants: frozenset[fx.Node]) -> tuple[object, ..
     return node.target, frozen(node.args), tuple((key, frozen(a)) for key, a in node.kwargs.items())
 
 
-def weights_read(graph: Graph, flows: frozenset[Value]) -> frozenset[Value]:
+def weights_read(graph: Graph, flows: frozenset[Value], own: Rows) -> frozenset[Value]:
     """The parameters, and what is made of them by `rearranges` alone, that the backward reads. (A bias or a table of
     embeddings only takes a gradient.) What is computed again reads all its operands again."""
     again = recomputed(graph)
@@ -772,15 +770,15 @@ def weights_read(graph: Graph, flows: frozenset[Value]) -> frozenset[Value]:
         if weights.issuperset(made):
             read.update(sources if not read.isdisjoint(made) else ())
         elif not flows.isdisjoint(made):
-            reads = _reads(node, [source in flows for source in sources])
+            reads = _reads(node, [source in flows for source in sources], own)
             read.update(s for i, s in enumerate(sources) if s in weights and (node in again or reads(i)))
     return frozenset(read)
 
 
-def _reads(node: fx.Node, flows: list[bool]) -> Callable[[int], bool]:
+def _reads(node: fx.Node, flows: list[bool], own: Rows) -> Callable[[int], bool]:
     """Whether the backward of `node` reads operand i: unless it is linear in it, and with it in all operands to which
     a gradient goes (`flows`)."""
-    rule = rule_of(node)
+    rule = rule_of(node, own)
     # `convolution_backward` wants all for its sizes
     given_all = operator_name(node).startswith(("aten.conv", "partway.padded_conv"))
 

@@ -5,6 +5,13 @@ partway::of_rank(like, position, values, count, dtype)
                                 device of `like`
 partway::part_slice(x, position, dim, starts, length)
                                 `length` elements of x along `dim` from `starts[position]` on
+partway::causal_mask(queries, position, starts, keys)
+                                which keys the queries (dim -2) of a rank see, of which `starts[position]` is the first
+partway::others_rows(offsets, position, part, rows)
+                                which of `rows` in groups that end at `offsets` are not of this rank's `part` groups; a
+                                mask of one column
+partway::regular(like)          a matrix of the last dims of `like` with an inverse, and no eigenvalue twice; of pivots
+                                those that exchange nothing
 """
 
 from __future__ import annotations
@@ -18,10 +25,16 @@ _LIBRARY = torch.library.Library("partway", "FRAGMENT")
 _LIBRARY.define("of_rank(Tensor like, Tensor position, float[] values, int count, ScalarType dtype) -> Tensor")
 _LIBRARY.define("part_slice(Tensor x, Tensor position, int dim, int[] starts, int length) -> Tensor")
 _LIBRARY.define("part_slice_backward(Tensor grad, Tensor position, int dim, int[] starts, int size) -> Tensor")
+_LIBRARY.define("causal_mask(Tensor queries, Tensor position, int[] starts, int keys) -> Tensor")
+_LIBRARY.define("others_rows(Tensor offsets, Tensor position, int part, int rows) -> Tensor")
+_LIBRARY.define("regular(Tensor like) -> Tensor")
 
 of_rank = torch.ops.partway.of_rank.default
 part_slice = torch.ops.partway.part_slice.default
 part_slice_backward = torch.ops.partway.part_slice_backward.default
+causal_mask = torch.ops.partway.causal_mask.default
+others_rows = torch.ops.partway.others_rows.default
+regular = torch.ops.partway.regular.default
 
 
 def _of_rank(like: Tensor, position: Tensor, values: list[float], count: int, dtype: torch.dtype) -> Tensor:
@@ -39,6 +52,27 @@ def _part_slice_backward(grad: Tensor, position: Tensor, dim: int, starts: list[
     return whole
 
 
+def _causal_mask(queries: Tensor, position: Tensor, starts: list[int], keys: int) -> Tensor:
+    rows = torch.arange(queries.shape[-2], device=queries.device).unsqueeze(1) + starts[int(position)]
+    return rows >= torch.arange(keys, device=queries.device)
+
+
+def _others_rows(offsets: Tensor, position: Tensor, part: int, rows: int) -> Tensor:
+    bounds = torch.cat([offsets.new_zeros(1), offsets])
+    start, stop = bounds[int(position) * part], bounds[(int(position) + 1) * part]
+    row = torch.arange(rows, device=offsets.device)
+    return ((row < start) | (row >= stop)).unsqueeze(1)
+
+
+def _regular(like: Tensor) -> Tensor:
+    if not (like.is_floating_point() or like.is_complex()):
+        return torch.arange(1, like.shape[-1] + 1, dtype=like.dtype, device=like.device)
+    matrix = like.new_zeros(like.shape[-2:])
+    count = min(matrix.shape)
+    matrix.diagonal().copy_(1 + torch.arange(count, device=like.device) / max(count, 1) ** 2)
+    return matrix
+
+
 def _resized(x: Tensor, dim: int, size: int) -> list[int]:
     return [size if d == dim else extent for d, extent in enumerate(x.shape)]
 
@@ -47,6 +81,9 @@ for _name, _function in (
     ("of_rank", _of_rank),
     ("part_slice", _part_slice),
     ("part_slice_backward", _part_slice_backward),
+    ("causal_mask", _causal_mask),
+    ("others_rows", _others_rows),
+    ("regular", _regular),
 ):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
 
@@ -64,6 +101,22 @@ def _fake_part_slice(x: Tensor, position: Tensor, dim: int, starts: list[int], l
 @torch.library.register_fake("partway::part_slice_backward")  # type: ignore[untyped-decorator]
 def _fake_part_slice_backward(grad: Tensor, position: Tensor, dim: int, starts: list[int], size: int) -> Tensor:
     return grad.new_empty(_resized(grad, dim, size))
+
+
+@torch.library.register_fake("partway::causal_mask")  # type: ignore[untyped-decorator]
+def _fake_causal_mask(queries: Tensor, position: Tensor, starts: list[int], keys: int) -> Tensor:
+    return queries.new_empty(queries.shape[-2], keys, dtype=torch.bool)
+
+
+@torch.library.register_fake("partway::others_rows")  # type: ignore[untyped-decorator]
+def _fake_others_rows(offsets: Tensor, position: Tensor, part: int, rows: int) -> Tensor:
+    return offsets.new_empty(rows, 1, dtype=torch.bool)
+
+
+@torch.library.register_fake("partway::regular")  # type: ignore[untyped-decorator]
+def _fake_regular(like: Tensor) -> Tensor:
+    numbers = like.is_floating_point() or like.is_complex()
+    return like.new_empty(like.shape[-2:] if numbers else like.shape[-1:])
 
 
 def _keep_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

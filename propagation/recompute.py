@@ -24,6 +24,7 @@ from .differentiate import Step, calls_of, is_port, returned_by
 from .graph import Role, Text, draws_random_numbers, region_of
 from .lower import Conversion
 from .problem import rearranges
+from .random_numbers import draw
 from .windows import own_slice, place_in
 
 _slice = torch.ops.aten.slice.Tensor
@@ -146,7 +147,8 @@ def checkpointed(step: Step) -> frozenset[fx.Node]:
     """What the forward of `step` computes inside calls of torch.utils.checkpoint, less what is kept:
 
     what others read     the results of a region, which other regions start from
-    random numbers       what is drawn, and what follows from that alone: to draw again would give other numbers
+    random numbers       what torch's generator draws, and what follows from that alone: to draw again would give
+                         other numbers (of a key they are the same again)
     collectives          what they give, so that none runs twice unasked (weights: see `gathered_weights`)
     """
     graph = step.forward.graph
@@ -155,7 +157,8 @@ def checkpointed(step: Step) -> frozenset[fx.Node]:
     random: set[fx.Node] = set()
     for node in calls_of(graph):
         operands = node.all_input_nodes
-        if draws_random_numbers(node) or (operands and all(operand in random for operand in operands)):
+        alone = bool(operands) and node.target is not draw and all(operand in random for operand in operands)
+        if draws_random_numbers(node) or alone:
             random.add(node)
         elif node in regions and not _conversion_kind(node).communicates:
             inside = all(regions.get(user) == regions[node] for user in node.users if user.op != "output")

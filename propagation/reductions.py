@@ -86,8 +86,8 @@ def _norm(b: Builder, node: fx.Node) -> fx.Node | None:
     """The norms that are a sum or a maximum of magnitudes: of order 1, 2 and infinity."""
     x, order = operands(node)[0], argument(node, "ord")
     order = 2.0 if order is None else float(order)
-    several = node.target is aten.linalg_norm.default and argument(node, "dim") is not None and len(_dims(node)) > 1
-    if value(x).is_complex() or order not in (1.0, 2.0, math.inf) or several:  # several: a norm of matrices
+    of_matrix = node.target is aten.linalg_norm.default and argument(node, "ord") is not None and len(_dims(node)) == 2
+    if value(x).is_complex() or order not in (1.0, 2.0, math.inf) or of_matrix:
         return None
     if not shape(x) or not value(x).is_floating_point():
         return None
@@ -113,10 +113,59 @@ def _logsumexp(b: Builder, node: fx.Node) -> fx.Node | None:
     return b(aten.add.Tensor, b(aten.log.default, total), largest if keep else b(aten.squeeze.dims, largest, dims))
 
 
+def _weight_norm(b: Builder, node: fx.Node) -> fx.Node:
+    """v * g / |v|, with the norm over all dims but one."""
+    (v, g), dim = operands(node), argument(node, "dim")
+    kept = dim % len(shape(v)) if dim != -1 else None
+    wider = b.cast(v, wide(value(v).dtype))
+    dims = [d for d in range(len(shape(v))) if d != kept]
+    norm = _root(b, b(aten.sum.dim_IntList, b(aten.mul.Tensor, wider, wider), dims, True))
+    scale = b(aten.div.Tensor, b.cast(g, value(norm).dtype), norm)
+    return b(aten.mul.Tensor, v, b.cast(scale, value(node).dtype))
+
+
+def _extreme(target: Any) -> Expansion:
+    """The largest or least of all elements, of which equal ones share the gradient."""
+    return lambda b, node: b(target, operands(node)[0], [])
+
+
+def _any(b: Builder, node: fx.Node) -> fx.Node | None:
+    """Whether some element is not zero: the largest of ones and zeros."""
+    x = operands(node)[0]
+    return None if 0 in shape(x) else b.cast(_some(b, node, b(aten.ne.Scalar, x, 0)), value(node).dtype)
+
+
+def _all(b: Builder, node: fx.Node) -> fx.Node | None:
+    """Whether no element is zero."""
+    x = operands(node)[0]
+    if 0 in shape(x):
+        return None
+    return b.cast(b(aten.eq.Scalar, _some(b, node, b(aten.eq.Scalar, x, 0)), 0), value(node).dtype)
+
+
+def _some(b: Builder, node: fx.Node, mask: fx.Node) -> fx.Node:
+    return b(aten.amax.default, b.cast(mask, torch.int8), list(_dims(node)), _keeps(node))
+
+
+def _count_nonzero(b: Builder, node: fx.Node) -> fx.Node:
+    return b(aten.sum.dim_IntList, b(aten.ne.Scalar, operands(node)[0], 0), list(_dims(node)))
+
+
 REDUCTIONS: dict[Any, Expansion] = {
+    aten._weight_norm.default: _weight_norm,
+    aten.all.default: _all,
+    aten.all.dim: _all,
+    aten.all.dims: _all,
+    aten.any.default: _any,
+    aten.any.dim: _any,
+    aten.any.dims: _any,
+    aten.count_nonzero.default: _count_nonzero,
+    aten.count_nonzero.dim_IntList: _count_nonzero,
     aten.linalg_norm.default: _norm,
     aten.linalg_vector_norm.default: _norm,
     aten.logsumexp.default: _logsumexp,
+    aten.max.default: _extreme(aten.amax.default),
+    aten.min.default: _extreme(aten.amin.default),
     aten.std.correction: _std,
     aten.std.default: _std,
     aten.std.dim: _std,

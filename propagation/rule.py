@@ -12,13 +12,15 @@ The notation of a row (`parse_row`):
     (b s)        a dim merged from two factors, major    1      a dim that cannot be split
                  first: only the major one can split
     +n           an operand that enters a sum once: Partial, not Broadcast, where a summed factor is split
+
+A dim of size 1 whose factor is larger elsewhere broadcasts.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -81,11 +83,9 @@ class Rule:
 
     @property
     def uneven(self) -> frozenset[str]:
-        """The factors of which slices may be short: those that make up dims alone, and of what is summed those that
-        `lower` can fill."""
+        """The factors of which slices may be short: those that make up dims alone."""
         merged = {f for dims in (*self.operands, *self.results) for parts in dims if len(parts) > 1 for f in parts}
-        summed = self.reduce if self.local and not self.masks else frozenset()
-        return frozenset(self.sizes) - merged - summed - self.even
+        return frozenset(self.sizes) - merged - self.even
 
     def dim_of(self, halo: Halo) -> int:
         """The dim of its operand that `halo` is along."""
@@ -148,9 +148,9 @@ class Emitter:
         axes = self.split.get(factor)
         return self.call(indexing.position, list(axes), list(axes.values())) if axes else None
 
-    def part(self, factor: str) -> tuple[int, fx.Node | None]:
-        """Into how many parts `factor` is split, and the node of which of them the rank has (None: it is whole)."""
-        return math.prod(self.split.get(factor, {}).values()), self.position(factor)
+    def bounds(self, factor: str) -> list[int]:
+        """Where along `factor` the parts of the ranks begin, and where the last of them ends."""
+        return [0, *(stop for _, stop in self.cut(factor).spans)]
 
     def behind(self, i: int, part: fx.Node) -> list[fx.Node]:
         """For each dim along which slices of operand `i` are short, where `part` is behind the end of its slice: a mask
@@ -209,7 +209,25 @@ class Row:
     whole: str = ""
     linear: tuple[str, ...] = ()
     contraction: bool = False
-    local: Localize | None = field(default=None, compare=False)
+    local: Localize | None = field(default=None, compare=False, repr=False)
+    even: bool = False  # slices must be full
+    fill: float | None = None
+
+
+def letters_of(size: Iterable[int], prefix: str = "f") -> Dims:
+    """One factor for each dim, none for a dim of size 1."""
+    return tuple((f"{prefix}{d}",) if extent != 1 else () for d, extent in enumerate(size))
+
+
+def sizes_of(dims: Dims, size: tuple[int, ...]) -> dict[str, int]:
+    """The size of each factor of a tensor's dims."""
+    return {parts[0]: extent for parts, extent in zip(dims, size, strict=True) if len(parts) == 1}
+
+
+def without(dims: Dims, whole: Iterable[int]) -> Dims:
+    """The dims of a tensor, of which those in `whole` cannot be split."""
+    dropped = set(whole)
+    return tuple(() if d in dropped else parts for d, parts in enumerate(dims))
 
 
 def axis_options(rule: Rule) -> tuple[AxisOption, ...]:
@@ -255,56 +273,84 @@ def _dim_of(dims: Dims, factor: str, sizes: Mapping[str, int]) -> int | None:
 
 
 def parse_row(row: Row, node: fx.Node) -> Rule:
-    """The Rule of `row` for one call: names become sizes, absent optional operands drop out."""
-    texts, _, result_text = row.text.partition("->")
-    specs = [spec.strip() for spec in texts.split(",")]
-    present: list[tuple[str, fx.Node, int]] = []
-    for position, (spec, tensor) in enumerate(zip(specs, _schema_tensors(node), strict=False)):
-        if tensor is not None:
-            present.append((spec, tensor, position))
+    """The Rule of `row` for one call: names become sizes, absent optional operands drop out, and what is said of a list
+    of tensors is said of each, unless something is said of every one."""
+    specs, result_specs = specs_of(row.text)
+    places = [tensors for _, tensors in schema_tensors(node)]
+    if len(specs) > len(places):
+        places = [given[i : i + 1] for given in places for i in range(max(len(given), 1))]
+    present = [
+        (spec, tensor, position)
+        for position, (spec, tensors) in enumerate(zip(specs, places, strict=False))
+        for tensor in tensors
+    ]
     sizes: dict[str, int] = {}
     dims = tuple(_dims(spec.lstrip("+"), shape(tensor), sizes) for spec, tensor, _ in present)
-    every = value(node)
-    shapes = [tuple(t.shape) for t in (every if isinstance(every, tuple | list) else (every,))]
-    results = tuple(
-        _dims(spec.strip(), found, sizes) for spec, found in zip(result_text.split(","), shapes, strict=False)
-    )
+    results = tuple(_dims(spec, found, sizes) for spec, found in results_of(result_specs, node))
+    dims = tuple(_spread(d, shape(tensor), sizes) for d, (_, tensor, _) in zip(dims, present, strict=True))
     flops = 2.0 * math.prod(sizes.values()) if row.contraction else 0.0
-    whole = set(row.whole.split())
-    renumber = {position: i for i, (_, _, position) in enumerate(present)}
-    linear = [frozenset(renumber[int(p)] for p in text.split() if int(p) in renumber) for text in row.linear]
+    reduce, whole = (_named(text, sizes) for text in (row.reduce, row.whole))
+    linear = [
+        frozenset(i for i, (_, _, position) in enumerate(present) if position in map(int, text.split()))
+        for text in row.linear
+    ]
     return Rule(
         operands=tuple(_without(d, whole) for d in dims),
         results=tuple(_without(d, whole) for d in results),
         sizes={name: size for name, size in sizes.items() if name not in whole},
-        reduce=frozenset(row.reduce.split()) | (_ellipsis(sizes) if "..." in row.reduce else frozenset()),
+        reduce=reduce,
         additive=frozenset(i for i, (spec, _, _) in enumerate(present) if spec.startswith("+")),
         linear=tuple(together for together in linear if together),
         flops=flops,
         local=row.local,
+        even=frozenset(sizes) - whole if row.even else frozenset(),
+        fill=row.fill,
     )
 
 
-def _ellipsis(sizes: Mapping[str, int]) -> frozenset[str]:
-    return frozenset(name for name in sizes if name.startswith("_"))
+def specs_of(text: str) -> tuple[list[str], list[str]]:
+    """What the text of a row says of each operand, and of each result."""
+    operands, _, results = text.partition("->")
+    return [spec.strip() for spec in operands.split(",")], [spec.strip() for spec in results.split(",")]
 
 
-def _without(dims: Dims, whole: set[str]) -> Dims:
+def tokens_of(spec: str) -> list[str]:
+    """The dims that a row names for one tensor."""
+    return re.findall(r"\.\.\.|\([^)]*\)|\S+", spec)
+
+
+def _named(text: str, sizes: Mapping[str, int]) -> frozenset[str]:
+    leading = {name for name in sizes if name.startswith("_")} if "..." in text.split() else set[str]()
+    return frozenset(text.split()) - {"..."} | leading
+
+
+def _without(dims: Dims, whole: frozenset[str]) -> Dims:
     return tuple(() if whole & set(parts) else parts for parts in dims)
 
 
-def _schema_tensors(node: fx.Node) -> list[fx.Node | None]:
-    """The tensor arguments of the operator's schema, None for an absent optional one."""
-    found: list[fx.Node | None] = []
+def schema_tensors(node: fx.Node) -> list[tuple[str, tuple[fx.Node, ...]]]:
+    """The tensor arguments of the operator's schema: the name of each, and the tensors that a call gives for it (none
+    for an absent optional one)."""
+    found: list[tuple[str, tuple[fx.Node, ...]]] = []
     for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if "Tensor" in str(argument.type):
             given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            found.append(given if is_tensor(given) else None)  # type: ignore[arg-type]
+            every: Any = given if isinstance(given, list | tuple) else (given,)
+            found.append((argument.name, tuple(one for one in every if is_tensor(one))))
     return found
 
 
+def results_of(specs: Sequence[str], node: fx.Node) -> list[tuple[str, tuple[int, ...]]]:
+    """What is said of each result of a call, and its size; what is said of a list is said of each of it."""
+    found = value(node)
+    if isinstance(found, list) and len(specs) == 1:
+        specs = [*specs] * len(found)
+    sizes = [tuple(t.shape) for t in (found if isinstance(found, tuple | list) else (found,))]
+    return list(zip(specs, sizes, strict=False))
+
+
 def _dims(spec: str, size: tuple[int, ...], sizes: dict[str, int]) -> Dims:
-    tokens = re.findall(r"\.\.\.|\([^)]*\)|\S+", spec)
+    tokens = tokens_of(spec)
     named = len([t for t in tokens if t != "..."])
     dims: list[tuple[str, ...]] = []
     for token in tokens:
@@ -314,6 +360,12 @@ def _dims(spec: str, size: tuple[int, ...], sizes: dict[str, int]) -> Dims:
         else:
             dims.append(() if token == "1" else tuple(token.strip("()").split()))
     for parts, extent in zip(dims, size, strict=True):
-        if len(parts) == 1:
-            sizes.setdefault(parts[0], extent)
+        if len(parts) == 1 and sizes.setdefault(parts[0], extent) == 1:
+            sizes[parts[0]] = extent
     return tuple(dims)
+
+
+def _spread(dims: Dims, size: tuple[int, ...], sizes: Mapping[str, int]) -> Dims:
+    """`dims` of an operand without those of size 1 that broadcast."""
+    same = (extent != 1 or len(parts) != 1 or sizes[parts[0]] == 1 for parts, extent in zip(dims, size, strict=True))
+    return tuple(parts if kept else () for parts, kept in zip(dims, same, strict=True))

@@ -7,7 +7,7 @@ An operator without a row still gives right results: it runs replicated (`rule_o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,24 +15,53 @@ import torch
 from torch import fx
 
 from .absorb import padded_convolution
+from .along import (
+    along,
+    complex_parts,
+    diag_embed,
+    histogram,
+    members,
+    native_norm,
+    quantile,
+    rows_of_classes,
+    searchsorted,
+    vector_norm,
+)
+from .attention import attention
 from .batch_norm import moments, normalise, part_norm, sample_moments, statistics
 from .collectives import constrain
+from .custom import Rows, own_rule
+from .fourier import FOURIER
 from .graph import argument, argument_names, draws_random_numbers, is_tensor, operands, shape, value
+from .grouped import grouped_mm
 from .indexing import class_terms, part_index, wide
+from .lookups import LOOKUPS, whole
+from .matrices import MATRICES
 from .norms import whole_groups
+from .random_numbers import draw
+from .recurrent import RECURRENT
 from .resampling import interpolation, pad, roll, sliced
 from .rule import Dims, Emitter, Row, Rule, parse_row
+from .rule import letters_of as _letters
+from .rule import sizes_of as _sizes
+from .rule import without as _rename
 from .spatial import avg_pool, blocks_of, col2im, convolution, im2col, max_pool, transposed_convolution
 
 aten = torch.ops.aten
 MAXIMA = frozenset({aten.amax.default})  # operators whose result is the largest of what they reduce
 Function = Callable[[fx.Node], Rule | None]
+_NONE: Rows = {}
 
 
-def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of one call, or None for an operator without a row (and for what draws random numbers)."""
+def rule_of(node: fx.Node, own: Rows = _NONE) -> Rule | None:
+    """The rule of one call, or None for an operator without a row (and for what draws random numbers). `own`: the rows
+    that people gave to operators, which go first.
+
+    Raises OperatorError for such a row that does not fit the call."""
     if draws_random_numbers(node):
         return None
+    if node.target in own:
+        return own_rule(own[node.target], node)
     row = RULES.get(node.target)
     if isinstance(row, Row):
         return parse_row(row, node)
@@ -47,33 +76,25 @@ def _with_short_slices(rule: Rule, node: fx.Node) -> Rule:
     numbers = all(math.isfinite(a) for a in node.args if isinstance(a, float))
     if name in _STEADY and numbers:
         return rule
-    if name in _STEADY_AT_ONE and numbers:
-        return replace(rule, fill=1.0)
+    number = next((number for number, names in _STEADY_AT.items() if name in names), None)
+    if number is not None and numbers:
+        return replace(rule, fill=number)
     return replace(rule, even=frozenset(rule.sizes))
+
+
+def has_row(operator: Any) -> bool:
+    """Whether there is a rule for `operator`, one for all that are tagged as pointwise included."""
+    return operator in RULES or torch.Tag.pointwise in getattr(operator, "tags", ())
 
 
 def is_elementwise(node: fx.Node) -> bool:
     """Whether each element of the result comes from one element of each operand, by the same function."""
     if node.target in RULES:
         return node.target in POINTWISE
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) and not draws_random_numbers(node)
+    return has_row(node.target) and not draws_random_numbers(node)
 
 
 # -- helpers of the functions below
-
-
-def _letters(size: Iterable[int], prefix: str = "f") -> Dims:
-    """One factor for each dim, none for a dim of size 1."""
-    return tuple((f"{prefix}{d}",) if extent != 1 else () for d, extent in enumerate(size))
-
-
-def _sizes(dims: Dims, size: tuple[int, ...]) -> dict[str, int]:
-    return {parts[0]: extent for parts, extent in zip(dims, size, strict=True) if len(parts) == 1}
-
-
-def _rename(dims: Dims, whole: Iterable[int]) -> Dims:
-    dropped = set(whole)
-    return tuple(() if d in dropped else parts for d, parts in enumerate(dims))
 
 
 def _with_shape(position: int) -> Any:
@@ -108,6 +129,13 @@ def _pointwise(*linear: set[int]) -> Function:
     return rule
 
 
+def _pair(node: fx.Node) -> Rule:
+    """Elementwise with several results."""
+    (x,) = operands(node)
+    letters = _letters(shape(x))
+    return Rule((letters,), (letters,) * len(value(node)), _sizes(letters, shape(x)), fill=1.0)
+
+
 def _scalar_linear(node: fx.Node) -> Rule | None:
     """mul, div: by a tensor or by a number."""
     both = node.target in (aten.mul.Tensor,) and len(operands(node)) == 2
@@ -127,60 +155,6 @@ def _cast(node: fx.Node) -> Rule | None:
 
 def _where(node: fx.Node) -> Rule | None:
     return _pointwise(*([{1, 2}] if len(operands(node)) == 3 else []))(node)
-
-
-def _addmm(node: fx.Node) -> Rule | None:
-    """The addend is of any shape that broadcasts to the result, and enters the sum over k once."""
-    addend = shape(operands(node)[0])
-    dims = " ".join(f if n != 1 else "1" for f, n in zip("mn"[2 - len(addend) :], addend, strict=True))
-    row = Row(f"+{dims}, m k, k n -> m n", reduce="k", linear=("0 1", "0 2"), contraction=True)
-    return parse_row(row, node)
-
-
-def _along(*names: str, linear: bool = False) -> Function:
-    """Operators that work along the dims given by the arguments `names`; other dims are independent."""
-
-    def rule(node: fx.Node) -> Rule | None:
-        if not is_tensor(node):
-            return None
-        size = shape(operands(node)[0])
-        whole: set[int] = set()
-        for name in names:
-            dims = argument(node, name)
-            for dim in dims if isinstance(dims, list | tuple) else [dims]:
-                whole.add(dim % max(len(size), 1))
-        letters = _rename(_letters(size), whole)
-        out = _rename(letters, {d for d in range(len(size)) if shape(node)[d] != size[d]})
-        sets = (frozenset({0}),) if linear else ()
-        # of numbers that are all minus infinity a softmax makes none
-        return Rule((letters,), (out,), _sizes(letters, size), linear=sets, fill=None if linear else 0.0)
-
-    return rule
-
-
-def _position(node: fx.Node) -> Rule | None:
-    """argmax, argmin, max and min of one dim: that dim stays whole."""
-    size, dim = shape(operands(node)[0]), argument(node, "dim")
-    if dim is None or not size:
-        return None
-    letters = _rename(_letters(size), {dim % len(size)})
-    found = value(node) if isinstance(value(node), tuple | list) else (value(node),)
-    kept = len(found[0].shape) == len(size)
-    out = letters if kept else (*letters[: dim % len(size)], *letters[dim % len(size) + 1 :])
-    return Rule((letters,), (out,) * len(found), _sizes(letters, size))
-
-
-def _gather(node: fx.Node) -> Rule | None:
-    """One element of a dim, which stays whole, for each index; along the others an index may be a part of x."""
-    x, index = operands(node)
-    size = shape(index)
-    if not size:
-        return None
-    dim = argument(node, "dim") % len(size)
-    partial = {d for d, (n, m) in enumerate(zip(shape(x), size, strict=True)) if n != m}
-    letters = _rename(_letters(size), partial | {dim})
-    # behind the end of a short slice an index may be any number, also one that x does not have
-    return Rule((letters, letters), (letters,), _sizes(letters, size), linear=(frozenset({0}),), fill=0.0)
 
 
 def _reduction(node: fx.Node) -> Rule | None:
@@ -274,14 +248,6 @@ def _squeezed(node: fx.Node) -> Rule | None:
     return Rule((letters,), (out,), _sizes(letters, shape(x)), linear=(frozenset({0}),))
 
 
-def _select(node: fx.Node) -> Rule | None:
-    x = operands(node)[0]
-    size = shape(x)
-    letters = _rename(_letters(size), {argument(node, "dim") % len(size)})
-    dim = argument(node, "dim") % len(size)
-    return Rule((letters,), (letters[:dim] + letters[dim + 1 :],), _sizes(letters, size), linear=(frozenset({0}),))
-
-
 def _cat(node: fx.Node) -> Rule | None:
     parts = [o for o in operands(node) if shape(o) != (0,)]
     if len(parts) != len(operands(node)):
@@ -320,69 +286,6 @@ def _layer_norm(node: fx.Node) -> Rule | None:
     return Rule((letters, *affine), (letters,), _sizes(letters, size))
 
 
-def _matmul(node: fx.Node) -> Rule | None:
-    a, b = (shape(o) for o in operands(node))
-    if len(a) == 1 or len(b) == 1:
-        return None
-    out = shape(node)
-    batch = _letters(out[:-2])
-
-    def dims(size: tuple[int, ...], last: Dims) -> Dims:
-        lead = batch[len(batch) - (len(size) - 2) :]
-        return (*(p if n != 1 else () for p, n in zip(lead, size[:-2], strict=True)), *last)
-
-    sizes = {**_sizes(batch, out[:-2]), "m": a[-2], "k": a[-1], "n": b[-1]}
-    return Rule(
-        (dims(a, (("m",), ("k",))), dims(b, (("k",), ("n",)))), ((*batch, ("m",), ("n",)),), sizes,
-        reduce=frozenset("k"), linear=(frozenset({0}), frozenset({1})), flops=2.0 * math.prod(sizes.values()),
-    )  # fmt: skip
-
-
-def _einsum(node: fx.Node) -> Rule | None:
-    equation = argument(node, "equation").replace(" ", "")
-    if "->" not in equation or "." in equation:
-        return None
-    left, _, right = equation.partition("->")
-    terms = left.split(",")
-    if any(len(set(term)) != len(term) for term in [*terms, right]):
-        return None
-    sizes: dict[str, int] = {}
-    for term, operand in zip(terms, operands(node), strict=True):
-        sizes.update(zip(term, shape(operand), strict=True))
-    return Rule(
-        tuple(tuple((letter,) for letter in term) for term in terms), (tuple((letter,) for letter in right),), sizes,
-        reduce=frozenset(sizes) - frozenset(right), linear=tuple(frozenset({i}) for i in range(len(terms))),
-        flops=2.0 * math.prod(sizes.values()),
-    )  # fmt: skip
-
-
-def _attention(node: fx.Node) -> Rule | None:
-    """scaled_dot_product_attention: batch and heads, and queries where no mask ties them to positions."""
-    if argument(node, "dropout_p"):
-        return None
-    q, k, v = operands(node)[:3]
-    mask = operands(node)[3] if len(operands(node)) > 3 else None
-    size = shape(q)
-    if len(size) < 3 or shape(k)[:-3] != size[:-3]:
-        return None
-    batch = _letters(size[:-3], "b")
-    sizes = {**_sizes(batch, size[:-3]), "h": shape(k)[-3], "g": size[-3] // shape(k)[-3], "s": size[-2]}
-    heads = tuple(f for f in ("h", "g") if sizes[f] != 1)
-    queries = () if argument(node, "is_causal") else ("s",)
-    kv = (*batch, ("h",) if sizes["h"] != 1 else (), (), ())
-    dims: list[Dims] = [(*batch, heads, queries, ()), kv, kv]
-    if mask is not None:
-        full: Dims = (*batch, heads, queries, ())
-        aligned = full[len(full) - len(shape(mask)) :]
-        dims.append(tuple(p if n != 1 else () for p, n in zip(aligned, shape(mask), strict=True)))
-    if argument(node, "is_causal"):
-        del sizes["s"]
-    flops = 2.0 * math.prod(size[:-1]) * shape(k)[-2] * (size[-1] + shape(v)[-1])
-    # a mask may hide all keys behind the end of a short slice, and a softmax of nothing is no number
-    even = frozenset[str]() if mask is None else frozenset(sizes)
-    return Rule(tuple(dims), ((*batch, heads, queries, ()),), sizes, flops=flops, even=even)
-
-
 def _pool(spatial: int) -> Function:
     """Operators whose last `spatial` dims stay whole: others are independent, the same in all operands."""
 
@@ -395,6 +298,13 @@ def _pool(spatial: int) -> Function:
         return Rule((letters,) * len(operands(node)), (letters,) * results, _sizes(letters, size), even=even)
 
     return rule
+
+
+def _triangle(node: fx.Node) -> Rule | None:
+    """tril, triu: where an element of the last two dims is tells whether it is kept."""
+    size = shape(node)
+    letters = _rename(_letters(size), range(len(size) - 2, len(size)))
+    return Rule((letters,), (letters,), _sizes(letters, size), linear=(frozenset({0}),))
 
 
 def _shuffle(node: fx.Node) -> Rule | None:
@@ -430,16 +340,31 @@ def _class_terms(node: fx.Node) -> Rule | None:
     positions = (letters[0], *letters[2:])
     return Rule(
         (letters, positions, positions), (positions, positions), _sizes(letters, size), reduce=frozenset(letters[1]),
-        local=_local_class_terms,
+        local=_local_class_terms, masks=True,
     )  # fmt: skip
 
 
 def _local_class_terms(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     """A rank that holds a part of the classes is told which. Behind the ends of short slices is some class."""
-    x, maximum, target, _, *rest = args
+    x, maximum, target, _, _, *rest = args
     for mask in emit.behind(2, target):
         target = emit.call(aten.masked_fill.Scalar, target, mask, 0)
-    return emit.call(class_terms, x, maximum, target, emit.part("f1")[1], *rest, **kwargs)
+    return emit.call(class_terms, x, maximum, target, emit.position("f1"), emit.bounds("f1"), *rest, **kwargs)
+
+
+def _draw(node: fx.Node) -> Rule | None:
+    """Random numbers: each is drawn by itself."""
+    letters = _letters(shape(node))
+    return Rule(((),), (letters,), _sizes(letters, shape(node)), local=_local_draw)
+
+
+def _local_draw(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """A rank is told which part is its own."""
+    key, _, _, _, *rest = args
+    split = {dim: parts[0] for dim, parts in enumerate(emit.rule.results[0]) if parts and parts[0] in emit.split}
+    places = [emit.position(factor) for factor in split.values()]
+    cuts = [str(emit.cut(factor)) for factor in split.values()]
+    return emit.call(draw, key, places, list(split), cuts, *rest, **kwargs)
 
 
 def _embedding(node: fx.Node) -> Rule | None:
@@ -450,17 +375,18 @@ def _embedding(node: fx.Node) -> Rule | None:
         row = replace(row, whole=" ".join(["v", *uses]))
     elif argument(node, "sparse"):
         row = replace(row, whole="v")
-    return replace(parse_row(row, node), fill=0.0)  # behind the end of a short slice an index may be any number
+    return replace(parse_row(row, node), masks=True)
 
 
 def _local_embedding(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     """A rank that holds a part of the rows looks up those, and has zeros for the others."""
-    parts, place = emit.part("v")
+    (weight, index, *rest), place = args, emit.position("v")
+    for mask in emit.behind(1, index):  # there it may be any number
+        index = emit.call(aten.masked_fill.Scalar, index, mask, 0)
     if place is None:
-        return emit.call(aten.embedding.default, *args, **kwargs)
-    weight, index = args[:2]
-    rows, padding = emit.shapes.operands[0][0], argument(emit.node, "padding_idx")
-    local = emit.call(part_index, index, place, rows, rows * parts)
+        return emit.call(aten.embedding.default, weight, index, *rest, **kwargs)
+    padding = argument(emit.node, "padding_idx")
+    local = emit.call(part_index, index, place, emit.bounds("v"))
     found = emit.call(aten.embedding.default, weight, emit.call(aten.clamp.default, local, 0))
     if padding >= 0:  # that row gets no gradient; where it is depends on the rank, so no local padding_idx can say it
         padded = emit.call(aten.unsqueeze.default, emit.call(aten.eq.Scalar, index, padding), -1)
@@ -470,7 +396,7 @@ def _local_embedding(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _loss(node: fx.Node) -> Rule | None:
-    """Pointwise losses, summed or per element."""
+    """Pointwise losses, summed or per element; what is summed is zero of zeros (others are sums by expansion)."""
     rule = _pointwise()(node) if argument(node, "reduction") == 0 else None
     if rule is not None or argument(node, "reduction") != 2:
         return rule
@@ -569,47 +495,68 @@ def _group_norm(node: fx.Node) -> Rule | None:
     return Rule((letters, *(((),) for _ in operands(node)[1:])), (letters,), _sizes(letters, shape(x)))
 
 
-# Elementwise operators that make finite numbers of finite numbers, with finite derivatives; and those that do of ones.
+# Elementwise operators that make finite numbers of finite numbers, with finite derivatives; and those that do of one.
 _STEADY = frozenset([
-    "_to_copy", "abs", "add", "alias", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "celu", "ceil",
-    "clamp", "clamp_max", "clamp_min", "clone", "cos", "detach", "elu", "eq", "erf", "floor", "ge", "gelu", "gt",
-    "hardsigmoid", "hardswish", "hardtanh", "le", "leaky_relu", "lerp", "log_sigmoid", "logical_and", "logical_not",
-    "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mish", "mul", "ne", "neg", "relu", "relu6",
-    "round", "rsub", "selu", "sgn", "sigmoid", "sign", "silu", "sin", "softplus", "softshrink", "square", "sub", "tanh",
-    "threshold", "trunc", "where",
+    "_prelu_kernel", "_to_copy", "abs", "add", "addcmul", "alias", "asinh", "bitwise_and", "bitwise_left_shift",
+    "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "ceil", "celu", "clamp", "clamp_max",
+    "clamp_min", "clone", "complex", "copysign", "cos", "deg2rad", "detach", "elu", "eq", "erf", "erfc", "floor",
+    "fmax", "fmin", "frac", "gcd", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh", "heaviside",
+    "isfinite", "isinf", "isnan", "isneginf", "isposinf", "lcm", "le", "leaky_relu", "lerp", "log_sigmoid",
+    "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "max", "maximum", "min",
+    "minimum", "mish", "mul", "nan_to_num", "native_dropout_backward", "ne", "neg", "nextafter", "polar", "rad2deg",
+    "relu", "relu6", "round", "rsub", "selu", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc",
+    "softplus", "softshrink", "square", "sub", "tanh", "threshold", "trunc", "where",
 ])  # fmt: skip
-_STEADY_AT_ONE = frozenset([
-    "atan", "atan2", "cosh", "div", "exp", "exp2", "expm1", "floor_divide", "fmod", "lgamma", "log", "log10", "log1p",
-    "log2", "logaddexp", "logaddexp2", "pow", "reciprocal", "remainder", "rsqrt", "sinh", "sqrt", "tan", "xlogy",
-])  # fmt: skip
+_STEADY_AT = {
+    1.0: frozenset([
+        "addcdiv", "atan", "atan2", "cosh", "digamma", "div", "exp", "exp2", "expm1", "float_power", "floor_divide",
+        "fmod", "hypot", "i0", "igamma", "igammac", "ldexp", "lgamma", "log", "log10", "log1p", "log2", "logaddexp",
+        "logaddexp2", "polygamma", "pow", "reciprocal", "remainder", "rsqrt", "sinh", "special_bessel_j0",
+        "special_bessel_j1", "special_entr", "special_erfcx", "special_i0e", "special_i1", "special_i1e",
+        "special_log_ndtr", "special_xlog1py", "sqrt", "tan", "true_divide", "xlogy",
+    ]),
+    0.5: frozenset(["acos", "asin", "atanh", "erfinv", "logit", "special_ndtri"]),
+    4.0: frozenset(["acosh", "mvlgamma", "special_zeta"]),
+}  # fmt: skip
 
 _UNARY_LINEAR = _pointwise({0})
 _LINEAR = ("0 2", "1 2")
 
 # pointwise operators that are linear in an operand, or that PyTorch does not tag as pointwise
 POINTWISE: dict[Any, Function] = {
+    aten._prelu_kernel.default: _pointwise(),  # without the tag
     aten._to_copy.default: _cast,
     aten.add.Tensor: _additive,
     aten.alias.default: _UNARY_LINEAR,
     aten.clone.default: _UNARY_LINEAR,
+    aten.complex.default: _pointwise({0, 1}),
     aten.detach.default: _UNARY_LINEAR,
     aten.div.Scalar: _UNARY_LINEAR,
     aten.div.Tensor: _UNARY_LINEAR,
+    aten.floor_divide.default: _pointwise(),  # without the tag
     aten.hardswish.default: _pointwise(),  # without the tag
     aten.leaky_relu.default: _pointwise(),  # without the tag in torch 2.11
+    aten.log_sigmoid.default: _pointwise(),  # without the tag
     aten.masked_fill.Scalar: _pointwise(),
     aten.mul.Scalar: _UNARY_LINEAR,
     aten.mul.Tensor: _scalar_linear,
     aten.neg.default: _UNARY_LINEAR,
+    aten.polar.default: _pointwise({0}),
     aten.rsub.Scalar: _pointwise(),
     aten.sub.Tensor: _additive,
     aten.where.self: _where,
 }
 
 RULES: dict[Any, Row | Function] = {
+    **FOURIER,
+    **LOOKUPS,
+    **MATRICES,
+    **RECURRENT,
     **POINTWISE,
     # the rest, alphabetically
-    aten._softmax.default: _along("dim"),
+    aten._grouped_mm.default: grouped_mm,
+    aten._safe_softmax.default: along("dim"),
+    aten._softmax.default: along("dim"),
     aten._upsample_bicubic2d_aa.vec: _pool(2),
     aten._upsample_bilinear2d_aa.vec: _pool(2),
     aten._upsample_nearest_exact1d.vec: interpolation,
@@ -618,16 +565,17 @@ RULES: dict[Any, Row | Function] = {
     aten.adaptive_max_pool1d.default: _pool(1),
     aten.adaptive_max_pool2d.default: _pool(2),
     aten.adaptive_max_pool3d.default: _pool(3),
-    aten.addmm.default: _addmm,
     aten.amax.default: _reduction,
-    aten.argmax.default: _position,
-    aten.argmin.default: _position,
+    aten.amin.default: along("dim"),
+    aten.aminmax.default: along("dim"),
+    aten.argmax.default: along("dim"),
+    aten.argmin.default: along("dim"),
     aten.avg_pool1d.default: avg_pool,
     aten.avg_pool2d.default: avg_pool,
     aten.avg_pool3d.default: avg_pool,
     aten.binary_cross_entropy.default: _loss,
     aten.binary_cross_entropy_with_logits.default: _loss,
-    aten.bmm.default: Row("b m k, b k n -> b m n", reduce="k", linear=("0", "1"), contraction=True),
+    aten.bucketize.Tensor: searchsorted,
     aten.cat.default: _cat,
     aten.channel_shuffle.default: _shuffle,
     aten.col2im.default: col2im,
@@ -642,22 +590,35 @@ RULES: dict[Any, Row | Function] = {
     aten.conv_transpose2d.input: transposed_convolution,
     aten.conv_transpose3d.input: transposed_convolution,
     aten.cross_entropy_loss.default: _cross_entropy,
-    aten.cumsum.default: _along("dim", linear=True),
-    aten.einsum.default: _einsum,
+    aten.cummax.default: along("dim"),
+    aten.cummin.default: along("dim"),
+    aten.cumprod.default: along("dim"),
+    aten.cumsum.default: along("dim", linear=True),
+    aten.diag_embed.default: diag_embed,
+    aten.diagonal.default: along("dim1", "dim2", linear=True),
+    aten.diagonal_scatter.default: along("dim1", "dim2", linear=True),
     aten.embedding.default: _embedding,
+    aten.embedding_bag.default: whole,
+    aten.embedding_bag.padding_idx: whole,
     aten.expand.default: _expand,
-    aten.flip.default: _along("dims", linear=True),
-    aten.gather.default: _gather,
+    aten.flip.default: along("dims", linear=True),
+    aten.frexp.Tensor: _pair,
+    aten.glu.default: along("dim"),
     aten.group_norm.default: _group_norm,
+    aten.histc.default: histogram,
     aten.huber_loss.default: _loss,
     aten.im2col.default: im2col,
+    aten.isin.Tensor_Scalar: members,
+    aten.isin.Tensor_Tensor: members,
     aten.kl_div.default: _loss,
+    aten.kthvalue.default: along("dim"),
     aten.l1_loss.default: _loss,
     aten.layer_norm.default: _layer_norm,
+    aten.linalg_vector_norm.default: vector_norm,
     aten.linear.default: Row("... k, n k, +n -> ... n", reduce="k", linear=_LINEAR, contraction=True),
-    aten.log_softmax.int: _along("dim"),
-    aten.matmul.default: _matmul,
-    aten.max.dim: _position,
+    aten.log_softmax.int: along("dim"),
+    aten.logcumsumexp.default: along("dim"),
+    aten.max.dim: along("dim"),
     aten.max_pool1d.default: max_pool,
     aten.max_pool1d_with_indices.default: max_pool,
     aten.max_pool2d.default: max_pool,
@@ -666,23 +627,40 @@ RULES: dict[Any, Row | Function] = {
     aten.max_pool3d_with_indices.default: max_pool,
     aten.max_unpool2d.default: _pool(2),
     aten.max_unpool3d.default: _pool(3),
-    aten.min.dim: _position,
-    aten.mm.default: Row("m k, k n -> m n", reduce="k", linear=("0", "1"), contraction=True),
+    aten.median.default: along(),
+    aten.median.dim: along("dim"),
+    aten.min.dim: along("dim"),
+    aten.mode.default: along("dim"),
     aten.mse_loss.default: _loss,
+    aten.multilabel_margin_loss.default: rows_of_classes,
+    aten.nanmedian.default: along(),
+    aten.nanmedian.dim: along("dim"),
+    aten.nanquantile.default: quantile,
+    aten.nanquantile.scalar: quantile,
+    aten.native_group_norm.default: native_norm,
+    aten.native_layer_norm.default: native_norm,
     aten.nll_loss_nd.default: _cross_entropy,
     aten.pad.default: pad,
     aten.permute.default: _reorder(lambda node, n: [d % n for d in argument(node, "dims")]),
     aten.pixel_shuffle.default: Row("... (c p q) h w -> ... c (h p) (w q)", linear=("0",)),
     aten.pixel_unshuffle.default: Row("... c (h p) (w q) -> ... (c p q) h w", linear=("0",)),
+    aten.prod.default: along(),
+    aten.prod.dim_int: along("dim", fill=1.0),
+    aten.quantile.default: quantile,
+    aten.quantile.scalar: quantile,
     aten.reshape.default: _view,
     aten.rms_norm.default: _layer_norm,
     aten.roll.default: roll,
-    aten.scaled_dot_product_attention.default: _attention,
-    aten.select.int: _select,
+    aten.scaled_dot_product_attention.default: attention,
+    aten.searchsorted.Tensor: searchsorted,
+    aten.select_scatter.default: along("dim", linear=True),
     aten.slice.Tensor: sliced,
+    aten.slice_scatter.default: along("dim", linear=True),
     aten.smooth_l1_loss.default: _loss,
     aten.soft_margin_loss.default: _loss,
-    aten.softmax.int: _along("dim"),
+    aten.softmax.int: along("dim"),
+    aten.sort.default: along("dim"),
+    aten.sort.stable: along("dim"),
     aten.split.Tensor: _pieces,
     aten.split_with_sizes.default: _pieces,
     aten.squeeze.default: _squeezed,
@@ -692,7 +670,10 @@ RULES: dict[Any, Row | Function] = {
     aten.sum.default: _reduction,
     aten.sum.dim_IntList: _reduction,
     aten.t.default: _reorder(lambda node, n: list(range(n))[::-1]),
+    aten.topk.default: along("dim"),
     aten.transpose.int: _reorder(_transposed),
+    aten.tril.default: _triangle,
+    aten.triu.default: _triangle,
     aten.unbind.int: _pieces,
     aten.unfold.default: blocks_of,
     aten.unsqueeze.default: _squeezed,
@@ -703,8 +684,11 @@ RULES: dict[Any, Row | Function] = {
     aten.upsample_nearest2d.vec: interpolation,
     aten.upsample_nearest3d.vec: interpolation,
     aten.upsample_trilinear3d.vec: interpolation,
+    aten.view_as_complex.default: complex_parts,
+    aten.view_as_real.default: complex_parts,
     class_terms: _class_terms,
     constrain: _UNARY_LINEAR,
+    draw: _draw,
     moments: _moments,
     normalise: _normalise,
     padded_convolution: convolution,

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ..strategy.choice import Choice
 from ..strategy.errors import StrategyError, VerifyError
 from .conversion import Codes, Floats, tie
-from .eliminate import TABLE_LIMIT, Costs, Solution, eliminate, run, schedule
+from .eliminate import TABLE_LIMIT, Costs, Schedule, Solution, eliminate, run, schedule
 from .narrow import Between, Converting, Matrix, Narrowing, narrow
 from .problem import Edge, Options, SearchProblem, VertexKind
 
@@ -216,11 +216,16 @@ def optimum(
     order = schedule(rest, table_limit)
     if order.work > 10 * MUCH_WORK and math.isfinite(below):
         return replace(known, bound=left.bound)
-    found = run(rest, order if order.work <= 10 * MUCH_WORK else schedule(rest, SMALL_TABLES))
+    found = run(rest, _affordable(rest, order))
     choice = tuple(int(kept[c]) for kept, c in zip(left.kept, found.choice, strict=True))
     best = revisit(costs, replace(found, choice=choice, cost=costs.of(choice)))
     found = replace(best, bound=found.bound, width=found.width)
     return _better(found, known, left.bound, left.upper)
+
+
+def _affordable(costs: Costs, order: Schedule) -> Schedule:
+    """`order`, or where it is far too much work one of small tables, whose plan may not be the best."""
+    return order if order.work <= 10 * MUCH_WORK else schedule(costs, SMALL_TABLES)
 
 
 def _rest(left: Narrowing) -> Costs:
@@ -420,7 +425,8 @@ def recursive_programming(problem: SearchProblem, price: float = 0.0) -> Solutio
     for axis in range(len(problem.settings.mesh.axes)):
         part = _Axes(problem, range(axis + 1))
         narrowed = [part.leave_whole(i, rows) for i, rows in enumerate(kept)]
-        solution = eliminate(costs_of(restricted(_tied_up_to(problem, axis), narrowed), price))
+        costs = costs_of(restricted(_tied_up_to(problem, axis), narrowed), price)
+        solution = run(costs, _affordable(costs, schedule(costs, TABLE_LIMIT)))
         chosen = [int(rows[c]) for rows, c in zip(narrowed, solution.choice, strict=True)]
         kept = [part.agree(i, rows, c) for i, (rows, c) in enumerate(zip(kept, chosen, strict=True))]
         width = max(width, solution.width)

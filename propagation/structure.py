@@ -1,5 +1,5 @@
-"""Arguments and results as flat lists of tensors: nested containers, dataclasses and plain values come apart
-and go together again.
+"""Arguments and results as flat lists of tensors: nested containers, dataclasses, objects that hold tensors (as
+transformers' caches do) and plain values come apart and go together again.
 """
 
 from __future__ import annotations
@@ -7,8 +7,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 @dataclass(frozen=True)
 class _Opened:
-    """A dataclass that torch's pytree does not know, opened into the values of its fields."""
+    """An object that torch's pytree does not know, opened into the values of its fields."""
 
     template: Any
     fields: tuple[str, ...]
@@ -39,7 +40,7 @@ class Structure:
     """Where the tensors of a value stand: `build` puts other tensors in their places."""
 
     spec: TreeSpec
-    leaves: tuple[Any, ...]  # _TENSOR, an _Opened dataclass, or a plain value
+    leaves: tuple[Any, ...]  # _TENSOR, an _Opened object, or a plain value
 
     def build(self, tensors: list[Any]) -> Any:
         """The value with `tensors` (consumed from the front) in the places of its tensors."""
@@ -60,7 +61,7 @@ class Structure:
         plain: list[Any] = []
         for leaf in self.leaves:
             if isinstance(leaf, _Opened):
-                plain.append((type(leaf.template), leaf.structure.key()))
+                plain.append((type(leaf.template), leaf.fields, leaf.structure.key()))
             else:
                 plain.append("tensor" if leaf is _TENSOR else (type(leaf), _hashable(leaf)))
         return (str(self.spec), tuple(plain))
@@ -96,14 +97,48 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
             kept.append(_TENSOR)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            fields = tuple(field.name for field in dataclasses.fields(leaf))
+        elif fields := _fields(leaf):
             inner, structure = flatten(tuple(getattr(leaf, name) for name in fields))
             tensors += inner
             kept.append(_Opened(leaf, fields, structure))
         else:
             kept.append(leaf)
     return tensors, Structure(spec, tuple(kept))
+
+
+def _fields(value: Any) -> tuple[str, ...]:
+    """The attributes into which `value` comes apart; none of what stays whole."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return tuple(field.name for field in dataclasses.fields(value))
+    if isinstance(value, _ATOMS) or callable(value):
+        return ()
+    found = _kinds(value, ())
+    apart = _CYCLE not in found and (_TENSOR in found or _OPAQUE not in found)
+    return tuple(vars(value)) if apart and hasattr(value, "__dict__") else ()
+
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, Enum)
+_OPAQUE, _CYCLE = object(), object()
+
+
+def _kinds(value: Any, within: tuple[Any, ...]) -> set[object]:
+    """What there is in an object: tensors, what cannot be looked into, itself. An object of neither is copied as one
+    with tensors is: a cache is empty at first, and the function that is captured fills it."""
+    if isinstance(value, torch.Tensor):
+        return {_TENSOR}
+    if isinstance(value, _ATOMS) or callable(value):
+        return set()
+    if any(value is outer for outer in within):
+        return {_CYCLE}
+    if isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, list | tuple):
+        parts = list(value)
+    elif getattr(value, "__dict__", None):
+        parts = list(vars(value).values())
+    else:
+        return {_OPAQUE}
+    return set().union(*(_kinds(part, (*within, value)) for part in parts))
 
 
 @dataclass(frozen=True)

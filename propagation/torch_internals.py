@@ -10,25 +10,44 @@ Each name, and why:
     torch._C._functorch                whether a tensor is inside torch.func's transforms; there is no public name
     torch._C._set_grad_enabled         what torch.no_grad calls, for a TorchFunctionMode to recognize it
     DataDependentOutputException, ...  what torch.export raises where a graph depends on the values of tensors
+    UnsupportedOperatorException   what it raises for an operator without a fake implementation
     torch.fx.experimental.proxy_tensor make_fx; public use is documented, the module is not
+    torch._C._dispatch_get_all_op_names   the operators that there are: torch.ops finds one by its name only
+    torch._library.custom_ops.CustomOpDef   what torch.library.custom_op makes, for its type and its operator;
+                                       torch.library exports it to no type checker
     torch._C.DispatchKey               what an operator is made of: nothing public tells
+    torch.ops.torch_nn                 the operators of linear_cross_entropy in chunks, which the first import of
+                                       their module registers; not in 2.11
 """
 
 from __future__ import annotations
 
 from torch._C import DispatchKey
+from torch._C import _dispatch_get_all_op_names as all_operator_names
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
-from torch._ops import OpOverload
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedOperatorException,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+try:
+    import torch.nn.modules.linear_cross_entropy
+
+    chunked_losses: tuple[OpOverload, ...] = (
+        torch.ops.torch_nn._linear_cross_entropy_batch_chunked.default,
+        torch.ops.torch_nn._linear_cross_entropy_batch_chunked_no_reduction.default,
+    )
+except ImportError:
+    chunked_losses = ()
 
 data_dependent = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
@@ -41,12 +60,24 @@ def makes_memory(operator: OpOverload) -> bool:
     return all(result.alias_info is None for result in operator._schema.returns)
 
 
+def defined_by(definition: CustomOpDef) -> OpOverload:
+    """The operator of a torch.library.custom_op."""
+    operator: OpOverload = definition._opoverload
+    return operator
+
+
 __all__ = [
+    "CustomOpDef",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
+    "OpOverloadPacket",
     "TreeSpec",
+    "UnsupportedOperatorException",
+    "all_operator_names",
+    "chunked_losses",
     "data_dependent",
+    "defined_by",
     "is_transformed",
     "make_fx",
     "makes_memory",

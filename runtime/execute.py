@@ -4,8 +4,9 @@ A collective is issued when its operands are ready and waited for where its resu
 is sent as bytes, so every dtype can be; gloo and NCCL add up all dtypes but 16-bit ints (done here as 32-bit ones)
 and 8-bit floats (an error of the backend).
 
-Random operators draw on every rank, each from its own generator: the ranks see the same numbers as long as their
-generators agree, which `check_agreement` with `generators()` makes sure of.
+What draws from a generator (the keys of a call's random numbers, or the numbers themselves) does so on every rank,
+each from its own: the ranks see the same as long as their generators agree, which `check_agreement` with `generators()`
+makes sure of.
 """
 
 from __future__ import annotations

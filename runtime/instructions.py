@@ -22,6 +22,7 @@ from ..propagation.batch_norm import OWN_MEMORY
 from ..propagation.collectives import convert, convert_group, payload_bytes
 from ..propagation.graph import draws_random_numbers
 from ..propagation.indexing import position
+from ..propagation.random_numbers import draw
 from ..propagation.torch_internals import OpOverload, makes_memory
 from ..strategy.cut import Cut, Window
 from ..strategy.placement import Kind, Placement, Shard, kind, placement_from_code
@@ -221,8 +222,36 @@ def _function(text: str, names: dict[str, Any], phase: str) -> Run:
 
 # -- From a graph to instructions ------------------------------------------------------------------------------------
 
-# The strides of a real part may differ from those of the fake one that was traced: a view may need a copy.
+
+def _of_dense(kernel: Any) -> Callable[..., Any]:
+    """`kernel`, which takes dense operands only, for operands with any strides."""
+
+    def call(*args: Any) -> Any:
+        return kernel(*(_dense(a) if isinstance(a, torch.Tensor) else a for a in args))
+
+    return call
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x if x.is_contiguous() or _is_channels_last(x) else x.contiguous()
+
+
+def _is_channels_last(x: torch.Tensor) -> bool:
+    """Whether the strides are just those: PyTorch's own question overlooks dims of size 1, and its kernels do not."""
+    if x.ndim not in (4, 5):
+        return False
+    step, strides = x.shape[1], list[int]()
+    for size in reversed(x.shape[2:]):
+        strides.insert(0, step)
+        step *= size
+    return x.stride() == (step, 1, *strides)
+
+
+# The strides of a real part may differ from those of the fake one that was traced: a view may need a copy, and so may
+# an operand of a kernel that PyTorch only calls after `contiguous`.
 _STRIDE_FREE: dict[Any, Any] = {
+    torch.ops.aten.native_group_norm.default: _of_dense(torch.ops.aten.native_group_norm.default),
+    torch.ops.aten.native_group_norm_backward.default: _of_dense(torch.ops.aten.native_group_norm_backward.default),
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
 }
@@ -488,4 +517,8 @@ def _makes_memory(node: fx.Node) -> bool:
     if node.target in (convert, convert_group):
         arguments: tuple[Any, ...] = node.args
         return kind(*map(placement_from_code, arguments[1:3])).communicates
-    return node.target in OWN_MEMORY or (isinstance(node.target, OpOverload) and makes_memory(node.target))
+    return (
+        node.target in OWN_MEMORY
+        or node.target is draw
+        or (isinstance(node.target, OpOverload) and makes_memory(node.target))
+    )

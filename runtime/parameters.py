@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,9 @@ def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
                 f"{other} and {name} are one parameter, but their layouts are {before} and {layout}; give them one"
             )
     for name, layout in wanted.values():
+        held: Any = parameters[name]
+        if held.device_mesh == device_mesh(layout.mesh) and held.placements == to_dtensor(layout):
+            continue
         try:
             torch.utils.swap_tensors(parameters[name], _parameter(parameters[name], layout))
         except RuntimeError as error:
@@ -83,6 +87,23 @@ def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
             if id(parameter) in wanted:
                 shape, layout = parameter.shape, wanted[id(parameter)][1]
                 state |= {key: shard_tensor(v, layout) for key, v in state.items() if _like(v, shape)}
+
+
+def hold(module: nn.Module, name: str, part: Tensor) -> None:
+    """Give the parameter or buffer `name` of `module`, which is on the meta device or has values that go, those of
+    `part`: what this rank holds of it. A parameter stays the same object, so that an optimizer may have it already."""
+    path, _, attribute = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if attribute in owner._buffers:
+        owner._buffers[attribute] = part
+        return
+    parameter = owner._parameters[attribute]
+    assert parameter is not None
+    held = DTensor(part, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else part
+    new = nn.Parameter(held, requires_grad=parameter.requires_grad)
+    for key, value in vars(parameter).items():
+        setattr(new, key, value)
+    torch.utils.swap_tensors(parameter, new)
 
 
 def _parameter(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
@@ -134,13 +155,13 @@ def shard_tensor(tensor: Tensor, layout: Layout) -> DTensor:
     """A detached DTensor with `layout` of a tensor that every rank holds whole (no communication), or of a DTensor.
 
     Where a rank's part is the whole, it shares the tensor's memory. Raises StrategyError if `layout` cuts the tensor
-    unevenly or has a Broadcast, which DTensor lacks.
+    as no DTensor is cut or has a Broadcast, which DTensor lacks.
     """
     whole = tensor.detach()
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()
-    if not layout.divides(tuple(whole.shape)):
-        raise StrategyError(f"the layout {layout} does not divide the shape {list(whole.shape)} evenly")
+    if not layout.chunks(tuple(whole.shape)):
+        raise StrategyError(f"the layout {layout} cuts the shape {list(whole.shape)} as no DTensor is cut")
     part = whole[layout.slices(tuple(whole.shape), dist.get_rank())]
     # A copy of a smaller part, so that the whole can go.
     part = part.contiguous() if part.shape == whole.shape else part.clone(memory_format=torch.contiguous_format)

@@ -37,6 +37,15 @@ class Cut:
         """Whether all slices are full."""
         return self.width * len(self.spans) == self.size
 
+    @property
+    def chunked(self) -> bool:
+        """Whether one axis after another cuts what the ones before left as `torch.chunk` does, and so DTensor. (Behind
+        several axes of which the first leaves a short slice, it does not.)"""
+        spans: list[Span] = [(0, self.size)]
+        for count in self.axes:
+            spans = [own for span in spans for own in _chunks(*span, count)]
+        return tuple(spans) == self.spans
+
     def __str__(self) -> str:
         return f"{self.size}/{'x'.join(map(str, self.axes))}"
 
@@ -45,6 +54,11 @@ class Cut:
         """The cut whose `str` is `text`."""
         size, _, axes = text.partition("/")
         return cls(int(size), tuple(map(int, axes.split("x"))))
+
+
+def _chunks(start: int, stop: int, count: int) -> list[Span]:
+    width = -(-(stop - start) // count)
+    return [(min(start + i * width, stop), min(start + (i + 1) * width, stop)) for i in range(count)]
 
 
 @lru_cache(maxsize=4096)

@@ -75,10 +75,14 @@ class Layout:
         )
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether every split dim exists in `shape` and has an element for each part."""
+        """Whether every split dim exists in `shape` and has elements to split. Some parts may have none."""
         return self._has_dims(shape) and all(
-            parts == 1 or size >= parts for size, parts in zip(shape, self.splits(len(shape)), strict=True)
+            parts == 1 or size > 1 for size, parts in zip(shape, self.splits(len(shape)), strict=True)
         )
+
+    def chunks(self, shape: tuple[int, ...]) -> bool:
+        """Whether a DTensor of `shape` is cut the same (`Cut.chunked`), of a layout that fits."""
+        return self.divides(shape) or all(self.cut(dim, size).chunked for dim, size in enumerate(shape))
 
     def _has_dims(self, shape: tuple[int, ...]) -> bool:
         return all(p.dim < len(shape) for p in self.placements if isinstance(p, Shard))

@@ -39,24 +39,25 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """What a person said of one tensor on one mesh: one layout, or split counts with the axes left open. `uneven`:
-    slices may be short."""
+    """What a person said of one tensor on one mesh: one layout, or split counts with the axes left open. `chunked`:
+    a DTensor has to be cut the same."""
 
     mesh: Mesh
     meaning: Layout | tuple[int, ...]
     text: str = field(compare=False)
-    uneven: bool = False
+    chunked: bool = False
 
     def layouts(self, shape: Sequence[int]) -> tuple[Layout, ...]:
         """All layouts it allows for a tensor of `shape`; none if the shape is not one it can be met on."""
-        met = Layout.fits if self.uneven else Layout.divides
-        return tuple(one for one in self._allowed(len(shape)) if met(one, tuple(shape)))
+        fitting = (one for one in self.cuts(len(shape)) if one.fits(tuple(shape)))
+        return tuple(one for one in fitting if not self.chunked or one.chunks(tuple(shape)))
 
     def allows(self, layout: Layout, ndim: int) -> bool:
-        """Whether `layout` is one of its layouts for a tensor of `ndim` dims that the splits divide."""
-        return layout in self._allowed(ndim)
+        """Whether `layout` is one of its layouts for a tensor of `ndim` dims."""
+        return layout in self.cuts(ndim)
 
-    def _allowed(self, ndim: int) -> tuple[Layout, ...]:
+    def cuts(self, ndim: int) -> tuple[Layout, ...]:
+        """All layouts that are written so, of a tensor of `ndim` dims."""
         if isinstance(self.meaning, Layout):
             return (self.meaning,)
         return layouts_of_counts(self.mesh, self.meaning) if len(self.meaning) == ndim else ()
@@ -94,7 +95,7 @@ def forms_of_entry(entry: object) -> frozenset[Form]:
     return frozenset()
 
 
-def read(strategy: Any, mesh: Mesh, ndim: int, uneven: bool = False) -> Annotation:
+def read(strategy: Any, mesh: Mesh, ndim: int, chunked: bool = False) -> Annotation:
     """The annotation that a valid `strategy` is."""
     meaning: Layout | tuple[int, ...]
     match form_of(strategy):
@@ -105,7 +106,7 @@ def read(strategy: Any, mesh: Mesh, ndim: int, uneven: bool = False) -> Annotati
             meaning = layout(mesh, tuple(Shard(owner[a]) if a in owner else REPLICATE for a in mesh.axes))
         case _:
             meaning = from_dtensor(placements_of(strategy), mesh, ndim)
-    return Annotation(mesh, meaning, str(strategy) if isinstance(strategy, Layout) else repr(strategy), uneven)
+    return Annotation(mesh, meaning, str(strategy) if isinstance(strategy, Layout) else repr(strategy), chunked)
 
 
 def axes_of(entry: Name) -> tuple[str, ...]:

@@ -49,25 +49,40 @@ def check_strategies(
     mesh: Mesh,
     *,
     fully_use_devices: bool = False,
-    uneven: Collection[str] = (),
+    chunked: Collection[str] = (),
 ) -> tuple[Annotation | None, ...]:
     """The annotation that each (name, shape, strategy) of `named` is on `mesh`; None for a strategy of None.
 
     A name is what messages call the tensor: "input 'x'", "output 0". With `fully_use_devices`, split counts that
-    leave some but not all devices without a part of their own are wrong too. Of the tensors named in `uneven` slices
-    may be short: a dim of 28 may be split 8 ways, though not one of 6.
+    leave some but not all devices without a part of their own are wrong too. Slices may be short or empty; those named
+    in `chunked` may become DTensors, and have to be cut as these are.
 
     Raises one StrategyError with the problems of all strategies.
     """
     annotations: list[Annotation | None] = []
     problems: list[Problem] = []
     for where, shape, strategy in named:
-        short, size = where in uneven, tuple(shape)
-        found = [] if strategy is None else list(_problems(where, size, strategy, mesh, fully_use_devices, short))
-        annotations.append(None if strategy is None or found else read(strategy, mesh, len(shape), short))
+        size = tuple(shape)
+        found = [] if strategy is None else list(_problems(where, size, strategy, mesh, fully_use_devices))
+        annotation = None if strategy is None or found else read(strategy, mesh, len(shape), where in chunked)
+        if annotation is not None and not annotation.layouts(size):
+            found = list(_chunk_problems(where, size, annotation))
+        annotations.append(annotation)
         problems += found
     raise_problems(f"{counted(len(problems), 'problem')} with strategies on the mesh {mesh}:", problems)
     return tuple(annotations)
+
+
+def _chunk_problems(where: str, shape: tuple[int, ...], annotation: Annotation) -> Iterator[Problem]:
+    """The dims that several axes cut into other slices than a DTensor's."""
+    found = annotation.cuts(len(shape))[0]
+    for dim, size in enumerate(shape):
+        cut = found.cut(dim, size)
+        if not cut.chunked:
+            axes = found.axes_of(dim)
+            cutters, outer = _axes_text(axes, found.mesh), math.prod(cut.axes[:-1])
+            what = f"dim {dim} has size {size}, which {cutters} cut into other slices than a DTensor's"
+            yield Problem(where, what, f"split it over one axis, or pad the dim to {-(-size // outer) * outer}")
 
 
 def form_problems(where: str, strategy: object) -> Iterator[Problem]:
@@ -84,7 +99,7 @@ def is_one_strategy(value: object) -> bool:
 
 
 def _problems(
-    where: str, shape: tuple[int, ...], strategy: Any, mesh: Mesh, fully_use_devices: bool, uneven: bool
+    where: str, shape: tuple[int, ...], strategy: Any, mesh: Mesh, fully_use_devices: bool
 ) -> Iterator[Problem]:
     form = form_of(strategy)
     if form is None:
@@ -92,7 +107,7 @@ def _problems(
         return
     if form is not Form.PLACEMENTS and len(strategy) != len(shape):
         yield _rank_problem(where, strategy, shape, 1 if form is Form.INTS else None)
-    yield from _CHECKS[form](where, shape, strategy, mesh, uneven)
+    yield from _CHECKS[form](where, shape, strategy, mesh)
     if form is Form.INTS and fully_use_devices:
         yield from _idle_problems(where, counts_of(strategy), mesh.device_num)
 
@@ -122,9 +137,7 @@ def _type_problems(where: str, strategy: Any) -> Iterator[Problem]:
         yield Problem(where, f"{strategy!r} has None among placements", "write Replicate() in its place")
 
 
-def _name_problems(
-    where: str, shape: tuple[int, ...], entries: tuple[Name, ...], mesh: Mesh, uneven: bool
-) -> Iterator[Problem]:
+def _name_problems(where: str, shape: tuple[int, ...], entries: tuple[Name, ...], mesh: Mesh) -> Iterator[Problem]:
     owner: dict[str, int] = {}
     for dim, entry in enumerate(entries):
         axes = axes_of(entry)
@@ -145,11 +158,11 @@ def _name_problems(
             what = f"dim {dim} names the axes {axes!r}, which are not in the order of the mesh ({mesh})"
             yield Problem(where, what, f"write {ordered!r}, major first")
         if dim < len(shape):
-            yield from _division_problems(where, dim, shape[dim], ordered, mesh, uneven)
+            yield from _division_problems(where, dim, shape[dim], ordered, mesh)
 
 
 def _count_problems(
-    where: str, shape: tuple[int, ...], strategy: tuple[int | None, ...], mesh: Mesh, uneven: bool
+    where: str, shape: tuple[int, ...], strategy: tuple[int | None, ...], mesh: Mesh
 ) -> Iterator[Problem]:
     counts = counts_of(strategy)
     low = [(dim, count) for dim, count in enumerate(counts) if count < 1]
@@ -159,7 +172,7 @@ def _count_problems(
     for dim, (size, count) in enumerate(zip(shape, counts, strict=False)):
         if size == 0 and count > 1:
             yield _empty_problem(where, dim)
-        elif count >= 1 and not _can_cut(size, count, uneven):
+        elif count >= 1 and not _can_cut(size, count):
             divider = f"its split count {count}{_only_axes(mesh, count)} does"
             yield _division_problem(where, dim, size, count, divider, mesh)
     if low:
@@ -173,7 +186,7 @@ def _count_problems(
 
 
 def _placement_problems(
-    where: str, shape: tuple[int, ...], strategy: Layout | Sequence[Any], mesh: Mesh, uneven: bool
+    where: str, shape: tuple[int, ...], strategy: Layout | Sequence[Any], mesh: Mesh
 ) -> Iterator[Problem]:
     if isinstance(strategy, Layout) and strategy.mesh != mesh:
         yield Problem(where, f"the layout {strategy} is on the mesh ({strategy.mesh}), not ({mesh})", "use one mesh")
@@ -199,28 +212,26 @@ def _placement_problems(
                 what = "Broadcast says how a value is used, which Partway works out by itself"
                 yield Problem(f"{where}, axis {axis!r}", what, "write Replicate()")
     for dim, axes in sorted(splitters.items()):
-        yield from _division_problems(where, dim, shape[dim], axes, mesh, uneven)
+        yield from _division_problems(where, dim, shape[dim], axes, mesh)
 
 
-_CHECKS: dict[Form, Callable[[str, tuple[int, ...], Any, Mesh, bool], Iterator[Problem]]] = {
+_CHECKS: dict[Form, Callable[[str, tuple[int, ...], Any, Mesh], Iterator[Problem]]] = {
     Form.NAMES: _name_problems,
     Form.INTS: _count_problems,
     Form.PLACEMENTS: _placement_problems,
 }
 
 
-def _can_cut(size: int, parts: int, uneven: bool) -> bool:
-    """Whether a dim of `size` can be cut into so many parts, `uneven` ones or equal ones."""
-    return size % parts == 0 or (uneven and size > parts)
+def _can_cut(size: int, parts: int) -> bool:
+    """Whether a dim of `size` can be cut into so many parts, some of them short or empty."""
+    return size % parts == 0 or size > 1
 
 
-def _division_problems(
-    where: str, dim: int, size: int, axes: tuple[str, ...], mesh: Mesh, uneven: bool
-) -> Iterator[Problem]:
+def _division_problems(where: str, dim: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> Iterator[Problem]:
     if size == 0 and axes:
         yield _empty_problem(where, dim)
     parts = math.prod(mesh.size(axis) for axis in axes)
-    if not _can_cut(size, parts, uneven):
+    if not _can_cut(size, parts):
         divider = f"{_axes_text(axes, mesh)} {'does' if len(axes) == 1 else 'do'}"
         yield _division_problem(where, dim, size, parts, divider, mesh)
 
@@ -367,7 +378,7 @@ def _dataset_shape_problems(
             yield _rank_problem(where, splits, shape, 1)
         yield from _device_problems(where, splits, device_num)
         for dim, (size, parts) in enumerate(zip(shape, splits, strict=False)):
-            if not _can_cut(size, parts, uneven=True):
+            if size % parts and size < parts:  # a device without data is a mistake in a pipeline
                 yield _division_problem(where, dim, size, parts, f"its split count {parts} does", Mesh.flat(device_num))
 
 

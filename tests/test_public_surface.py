@@ -39,6 +39,7 @@ PUBLIC = [
     "record_timeline",
     "reset_algo_parameters",
     "reset_auto_parallel_context",
+    "rule",
     "save_chrome_trace",
     "set_algo_parameters",
     "set_auto_parallel_context",
@@ -83,12 +84,13 @@ def test_these_are_the_public_names():
     [
         (
             pw.shard,
-            "(fn=None, in_strategy=None, out_strategy=None, *, parameter_plan=None, mesh=None, device=None, level=0)",
+            "(fn=None, in_strategy=None, out_strategy=None, *, parameter_plan=None, mesh=None, device=None, "
+            "level=0, module_plan=None, plan=None)",
         ),
         (
             pw.compile,
             "(fn_or_module, args=(), kwargs=None, *, mesh=None, in_strategy=None, out_strategy=None, "
-            "parameter_plan=None, device=None, level=0)",
+            "parameter_plan=None, device=None, level=0, module_plan=None, plan=None)",
         ),
         (pw.init, "(simulate=None, backend=None)"),
         (pw.get_rank, "()"),

@@ -50,6 +50,7 @@ DEFAULTS = {
     "enable_compile_cache": True,
     "compile_cache_path": "",
     "backend": "eager",
+    "random_numbers": "counter",
     "on_unknown_op": "warn",
     "device_profile": None,
 }
@@ -121,6 +122,8 @@ def test_defaults_are_these() -> None:
         ("enable_compile_cache", False),
         ("compile_cache_path", "plans"),
         ("backend", "inductor"),
+        ("random_numbers", "torch"),
+        ("random_numbers", "rank"),
         ("on_unknown_op", "error"),
         ("device_profile", "ascend910"),
     ],
@@ -166,6 +169,10 @@ WRONG: list[tuple[dict[str, object], str]] = [
     (
         {"compile_cache_path": None},
         "compile_cache_path: got None (NoneType); accepts a folder, or '' for PARTWAY_CACHE_DIR",
+    ),
+    (
+        {"random_numbers": "seed"},
+        "random_numbers: got 'seed' (str); accepts one of 'counter', 'torch', 'rank'",
     ),
     ({"backend": "jit"}, "backend: got 'jit' (str); accepts one of 'eager', 'inductor'"),
     ({"reshard_after_forward": 8}, "reshard_after_forward: got 8 (int); accepts None, True or False"),

@@ -28,7 +28,7 @@ def code_under(title: str) -> str:
 
 
 def test_every_block_of_python_is_run_here() -> None:
-    assert README.read_text(encoding="utf-8").count("```python\n") == 2
+    assert README.read_text(encoding="utf-8").count("```python\n") == 3
 
 
 def test_the_data_that_is_split_runs(python: Runner, tmp_path: Path) -> None:
@@ -40,6 +40,13 @@ def test_the_data_that_is_split_runs(python: Runner, tmp_path: Path) -> None:
     done = python("-W", "error", "data.py")
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^loss 0\.\d{4}$", done.stdout, re.M)) == 2
+
+
+def test_an_operator_of_ones_own_runs(python: Runner, tmp_path: Path) -> None:
+    (tmp_path / "operators.py").write_text(code_under("Operators of your own"), encoding="utf-8")
+    done = python("-W", "error", "operators.py")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ *project +dp:b tp:m ", done.stdout, re.M)
 
 
 def test_the_quick_start_runs(python: Runner, tmp_path: Path) -> None:

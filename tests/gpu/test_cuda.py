@@ -68,7 +68,8 @@ def test_dropout_on_cuda_draws_the_numbers_of_one_device() -> None:
     torch.manual_seed(1)
     expected = dropped(x)
     torch.manual_seed(1)
-    found = pw.shard(dropped, mesh={"dp": 8}, in_strategy=(("dp", None),))(x)
+    with pw.auto_parallel_context(random_numbers="torch"):
+        found = pw.shard(dropped, mesh={"dp": 8}, in_strategy=(("dp", None),))(x)
     torch.testing.assert_close(found, expected)
 
 

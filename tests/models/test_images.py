@@ -118,10 +118,9 @@ def trains_in_slices(name: str, profile: str, expected: Reference, size: tuple[i
 
 
 def cases() -> list[Any]:
-    """Even and short slices. Each process plans by itself, so that most are for `make conformance`."""
+    """Even and short slices. Each process plans by itself, which takes long."""
     every = [(name, size) for name in NETS for size in (NETS[name].size, (44, 90))]
-    fast = [("unet", (44, 90))]
-    return [pytest.param(*case, marks=[] if case in fast else [pytest.mark.slow]) for case in every]
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in every]
 
 
 @pytest.mark.parametrize(("name", "size"), cases())

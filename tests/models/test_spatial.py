@@ -138,7 +138,7 @@ def test_a_plan_misses_what_is_worse_than_its_best_peer() -> None:
     ("model", "image", "target"),
     [
         (lambda: UNet(width=2, levels=2), (2, 3, 16, 32), (2, 16, 32)),
-        (lambda: ResNet50(width=2, classes=4), (2, 3, 32, 128), (2,)),
+        pytest.param(lambda: ResNet50(width=2, classes=4), (2, 3, 32, 128), (2,), marks=pytest.mark.slow),
         (ConvStack, (2, 3, 16, 32), (2, 3, 4, 8)),
     ],
     ids=["unet", "resnet50", "convstack"],

@@ -13,6 +13,7 @@ from partway.propagation.graph import Role, differentiated
 from partway.propagation.lower import lower, verify_program
 from partway.propagation.problem import Settings, VertexKind, formulate
 from partway.propagation.profile import profile_of
+from partway.propagation.random_numbers import RandomNumbers
 from partway.propagation.search import dynamic_programming, verify_solution
 from partway.runtime.simulate import Simulator
 from partway.runtime.step import CompiledStep
@@ -26,10 +27,14 @@ def settings_of(mesh, **changes):
     return Settings(mesh, profile_of("cpu"), WEIGHTS[Level.COMMUNICATION], **{"fully_use_devices": False, **changes})
 
 
-def problem_of(fn, args, mesh, allowed=None, kwargs=None, batch_norm_parts=1, **changes):
-    """The search problem of one call; an operator without a rule is an error, unless `changes` say otherwise."""
+def problem_of(
+    fn, args, mesh, allowed=None, kwargs=None, batch_norm_parts=1, random_numbers=RandomNumbers.TORCH, **changes
+):
+    """The search problem of one call; an operator without a rule is an error, unless `changes` say otherwise. Random
+    numbers are PyTorch's, to be compared with it."""
     changes = {"on_unknown_op": "error", **changes}
-    return formulate(capture(fn, args, kwargs or {}, batch_norm_parts), settings_of(mesh, **changes), allowed or {})
+    graph = capture(fn, args, kwargs or {}, batch_norm_parts, random_numbers)
+    return formulate(graph, settings_of(mesh, **changes), allowed or {})
 
 
 def choose(problem, vertex, options):

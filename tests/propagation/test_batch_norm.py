@@ -390,7 +390,11 @@ def check_parts(lab, fn, x, parts, problem, choice, message):
 @pytest.mark.parametrize(
     "options", [{}, {"momentum": 0.3, "eps": 0.1}, {"affine": False}, {"track_running_stats": False}]
 )
-@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [*(pytest.param(sizes, marks=pytest.mark.slow) for sizes in ({"dp": 2}, {"dp": 4})), {"dp": 2, "tp": 2}],
+    ids=str,
+)
 def test_parts_have_statistics_of_their_own(lab, parts, shape, options, sizes):
     """However the batch is split: in as many ranks as parts, in fewer, and in more."""
     mesh, fn, x = Mesh(sizes), Norm(4, **options), drawn(*shape, mean=1.0).requires_grad_()

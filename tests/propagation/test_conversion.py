@@ -39,12 +39,18 @@ def after(source, axes, placement):
     return source
 
 
+def filled(found, shape):
+    """Whether every part of a tensor of `shape` has an element."""
+    splits = found.splits(len(shape))
+    return found.fits(shape) and all(size >= parts for size, parts in zip(shape, splits, strict=True))
+
+
 def step_cost(table, source, axes, placement):
     """The cost of one step over `axes` (positions), written out; None where it is not allowed."""
     mesh, old = table.mesh, source.placements[axes[0]]
     if any(source.placements[axis] != old for axis in axes):
         return None
-    if not after(source, axes, placement).fits(table.shape) or not source.fits(table.shape):
+    if not filled(after(source, axes, placement), table.shape) or not filled(source, table.shape):
         return None
     others = [i for i in range(len(mesh.axes)) if i not in axes]
     if PARTIAL_MAX in (old, placement) and not {type(old), type(placement)} & {type(REPLICATE), type(BROADCAST)}:
@@ -77,7 +83,7 @@ def steps_of(table):
     """All steps between layouts as a graph."""
     graph = nx.DiGraph()
     for source in table.layouts:
-        if source.fits(table.shape):
+        if filled(source, table.shape):
             graph.add_node(source)
             for axes, placement in itertools.product(sets_of_axes(table.mesh), table.states):
                 if all(placement != source.placements[axis] for axis in axes):
@@ -319,7 +325,7 @@ def two_layouts(draw, partial=PARTIAL):
     mesh = Mesh.of_sizes(sizes)
     states = [*(Shard(d) for d in range(len(shape))), REPLICATE, BROADCAST, partial]
     layouts = [Layout(mesh, tuple(draw(st.sampled_from(states)) for _ in sizes)) for _ in range(2)]
-    assume(all(found.fits(shape) for found in layouts))
+    assume(all(filled(found, shape) for found in layouts))
     return shape, sizes, *layouts
 
 

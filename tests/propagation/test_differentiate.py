@@ -13,6 +13,7 @@ from partway.propagation import differentiate as module
 from partway.propagation.collectives import convert
 from partway.propagation.differentiate import differentiate
 from partway.propagation.lower import lower
+from partway.propagation.random_numbers import RandomNumbers
 from partway.propagation.search import dynamic_programming
 from partway.propagation.segments import Like, pieces_of
 from partway.propagation.torch_internals import FakeTensorMode
@@ -278,6 +279,22 @@ CASES_OF_PASSING = [
 @pytest.mark.parametrize(("fn", "args"), CASES_OF_PASSING, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_step_computes_what_autograd_does(lab, fn, args):
     check(lab, fn, args)
+
+
+def test_layers_that_drop_are_traced_once(lab, traced):
+    """Their keys come from one operator, so that they compute the same."""
+    layers = 8
+
+    def deep(x, *ws):
+        for w in ws:
+            x = layer(F.dropout(x, 0.5), w)
+        return x.sum()
+
+    args = (X, *(random(WIDTH, WIDTH, seed=i) for i in range(layers)))
+    problem = lab.problem_of(deep, args, lab.LINE, random_numbers=RandomNumbers.COUNTER)
+    step = differentiate(lower(problem, dynamic_programming(problem).choice), (True,))
+    assert step.backward is not None
+    assert len(traced) <= layers // 2
 
 
 @pytest.mark.parametrize("wanted", [(True, *[False] * LAYERS), (True,) * (LAYERS + 1), (False, True, *[False] * 5)])

@@ -9,6 +9,7 @@ from torch import fx, nn
 
 from partway.propagation.capture import capture
 from partway.propagation.graph import Role
+from partway.propagation.random_numbers import RandomNumbers
 from partway.propagation.search import dynamic_programming
 from partway.strategy import Layout, Shard
 
@@ -43,7 +44,7 @@ def run(graph, fn, args):
 
 def check(lab, fn, *args, gone=None):
     """The graph of `fn` computes what `fn` does, and `gone` is not in it."""
-    graph = capture(fn, args, {})
+    graph = capture(fn, args, {}, random_numbers=RandomNumbers.TORCH)
     if gone is not None:
         assert gone not in {node.target for node in graph.nodes}
     modules = isinstance(fn, nn.Module)
@@ -349,3 +350,48 @@ def test_broadcast_tensors(lab):
         randn(3),
         gone=aten.broadcast_tensors.default,
     )
+
+
+@pytest.mark.parametrize(
+    ("fn", "gone"),
+    [
+        (lambda x: torch.cat([torch.tensor([]), x], -2), aten.cat.default),
+        (lambda x: torch.cat([x, torch.tensor([], dtype=torch.float64), 2 * x], 0), None),
+        (lambda x: torch.cat([torch.tensor([], dtype=torch.float64), x.float()], -2), aten.cat.default),
+        (lambda x: torch.concat([x, 2 * x], 1), aten.concat.default),
+        (lambda x: torch.concatenate([x, 2 * x]), aten.concatenate.default),
+        (lambda x: x.repeat_interleave(3, -1), aten.repeat_interleave.self_int),
+        (lambda x: x.repeat_interleave(2), aten.repeat_interleave.self_int),
+        (lambda x: x.float().type_as(x) * x, aten.type_as.default),
+        (lambda x: (2 * x).copy_(x.sum(0)) + x, aten.copy.default),
+        (lambda x: (2 * x.float()).copy_(x), aten.copy.default),
+        (lambda x: (2 * x).fill_(x.sum()) + x, aten.fill.Tensor),
+        (lambda x: (2 * x).fill_(3.0) + x, aten.fill.Scalar),
+        (lambda x: torch._weight_norm(x, x.sum(0, keepdim=True), 1), aten._weight_norm.default),
+        (lambda x: torch._weight_norm(x, x.sum(), -1), aten._weight_norm.default),
+    ],
+)
+def test_what_is_written_with_other_operators(lab, fn, gone):
+    check(lab, fn, randn(4, 3), gone=gone)
+
+
+@pytest.mark.parametrize(
+    ("fn", "target"),
+    [
+        (aten.__and__, aten.bitwise_and.Tensor),
+        (aten.__or__, aten.bitwise_or.Tensor),
+        (aten.__xor__, aten.bitwise_xor.Tensor),
+        (aten.divide, aten.div.Tensor),
+        (aten.multiply, aten.mul.Tensor),
+        (aten.subtract, aten.sub.Tensor),
+    ],
+)
+def test_an_operator_by_another_name_is_the_operator(fn, target):
+    args = torch.tensor([5, 6]), torch.tensor([3, 4])
+
+    def call(x, y):
+        return fn(x, y)
+
+    graph = capture(call, args, {})
+    assert [node.target for node in graph.nodes] == [target]
+    assert torch.equal(torch.fx.Interpreter(graph.module).run(*args)[0], fn(*args))

@@ -26,7 +26,7 @@ from partway.propagation.graph import Role, differentiated
 from partway.propagation.lower import lower
 from partway.propagation.problem import formulate
 from partway.propagation.search import dynamic_programming
-from partway.strategy import CaptureError, Layout, Mesh, Replicate, Shard
+from partway.strategy import Layout, Mesh, Replicate, Shard
 from partway.strategy.placement import Kind, kind
 
 aten = torch.ops.aten
@@ -387,13 +387,12 @@ def test_running_statistics_that_something_else_writes_to(lab):
     check(lab, fn, x, problem, choice, "written")
 
 
-def test_running_statistics_that_are_no_buffer_are_an_error():
+def test_running_statistics_that_are_arguments_are_updated():
     def fn(x, mean, var):
         return F.instance_norm(x, mean, var)
 
-    with pytest.raises(CaptureError) as error:
-        capture(fn, (drawn(2, 4, 6), torch.zeros(4).double(), torch.ones(4).double()), {})
-    assert str(error.value) == "the function writes to 'mean' in place; return the new value, or keep it in a buffer"
+    graph = capture(fn, (drawn(2, 4, 6), torch.zeros(4).double(), torch.ones(4).double()), {})
+    assert [port.name for port in graph.outputs if port.role is Role.INPUT_UPDATE] == ["mean", "var"]
 
 
 def test_native_group_norm_returns_its_statistics(lab):

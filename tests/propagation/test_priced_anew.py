@@ -90,7 +90,10 @@ def computed(problem: SearchProblem, vertex: Vertex, option: Option) -> float:
     read = sum(local_bytes(v, found) for v, found in zip(sources, option.operands, strict=True))
     written = sum(local_bytes(v, found) for v, found in zip(results, option.results, strict=True))
     flops = vertex.rule.flops if vertex.rule else 0.0
-    split = math.prod(s.mesh.size(axis) for axis, f in zip(s.mesh.axes, option.factors, strict=True) if f)
+    split = 1.0  # a device whose slice is full works longest
+    for factor, size in vertex.rule.sizes.items() if vertex.rule else ():
+        by = [s.mesh.size(axis) for axis, f in zip(s.mesh.axes, option.factors, strict=True) if f == factor]
+        split *= size / math.ceil(size / math.prod(by))
     backward = any(v in problem.flows for v in results)
     passes = 1.0
     if backward and flops:  # one product for each operand that needs a gradient; an addend's is the result's

@@ -99,6 +99,7 @@ def check(model, plain, given, relative=1e-12):
 @pytest.mark.parametrize("parameter_plan", [{}, MEGATRON], ids=["batch", "megatron"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_checkpointed_blocks_give_the_numbers_of_one_device_and_are_not_kept(parameter_plan, dropout):
+    pw.set_auto_parallel_context(random_numbers="torch")
     options = {"mesh": MESH, "in_strategy": (("dp", None),), "parameter_plan": parameter_plan}
     whole = pw.shard(Net(dropout=dropout), **options)
     model = pw.shard(Net(SAVED, dropout), **options)

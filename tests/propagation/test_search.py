@@ -301,6 +301,15 @@ def test_recursion_keeps_what_is_annotated_on_a_later_axis(lab):
     assert problem.vertices[at].options[solution.choice[at]].results == (later,)
 
 
+def test_recursion_takes_small_tables_where_all_are_too_much_work(lab, monkeypatch):
+    problem = lab.problem_of(mlp, mlp_tensors(), lab.SQUARE)
+    exact = recursive_programming(problem)
+    monkeypatch.setattr("partway.propagation.search.MUCH_WORK", 0.0)
+    monkeypatch.setattr("partway.propagation.search.SMALL_TABLES", 1.0)
+    found = verify_solution(problem, recursive_programming(problem))
+    assert exact.cost < found.cost < math.inf
+
+
 def annotated_problem(lab, sizes=(2, 2)):
     mesh = Mesh.of_sizes(sizes)
     later = Layout(mesh, (*[REPLICATE] * (len(sizes) - 1), Shard(1)))

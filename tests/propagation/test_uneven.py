@@ -23,6 +23,14 @@ def positive(*size):
     return (torch.rand(size, dtype=torch.float64) + 0.5).requires_grad_()
 
 
+def unit(*size):
+    return (0.1 + 0.8 * torch.rand(size, dtype=torch.float64)).requires_grad_()
+
+
+def above(*size):
+    return (1.5 + torch.rand(size, dtype=torch.float64)).requires_grad_()
+
+
 def index(high, *size):
     return torch.randint(0, high, size)
 
@@ -52,11 +60,43 @@ SPLIT = {
     "bmm": (torch.bmm, (real(3, 5, 7), real(3, 7, 6))),
     "softmax": (lambda x, w: (x * w).softmax(1), (real(5, 7), real(7))),
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (7,), w, b), (real(5, 7), real(7), real(7))),
+    "logistic losses": (
+        lambda x, b, t: F.binary_cross_entropy_with_logits(x * b, t) + F.soft_margin_loss(x * b, t, reduction="sum"),
+        (real(5, 7), real(7), torch.rand(5, 7, dtype=torch.float64)),
+    ),
+    "loss of rows": (lambda x, b, t: F.multilabel_margin_loss(x + b, t), (real(5, 7), real(7), index(7, 5, 7))),
+    "half": (lambda x, b: (x * b).asin() + (x * b).atanh(), (unit(5, 7), unit(7))),
+    "cosh": (lambda x, b: (x * b).acosh(), (above(5, 7), above(7))),
+    "sorted": (lambda x, b: (x * b).sort(1)[0] * b, (real(5, 7), real(7))),
+    "largest cumulative": (lambda x, b: (x * b).cumprod(1) + (x * b).cummax(1)[0], (real(5, 7), real(7))),
+    "norm": (lambda x, b: torch.linalg.vector_norm(x * b, 3, 1), (real(5, 7), real(7))),
     "cross_entropy": (F.cross_entropy, (real(5, 7), index(7, 5))),
     "maps": (F.cross_entropy, (real(3, 4, 5, 7), index(4, 3, 5, 7))),
     "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (real(5, 7, 6), real(7), real(7))),
     "attention": (F.scaled_dot_product_attention, (real(3, 5, 7, 2), real(3, 5, 6, 2), real(3, 5, 6, 2))),
+    "hidden": (
+        lambda q, k, m, w: F.scaled_dot_product_attention(q * w, k, k, m.tril()),
+        (real(3, 5, 7, 2), real(3, 5, 7, 2), torch.ones(7, 7, dtype=torch.bool), real(7, 2)),
+    ),
+    "causal": (
+        lambda q, k, w: F.scaled_dot_product_attention(q * w, k, k, is_causal=True),
+        (real(3, 5, 7, 2), real(3, 5, 6, 2), real(7, 2)),
+    ),
+    "recurrent": (
+        lambda x, h, w, u: torch.gru(x, h, [w, u], False, 1, 0.0, True, False, False),
+        (real(2, 5, 3), real(1, 5, 2), real(6, 3), real(6, 2)),
+    ),
+    "read": (lambda x, w, i, j: (x * w)[i - 2, :, j], (real(5, 7, 3), real(7, 1), index(5, 6, 1), index(3, 1, 9))),
+    "selected": (lambda x, w: (x * w)[3] + (x * w)[-1], (real(5, 7), real(7))),
+    "written": (
+        lambda x, w, i, y, j: (x * w).index_put((i,), y, True).scatter_add(1, j, x * w),
+        (real(5, 7), real(7), index(5, 6), real(6, 7), index(7, 5, 7)),
+    ),
+    "decomposed": (lambda x, w: torch.linalg.svd(x * w)[1].sum(-1), (real(5, 3, 2), positive(3, 2))),
+    "solved": (lambda x, w, y: torch.linalg.solve(x * w, y), (real(5, 3, 3), positive(3, 3), real(3, 7))),
     "embedding": (lambda w, i: F.embedding(i, w), (real(9, 5), index(9, 7))),
+    "padded_rows": (lambda w, i: F.embedding(i, w, 2), (real(5, 3), index(5, 7))),
+    "channels": (F.conv1d, (real(3, 5, 7), real(6, 5, 3), real(6))),
     "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), (real(3, 4, 5, 7), real(4), real(4))),
     "instance_norm": (F.instance_norm, (real(3, 4, 5, 7),)),
     "norm_of_images": (lambda x, w: F.layer_norm(x, (4, 5, 7), w), (real(3, 4, 5, 7), real(4, 5, 7))),
@@ -73,7 +113,7 @@ SPLIT = {
 }
 # functions that give no numbers, or no derivatives, behind the end of a slice whatever is there: these slices are full
 FULL = {
-    "asin": (torch.asin, (torch.rand(5, 7, dtype=torch.float64).requires_grad_(),)),
+    "bound": (lambda x: x.clamp(max=torch.inf), (real(5, 7),)),
     "masked": (lambda x, m: x.masked_fill(m, -torch.inf).exp(), (real(5, 7), torch.rand(5, 7) > 0.5)),
 }
 

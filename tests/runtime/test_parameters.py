@@ -28,8 +28,10 @@ def round_trip():
         assert torch.equal(made.full_tensor(), whole)
         assert torch.equal(as_dtensor(local(placed_part(made, layout)), layout, (4, 8), mesh).full_tensor(), whole)
         assert torch.equal(shard_tensor(made, ROWS).full_tensor(), whole)
-    with pytest.raises(StrategyError, match="evenly"):
-        shard_tensor(torch.zeros(3), ROWS)
+    short = torch.arange(3.0)
+    assert torch.equal(shard_tensor(short, ROWS).full_tensor(), short)
+    with pytest.raises(StrategyError, match=r"cuts the shape \[9\] as no DTensor is cut"):
+        shard_tensor(torch.zeros(9), Layout(MESH, (Shard(0), Shard(0))))
     with pytest.raises(StrategyError, match="which DTensor cannot say"):
         shard_tensor(whole, Layout(MESH, (BROADCAST, REPLICATE)))
 

@@ -100,6 +100,18 @@ def test_a_view_copies_where_strides_ask_for_it():
     assert on_one(code, torch.arange(6).view(2, 3).t())[0].tolist() == [0, 3, 1, 4, 2, 5]
 
 
+@pytest.mark.parametrize("stride", [(32, 1, 32, 8), (64, 16, 1, 4)])
+def test_an_operand_is_copied_where_a_kernel_takes_dense_ones_only(stride):
+    """The first is channels last, but for the stride of a batch of one."""
+    x = torch.rand(600).as_strided((1, 8, 4, 4), stride)
+    norm = torch.ops.aten.native_group_norm.default
+
+    def step(g, x):
+        return g.call_function(operator.getitem, (g.call_function(norm, (x, None, None, 1, 8, 16, 2, 0.1)), 0))
+
+    torch.testing.assert_close(on_one(code_of(step), x)[0], torch.nn.functional.group_norm(x.contiguous(), 2, eps=0.1))
+
+
 @pytest.mark.parametrize(
     ("step", "expected"),
     [

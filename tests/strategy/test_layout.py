@@ -69,8 +69,8 @@ def test_a_layout_divides_shapes_that_have_its_dims_in_even_parts(shape, fits):
     assert Layout(MESH, (Shard(0), Shard(1))).divides(shape) is fits
 
 
-@pytest.mark.parametrize(("shape", "fits"), [((2, 5), True), ((2, 3), False), ((8,), False), ((0, 4), False)])
-def test_a_layout_fits_shapes_that_have_an_element_for_each_part(shape, fits):
+@pytest.mark.parametrize(("shape", "fits"), [((2, 5), True), ((2, 3), True), ((8,), False), ((1, 4), False)])
+def test_a_layout_fits_shapes_that_have_its_dims_with_elements_to_split(shape, fits):
     assert Layout(MESH, (Shard(0), Shard(1))).fits(shape) is fits
 
 
@@ -116,3 +116,9 @@ def test_every_rank_holds_the_same_with_broadcast_for_replicate(one):
     for other in one.with_broadcasts():
         for rank in range(one.mesh.device_num):
             assert other.slices(shape, rank) == one.slices(shape, rank)
+
+
+def test_a_dtensor_is_cut_alike_unless_several_axes_cut_a_dim_whose_first_cut_is_uneven():
+    assert Layout(MESH, (REPLICATE, Shard(0))).chunks((50257,))
+    assert Layout(MESH, (Shard(0), Shard(0))).chunks((12,))
+    assert not Layout(MESH, (Shard(0), Shard(0))).chunks((50257,))

@@ -109,8 +109,9 @@ def test_an_annotation_allows_its_layouts_and_no_others():
     assert not annotation.allows(Layout(mesh, (Shard(0), REPLICATE)), 3)
 
 
-def test_an_annotation_allows_nothing_for_a_shape_it_does_not_divide():
-    assert parse((2, 4), MESH, (8, 8)).layouts((8, 6)) == ()
+def test_an_annotation_allows_nothing_for_a_shape_with_nothing_to_split():
+    assert parse((2, 4), MESH, (8, 8)).layouts((8, 1)) == ()
+    assert parse((2, 4), MESH, (8, 8)).layouts((8, 6)) == parse((2, 4), MESH, (8, 8)).layouts((8, 8))
 
 
 @pytest.mark.parametrize("strategy", [("dp", None), (2, 4), (("dp", "tp"), None), [dt.Shard(-1), dt.Replicate()]])
@@ -210,8 +211,8 @@ def test_from_dtensor_takes_one_placement_for_each_axis():
 
 
 def test_parse_reports_through_the_validator():
-    with pytest.raises(StrategyError, match="the strategy: dim 1 has size 6, which axis 'tp' \\(4\\) does not divide"):
-        parse(("dp", "tp"), MESH, (8, 6))
+    with pytest.raises(StrategyError, match="the strategy: dim 1 has size 1, which axis 'tp' \\(4\\) does not divide"):
+        parse(("dp", "tp"), MESH, (8, 1))
 
 
 def test_parse_of_none_says_what_to_write():

@@ -31,16 +31,15 @@ def test_strategies_become_annotations_in_order_and_none_stays_none():
 
 
 def test_all_failures_of_all_tensors_are_in_one_error():
-    named = [(X, (6, 255), ("tp", "dq")), ("input 'w'", (255, 8), (4, 4)), ("output 0", (8, 8), (2, 4))]
+    named = [(X, (1, 255), ("tp", "dq")), ("input 'w'", (1, 8), (4, 4)), ("output 0", (8, 8), (2, 4))]
     with pytest.raises(StrategyError) as error:
         check_strategies(named, MESH)
     assert str(error.value).splitlines() == [
         "4 problems with strategies on the mesh dp=2, tp=4:",
-        "  - input 'x': dim 0 has size 6, which axis 'tp' (4) does not divide; "
-        "use a split of 2 or 1, or pad the dim to 8",
+        "  - input 'x': dim 0 has size 1, which axis 'tp' (4) does not divide; use a split of 1, or pad the dim to 4",
         "  - input 'x': dim 1 names the axis 'dq', which the mesh (dp=2, tp=4) lacks; did you mean 'dp'?",
-        "  - input 'w': dim 0 has size 255, which its split count 4 (axis 'tp') does not divide; "
-        "use a split of 1, or pad the dim to 256",
+        "  - input 'w': dim 0 has size 1, which its split count 4 (axis 'tp') does not divide; "
+        "use a split of 1, or pad the dim to 4",
         "  - input 'w': (4, 4) takes 16 devices, but there are 8; use split counts whose product is at most 8",
     ]
     assert len(error.value.problems) == 4
@@ -144,29 +143,43 @@ def test_counts_that_no_choice_of_axes_makes_up_are_rejected_with_a_mesh_that_wo
 
 
 def test_a_count_that_does_not_divide_names_the_axes_only_where_there_is_no_choice():
-    (one_way,) = problems((1, 8), (8, 12))
-    (three_ways,) = problems((1, 4), (8, 6), Mesh.flat(8))
+    (one_way,) = problems((1, 8), (8, 1))
+    (three_ways,) = problems((1, 4), (8, 1), Mesh.flat(8))
     assert one_way == (
-        ": dim 1 has size 12, which its split count 8 (axes 'dp' and 'tp') does not divide; "
-        "use a split of 4, 2 or 1, or pad the dim to 16"
+        ": dim 1 has size 1, which its split count 8 (axes 'dp' and 'tp') does not divide; "
+        "use a split of 1, or pad the dim to 8"
     )
     assert three_ways == (
-        ": dim 1 has size 6, which its split count 4 does not divide; use a split of 2 or 1, or pad the dim to 8"
+        ": dim 1 has size 1, which its split count 4 does not divide; use a split of 1, or pad the dim to 4"
     )
 
 
 def test_a_dim_split_by_two_axes_names_both():
-    assert problems((("dp", "tp"), None), (12, 8)) == [
-        ": dim 0 has size 12, which axes 'dp' (2) and 'tp' (4) do not divide; "
-        "use a split of 4, 2 or 1, or pad the dim to 16"
+    assert problems((("dp", "tp"), None), (1, 8)) == [
+        ": dim 0 has size 1, which axes 'dp' (2) and 'tp' (4) do not divide; use a split of 1, or pad the dim to 8"
     ]
 
 
 @pytest.mark.parametrize("strategy", [("dp", "tp"), (Shard(0), Shard(1)), (dt.Shard(0), dt.Shard(-1))])
-def test_an_uneven_dim_is_rejected_alike_in_names_and_placements(strategy):
-    assert problems(strategy, (8, 255)) == [
-        ": dim 1 has size 255, which axis 'tp' (4) does not divide; use a split of 1, or pad the dim to 256"
+def test_a_dim_of_one_element_is_rejected_alike_in_names_and_placements(strategy):
+    assert problems(strategy, (8, 1)) == [
+        ": dim 1 has size 1, which axis 'tp' (4) does not divide; use a split of 1, or pad the dim to 4"
     ]
+
+
+@pytest.mark.parametrize("size", [255, 6, 3, 2])
+def test_slices_may_be_short_or_empty(size):
+    (found,) = check_strategies([(X, (8, size), ("dp", "tp"))], MESH)
+    assert found.layouts((8, size)) == (Layout(MESH, (Shard(0), Shard(1))),)
+
+
+def test_what_may_become_a_dtensor_is_cut_as_one():
+    strategies = [(X, (50257, 8), (("dp", "tp"), None)), ("input 'w'", (50257, 8), (8, 1)), ("y", (9,), (8,))]
+    with pytest.raises(StrategyError) as error:
+        check_strategies(strategies, MESH, chunked=[X, "input 'w'"])
+    text = "dim 0 has size 50257, which axes 'dp' (2) and 'tp' (4) cut into other slices than a DTensor's; "
+    fix = "split it over one axis, or pad the dim to 50258"
+    assert str(error.value).splitlines()[1:] == [f"  - {X}: {text}{fix}", f"  - input 'w': {text}{fix}"]
 
 
 def test_an_unknown_axis_is_rejected_with_the_closest_name_or_all_of_them():

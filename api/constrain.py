@@ -1,0 +1,145 @@
+"""Constraints inside what is captured: of the calls of functions and modules that a person said something about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from partway.annotate import Request, by_argument, check_out_strategy, constraint_text, requests
+from partway.propagation.collectives import constrain
+from partway.propagation.structure import flatten, flatten_call
+from partway.strategy import Problem, raise_problems
+
+
+def constrained_arguments(
+    fn: Any, name: str, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any], problems: list[Problem]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of `fn`, called `name`, with those marked that `request` has a strategy for."""
+    call = flatten_call(fn, args, kwargs)
+    by_name = by_argument(fn, request.in_strategy, call.arguments, problems)
+    marked = [
+        _mark(tensor, by_name.get(argument), request, f"argument {label!r} of {name}")
+        for tensor, argument, label in zip(call.tensors, call.arguments, call.names, strict=True)
+    ]
+    args, kwargs = call.structure.build(marked)
+    return args, kwargs
+
+
+def constrained_results(name: str, request: Request, result: Any, problems: list[Problem]) -> Any:
+    """The result of a call, likewise."""
+    if request.out_strategy is None:
+        return result
+    tensors, structure = flatten(result)
+    check_out_strategy(request.out_strategy, len(tensors), problems)
+    wanted = [*request.out_strategy, *[None] * len(tensors)]
+    return structure.build(
+        [_mark(t, s, request, f"output {i} of {name}") for i, (t, s) in enumerate(zip(tensors, wanted, strict=False))]
+    )
+
+
+def _mark(tensor: Tensor, strategy: Any, request: Request, name: str) -> Tensor:
+    if strategy is None:
+        return tensor
+    marked: Tensor = constrain(tensor, constraint_text(name, strategy, request.own_mesh, tensor.ndim), name)
+    return marked
+
+
+@contextmanager
+def constrained_modules(fn: Any, request: Request) -> Iterator[None]:
+    """While `fn` is captured, the calls of the modules inside that a module_plan names are constrained.
+
+    Raises StrategyError for patterns that match no module, or none that is called, for two that say something of one
+    module, and for strategies that do not fit its arguments and results.
+    """
+    problems: list[Problem] = []
+    plans = dict(_planned(fn, request, problems))
+    raise_problems("the module_plan cannot be met:", problems)
+    hooks = [hook for module, planned in plans.items() for hook in _hooked(module, planned, problems)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+    called = {source for planned in plans.values() if planned.called for source in planned.sources}
+    fix = "name one that is: this one only holds others, or is not in use"
+    every = dict.fromkeys(source for planned in plans.values() for source in planned.sources)
+    problems += [Problem(source, "matches no module that is called", fix) for source in every if source not in called]
+    raise_problems("the module_plan cannot be met:", problems)
+
+
+@dataclass
+class _Planned:
+    """What a module_plan says of a module, where that was written, and whether the module was called."""
+
+    path: str
+    request: Request
+    sources: frozenset[str]
+    called: bool = False
+
+
+def _hooked(module: torch.nn.Module, planned: _Planned, problems: list[Problem]) -> Iterator[RemovableHandle]:
+    """Hooks that mark what goes into `module` and comes out of it."""
+    name = f"module {planned.path!r}"
+
+    def noted(found: list[Problem]) -> None:
+        problems.extend(replace(problem, where=f"{name}, {problem.where}") for problem in found)
+
+    def before(module: Any, args: Any, kwargs: Any) -> Any:
+        planned.called, found = True, list[Problem]()
+        marked = constrained_arguments(module, name, planned.request, args, kwargs, found)
+        noted(found)
+        return marked
+
+    def after(module: Any, args: Any, result: Any) -> Any:
+        found: list[Problem] = []
+        marked = constrained_results(name, planned.request, result, found)
+        noted(found)
+        return marked
+
+    yield module.register_forward_pre_hook(before, with_kwargs=True)
+    yield module.register_forward_hook(after)
+
+
+def _planned(fn: Any, request: Request, problems: list[Problem]) -> Iterator[tuple[torch.nn.Module, _Planned]]:
+    """Each module inside `fn` that a pattern matches, with what all patterns say of it."""
+    if not isinstance(fn, torch.nn.Module):
+        if request.module_plan:
+            fix = "annotate its arguments with in_strategy, or shard functions that it calls"
+            problems.append(Problem("module_plan", "is for the modules inside a module, and this is a function", fix))
+        return
+    modules = dict(list(fn.named_modules(remove_duplicate=False))[1:])
+    found: dict[torch.nn.Module, tuple[str, dict[str, tuple[str, Any]], Any]] = {}
+    for prefix, outer in requests(fn, request):
+        for pattern, said in (outer.module_plan or {}).items():
+            source = f"module_plan[{prefix + pattern!r}]"
+            matched = {module: path for path, module in modules.items() if fnmatchcase(path, prefix + pattern)}
+            if not matched:
+                problems.append(Problem(source, "matches no module", _nearest(prefix + pattern, modules)))
+            for module, path in matched.items():
+                _, sides, _ = found.setdefault(module, (path, {}, outer.mesh))
+                for side, strategies in said.items():
+                    if side in sides:
+                        what = f"{sides[side][0]} and {source} both have an {side} for it"
+                        problems.append(Problem(f"module {path!r}", what, "let one pattern match it"))
+                    sides[side] = source, strategies
+    for module, (path, sides, mesh) in found.items():
+        inner = Request(**{side: strategies for side, (_, strategies) in sides.items()}, mesh=mesh)
+        yield module, _Planned(path, inner, frozenset(source for source, _ in sides.values()))
+
+
+def _nearest(pattern: str, modules: Mapping[str, torch.nn.Module]) -> str:
+    if not modules:
+        return "there are no modules inside"
+    close = get_close_matches(pattern, modules, 3)
+    listed = [*modules][:6]
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    return f"the modules inside are {', '.join(map(repr, listed))}" + (", ..." if len(modules) > len(listed) else "")

@@ -1,0 +1,133 @@
+"""DTensors that a person brings, as parameters or inputs: how they are split is an annotation of them.
+
+A person makes them with `distribute_tensor`, `parallelize_module` or `fully_shard`, on a mesh of all ranks or on some
+axes of one, which are matched with those of the plan by name. The hooks by which torch.distributed makes the ranks'
+parts work together go: that is the plan's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partway.propagation.structure import Call
+from partway.strategy import Layout, Mesh, Problem, StrategyError, from_dtensor, raise_problems
+from partway.strategy.placement import REPLICATE
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(tensor, "placements")
+
+
+def brought(module: nn.Module) -> frozenset[str]:
+    """The names of the parameters of `module` that are DTensors of a person's own. (Those of a module inside that is
+    sharded already are ours, but for those that it was brought.)"""
+    ours = {path: engine for path, child in module.named_modules() if (engine := child.__dict__.get("_partway"))}
+    found = {f"{path}.{name}" for path, engine in ours.items() for name in engine.brought}
+    for name, held in module.named_parameters(remove_duplicate=False):
+        if is_dtensor(held) and not any(name.startswith(f"{path}.") for path in ours):
+            found.add(name)
+    return frozenset(found)
+
+
+def parameters_on(module: nn.Module, names: Collection[str], mesh: Mesh | None) -> dict[str, Layout]:
+    """The layouts of the parameters `names`, which are DTensors, on `mesh` (None: their own). Raises StrategyError for
+    those that lie on another mesh, or in a way that a parameter cannot."""
+    held = {
+        f"parameter {name!r}": (name, tensor)
+        for name, tensor in module.named_parameters(remove_duplicate=False)
+        if name in names
+    }
+    buffers = [f"buffer {name!r}" for name, tensor in module.named_buffers() if is_dtensor(tensor)]
+    problems = [Problem(words, "is a DTensor", "keep buffers plain, alike on every rank") for words in buffers]
+    layouts = _layouts({words: tensor for words, (_, tensor) in held.items()}, mesh, problems)
+    fix = "redistribute it to Shard or Replicate"
+    problems += [Problem(words, f"holds addends, {found}", fix) for words, found in layouts.items() if found.adds]
+    raise_problems("the DTensors of the module cannot be taken:", problems)
+    return {held[words][0]: found for words, found in layouts.items()}
+
+
+def inputs_on(call: Call, mesh: Mesh | None) -> dict[str, Layout]:
+    """The layouts of the inputs of a call that are DTensors, likewise; none of those that hold addends."""
+    problems: list[Problem] = []
+    names = {f"input {name!r}": name for name in call.names}
+    given = {words: t for words, t in zip(names, call.tensors, strict=True) if is_dtensor(t)}
+    layouts = _layouts(given, mesh, problems)
+    raise_problems("the DTensors of the call cannot be taken:", problems)
+    return {names[words]: found for words, found in layouts.items() if not found.adds}
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """A tensor of the same global shape that is no DTensor; only its meta data is read."""
+    if not is_dtensor(tensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
+
+
+def placed_as(tensor: Any) -> tuple[Any, ...]:
+    """How a DTensor lies; () of another tensor."""
+    return (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else ()
+
+
+def drop_hooks(module: nn.Module) -> None:
+    """Take from `module` the hooks by which torch.distributed gathers parameters and redistributes activations."""
+    for inner in module.modules():
+        for name in ("_forward_pre_hooks", "_forward_hooks"):
+            theirs = [key for key, hook in getattr(inner, name).items() if _is_distributed(hook)]
+            for key in theirs:
+                for store in (name, f"{name}_with_kwargs", f"{name}_always_called"):
+                    getattr(inner, store, {}).pop(key, None)
+
+
+def _is_distributed(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.")
+
+
+def _layouts(held: Mapping[str, Any], mesh: Mesh | None, problems: list[Problem]) -> dict[str, Layout]:
+    if not held:
+        return {}
+    import torch.distributed as dist
+
+    from partway.strategy.torch_mesh import from_device_mesh
+
+    if mesh is None:
+        every = [t.device_mesh for t in held.values() if t.device_mesh.size() == dist.get_world_size()]
+        if not every:
+            words, tensor = next(iter(held.items()))
+            fix = f"pass the whole mesh, {dist.get_world_size()} devices, to shard"
+            problems.append(Problem(words, f"is a DTensor on {tensor.device_mesh}, a part of a mesh", fix))
+            return {}
+        mesh = from_device_mesh(every[0])
+    found = {}
+    for words, tensor in held.items():
+        try:
+            found[words] = _layout(tensor, mesh)
+        except StrategyError as error:
+            what = f"is a DTensor {tensor.placements} on {tensor.device_mesh}: {error}"
+            problems.append(Problem(words, what, "bring it on axes of the mesh, by name, or bring the whole tensor"))
+    return found
+
+
+def _layout(tensor: Any, mesh: Mesh) -> Layout:
+    """The layout on `mesh` of a DTensor on all of its axes, or on some; whole on the others."""
+    import torch.distributed as dist
+
+    own, sizes = tensor.device_mesh, tuple(tensor.device_mesh.mesh.shape)
+    axes = own.mesh_dim_names or (mesh.axes if sizes == mesh.sizes else ())
+    known = set(axes) <= set(mesh.axes) and tuple(axis for axis in mesh.axes if axis in axes) == tuple(axes)
+    if not axes or not known or sizes != tuple(mesh.size(axis) for axis in axes):
+        raise StrategyError(f"its axes are not those of the mesh {mesh}")
+    group = next(ranks for ranks in mesh.groups(*axes) if dist.get_rank() in ranks)
+    ranks = own.mesh.flatten().tolist()
+    if ranks != list(group):
+        raise StrategyError(f"its ranks are {ranks}, and on the mesh {mesh} they are {list(group)}")
+    said = dict(zip(axes, from_dtensor(tensor.placements, _part(mesh, axes), tensor.ndim).placements, strict=True))
+    return Layout(mesh, tuple(said.get(axis, REPLICATE) for axis in mesh.axes))
+
+
+def _part(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:
+    return Mesh({axis: mesh.size(axis) for axis in axes})

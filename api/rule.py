@@ -1,0 +1,220 @@
+"""`rule`: how an operator of the user's own splits. As operators are, their rules are one table for the process."""
+
+from __future__ import annotations
+
+import inspect
+import marshal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace as renewed
+from difflib import get_close_matches
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+
+from partway.propagation.custom import Rows, schema_problems, text_problems
+from partway.propagation.expand import EXPANSIONS
+from partway.propagation.rule import Localize, Row
+from partway.propagation.rules import has_row
+from partway.propagation.torch_internals import (
+    CustomOpDef,
+    OpOverload,
+    OpOverloadPacket,
+    all_operator_names,
+    defined_by,
+)
+from partway.strategy import Problem, StrategyError, raise_problems
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+def rule(
+    operator: Any,
+    text: str,
+    *,
+    reduce: str = "",
+    whole: str = "",
+    linear: Sequence[Any] = (),
+    contraction: bool = False,
+    local: Localize | None = None,
+    replace: bool = False,
+) -> OperatorRule:
+    """Say how an operator splits, by the dims that its operands and results share.
+
+        @pw.rule("my::bmm", "b m k, b k n -> b m n", reduce="k", linear=(0, 1))
+        @torch.library.custom_op("my::bmm", mutates_args=())
+        def bmm(x: Tensor, w: Tensor) -> Tensor: ...
+
+    operator     "my::op" (every overload that the text fits), "my::op.overload", a torch.library.custom_op or an
+                 operator of torch.ops; a name may be defined later, before the first call that needs the rule
+    text         a spec for each tensor argument, and for each result: a letter or name for each dim. Dims of one name
+                 are split together. `1`: a dim that cannot be split; `...`: any leading dims, which may broadcast;
+                 `(b s)`: a dim merged of two, major first; `+n`: an operand that enters a sum once, as a bias does.
+                 An argument that is a list of tensors has one spec, that of each tensor; an optional one has one too
+    reduce       names of dims that are summed over: a rank with a part of them computes an addend of the result.
+                 A dim that results lack and that is not named here stays whole
+    whole        names of dims that cannot be split
+    linear       the operands in which the operator is linear, so that addends may pass through it: `(0, 1)` for a
+                 product; ("0 1",) for one that is linear in both together, as a sum is
+    contraction  it multiplies and adds over all its dims, and is priced so
+    local        writes what a rank runs where that is another call than the global one, as for an argument that holds
+                 a size: a function of an Emitter (`emit.call`, `emit.shapes`, `emit.split`, `emit.position`) and of
+                 the args and kwargs of the call on local parts
+    replace      the operator has a rule already, and this one takes its place
+
+    Used as a decorator, above a torch.library.custom_op or above the function that is `local`, it returns what it
+    decorates. In a `with` statement the rule holds in its block; `.remove()` takes it back.
+
+    On what a rank holds, the operator must compute that part of the whole result, and its derivative
+    (register_autograd) that part of the whole gradient. Slices are full: a size that an axis does not divide stays
+    whole.
+
+    Raises StrategyError with all that is wrong with it; a name that no operator has is refused by the next plan.
+    """
+    problems = [*_type_problems(text, reduce, whole, linear)]
+    raise_problems("the arguments of rule are wrong:", problems)
+    row = Row(text, reduce, whole, tuple(map(str, linear)), contraction, local)
+    name = operator if isinstance(operator, str) else str(_overloads(operator)[0]._schema.name)
+    raise_problems(f"the rule of {name} is wrong:", (Problem(repr(text), what, _SEE) for what in text_problems(row)))
+    made = OperatorRule(operator, row, replace)
+    made._settle()
+    _every.append(made)
+    _changed()
+    return made
+
+
+_SEE = "see the docstring of partway.rule"
+
+
+def _type_problems(text: object, reduce: object, whole: object, linear: object) -> Iterable[Problem]:
+    for name, value in (("text", text), ("reduce", reduce), ("whole", whole)):
+        if not isinstance(value, str):
+            yield Problem(name, f"is {value!r} ({type(value).__name__})", "write a str of names, separated by blanks")
+    entries = linear if isinstance(linear, Sequence) and not isinstance(linear, str) else [None]
+    if not all(isinstance(entry, int | str) and not isinstance(entry, bool) for entry in entries):
+        fix = 'write a tuple of operands, such as (0, 1), or ("0 1",) for operands in which it is linear together'
+        yield Problem("linear", f"is {linear!r}", fix)
+
+
+class OperatorRule:
+    """A rule that was given to an operator: a decorator, and a `with` block in which it holds."""
+
+    def __init__(self, operator: Any, row: Row, replace: bool) -> None:
+        self.operator, self.row, self._replace = operator, row, replace
+        self._operators: tuple[OpOverload, ...] = ()
+
+    def __call__(self, fn: T) -> T:
+        """As a decorator of the operator, or of the function that writes its local form."""
+        if isinstance(fn, CustomOpDef | OpOverload | OpOverloadPacket):
+            self._settle()
+            if _overloads(fn)[0] not in self._operators:
+                self.remove()
+                raise StrategyError(f"the rule of {self.operator} decorates the operator {_overloads(fn)[0]}")
+        elif inspect.isfunction(fn):
+            self.row = renewed(self.row, local=fn)
+            _changed()
+        else:
+            self.remove()
+            raise StrategyError(f"rule decorates an operator or a function that writes its local form, not {fn!r}")
+        return fn
+
+    def __enter__(self) -> OperatorRule:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Take the rule back: what was in its place before holds again."""
+        if self in _every:
+            _every.remove(self)
+            _changed()
+
+    def _settle(self) -> None:
+        """Find the operators; of a name that there is not yet, none. Raises StrategyError for a rule that fits none."""
+        if self._operators or not (every := _overloads(self.operator)):
+            return
+        fits, problems = [], []
+        for one in every:
+            wrong = [*schema_problems(self.row, one)]
+            problems += [Problem(str(one), what, f"it is {one._schema}") for what in wrong]
+            fits += [one] if not wrong else []
+        if fits:
+            earlier = [one for one in fits if self._meets_another(one)] if not self._replace else []
+            problems = [Problem(str(one), "has a rule already", "pass replace=True") for one in earlier]
+        if problems and (not fits or earlier):
+            self.remove()
+            raise_problems(f"{self.row.text!r} cannot be the rule of {self.operator}:", problems)
+        self._operators = tuple(fits)
+        _changed()
+
+    def _meets_another(self, operator: OpOverload) -> bool:
+        others = [made.row for made in _every if made is not self and operator in made._operators]
+        return any(row != self.row for row in others) if others else has_row(operator) or operator in EXPANSIONS
+
+    def __repr__(self) -> str:
+        return f"<rule {self.row.text!r} of {', '.join(map(str, self._operators)) or self.operator}>"
+
+
+def _overloads(operator: Any) -> list[OpOverload]:
+    """The operators that are meant; none for a name that there is not yet. Raises StrategyError for what is none."""
+    if isinstance(operator, OpOverload):
+        return [operator]
+    if isinstance(operator, OpOverloadPacket):
+        return [getattr(operator, name) for name in operator.overloads()]
+    if isinstance(operator, CustomOpDef):
+        return [defined_by(operator)]
+    if not isinstance(operator, str) or operator.count("::") != 1:
+        raise StrategyError(
+            f"rule is given {operator!r} for its operator; write its name, as in 'my::op' or 'my::op.overload', or "
+            "give the operator itself"
+        )
+    namespace, _, name = operator.partition("::")
+    base, _, overload = name.partition(".")
+    try:
+        packet = getattr(getattr(torch.ops, namespace), base)
+        return [getattr(packet, overload)] if overload else _overloads(packet)
+    except AttributeError:
+        return []
+
+
+# -- what holds in this process
+
+_every: list[OperatorRule] = []
+_changes: list[None] = []
+
+
+def _changed() -> None:
+    _changes.append(None)
+
+
+def version() -> int:
+    """Another number whenever what `rules` gives has changed."""
+    return len(_changes)
+
+
+def rules() -> Rows:
+    """The rows of all operators that were given one; the latest holds. Raises StrategyError for a rule whose operator
+    does not exist."""
+    for made in [*_every]:
+        made._settle()
+    problems = []
+    for made in _every:
+        if not made._operators:
+            close = get_close_matches(made.operator, all_operator_names(), 3)
+            fix = f"did you mean {' or '.join(map(repr, close))}?" if close else "define it, or remove() the rule"
+            problems.append(Problem(f"rule of {made.operator!r}", "there is no such operator", fix))
+    raise_problems("rules were given to operators that do not exist:", problems)
+    return {operator: made.row for made in _every for operator in made._operators}
+
+
+def text_of(rows: Mapping[Any, Row]) -> str:
+    """All that a plan follows from in `rows`, the code of local forms included."""
+    return "\n".join(sorted(f"{operator} {row!r} {_code(row.local)}" for operator, row in rows.items()))
+
+
+def _code(local: Any) -> object:
+    if not isinstance(local, FunctionType):
+        return local
+    cells = [cell.cell_contents for cell in local.__closure__ or ()]
+    return marshal.dumps(local.__code__), local.__defaults__, local.__kwdefaults__, cells

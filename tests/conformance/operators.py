@@ -1,0 +1,660 @@
+"""PyTorch's own samples of its operators (the OpInfo database), each run split on simulated ranks against one device.
+
+    python tests/conformance/operators.py                       all entries, resumed from out/conformance
+    python tests/conformance/operators.py --only fft --samples 3
+    python tests/conformance/operators.py --write               the page docs/coverage/operators.md, of all results
+
+Of each sample every dim of every tensor is split in turn, over 4 ranks (a dim of 2 or 3 elements over 2), as
+`in_strategy` would. A plan that gathers nothing is taken where the rules have one, so that they are tried and not the
+conversions: of tensors so small the cheapest plan would often be to gather them first. Outputs, and gradients for
+random cotangents, must be those of plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import re
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.testing._internal.common_methods_invocations import op_db
+
+from partway.propagation.capture import capture
+from partway.propagation.cost import WEIGHTS, Level
+from partway.propagation.differentiate import differentiate
+from partway.propagation.graph import (
+    Graph,
+    Role,
+    constant_nodes,
+    differentiated,
+    draws_random_numbers,
+    operands,
+    operator_name,
+    shape,
+    source_of,
+    tensor_of,
+)
+from partway.propagation.lower import lower, verify_program
+from partway.propagation.problem import SearchProblem, Settings, VertexKind, formulate
+from partway.propagation.profile import profile_of
+from partway.propagation.search import dynamic_programming
+from partway.propagation.structure import flatten
+from partway.runtime.simulate import Simulator
+from partway.runtime.step import CompiledStep
+from partway.strategy import Layout, Mesh, Shard
+from partway.strategy.errors import CaptureError
+from partway.strategy.placement import REPLICATE
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "coverage" / "operators.md"
+RANKS = 4
+SAMPLES = 40  # of an entry; a few have a thousand, which differ little
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}  # relative to the largest element
+ABORTS = frozenset({"sparse.mm.reduce", "sparse.sampled_addmm"})  # in torch.export, with the whole process
+
+
+class Status(StrEnum):
+    """What became of an entry; the worst of its samples' comes last."""
+
+    SHARDED = "sharded"
+    REPLICATED = "replicated"
+    RANDOM = "random"
+    UNSUPPORTED = "unsupported"
+    WRONG = "wrong"
+
+
+MEANING = {
+    Status.SHARDED: "right, every operator by a rule, and split",
+    Status.REPLICATED: "right; an operator has no rule, or can split nothing, and runs on gathered operands",
+    Status.RANDOM: "draws numbers, or returns memory as it is; shapes and dtypes are right",
+    Status.UNSUPPORTED: "torch.export makes no static graph of any sample",
+    Status.WRONG: "other numbers than plain PyTorch's, or an error",
+}
+
+
+@dataclass
+class Result:
+    """What an entry's samples gave. `splits` were tried, in `kept` of them an operator computed on parts; `captured` of
+    the `samples` were; `fallbacks` are the operators without a rule, `problems` what was wrong."""
+
+    name: str
+    status: Status = Status.UNSUPPORTED
+    samples: int = 0
+    captured: int = 0
+    splits: int = 0
+    kept: int = 0
+    fallbacks: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    undefined: bool = False
+
+
+def name_of(info: Any) -> str:
+    return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else str(info.name)
+
+
+def entries() -> dict[str, Any]:
+    """The entries that take float32 on the CPU, by name."""
+    return {name_of(info): info for info in op_db if torch.float32 in info.dtypes}
+
+
+# -- Samples, run together ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an entry. `fn` gives its outputs, or that part of them which has a gradient."""
+
+    entry: str
+    where: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    scalars: bool  # only gradients of scalars are planned where there are any, so samples with and without stay apart
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return flatten((self.args, self.kwargs))[0]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Several samples captured as one function, since each capture takes some time; nothing joins their graphs.
+
+    names       the names of the inputs of each sample
+    owners      the sample that a node of the graph belongs to
+    expected    of each sample its outputs and gradients on one device
+    undefined   whether a generator, or whatever memory holds, makes the numbers of a sample
+    """
+
+    samples: tuple[Sample, ...]
+    graph: Graph
+    names: tuple[tuple[str, ...], ...]
+    owners: dict[fx.Node, int]
+    expected: tuple[list[Any], ...]
+    undefined: tuple[bool, ...]
+
+
+def every_call(calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+    return [fn(*args, **kwargs) for fn, args, kwargs in calls]
+
+
+def fresh(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def sample_of(info: Any, given: Any, where: str) -> Sample:
+    """Raises what the entry itself raises for a sample of its own."""
+    args, kwargs = (given.input, *given.args), dict(given.kwargs)
+
+    def processed(x: Any, *args: Any, **kwargs: Any) -> Any:
+        return given.output_process_fn_grad(info.op(x, *args, **kwargs))
+
+    def outputs_of(fn: Callable[..., Any]) -> list[Tensor]:
+        tensors, structure = flatten((args, kwargs))
+        tensors = [fresh(t) for t in tensors]
+        plain_args, plain_kwargs = structure.build(list(tensors))
+        outputs = flatten(fn(*plain_args, **plain_kwargs))[0]
+        gradients_of([outputs], [t for t in tensors if t.requires_grad])
+        return outputs
+
+    try:
+        fn, outputs = info.op, outputs_of(info.op)
+    except RuntimeError:  # of all its outputs there is no gradient
+        fn, outputs = processed, outputs_of(processed)
+    return Sample(name_of(info), where, fn, args, kwargs, any(not o.shape for o in differentiable(outputs)))
+
+
+def differentiable(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Those whose gradients are planned: the scalars, if there are any."""
+    able = [o for o in outputs if o.requires_grad]
+    return [o for o in able if not o.shape] or able
+
+
+def gradients_of(outputs: Sequence[Sequence[Tensor]], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of the outputs of some samples, weighed with fixed random numbers."""
+    generator = torch.Generator().manual_seed(1)
+    weighed = []
+    for own in outputs:
+        able = set(map(id, differentiable(own)))
+        for o in own:  # a weight for each, since Partway may have gradients of zero where PyTorch has none
+            weight = torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype)
+            weighed += [(o, weight)] if id(o) in able else []
+    if not weighed or not leaves:
+        return [None for _ in leaves]
+    able, weights = zip(*weighed, strict=True)
+    return list(torch.autograd.grad(able, leaves, weights, allow_unused=True))
+
+
+def values_of(outputs: list[list[Tensor]], leaves: list[list[Tensor]]) -> tuple[list[Any], ...]:
+    """Of each sample its outputs and their gradients."""
+    needs = [[t for t in own if t.requires_grad] for own in leaves]
+    gradients = gradients_of(outputs, [t for own in needs for t in own])
+    every = zip(outputs, grouped(gradients, needs), strict=True)
+    return tuple([*(o.detach() for o in own), *found] for own, found in every)
+
+
+def grouped(flat: Iterable[Any], like: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """`flat`, cut into lists as long as those in `like`."""
+    rest = iter(flat)
+    return [[next(rest) for _ in group] for group in like]
+
+
+def batch_of(samples: Sequence[Sample]) -> Batch:
+    """Raises CaptureError where the samples cannot be captured."""
+    calls = [(sample.fn, sample.args, sample.kwargs) for sample in samples]
+    graph = capture(every_call, (calls,), {})
+    leaves = [[fresh(t) for t in sample.tensors] for sample in samples]
+    torch.manual_seed(0)
+    outputs = []
+    for sample, tensors in zip(samples, leaves, strict=True):
+        args, kwargs = flatten((sample.args, sample.kwargs))[1].build(list(tensors))
+        outputs.append(flatten(sample.fn(*args, **kwargs))[0])
+    inputs = [port for port in graph.inputs if port.role is Role.INPUT]
+    names = tuple(tuple(port.name for port in group) for group in grouped(inputs, leaves))
+    owners: dict[fx.Node, int] = {}
+    for i, group in enumerate(grouped(graph.outputs, outputs)):
+        _own(owners, i, [port.node for port in group])
+    undefined = {owners.get(node) for node in graph.nodes if _is_undefined(node)}
+    return Batch(
+        tuple(samples), graph, names, owners, values_of(outputs, leaves),
+        tuple(i in undefined for i in range(len(samples))),
+    )  # fmt: skip
+
+
+def _own(owners: dict[fx.Node, int], i: int, nodes: list[fx.Node]) -> None:
+    """Note that sample `i` reads `nodes` and all that they are made of."""
+    while nodes:
+        node = nodes.pop()
+        if node not in owners:
+            owners[node] = i
+            nodes += operands(node)
+
+
+def _is_undefined(node: fx.Node) -> bool:
+    return draws_random_numbers(node) or "empty" in operator_name(node)
+
+
+# -- Splits ------------------------------------------------------------------------------------------------------------
+
+Splits = dict[int, tuple[str, int]]  # of some samples the input and dim that is split
+
+
+def rounds_of(batch: Batch) -> Iterator[tuple[Mesh, Splits]]:
+    """Each dim of each input of each sample once, over all ranks, or over 2 where they are more than its elements; in
+    a round one of each sample."""
+    sizes = {port.name: shape(port.node) for port in batch.graph.inputs}
+    for ranks, fits in ((RANKS, lambda n: n >= RANKS), (2, lambda n: 1 < n < RANKS)):
+        dims = [[(name, d) for name in own for d, n in enumerate(sizes[name]) if fits(n)] for own in batch.names]
+        for i in range(max(map(len, dims), default=0)):
+            yield Mesh({"x": ranks}), {sample: own[i] for sample, own in enumerate(dims) if i < len(own)}
+
+
+def layouts_of(mesh: Mesh, size: Sequence[int]) -> tuple[Layout, ...]:
+    """Whole, or split along any dim, also unevenly."""
+    placements = [Shard(dim) for dim, n in enumerate(size) if n >= mesh.device_num]
+    return tuple(Layout(mesh, (placement,)) for placement in [*placements, REPLICATE])
+
+
+def planned(batch: Batch, mesh: Mesh, splits: Splits) -> tuple[SearchProblem, tuple[int, ...]]:
+    """For each sample the cheapest plan with its split in which nothing that is split is gathered, if there is one;
+    else the cheapest of all. What else comes in or goes out lies as it suits."""
+    graph, constants = batch.graph, constant_nodes(batch.graph)
+    ports = [port for port in graph.inputs if port.role is Role.INPUT]
+    ports += [port for port in graph.outputs if source_of(port.node).node not in constants]
+    allowed = {port.name: (layouts_of(mesh, tensor_of(source_of(port.node)).shape), "any") for port in ports}
+    allowed |= {name: ((Layout(mesh, (Shard(dim),)),), f"dim {dim}") for name, dim in splits.values()}
+    settings = Settings(mesh, profile_of("cpu"), WEIGHTS[Level.COMMUNICATION], fully_use_devices=False)
+    free, staying = (formulate(graph, replace(settings, stay_split=stay), allowed) for stay in (False, True))
+    stays = dynamic_programming(staying).choice
+    moves = impossible(batch, staying, stays)
+    if not moves:
+        return free, stays
+    found = dynamic_programming(free).choice
+    owners = [batch.owners.get(vertex.node) for vertex in free.vertices]
+    return free, tuple(f if owner in moves else s for owner, f, s in zip(owners, found, stays, strict=True))
+
+
+def impossible(batch: Batch, problem: SearchProblem, choice: Sequence[int]) -> set[int | None]:
+    """The samples of which `choice` has a conversion that there is not."""
+    found = set()
+    for edge in problem.edges:
+        rows, columns = edge.codes(problem.vertices)
+        cost = edge.table.rows([int(rows[choice[edge.producer]])])[0, columns[choice[edge.consumer]]]
+        if math.isinf(cost):
+            found.add(batch.owners.get(problem.vertices[edge.consumer].node))
+    return found
+
+
+def kept(batch: Batch, problem: SearchProblem, choice: Sequence[int]) -> set[int | None]:
+    """The samples of which an operator computes on parts, or that have nothing to compute."""
+    operators = [(v, c) for v, c in zip(problem.vertices, choice, strict=True) if v.kind is VertexKind.OPERATOR]
+    split = {batch.owners.get(v.node) for v, c in operators if any(v.options[c].factors)}
+    return split | (set(range(len(batch.samples))) - {batch.owners.get(v.node) for v, _ in operators})
+
+
+def run(batch: Batch, problem: SearchProblem, choice: tuple[int, ...]) -> tuple[list[Any], ...]:
+    """The outputs and gradients of each sample on simulated ranks."""
+    program = verify_program(lower(problem, choice))
+    step = CompiledStep(
+        differentiate(program, differentiated(batch.graph)), Simulator(problem.settings.mesh), lambda w: None
+    )
+    leaves = [[fresh(t) for t in sample.tensors] for sample in batch.samples]
+    given = iter([t for own in leaves for t in own])
+    constants = batch.graph.constants
+    torch.manual_seed(0)
+    outputs = step([next(given) if p.role is Role.INPUT else constants[p.name] for p in batch.graph.inputs])
+    counts = [
+        len(values) - sum(t.requires_grad for t in own) for values, own in zip(batch.expected, leaves, strict=True)
+    ]
+    return values_of(grouped(outputs, [range(n) for n in counts]), leaves)
+
+
+def difference(found: Sequence[Any], expected: Sequence[Any], undefined: bool) -> str:
+    """What of `found` is not as expected; "" if nothing."""
+    if len(found) != len(expected):
+        return f"{len(found)} values, not {len(expected)}"
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        problem = _difference(a, b, undefined)
+        if problem:
+            return f"value {i} {problem}"
+    return ""
+
+
+def _difference(a: Tensor | None, b: Tensor | None, undefined: bool) -> str:
+    if a is None or b is None:
+        other = a if b is None else b
+        return "" if other is None or undefined or not other.any() else "is None on one side"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"is {a.dtype} {list(a.shape)}, not {b.dtype} {list(b.shape)}"
+    if undefined:
+        return ""
+    a, b = (t.to_dense() if t.layout is not torch.strided else t for t in (a, b))
+    if b.dtype is torch.complex32:  # which nothing compares
+        a, b = a.to(torch.complex64), b.to(torch.complex64)
+    if torch.equal(a, b):
+        return ""
+    if not (b.is_floating_point() or b.is_complex()):
+        return "has other elements"
+    finite = b.isfinite()
+    magnitude = 1.0 + float(b[finite].abs().max()) if finite.any() else 1.0
+    tolerance = TOLERANCES.get(b.abs().dtype, 1e-2) * magnitude
+    if torch.allclose(a, b, rtol=0.0, atol=tolerance, equal_nan=True):
+        return ""
+    return f"differs by {float((a - b).abs().nan_to_num(nan=torch.inf).max()):.3g}, of {magnitude:.3g}"
+
+
+# -- One entry ---------------------------------------------------------------------------------------------------------
+
+
+def spread(samples: Sequence[Any], most: int) -> list[Any]:
+    """At most so many of `samples`, evenly spread, the first among them."""
+    return [samples[i * len(samples) // most] for i in range(most)] if len(samples) > most else list(samples)
+
+
+def examine(infos: Sequence[Any], most: int = SAMPLES) -> list[Result]:
+    """All that is found out about some entries, with at most `most` samples of each; of float32, where the rules are
+    those of float64, a tenth of them."""
+    results = {name_of(info): Result(name_of(info)) for info in infos}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        samples = [sample for info in infos for sample in samples_of(info, most, results[name_of(info)])]
+        for scalars in (True, False):
+            _examine([sample for sample in samples if sample.scalars == scalars], results)
+    for result in results.values():
+        result.status = _status(result)
+    return list(results.values())
+
+
+def samples_of(info: Any, most: int, result: Result) -> Iterator[Sample]:
+    """The samples of an entry that are run, counted in `result`."""
+    dtypes = [dtype for dtype in (torch.float64, torch.float32) if dtype in info.dtypes]
+    counts = {dtypes[0]: most, dtypes[-1]: most if len(dtypes) == 1 else -(-most // 10)}
+    for dtype in dtypes:
+        torch.manual_seed(0)
+        given = list(enumerate(info.sample_inputs("cpu", dtype, requires_grad=info.supports_autograd)))
+        for i, one in spread(given, counts[dtype]):
+            result.samples += 1
+            try:
+                yield sample_of(info, one, f"{str(dtype).removeprefix('torch.')} sample {i}")
+            except Exception as error:  # what PyTorch itself does not take
+                _note(result.reasons, f"PyTorch: {_first_line(error)}")
+
+
+def _examine(samples: Sequence[Sample], results: dict[str, Result]) -> None:
+    """Adds to `results` what samples give: all together, or by halves where something is wrong."""
+    if not samples:
+        return
+    tried: list[tuple[SearchProblem, tuple[int, ...], Splits, dict[int, str]]] = []
+    reason = problem = ""
+    try:
+        batch = batch_of(samples)
+        tried = [_try(batch, mesh, splits) for mesh, splits in rounds_of(batch)]
+    except CaptureError as error:
+        reason = _first_line(error)
+    except Exception as error:  # whatever it is, it is a finding
+        problem = f"{samples[0].where}: {_last_frame(error)}"
+    if len(samples) > 1 and (reason or problem or any(wrong for *_, wrong in tried)):
+        for half in _halves(samples):
+            _examine(half, results)
+        return
+    if reason or problem:
+        result = results[samples[0].entry]
+        _note(result.reasons if reason else result.problems, reason or problem)
+        return
+    for sample, undefined in zip(samples, batch.undefined, strict=True):
+        results[sample.entry].captured += 1
+        results[sample.entry].undefined |= undefined
+    for searched, choice, splits, wrong in tried:
+        _count(batch, searched, choice, splits, results)
+        for i, text in wrong.items():
+            name, dim = splits.get(i, ("", 0))
+            _note(results[samples[i].entry].problems, f"{samples[i].where}, dim {dim} of {name}: {text}")
+
+
+def _halves(samples: Sequence[Sample]) -> tuple[Sequence[Sample], Sequence[Sample]]:
+    """Between two entries, if there are several."""
+    middle = len(samples) // 2
+    starts = [i for i in range(1, len(samples)) if samples[i].entry != samples[i - 1].entry]
+    middle = min(starts, key=lambda i: abs(i - middle), default=middle)
+    return samples[:middle], samples[middle:]
+
+
+def _try(batch: Batch, mesh: Mesh, splits: Splits) -> tuple[SearchProblem, tuple[int, ...], Splits, dict[int, str]]:
+    """A plan with these splits, and what is wrong with which samples."""
+    problem, choice = planned(batch, mesh, splits)
+    every = enumerate(zip(run(batch, problem, choice), batch.expected, batch.undefined, strict=True))
+    texts = {i: difference(*values) for i, values in every}
+    return problem, choice, splits, {i: text for i, text in texts.items() if text}
+
+
+def _count(
+    batch: Batch, problem: SearchProblem, choice: Sequence[int], splits: Splits, results: dict[str, Result]
+) -> None:
+    """Count what stayed split, and note the operators without a rule."""
+    staying = kept(batch, problem, choice)
+    for i in splits:
+        results[batch.samples[i].entry].splits += 1
+        results[batch.samples[i].entry].kept += i in staying
+    for node in batch.graph.nodes:
+        if operator_name(node) in problem.unknown and node in batch.owners and node not in problem.constants:
+            _note(results[batch.samples[batch.owners[node]].entry].fallbacks, operator_name(node))
+
+
+def _status(result: Result) -> Status:
+    if result.problems:
+        return Status.WRONG
+    if not result.captured:
+        return Status.UNSUPPORTED
+    if result.undefined:
+        return Status.RANDOM
+    return Status.REPLICATED if result.fallbacks or (result.splits and not result.kept) else Status.SHARDED
+
+
+def _note(notes: list[str], text: str, most: int = 12) -> None:
+    if text not in notes and len(notes) < most:
+        notes.append(text)
+
+
+def _first_line(error: Exception) -> str:
+    """The message of an error in one line, without what is of this machine or this run."""
+    text = " ".join(str(error).splitlines()[:1])
+    return re.sub(r"\S*/|\bat 0x[0-9a-f]+", "", text)[:200]
+
+
+def _last_frame(error: Exception) -> str:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}: {_first_line(error)}"
+
+
+# -- All entries, on processes that may end ----------------------------------------------------------------------------
+
+
+def _work(connection: Connection, most: int) -> None:
+    """A process that examines the entries it is told, without what PyTorch writes to the terminal meanwhile."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    torch.set_num_threads(1)
+    known = entries()
+    while names := connection.recv():
+        connection.send([asdict(result) for result in examine([known[name] for name in names], most)])
+
+
+class Worker:
+    """A process that can be replaced, and the entries that it examines."""
+
+    def __init__(self, most: int) -> None:
+        self.names: list[str] = []
+        self.since = 0.0
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, most), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, names: list[str]) -> None:
+        self.names, self.since = names, time.monotonic()
+        self.connection.send(names)
+
+    def answer(self) -> list[Result] | None:
+        """The results of the entries that were asked for; None if one of them ended the process."""
+        try:
+            return [loaded(found) for found in self.connection.recv()]
+        except (EOFError, ConnectionResetError):
+            return None
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def loaded(found: dict[str, Any]) -> Result:
+    return Result(**{**found, "status": Status(found["status"])})
+
+
+def examine_all(
+    names: Sequence[str], most: int, workers: int = 2, seconds: float = 600.0, together: int = 8
+) -> Iterator[Result]:
+    """The results of `names` as they come, so many at a time. What ends its process, or takes longer than `seconds` for
+    one entry, is tried alone, and then is wrong."""
+    left = [list(names[i : i + together]) for i in range(0, len(names), together)][::-1]
+    busy: list[Worker] = []
+    idle = [Worker(most) for _ in range(min(workers, len(left)))]
+    while left or busy:
+        while left and idle:
+            busy.append(idle.pop())
+            busy[-1].ask(left.pop())
+        ready = wait([worker.connection for worker in busy], timeout=1.0)
+        for worker in list(busy):
+            late = time.monotonic() - worker.since > seconds * len(worker.names)
+            if worker.connection not in ready and not late:
+                continue
+            busy.remove(worker)
+            found = worker.answer() if worker.connection in ready else None
+            if found is not None:
+                idle.append(worker)
+                yield from found
+                continue
+            worker.stop()
+            idle.append(Worker(most))
+            if len(worker.names) > 1:
+                left += [[name] for name in worker.names]
+            else:
+                yield _without_answer(worker.names[0], late, seconds)
+    for worker in idle:
+        worker.stop()
+
+
+def _without_answer(name: str, late: bool, seconds: float) -> Result:
+    if name in ABORTS and not late:
+        return Result(name, Status.UNSUPPORTED, reasons=["torch.export ends the process"])
+    return Result(name, Status.WRONG, problems=[f"not done after {seconds} seconds" if late else "the process ends"])
+
+
+# -- The page ----------------------------------------------------------------------------------------------------------
+
+HEAD = """# Operators
+
+PyTorch describes its operators in a database of samples (`op_db`), which its own tests run. The samples of each entry
+that takes float32 on the CPU are run here with every dim of every tensor split in turn over {ranks} simulated ranks (a
+dim of 2 or 3 elements over 2), and everything else planned; outputs and gradients are compared with plain PyTorch
+{version}. They are at most {most} of an entry, evenly spread, in float64, and a tenth as many in float32.
+`python tests/conformance/operators.py --write` writes this page, `make conformance` checks it.
+
+| status | entries | |
+| --- | --: | --- |
+{totals}
+| all | {count} | {samples} samples, {splits} splits, {kept} of which some operator computes on parts |
+
+An entry has the worst status of its samples. Those that torch.export makes no static graph of are left out: the
+second number of *samples* has them, and *why* the reason. *kept*: in how many of the splits an operator computes on
+parts. (Where only a dim that an operator works along is split, it is gathered, and not every size can be cut evenly.)
+
+| entry | status | samples | splits | kept | without a rule, or why |
+| --- | --- | --: | --: | --: | --- |
+{lines}
+"""
+
+
+def page(results: Sequence[Result], most: int) -> str:
+    """docs/coverage/operators.md."""
+    counts = Counter(result.status for result in results)
+    totals = [f"| {status.value} | {counts[status]} | {MEANING[status]} |" for status in Status]
+    return HEAD.format(
+        ranks=RANKS,
+        most=most,
+        version=".".join(torch.__version__.split(".")[:2]),
+        totals="\n".join(totals),
+        count=len(results),
+        samples=sum(result.captured for result in results),
+        splits=sum(result.splits for result in results),
+        kept=sum(result.kept for result in results),
+        lines="\n".join(map(_line, sorted(results, key=lambda result: result.name))),
+    )
+
+
+def _line(result: Result) -> str:
+    lost = result.samples - result.captured
+    samples = f"{result.captured} + {lost}" if lost else str(result.captured)
+    why = "; ".join([*result.problems[:2], *(f"`{name}`" for name in result.fallbacks), *result.reasons[:1]])
+    return f"| {result.name} | {result.status.value} | {samples} | {result.splits} | {result.kept} | {_escaped(why)} |"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def statuses() -> dict[str, Status]:
+    """What the page says of each entry."""
+    rows = re.findall(r"^\| (\S+) \| (\w+) \| \d", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name: Status(status) for name, status in rows if status in set(Status)}
+
+
+def samples_said() -> int:
+    """How many samples of each entry the page is of."""
+    found = re.search(r"at most (\d+) of an entry", PAGE.read_text(encoding="utf-8"))
+    assert found, "the page does not say"
+    return int(found[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="entries whose name this regular expression finds")
+    parser.add_argument(
+        "--samples", type=int, default=SAMPLES, help="at most so many of an entry (default: %(default)s)"
+    )
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=600.0, help="for one entry")
+    parser.add_argument("--results", type=Path, default=ROOT / "out" / "conformance")
+    parser.add_argument("--again", action="store_true", help="also what there are results of")
+    parser.add_argument("--write", action="store_true", help="write docs/coverage/operators.md")
+    given = parser.parse_args()
+    given.results.mkdir(parents=True, exist_ok=True)
+    chosen = [name for name in entries() if re.search(given.only, name)]
+    todo = [name for name in chosen if given.again or not (given.results / f"{name}.json").exists()]
+    for result in examine_all(todo, given.samples, given.workers, given.seconds):
+        (given.results / f"{result.name}.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
+        notes = "; ".join([*result.problems, *result.fallbacks, *result.reasons])
+        print(f"{result.name}: {result.status.value}, {result.kept} of {result.splits} kept  {notes}", flush=True)
+    results = [loaded(json.loads((given.results / f"{name}.json").read_text(encoding="utf-8"))) for name in chosen]
+    print(dict(Counter(result.status.value for result in results)))
+    if given.write:
+        PAGE.parent.mkdir(parents=True, exist_ok=True)
+        PAGE.write_text(page(results, given.samples), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

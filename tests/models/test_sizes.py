@@ -1,0 +1,85 @@
+"""Any sizes on any mesh: dims that the devices do not divide, and dims with fewer elements than there are devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_same_gradients, assert_same_loss, gradients
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import partway as pw
+
+MESHES = [{"x": 3}, {"x": 4}, {"x": 8}, {"x": 2, "y": 2}, {"x": 2, "y": 4}]
+
+
+class Tagger(nn.Module):
+    """A language model with one block of everything that reads over a dim: rows, classes, sums, norms, softmax."""
+
+    def __init__(self, vocabulary: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(vocabulary, width)
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Conv1d(width, hidden, 3, padding=1)
+        self.up, self.down = nn.Linear(hidden, width), nn.Linear(width, vocabulary)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.norm(self.rows(ids))
+        scores = (x @ x.transpose(1, 2)).softmax(-1)
+        hidden = torch.relu(self.mix((scores @ x).transpose(1, 2))).transpose(1, 2)
+        logits = self.down(x + torch.tanh(self.up(hidden)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + logits.var()
+
+
+@st.composite
+def drawn(draw: Any) -> tuple[dict[str, int], tuple[int, ...], dict[str, Any], Any]:
+    """A mesh, sizes (batch, sequence, vocabulary, width, hidden), and which dims of what are split over which axis."""
+    mesh = draw(st.sampled_from(MESHES))
+    sizes = tuple(draw(st.integers(2, 11)) for _ in range(5))
+    axes = st.sampled_from([None, *mesh])
+
+    def strategy(ndim: int) -> Any:
+        given = [draw(axes) for _ in range(ndim)]
+        return tuple(axis if axis not in given[:i] else None for i, axis in enumerate(given))
+
+    ranks = {"rows.weight": 2, "norm.bias": 1, "mix.weight": 3, "up.weight": 2, "down.weight": 2, "down.bias": 1}
+    plan = {name: strategy(ndim) for name, ndim in ranks.items() if draw(st.booleans())}
+    return mesh, sizes, plan, draw(st.sampled_from([None, strategy(2)]))
+
+
+def check(mesh: dict[str, int], sizes: tuple[int, ...], plan: dict[str, Any], batch: Any) -> None:
+    count, length, vocabulary, width, hidden = sizes
+    torch.manual_seed(sum(sizes))
+    plain = Tagger(vocabulary, width, hidden).double()
+    data = {"ids": torch.randint(vocabulary, (count, length)), "labels": torch.randint(vocabulary, (count, length))}
+    expected_loss, expected = gradients(plain, data)
+    copy = Tagger(vocabulary, width, hidden).double()
+    copy.load_state_dict(plain.state_dict())
+    strategies = None if batch is None else (batch, batch)
+    loss, found = gradients(pw.shard(copy, mesh=mesh, parameter_plan=plan, in_strategy=strategies), data)
+    assert_same_loss(loss, expected_loss, 1e-10)
+    assert_same_gradients(found, expected, 1e-10)
+
+
+@settings(max_examples=6, deadline=None)
+@given(case=drawn())
+def test_any_sizes_split_any_way_give_the_loss_and_gradients_of_one_device(case: Any) -> None:
+    check(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=150, deadline=None)
+@given(case=drawn())
+def test_many_sizes_split_any_way_give_the_loss_and_gradients_of_one_device(case: Any) -> None:
+    check(*case)
+
+
+def test_dims_smaller_than_the_axis_stay_split_where_a_person_split_them() -> None:
+    x, w = torch.randn(3, 5, dtype=torch.float64), torch.randn(5, 6, dtype=torch.float64)
+    product: Any = pw.shard(torch.matmul, in_strategy=((8, 1), None), out_strategy=((8, 1),), mesh={"x": 8})
+    torch.testing.assert_close(product(x, w), x @ w, rtol=1e-12, atol=1e-12)
+    assert not product.plan.collectives

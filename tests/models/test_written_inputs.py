@@ -1,0 +1,113 @@
+"""Tensors of a call that the function writes to are afterwards what they are on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard as Split
+from torch.distributed.tensor import distribute_tensor
+
+import partway as pw
+
+MESH = {"dp": 2, "tp": 2}
+EXACT = 1e-12
+Ranks = Callable[..., list[Any]]
+
+
+def counts(x: Tensor, w: Tensor, seen: Tensor) -> Tensor:
+    """`seen` is read before and after it is written to."""
+    y = x @ w + seen
+    seen.add_(x.detach().square())
+    seen.clamp_(max=5.0)
+    return y + seen
+
+
+def norm(x: Tensor, w: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    return nn.functional.batch_norm(x * w, mean, var, training=True).relu()
+
+
+def instance_norm(x: Tensor, w: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    return nn.functional.instance_norm(x * w, mean, var, momentum=0.3)
+
+
+def drawn(*size: int) -> Tensor:
+    return torch.randn(size, dtype=torch.float64)
+
+
+def assert_same(fn: Callable[..., Tensor], given: list[Tensor], **options: Any) -> None:
+    sharded = pw.shard(fn, mesh=MESH, **options)
+    for each in given[:2]:
+        each.requires_grad_()
+    one, other = ([t.detach().clone().requires_grad_(t.requires_grad) for t in given] for _ in range(2))
+    for _ in range(2):  # the second call starts from what the first one wrote
+        expected, found = fn(*one), sharded(*other)
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(other, one, rtol=EXACT, atol=EXACT)
+        for a, b in zip(other, one, strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("split", [None, ("dp", None), ("tp", "dp"), (None, ("dp", "tp"))])
+def test_what_a_call_writes_is_there_afterwards(split: Any) -> None:
+    assert_same(counts, [drawn(8, 8), drawn(8, 8), drawn(8, 8)], in_strategy={"seen": split, "x": ("dp", None)})
+
+
+@pytest.mark.parametrize(("fn", "size"), [(norm, (8, 4, 6)), (instance_norm, (4, 4, 8))])
+@pytest.mark.parametrize("split", [("dp", "tp", None), ("dp", None, "tp")])
+def test_running_statistics_may_be_arguments(fn: Any, size: tuple[int, ...], split: Any) -> None:
+    given = [drawn(*size), drawn(*size), torch.zeros(4).double(), torch.ones(4).double()]
+    assert_same(fn, given, in_strategy=(split,))
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, cache: Tensor) -> Tensor:
+        cache[:, 1:2] = self.key(x)
+        return cache.sum(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no rule")  # slice_scatter
+def test_a_cache_that_is_written_without_gradients() -> None:
+    model: Any = Cached()
+    x, one, other = drawn(4, 1, 4), torch.zeros(4, 3, 4).double(), torch.zeros(4, 3, 4).double()
+    with torch.no_grad():
+        expected = model(x, one)
+        pw.shard(model, mesh=MESH, in_strategy={"cache": ("dp", None, "tp")})
+        torch.testing.assert_close(model(x, other), expected, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(other, one, rtol=EXACT, atol=EXACT)
+    with pytest.raises(pw.RuntimeStateError, match="writes to 'cache' in place what depends on a tensor that needs"):
+        model(x, other)
+
+
+def _launched() -> None:
+    pw.reset_auto_parallel_context()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    x, w, seen = drawn(8, 8), drawn(8, 8), drawn(8, 8)
+    rank, after = pw.get_rank(), seen.clone()
+    counts(x, w, after)
+    whole = seen.clone()
+    pw.shard(counts, mesh=mesh, in_strategy={"seen": ("dp", None)})(x, w, whole)
+    torch.testing.assert_close(whole, after, rtol=EXACT, atol=EXACT)
+    placed = distribute_tensor(seen.clone(), mesh, [Split(1)])
+    pw.shard(counts, mesh=mesh, in_strategy={"seen": ("dp", None)})(x, w, placed)
+    torch.testing.assert_close(placed.full_tensor(), after, rtol=EXACT, atol=EXACT)
+    with pw.auto_parallel_context(dataset_strategy=((1, 2), (1, 1), (1, 2)), device_num=2):
+        part = seen.chunk(2, 1)[rank].clone()
+        pw.shard(counts)(x.chunk(2, 1)[rank], w, part)
+    torch.testing.assert_close(part, after.chunk(2, 1)[rank], rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.gloo
+def test_a_rank_writes_its_part(on_ranks: Ranks) -> None:
+    on_ranks(2, _launched)
