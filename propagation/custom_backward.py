@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,12 +77,16 @@ class _Context:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[None]:
-    """While a function is captured, calls of Functions are recorded with their backward. (PyTorch's own, as those of
-    torch.utils.checkpoint, are left to it.)"""
-    plain = Function.__dict__["apply"]
+    """While a function is captured, calls of Functions in this thread are recorded with their backward. (PyTorch's own,
+    as those of torch.utils.checkpoint, are left to it.)
+
+    `apply` is replaced meanwhile: PyTorch has nothing that would tell of such a call, neither a mode nor a key of its
+    dispatcher sees it, and without it the gradients would silently be others."""
+    plain, thread = Function.__dict__["apply"], threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.split(".")[0] == "torch" or not torch.is_grad_enabled():
+        ours = threading.get_ident() == thread and cls.__module__.split(".")[0] != "torch"
+        if not ours or not torch.is_grad_enabled():
             return plain.__get__(None, cls)(*args, **kwargs)
         try:
             return _record(cls, args, kwargs)

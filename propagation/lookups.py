@@ -8,6 +8,7 @@ where it adds, each part of them makes an addend.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
@@ -403,6 +404,58 @@ def _masked_scatter(b: Builder, node: fx.Node) -> fx.Node:
     return b(aten.where.self, mask, b(aten.reshape.default, picked, size), x)
 
 
+def _strided(node: fx.Node) -> tuple[list[int], int, list[int]] | None:
+    """Of as_strided of a tensor x without gaps: the order of dims in which its elements lie in memory; how many of
+    these dims the result begins with, unchanged; and the first element and the strides of the rest of the result,
+    counted from where such a leading part of x begins. None where it reads what x does not have."""
+    x, (size, stride, start) = value(operands(node)[0]), (argument(node, name) for name in _STRIDED_ARGUMENTS)
+    order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+    extents = [x.shape[d] for d in order]
+    if 0 in (*extents, *size) or not x.permute(order).is_contiguous():
+        return None
+    start = 0 if start is None else start - x.storage_offset()
+    kept = 0
+    for have, step, extent, want in zip(extents, [x.stride(d) for d in order], size, stride, strict=False):
+        inside = math.prod(extents[kept + 1 :])
+        last = start + sum((n - 1) * s for n, s in zip(size[kept + 1 :], stride[kept + 1 :], strict=True))
+        if have != extent or step != want or not 0 <= start <= last < inside:
+            break
+        kept += 1
+    last = start + sum((n - 1) * s for n, s in zip(size[kept:], stride[kept:], strict=True))
+    if not 0 <= start <= last < math.prod(extents[kept:]):
+        return None
+    return order, kept, [start, *stride[kept:]]
+
+
+_STRIDED_ARGUMENTS = ("size", "stride", "storage_offset")
+
+
+def _places(b: Builder, node: fx.Node, size: Sequence[int], steps: Sequence[int]) -> fx.Node:
+    """The numbers of the elements that as_strided takes, flat."""
+    device = value(operands(node)[0]).device
+    start, *strides = steps
+    places = b(aten.full.default, [1] * len(size), start, dtype=torch.int64, device=device)
+    for dim, (extent, stride) in enumerate(zip(size, strides, strict=True)):
+        along = b(aten.arange.start_step, 0, max(extent * stride, 1), max(stride, 1), device=device)
+        along = along if stride else b(aten.zeros.default, [extent], dtype=torch.int64, device=device)
+        along = b(aten.reshape.default, along, [-1, *[1] * (len(size) - 1 - dim)])
+        places = b(aten.add.Tensor, places, along)
+    return b(aten.reshape.default, places, [-1])
+
+
+def _as_strided(b: Builder, node: fx.Node) -> fx.Node | None:
+    """Elements picked by number: where they lie in memory is nothing that a rank's part keeps."""
+    found = _strided(node)
+    if found is None:
+        return None
+    order, kept, steps = found
+    x, size = operands(node)[0], list(argument(node, "size"))
+    x = b(aten.permute.default, x, order) if order != sorted(order) else x
+    x = b(aten.reshape.default, x, [*size[:kept], -1])
+    picked = b(aten.index_select.default, x, kept, _places(b, node, size[kept:], steps))
+    return b(aten.reshape.default, picked, size)
+
+
 LOOKUPS: dict[Any, Function] = {
     aten._unsafe_index.Tensor: index,
     aten._unsafe_index_put.default: index_put,
@@ -427,6 +480,7 @@ LOOKUPS: dict[Any, Function] = {
 LOOKUP_EXPANSIONS: dict[Any, Expansion] = {
     aten._unsafe_masked_index.default: _masked_index,
     aten._unsafe_masked_index_put_accumulate.default: _masked_accumulate,
+    aten.as_strided.default: _as_strided,
     aten.gather.default: _as_long,
     aten.index_fill.int_Tensor: _index_fill,
     aten.index_put.default: _masked_put,

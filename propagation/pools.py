@@ -27,7 +27,7 @@ def _average(b: Builder, node: fx.Node) -> fx.Node | None:
     """Each pooled dim in the cheapest of the three ways, those that leave least first."""
     x, places = operands(node)[0], argument(node, "output_size")
     if math.prod(shape(x)) == 0:
-        return None
+        return b(aten.reshape.default, x, list(shape(node)))
     first = len(shape(x)) - len(places)
     wanted = dict(enumerate(places, first))
     dims = [d for d, m in wanted.items() if m == 1]

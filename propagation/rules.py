@@ -176,8 +176,8 @@ def _view(node: fx.Node) -> Rule | None:
     """view, reshape, flatten, ...: factors are the common refinement of both shapes, major first."""
     x = operands(node)[0]
     before, after = shape(x), shape(node)
-    if math.prod(before) == 0:
-        return None
+    if math.prod(before) == 0:  # there is nothing to split
+        return Rule((((),) * len(before),), (((),) * len(after),), {})
     left: list[list[str]] = [[] for _ in before]
     right: list[list[str]] = [[] for _ in after]
     sizes: dict[str, int] = {}
@@ -512,8 +512,13 @@ _STEADY_AT = {
         "addcdiv", "atan", "atan2", "cosh", "digamma", "div", "exp", "exp2", "expm1", "float_power", "floor_divide",
         "fmod", "hypot", "i0", "igamma", "igammac", "ldexp", "lgamma", "log", "log10", "log1p", "log2", "logaddexp",
         "logaddexp2", "polygamma", "pow", "reciprocal", "remainder", "rsqrt", "sinh", "special_bessel_j0",
-        "special_bessel_j1", "special_entr", "special_erfcx", "special_i0e", "special_i1", "special_i1e",
-        "special_log_ndtr", "special_xlog1py", "sqrt", "tan", "true_divide", "xlogy",
+        "special_bessel_j1", "special_chebyshev_polynomial_t", "special_chebyshev_polynomial_u",
+        "special_chebyshev_polynomial_v", "special_chebyshev_polynomial_w", "special_entr", "special_erfcx",
+        "special_hermite_polynomial_h", "special_hermite_polynomial_he", "special_i0e", "special_i1", "special_i1e",
+        "special_laguerre_polynomial_l", "special_legendre_polynomial_p", "special_log_ndtr", "special_ndtr",
+        "special_polygamma", "special_shifted_chebyshev_polynomial_t", "special_shifted_chebyshev_polynomial_u",
+        "special_shifted_chebyshev_polynomial_v", "special_shifted_chebyshev_polynomial_w", "special_xlog1py", "sqrt",
+        "tan", "true_divide", "xlogy",
     ]),
     0.5: frozenset(["acos", "asin", "atanh", "erfinv", "logit", "special_ndtri"]),
     4.0: frozenset(["acosh", "mvlgamma", "special_zeta"]),
@@ -543,6 +548,8 @@ POINTWISE: dict[Any, Function] = {
     aten.neg.default: _UNARY_LINEAR,
     aten.polar.default: _pointwise({0}),
     aten.rsub.Scalar: _pointwise(),
+    aten.special_ndtr.default: _pointwise(),  # without the tag
+    aten.special_polygamma.default: _pointwise(),  # without the tag
     aten.sub.Tensor: _additive,
     aten.where.self: _where,
 }
@@ -557,7 +564,10 @@ RULES: dict[Any, Row | Function] = {
     aten._grouped_mm.default: grouped_mm,
     aten._safe_softmax.default: along("dim"),
     aten._softmax.default: along("dim"),
+    aten._softmax_backward_data.default: along("dim"),
+    aten._upsample_bicubic2d_aa.default: _pool(2),
     aten._upsample_bicubic2d_aa.vec: _pool(2),
+    aten._upsample_bilinear2d_aa.default: _pool(2),
     aten._upsample_bilinear2d_aa.vec: _pool(2),
     aten._upsample_nearest_exact1d.vec: interpolation,
     aten._upsample_nearest_exact2d.vec: interpolation,
@@ -604,6 +614,8 @@ RULES: dict[Any, Row | Function] = {
     aten.flip.default: along("dims", linear=True),
     aten.frexp.Tensor: _pair,
     aten.glu.default: along("dim"),
+    aten.grid_sampler_2d.default: Row("n c i j, n h w t -> n c h w", whole="i j t", linear=("0",), fill=0.0),
+    aten.grid_sampler_3d.default: Row("n c i j k, n d h w t -> n c d h w", whole="i j k t", linear=("0",), fill=0.0),
     aten.group_norm.default: _group_norm,
     aten.histc.default: histogram,
     aten.huber_loss.default: _loss,
@@ -618,6 +630,7 @@ RULES: dict[Any, Row | Function] = {
     aten.linear.default: Row("... k, n k, +n -> ... n", reduce="k", linear=_LINEAR, contraction=True),
     aten.log_softmax.int: along("dim"),
     aten.logcumsumexp.default: along("dim"),
+    aten.logsumexp.default: along("dim"),
     aten.max.dim: along("dim"),
     aten.max_pool1d.default: max_pool,
     aten.max_pool1d_with_indices.default: max_pool,
@@ -625,6 +638,7 @@ RULES: dict[Any, Row | Function] = {
     aten.max_pool2d_with_indices.default: max_pool,
     aten.max_pool3d.default: max_pool,
     aten.max_pool3d_with_indices.default: max_pool,
+    aten.max_pool2d_with_indices_backward.default: _pool(2),
     aten.max_unpool2d.default: _pool(2),
     aten.max_unpool3d.default: _pool(3),
     aten.median.default: along(),

@@ -62,7 +62,7 @@ from partway.strategy.placement import REPLICATE
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "coverage" / "operators.md"
 RANKS = 4
-SAMPLES = 40  # of an entry; a few have a thousand, which differ little
+TOGETHER = 48  # samples that are captured together
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}  # relative to the largest element
 ABORTS = frozenset({"sparse.mm.reduce", "sparse.sampled_addmm"})  # in torch.export, with the whole process
 
@@ -361,33 +361,35 @@ def _difference(a: Tensor | None, b: Tensor | None, undefined: bool) -> str:
 # -- One entry ---------------------------------------------------------------------------------------------------------
 
 
-def spread(samples: Sequence[Any], most: int) -> list[Any]:
+def spread(samples: Sequence[Any], most: int | None) -> list[Any]:
     """At most so many of `samples`, evenly spread, the first among them."""
-    return [samples[i * len(samples) // most] for i in range(most)] if len(samples) > most else list(samples)
+    if most is None or len(samples) <= most:
+        return list(samples)
+    return [samples[i * len(samples) // most] for i in range(most)]
 
 
-def examine(infos: Sequence[Any], most: int = SAMPLES) -> list[Result]:
-    """All that is found out about some entries, with at most `most` samples of each; of float32, where the rules are
-    those of float64, a tenth of them."""
+def examine(infos: Sequence[Any], most: int | None = None) -> list[Result]:
+    """All that is found out about some entries, with at most `most` samples of each in each dtype; None: with every
+    one."""
     results = {name_of(info): Result(name_of(info)) for info in infos}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         samples = [sample for info in infos for sample in samples_of(info, most, results[name_of(info)])]
         for scalars in (True, False):
-            _examine([sample for sample in samples if sample.scalars == scalars], results)
+            alike = [sample for sample in samples if sample.scalars == scalars]
+            for first in range(0, len(alike), TOGETHER):
+                _examine(alike[first : first + TOGETHER], results)
     for result in results.values():
         result.status = _status(result)
     return list(results.values())
 
 
-def samples_of(info: Any, most: int, result: Result) -> Iterator[Sample]:
+def samples_of(info: Any, most: int | None, result: Result) -> Iterator[Sample]:
     """The samples of an entry that are run, counted in `result`."""
-    dtypes = [dtype for dtype in (torch.float64, torch.float32) if dtype in info.dtypes]
-    counts = {dtypes[0]: most, dtypes[-1]: most if len(dtypes) == 1 else -(-most // 10)}
-    for dtype in dtypes:
+    for dtype in [dtype for dtype in (torch.float64, torch.float32) if dtype in info.dtypes]:
         torch.manual_seed(0)
         given = list(enumerate(info.sample_inputs("cpu", dtype, requires_grad=info.supports_autograd)))
-        for i, one in spread(given, counts[dtype]):
+        for i, one in spread(given, most):
             result.samples += 1
             try:
                 yield sample_of(info, one, f"{str(dtype).removeprefix('torch.')} sample {i}")
@@ -484,7 +486,7 @@ def _last_frame(error: Exception) -> str:
 # -- All entries, on processes that may end ----------------------------------------------------------------------------
 
 
-def _work(connection: Connection, most: int) -> None:
+def _work(connection: Connection, most: int | None) -> None:
     """A process that examines the entries it is told, without what PyTorch writes to the terminal meanwhile."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.set_num_threads(1)
@@ -496,7 +498,7 @@ def _work(connection: Connection, most: int) -> None:
 class Worker:
     """A process that can be replaced, and the entries that it examines."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int | None) -> None:
         self.names: list[str] = []
         self.since = 0.0
         context = multiprocessing.get_context("spawn")
@@ -526,7 +528,7 @@ def loaded(found: dict[str, Any]) -> Result:
 
 
 def examine_all(
-    names: Sequence[str], most: int, workers: int = 2, seconds: float = 600.0, together: int = 8
+    names: Sequence[str], most: int | None = None, workers: int = 2, seconds: float = 1800.0, together: int = 4
 ) -> Iterator[Result]:
     """The results of `names` as they come, so many at a time. What ends its process, or takes longer than `seconds` for
     one entry, is tried alone, and then is wrong."""
@@ -571,7 +573,7 @@ HEAD = """# Operators
 PyTorch describes its operators in a database of samples (`op_db`), which its own tests run. The samples of each entry
 that takes float32 on the CPU are run here with every dim of every tensor split in turn over {ranks} simulated ranks (a
 dim of 2 or 3 elements over 2), and everything else planned; outputs and gradients are compared with plain PyTorch
-{version}. They are at most {most} of an entry, evenly spread, in float64, and a tenth as many in float32.
+{version}. They are {most}, in float64 and in float32.
 `python tests/conformance/operators.py --write` writes this page, `make conformance` checks it.
 
 | status | entries | |
@@ -589,13 +591,13 @@ parts. (Where only a dim that an operator works along is split, it is gathered, 
 """
 
 
-def page(results: Sequence[Result], most: int) -> str:
+def page(results: Sequence[Result], most: int | None) -> str:
     """docs/coverage/operators.md."""
     counts = Counter(result.status for result in results)
     totals = [f"| {status.value} | {counts[status]} | {MEANING[status]} |" for status in Status]
     return HEAD.format(
         ranks=RANKS,
-        most=most,
+        most="all that there are" if most is None else f"at most {most} of an entry, evenly spread",
         version=".".join(torch.__version__.split(".")[:2]),
         totals="\n".join(totals),
         count=len(results),
@@ -623,21 +625,12 @@ def statuses() -> dict[str, Status]:
     return {name: Status(status) for name, status in rows if status in set(Status)}
 
 
-def samples_said() -> int:
-    """How many samples of each entry the page is of."""
-    found = re.search(r"at most (\d+) of an entry", PAGE.read_text(encoding="utf-8"))
-    assert found, "the page does not say"
-    return int(found[1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="entries whose name this regular expression finds")
-    parser.add_argument(
-        "--samples", type=int, default=SAMPLES, help="at most so many of an entry (default: %(default)s)"
-    )
+    parser.add_argument("--samples", type=int, help="at most so many of an entry in each dtype (default: every one)")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=600.0, help="for one entry")
+    parser.add_argument("--seconds", type=float, default=1800.0, help="for one entry")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "conformance")
     parser.add_argument("--again", action="store_true", help="also what there are results of")
     parser.add_argument("--write", action="store_true", help="write docs/coverage/operators.md")
