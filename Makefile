@@ -103,10 +103,10 @@ ifeq ($(INSTALL),wheel)
 define pytest
 @copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && \
 cp -R $(wildcard tests examples benchmarks docs) README.md pyproject.toml "$$copy" && cd "$$copy" && \
-$(PYTEST) -n $(WORKERS) $(1) $(ARGS)
+$(PYTEST) -n $(WORKERS) --dist loadgroup $(1) $(ARGS)
 endef
 else
 define pytest
-$(PYTEST) -n $(WORKERS) $(1) $(ARGS)
+$(PYTEST) -n $(WORKERS) --dist loadgroup $(1) $(ARGS)
 endef
 endif

@@ -94,6 +94,13 @@ class Pool:
             log.close()
 
 
+def pytest_collection_modifyitems(items):
+    """With several workers, all tests of a pool go to one of them, so that its ranks start once."""
+    for item in items:
+        if "pools" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.fixture(scope="session")
 def pools():
     started = {}

@@ -106,6 +106,7 @@ def test_a_calibration_writes_a_profile_that_plans_can_be_priced_by(tiny: None, 
         assert priced() == profile
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_the_profile_predicts_what_the_fit_does(tiny: None) -> None:
     found = calibrate(quick=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from architectures import ARCHITECTURES, SECONDS, SETUPS, check_all, in_a_process
 
-QUICK = ("mixtral", "t5", "unet")
+QUICK = ("mixtral", "unet")
 
 
 @pytest.mark.parametrize("name", QUICK)

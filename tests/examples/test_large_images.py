@@ -67,7 +67,7 @@ def test_processes_train_as_one_device(python: Runner, tmp_path: Path, processes
     same_losses(tmp_path / "out" / "large_images")
 
 
-@pytest.mark.parametrize("size", ["60", "512"])
+@pytest.mark.parametrize("size", ["60", pytest.param("512", marks=pytest.mark.slow)])
 def test_crops_that_do_not_fit_are_refused(python: Runner, size: str) -> None:
     done = python(SCRIPT, "--picture", "flower", "--size", size)
     assert done.returncode != 0
@@ -76,6 +76,7 @@ def test_crops_that_do_not_fit_are_refused(python: Runner, size: str) -> None:
     assert "up to the 427 pixels of the picture" in said
 
 
+@pytest.mark.slow
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(python: Runner, tmp_path: Path) -> None:
     (tmp_path / "tifffile.py").write_text("raise ModuleNotFoundError('no', name='tifffile')")
     done = python(SCRIPT, env={"PYTHONPATH": str(tmp_path)})

@@ -127,7 +127,7 @@ def test_a_step_without_a_reduction_has_nothing_that_could_wait() -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["replicated", pytest.param("split", marks=pytest.mark.slow)])
 def test_processes_reduce_micro_batches_once(on_ranks: Ranks, plan: str) -> None:
     for said in on_ranks(2, accumulates, plan, (0, 1, 3)):
         assert str(Kind.ALL_REDUCE) not in said[0]

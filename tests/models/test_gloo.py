@@ -114,7 +114,7 @@ def cases() -> Iterator[Any]:
     for n in (2, 4):
         for name in MODELS:
             for how in ("both", "batch", "block"):
-                slow = name not in ("mlp", "gpt2") or (name == "gpt2" and (n, how) != (2, "both"))
+                slow = (name, n, how) not in (("mlp", 4, "both"), ("gpt2", 2, "both"))
                 yield pytest.param(n, name, how, marks=[pytest.mark.slow] if slow else [])
 
 

@@ -322,9 +322,9 @@ def reads(name: str, strategy: Any, cut: dict[str, int]) -> None:
         ("mlp", "data_parallel", {"x": 0, "target": 0}),
         ("mlp", "full_batch", {}),
         ("mlp", ((1, 2), (1, 1)), {"x": 1}),
-        ("gpt2", "data_parallel", {"input_ids": 0, "labels": 0}),
+        pytest.param("gpt2", "data_parallel", {"input_ids": 0, "labels": 0}, marks=pytest.mark.slow),
         ("convnet", ((1, 1, 1, 2), (1,)), {"pixel_values": 3}),
-        ("convnet", ((2, 1, 1, 1), (1,)), {"pixel_values": 0}),
+        pytest.param("convnet", ((2, 1, 1, 1), (1,)), {"pixel_values": 0}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -456,7 +456,7 @@ def optimizes_in_parallel(ranks: int, reshard: bool) -> None:
 
 
 @pytest.mark.parametrize("reshard", [False, True], ids=["kept", "gathered again"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_the_parallel_optimizer_keeps_parameters_and_states_split(on_ranks: Ranks, ranks: int, reshard: bool) -> None:
     on_ranks(ranks, optimizes_in_parallel, ranks, reshard)
 

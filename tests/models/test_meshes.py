@@ -51,7 +51,7 @@ SIZES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("batch_split", [None, "first", "last"])
+@pytest.mark.parametrize("batch_split", [None, "first", pytest.param("last", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mesh", SIZES, ids=str)
 def test_a_model_on_any_mesh_computes_what_one_device_computes(mesh: dict[str, int], batch_split: str | None) -> None:
     plain = model_of()

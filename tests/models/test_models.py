@@ -90,7 +90,12 @@ def check(name: str, annotations: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("name", "annotations"),
     [
-        *((name, annotations) for name in CASES for annotations in (_first_block, _both) if name != "resnet50"),
+        *((name, _both) for name in CASES if name != "resnet50"),
+        *(
+            pytest.param(name, _first_block, marks=[] if name in ("mlp", "gpt2") else pytest.mark.slow)
+            for name in CASES
+            if name != "resnet50"
+        ),
         *(pytest.param("resnet50", found, marks=pytest.mark.slow) for found in (_both, _first_block, _batch_by_name)),
         # of a deep network the search over all meshes takes longer than all else that is tested here
         *(

@@ -385,8 +385,10 @@ def check_parts(lab, fn, x, parts, problem, choice, message):
         lab.assert_same([out], [real.get_buffer(name)], name)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.parametrize("shape", [(8, 4), (8, 4, 3), (8, 4, 2, 2), (8, 4, 2, 1, 2)])
+@pytest.mark.parametrize("parts", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "shape", [(8, 4), *(pytest.param(s, marks=pytest.mark.slow) for s in ((8, 4, 3), (8, 4, 2, 1, 2))), (8, 4, 2, 2)]
+)
 @pytest.mark.parametrize(
     "options", [{}, {"momentum": 0.3, "eps": 0.1}, {"affine": False}, {"track_running_stats": False}]
 )

@@ -105,7 +105,7 @@ def check(lab, fn, args, wanted=None):
 # -- What is shared -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "vit"])
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "vit"))])
 def test_a_model_has_the_loss_and_gradients_of_one_device_and_fewer_traces_than_pieces(name, traced):
     case = CASES[name]
     model = pw.shard(

@@ -257,7 +257,9 @@ def test_a_gather_of_the_backward_is_explained():
     assert "no plan does without it under these annotations" in of_gather
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt2", "vit", "convnet"])
+@pytest.mark.parametrize(
+    "name", ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "vit")), "convnet"]
+)
 def test_the_plan_lists_the_gathers_of_the_backward(name):
     pw.set_auto_parallel_context(
         parallel_mode="data_parallel", device_num=8, enable_parallel_optimizer=True, reshard_after_forward=True,

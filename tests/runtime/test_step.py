@@ -195,7 +195,7 @@ def check_worker(which, axes, annotation, fused):
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(
-    "axes", [{"x": 2}, pytest.param({"x": 4}, marks=pytest.mark.slow), {"dp": 2, "tp": 2}], ids=str
+    "axes", [*(pytest.param({"x": n}, marks=pytest.mark.slow) for n in (2, 4)), {"dp": 2, "tp": 2}], ids=str
 )
 def test_gloo_ranks_compute_the_loss_and_gradients_of_simulated_ranks(on_ranks, axes):
     n, kinds = Mesh(axes).device_num, set()
