@@ -64,6 +64,8 @@ def _takes(reader: fx.Node, pad: fx.Node) -> bool:
     count = len(shape(reader.args[1])) - 2  # type: ignore[arg-type]
     own = any(per_dim(argument(reader, "padding"), count))
     spatial = not any(argument(pad, "pad")[2 * count :])
+    if mode == "circular" and min(argument(pad, "pad")) < 0:  # cut before it comes round
+        return False
     return spatial and (not own or (mode == "constant" and number == 0)) and not math.isnan(number)
 
 

@@ -209,8 +209,8 @@ def _check_static(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
 
 
 def _check_operators(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
-    """Raise CaptureError for what is no functional operator: one that writes to its operands and has no twin that does
-    not, a branch or loop of a kind that control.py does not know, a list of results beside others."""
+    """Raise CaptureError for what is no functional operator: a branch or loop of a kind that control.py does not know,
+    a list of results beside others."""
     for node in module.graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem or node.target in CONTROL:
             continue
@@ -219,11 +219,6 @@ def _check_operators(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
             what = f"operator {name} returns lists of tensors beside others; return one list, or single tensors"
         elif isinstance(node.target, OpOverload):
             continue
-        elif name.startswith("auto_functionalized"):
-            written: Any = node.args[0]
-            arguments = written._schema.arguments
-            mutated = ", ".join(repr(a.name) for a in arguments if a.alias_info and a.alias_info.is_write)
-            what = f"operator {written} writes to its operand {mutated}; write it so that it returns the new value"
         else:
             what = f"{name} is a branch or a loop, of which each rank would need its own; write it without"
         raise CaptureError(

@@ -1,7 +1,9 @@
-"""Control flow: torch.cond, while_loop, scan and map, as torch.export leaves them.
+"""Control flow (torch.cond, while_loop, scan and map), and operators of a person's own that write to their operands, as
+torch.export leaves them.
 
 A loop of a known and modest number of steps is unrolled: its operators are then planned like any others. What is left,
-a branch on a value or a loop that ends by one, becomes one call of an operator that every device runs whole:
+a branch on a value, a loop that ends by one, or an operator that writes, which then writes to copies, becomes one call
+of an operator that every device runs whole:
 
     partway::run(operands, text)     what the Python functions in `text` make of the operands: `forward` with their
                                      values, `like` with their shapes alone
@@ -15,6 +17,7 @@ process is needed to read it: `text` calls operators by their names in torch.ops
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -24,7 +27,7 @@ from torch import Tensor, fx
 
 from ..strategy.errors import CaptureError
 from .builder import Builder
-from .graph import draws_random_numbers, module_path, shape, source_line
+from .graph import draws_random_numbers, module_path, operator_name, shape, source_line
 from .torch_internals import OpOverload, tree_flatten
 
 aten, higher = torch.ops.aten, torch.ops.higher_order
@@ -169,7 +172,7 @@ def _modest(body: fx.GraphModule, steps: int) -> bool:
 def _text(node: fx.Node, name: str, body: fx.GraphModule) -> str:
     """The graph `body` as a Python function called `name`."""
     for inner in body.graph.nodes:
-        known = inner.target is operator.getitem or isinstance(inner.target, OpOverload)
+        known = inner.target in (operator.getitem, *_WRITES) or isinstance(inner.target, OpOverload)
         if inner.op == "get_attr" or (inner.op == "call_function" and not known):
             raise CaptureError(f"{_what(node)} runs {inner.target}, which is no operator{_at(node)}")
         if inner.op == "call_function" and isinstance(inner.target, OpOverload) and draws_random_numbers(inner):
@@ -263,7 +266,37 @@ def _map(b: Builder, node: fx.Node) -> list[fx.Node]:
     return [b(aten.stack.default, list(column), 0) for column in zip(*given, strict=True)]
 
 
+def _written(b: Builder, node: fx.Node) -> list[fx.Node]:
+    """auto_functionalized(operator, arguments, what is written to): the operator's results, and what it wrote."""
+    body = fx.Graph()
+    operands = node.all_input_nodes
+    copies = {x: body.placeholder(x.name) for x in operands}
+    body.output(body.node_copy(node, copies.__getitem__))
+    owner = node.graph.owning_module
+    assert owner is not None
+    text = _text(node, "written", fx.GraphModule(owner, body))
+    text += """def forward(*operands):
+    return [x for x in written(*operands) if x is not None]
+
+def like(*operands):
+    return forward(*operands)
+"""
+    found = iter(_called(b, operands, text))
+    return [operands[0] if value is None else next(found) for value in node.meta["val"]]  # nobody reads what is None
+
+
+def name_of_call(node: fx.Node) -> str:
+    """The name of the operator that `node` calls, also of one that writes to its operands."""
+    found = (
+        re.search(r"auto_functionalized\w*\(torch\.ops\.([\w.]+)", str(node.args[1])) if node.target is run else None
+    )
+    return found[1] if found else operator_name(node)
+
+
+_WRITES = (higher.auto_functionalized, higher.auto_functionalized_v2)
+
 CONTROL: dict[Any, Callable[[Builder, fx.Node], list[fx.Node]]] = {
+    **dict.fromkeys(_WRITES, _written),
     higher.cond: _branch,
     higher.map_impl: _map,
     higher.scan: _scan,

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ..strategy.errors import OperatorError
-from .control import run
+from .control import name_of_call, run
 from .graph import describe, module_path, operator_name, shape, source_line, tensor_of, values_of
 from .rule import Row, Rule, parse_row, results_of, schema_tensors, specs_of, tokens_of
 from .torch_internals import OpOverload
@@ -169,10 +169,11 @@ def sketch(node: fx.Node) -> str:
 def without_rule(nodes: Sequence[fx.Node], so: str) -> str:
     """That each of `nodes` has no rule, and what follows from it, one line each."""
     lines, others = [], [node for node in nodes if node.target is not run]
-    if len(others) < len(nodes):
-        lines.append(
-            f"a branch, or a loop that ends by a value (torch.cond, while_loop), is no operator with a rule{so}"
-        )
+    for name in [name_of_call(node) for node in nodes if node.target is run]:
+        what = f"{name} writes to its operands, which no rule can say"
+        if name == str(run):
+            what = "a branch, or a loop that ends by a value (torch.cond, while_loop), is no operator with a rule"
+        lines.append(what + so)
     lines += [
         f"{operator_name(node)} (node {node.name}, {describe(node)}, in {module_path(node) or 'the function'}) has no "
         f"rule{so}. Give it one, such as {sketch(node)}"

@@ -124,6 +124,11 @@ def _batch_norm_of(
             new_mean = _blend(b, old_mean, b(aten.detach.default, mean), momentum)
             new_var = _blend(b, old_var, unbiased, momentum)
     y = b(normalise, x, mean, var, weight, bias, eps)
+    said = value(node)[1]
+    if not training and said.shape == (0,):
+        empty = b(aten.zeros.default, [0], dtype=said.dtype, device=said.device)
+        return (y, empty, empty, new_mean, new_var)
+    mean, var = (b(aten.detach.default, s) for s in (mean, var))  # no gradient comes by what is said of them
     rstd = b(aten.rsqrt.default, b(aten.add.Scalar, var, eps))
     return (y, mean, rstd, new_mean, new_var)
 

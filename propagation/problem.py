@@ -31,6 +31,7 @@ from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement, Shard
 from .collectives import constrain
+from .control import name_of_call
 from .conversion import Codes, ConversionTable, Floats, conversion_table, digits_of, tie
 from .cost import BACKWARD_FACTOR, Weights, collective_cost, operator_seconds
 from .custom import Rows, without_rule
@@ -673,7 +674,7 @@ class _Formulation:
 
     def _note_unknown(self, node: fx.Node) -> None:
         if not draws_random_numbers(node):
-            self.unknown.setdefault(operator_name(node), node)
+            self.unknown.setdefault(name_of_call(node), node)
 
     def _refuse_unknown(self) -> None:
         if self.unknown and self.settings.on_unknown_op is Fallback.ERROR:
@@ -684,7 +685,7 @@ class _Formulation:
 def warn_of_unknown(graph: Graph, unknown: Sequence[str]) -> None:
     """One UnknownOperatorWarning that names the operators `unknown` of `graph`, which have no rule, and the rows to
     add."""
-    nodes = {operator_name(node): node for node in reversed(graph.nodes)}
+    nodes = {name_of_call(node): node for node in reversed(graph.nodes)}
     if unknown:
         text = without_rule([nodes[name] for name in unknown], "; its operands are gathered and it runs replicated")
         warnings.warn(text, UnknownOperatorWarning, stacklevel=2)

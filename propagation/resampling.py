@@ -266,9 +266,12 @@ def pad(node: fx.Node) -> Rule:
     reaches: dict[int, Reach] = {
         count - 1 - i: Strided(1, 1, given[2 * i]) for i in range(len(given) // 2) if any(given[2 * i : 2 * i + 2])
     }
+    # of a circle PyTorch cuts first, and what is cut off does not come round
+    cut = {d for d in reaches if fill == "circular" and min(given[2 * (count - 1 - d) :][:2]) < 0}
     if isinstance(fill, float) and fill != (argument(node, "value") or 0.0):  # NaN, or a whole number that no float is
         return over_dims(node, {}, linear=False, whole=reaches)
-    return over_dims(node, reaches, fill, fill in (0.0, *REPEATS), _local_pad)
+    reaches = {d: reach for d, reach in reaches.items() if d not in cut}
+    return over_dims(node, reaches, fill, fill in (0.0, *REPEATS), _local_pad, cut)
 
 
 def _beyond(node: fx.Node) -> float | str:

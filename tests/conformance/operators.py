@@ -38,6 +38,7 @@ from partway.propagation.cost import WEIGHTS, Level
 from partway.propagation.differentiate import differentiate
 from partway.propagation.graph import (
     Graph,
+    Port,
     Role,
     constant_nodes,
     differentiated,
@@ -136,14 +137,16 @@ class Batch:
     """Several samples captured as one function, since each capture takes some time; nothing joins their graphs.
 
     names       the names of the inputs of each sample
+    written     those that it writes to
     owners      the sample that a node of the graph belongs to
-    expected    of each sample its outputs and gradients on one device
+    expected    of each sample its outputs and gradients on one device, and what the inputs are that it writes to
     undefined   whether a generator, or whatever memory holds, makes the numbers of a sample
     """
 
     samples: tuple[Sample, ...]
     graph: Graph
     names: tuple[tuple[str, ...], ...]
+    written: frozenset[str]
     owners: dict[fx.Node, int]
     expected: tuple[list[Any], ...]
     undefined: tuple[bool, ...]
@@ -227,13 +230,27 @@ def batch_of(samples: Sequence[Sample]) -> Batch:
     inputs = [port for port in graph.inputs if port.role is Role.INPUT]
     names = tuple(tuple(port.name for port in group) for group in grouped(inputs, leaves))
     owners: dict[fx.Node, int] = {}
-    for i, group in enumerate(grouped(graph.outputs, outputs)):
+    for i, group in enumerate(grouped(results_of(graph), outputs)):
         _own(owners, i, [port.node for port in group])
+    samples_of_inputs = {name: i for i, own in enumerate(names) for name in own}
+    updates = [port for port in graph.outputs if port.role is Role.INPUT_UPDATE]
+    for port in updates:
+        _own(owners, samples_of_inputs[port.name], [port.node])
+    written = frozenset(port.name for port in updates)
+    expected = [
+        [*own, *(t.detach() for name, t in zip(given, tensors, strict=True) if name in written)]
+        for own, given, tensors in zip(values_of(outputs, leaves), names, leaves, strict=True)
+    ]
     undefined = {owners.get(node) for node in graph.nodes if _is_undefined(node)}
     return Batch(
-        tuple(samples), graph, names, owners, values_of(outputs, leaves),
+        tuple(samples), graph, names, written, owners, tuple(expected),
         tuple(i in undefined for i in range(len(samples))),
     )  # fmt: skip
+
+
+def results_of(graph: Graph) -> list[Port]:
+    """The outputs that the function returns."""
+    return [port for port in graph.outputs if port.role is Role.RESULT]
 
 
 def _own(owners: dict[fx.Node, int], i: int, nodes: list[fx.Node]) -> None:
@@ -318,10 +335,15 @@ def run(batch: Batch, problem: SearchProblem, choice: tuple[int, ...]) -> tuple[
     constants = batch.graph.constants
     torch.manual_seed(0)
     outputs = step([next(given) if p.role is Role.INPUT else constants[p.name] for p in batch.graph.inputs])
+    found = dict(zip(batch.graph.outputs, outputs, strict=True))
+    updates = {port.name: out for port, out in found.items() if port.role is Role.INPUT_UPDATE}
     counts = [
-        len(values) - sum(t.requires_grad for t in own) for values, own in zip(batch.expected, leaves, strict=True)
+        len(values) - sum(t.requires_grad for t in own) - sum(name in batch.written for name in names)
+        for values, own, names in zip(batch.expected, leaves, batch.names, strict=True)
     ]
-    return values_of(grouped(outputs, [range(n) for n in counts]), leaves)
+    results = grouped([found[port] for port in results_of(batch.graph)], [range(n) for n in counts])
+    every = zip(values_of(results, leaves), batch.names, strict=True)
+    return tuple([*own, *(updates[name].detach() for name in names if name in batch.written)] for own, names in every)
 
 
 def difference(found: Sequence[Any], expected: Sequence[Any], undefined: bool) -> str:

@@ -82,3 +82,12 @@ def test_one_exchange_brings_the_padding_along(mode):
         ("exchange", "forward"),
         ("exchange", "backward"),
     ]
+
+
+def test_a_circle_that_is_cut_is_cut_before_it_comes_round():
+    def fn(x, w):
+        return F.conv1d(F.pad(x, (-1, 2), mode="circular"), w)
+
+    x, w = torch.randn(1, 2, 8, dtype=torch.float64), torch.randn(2, 2, 2, dtype=torch.float64)
+    run = pw.shard(fn, {"x": (None, None, "a"), "w": (None, None, None)}, mesh={"a": 4})
+    torch.testing.assert_close(run(x, w), fn(x, w))

@@ -1,5 +1,7 @@
 """Control flow: branches and loops give what they give on one device, forward and backward."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -151,6 +153,63 @@ def test_a_loop_of_few_operators_is_planned_operator_by_operator():
     found = [node.target for node in capture(Recurrence(), (torch.randn(6, 4, dtype=torch.float64),), {}).nodes]
     assert found.count(torch.ops.aten.tanh.default) == 6
     assert control.run not in found
+
+
+@torch.library.custom_op("partway_tests::note", mutates_args=("total", "count"))
+def note(total: torch.Tensor, x: torch.Tensor, by: float, count: torch.Tensor | None = None) -> torch.Tensor:
+    """Adds `by` times the columns' sums of `x`; returns the largest of each."""
+    total.add_(x.sum(0), alpha=by)
+    if count is not None:
+        count.add_(len(x))
+    return x.amax(0)
+
+
+@note.register_fake
+def _(total, x, by, count=None):
+    return x.new_empty(x.shape[1])
+
+
+@torch.library.custom_op("partway_tests::double_", mutates_args=("x",))
+def double_(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+class Noting(nn.Module):
+    """Notes what goes through it, in buffers and in a part of a tensor of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("total", torch.zeros(4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        y = x @ self.w
+        largest = note(self.total, y.detach(), 0.5, count=self.count)
+        rows = x[:3] * 0 + 1
+        double_(rows[1:])
+        return (y.tanh() * largest).sum() + (self.total * rows).sum() / self.count
+
+
+def test_an_operator_that_writes_to_its_operands_runs_on_gathered_ones(recwarn):
+    x = torch.randn(6, 4, dtype=torch.float64)
+    plain = Noting().double()
+    split = pw.shard(copy.deepcopy(plain), {"x": ("dp", None)}, mesh={"dp": 2})
+    for _ in range(2):
+        losses = [module(x) for module in (plain, split)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+    torch.testing.assert_close(split.w.grad, plain.w.grad)
+    torch.testing.assert_close(split.total, plain.total)
+    assert int(split.count) == 12
+    assert split.plan.unknown_operators == ("partway_tests.note.default", "partway_tests.double_.default")
+    said = [str(w.message) for w in recwarn if issubclass(w.category, pw.UnknownOperatorWarning)]
+    assert said == [
+        "partway_tests.note.default writes to its operands, which no rule can say; its operands are gathered and it "
+        "runs replicated\npartway_tests.double_.default writes to its operands, which no rule can say; its operands "
+        "are gathered and it runs replicated"
+    ]
 
 
 def test_random_numbers_in_a_branch_are_refused():

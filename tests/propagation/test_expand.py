@@ -268,6 +268,17 @@ def test_batch_norm(lab, shape, options, training):
     assert updated == ({"running_mean", "running_var", "num_batches_tracked"} if tracks else set())
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_no_gradient_comes_by_the_statistics_that_batch_norm_returns(lab, training):
+    mean, var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+
+    def fn(x, w):
+        y, saved, inverse = torch.native_batch_norm(x, w, None, mean.clone(), var.clone(), training, 0.1, 1e-5)
+        return y.sin(), saved, inverse
+
+    check(lab, fn, randn(4, 3, 2), randn(3))
+
+
 def test_batch_norm_of_a_split_batch_is_that_of_the_whole_batch(lab):
     made = nn.BatchNorm2d(3).double()
     real = copy.deepcopy(made)
