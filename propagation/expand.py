@@ -313,8 +313,7 @@ def _attention(b: Builder, node: fx.Node) -> fx.Node | None:
     if argument(node, "enable_gqa"):
         k, v = (_repeated(b, x, shape(q)[-3]) for x in (k, v))
     mask, scale = argument(node, "attn_mask"), argument(node, "scale")
-    last = len(shape(q))
-    scores = b(aten.matmul.default, q, b(aten.transpose.int, k, last - 2, last - 1))
+    scores = b(aten.matmul.default, q, b(aten.transpose.int, k, len(shape(k)) - 2, len(shape(k)) - 1))
     scores = b(aten.mul.Scalar, scores, shape(q)[-1] ** -0.5 if scale is None else scale)
     if argument(node, "is_causal"):
         ones = b(aten.ones.default, list(shape(scores)[-2:]), dtype=torch.bool, device=value(q).device)
@@ -323,7 +322,7 @@ def _attention(b: Builder, node: fx.Node) -> fx.Node | None:
         scores = b(aten.masked_fill.Scalar, scores, b(aten.logical_not.default, mask), float("-inf"))
     elif mask is not None:
         scores = b(aten.add.Tensor, scores, mask)
-    weights = b(aten.softmax.int, scores, last - 1)
+    weights = b(aten._safe_softmax.default, scores, len(shape(scores)) - 1)  # zeros where a mask hides all
     return b(aten.matmul.default, _dropped(b, weights, p)[0], v)
 
 

@@ -329,8 +329,19 @@ def _cross_entropy(node: fx.Node) -> Rule | None:
     sizes = _sizes(letters, shape(x))
     return Rule(
         (letters, letters if classes else positions, *weight), (() if reduced else positions,), sizes,
-        reduce=frozenset(sizes) if reduced else frozenset(),
+        reduce=frozenset(sizes) if reduced else frozenset(), even=frozenset(sizes if reduced and classes else ()),
+        local=_local_cross_entropy if reduced and not classes else None, masks=reduced and not classes,
     )  # fmt: skip
+
+
+def _local_cross_entropy(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """Behind the ends of short slices nothing is asked for."""
+    x, target, *rest = args
+    for mask in emit.behind(0, x):
+        x = emit.call(aten.masked_fill.Scalar, x, mask, 0.0)
+    for mask in emit.behind(1, target):
+        target = emit.call(aten.masked_fill.Scalar, target, mask, argument(emit.node, "ignore_index"))
+    return emit.call(emit.node.target, x, target, *rest, **kwargs)
 
 
 def _class_terms(node: fx.Node) -> Rule | None:

@@ -349,6 +349,24 @@ def test_attention(lab, options, p):
     assert whole == (p == 0)
 
 
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}])
+def test_attention_with_dropout_whose_queries_are_broadcast_over_the_batch(lab, options):
+    def attention(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.25, **options)
+
+    check(lab, attention, randn(3, 5, 4), randn(2, 3, 6, 4), randn(2, 3, 6, 4))
+
+
+def test_with_dropout_too_a_mask_that_hides_all_keys_gives_zeros():
+    def attention(x):
+        return F.scaled_dot_product_attention(x, x, x, torch.zeros(5, 5, dtype=torch.bool), dropout_p=0.25)
+
+    x = randn(2, 5, 4, grad=False)
+    assert torch.equal(attention(x), torch.zeros_like(x))
+    (found,) = run(capture(attention, (x,), {}), attention, (x,)).values()
+    assert torch.equal(found, torch.zeros_like(x))
+
+
 def test_dropout_of_a_split_tensor_is_that_of_the_whole(lab):
     x = randn(8, 6)
 

@@ -71,6 +71,14 @@ SPLIT = {
     "largest cumulative": (lambda x, b: (x * b).cumprod(1) + (x * b).cummax(1)[0], (real(5, 7), real(7))),
     "norm": (lambda x, b: torch.linalg.vector_norm(x * b, 3, 1), (real(5, 7), real(7))),
     "cross_entropy": (F.cross_entropy, (real(5, 7), index(7, 5))),
+    "weighted": (
+        lambda x, t, w: F.cross_entropy(x, t, w, label_smoothing=0.1) + F.nll_loss(x, t, w, ignore_index=2),
+        (real(5, 3, 7), index(3, 5, 7), real(3).abs().detach()),
+    ),
+    "probabilities": (
+        lambda x, y: F.cross_entropy(x, y.softmax(1), label_smoothing=0.1, reduction="sum"),
+        (real(5, 3, 7), real(5, 3, 7)),
+    ),
     "maps": (F.cross_entropy, (real(3, 4, 5, 7), index(4, 3, 5, 7))),
     "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, True), (real(5, 7, 6), real(7), real(7))),
     "attention": (F.scaled_dot_product_attention, (real(3, 5, 7, 2), real(3, 5, 6, 2), real(3, 5, 6, 2))),
