@@ -31,6 +31,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.testing._internal.common_methods_invocations import op_db
 
 from partway.propagation.capture import capture
@@ -397,6 +402,10 @@ def examine(infos: Sequence[Any], most: int | None = None) -> list[Result]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         samples = [sample for info in infos for sample in samples_of(info, most, results[name_of(info)])]
+        free = {sample.entry: sample for sample in reversed(samples) if depends_on_values(sample)}
+        for sample in free.values():  # of each entry the first, to have the reason
+            _examine([sample], results)
+        samples = [sample for sample in samples if sample.entry not in free or not depends_on_values(sample)]
         for scalars in (True, False):
             alike = [sample for sample in samples if sample.scalars == scalars]
             for first in range(0, len(alike), TOGETHER):
@@ -417,6 +426,22 @@ def samples_of(info: Any, most: int | None, result: Result) -> Iterator[Sample]:
                 yield sample_of(info, one, f"{str(dtype).removeprefix('torch.')} sample {i}")
             except Exception as error:  # what PyTorch itself does not take
                 _note(result.reasons, f"PyTorch: {_first_line(error)}")
+
+
+def depends_on_values(sample: Sample) -> bool:
+    """Whether sizes, or what is computed, depend on the values of tensors: fake ones tell, much sooner than a capture
+    that fails."""
+    mode = FakeTensorMode()
+    tensors, structure = flatten((sample.args, sample.kwargs))
+    try:
+        args, kwargs = structure.build([mode.from_tensor(t) for t in tensors])
+        with mode:
+            sample.fn(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return True
+    except Exception:  # whatever else it is, the capture tells
+        return False
+    return False
 
 
 def _examine(samples: Sequence[Sample], results: dict[str, Result]) -> None:
