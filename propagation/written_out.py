@@ -122,7 +122,8 @@ def _repeat(x: torch.Tensor, repeats: list[int]) -> torch.Tensor:
     size = [1] * (len(repeats) - x.dim()) + list(x.shape)
     apart = x.reshape([n for extent in size for n in (1, extent)])
     spread = apart.expand([n for both in zip(repeats, size, strict=True) for n in both])
-    return spread.reshape([times * extent for times, extent in zip(repeats, size, strict=True)])
+    merged = spread.reshape([times * extent for times, extent in zip(repeats, size, strict=True)])
+    return merged.contiguous()  # as views of it expect
 
 
 def _distance(x: torch.Tensor, y: torch.Tensor, p: float = 2.0) -> torch.Tensor:

@@ -27,6 +27,7 @@ def test_each_is_known_to_torch_and_has_no_row():
         lambda x: aten.unbind_copy(x)[1],
         lambda x: torch.dist(x, 2 * x, 3.0),
         lambda x: x.repeat(2, 1, 3),
+        lambda x: x.t()[None].repeat(3, 1, 1).view(-1),
         lambda x: x.rot90(1, (0, 1)),
         lambda x: [part * 2 for part in x.unsafe_split(3, 1)],
     ],
