@@ -249,9 +249,9 @@ def _squeezed(node: fx.Node) -> Rule | None:
 
 
 def _cat(node: fx.Node) -> Rule | None:
-    parts = [o for o in operands(node) if shape(o) != (0,)]
-    if len(parts) != len(operands(node)):
-        return None
+    parts = operands(node)
+    if any(shape(o) == (0,) for o in parts):  # expansion leaves none but where there is nothing else
+        return whole(node)
     dim = argument(node, "dim") % len(shape(node))
     letters = _rename(_letters(shape(node)), {dim})
     everything = frozenset(range(len(parts)))
@@ -526,8 +526,8 @@ _STEADY_AT = {
         "special_bessel_j1", "special_chebyshev_polynomial_t", "special_chebyshev_polynomial_u",
         "special_chebyshev_polynomial_v", "special_chebyshev_polynomial_w", "special_entr", "special_erfcx",
         "special_hermite_polynomial_h", "special_hermite_polynomial_he", "special_i0e", "special_i1", "special_i1e",
-        "special_laguerre_polynomial_l", "special_legendre_polynomial_p", "special_log_ndtr", "special_ndtr",
-        "special_polygamma", "special_shifted_chebyshev_polynomial_t", "special_shifted_chebyshev_polynomial_u",
+        "special_laguerre_polynomial_l", "special_legendre_polynomial_p", "special_log_ndtr",
+        "special_shifted_chebyshev_polynomial_t", "special_shifted_chebyshev_polynomial_u",
         "special_shifted_chebyshev_polynomial_v", "special_shifted_chebyshev_polynomial_w", "special_xlog1py", "sqrt",
         "tan", "true_divide", "xlogy",
     ]),
@@ -559,8 +559,6 @@ POINTWISE: dict[Any, Function] = {
     aten.neg.default: _UNARY_LINEAR,
     aten.polar.default: _pointwise({0}),
     aten.rsub.Scalar: _pointwise(),
-    aten.special_ndtr.default: _pointwise(),  # without the tag
-    aten.special_polygamma.default: _pointwise(),  # without the tag
     aten.sub.Tensor: _additive,
     aten.where.self: _where,
 }
