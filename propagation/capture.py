@@ -456,14 +456,21 @@ def _tensor_momenta(fn: Callable[..., Any]) -> Iterator[None]:
     changed = [
         m for m in modules if type(m).forward is torch.nn.BatchNorm2d.forward and m.momentum is None and m.training
     ]
-    changed = [m for m in changed if m.track_running_stats and "forward" not in vars(m)]
+    with _with_methods([m for m in changed if m.track_running_stats], "forward", _cumulative_batch_norm):
+        yield
+
+
+@contextlib.contextmanager
+def _with_methods(modules: Sequence[Any], name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Meanwhile `modules` have `method` for the one called `name`, but for those that have one of their own."""
+    changed = [module for module in modules if name not in vars(module)]
     try:
         for module in changed:
-            module.forward = partial(_cumulative_batch_norm, module)
+            setattr(module, name, partial(method, module))
         yield
     finally:
         for module in changed:
-            del module.forward
+            delattr(module, name)
 
 
 def _cumulative_batch_norm(norm: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch.Tensor:
@@ -495,14 +502,8 @@ def _conversions(fn: Callable[..., Any]) -> Iterator[None]:
     """While a module is captured, conversions in its forward, as `self.router.to(dtype)`, leave its parameters as they
     are: PyTorch would swap them for others, which it cannot do here."""
     modules: list[Any] = list(fn.modules()) if isinstance(fn, torch.nn.Module) else []
-    changed = [m for m in modules if "_apply" not in vars(m)]
-    try:
-        for module in changed:
-            module._apply = partial(_unchanged, module)
+    with _with_methods(modules, "_apply", _unchanged):
         yield
-    finally:
-        for module in changed:
-            del module._apply
 
 
 def _unchanged(module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], _: bool = True) -> Any:

@@ -270,7 +270,6 @@ def pad(node: fx.Node) -> Rule:
     cut = {d for d in reaches if fill == "circular" and min(given[2 * (count - 1 - d) :][:2]) < 0}
     if isinstance(fill, float) and fill != (argument(node, "value") or 0.0):  # NaN, or a whole number that no float is
         return over_dims(node, {}, linear=False, whole=reaches)
-    reaches = {d: reach for d, reach in reaches.items() if d not in cut}
     return over_dims(node, reaches, fill, fill in (0.0, *REPEATS), _local_pad, cut)
 
 

@@ -402,12 +402,17 @@ def examine(infos: Sequence[Any], most: int | None = None) -> list[Result]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         samples = [sample for info in infos for sample in samples_of(info, most, results[name_of(info)])]
-        free = {sample.entry: sample for sample in reversed(samples) if depends_on_values(sample)}
-        for sample in free.values():  # of each entry the first, to have the reason
+        fixed: list[Sample] = []
+        free: dict[str, Sample] = {}  # of each entry the first, to have the reason
+        for sample in samples:
+            if depends_on_values(sample):
+                free.setdefault(sample.entry, sample)
+            else:
+                fixed.append(sample)
+        for sample in free.values():
             _examine([sample], results)
-        samples = [sample for sample in samples if sample.entry not in free or not depends_on_values(sample)]
         for scalars in (True, False):
-            alike = [sample for sample in samples if sample.scalars == scalars]
+            alike = [sample for sample in fixed if sample.scalars == scalars]
             for first in range(0, len(alike), TOGETHER):
                 _examine(alike[first : first + TOGETHER], results)
     for result in results.values():
