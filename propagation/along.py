@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from .graph import argument, argument_names, operands, shape, value
+from .graph import argument, argument_names, operands, results_of, shape, value
 from .rule import Dims, Emitter, Rule, letters_of, sizes_of, without
-from .spatial import replaced, results_of
+from .spatial import replaced
 
 Function = Callable[[fx.Node], Rule | None]
 

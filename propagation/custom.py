@@ -17,7 +17,7 @@ from torch import fx
 from ..strategy.errors import OperatorError
 from .control import name_of_call, run
 from .graph import describe, module_path, operator_name, shape, source_line, tensor_of, values_of
-from .rule import Row, Rule, parse_row, results_of, schema_tensors, specs_of, tokens_of
+from .rule import Row, Rule, parse_row, schema_tensors, specified_results, specs_of, tokens_of
 from .torch_internals import OpOverload
 
 Rows = Mapping[Any, Row]  # by operator
@@ -114,7 +114,7 @@ def _size_problems(row: Row, node: fx.Node) -> Iterator[str]:
         for spec, (name, given) in zip(specs, schema_tensors(node), strict=True)
         for i, tensor in enumerate(given)
     ]
-    results = results_of(result_specs, node)
+    results = specified_results(result_specs, node)
     tensors += [(f"result {i}" if results[1:] else "the result", spec, size) for i, (spec, size) in enumerate(results)]
     seen: dict[str, tuple[int, str]] = {}
     merged = []

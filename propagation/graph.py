@@ -225,6 +225,12 @@ def values_of(node: fx.Node) -> tuple[Value, ...]:
     return tuple(Value(node, i) for i in range(len(found))) if isinstance(found, tuple | list) else (Value(node),)
 
 
+def results_of(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors that a call gives."""
+    found = value(node)
+    return list(found) if isinstance(found, tuple | list) else [found]
+
+
 def source_of(node: fx.Node) -> Value:
     """The value that `node` stands for: a getitem stands for a result of its operand."""
     if node.target is operator.getitem:

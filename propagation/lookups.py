@@ -18,10 +18,9 @@ import torch
 from torch import fx
 
 from .builder import Builder, Expansion
-from .graph import argument, argument_names, operands, shape, value
+from .graph import argument, argument_names, operands, results_of, shape, value
 from .indexing import behind, part_index
 from .rule import Emitter, Localize, Row, Rule, parse_row
-from .spatial import results_of
 
 aten = torch.ops.aten
 Function = Callable[[fx.Node], Rule | None]

@@ -9,9 +9,8 @@ import torch
 from torch import fx
 
 from .builder import Builder, Expansion
-from .graph import argument, operands, shape
+from .graph import argument, operands, results_of, shape
 from .rule import Row, Rule, parse_row
-from .spatial import results_of
 
 aten = torch.ops.aten
 

@@ -31,7 +31,7 @@ from torch import fx
 from ..strategy.cut import Cut, Window
 from ..strategy.placement import BROADCAST, PARTIAL, REPLICATE, Partial, Placement, Shard
 from . import indexing
-from .graph import is_tensor, operands, shape, value
+from .graph import is_tensor, operands, results_of, shape, value
 from .windows import Halo
 
 Dims = tuple[tuple[str, ...], ...]  # for each dim the factors that make it up, major first; () cannot be split
@@ -286,7 +286,7 @@ def parse_row(row: Row, node: fx.Node) -> Rule:
     ]
     sizes: dict[str, int] = {}
     dims = tuple(_dims(spec.lstrip("+"), shape(tensor), sizes) for spec, tensor, _ in present)
-    results = tuple(_dims(spec, found, sizes) for spec, found in results_of(result_specs, node))
+    results = tuple(_dims(spec, found, sizes) for spec, found in specified_results(result_specs, node))
     dims = tuple(_spread(d, shape(tensor), sizes) for d, (_, tensor, _) in zip(dims, present, strict=True))
     flops = 2.0 * math.prod(sizes.values()) if row.contraction else 0.0
     reduce, whole = (_named(text, sizes) for text in (row.reduce, row.whole))
@@ -340,13 +340,12 @@ def schema_tensors(node: fx.Node) -> list[tuple[str, tuple[fx.Node, ...]]]:
     return found
 
 
-def results_of(specs: Sequence[str], node: fx.Node) -> list[tuple[str, tuple[int, ...]]]:
+def specified_results(specs: Sequence[str], node: fx.Node) -> list[tuple[str, tuple[int, ...]]]:
     """What is said of each result of a call, and its size; what is said of a list is said of each of it."""
-    found = value(node)
-    if isinstance(found, list) and len(specs) == 1:
+    found = results_of(node)
+    if isinstance(value(node), list) and len(specs) == 1:
         specs = [*specs] * len(found)
-    sizes = [tuple(t.shape) for t in (found if isinstance(found, tuple | list) else (found,))]
-    return list(zip(specs, sizes, strict=False))
+    return [(spec, tuple(t.shape)) for spec, t in zip(specs, found, strict=False)]
 
 
 def _dims(spec: str, size: tuple[int, ...], sizes: dict[str, int]) -> Dims:

@@ -18,7 +18,7 @@ from torch import fx
 
 from ..strategy.cut import REPEATS
 from .absorb import padded_convolution
-from .graph import argument, argument_names, operands, per_dim, shape, value
+from .graph import argument, argument_names, operands, per_dim, results_of, shape, value
 from .indexing import wide
 from .ranks import of_rank, part_slice
 from .rule import Dims, Emitter, Localize, Rule
@@ -43,12 +43,6 @@ def replaced(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], **val
     for i in range(count):
         given.setdefault(names[i], argument(node, names[i]))
     return tuple(given[name] for name in names[:count]), {k: given[k] for k in kwargs if k not in names[:count]}
-
-
-def results_of(node: fx.Node) -> list[torch.Tensor]:
-    """The fake tensors that a call gives."""
-    found = value(node)
-    return list(found) if isinstance(found, tuple | list) else [found]
 
 
 # -- What rules of one operand share -----------------------------------------------------------------------------------
