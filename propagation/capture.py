@@ -60,6 +60,7 @@ from .graph import (
     verify,
 )
 from .random_numbers import RandomNumbers
+from .recurrent import TrueStates, true_states
 from .structure import Call, Structure, flatten, flatten_call, name_of
 from .torch_internals import (
     FakeTensor,
@@ -402,7 +403,7 @@ class _Flat(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.call.structure.build(list(tensors))
-        with self.outside, _Regions(), _WithoutGradients():
+        with self.outside, _Regions(), _WithoutGradients(), TrueStates():
             results, structure = flatten(self.fn(*args, **kwargs))
         self.seen(structure)
         return tuple(results)
@@ -563,6 +564,7 @@ def _graph(
     device = next((value(port.node).device.type for port in ports), "cpu")
     if device == "meta":
         _leave_meta(module)
+    true_states(module)
     adopt(module)
     flatten_control(module)
     outputs += _unseen_updates(module, expanded(module), ports, outputs)

@@ -7,19 +7,51 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
 from .builder import Builder, Expansion
-from .graph import argument, operands, results_of, shape
+from .graph import argument, operands, results_of, shape, value
 from .rule import Row, Rule, parse_row
 
 aten = torch.ops.aten
+
+
+class TrueStates(TorchFunctionMode):
+    """While a function is captured, an LSTM gives states of the shape of those it got: torch 2.11 traces them with a
+    dim too many. (PyTorch's kernels have the right ones, so that `true_states` need only correct what was traced.)"""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") != "lstm" or isinstance(args[1], torch.Tensor):  # a packed sequence
+            return result
+        y, *states = result
+        return (
+            y,
+            *(
+                s if s.shape == given.shape else s.reshape(given.shape)
+                for s, given in zip(states, args[1], strict=True)
+            ),
+        )
+
+
+def true_states(module: fx.GraphModule) -> None:
+    """Correct the shapes of LSTMs' states where PyTorch traced others."""
+    for node in module.graph.find_nodes(op="call_function", target=aten.lstm.input):
+        y, *states = value(node)
+        states = [s.reshape(shape(given)) for s, given in zip(states, _states(node), strict=True)]
+        node.meta["val"] = (y, *states)
+        for user in node.users:  # each an operator.getitem
+            user.meta["val"] = node.meta["val"][user.args[1]]
 
 
 def recurrent(node: fx.Node) -> Rule:
     """lstm, gru, rnn: (steps, batch, features) or (batch, steps, features); states are (layers, batch, features)."""
     steps = "b 1 1" if argument(node, "batch_first") else "1 b 1"
     states = len(_states(node))
-    return _over_batch(node, [steps, *["1 b 1"] * states], [steps, *["1 b 1"] * states])
+    weights = [" ".join("1" * len(shape(weight))) for weight in operands(node)[1 + states :]]
+    return _over_batch(node, steps, "1 b 1", weights)
 
 
 def _states(node: fx.Node) -> list[fx.Node]:
@@ -52,14 +84,14 @@ def _layer_by_layer(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | N
 
 
 def cell(node: fx.Node) -> Rule:
-    """lstm_cell, gru_cell, rnn_cell: one step."""
-    return _over_batch(node, ["b 1"] * (1 + len(_states(node))), ["b 1"] * len(results_of(node)))
+    """lstm_cell, gru_cell, rnn_cell: one step; biases may be missing."""
+    return _over_batch(node, "b 1", "b 1", ["1 1", "1 1", "1", "1"])
 
 
-def _over_batch(node: fx.Node, given: list[str], made: list[str]) -> Rule:
-    """The rule of a call with weights behind the operands in `given`."""
-    weights = [" ".join("1" * len(shape(o))) for o in operands(node)[len(given) :]]
-    return parse_row(Row(f"{', '.join([*given, *weights])} -> {', '.join(made)}"), node)
+def _over_batch(node: fx.Node, x: str, state: str, weights: list[str]) -> Rule:
+    states = [state] * len(_states(node))
+    made = [x, *states] if len(results_of(node)) > len(states) else states
+    return parse_row(Row(f"{', '.join([x, *states, *weights])} -> {', '.join(made)}"), node)
 
 
 _LAYERS = (aten.gru.input, aten.lstm.input, aten.rnn_relu.input, aten.rnn_tanh.input)

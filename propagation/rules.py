@@ -516,7 +516,7 @@ _STEADY = frozenset([
     "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "max", "maximum", "min",
     "minimum", "mish", "mul", "nan_to_num", "native_dropout_backward", "ne", "neg", "nextafter", "polar", "rad2deg",
     "relu", "relu6", "round", "rsub", "selu", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc",
-    "softplus", "softshrink", "square", "sub", "tanh", "threshold", "trunc", "where",
+    "softplus", "softshrink", "special_ndtr", "square", "sub", "tanh", "threshold", "trunc", "where",
 ])  # fmt: skip
 _STEADY_AT = {
     1.0: frozenset([
@@ -526,7 +526,7 @@ _STEADY_AT = {
         "special_bessel_j1", "special_chebyshev_polynomial_t", "special_chebyshev_polynomial_u",
         "special_chebyshev_polynomial_v", "special_chebyshev_polynomial_w", "special_entr", "special_erfcx",
         "special_hermite_polynomial_h", "special_hermite_polynomial_he", "special_i0e", "special_i1", "special_i1e",
-        "special_laguerre_polynomial_l", "special_legendre_polynomial_p", "special_log_ndtr",
+        "special_laguerre_polynomial_l", "special_legendre_polynomial_p", "special_log_ndtr", "special_polygamma",
         "special_shifted_chebyshev_polynomial_t", "special_shifted_chebyshev_polynomial_u",
         "special_shifted_chebyshev_polynomial_v", "special_shifted_chebyshev_polynomial_w", "special_xlog1py", "sqrt",
         "tan", "true_divide", "xlogy",
@@ -559,6 +559,8 @@ POINTWISE: dict[Any, Function] = {
     aten.neg.default: _UNARY_LINEAR,
     aten.polar.default: _pointwise({0}),
     aten.rsub.Scalar: _pointwise(),
+    aten.special_ndtr.default: _pointwise(),  # without the tag
+    aten.special_polygamma.default: _pointwise(),  # without the tag
     aten.sub.Tensor: _additive,
     aten.where.self: _where,
 }

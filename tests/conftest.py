@@ -1,4 +1,7 @@
-"""Tests on several gloo processes. Starting them takes seconds, so a pool of ranks serves all tests of a session."""
+"""What tests share: ranks on gloo processes, and an operator without a rule.
+
+Starting processes takes seconds, so a pool of ranks serves all tests of a session.
+"""
 
 import os
 import pickle
@@ -10,11 +13,26 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 os.environ["PARTWAY_CACHE"] = "0"  # tests plan anew; those of the cache set it themselves
 
 SECONDS = 100  # for one call, with all that its ranks wait for each other
+
+
+@torch.library.custom_op("partway_tests::bend", mutates_args=())
+def bend(x: Tensor) -> Tensor:
+    """x |x|, elementwise: what tests use as the operator that has no rule."""
+    return x * x.abs()
+
+
+bend.register_fake(torch.empty_like)
+bend.register_autograd(
+    lambda ctx, grad: 2 * grad * ctx.saved_tensors[0].abs(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 class Pool:

@@ -324,7 +324,7 @@ def test_the_constraint_inside_a_function_has_its_price():
 
 def test_leaving_out_an_annotation_does_not_warn_again():
     def shifted(x):
-        return torch.special.ndtr(x)
+        return torch.ops.partway_tests.bend(x)
 
     x = torch.empty(8, 8, device="meta")
     with pytest.warns(pw.UnknownOperatorWarning):
