@@ -71,7 +71,7 @@ from .torch_internals import (
     tree_flatten,
     tree_map,
 )
-from .written_out import written_out
+from .written_out import write_out
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
@@ -101,7 +101,7 @@ def capture(
     try:
         with warnings.catch_warnings(), torch.enable_grad(), _prepared(fn, example), _quiet():
             warnings.simplefilter("ignore")
-            exported = torch.export.export(flat, example, strict=False).run_decompositions(written_out())
+            exported = write_out(torch.export.export(flat, example, strict=False))
     except PartwayError:
         raise
     except Exception as error:  # torch.export raises many types; the caller's code may raise any

@@ -16,11 +16,16 @@ Each name, and why:
     torch._library.custom_ops.CustomOpDef   what torch.library.custom_op makes, for its type and its operator;
                                        torch.library exports it to no type checker
     torch._C.DispatchKey               what an operator is made of: nothing public tells
+    _split_decomp_table_to_cia_..., _decompose_exported_program   the two halves of ExportedProgram.run_decompositions,
+                                       which overrides 500 operators anew each time (written_out.py)
     torch.ops.torch_nn                 the operators of linear_cross_entropy in chunks, which the first import of
                                        their module registers; not in 2.11
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from torch._C import DispatchKey
 from torch._C import _dispatch_get_all_op_names as all_operator_names
@@ -35,6 +40,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.export import ExportedProgram
+from torch.export.exported_program import _decompose_exported_program
+from torch.export.exported_program import _split_decomp_table_to_cia_and_python_decomp as split_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
@@ -60,6 +68,24 @@ def makes_memory(operator: OpOverload) -> bool:
     return all(result.alias_info is None for result in operator._schema.returns)
 
 
+def is_composite(operator: OpOverload) -> bool:
+    """Whether PyTorch writes an operator as others, in its C++ code or in Python."""
+    key = DispatchKey.CompositeImplicitAutograd
+    return operator.has_kernel_for_dispatch_key(key) or key in operator.py_kernels
+
+
+def decompose(exported: ExportedProgram, composite: Mapping[Any, Any], others: Mapping[Any, Any]) -> ExportedProgram:
+    """What `exported.run_decompositions` gives, with its table in two parts: see `split_decompositions`."""
+    decomposed: ExportedProgram = _decompose_exported_program(
+        exported,
+        cia_to_decomp=dict(composite),
+        python_decomp_table=dict(others),
+        joint_loss_index=None,
+        decompose_custom_triton_ops=False,
+    )
+    return decomposed
+
+
 def defined_by(definition: CustomOpDef) -> OpOverload:
     """The operator of a torch.library.custom_op."""
     operator: OpOverload = definition._opoverload
@@ -77,11 +103,14 @@ __all__ = [
     "all_operator_names",
     "chunked_losses",
     "data_dependent",
+    "decompose",
     "defined_by",
+    "is_composite",
     "is_transformed",
     "make_fx",
     "makes_memory",
     "set_grad_enabled",
+    "split_decompositions",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",

@@ -36,7 +36,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.testing._internal.common_methods_invocations import op_db
 
 from partway.propagation.capture import capture
 from partway.propagation.cost import WEIGHTS, Level
@@ -115,6 +114,8 @@ def name_of(info: Any) -> str:
 
 def entries() -> dict[str, Any]:
     """The entries that take float32 on the CPU, by name."""
+    from torch.testing._internal.common_methods_invocations import op_db  # imports SciPy, which takes seconds
+
     return {name_of(info): info for info in op_db if torch.float32 in info.dtypes}
 
 

@@ -2,11 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import fx, nn
 
+from partway.propagation import written_out as module
 from partway.propagation.capture import capture
 from partway.propagation.graph import operator_name
 from partway.propagation.rules import RULES
-from partway.propagation.written_out import WRITTEN_OUT, written_out
+from partway.propagation.written_out import WRITTEN_OUT, write_out, written_out
 from partway.strategy.errors import CaptureError
 
 aten = torch.ops.aten
@@ -42,3 +45,61 @@ def test_a_written_out_operator_gives_the_same_numbers_by_operators_with_rules(f
 def test_results_inside_results_are_refused_by_name():
     with pytest.raises(CaptureError, match=r"aten\.histogramdd.* gives lists of tensors among its results"):
         capture(lambda x: torch.histogramdd(x, [2, 2, 2, 2]), (X.detach().float(),), {})
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.norm(x.reshape(1, 4, 4).flatten(0, 1)).relu_()
+        x += F.dropout(self.linear(x), 0.5, False).chunk(2)[0].repeat_interleave(2, 0).to(torch.float64)
+        with torch.no_grad():
+            largest = x.contiguous().view_as(x).amax()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.linear(x.float(), self.linear.weight.float())
+        q = y.unflatten(1, (2, 2)).transpose(0, 1).expand(2, 4, 2)
+        out = F.scaled_dot_product_attention(q, q, q).movedim(0, 1).where(x.narrow(1, 0, 2)[:, None] > 0, 0.0)
+        return out.std() + largest, torch.cond(x.sum() > 0, torch.sin, lambda x: x.square().softmax(0).clone(), (x,))
+
+
+class Written(nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x):
+        return self.fn(x)
+
+
+def of(exported):
+    graphs = [str(part.graph) for part in exported.graph_module.modules() if isinstance(part, fx.GraphModule)]
+    return graphs, str(exported.graph_signature)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.export about itself
+@pytest.mark.parametrize(
+    ("model", "short"),
+    [
+        (Model().double(), True),
+        (Written(lambda x: x.repeat(2, 1)), True),
+        (
+            Written(lambda x: torch.where(x > 0, 1.0, x) + torch.where(x > 1, x, 1.0) + torch.where(x > 1, 2.0, 1.0)),
+            True,
+        ),
+        (Written(lambda x: x.clone().fill_(2.0) * x.new_empty(4).zero_() + x.clone().fill_(x.sum())), True),
+        (Written(lambda x: torch.rsub(x, x).masked_fill(x > 0, torch.tensor(2.0))), True),
+        (Written(lambda x: x.clone().square_()), False),
+        (Written(lambda x: x.diff()), False),
+        (Written(lambda x: x.clone().renorm_(2, 0, 1.0)), False),
+    ],
+    ids=["model", "repeat", "where", "fill_", "rsub", "square_", "diff", "renorm_"],
+)
+def test_the_short_way_is_taken_where_it_gives_the_program_of_run_decompositions(model, short, monkeypatch):
+    calls = []
+    decompose = module.decompose
+    monkeypatch.setattr(module, "decompose", lambda *args: calls.append(args) or decompose(*args))
+    exported = torch.export.export(model, (X.detach(),), strict=False)
+    assert of(write_out(exported)) == of(exported.run_decompositions(written_out()))
+    assert bool(calls) == short
