@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from .graph import argument, argument_names, operands, results_of, shape, value
+from .graph import argument, argument_names, operands, results_of, shape
 from .rule import Dims, Emitter, Rule, letters_of, sizes_of, without
 from .spatial import replaced
 
@@ -135,11 +135,6 @@ def native_norm(node: fx.Node) -> Rule:
 def _local_group_norm(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     args, kwargs = replaced(emit.node, args, kwargs, N=emit.shapes.operands[0][0])
     return emit.call(emit.node.target, *args, **kwargs)
-
-
-def vector_norm(node: fx.Node) -> Rule | None:
-    """The norms that expansion leaves: the dims that are summed stay whole."""
-    return None if value(operands(node)[0]).is_complex() else along("dim", fill=1.0)(node)
 
 
 def rows_of_classes(node: fx.Node) -> Rule:

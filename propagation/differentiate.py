@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from ..strategy.errors import VerifyError
+from ..strategy.errors import CaptureError, VerifyError
 from .batch_norm import merge_gradients
 from .collectives import convert
-from .graph import Role, Text, mark, region_of
+from .graph import Role, Text, mark, operator_name, region_of
 from .lower import LocalProgram
 from .segments import Like, Piece, pieces_of
-from .torch_internals import FakeTensorMode, OpOverload, make_fx
+from .torch_internals import FakeTensorMode, OpOverload, data_dependent, make_fx
 
 _add = torch.ops.aten.add.Tensor
 T = TypeVar("T")
@@ -153,7 +153,15 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
         # the piece before is traced for tangents that are like these, and a Like makes no lazy tensor
         return (*outputs, *(None if g is None else g.resolve_conj().resolve_neg() for g in gradients))
 
-    traced = make_fx(joint)(*inputs, *given)
+    try:
+        traced = make_fx(joint)(*inputs, *given)
+    except data_dependent as error:
+        called = [operator_name(node) for node in piece.nodes if isinstance(node.target, OpOverload)]
+        names = ", ".join(dict.fromkeys(name for name in called if not name.startswith("partway.")))
+        raise CaptureError(
+            f"the gradient of one of {names} depends on the values of tensors, as PyTorch computes it: it asks for "
+            f"{str(error).splitlines()[0]}. Compute it outside the sharded function, or of what needs no gradient"
+        ) from error
     if any(map(_overwrites, traced.graph.nodes)):  # some of autograd's formulas fill a buffer, as that of rfft
         with torch.no_grad():
             traced = make_fx(torch.func.functionalize(functools.partial(_run, traced)))(*inputs, *given)

@@ -44,8 +44,13 @@ class Keys:
 def drawn(
     b: Builder, kind: str, given: list[float], size: tuple[int, ...], dtype: torch.dtype, like: fx.Node
 ) -> fx.Node:
-    """A tensor of random numbers on the device of `like`."""
+    """A tensor of random numbers on the device of `like`. Complex ones have a real and an imaginary part of the same
+    kind, which share the variance of normal ones."""
     assert b.keys is not None
+    if dtype.is_complex:
+        mean, given = (given[0], [0.0, given[1] / math.sqrt(2)]) if kind == "normal" else (0.0, given)
+        parts = drawn(b, kind, given, (*size, 2), dtype.to_real(), like)
+        return b(aten.add.Scalar, b(aten.view_as_complex.default, parts), mean)
     arguments = kind, [float(n) for n in given], list(size), dtype, value(like).device, b.keys.stream
     return b(draw, b.keys.take(b), [], [], [], *arguments)
 

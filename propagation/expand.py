@@ -393,6 +393,17 @@ def _called(target: Any) -> Expansion:
     return lambda b, node: b(target, *node.args, **node.kwargs)
 
 
+def _into_complex(b: Builder, node: fx.Node) -> fx.Node | None:
+    """A write into a slice of a complex tensor, of which PyTorch has no derivative: into real and imaginary parts."""
+    x, source = operands(node)
+    if not value(x).is_complex():
+        return None
+    where = [argument(node, name) for name in argument_names(node)[3:]]
+    dim = argument(node, "dim") % len(shape(x))
+    parts = [b(aten.view_as_real.default, b.cast(part, value(x).dtype)) for part in (x, source)]
+    return b(aten.view_as_complex.default, b(node.target, *parts, dim, *where))
+
+
 # other names of operators that have rows
 _ALIASES = {
     aten.__and__.Scalar: aten.bitwise_and.Scalar,
@@ -401,6 +412,8 @@ _ALIASES = {
     aten.__or__.Tensor: aten.bitwise_or.Tensor,
     aten.__xor__.Scalar: aten.bitwise_xor.Scalar,
     aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
+    aten._conj.default: aten.conj_physical.default,  # at once, as collectives send what is in memory
+    aten._neg_view.default: aten.neg.default,
     aten.divide.Scalar: aten.div.Scalar,
     aten.divide.Tensor: aten.div.Tensor,
     aten.multiply.Scalar: aten.mul.Scalar,
@@ -451,6 +464,8 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.ones_like.default: _like(aten.ones.default),
     aten.repeat_interleave.self_int: _repeat_interleave,
     aten.scaled_dot_product_attention.default: _attention,
+    aten.select_scatter.default: _into_complex,
+    aten.slice_scatter.default: _into_complex,
     aten.smooth_l1_loss.default: _pointwise_loss,
     aten.soft_margin_loss.default: _pointwise_loss,
     aten.type_as.default: _type_as,

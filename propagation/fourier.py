@@ -42,17 +42,16 @@ def _shift(b: Builder, node: fx.Node) -> fx.Node:
     return b(aten.roll.default, x, [(shape(x)[d] + up) // 2 for d in dims], dims) if dims else b(aten.alias.default, x)
 
 
-def _overlapped(b: Builder, node: fx.Node) -> fx.Node | None:
+def _overlapped(b: Builder, node: fx.Node) -> fx.Node:
     """istft: frames back in time, each in its window, added up where they overlap and divided by the windows there.
     (PyTorch's operator looks at numbers, which fake tensors have not.)"""
     x, *window = operands(node)
     size, length = argument(node, "n_fft"), argument(node, "length")
-    if argument(node, "return_complex") or argument(node, "onesided") is False or shape(x)[-2] != size // 2 + 1:
-        return None
     hop = argument(node, "hop_length") or size // 4
     total, start = size + hop * (shape(x)[-1] - 1), size // 2 if argument(node, "center") else 0
     stop = total - start if length is None else start + length
-    frames = b(aten.fft_irfft.default, x, size, -2, "ortho" if argument(node, "normalized") else None)
+    back = aten.fft_ifft.default if value(node).is_complex() else aten.fft_irfft.default  # of the lower half alone
+    frames = b(back, x, size, -2, "ortho" if argument(node, "normalized") else None)
     width = argument(node, "win_length") or size
     shaped = window[0] if window else b(aten.ones.default, [width], dtype=value(frames).dtype, device=value(x).device)
     if width < size:

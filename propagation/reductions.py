@@ -45,41 +45,39 @@ def _root(b: Builder, x: fx.Node) -> fx.Node:
     return b(aten.masked_fill.Scalar, b(aten.sqrt.default, b(aten.masked_fill.Scalar, x, zero, 1.0)), zero, 0.0)
 
 
-def _moments(b: Builder, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+def _moments(b: Builder, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Variance and mean. The squares are about the mean as a constant: a variance does not change with what it is
     about, so that its gradient needs no sum over the ranks."""
     x = operands(node)[0]
-    if value(x).is_complex():
-        return None
     dims, keep, dtype = list(_dims(node)), _keeps(node), wide(value(x).dtype)
     count = math.prod(shape(x)[d] for d in dims)
     mean = b(aten.div.Scalar, b(aten.sum.dim_IntList, x, dims, True, dtype=dtype), count)
     away = b(aten.sub.Tensor, x, b(aten.detach.default, mean))
-    squares = b(aten.sum.dim_IntList, b(aten.mul.Tensor, away, away), dims, keep)
+    if value(x).is_complex():  # real and imaginary parts count together
+        parts = b(aten.view_as_real.default, away)
+        squared = b(aten.sum.dim_IntList, b(aten.mul.Tensor, parts, parts), [-1])
+    else:
+        squared = b(aten.mul.Tensor, away, away)
+    squares = b(aten.sum.dim_IntList, squared, dims, keep)
     var = b(aten.div.Scalar, squares, max(count - _correction(node), 0))
     return var, mean if keep or not dims else b(aten.squeeze.dims, mean, dims)
 
 
-def _var(b: Builder, node: fx.Node) -> fx.Node | None:
-    found = _moments(b, node)
-    return None if found is None else b.cast(found[0], value(node).dtype)
+def _var(b: Builder, node: fx.Node) -> fx.Node:
+    return b.cast(_moments(b, node)[0], value(node).dtype)
 
 
-def _std(b: Builder, node: fx.Node) -> fx.Node | None:
-    found = _moments(b, node)
-    return None if found is None else b.cast(_root(b, found[0]), value(node).dtype)
+def _std(b: Builder, node: fx.Node) -> fx.Node:
+    return b.cast(_root(b, _moments(b, node)[0]), value(node).dtype)
 
 
-def _var_mean(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
-    found = _moments(b, node)
-    return None if found is None else tuple(b.cast(v, value(node)[0].dtype) for v in found)
+def _var_mean(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
+    return tuple(b.cast(v, like.dtype) for v, like in zip(_moments(b, node), value(node), strict=True))
 
 
-def _std_mean(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
-    found = _moments(b, node)
-    if found is None:
-        return None
-    return tuple(b.cast(v, value(node)[0].dtype) for v in (_root(b, found[0]), found[1]))
+def _std_mean(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
+    var, mean = _moments(b, node)
+    return tuple(b.cast(v, like.dtype) for v, like in zip((_root(b, var), mean), value(node), strict=True))
 
 
 def _norm(b: Builder, node: fx.Node) -> fx.Node | None:
@@ -87,12 +85,14 @@ def _norm(b: Builder, node: fx.Node) -> fx.Node | None:
     x, order = operands(node)[0], argument(node, "ord")
     order = 2.0 if order is None else float(order)
     of_matrix = node.target is aten.linalg_norm.default and argument(node, "ord") is not None and len(_dims(node)) == 2
-    if value(x).is_complex() or order not in (1.0, 2.0, math.inf) or of_matrix:
+    if order not in (1.0, 2.0, math.inf) or of_matrix:
         return None
-    if not shape(x) or not value(x).is_floating_point():
+    if not shape(x) or not (value(x).is_floating_point() or value(x).is_complex()):
         return None
     dims, keep = list(_dims(node)), _keeps(node)
-    x = b.cast(x, wide(argument(node, "dtype") or value(x).dtype))
+    dtype = argument(node, "dtype") or value(x).dtype
+    x = b(aten.abs.default, x) if value(x).is_complex() else x
+    x = b.cast(x, wide(dtype.to_real()))
     if order == 2:
         found = _root(b, b(aten.sum.dim_IntList, b(aten.mul.Tensor, x, x), dims, keep))
     elif order == 1:

@@ -10,6 +10,7 @@ so; the rest, in one call, by PyTorch's kernel.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -274,8 +275,12 @@ def pad(node: fx.Node) -> Rule:
 
 
 def _beyond(node: fx.Node) -> float | str:
+    """What is there: a number, NaN for a complex one, or how elements come there."""
     mode = argument(node, "mode") if "mode" in argument_names(node) else "constant"
-    return float(argument(node, "value") or 0.0) if mode == "constant" else str(mode)
+    if mode != "constant":
+        return str(mode)
+    number = argument(node, "value") or 0.0
+    return math.nan if isinstance(number, complex) else float(number)
 
 
 def _local_pad(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

@@ -25,7 +25,6 @@ from .along import (
     quantile,
     rows_of_classes,
     searchsorted,
-    vector_norm,
 )
 from .attention import attention
 from .batch_norm import moments, normalise, part_norm, sample_moments, statistics
@@ -510,12 +509,12 @@ def _group_norm(node: fx.Node) -> Rule | None:
 _STEADY = frozenset([
     "_prelu_kernel", "_to_copy", "abs", "add", "addcmul", "alias", "asinh", "bitwise_and", "bitwise_left_shift",
     "bitwise_not", "bitwise_or", "bitwise_right_shift", "bitwise_xor", "ceil", "celu", "clamp", "clamp_max",
-    "clamp_min", "clone", "complex", "copysign", "cos", "deg2rad", "detach", "elu", "eq", "erf", "erfc", "floor",
-    "fmax", "fmin", "frac", "gcd", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh", "heaviside",
-    "isfinite", "isinf", "isnan", "isneginf", "isposinf", "lcm", "le", "leaky_relu", "lerp", "log_sigmoid",
-    "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "max", "maximum", "min",
-    "minimum", "mish", "mul", "nan_to_num", "native_dropout_backward", "ne", "neg", "nextafter", "polar", "rad2deg",
-    "relu", "relu6", "round", "rsub", "selu", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc",
+    "clamp_min", "clone", "complex", "conj_physical", "copysign", "cos", "deg2rad", "detach", "elu", "eq", "erf",
+    "erfc", "floor", "fmax", "fmin", "frac", "gcd", "ge", "gelu", "gt", "hardsigmoid", "hardswish", "hardtanh",
+    "heaviside", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "lcm", "le", "leaky_relu", "lerp",
+    "log_sigmoid", "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "max", "maximum",
+    "min", "minimum", "mish", "mul", "nan_to_num", "native_dropout_backward", "ne", "neg", "nextafter", "polar",
+    "rad2deg", "relu", "relu6", "round", "rsub", "selu", "sgn", "sigmoid", "sign", "signbit", "silu", "sin", "sinc",
     "softplus", "softshrink", "special_ndtr", "square", "sub", "tanh", "threshold", "trunc", "where",
 ])  # fmt: skip
 _STEADY_AT = {
@@ -546,6 +545,7 @@ POINTWISE: dict[Any, Function] = {
     aten.alias.default: _UNARY_LINEAR,
     aten.clone.default: _UNARY_LINEAR,
     aten.complex.default: _pointwise({0, 1}),
+    aten.conj_physical.default: _UNARY_LINEAR,
     aten.detach.default: _UNARY_LINEAR,
     aten.div.Scalar: _UNARY_LINEAR,
     aten.div.Tensor: _UNARY_LINEAR,
@@ -637,7 +637,7 @@ RULES: dict[Any, Row | Function] = {
     aten.kthvalue.default: along("dim"),
     aten.l1_loss.default: _loss,
     aten.layer_norm.default: _layer_norm,
-    aten.linalg_vector_norm.default: vector_norm,
+    aten.linalg_vector_norm.default: along("dim", fill=1.0),  # the norms that expansion leaves
     aten.linear.default: Row("... k, n k, +n -> ... n", reduce="k", linear=_LINEAR, contraction=True),
     aten.log_softmax.int: along("dim"),
     aten.logcumsumexp.default: along("dim"),

@@ -14,6 +14,7 @@ from .torch_internals import OpOverload, decompose, is_composite, split_decompos
 aten = torch.ops.aten
 
 WRITTEN_OUT = frozenset([
+    aten.affine_grid_generator.default,
     aten.argsort.default,
     aten.argsort.stable,
     aten.atleast_1d.Sequence,

@@ -2,6 +2,7 @@
 
     python tests/conformance/operators.py                       all entries, resumed from out/conformance
     python tests/conformance/operators.py --only fft --samples 3
+    python tests/conformance/operators.py --dtypes complex128 int64 --samples 4
     python tests/conformance/operators.py --write               the page docs/coverage/operators.md, of all results
 
 Of each sample every dim of every tensor is split in turn, over 4 ranks (a dim of 2 or 3 elements over 2), as
@@ -68,6 +69,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "coverage" / "operators.md"
 RANKS = 4
 TOGETHER = 48  # samples that are captured together
+DTYPES = torch.float64, torch.float32  # of the page
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}  # relative to the largest element
 ABORTS = frozenset({"sparse.mm.reduce", "sparse.sampled_addmm"})  # in torch.export, with the whole process
 
@@ -112,11 +114,11 @@ def name_of(info: Any) -> str:
     return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else str(info.name)
 
 
-def entries() -> dict[str, Any]:
-    """The entries that take float32 on the CPU, by name."""
+def entries(dtypes: Sequence[torch.dtype] = DTYPES) -> dict[str, Any]:
+    """The entries that take one of `dtypes` on the CPU, by name."""
     from torch.testing._internal.common_methods_invocations import op_db  # imports SciPy, which takes seconds
 
-    return {name_of(info): info for info in op_db if torch.float32 in info.dtypes}
+    return {name_of(info): info for info in op_db if not info.dtypes.isdisjoint(dtypes)}
 
 
 # -- Samples, run together ---------------------------------------------------------------------------------------------
@@ -396,13 +398,13 @@ def spread(samples: Sequence[Any], most: int | None) -> list[Any]:
     return [samples[i * len(samples) // most] for i in range(most)]
 
 
-def examine(infos: Sequence[Any], most: int | None = None) -> list[Result]:
+def examine(infos: Sequence[Any], most: int | None = None, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Result]:
     """All that is found out about some entries, with at most `most` samples of each in each dtype; None: with every
     one."""
     results = {name_of(info): Result(name_of(info)) for info in infos}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        samples = [sample for info in infos for sample in samples_of(info, most, results[name_of(info)])]
+        samples = [sample for info in infos for sample in samples_of(info, most, dtypes, results[name_of(info)])]
         fixed: list[Sample] = []
         free: dict[str, Sample] = {}  # of each entry the first, to have the reason
         for sample in samples:
@@ -421,11 +423,12 @@ def examine(infos: Sequence[Any], most: int | None = None) -> list[Result]:
     return list(results.values())
 
 
-def samples_of(info: Any, most: int | None, result: Result) -> Iterator[Sample]:
+def samples_of(info: Any, most: int | None, dtypes: Sequence[torch.dtype], result: Result) -> Iterator[Sample]:
     """The samples of an entry that are run, counted in `result`."""
-    for dtype in [dtype for dtype in (torch.float64, torch.float32) if dtype in info.dtypes]:
+    for dtype in [dtype for dtype in dtypes if dtype in info.dtypes]:
         torch.manual_seed(0)
-        given = list(enumerate(info.sample_inputs("cpu", dtype, requires_grad=info.supports_autograd)))
+        differentiable = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
+        given = list(enumerate(info.sample_inputs("cpu", dtype, requires_grad=differentiable)))
         for i, one in spread(given, most):
             result.samples += 1
             try:
@@ -539,24 +542,24 @@ def _last_frame(error: Exception) -> str:
 # -- All entries, on processes that may end ----------------------------------------------------------------------------
 
 
-def _work(connection: Connection, most: int | None) -> None:
+def _work(connection: Connection, most: int | None, dtypes: Sequence[torch.dtype]) -> None:
     """A process that examines the entries it is told, without what PyTorch writes to the terminal meanwhile."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.set_num_threads(1)
-    known = entries()
+    known = entries(dtypes)
     while names := connection.recv():
-        connection.send([asdict(result) for result in examine([known[name] for name in names], most)])
+        connection.send([asdict(result) for result in examine([known[name] for name in names], most, dtypes)])
 
 
 class Worker:
     """A process that can be replaced, and the entries that it examines."""
 
-    def __init__(self, most: int | None) -> None:
+    def __init__(self, most: int | None, dtypes: Sequence[torch.dtype]) -> None:
         self.names: list[str] = []
         self.since = 0.0
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, most), daemon=True)
+        self.process = context.Process(target=_work, args=(theirs, most, dtypes), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -581,13 +584,14 @@ def loaded(found: dict[str, Any]) -> Result:
 
 
 def examine_all(
-    names: Sequence[str], most: int | None = None, workers: int = 2, seconds: float = 1800.0, together: int = 4
-) -> Iterator[Result]:
+    names: Sequence[str], most: int | None = None, workers: int = 2, seconds: float = 1800.0, together: int = 4,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+) -> Iterator[Result]:  # fmt: skip
     """The results of `names` as they come, so many at a time. What ends its process, or takes longer than `seconds` for
     one entry, is tried alone, and then is wrong."""
     left = [list(names[i : i + together]) for i in range(0, len(names), together)][::-1]
     busy: list[Worker] = []
-    idle = [Worker(most) for _ in range(min(workers, len(left)))]
+    idle = [Worker(most, dtypes) for _ in range(min(workers, len(left)))]
     while left or busy:
         while left and idle:
             busy.append(idle.pop())
@@ -604,7 +608,7 @@ def examine_all(
                 yield from found
                 continue
             worker.stop()
-            idle.append(Worker(most))
+            idle.append(Worker(most, dtypes))
             if len(worker.names) > 1:
                 left += [[name] for name in worker.names]
             else:
@@ -682,16 +686,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="entries whose name this regular expression finds")
     parser.add_argument("--samples", type=int, help="at most so many of an entry in each dtype (default: every one)")
+    parser.add_argument("--dtypes", nargs="+", help="such as complex128 int64 (default: float64 float32)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1800.0, help="for one entry")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "conformance")
     parser.add_argument("--again", action="store_true", help="also what there are results of")
     parser.add_argument("--write", action="store_true", help="write docs/coverage/operators.md")
     given = parser.parse_args()
+    if given.dtypes and given.write:
+        parser.error("--dtypes: the page is of float64 and float32; leave out --write")
+    dtypes = [getattr(torch, name) for name in given.dtypes or ()] or DTYPES
+    given.results = given.results / "-".join(given.dtypes) if given.dtypes else given.results
     given.results.mkdir(parents=True, exist_ok=True)
-    chosen = [name for name in entries() if re.search(given.only, name)]
+    chosen = [name for name in entries(dtypes) if re.search(given.only, name)]
     todo = [name for name in chosen if given.again or not (given.results / f"{name}.json").exists()]
-    for result in examine_all(todo, given.samples, given.workers, given.seconds):
+    for result in examine_all(todo, given.samples, given.workers, given.seconds, dtypes=dtypes):
         (given.results / f"{result.name}.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
         notes = "; ".join([*result.problems, *result.fallbacks, *result.reasons])
         print(f"{result.name}: {result.status.value}, {result.kept} of {result.splits} kept  {notes}", flush=True)
