@@ -349,6 +349,47 @@ def test_attention(lab, options, p):
     assert whole == (p == 0)
 
 
+def written_into(z):
+    out = torch.zeros_like(z)
+    out[:, 1:3], out[2] = z[:, :2] * 2, z[0]
+    return out
+
+
+def two_sided(z):
+    return torch.istft(z, 4, window=torch.ones(4).double(), onesided=False, return_complex=True)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        written_into,
+        two_sided,
+        lambda z: torch.istft(z, 4, window=torch.ones(4).double(), onesided=False),
+        lambda z: z.conj() * z[0],
+        lambda z: (z @ z.mH).imag.neg(),
+        lambda z: z.var(1),
+        lambda z: torch.cat([part.reshape(-1) for part in torch.std_mean(z, 0, correction=0)]),
+        lambda z: torch.linalg.vector_norm(z, dim=1),
+        lambda z: torch.linalg.vector_norm(z, 3, dim=0, dtype=torch.complex128),
+        lambda z: torch.linalg.vector_norm(z, torch.inf, keepdim=True),
+        lambda z: F.pad(z, (1, 2), value=1.0),
+        lambda z: aten.constant_pad_nd(z, [1, 1], 1 + 2j),
+    ],
+    ids=[
+        "written_into", "istft", "istft_real", "conj", "imag", "var", "std_mean", "norm", "norm_3", "norm_inf", "pad",
+        "pad_complex",
+    ],
+)  # fmt: skip
+def test_complex_numbers(lab, fn):
+    def of_parts(x):
+        y = fn(torch.view_as_complex(x))
+        return torch.view_as_real(y) if y.is_complex() else y
+
+    x = randn(4, 6, 2)
+    check(lab, of_parts, x)
+    lab.check_optimum(capture(of_parts, (x,), {}), of_parts, (x,), lab.LINE)
+
+
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}])
 def test_attention_with_dropout_whose_queries_are_broadcast_over_the_batch(lab, options):
     def attention(q, k, v):

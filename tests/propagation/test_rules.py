@@ -108,6 +108,8 @@ CASES = [
     case(aten.add.Tensor, "f0 f1", lambda x, y: x + y, real(4, 1), real(1, 4), linear=1),
     case(aten.alias.default, "f0 f1", lambda x: aten.alias(x) * 2, real(4, 4), linear=1),
     case(aten.clone.default, "f0 f1", lambda x: x.clone() * x, real(4, 4), linear=1),
+    case(aten.conj_physical.default, "f0 f1",
+         lambda x: (torch.complex(x, x * x).conj() * x).imag, real(4, 4), linear=1),
     case(aten.detach.default, "f0 f1", lambda x: x.detach() * x, real(4, 4), linear=1),
     case(aten.div.Scalar, "f0", lambda x: x.mean(1), real(4, 4), linear=1),
     case(aten.div.Tensor, "f0 f1", lambda x, y: x / y, real(4, 4), positive(4, 4), linear=1),

@@ -25,6 +25,7 @@ def test_each_is_known_to_torch_and_has_no_row():
     "fn",
     [
         lambda x: torch.outer(x[0], x[1]),
+        lambda x: F.affine_grid(x[:3].view(2, 2, 3), [2, 1, 4, 6], align_corners=False),
         lambda x: torch.cosine_similarity(x, x + 1),
         lambda x: aten.expand_copy(x[0], [2, 4]),
         lambda x: aten.unbind_copy(x)[1],
