@@ -44,6 +44,7 @@ from ..strategy.errors import CaptureError, PartwayError
 from ..strategy.notation import counted
 from .absorb import absorb
 from .control import CONTROL, flatten_control
+from .ctc import ctc_loss
 from .custom_backward import adopt, recorded
 from .expand import expand
 from .graph import (
@@ -60,7 +61,7 @@ from .graph import (
     verify,
 )
 from .random_numbers import RandomNumbers
-from .recurrent import TrueStates, true_states
+from .recurrent import lstm, true_states
 from .structure import Call, Structure, flatten, flatten_call, name_of
 from .torch_internals import (
     FakeTensor,
@@ -332,6 +333,20 @@ class _WithoutGradients(TorchFunctionMode):
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result)
 
 
+_OTHERWISE: dict[str, Callable[..., Any]] = {"ctc_loss": ctc_loss, "lstm": lstm}
+
+
+class _Traceable(TorchFunctionMode):
+    """Functions of PyTorch that torch.export cannot trace, or traces wrongly, as others that compute the same."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return func(*args, **(kwargs or {}))
+        return _OTHERWISE.get(getattr(func, "__name__", ""), func)(*args, **(kwargs or {}))
+
+
 def _checkpoint_call(frame: FrameType | None) -> FrameType | None:
     """The frame of the outermost call of torch.utils.checkpoint in the captured function that `frame` runs in."""
     found = None
@@ -403,7 +418,7 @@ class _Flat(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.call.structure.build(list(tensors))
-        with self.outside, _Regions(), _WithoutGradients(), TrueStates():
+        with self.outside, _Regions(), _WithoutGradients(), _Traceable():
             results, structure = flatten(self.fn(*args, **kwargs))
         self.seen(structure)
         return tuple(results)

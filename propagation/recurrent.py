@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.overrides import TorchFunctionMode
 
 from .builder import Builder, Expansion
 from .graph import argument, operands, results_of, shape, value
@@ -16,24 +15,16 @@ from .rule import Row, Rule, parse_row
 aten = torch.ops.aten
 
 
-class TrueStates(TorchFunctionMode):
-    """While a function is captured, an LSTM gives states of the shape of those it got: torch 2.11 traces them with a
-    dim too many. (PyTorch's kernels have the right ones, so that `true_states` need only correct what was traced.)"""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") != "lstm" or isinstance(args[1], torch.Tensor):  # a packed sequence
-            return result
-        y, *states = result
-        return (
-            y,
-            *(
-                s if s.shape == given.shape else s.reshape(given.shape)
-                for s, given in zip(states, args[1], strict=True)
-            ),
-        )
+def lstm(*args: Any) -> tuple[torch.Tensor, ...]:
+    """torch.lstm, whose states have the shape of those it gets: torch 2.11 traces them with a dim too many. (PyTorch's
+    kernels have the right ones, so that `true_states` need only correct what was traced.)"""
+    y, *states = torch.lstm(*args)
+    if isinstance(args[1], torch.Tensor):  # a packed sequence
+        return (y, *states)
+    return (
+        y,
+        *(s if s.shape == given.shape else s.reshape(given.shape) for s, given in zip(states, args[1], strict=True)),
+    )
 
 
 def true_states(module: fx.GraphModule) -> None:

@@ -29,6 +29,7 @@ from .along import (
 from .attention import attention
 from .batch_norm import moments, normalise, part_norm, sample_moments, statistics
 from .collectives import constrain
+from .ctc import CTC
 from .custom import Rows, own_rule
 from .fourier import FOURIER
 from .graph import argument, argument_names, draws_random_numbers, is_tensor, operands, shape, value
@@ -566,6 +567,7 @@ POINTWISE: dict[Any, Function] = {
 }
 
 RULES: dict[Any, Row | Function] = {
+    **CTC,
     **FOURIER,
     **LOOKUPS,
     **MATRICES,

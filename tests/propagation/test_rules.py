@@ -17,6 +17,7 @@ from partway.propagation.absorb import padded_convolution
 from partway.propagation.batch_norm import moments, normalise, part_norm, sample_moments, statistics
 from partway.propagation.capture import capture, capturing
 from partway.propagation.collectives import constrain
+from partway.propagation.ctc import ctc
 from partway.propagation.indexing import class_terms
 from partway.propagation.lower import lower
 from partway.propagation.random_numbers import draw
@@ -465,6 +466,10 @@ CASES = [
          index(4, 4), index(1, 1), real(4, 4)),
     case(aten.embedding_bag.padding_idx, "", lambda i, w: F.embedding_bag(i, w, torch.tensor([0, 1]), mode="max"),
          index(4, 4), real(4, 4)),
+    case(ctc, "n", lambda x, t, n, m: F.ctc_loss(x.log_softmax(2), t + 1, n + 3, m, zero_infinity=True),
+         real(6, 4, 5), index(4, 4, 3), index(4, 4), index(4, 4)),
+    case(ctc, "", lambda x, t: torch.ctc_loss(x.log_softmax(2), t, [6, 5, 4, 6], [3, 2, 1, 2], 4, 0),
+         real(6, 4, 5), index(4, 8)),
     case(aten.lstm_cell.default, "b", lambda x, h, w, u: torch.lstm_cell(x, (h, 2 * h), w, u),
          real(4, 3), real(4, 2), real(8, 3), real(8, 2)),
     *like_others(
