@@ -49,7 +49,7 @@ class Simulator:
         results = []
         for parts, place, held in zip(values, placed, shared, strict=True):
             whole = join(parts, place.layout, place.shape)
-            same = whole is parts[0] or whole.layout is torch.strided and whole.data_ptr() == parts[0].data_ptr()
+            same = whole is parts[0] or (whole.layout is torch.strided and whole.data_ptr() == parts[0].data_ptr())
             results.append(whole.clone() if held and same else whole)
         return results
 
