@@ -30,6 +30,35 @@ def test_all_operators_are_right_and_as_sharded_as_the_page_says():
     assert {name: result.status for name, result in found.items()} == said
 
 
+OTHER_DTYPES = torch.complex128, torch.int64, torch.bool
+
+
+def test_operators_are_right_for_complex_numbers_and_integers():
+    known = operators.entries(OTHER_DTYPES)
+    names = (
+        "add",
+        "conj",
+        "cumsum",
+        "linalg.vector_norm",
+        "matmul",
+        "nn.functional.pad.constant",
+        "take_along_dim",
+        "var",
+    )
+    found = operators.examine([known[name] for name in names], 1, OTHER_DTYPES)
+    assert {result.name: result.problems for result in found if result.problems} == {}
+    assert {result.name for result in found if result.status is not operators.Status.SHARDED} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_all_operators_are_right_for_complex_numbers_and_integers():
+    names = list(operators.entries(OTHER_DTYPES))
+    found = list(operators.examine_all(names, 2, dtypes=OTHER_DTYPES))
+    assert sorted(result.name for result in found) == sorted(names)
+    assert {result.name: result.problems for result in found if result.problems} == {}
+
+
 def test_a_wrong_number_and_a_wrong_gradient_are_seen():
     right = [torch.ones(3), None]
     assert operators.difference([torch.ones(3), None], right, False) == ""
