@@ -333,7 +333,11 @@ class _WithoutGradients(TorchFunctionMode):
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result)
 
 
-_OTHERWISE: dict[str, Callable[..., Any]] = {"ctc_loss": ctc_loss, "lstm": lstm}
+_OTHERWISE: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.ctc_loss: ctc_loss,
+    torch.lstm: lstm,
+    torch.nn.functional.ctc_loss: ctc_loss,
+}
 
 
 class _Traceable(TorchFunctionMode):
@@ -344,7 +348,7 @@ class _Traceable(TorchFunctionMode):
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
-        return _OTHERWISE.get(getattr(func, "__name__", ""), func)(*args, **(kwargs or {}))
+        return _OTHERWISE.get(func, func)(*args, **(kwargs or {}))
 
 
 def _checkpoint_call(frame: FrameType | None) -> FrameType | None:
