@@ -187,7 +187,8 @@ def write_out(exported: ExportedProgram) -> ExportedProgram:
         if isinstance(node.target, OpOverload)
     }
     if not all(map(_stays, called)):
-        return exported.run_decompositions(written_out())
+        decomposed: ExportedProgram = exported.run_decompositions(written_out())
+        return decomposed
     composite, others = _tables()
     return decompose(exported, {op: composite[op] for op in called if op in composite}, others)
 
