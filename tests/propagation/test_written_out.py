@@ -92,10 +92,12 @@ def of(exported):
         (Written(lambda x: x.clone().fill_(2.0) * x.new_empty(4).zero_() + x.clone().fill_(x.sum())), True),
         (Written(lambda x: torch.rsub(x, x).masked_fill(x > 0, torch.tensor(2.0))), True),
         (Written(lambda x: x.clone().square_()), False),
-        (Written(lambda x: x.diff()), False),
+        (Written(lambda x: x.diff(dim=0, prepend=x[:1]) * (x > 0).diff(2, dim=0)[:1, :1]), True),
+        (Written(lambda x: torch.meshgrid(x[0], x[1], indexing="xy")[0] + x), True),
+        (Written(lambda x: torch.cosine_similarity(x, x + 1)), False),
         (Written(lambda x: x.clone().renorm_(2, 0, 1.0)), False),
     ],
-    ids=["model", "repeat", "where", "fill_", "rsub", "square_", "diff", "renorm_"],
+    ids=["model", "repeat", "where", "fill_", "rsub", "square_", "diff", "meshgrid", "similarity", "renorm_"],
 )
 def test_the_short_way_is_taken_where_it_gives_the_program_of_run_decompositions(model, short, monkeypatch):
     calls = []
