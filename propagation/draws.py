@@ -49,8 +49,8 @@ def drawn(
     assert b.keys is not None
     if dtype.is_complex:
         mean, given = (given[0], [0.0, given[1] / math.sqrt(2)]) if kind == "normal" else (0.0, given)
-        parts = drawn(b, kind, given, (*size, 2), dtype.to_real(), like)
-        return b(aten.add.Scalar, b(aten.view_as_complex.default, parts), mean)
+        found = b(aten.view_as_complex.default, drawn(b, kind, given, (*size, 2), dtype.to_real(), like))
+        return b(aten.add.Scalar, found, mean) if mean else found
     arguments = kind, [float(n) for n in given], list(size), dtype, value(like).device, b.keys.stream
     return b(draw, b.keys.take(b), [], [], [], *arguments)
 

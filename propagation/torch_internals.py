@@ -60,18 +60,18 @@ except ImportError:
 data_dependent = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
-def makes_memory(operator: OpOverload) -> bool:
-    """Whether every result of an operator of PyTorch's has memory of its own. (One that is written as others may hand
-    an operand through, as dropout does in evaluation, and its schema does not say so.)"""
-    if operator.namespace != "aten" or operator.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
-        return False
-    return all(result.alias_info is None for result in operator._schema.returns)
-
-
 def is_composite(operator: OpOverload) -> bool:
     """Whether PyTorch writes an operator as others, in its C++ code or in Python."""
     key = DispatchKey.CompositeImplicitAutograd
     return operator.has_kernel_for_dispatch_key(key) or key in operator.py_kernels
+
+
+def makes_memory(operator: OpOverload) -> bool:
+    """Whether every result of an operator of PyTorch's has memory of its own. (One that is written as others may hand
+    an operand through, as dropout does in evaluation, and its schema does not say so.)"""
+    if operator.namespace != "aten" or is_composite(operator):
+        return False
+    return all(result.alias_info is None for result in operator._schema.returns)
 
 
 def decompose(exported: ExportedProgram, composite: Mapping[Any, Any], others: Mapping[Any, Any]) -> ExportedProgram:
