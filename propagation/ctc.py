@@ -36,7 +36,10 @@ def ctc_loss(
     log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
     reduction: str | int = "mean", zero_infinity: bool = False,
 ) -> Tensor:  # fmt: skip
-    """torch.nn.functional.ctc_loss, and torch.ctc_loss, whose `reduction` is a number, written with `ctc`."""
+    """torch.nn.functional.ctc_loss, and torch.ctc_loss, whose `reduction` is a number, written with `ctc`. Raises
+    ValueError for another reduction than "none", "mean", "sum" and their numbers 0, 1, 2, as PyTorch does."""
+    if reduction not in ("none", "mean", "sum", 0, 1, 2):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
     several = log_probs.dim() == 3
     given, taken = (
         torch.as_tensor(lengths, device=log_probs.device).reshape(-1) for lengths in (input_lengths, target_lengths)

@@ -15,16 +15,14 @@ from .rule import Row, Rule, parse_row
 aten = torch.ops.aten
 
 
-def lstm(*args: Any) -> tuple[torch.Tensor, ...]:
+def lstm(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     """torch.lstm, whose states have the shape of those it gets: torch 2.11 traces them with a dim too many. (PyTorch's
     kernels have the right ones, so that `true_states` need only correct what was traced.)"""
-    y, *states = torch.lstm(*args)
-    if isinstance(args[1], torch.Tensor):  # a packed sequence
+    y, *states = torch.lstm(*args, **kwargs)
+    given = kwargs["hx"] if "hx" in kwargs else args[1]
+    if isinstance(given, torch.Tensor):  # of a packed sequence, which has right states
         return (y, *states)
-    return (
-        y,
-        *(s if s.shape == given.shape else s.reshape(given.shape) for s, given in zip(states, args[1], strict=True)),
-    )
+    return (y, *(s if s.shape == old.shape else s.reshape(old.shape) for s, old in zip(states, given, strict=True)))
 
 
 def true_states(module: fx.GraphModule) -> None:

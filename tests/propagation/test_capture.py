@@ -455,3 +455,22 @@ def test_the_operators_of_a_plain_function_name_its_lines():
         "half_of_a_product: return y / 2",
     ]
     assert all(line.startswith("test_capture.py:") for line in lines)
+
+
+def test_an_lstm_that_gets_its_states_by_name_is_captured():
+    def fn(x, h, w, u):
+        return torch.lstm(
+            x, hx=[h, h], params=[w, u], has_biases=False, num_layers=1, dropout=0.0, train=True, bidirectional=False,
+            batch_first=False,
+        )  # fmt: skip
+
+    args = torch.randn(3, 4, 3), torch.randn(1, 4, 2), torch.randn(8, 3), torch.randn(8, 2)
+    graph = capture(fn, args, {})
+    for found, expected in zip(fx.Interpreter(graph.module).run(*args), fn(*args), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_reduction_that_ctc_loss_has_not_is_refused():
+    x, labels, lengths = torch.randn(5, 2, 4).log_softmax(2), torch.ones(2, 3, dtype=torch.long), torch.tensor([3, 2])
+    with pytest.raises(CaptureError, match="ValueError: average is not a valid value for reduction"):
+        capture(lambda x: torch.nn.functional.ctc_loss(x, labels, lengths, lengths, reduction="average"), (x,), {})
