@@ -147,7 +147,10 @@ class ShardedModule:
             model(batches[-1]).backward()
 
         As with DistributedDataParallel, whose name this is, the call has to be inside, and `.grad` is right after the
-        last backward only. Gradients that need no reduction come at once, as always.
+        last backward only: of what waits it is a zero. Gradients that need no reduction come at once, as always.
+
+        What waits stays until it is reduced, after an exception too; who drops gradients (zero_grad, or `.grad = None`)
+        drops what waits of them. A step of the optimizer before the last backward does not see what waits.
         """
         waiting = [engine._waiting for engine in self._partway._engines()]
         before = [w.holding for w in waiting]

@@ -124,10 +124,75 @@ class Accumulating:
 @dataclass
 class Waiting:
     """The gradients of one module that wait for their reduction. While `holding`, backwards add to them; the next other
-    one reduces them all."""
+    one reduces them all.
+
+    A `.grad` says whether what waits of it is still wanted: it is a zero while all of it waits, and who sets it to None
+    (as an optimizer's zero_grad does), or fills it with zeros, drops what waits."""
 
     holding: bool = False
-    addends: dict[CompiledStep, tuple[Sequence[Tensor], list[list[Tensor]]]] = field(default_factory=dict)
+    kept: dict[CompiledStep, list[Kept]] = field(default_factory=dict)
+
+    def drop(self) -> None:
+        """Forget what is not wanted any more."""
+        for step, each in list(self.kept.items()):
+            wanted = [kept.is_wanted() for kept in each]
+            if not any(wanted):
+                del self.kept[step]
+            elif not all(wanted):
+                self.kept[step] = [kept if want else kept.nothing() for kept, want in zip(each, wanted, strict=True)]
+
+    def take(self) -> dict[CompiledStep, list[Kept]]:
+        """All that waits, which waits no longer."""
+        self.drop()
+        taken, self.kept = self.kept, {}
+        for kept in chain(*taken.values()):
+            kept.release()
+        return taken
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What waits of the gradient of one tensor. `.grad` was `seen` when that began (`made`: for this), and had been
+    written `version` times."""
+
+    primal: Tensor
+    addends: list[Tensor]
+    seen: Tensor
+    version: int
+    made: bool
+
+    @classmethod
+    def of(cls, primal: Tensor, addends: list[Tensor]) -> Kept:
+        """The first of what waits."""
+        made = primal.grad is None
+        if made:
+            primal.grad = torch.zeros_like(primal, requires_grad=False)
+        assert primal.grad is not None
+        return cls(primal, addends, primal.grad, primal.grad._version, made)
+
+    def plus(self, addends: list[Tensor]) -> Kept:
+        """With one more."""
+        return replace(self, addends=list(map(torch.add, self.addends, addends)))
+
+    def nothing(self) -> Kept:
+        """What waits of a gradient that was dropped, beside others that were not."""
+        return Kept.of(self.primal, list(map(torch.zeros_like, self.addends)))
+
+    def is_wanted(self) -> bool:
+        """Whether nobody has dropped the gradient."""
+        found = self.primal.grad
+        if found is None or not self._is_written():
+            return found is not None
+        total: Any = found.abs().sum()
+        return bool(total.full_tensor() if hasattr(total, "full_tensor") else total)
+
+    def release(self) -> None:
+        """Nothing waits any longer: a zero that was only there to say so goes."""
+        if self.made and not self._is_written():
+            self.primal.grad = None
+
+    def _is_written(self) -> bool:
+        return self.primal.grad is not self.seen or self.seen._version != self.version
 
 
 @dataclass(frozen=True)
@@ -211,45 +276,50 @@ class CompiledStep:
         """The gradients of `primals`, from the saved values and tangents `inputs`. While `holding`, those that can wait
         are None; else all that wait are reduced with them."""
         backward, waiting = self.backward, self.waiting
+        taken: dict[CompiledStep, list[Kept]] = {}
         kept: tuple[int, ...] = ()
-        if holding and self.accumulating:
+        if holding and self.accumulating and all(primals[i].is_leaf for i in self.accumulating.inputs):
             backward, kept = self.accumulating.early, self.accumulating.inputs
-        elif not holding and self in waiting.addends and self.accumulating:
-            _, addends = waiting.addends.pop(self)
-            backward, inputs = self.accumulating.last, [*inputs, *self.executor.unpack(list(chain(*addends)))]
+        elif not holding and waiting.kept:
+            taken = waiting.take()
+            if own := taken.pop(self, None):
+                assert self.accumulating is not None
+                backward = self.accumulating.last
+                inputs = [*inputs, *self.executor.unpack(list(chain(*(one.addends for one in own))))]
         values = backward.values(inputs)
         arriving = list(itertools.compress(range(len(primals)), backward.arriving))
         if kept:
             self._hold(primals, dict(zip(arriving, values, strict=True)))
-        elif not holding:
-            for step in list(waiting.addends):
-                step._reduce(*waiting.addends.pop(step))
-        left = self.executor.leave(values, backward.placed, backward.shared)
+        for step, each in taken.items():
+            step._reduce(each)
+        ready = [i not in kept for i in arriving]
+        left = self.executor.leave(*(list(itertools.compress(every, ready))
+                                     for every in (values, backward.placed, backward.shared)))  # fmt: skip
         found: list[Tensor | None] = [None] * len(primals)
-        for i, gradient in zip(arriving, left, strict=True):
-            found[i] = gradient_of(primals[i], gradient) if i not in kept else None
+        for i, gradient in zip(itertools.compress(arriving, ready), left, strict=True):
+            found[i] = gradient_of(primals[i], gradient)
         return tuple(found)
 
     def _hold(self, primals: Sequence[Tensor], values: Mapping[int, Any]) -> None:
         """Add the addends `values` of the gradients that wait to those that are there."""
         assert self.accumulating is not None
-        fresh = [self.executor.pack([values[i]]) for i in self.accumulating.inputs]
-        if self in self.waiting.addends:
-            _, before = self.waiting.addends[self]
-            fresh = [list(map(torch.add, old, new)) for old, new in zip(before, fresh, strict=True)]
-        else:
-            fresh = [[addend.clone(memory_format=torch.contiguous_format) for addend in addends] for addends in fresh]
-        self.waiting.addends[self] = primals, fresh
+        self.waiting.drop()
+        fresh = [(primals[i], self.executor.pack([values[i]])) for i in self.accumulating.inputs]
+        if before := self.waiting.kept.get(self):
+            self.waiting.kept[self] = [old.plus(addends) for old, (_, addends) in zip(before, fresh, strict=True)]
+            return
+        self.waiting.kept[self] = [
+            Kept.of(primal, [addend.clone(memory_format=torch.contiguous_format) for addend in addends])
+            for primal, addends in fresh
+        ]
 
-    def _reduce(self, primals: Sequence[Tensor], addends: list[list[Tensor]]) -> None:
+    def _reduce(self, each: Sequence[Kept]) -> None:
         """Reduce the gradients that waited, and add them to those of their tensors."""
         assert self.accumulating is not None
         rest = self.accumulating.rest
-        values = rest.values(self.executor.unpack(list(chain(*addends))))
-        for i, gradient in zip(
-            self.accumulating.inputs, self.executor.leave(values, rest.placed, rest.shared), strict=True
-        ):
-            primal, found = primals[i], gradient_of(primals[i], gradient)
+        values = rest.values(self.executor.unpack(list(chain(*(kept.addends for kept in each)))))
+        for kept, gradient in zip(each, self.executor.leave(values, rest.placed, rest.shared), strict=True):
+            primal, found = kept.primal, gradient_of(kept.primal, gradient)
             primal.grad = found if primal.grad is None else primal.grad + found
 
 

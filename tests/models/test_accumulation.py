@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import partway as pw
@@ -124,6 +126,126 @@ def test_a_step_without_a_reduction_has_nothing_that_could_wait() -> None:
     for i in (0, 1):
         loss(plain(BATCHES[i])).backward()
     assert_like(model, plain)
+
+
+def test_zero_grad_drops_what_waits() -> None:
+    for set_to_none in (True, False):
+        model, plain = sharded(network()), network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):  # without and with gradients that are there before
+            with model.no_sync():
+                loss(model(BATCHES[0])).backward()
+            optimizer.zero_grad(set_to_none)
+            loss(model(BATCHES[1])).backward()
+            plain.zero_grad()
+            loss(plain(BATCHES[1])).backward()
+            assert_like(model, plain)
+
+
+def test_what_is_dropped_of_one_parameter_waits_of_the_others() -> None:
+    model, plain = sharded(network()), network()
+    with model.no_sync():
+        loss(model(BATCHES[0])).backward()
+    model[0].weight.grad = None
+    loss(model(BATCHES[1])).backward()
+    loss(plain(BATCHES[0])).backward()
+    plain.get_submodule("0").weight.grad = None
+    loss(plain(BATCHES[1])).backward()
+    assert_like(model, plain)
+
+
+# -- A block of GPT in every layout
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+        self.norm2, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+INPUTS = {"free": None, "batch": ("dp", None, None), "sequence": ("dp", "tp", None), "width": ("dp", None, "tp")}
+WEIGHTS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "none": {},
+    "up columns": {"up.weight": ("tp", None)},
+    "up rows": {"up.weight": (None, "tp")},
+    "down rows": {"down.weight": (None, "tp")},
+    "megatron": {"up.weight": ("tp", None), "down.weight": (None, "tp")},
+    "attention": {"qkv.weight": ("tp", None), "out.weight": (None, "tp")},
+    "both axes": {"up.weight": (("dp", "tp"), None)},
+    "two dims": {"down.weight": ("dp", "tp")},
+    "norms": {"norm*.weight": ("tp",)},
+    "biases": {"*.bias": ("tp",)},
+    "at rest": {"[!n]*.weight": ("dp", None)},
+    "everything": {"[!n]*.weight": ("tp", "dp"), "norm*.weight": ("tp",), "*.bias": ("dp",)},
+}
+LAYOUTS = [(inputs, weights) for inputs in INPUTS for weights in WEIGHTS]
+SOME = [("batch", "none"), ("batch", "megatron"), ("free", "up columns"), ("sequence", "at rest"), ("width", "biases")]
+
+
+def block_accumulates(mesh: dict[str, int], inputs: str, weights: str) -> None:
+    """Two micro-batches with one reduction, one of them in a block that ends with an error."""
+    torch.manual_seed(0)
+    plain = Block().double()
+    strategy = INPUTS[inputs]
+    model = pw.shard(copy.deepcopy(plain), mesh=mesh, in_strategy=strategy and (strategy,),
+                     parameter_plan=WEIGHTS[weights] or None)  # fmt: skip
+    for _ in range(2):
+        batches = [torch.randn(8, 4, 16, dtype=torch.float64) for _ in range(3)]
+        with model.no_sync():
+            loss(model(batches[0])).backward()
+        with contextlib.suppress(ZeroDivisionError), model.no_sync():
+            loss(model(batches[1])).backward()
+            raise ZeroDivisionError
+        loss(model(batches[2])).backward()
+        for x in batches:
+            loss(plain(x)).backward()
+        assert_like(model, plain)
+
+
+@pytest.mark.parametrize(("inputs", "weights"), SOME)
+def test_a_block_accumulates_however_it_is_split(inputs: str, weights: str) -> None:
+    block_accumulates({"dp": 2, "tp": 4}, inputs, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("inputs", "weights"), [layout for layout in LAYOUTS if layout not in SOME])
+def test_a_block_accumulates_in_every_layout(inputs: str, weights: str) -> None:
+    block_accumulates({"dp": 2, "tp": 4}, inputs, weights)
+
+
+@pytest.mark.gloo
+def test_a_block_accumulates_on_processes(on_ranks: Ranks) -> None:
+    on_ranks(4, block_accumulates, {"dp": 2, "tp": 2}, "batch", "megatron")
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize(("inputs", "weights"), LAYOUTS)
+def test_a_block_accumulates_on_processes_in_every_layout(on_ranks: Ranks, inputs: str, weights: str) -> None:
+    on_ranks(4, block_accumulates, {"dp": 2, "tp": 2}, inputs, weights)
+
+
+def zeroed(set_to_none: bool) -> None:
+    model, plain = sharded(network(), parameter_plan=PLANS["split"]), network()
+    with model.no_sync():
+        loss(model(BATCHES[0])).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad(set_to_none)
+    for one in (model, plain):
+        loss(one(BATCHES[1])).backward()
+    assert_like(model, plain)
+
+
+@pytest.mark.gloo
+def test_zero_grad_drops_what_waits_on_processes(on_ranks: Ranks) -> None:
+    for set_to_none in (True, False):
+        on_ranks(2, zeroed, set_to_none)
 
 
 @pytest.mark.gloo
