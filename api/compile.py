@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from partway.context import AlgoParameters, ParallelContext, ParallelMode, curre
 from partway.dtensors import brought, inputs_on, parameters_on, plain
 from partway.fusion.program import Program, make_program
 from partway.propagation.accumulate import Accumulation, accumulation
+from partway.propagation.apart import of_outputs
 from partway.propagation.capture import capture
 from partway.propagation.cost import WEIGHTS, Level
 from partway.propagation.custom import Rows
@@ -132,6 +134,9 @@ class Compiled:
         return self.entry.fetch(f"accumulation-{_bits(wanted)}", make, derived=True)
 
     def _step(self, wanted: tuple[bool, ...]) -> Step:
+        planned = differentiated(self.graph)
+        if any(wanted) and wanted != planned and all(map(operator.le, wanted, planned)):
+            return of_outputs(self._step(planned), wanted)
         with _own_saved_tensors(), uncollected():
             step: Step = differentiate(self.local, wanted)
             weights = gathered_weights(step) if self.local.regather else frozenset()

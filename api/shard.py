@@ -372,6 +372,7 @@ class _Runner:
         self._executor = place.executor(compiled.mesh)
         self._enter = [place.enter(placed, local) for placed in compiled.local.inputs]
         self._leave = [place.leave(placed) for placed in compiled.local.outputs]
+        self._others: dict[tuple[bool, ...], CompiledStep] = {}  # by the outputs that they differentiate
 
     def bind(self, fn: Callable[..., Any]) -> None:
         """Take parameters and buffers from where they are in `fn` now: a module inside may have been replaced. The
@@ -394,10 +395,14 @@ class _Runner:
 
     @cached_property
     def _step(self) -> CompiledStep:
-        return self._build(None)
+        return self._step_of(self.compiled.program)
 
-    def _build(self, wanted: tuple[bool, ...] | None) -> CompiledStep:
-        program = self.compiled.program if wanted is None else self.compiled.program_for(wanted)
+    def _build(self, wanted: tuple[bool, ...]) -> CompiledStep:
+        if wanted not in self._others:
+            self._others[wanted] = self._step_of(self.compiled.program_for(wanted))
+        return self._others[wanted]
+
+    def _step_of(self, program: Program) -> CompiledStep:
         return CompiledStep(
             program.step, self._executor, self._build,
             self.compiled.accumulation_for, self._waiting, self.compiled.context.backend,

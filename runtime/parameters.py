@@ -179,9 +179,8 @@ def placed_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
             return tensor
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return part_of(tensor, layout, dist.get_rank())
-        mesh = device_mesh(layout.mesh)
-        tensor = as_dtensor(tensor, Layout.replicated(layout.mesh), tuple(tensor.shape), mesh)
-        return tensor.redistribute(mesh, to_dtensor(layout))
+        placed: Tensor = _Placed.apply(tensor, layout)  # type: ignore[no-untyped-call]
+        return placed
     placements = to_dtensor(layout)
     if tensor.placements == placements:
         return tensor
@@ -192,6 +191,20 @@ def placed_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
             "the whole tensor, or a DTensor on the plan's mesh"
         )
     return tensor.redistribute(mesh, placements)
+
+
+class _Placed(torch.autograd.Function):
+    """A plain tensor that every rank holds, as a DTensor of another layout. (DTensor's own way from one to the other
+    fails where no gradient comes.)"""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, layout: Layout) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return shard_tensor(tensor, layout)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Tensor | None, None]:
+        return None if gradient is None else gradient.full_tensor(), None
 
 
 def gradient_of(tensor: Tensor, part: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from ..propagation.accumulate import Accumulation
+from ..propagation.apart import entangled
 from ..propagation.differentiate import Step, is_port
 from ..propagation.graph import Role, Text, draws_random_numbers
 from ..propagation.lower import PlacedPort
@@ -213,7 +214,7 @@ class Loader:
 class CompiledStep:
     """A Step as code, for one executor.
 
-    rebuild        makes the Step for other differentiated outputs
+    rebuild        makes the Step for other differentiated outputs; for some of these, it takes the same saved values
     accumulation   says how gradients of the differentiated outputs accumulate
     waiting        the gradients of its module that wait for their reduction
     """
@@ -258,8 +259,20 @@ class CompiledStep:
         found = self.accumulation(self.step.wanted)
         return Accumulating(found, self._backward_examples, self.loader) if found else None
 
+    @cached_property
+    def apart(self) -> list[set[int]]:
+        """For each output those that may be differentiated after it was, as they need nothing of what it needs."""
+        able = {i for i, differentiable in enumerate(self.differentiable) if differentiable}
+        return [able - others for others in entangled(self.step.program)] if len(able) > 1 else [set() for _ in able]
+
+    def after(self, done: Iterable[int]) -> set[int]:
+        """The outputs that may be differentiated when the outputs `done` were."""
+        return set.intersection(set(range(len(self.results))), *(self.apart[i] for i in done))
+
     @property
     def _backward_examples(self) -> list[Any]:
+        if self.backend is Backend.EAGER:
+            return []
         tangents = itertools.compress(self.step.program.outputs, self.step.wanted)
         return [*self.forward.examples[len(self.results) :], *map(self.loader.example, tangents)]
 
@@ -342,12 +355,16 @@ class _Function(torch.autograd.Function):
         values = compiled.forward.run(executor.enter(tensors, compiled.step.program.inputs))
         results = executor.leave(values[:count], compiled.results, compiled.forward.code.shared[:count])
         ctx.compiled, ctx.holding = compiled, compiled.waiting.holding
+        ctx.done = frozenset()  # the outputs whose backward has freed what it needs
         # Parameters live on anyway, and what the backward reads of them is packed: to save them too takes a
         # microsecond for each.
         ctx.parameters = [t if held else None for t, held in zip(tensors, compiled.parameters, strict=True)]
         ctx.versions = [t._version for t in tensors]
         others = [t for t, held in zip(tensors, compiled.parameters, strict=True) if not held]
-        ctx.save_for_backward(*others, *executor.pack(values[count:]))
+        kept = [*others, *executor.pack(values[count:])]
+        ctx.keeper = _keeper(kept) if any(compiled.apart) else ctx
+        if ctx.keeper is ctx:
+            ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
         if not all(compiled.differentiable):
             ctx.mark_non_differentiable(
@@ -366,38 +383,78 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         compiled: CompiledStep = ctx.compiled
+        asked = tuple(g is not None for g in gradients)
+        if not any(asked):
+            return (None,) * len(ctx.versions)
+        if ctx.done and not compiled.after(ctx.done).issuperset(itertools.compress(itertools.count(), asked)):
+            raise RuntimeStateError(_FREED)
         try:
-            rest = iter(ctx.saved_tensors)
-        except RuntimeError:  # PyTorch's text names no tensor
+            rest = iter(ctx.keeper.saved_tensors)
+        except RuntimeError as error:  # PyTorch's texts name no tensor
             _check_unchanged(compiled.step.program.inputs, ctx.parameters, ctx.versions)
+            if "second time" in str(error):
+                raise RuntimeStateError(_FREED) from error
             raise
         primals = [next(rest) if held is None else held for held in ctx.parameters]
         packed = list(rest)
-        wanted = compiled.step.wanted
-        asked = tuple(g is not None for g in gradients)
         executor = compiled.executor
         saved = executor.unpack(packed)
-        if any(a and not w for a, w in zip(asked, wanted, strict=True)):
-            # An output whose gradient was not planned for: run the forward again, with the random numbers that it
-            # drew, for the backward that is.
-            _check_unchanged(compiled.step.program.inputs, primals, ctx.versions)
-            compiled = compiled.rebuild(tuple(a or w for a, w in zip(asked, wanted, strict=True)))
-            wanted, program = compiled.step.wanted, compiled.step.program
-            with _drawing_again(ctx.generators, primals[0].device):
-                values = compiled.forward.run(executor.enter(primals, program.inputs))
-            saved = values[len(program.outputs) :]
-        program = compiled.step.program
+        if asked != compiled.step.wanted:
+            again = any(a and not w for a, w in zip(asked, compiled.step.wanted, strict=True))
+            compiled = compiled.rebuild(asked)
+            if again:
+                # An output whose gradient was not planned for: run the forward again, with the random numbers that it
+                # drew, for the backward that is.
+                _check_unchanged(compiled.step.program.inputs, primals, ctx.versions)
+                with _drawing_again(ctx.generators, primals[0].device):
+                    values = compiled.forward.run(executor.enter(primals, compiled.step.program.inputs))
+                saved = values[len(compiled.results) :]
+        outputs = compiled.step.program.outputs
         tangents = [
-            executor.zeros(placed, primals[0].device) if g is None else executor.enter([g], [placed])[0]
-            for g, placed, want in zip(gradients, program.outputs, wanted, strict=True)
-            if want
+            executor.enter([g], [placed])[0] for g, placed in zip(gradients, outputs, strict=True) if g is not None
         ]
         inputs = [*saved, *tangents]
-        # Nothing else holds what was saved now, so that each value is let go after its last use. (With retain_graph
-        # this keeps all.)
+        if ctx.keeper is not ctx and not _retains_graph():
+            ctx.done |= set(itertools.compress(itertools.count(), asked))
+        if ctx.keeper is ctx or not ctx.compiled.after(ctx.done):
+            # Nothing else holds what was saved now, so that each value is let go after its last use. (With
+            # retain_graph this keeps all.)
+            ctx.keeper.maybe_clear_saved_tensors()
         del rest, packed, saved, tangents
-        ctx.maybe_clear_saved_tensors()
         return compiled.gradients(primals, inputs, ctx.holding)
+
+
+_FREED = (
+    "a backward has run through this call before, and freed what it had kept; call backward once, of the sum of the "
+    "results, or with retain_graph=True before the last time (of results that share no operators one after another)"
+)
+
+
+class _Keeper(torch.autograd.Function):
+    """Holds what a call saved where several backwards may run through it, one after another: of its own node autograd
+    lets it go with the first."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, kept: Sequence[Tensor]) -> Tensor:
+        ctx.save_for_backward(*kept)
+        return anchor.clone()
+
+
+def _keeper(kept: Sequence[Tensor]) -> Any:
+    """A node that holds the tensors `kept`, and through which no backward runs."""
+    with torch.enable_grad():
+        held: Tensor = _Keeper.apply(torch.empty(0, requires_grad=True), kept)  # type: ignore[no-untyped-call]
+    return held.grad_fn
+
+
+def _retains_graph() -> bool:
+    """Whether the backward that runs was asked to keep what it needs."""
+    probe = _keeper(())
+    probe.maybe_clear_saved_tensors()
+    try:
+        return probe.saved_tensors == ()
+    except RuntimeError:
+        return False
 
 
 def _check_unchanged(placed: Sequence[PlacedPort], primals: Sequence[Tensor | None], versions: Sequence[int]) -> None:

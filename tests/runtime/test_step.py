@@ -299,7 +299,7 @@ def test_backward_can_run_twice_while_the_graph_is_retained():
     once = {name: p.grad.clone() for name, p in model.named_parameters()}
     loss.backward()
     assert all(torch.equal(p.grad, 2 * once[name]) for name, p in model.named_parameters())
-    with pytest.raises(RuntimeError, match="second time"):
+    with pytest.raises(RuntimeStateError, match="a backward has run through this call before, and freed"):
         loss.backward()
 
 
