@@ -372,6 +372,16 @@ def _repeat_interleave(b: Builder, node: fx.Node) -> fx.Node:
     return b(aten.reshape.default, several, list(shape(node)))
 
 
+def _squeeze(b: Builder, node: fx.Node) -> fx.Node | None:
+    """Only the dims that are of size 1 in the whole, by name: of a split dim a rank may hold one element."""
+    x = operands(node)[0]
+    size = shape(x)
+    asked = argument(node, "dim") if "dim" in argument_names(node) else range(len(size))
+    given = [asked] if isinstance(asked, int) else list(asked)
+    dims = [d for d in sorted({d % max(len(size), 1) for d in given}) if size[d : d + 1] == (1,)]
+    return None if node.target is aten.squeeze.dims and given == dims else b(aten.squeeze.dims, x, dims)
+
+
 def _type_as(b: Builder, node: fx.Node) -> fx.Node:
     """The first tensor in the dtype of the second."""
     return b.cast(operands(node)[0], value(node).dtype)
@@ -468,6 +478,9 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.slice_scatter.default: _into_complex,
     aten.smooth_l1_loss.default: _pointwise_loss,
     aten.soft_margin_loss.default: _pointwise_loss,
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
     aten.type_as.default: _type_as,
     aten.zero.default: _like(aten.zeros.default),
     aten.zeros_like.default: _like(aten.zeros.default),

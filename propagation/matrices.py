@@ -176,12 +176,18 @@ def _vecdot(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def cross(node: fx.Node) -> Rule:
-    """Vectors along one dim, the first of size 3 if none is named."""
-    size, dim = shape(node), argument(node, "dim")
-    dim = size.index(3) if dim is None else dim % len(size)
+    """Vectors along one dim."""
+    size = shape(node)
+    dim = argument(node, "dim") % len(size)
     result = ["1" if d == dim else f"f{d}" for d in range(len(size))]
     given = (" ".join(result[len(size) - len(shape(o)) :]) for o in operands(node))
     return parse_row(Row(f"{', '.join(given)} -> {' '.join(result)}", linear=("0", "1")), node)
+
+
+def _named_cross(b: Builder, node: fx.Node) -> fx.Node:
+    """Along the first dim of size 3 of the whole, if none is named: of a part it may be another."""
+    dim = argument(node, "dim")
+    return b(aten.linalg_cross.default, *operands(node), dim=shape(node).index(3) if dim is None else dim)
 
 
 def _local_vander(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -218,11 +224,25 @@ _batched = partial(Row, local=_with_regular)
 
 
 def _solve(node: fx.Node) -> Rule:
-    """A vector on the right, a matrix of such columns, or of rows."""
-    a, x = (shape(o) for o in operands(node))
-    sides = "... 1" if len(x) == 1 or x == a[:-1] else _sides(node)
+    """A matrix of columns on the right, or of rows."""
+    sides = _sides(node)
     info = ", ..." if isinstance(value(node), tuple | list) else ""
     return parse_row(_batched(f"... 1 1, {sides} -> {sides}{info}", linear=() if info else ("1",)), node)
+
+
+def _columns(b: Builder, node: fx.Node) -> fx.Node | tuple[fx.Node, ...] | None:
+    """With a matrix on the right that has as many dims as the left. Whether it is a batch of vectors, or one matrix for
+    all, PyTorch tells by the sizes, and those of a part may tell otherwise."""
+    a, x = operands(node)
+    left, right = shape(a), shape(x)
+    vector = len(right) == 1 or right == left[:-1]
+    if not vector and len(right) != len(left) - 1:
+        return None
+    made = b(node.target, a, b(aten.unsqueeze.default, x, len(right) if vector else 0), **node.kwargs)
+    several = isinstance(value(node), tuple | list)
+    found = b(operator.getitem, made, 0) if several else made
+    found = b(aten.squeeze.dims, found, [len(shape(found)) - 1]) if vector else found
+    return (found, b(operator.getitem, made, 1)) if several else found
 
 
 def _sides(node: fx.Node) -> str:
@@ -353,7 +373,6 @@ MATRICES: dict[Any, Row | Function] = {
     aten.baddbmm.default: with_addend("b m k, b k n -> b m n", "k", ("0 1", "0 2")),
     aten.bmm.default: Row("b m k, b k n -> b m n", reduce="k", linear=("0", "1"), contraction=True),
     aten.cdist.default: distances,
-    aten.cross.default: cross,
     aten.dot.default: Row("k, k ->", reduce="k", linear=("0", "1"), contraction=True),
     aten.einsum.default: einsum,
     aten.linalg_cross.default: cross,
@@ -368,6 +387,7 @@ MATRICES: dict[Any, Row | Function] = {
 MATRIX_EXPANSIONS: dict[Any, Expansion] = {
     aten.bilinear.default: _bilinear,
     aten.chain_matmul.default: _chain,
+    aten.cross.default: _named_cross,
     aten.einsum.default: _plain,
     aten.inner.default: _inner,
     aten.kron.default: _kron,
@@ -375,6 +395,8 @@ MATRIX_EXPANSIONS: dict[Any, Expansion] = {
     aten.linalg_multi_dot.default: _chain,
     aten.linalg_norm.ord_str: _frobenius,
     aten.linalg_qr.default: _upper_only,
+    aten.linalg_solve.default: _columns,
+    aten.linalg_solve_ex.default: _columns,
     aten.linalg_vecdot.default: _vecdot,
     aten.outer.default: _outer,
     aten.tensordot.default: _tensordot,

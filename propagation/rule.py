@@ -136,8 +136,8 @@ class Emitter:
         return windows_of(self.rule, self.split, self.whole)
 
     def cut(self, factor: str) -> Cut:
-        """How the result is cut along `factor`."""
-        return Cut(self.rule.sizes[factor], tuple(self.split.get(factor, {}).values()))
+        """How the result is cut along `factor`. (One that the rule lacks is of a dim of size 1.)"""
+        return Cut(self.rule.sizes.get(factor, 1), tuple(self.split.get(factor, {}).values()))
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A call of the operator `target`."""

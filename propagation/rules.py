@@ -690,8 +690,6 @@ RULES: dict[Any, Row | Function] = {
     aten.sort.stable: along("dim"),
     aten.split.Tensor: _pieces,
     aten.split_with_sizes.default: _pieces,
-    aten.squeeze.default: _squeezed,
-    aten.squeeze.dim: _squeezed,
     aten.squeeze.dims: _squeezed,
     aten.stack.default: _stack,
     aten.sum.default: _reduction,

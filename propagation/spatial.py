@@ -422,6 +422,6 @@ def _local_col2im(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def blocks_of(node: fx.Node) -> Rule:
-    """Tensor.unfold: blocks of one dim, in a new one behind all."""
-    dim = argument(node, "dimension") % max(len(shape(operands(node)[0])), 1)
-    return over_dims(node, {dim: Strided(argument(node, "size"), argument(node, "step"))})
+    """Tensor.unfold: blocks of one dim, in a new one behind all. (A number has no dim to split.)"""
+    count, reach = len(shape(operands(node)[0])), Strided(argument(node, "size"), argument(node, "step"))
+    return over_dims(node, {argument(node, "dimension") % count: reach} if count else {})

@@ -3,6 +3,7 @@
     python tests/conformance/operators.py                       all entries, resumed from out/conformance
     python tests/conformance/operators.py --only fft --samples 3
     python tests/conformance/operators.py --dtypes complex128 int64 --samples 4
+    python tests/conformance/operators.py --ranks one       as many ranks as the dim has elements; "none": one more
     python tests/conformance/operators.py --write               the page docs/coverage/operators.md, of all results
 
 Of each sample every dim of every tensor is split in turn, over 4 ranks (a dim of 2 or 3 elements over 2), as
@@ -72,6 +73,17 @@ TOGETHER = 48  # samples that are captured together
 DTYPES = torch.float64, torch.float32  # of the page
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}  # relative to the largest element
 ABORTS = frozenset({"sparse.mm.reduce", "sparse.sampled_addmm"})  # in torch.export, with the whole process
+
+
+class Ranks(StrEnum):
+    """Over how many ranks a dim is split."""
+
+    FEW = "few"  # over RANKS, or over 2 where they are more than its elements
+    ONE = "one"  # as many as it has elements, so that each rank has one
+    NONE = "none"  # one more, so that the last rank has none
+
+
+MOST = 8  # the elements of a dim that is split so
 
 
 class Status(StrEnum):
@@ -279,19 +291,29 @@ def _is_undefined(node: fx.Node) -> bool:
 Splits = dict[int, tuple[str, int]]  # of some samples the input and dim that is split
 
 
-def rounds_of(batch: Batch) -> Iterator[tuple[Mesh, Splits]]:
-    """Each dim of each input of each sample once, over all ranks, or over 2 where they are more than its elements; in
-    a round one of each sample."""
+def ranks_of(n: int, over: Ranks) -> int:
+    """Over how many ranks a dim of `n` elements is split; 1: it stays whole."""
+    if over is Ranks.FEW:
+        return RANKS if n >= RANKS else min(n, 2)
+    return n + (over is Ranks.NONE) if 1 < n <= MOST else 1
+
+
+def rounds_of(batch: Batch, over: Ranks) -> Iterator[tuple[Mesh, Splits]]:
+    """Each dim of each input of each sample once, over as many ranks as `over` says; in a round one of each sample."""
     sizes = {port.name: shape(port.node) for port in batch.graph.inputs}
-    for ranks, fits in ((RANKS, lambda n: n >= RANKS), (2, lambda n: 1 < n < RANKS)):
-        dims = [[(name, d) for name in own for d, n in enumerate(sizes[name]) if fits(n)] for own in batch.names]
+    every = {ranks_of(n, over) for own in batch.names for name in own for n in sizes[name]}
+    for ranks in sorted((ranks for ranks in every if ranks > 1), reverse=True):
+        dims = [
+            [(name, d) for name in own for d, n in enumerate(sizes[name]) if ranks_of(n, over) == ranks]
+            for own in batch.names
+        ]
         for i in range(max(map(len, dims), default=0)):
             yield Mesh({"x": ranks}), {sample: own[i] for sample, own in enumerate(dims) if i < len(own)}
 
 
-def layouts_of(mesh: Mesh, size: Sequence[int]) -> tuple[Layout, ...]:
-    """Whole, or split along any dim, also unevenly."""
-    placements = [Shard(dim) for dim, n in enumerate(size) if n >= mesh.device_num]
+def layouts_of(mesh: Mesh, size: Sequence[int], least: int) -> tuple[Layout, ...]:
+    """Whole, or split along any dim of at least so many elements, also unevenly."""
+    placements = [Shard(dim) for dim, n in enumerate(size) if n >= least]
     return tuple(Layout(mesh, (placement,)) for placement in [*placements, REPLICATE])
 
 
@@ -301,7 +323,9 @@ def planned(batch: Batch, mesh: Mesh, splits: Splits) -> tuple[SearchProblem, tu
     graph, constants = batch.graph, constant_nodes(batch.graph)
     ports = [port for port in graph.inputs if port.role is Role.INPUT]
     ports += [port for port in graph.outputs if source_of(port.node).node not in constants]
-    allowed = {port.name: (layouts_of(mesh, tensor_of(source_of(port.node)).shape), "any") for port in ports}
+    whole = {port.name: shape(port.node) for port in graph.inputs}
+    least = min([mesh.device_num, *(whole[name][dim] for name, dim in splits.values())])
+    allowed = {port.name: (layouts_of(mesh, tensor_of(source_of(port.node)).shape, least), "any") for port in ports}
     allowed |= {name: ((Layout(mesh, (Shard(dim),)),), f"dim {dim}") for name, dim in splits.values()}
     settings = Settings(mesh, profile_of("cpu"), WEIGHTS[Level.COMMUNICATION], fully_use_devices=False)
     free, staying = (formulate(graph, replace(settings, stay_split=stay), allowed) for stay in (False, True))
@@ -398,7 +422,9 @@ def spread(samples: Sequence[Any], most: int | None) -> list[Any]:
     return [samples[i * len(samples) // most] for i in range(most)]
 
 
-def examine(infos: Sequence[Any], most: int | None = None, dtypes: Sequence[torch.dtype] = DTYPES) -> list[Result]:
+def examine(
+    infos: Sequence[Any], most: int | None = None, dtypes: Sequence[torch.dtype] = DTYPES, over: Ranks = Ranks.FEW
+) -> list[Result]:
     """All that is found out about some entries, with at most `most` samples of each in each dtype; None: with every
     one."""
     results = {name_of(info): Result(name_of(info)) for info in infos}
@@ -413,11 +439,11 @@ def examine(infos: Sequence[Any], most: int | None = None, dtypes: Sequence[torc
             else:
                 fixed.append(sample)
         for sample in free.values():
-            _examine([sample], results)
+            _examine([sample], results, over)
         for scalars in (True, False):
             alike = [sample for sample in fixed if sample.scalars == scalars]
             for first in range(0, len(alike), TOGETHER):
-                _examine(alike[first : first + TOGETHER], results)
+                _examine(alike[first : first + TOGETHER], results, over)
     for result in results.values():
         result.status = _status(result)
     return list(results.values())
@@ -453,7 +479,7 @@ def depends_on_values(sample: Sample) -> bool:
     return False
 
 
-def _examine(samples: Sequence[Sample], results: dict[str, Result]) -> None:
+def _examine(samples: Sequence[Sample], results: dict[str, Result], over: Ranks) -> None:
     """Adds to `results` what samples give: all together, or by halves where something is wrong."""
     if not samples:
         return
@@ -461,14 +487,14 @@ def _examine(samples: Sequence[Sample], results: dict[str, Result]) -> None:
     reason = problem = ""
     try:
         batch = batch_of(samples)
-        tried = [_try(batch, mesh, splits) for mesh, splits in rounds_of(batch)]
+        tried = [_try(batch, mesh, splits) for mesh, splits in rounds_of(batch, over)]
     except CaptureError as error:
         reason = _first_line(error)
     except Exception as error:  # whatever it is, it is a finding
         problem = f"{samples[0].where}: {_last_frame(error)}"
     if len(samples) > 1 and (reason or problem or any(wrong for *_, wrong in tried)):
         for half in _halves(samples):
-            _examine(half, results)
+            _examine(half, results, over)
         return
     if reason or problem:
         result = results[samples[0].entry]
@@ -542,24 +568,24 @@ def _last_frame(error: Exception) -> str:
 # -- All entries, on processes that may end ----------------------------------------------------------------------------
 
 
-def _work(connection: Connection, most: int | None, dtypes: Sequence[torch.dtype]) -> None:
+def _work(connection: Connection, most: int | None, dtypes: Sequence[torch.dtype], over: Ranks) -> None:
     """A process that examines the entries it is told, without what PyTorch writes to the terminal meanwhile."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.set_num_threads(1)
     known = entries(dtypes)
     while names := connection.recv():
-        connection.send([asdict(result) for result in examine([known[name] for name in names], most, dtypes)])
+        connection.send([asdict(result) for result in examine([known[n] for n in names], most, dtypes, over)])
 
 
 class Worker:
     """A process that can be replaced, and the entries that it examines."""
 
-    def __init__(self, most: int | None, dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(self, most: int | None, dtypes: Sequence[torch.dtype], over: Ranks) -> None:
         self.names: list[str] = []
         self.since = 0.0
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, most, dtypes), daemon=True)
+        self.process = context.Process(target=_work, args=(theirs, most, dtypes, over), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -585,13 +611,13 @@ def loaded(found: dict[str, Any]) -> Result:
 
 def examine_all(
     names: Sequence[str], most: int | None = None, workers: int = 2, seconds: float = 1800.0, together: int = 4,
-    dtypes: Sequence[torch.dtype] = DTYPES,
+    dtypes: Sequence[torch.dtype] = DTYPES, over: Ranks = Ranks.FEW,
 ) -> Iterator[Result]:  # fmt: skip
     """The results of `names` as they come, so many at a time. What ends its process, or takes longer than `seconds` for
     one entry, is tried alone, and then is wrong."""
     left = [list(names[i : i + together]) for i in range(0, len(names), together)][::-1]
     busy: list[Worker] = []
-    idle = [Worker(most, dtypes) for _ in range(min(workers, len(left)))]
+    idle = [Worker(most, dtypes, over) for _ in range(min(workers, len(left)))]
     while left or busy:
         while left and idle:
             busy.append(idle.pop())
@@ -608,7 +634,7 @@ def examine_all(
                 yield from found
                 continue
             worker.stop()
-            idle.append(Worker(most, dtypes))
+            idle.append(Worker(most, dtypes, over))
             if len(worker.names) > 1:
                 left += [[name] for name in worker.names]
             else:
@@ -687,20 +713,24 @@ def main() -> None:
     parser.add_argument("--only", default="", help="entries whose name this regular expression finds")
     parser.add_argument("--samples", type=int, help="at most so many of an entry in each dtype (default: every one)")
     parser.add_argument("--dtypes", nargs="+", help="such as complex128 int64 (default: float64 float32)")
+    parser.add_argument(
+        "--ranks", type=Ranks, default=Ranks.FEW, choices=list(Ranks), help="over how many a dim is split"
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1800.0, help="for one entry")
     parser.add_argument("--results", type=Path, default=ROOT / "out" / "conformance")
     parser.add_argument("--again", action="store_true", help="also what there are results of")
     parser.add_argument("--write", action="store_true", help="write docs/coverage/operators.md")
     given = parser.parse_args()
-    if given.dtypes and given.write:
-        parser.error("--dtypes: the page is of float64 and float32; leave out --write")
+    if given.write and (given.dtypes or given.ranks is not Ranks.FEW):
+        parser.error("the page is of float64 and float32, over few ranks; leave out --write")
     dtypes = [getattr(torch, name) for name in given.dtypes or ()] or DTYPES
-    given.results = given.results / "-".join(given.dtypes) if given.dtypes else given.results
+    variant = "-".join([*(given.dtypes or ()), *([given.ranks] if given.ranks is not Ranks.FEW else [])])
+    given.results /= variant
     given.results.mkdir(parents=True, exist_ok=True)
     chosen = [name for name in entries(dtypes) if re.search(given.only, name)]
     todo = [name for name in chosen if given.again or not (given.results / f"{name}.json").exists()]
-    for result in examine_all(todo, given.samples, given.workers, given.seconds, dtypes=dtypes):
+    for result in examine_all(todo, given.samples, given.workers, given.seconds, dtypes=dtypes, over=given.ranks):
         (given.results / f"{result.name}.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
         notes = "; ".join([*result.problems, *result.fallbacks, *result.reasons])
         print(f"{result.name}: {result.status.value}, {result.kept} of {result.splits} kept  {notes}", flush=True)

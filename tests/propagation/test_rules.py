@@ -18,13 +18,15 @@ from partway.propagation.batch_norm import moments, normalise, part_norm, sample
 from partway.propagation.capture import capture, capturing
 from partway.propagation.collectives import constrain
 from partway.propagation.ctc import ctc
+from partway.propagation.graph import shape
 from partway.propagation.indexing import class_terms
 from partway.propagation.lower import lower
+from partway.propagation.problem import formulate
 from partway.propagation.random_numbers import draw
 from partway.propagation.rule import axis_options
 from partway.propagation.rules import RULES, rule_of
 from partway.propagation.search import dynamic_programming
-from partway.strategy import Layout, Mesh, Partial
+from partway.strategy import Layout, Mesh, Partial, Replicate, Shard
 
 aten = torch.ops.aten
 
@@ -138,6 +140,7 @@ CASES = [
     case(class_terms, "f0 f1 f2 f3", lambda x, t: F.cross_entropy(x, t, reduction="none"),
          real(2, 4, 4, 2), index(4, 2, 4, 2)),
     case(class_terms, "f1", F.cross_entropy, real(4), index(4)),
+    case(class_terms, "f0", F.cross_entropy, real(4, 1), index(1, 4)),
     case(class_terms, "f0 f1", lambda x, t: F.nll_loss(x.log_softmax(-1), t), real(4, 4), index(4, 4)),
     case(class_terms, "f0 f1", lambda x, t: F.cross_entropy(1e4 * x, t), real(4, 4), index(4, 4)),
     case(constrain, "f0 f1", lambda x: (constrain(x, "", "x") if capturing() else x) * x, real(4, 4), linear=1),
@@ -287,8 +290,8 @@ CASES = [
     case(aten.softmax.int, "f0 f1", lambda x: x.softmax(-1), real(4, 4, 3)),
     case(aten.split.Tensor, "f0", lambda x: [p * 2 for p in x.split(3, -1)], real(4, 8), linear=1),
     case(aten.split_with_sizes.default, "f1", lambda x: x.split([1, 3])[1] * 2, real(4, 4), linear=1),
-    case(aten.squeeze.default, "f0 f2", lambda x: x.squeeze() * 2, real(4, 1, 4), linear=1),
-    case(aten.squeeze.dim, "f0 f2", lambda x: x.squeeze(1) * 2, real(4, 1, 4), linear=1),
+    case(aten.squeeze.dims, "f0 f2", lambda x: x.squeeze() * 2, real(4, 1, 4), linear=1),
+    case(aten.squeeze.dims, "f0 f2", lambda x: x.squeeze(1) * 2, real(4, 1, 4), linear=1),
     case(aten.squeeze.dims, "f0", lambda x: x.squeeze((1, 2)) * 2, real(4, 1, 1), linear=1),
     case(aten.stack.default, "f0 f1", lambda x, y: torch.stack([x, y], 1), real(4, 4), real(4, 4), linear=1),
     case(aten.sum.default, "f0 f1", lambda x: x.sum(), real(4, 4), linear=1),
@@ -297,6 +300,7 @@ CASES = [
     case(aten.t.default, "f0 f1", lambda x: x.t() * 2, real(4, 4), linear=1),
     case(aten.transpose.int, "f0 f1 f2", lambda x: x.transpose(-1, 0) * 2, real(4, 4, 4), linear=1),
     case(aten.unbind.int, "f1", lambda x: [p * 2 for p in x], real(2, 4), linear=1),
+    case(aten.unfold.default, "", lambda x: x.unfold(0, 1, 1) * 2, real(), linear=1),
     case(aten.unsqueeze.default, "f0 f1", lambda x: x.unsqueeze(-1) * 2, real(4, 4), linear=1),
     case(moments, "f0 f1", lambda x: moments(x, None), real(4, 4)),
     case(moments, "f0 f1 f2 f3", moments, real(4, 4, 4, 4), fixed(4)),
@@ -512,7 +516,7 @@ CASES = [
     case(aten.baddbmm.default, "b m k n", torch.baddbmm, real(4, 1, 4), real(4, 4, 4), real(4, 4, 4), linear=2),
     case(aten.cdist.default, "_1 m n", torch.cdist, real(2, 4, 3), real(2, 4, 3)),
     case(aten.cdist.default, "_1 _2 m n", lambda x, y: torch.cdist(x, y, 1.0), real(2, 1, 4, 3), real(2, 4, 3)),
-    case(aten.cross.default, "f1", torch.cross, real(3, 4), real(3, 4), linear=2),
+    case(aten.linalg_cross.default, "f1", torch.cross, real(3, 4), real(3, 4), linear=2),
     case(aten.dot.default, "k", torch.dot, real(4), real(4), linear=2),
     case(aten.einsum.default, "i j k a", lambda x, y: torch.einsum("...ij,jk...", x, y),
          real(2, 4, 4), real(4, 4, 2), linear=2),
@@ -783,6 +787,67 @@ def test_every_option_computes_the_value_and_the_gradients(one, lab):
 def test_options_on_two_axes_compute_the_value_and_the_gradients(one, lab):
     args = tensors_of(one)
     lab.check_options(capture(one.fn, args, {}), one.fn, args, one.target, lab.SQUARE, 3, random.Random(0))
+
+
+@quiet
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [0, 1], ids=["one", "none"])
+@pytest.mark.parametrize("one", all_cases())
+def test_ranks_of_one_element_or_of_none_compute_the_value_and_the_gradients(one, more, lab):
+    check_sizes(one, more, lab)
+
+
+def check_sizes(one, more, lab):
+    """Each factor of each call of the operator, split over as many ranks as it has elements, and `more`."""
+    args = tensors_of(one)
+    expected = lab.value_and_gradients(lab.as_tuple(one.fn(*args)), [t for t in args if t.requires_grad])
+    graph = capture(one.fn, args, {})
+    tried = 0
+    for size in sorted({n for node in calls_of(graph, one.target) for n in rule_of(node).sizes.values() if n > 1}):
+        mesh = Mesh({"x": size + more})
+        free = {port.name: (layouts_of(mesh, shape(port.node), size), "any") for port in graph.inputs}
+        problem = formulate(graph, lab.settings_of(mesh, on_unknown_op="error"), free)
+        for vertex in lab.vertices_of(problem, one.target):
+            for i, option in enumerate(problem.vertices[vertex].options):
+                if option.factors[0] is not None:
+                    chosen = lab.choose(problem, vertex, [i])
+                    text = f"{one.target} split along {option.factors[0]} on {mesh}"
+                    lab.check_choice(chosen, dynamic_programming(chosen).choice, one.fn, args, expected, text)
+                    tried += 1
+    return tried
+
+
+def calls_of(graph, target):
+    return [node for node in graph.nodes if node.target is target]
+
+
+def layouts_of(mesh, size, least):
+    """Whole, or split along any dim of at least so many elements."""
+    placements = [Replicate(), *(Shard(dim) for dim, n in enumerate(size) if n >= least)]
+    return tuple(Layout(mesh, (placement,)) for placement in placements)
+
+
+# calls that mean something else where a dim has one element, or as many as another one
+AMBIGUOUS = [
+    case(aten.linalg_cross.default, "", torch.cross, real(6, 3), real(6, 3)),
+    case(aten.linalg_solve.default, "", torch.linalg.solve, definite(6, 3), real(3, 3)),
+    case(aten.linalg_solve.default, "", torch.linalg.solve, definite(3, 3), real(3, 6)),
+    case(aten.linalg_solve.default, "", torch.linalg.solve, definite(2, 3), real(3)),
+    case(aten.linalg_solve_ex.default, "", lambda a, b: torch.linalg.solve_ex(a, b)[0], definite(6, 3), real(3, 3)),
+    case(aten.squeeze.dims, "", lambda x: x.squeeze() * 2, real(2, 1, 4)),
+    case(aten.squeeze.dims, "", lambda x: x.squeeze(0) * 2, real(2, 4)),
+    case(aten.squeeze.dims, "", lambda x: x.squeeze((-1, 0)) * 2, real(2, 4, 1)),
+    case(aten.squeeze.dims, "", lambda x: aten.squeeze_copy(x) * 2, real(2, 2)),
+]
+
+
+@quiet
+@pytest.mark.filterwarnings("ignore:Using torch.cross without specifying the dim")
+@pytest.mark.parametrize("one", [pytest.param(one, id=name_of(one)) for one in AMBIGUOUS])
+def test_the_sizes_of_the_whole_say_what_a_call_means(one, lab):
+    args = tensors_of(one)
+    assert lab.check_options(capture(one.fn, args, {}), one.fn, args, one.target, lab.LINE, 12, random.Random(0))
+    assert check_sizes(one, 0, lab)
 
 
 def test_every_row_has_a_case():
