@@ -25,11 +25,12 @@ from partway.annotate import Annotations, Request, annotate, meshes_to_try
 from partway.cache import Entry, cache_folder
 from partway.constrain import constrained_modules
 from partway.context import AlgoParameters, ParallelContext, ParallelMode, current, current_algo
+from partway.courses import values_of
 from partway.dtensors import brought, inputs_on, parameters_on, plain
 from partway.fusion.program import Program, make_program
 from partway.propagation.accumulate import Accumulation, accumulation
 from partway.propagation.apart import of_outputs
-from partway.propagation.capture import capture
+from partway.propagation.capture import capture, state_of
 from partway.propagation.cost import WEIGHTS, Level
 from partway.propagation.custom import Rows
 from partway.propagation.differentiate import Step, differentiate, scale_parameter_gradients
@@ -41,6 +42,7 @@ from partway.propagation.plan import Plan, make_plan
 from partway.propagation.precision import reduce_in_float32
 from partway.propagation.problem import SearchProblem, Settings, formulate, warn_of_unknown
 from partway.propagation.profile import DeviceProfile, profile_of
+from partway.propagation.questions import Values
 from partway.propagation.recompute import checkpointed, gathered_weights, recompute, within_windows
 from partway.propagation.replay import differences, replay
 from partway.propagation.search import SearchMode, search, verify_solution
@@ -195,8 +197,9 @@ def compile(
     placed = inputs_on(call, request.own_mesh or next((found.mesh for found in fixed.values()), None))
     plain_args, plain_kwargs = call.structure.build([plain(tensor) for tensor in call.tensors])
     return compile_call(
-        fn_or_module, plain_args, plain_kwargs, request, current(), current_algo(), fixed=fixed, placed=placed
-    )
+        fn_or_module, plain_args, plain_kwargs, request, current(), current_algo(), fixed=fixed, placed=placed,
+        values=values_of(call.tensors, state_of(fn_or_module).__getitem__),
+    )  # fmt: skip
 
 
 def compile_call(
@@ -210,14 +213,15 @@ def compile_call(
     processes: int | None = None,
     fixed: Mapping[str, Layout] | None = None,
     placed: Mapping[str, Layout] | None = None,
+    values: Values | None = None,
 ) -> Compiled:
     """All passes for one call. `processes`: how many a launcher started; `fixed`: layouts that parameters have, and
-    `placed` those of inputs that are DTensors."""
+    `placed` those of inputs that are DTensors; `values`: where to find the values that `fn` asks for."""
     saved = Plan.load(path) if (path := context.strategy_ckpt_config.load_file) else None
     every = rules()
     # a call draws the same numbers whether it was planned or not
     with torch.random.fork_rng(enabled=True), _own_saved_tensors(), constrained_modules(fn, request):
-        graph = capture(fn, args, kwargs, context.batch_norm_parts, context.random_numbers, every)
+        graph = capture(fn, args, kwargs, context.batch_norm_parts, context.random_numbers, every, values)
     mode, profile = context.search_mode, device_profile(graph, request, context)
     given = _given_plan(graph, request.plans)
     own = {node.target: every[node.target] for node in graph.nodes if node.target in every}

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -18,12 +19,13 @@ from partway.annotate import Request, dataset_applies, dataset_was_set
 from partway.compile import Compiled, check_target, check_tensors, compile_call, settings_of
 from partway.constrain import constrained_arguments, constrained_results
 from partway.context import ParallelContext, ParallelMode, current, current_algo
+from partway.courses import Courses, values_of
 from partway.dtensors import brought, inputs_on, parameters_on, placed_as
 from partway.fusion.program import Program
 from partway.guard import Guard
 from partway.materialize import Init, check_materialized, materialize
 from partway.placing import Change, Placing, placing
-from partway.propagation.capture import capturing
+from partway.propagation.capture import capturing, state_of
 from partway.propagation.graph import Role
 from partway.propagation.plan import Plan
 from partway.propagation.structure import Call, check_call, flatten, flatten_call, name_of
@@ -210,8 +212,8 @@ class _Engine:
 
     def __init__(self, fn: Callable[..., Any], request: Request, brought: Mapping[str, Layout] | None = None) -> None:
         self.fn, self.request, self.brought = fn, request, frozenset(brought or ())
-        self._runners: dict[Any, _Runner] = {}
-        self._last: tuple[Guard, _Runner] | None = None
+        self._planned: dict[Any, Courses[_Runner]] = {}
+        self._last: tuple[Guard, Courses[_Runner], _Runner] | None = None
         self._waiting = Waiting()
         # of the parameters, once a plan has split them, or as they were brought
         self._layouts: dict[str, Layout] = dict(brought or {})
@@ -229,14 +231,14 @@ class _Engine:
     @property
     def refused(self) -> bool:
         """Whether every call so far was refused before there was a plan."""
-        return self._refused and not self._runners
+        return self._refused and not self._planned
 
     def latest(self) -> Compiled:
         if self._last is None:
             raise RuntimeStateError(
                 "there is no plan yet: it is made by the first call; partway.compile plans without running"
             )
-        return self._last[1].compiled
+        return self._last[2].compiled
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], plain: Callable[..., Any] | None = None) -> Any:
         """Run one call: split, as a constraint (inside another capture), or plainly (stand_alone)."""
@@ -250,18 +252,30 @@ class _Engine:
             return original(*args, **kwargs)
         tensors = self._last[0].admits(args, kwargs, context) if self._last else None
         if tensors is None or self._last is None:
-            if isinstance(self.fn, torch.nn.Module) and not all(t.is_meta for t in flatten((args, kwargs))[0]):
-                check_materialized(self.fn)
-            try:
-                runner = self._runner(args, kwargs, context)
-            except Exception:
-                for engine in self._engines():
-                    engine._refused = True
-                raise
-            runner.bind(self.fn)
-            self._last = Guard(self.fn, args, kwargs, context), runner
-            tensors = flatten((args, kwargs))[0]
-        return self._last[1](tensors)
+            return self._first(args, kwargs, context)
+        _, courses, runner = self._last
+        if runner.asked:
+            runner = self._course(courses, tensors) or self._new_course(
+                courses, flatten_call(self.fn, args, kwargs), context
+            )
+            if runner is not self._last[2]:
+                runner.bind(self.fn)
+                self._last = *self._last[:2], runner
+        return runner(tensors)
+
+    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> Any:
+        """Run a call that is unlike the last one."""
+        if isinstance(self.fn, torch.nn.Module) and not all(t.is_meta for t in flatten((args, kwargs))[0]):
+            check_materialized(self.fn)
+        try:
+            courses, runner = self._runner(args, kwargs, context)
+        except Exception:
+            for engine in self._engines():
+                engine._refused = True
+            raise
+        runner.bind(self.fn)
+        self._last = Guard(self.fn, args, kwargs, context), courses, runner
+        return runner(flatten((args, kwargs))[0])
 
     def materialize(self, args: tuple[Any, ...], kwargs: dict[str, Any], init: Init | None) -> None:
         """See `ShardedModule.materialize`."""
@@ -275,7 +289,7 @@ class _Engine:
             )
         if _stands_alone(context):
             raise StrategyError("materialize needs a plan, and in stand_alone mode there is none; set another mode")
-        compiled = self._runner(args, kwargs, context).compiled
+        compiled = self._runner(args, kwargs, context)[1].compiled
         settings = settings_of(self.request, compiled.mesh, context, current_algo(), compiled.profile, rules())
         tied = {other: name for other, name in compiled.graph.aliases.items() if name in self._layouts}
         layouts = self._layouts | {other: self._layouts[name] for other, name in tied.items()}
@@ -290,15 +304,28 @@ class _Engine:
                 if isinstance(module, ShardedModule):
                     yield module._partway
 
-    def _runner(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> _Runner:
-        """What runs a call; it is planned if it is the first of its signature."""
+    def _runner(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext
+    ) -> tuple[Courses[_Runner], _Runner]:
+        """What runs a call, and all that run calls of its signature; it is planned if it is the first of its course."""
         call = flatten_call(self.fn, args, kwargs)
         check_call(self.fn, args, kwargs)
         check_tensors(call, self.request.device)
         key = self._signature(call, context)
-        runner = self._runners.get(key)
-        if runner is None:
-            runner = self._runners[key] = self._plan(call, context)
+        courses: Courses[_Runner] = self._planned.get(key) or Courses()
+        runner = self._course(courses, call.tensors) or self._new_course(courses, call, context)
+        self._planned[key] = courses
+        return courses, runner
+
+    def _course(self, courses: Courses[_Runner], tensors: Sequence[Tensor]) -> _Runner | None:
+        """What runs a call of `tensors`, or None if no call was answered like it."""
+        return courses.of(values_of(tensors, lambda name: attrgetter(name)(self.fn)))
+
+    def _new_course(self, courses: Courses[_Runner], call: Call, context: ParallelContext) -> _Runner:
+        runner = self._plan(call, context)
+        courses.add(runner, name_of(self.fn))
+        if any(question.draws for question, _ in runner.asked):  # planning drew for nothing, as it always does
+            self._course(courses, call.tensors)
         return runner
 
     def _signature(self, call: Call, context: ParallelContext) -> tuple[Any, ...]:
@@ -319,11 +346,12 @@ class _Engine:
         meshes = [self.request.own_mesh, *(found.mesh for found in self._layouts.values())]
         placed = inputs_on(call, next((mesh for mesh in meshes if mesh is not None), None))
         args, kwargs = place.whole_call(call, context, local)
+        values = values_of(call.tensors, state_of(self.fn).__getitem__, local)
         self._capturing = True
         try:
             compiled = compile_call(
                 self.fn, args, kwargs, self.request, context, current_algo(),
-                processes=place.processes, fixed=self._layouts, placed=placed,
+                processes=place.processes, fixed=self._layouts, placed=placed, values=values,
             )  # fmt: skip
         finally:
             self._capturing = False
@@ -358,6 +386,7 @@ class _Runner:
     def __init__(self, compiled: Compiled, place: Placing, local: bool, waiting: Waiting) -> None:
         self.compiled, self._waiting = compiled, waiting
         graph = compiled.graph
+        self.asked = graph.asked
         self._result = graph.result
         updates = (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
         self._updated = {port.name for port in graph.outputs if port.role in updates}

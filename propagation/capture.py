@@ -29,6 +29,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from dis import opmap
 from functools import partial
 from types import FrameType, FunctionType
 from typing import Any
@@ -44,6 +45,7 @@ from ..strategy.errors import CaptureError, PartwayError
 from ..strategy.notation import counted
 from .absorb import absorb
 from .control import CONTROL, flatten_control
+from .covariance import corrcoef, cov
 from .ctc import ctc_loss
 from .custom_backward import adopt, recorded
 from .expand import expand
@@ -60,6 +62,7 @@ from .graph import (
     value,
     verify,
 )
+from .questions import ASKING, Answering, Asked, Leaf, Values
 from .random_numbers import RandomNumbers
 from .recurrent import lstm, true_states
 from .structure import Call, Structure, flatten, flatten_call, name_of
@@ -84,29 +87,58 @@ def capturing() -> bool:
 
 def capture(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_norm_parts: int = 1,
-    random_numbers: RandomNumbers = RandomNumbers.COUNTER, own: Collection[Any] = (),
+    random_numbers: RandomNumbers = RandomNumbers.COUNTER, own: Collection[Any] = (), values: Values | None = None,
 ) -> Graph:  # fmt: skip
     """Capture one call of `fn` (a function or nn.Module; meta tensors welcome) as a Graph. `own`: operators to which
-    people gave rules, so that they stay as they are.
+    people gave rules, so that they stay as they are. `values`: the tensors of the call, which answer what `fn` asks of
+    them (questions.py); without them it may ask nothing.
 
     Raises CaptureError when torch.export cannot make one static graph of it, or when `fn` itself raises: it names
-    the line of the caller's code, and its cause is the original exception. Raises StrategyError for a BatchNorm in
-    training whose batch `batch_norm_parts` does not divide.
+    the line of the caller's code, and its cause is the original exception. What `fn` raises because of an answer is
+    raised as it is. Raises StrategyError for a BatchNorm in training whose batch `batch_norm_parts` does not divide.
     """
     call = flatten_call(fn, args, kwargs)
+    expanded = partial(expand, batch_norm_parts=batch_norm_parts, random_numbers=random_numbers, own=own)
+    may_draw, here = random_numbers is not RandomNumbers.TORCH, lambda: _callers_line(traceback.extract_stack(), fn)
+    undecided: _Undecided | None = None
+    for level in Asked if values else (Asked.NOTHING,):
+        answering = Answering(level, values, may_draw, here) if values and level is not Asked.NOTHING else None
+        try:
+            exported, result = _exported(fn, call, answering)
+        except _Undecided as error:
+            undecided = error
+            continue
+        graph = _graph(exported, call, result, fn, expanded)
+        return verify(_check_dtypes(replace(graph, asked=tuple(answering.asked) if answering else ())))
+    assert undecided is not None
+    raise CaptureError(str(undecided)) from undecided.__cause__
+
+
+class _Undecided(Exception):
+    """A capture depends on values of which no more than was answered is known; its text is that of a CaptureError."""
+
+
+def _exported(
+    fn: Callable[..., Any], call: Call, answering: Answering | None
+) -> tuple[torch.export.ExportedProgram, Structure]:
+    """What torch.export makes of a call, functional and checked, and the structure of its result."""
     seen: list[Structure] = []
     outside = _Outside()
-    flat = _Flat(_with_source_lines(fn), call, seen, outside)
+    flat = _Flat(_with_source_lines(fn), call, seen, outside, answering)
     example = tuple(t.detach().requires_grad_(t.requires_grad) for t in call.tensors)
     token = _capturing.set(True)
     try:
         with warnings.catch_warnings(), torch.enable_grad(), _prepared(fn, example), _quiet():
             warnings.simplefilter("ignore")
-            exported = write_out(torch.export.export(flat, example, strict=False))
+            exported = write_out(_without_questions(torch.export.export(flat, example, strict=False)))
     except PartwayError:
         raise
     except Exception as error:  # torch.export raises many types; the caller's code may raise any
-        raise CaptureError(_reason(fn, error)) from error
+        if answering is not None and answering.asked and _is_raised_on_purpose(error):
+            raise
+        unanswered = answering.unanswered if answering else None
+        failure = _Undecided if isinstance(error, data_dependent) else CaptureError
+        raise failure(_reason(fn, error, unanswered)) from error
     finally:
         _capturing.reset(token)
     if outside.found:
@@ -117,18 +149,40 @@ def capture(
     _name_frames(exported.graph_module, fn)
     _check_static(exported.graph_module, fn)
     _check_operators(exported.graph_module, fn)
-    expanded = partial(expand, batch_norm_parts=batch_norm_parts, random_numbers=random_numbers, own=own)
-    return verify(_check_dtypes(_graph(exported, call, seen[-1], fn, expanded)))
+    return exported, seen[-1]
 
 
-def _reason(fn: Callable[..., Any], error: Exception) -> str:
+def _without_questions(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Drop what was asked and answered: in the course of the answer nothing reads it, and it cannot be traced again."""
+    for node in reversed(exported.graph.nodes):
+        if node.target in ASKING and not node.users:
+            exported.graph.erase_node(node)
+    return exported
+
+
+def _is_raised_on_purpose(error: Exception) -> bool:
+    """Whether a `raise` or `assert` of the caller, or of a module or loss of PyTorch, raised `error`, and not what
+    traces them."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    code = trace.tb_frame.f_code
+    folder = os.path.dirname(torch.__file__) + os.sep
+    place = code.co_filename.removeprefix(folder) if code.co_filename.startswith(folder) else ""
+    return code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"] and not place.startswith(("_", "fx", "export"))
+
+
+def _reason(fn: Callable[..., Any], error: Exception, unanswered: str | None = None) -> str:
     """Why a capture failed: by a limit of torch.export, or because the caller's own code raised."""
-    at = _callers_line(error, fn)
+    at = _callers_line(traceback.extract_tb(error.__traceback__), fn)
     if isinstance(error, data_dependent):
+        why = f"\n  These values {unanswered}" if unanswered else ""
         return (
             f"could not capture {name_of(fn)} as one static graph: its course depends on the values of tensors{at}; "
             "write it without branches on tensors and .item(), with torch.where for example, or do this part outside "
-            f"the sharded function\n  torch.export: {_first_line(error)}"
+            f"the sharded function{why}\n  torch.export: {_first_line(error)}"
         )
     if isinstance(error, UnsupportedOperatorException) or "no fake impl registered" in str(error):
         found = re.search(r"CustomOpDef\(([\w:.]+)\)", str(error)) or re.search(r"([\w:.]+)", str(error))
@@ -148,12 +202,12 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-def _callers_line(error: Exception, fn: Callable[..., Any]) -> str:
-    """Where in the caller's code `error` was raised: the innermost line that is neither PyTorch's nor ours."""
+def _callers_line(frames: traceback.StackSummary, fn: Callable[..., Any]) -> str:
+    """Where in the caller's code something happened: the innermost of `frames` that is neither PyTorch's nor ours."""
     torchs, ours = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
     own = [os.path.join(ours, name) + os.sep for name in ("api", "strategy", "propagation", "fusion", "runtime", "")]
     installed = not os.path.exists(os.path.join(ours, "pyproject.toml"))
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    for frame in reversed(frames):
         mine = any(frame.filename.startswith(folder) for folder in (own if installed else own[:-1]))
         if not mine and not frame.filename.startswith((torchs + os.sep, "<")):
             name = _frame_name(fn, frame.filename, frame.lineno or 0, frame.name)
@@ -192,7 +246,7 @@ def _name_frames(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
 
 
 def _check_static(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
-    """Raise CaptureError if a size or a number in the graph depends on the values of tensors."""
+    """Raise _Undecided if a size or a number in the graph depends on the values of tensors."""
     symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
     for node in module.graph.nodes:
         found = node.meta.get("val")
@@ -204,7 +258,7 @@ def _check_static(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
         sizes = found.shape if isinstance(found, torch.Tensor) else ()
         if isinstance(found, symbolic) or any(isinstance(size, symbolic) for size in sizes):
             what = "gives a result whose size depends" if sizes else "gives a number that depends"
-            raise CaptureError(
+            raise _Undecided(
                 f"could not capture {name_of(fn)} as one static graph: {operator_name(node)} {what} on the values of "
                 f"tensors{_line(node)}; do this part outside the sharded function, or keep it a tensor of fixed size"
             )
@@ -334,6 +388,10 @@ class _WithoutGradients(TorchFunctionMode):
 
 
 _OTHERWISE: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.Tensor.corrcoef: corrcoef,
+    torch.Tensor.cov: cov,
+    torch.corrcoef: corrcoef,
+    torch.cov: cov,
     torch.ctc_loss: ctc_loss,
     torch.lstm: lstm,
     torch.nn.functional.ctc_loss: ctc_loss,
@@ -413,19 +471,31 @@ def _quiet() -> Iterator[None]:
 class _Flat(torch.nn.Module):
     """`fn` as a module from tensors to a tuple of tensors; what is around them is told to `seen`."""
 
-    def __init__(self, fn: Callable[..., Any], call: Call, seen: list[Structure], outside: _Outside) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], call: Call, seen: list[Structure], outside: _Outside,
+        answering: Answering | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.outside = outside
+        self.answering = answering
         self.fn = fn
         self.call = call
         self.seen = seen.append  # a bound method: torch.export puts back what forward does to attributes
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.call.structure.build(list(tensors))
-        with self.outside, _Regions(), _WithoutGradients(), _Traceable():
+        answering = contextlib.nullcontext() if self.answering is None else self.answering.of(self._leaves(tensors))
+        with self.outside, _Regions(), _WithoutGradients(), _Traceable(), answering:
             results, structure = flatten(self.fn(*args, **kwargs))
         self.seen(structure)
         return tuple(results)
+
+    def _leaves(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Leaf, torch.Tensor]]:
+        """The tensors of the call, as they are while it is captured."""
+        for place, (name, tensor) in enumerate(zip(self.call.names, tensors, strict=True)):
+            yield Leaf(Role.INPUT, name, place), tensor
+        for name, tensor in state_of(self.fn).items():
+            yield Leaf(Role.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Role.BUFFER, name), tensor
 
 
 @contextlib.contextmanager
@@ -552,7 +622,7 @@ def _graph(
     aliases: dict[str, str] = {}
     constants: dict[str, torch.Tensor] = {}
     first_of: dict[int, Port] = {}
-    state = _state(fn)
+    state = state_of(fn)
     position = 0
     for spec in exported.graph_signature.input_specs:
         node = placeholders[spec.arg.name]
@@ -599,7 +669,8 @@ def _graph(
     return replace(graph, outputs=renewed)
 
 
-def _state(fn: Callable[..., Any]) -> dict[str, torch.Tensor]:
+def state_of(fn: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module by all of their names; none of a function."""
     if not isinstance(fn, torch.nn.Module):
         return {}
     named: dict[str, torch.Tensor] = dict(fn.named_buffers(remove_duplicate=False))

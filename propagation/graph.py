@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -23,6 +23,9 @@ from ..strategy.errors import VerifyError
 from .random_numbers import draw
 from .structure import Structure
 from .torch_internals import OpOverload
+
+if TYPE_CHECKING:
+    from .questions import Question
 
 _REGION = "partway_checkpoint"
 
@@ -64,7 +67,8 @@ class Text(fx.GraphModule):
 @dataclass(frozen=True)
 class Graph:
     """A captured function. `aliases` maps the other names of a tied parameter to the one that is an input;
-    `device` is the type of device of the call's tensors ("meta" ones are planned as on the CPU)."""
+    `device` is the type of device of the call's tensors ("meta" ones are planned as on the CPU);
+    `asked` is what the function asked of values in its course, with the answers of this one."""
 
     module: fx.GraphModule
     inputs: tuple[Port, ...]
@@ -73,6 +77,7 @@ class Graph:
     aliases: dict[str, str]
     constants: dict[str, torch.Tensor]
     device: str = "cpu"
+    asked: tuple[tuple[Question, bool | int], ...] = ()
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:

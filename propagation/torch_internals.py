@@ -11,6 +11,10 @@ Each name, and why:
     torch._C._set_grad_enabled         what torch.no_grad calls, for a TorchFunctionMode to recognize it
     DataDependentOutputException, ...  what torch.export raises where a graph depends on the values of tensors
     UnsupportedOperatorException   what it raises for an operator without a fake implementation
+    torch.utils._python_dispatch   TorchDispatchMode, which sees every operator below autograd (documented, without a
+                                       public name), and _disable_current_modes, so that real tensors are computed with
+                                       in the midst of a capture
+    torch._C.DisableTorchFunction      as that, for the modes of functions
     torch.fx.experimental.proxy_tensor make_fx; public use is documented, the module is not
     torch._C._dispatch_get_all_op_names   the operators that there are: torch.ops finds one by its name only
     torch._library.custom_ops.CustomOpDef   what torch.library.custom_op makes, for its type and its operator;
@@ -24,10 +28,11 @@ Each name, and why:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from torch._C import DispatchKey
+from torch._C import DisableTorchFunction, DispatchKey
 from torch._C import _dispatch_get_all_op_names as all_operator_names
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
@@ -45,6 +50,7 @@ from torch.export.exported_program import _decompose_exported_program
 from torch.export.exported_program import _split_decomp_table_to_cia_and_python_decomp as split_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 try:
@@ -58,6 +64,13 @@ except ImportError:
     chunked_losses = ()
 
 data_dependent = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Computes as outside of all modes, such as those of a capture."""
+    with DisableTorchFunction(), _disable_current_modes():
+        yield
 
 
 def is_composite(operator: OpOverload) -> bool:
@@ -98,6 +111,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
+    "TorchDispatchMode",
     "TreeSpec",
     "UnsupportedOperatorException",
     "all_operator_names",
@@ -114,4 +128,5 @@ __all__ = [
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
+    "without_modes",
 ]

@@ -601,6 +601,47 @@ def test_a_mesh_of_another_number_of_devices_than_processes_is_refused(on_ranks:
     assert on_ranks(2, refused, "a mesh") == [said] * 2
 
 
+# -- what is asked of values
+
+
+class Asks(nn.Module):
+    """A module whose course depends on its input and on its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.isnan(x).any():
+            raise FloatingPointError("x is not a number")
+        y = torch.relu(self.up(x)) if x.sum() > 0 else torch.tanh(self.up(x))
+        if self.calls > 2 or torch.rand([]) < 0.3:
+            y = 2 * y
+        self.calls.add_(1)
+        return self.down(y).square().sum()
+
+
+def takes_courses() -> None:
+    fresh()
+    plain = Asks().double()
+    given: dict[str, Any] = {"in_strategy": (("dp", None),), "parameter_plan": {"up.weight": ("tp", None)}}
+    model = pw.shard(copy.deepcopy(plain), mesh={"dp": 1, "tp": 2}, **given)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    for batch in (x.abs(), -x.abs(), -x.abs(), x.abs(), x.abs()):
+        assert_same_step(plain, model, {"x": batch})
+    with pytest.raises(FloatingPointError, match="x is not a number"):
+        model(x * torch.nan)
+    assert_same_step(plain, model, {"x": x.abs()})
+    fresh(parallel_mode="semi_auto_parallel", dataset_strategy="data_parallel")
+    with pytest.raises(pw.CaptureError, match="input 'x', of which each process has a part"):
+        pw.shard(Asks().double(), mesh={"dp": 2})(x)
+
+
+def test_every_rank_takes_the_course_of_the_whole_batch(on_ranks: Ranks) -> None:
+    on_ranks(2, takes_courses)
+
+
 # -- one script, unchanged
 
 SCRIPT = """

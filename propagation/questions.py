@@ -1,0 +1,245 @@
+"""What the course of a function depends on: questions about the values of its tensors.
+
+    if mask.any(): ...            assert (ids < vocabulary).all()            for _ in range(int(lengths.max())): ...
+
+A graph has one course. torch.export refuses what asks, so such a function is captured again, and its questions are
+answered as eager PyTorch would answer them: by the real values of the call. All operators that run before a question
+are written down; those that it follows from are run on the tensors of the call. What was asked and answered is kept
+with the graph, and asked anew of every later call: another answer is another course, with a plan of its own
+(api/courses.py).
+
+A question that follows from a matrix product or a convolution would cost as much as the net in front of it, on every
+call and on whole tensors, and stays unanswered; so does what follows from values that are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .graph import Role
+from .torch_internals import FakeTensor, OpOverload, TorchDispatchMode, tree_flatten, tree_map, without_modes
+
+aten = torch.ops.aten
+
+Answer = bool | int
+
+
+class Asked(IntEnum):
+    """Which questions are answered: each costs a comparison on every call, so no more than a capture needs."""
+
+    NOTHING = 0
+    CONDITIONS = 1
+    NUMBERS = 2
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of a call: an input by its place, or a parameter or buffer by its name."""
+
+    role: Role
+    name: str
+    place: int = -1
+
+
+Values = Callable[[Leaf], Tensor]
+
+
+class Unanswered(Exception):
+    """Why a question has no answer, as the end of a sentence about values."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor in the arguments of a step."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    operator: Any
+    args: Any
+    kwargs: Any
+    results: tuple[int, ...]  # the slots of the tensors that it gives
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """What a function asks of the values of a call, and the operators that it follows from.
+
+    draws   whether it follows from random numbers, so that each call draws them anew
+    line    where it is asked, as messages say it
+    """
+
+    leaves: tuple[tuple[Leaf, int, bool], ...]  # with its slot, and whether a step writes to it
+    steps: tuple[_Step, ...]
+    draws: bool
+    line: str
+
+    def answer(self, values: Values) -> Answer:
+        """The answer of a call with these `values`."""
+        held: dict[int, Any] = {}
+
+        def filled(value: Any) -> Any:
+            return held[value.place] if isinstance(value, _Slot) else value
+
+        answer: Any = None
+        with torch.no_grad():
+            for leaf, slot, written in self.leaves:
+                held[slot] = values(leaf).clone() if written else values(leaf)
+            for step in self.steps:
+                answer = step.operator(*tree_map(filled, step.args), **tree_map(filled, step.kwargs))
+                made = [t for t in tree_flatten(answer)[0] if isinstance(t, Tensor)] if step.results else ()
+                held.update(zip(step.results, made, strict=True))
+        asked: Answer = answer  # of the last one, which asks
+        return asked
+
+
+_CONDITIONS = frozenset({aten.equal.default, aten.allclose.default, aten.is_nonzero.default})
+_NUMBER = aten._local_scalar_dense.default
+ASKING = _CONDITIONS | {_NUMBER, aten.item.default}
+_PRODUCTS = frozenset(
+    {
+        "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "linear", "matmul",
+        "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_attention_math", "_scaled_dot_product_fused_attention_overrideable",
+        "mkldnn_rnn_layer", "_cudnn_rnn",
+    }
+)  # fmt: skip
+
+
+class Answering(TorchDispatchMode):
+    """While a function is captured, answers its questions by `values`; `asked` is what it asked, with the answers.
+
+    It sees what autograd calls, and so what composite operators ask of the values inside.
+    """
+
+    supports_higher_order_operators = True  # what they run is no tape's; what follows from it has no answer
+
+    def __init__(self, level: Asked, values: Values, may_draw: bool, line: Callable[[], str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.asked: list[tuple[Question, Answer]] = []
+        self.unanswered: str | None = None
+        self._level, self._values, self._may_draw, self._line = level, values, may_draw, line
+        self._tape: list[tuple[Any, Any, Any, Any]] = []
+        self._known: dict[int, tuple[Leaf, Tensor]] = {}
+
+    def of(self, leaves: Iterable[tuple[Leaf, Tensor]]) -> Answering:
+        """This mode, for a course whose tensors are those of `leaves`."""
+        self._known = {id(tensor): (leaf, tensor) for leaf, tensor in leaves}
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_asked(func, args):
+            try:
+                return self._answered(func, args, kwargs)
+            except Unanswered as why:
+                self.unanswered = str(why)
+        result = func(*args, **kwargs)
+        self._tape.append((func, args, kwargs, result))
+        return result
+
+    def _is_asked(self, func: Any, args: tuple[Any, ...]) -> bool:
+        if func in _CONDITIONS:
+            return True
+        if func is not _NUMBER:
+            return False
+        dtype = args[0].dtype
+        return dtype is torch.bool or (
+            self._level is Asked.NUMBERS and not (dtype.is_floating_point or dtype.is_complex)
+        )
+
+    def _answered(self, func: Any, args: Any, kwargs: Any) -> Answer:
+        question = self._question(func, args, kwargs)
+        if question.draws and not self._may_draw:
+            raise Unanswered('follow from random numbers, which random_numbers="torch" draws in an order of its own')
+        with without_modes():
+            answer = question.answer(self._values)
+        self.asked.append((question, answer))
+        return answer
+
+    def _question(self, func: Any, args: Any, kwargs: Any) -> Question:
+        """The question that `func` asks, and of all that ran so far what it follows from: whatever made or wrote memory
+        that is read."""
+        needed = set(map(_memory, _tensors((args, kwargs))))
+        kept: list[tuple[Any, Any, Any, Any]] = [(func, args, kwargs, None)]
+        for entry in reversed(self._tape):
+            made = {_memory(t) for t in _tensors(entry[3])}
+            if made & needed or any(_memory(t) in needed for t in _written(*entry[:3])):
+                needed.update(map(_memory, _tensors(entry[1:3])))
+                kept.append(entry)
+        return self._sliced(kept[::-1])
+
+    def _sliced(self, entries: list[tuple[Any, Any, Any, Any]]) -> Question:
+        slots: dict[int, int] = {}
+        leaves: list[tuple[Leaf, Tensor]] = []
+        steps = []
+
+        def slot(value: Any) -> Any:
+            if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+                raise Unanswered("follow from a number that is made of tensors")
+            if not isinstance(value, FakeTensor):
+                return value
+            if id(value) not in slots:
+                leaves.append(self._leaf(value))
+                slots[id(value)] = len(slots)
+            return _Slot(slots[id(value)])
+
+        for func, args, kwargs, result in entries:
+            _check_step(func)
+            given = tree_map(slot, args), tree_map(slot, kwargs)
+            places = [slots.setdefault(id(tensor), len(slots)) for tensor in _tensors(result)]
+            if _draws(func) and any(tensor.device.type != "cpu" for tensor in _tensors(result)):
+                raise Unanswered("follow from random numbers that a GPU draws")
+            steps.append(_Step(func, *given, tuple(places)))
+        written = {_memory(t) for entry in entries for t in _written(*entry[:3])}
+        memories = [_memory(tensor) for _, tensor in leaves]
+        if any(memories.count(memory) > 1 for memory in written):
+            raise Unanswered("are written to through a view")
+        found = tuple((leaf, slots[id(t)], _memory(t) in written) for leaf, t in leaves)
+        return Question(found, tuple(steps), any(_draws(step.operator) for step in steps), self._line())
+
+    def _leaf(self, tensor: Tensor) -> tuple[Leaf, Tensor]:
+        if id(tensor) not in self._known:
+            raise Unanswered("are neither those of arguments nor of the module")
+        return self._known[id(tensor)][0], tensor
+
+
+def _check_step(func: Any) -> None:
+    """Raise Unanswered for what is not run for a question."""
+    if not isinstance(func, OpOverload):
+        raise Unanswered(f"follow from {getattr(func, '__name__', func)}, a branch or a loop")
+    if func._schema.name.removeprefix("aten::") in _PRODUCTS:
+        raise Unanswered(f"follow from a matrix product or a convolution ({func}), which every call would run twice")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, FakeTensor))
+
+
+def _memory(tensor: Tensor) -> int:
+    place: int = tensor.untyped_storage()._cdata
+    return place
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that a call of `func` writes to."""
+    if not isinstance(func, OpOverload) or not func._schema.is_mutable:
+        return
+    for i, formal in enumerate(func._schema.arguments):
+        if formal.alias_info is not None and formal.alias_info.is_write:
+            yield from _tensors(args[i] if i < len(args) else kwargs.get(formal.name))
+
+
+def _draws(func: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
