@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ from partway.fusion.program import Program
 from partway.propagation.profile import DeviceProfile, profile_of
 from partway.runtime.record import record_collectives, record_timeline
 from partway.strategy.errors import RuntimeStateError
+from partway.strategy.files import save
 from partway.strategy.notation import counted
 from partway.strategy.placement import Kind
 from partway.workloads import Workload, gpt2, mlp, own, resnet50, tiny
@@ -229,7 +230,9 @@ class Comparison:
         axes.set_xlabel("ms of forward and backward")
         axes.set_title(self.title, fontsize=10, loc="left")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
-        drawing.savefig(path, dpi=130)
+        image = BytesIO()
+        drawing.savefig(image, dpi=130, format=path.suffix.removeprefix(".") or None)
+        save("the plot", path, image.getvalue())
 
 
 def check_plot(path: Path | None) -> None:

@@ -2,7 +2,12 @@
 
 An entry's name is a digest of all that a plan follows from: the captured graph, what was asked, the options, the
 devices' profile, and the text of Partway and the version of PyTorch. A second start of a script captures its model,
-finds the entry, and plans nothing. Nothing is ever wrong for being old; to make room, delete the folder.
+finds the entry, and plans nothing. Nothing is ever wrong for being old.
+
+An entry is data: reading one runs nothing (`propagation/stored.py`). It begins with its own name and a digest of what
+follows, so that one that was damaged, edited or moved is made anew. Whoever can write to the folder could write an
+entry with both digests right and the numbers of another program, so it must be this user's alone; else it is not used.
+The entries together take no more than a limit; those that were not used for the longest time go first.
 """
 
 from __future__ import annotations
@@ -10,9 +15,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import tempfile
+import re
+import stat
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,18 +29,75 @@ from torch import fx
 import partway
 from partway import fusion, propagation, runtime, strategy
 from partway.propagation.graph import Graph, Port, describe, module_path, source_line
-from partway.propagation.stored import dump, load
+from partway.propagation.stored import NoFormError, WrongFormError, dump, load
+from partway.strategy.errors import ContextError
+from partway.strategy.files import remove_abandoned, write_whole
 
 T = TypeVar("T")
 
+_FORMAT = 1
+_ENTRY = re.compile(r"[0-9a-f]{62}\.[a-z]+[-0-9a-f]*")
+_REMEDY = "set compile_cache_path or PARTWAY_CACHE_DIR to a folder of your own, or enable_compile_cache=False"
 
-def cache_folder(path: str) -> Path | None:
-    """Where entries are: `path`, or if it is empty PARTWAY_CACHE_DIR, or `partway` in the user's folder of caches. With
-    PARTWAY_CACHE=0 in the environment None: no cache."""
-    if os.environ.get("PARTWAY_CACHE") == "0":
-        return None
+
+def named(path: str) -> Path:
+    """The folder of that path, or if it is empty of PARTWAY_CACHE_DIR, or `partway` in the user's folder of caches."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(path or os.environ.get("PARTWAY_CACHE_DIR") or os.path.join(home, "partway"))
+
+
+def cache_folder(path: str) -> Path | None:
+    """Where entries are: the folder that is `named`, made if it is not there. None with PARTWAY_CACHE=0 in the
+    environment, and with a warning where others could write to it."""
+    if os.environ.get("PARTWAY_CACHE") == "0":
+        return None
+    folder = named(path)
+    try:
+        folder = Path(os.path.realpath(folder))
+        _make(folder)
+        if wrong := _not_private(folder):
+            warnings.warn(f"no plan is kept in {folder}, nor read from there: {wrong}; or {_REMEDY}", stacklevel=2)
+            return None
+    except (OSError, ValueError) as error:
+        warnings.warn(f"a plan cannot be kept in {folder} ({error}); {_REMEDY}", stacklevel=2)
+        return None
+    return folder
+
+
+def _make(folder: Path) -> None:
+    """Make a folder for this user alone, and those on the way to it."""
+    if not folder.is_dir():
+        _make(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _not_private(folder: Path) -> str:
+    """Why others may write to `folder`, or put another in its place, with what to do; "" if only this user can."""
+    if not hasattr(os, "geteuid"):
+        return ""
+    found = folder.stat()
+    if found.st_uid != os.geteuid():
+        return f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}"
+    if found.st_mode & 0o077:
+        return f"its mode is {stat.S_IMODE(found.st_mode):o}, so that others may use it; run chmod 700 {str(folder)!r}"
+    for parent in folder.parents:
+        mode = parent.stat().st_mode
+        if mode & 0o022 and not mode & stat.S_ISVTX:
+            what = f"{parent} has mode {stat.S_IMODE(mode):o}, so that others may put another in its place"
+            return f"{what}; run chmod go-w {str(parent)!r}"
+    return ""
+
+
+def cache_limit() -> int:
+    """How many bytes entries may take together: PARTWAY_CACHE_MB in the environment, or 1000, in megabytes. Raises
+    ContextError for what is no such number."""
+    text = os.environ.get("PARTWAY_CACHE_MB") or "1000"
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise ContextError(
+            f"PARTWAY_CACHE_MB is {text!r:.80}; write how many megabytes of plans and programs are kept on disk, such "
+            "as 1000, or PARTWAY_CACHE=0 for none"
+        )
+    return int(text) * 10**6
 
 
 class Entry:
@@ -42,44 +106,83 @@ class Entry:
     def __init__(self, graph: Graph, folder: Path | None, *content: object) -> None:
         self._graph, self._folder = graph, folder
         if folder is not None:
+            self._limit = cache_limit()
             text = "\n".join([_software(), *_text(graph), *map(repr, content)])
             self._digest = hashlib.sha256(text.encode()).hexdigest()
             self._derivable = not any(map(_is_foreign, graph.nodes))
 
-    def fetch(self, name: str, make: Callable[[], T], *, derived: bool = False) -> T:
-        """What `make` gives, from disk if it was made before for the same content. `derived`: derivatives are in it,
-        which nothing in the content says of an operator of the user's own."""
+    def fetch(self, name: str, make: Callable[[], T], *kinds: type, derived: bool = False) -> T:
+        """What `make` gives, one of `kinds`, from disk if it was made before for the same content. `derived`:
+        derivatives are in it, which nothing in the content says of an operator of the user's own."""
         if self._folder is None or (derived and not self._derivable):
             return make()
         path = self._folder / self._digest[:2] / f"{self._digest[2:]}.{name}"
         try:
-            found: T = load(path.read_bytes(), self._graph)
-        except OSError:  # most likely there is none
+            found: T = self._read(path, name, kinds)
+        except FileNotFoundError:
             pass
-        except Exception as error:  # whatever a damaged file makes of pickle
-            warnings.warn(f"{path} cannot be read ({error!r}), and is made anew", stacklevel=2)
+        except Exception as error:  # whatever a damaged file makes of the reader
+            warnings.warn(f"{path} cannot be read ({_told(error)}), and is made anew", stacklevel=2)
         else:
             return found
         made = make()
         try:
-            _write(path, dump(made, self._graph))
+            self._write(path, name, dump(made, self._graph, kinds))
         except OSError as error:
-            warnings.warn(
-                f"a plan cannot be kept in {self._folder} ({error}); set compile_cache_path to a folder that can be "
-                "written to, or enable_compile_cache=False",
-                stacklevel=2,
-            )
-        except Exception as error:  # whatever pickle makes of a constant that has no bytes
-            warnings.warn(f"a plan has no form on disk ({error!r}), and every start makes it anew", stacklevel=2)
+            warnings.warn(f"a plan cannot be kept in {self._folder} ({error}); {_REMEDY}", stacklevel=2)
+        except Exception as error:  # a constant that has no bytes
+            warnings.warn(f"a plan has no form on disk ({_told(error)}), and every start makes it anew", stacklevel=2)
         return made
 
+    def _head(self, name: str, data: bytes) -> bytes:
+        """The first line of an entry."""
+        return f"partway {_FORMAT} {self._digest} {name} {hashlib.sha256(data).hexdigest()}\n".encode()
 
-def _write(path: Path, data: bytes) -> None:
-    """All or nothing: other processes may read and write the same entry."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(data)
-    os.replace(file.name, path)
+    def _read(self, path: Path, name: str, kinds: tuple[type, ...]) -> Any:
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            if hasattr(os, "geteuid") and (found.st_uid != os.geteuid() or found.st_mode & 0o022):
+                raise WrongFormError("others could write it")
+            content = file.read()
+        head, _, data = content.partition(b"\n")
+        if head + b"\n" != self._head(name, data):
+            raise WrongFormError("it is not what was written there")
+        value = load(data, self._graph, kinds)
+        if not isinstance(value, kinds):
+            raise WrongFormError(f"it holds a {type(value).__name__}")
+        with suppress(OSError):
+            os.utime(path)  # used now
+        return value
+
+    def _write(self, path: Path, name: str, data: bytes) -> None:
+        """All or nothing: other processes may read and write the same entry."""
+        assert self._folder is not None
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(path, self._head(name, data) + data, mode=0o600)
+        _prune(self._folder, self._limit)
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, WrongFormError | NoFormError) else f"{error!r:.300}"
+
+
+def _prune(folder: Path, limit: int) -> None:
+    """Remove what a process that was killed left, and entries beyond `limit` bytes, longest unused first."""
+    entries = []
+    for inner in os.scandir(folder):
+        if re.fullmatch(r"[0-9a-f]{2}", inner.name) and inner.is_dir(follow_symlinks=False):
+            remove_abandoned(inner.path)
+            with suppress(FileNotFoundError):  # another process removes some, too
+                found = [entry for entry in os.scandir(inner.path) if _ENTRY.fullmatch(entry.name)]
+                entries += [(entry.stat(follow_symlinks=False), entry.path) for entry in found]
+    entries.sort(key=lambda entry: entry[0].st_mtime_ns)
+    total = sum(found.st_size for found, _ in entries)
+    for found, path in entries:
+        if total <= limit:
+            return
+        with suppress(OSError):
+            os.unlink(path)
+        total -= found.st_size
 
 
 @functools.cache

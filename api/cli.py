@@ -12,6 +12,7 @@ import torch
 import typer
 
 from partway.strategy.errors import PartwayError, RuntimeStateError
+from partway.strategy.files import save
 
 app = typer.Typer(
     name="partway",
@@ -93,14 +94,14 @@ def fusion(
         found = bench_fusion(
             model, world, rounds, device=device, quick=quick, profile=profile, timeline=timeline, traced=of
         )
+        typer.echo(found.report())
+        if json is not None:
+            save("the figures", json, notation.dumps(found.data(), indent=1) + "\n")
+        if plot is not None:
+            found.draw(plot)
     except PartwayError as error:
         typer.echo(f"partway bench fusion: {error}", err=True)
         raise typer.Exit(2) from None
-    typer.echo(found.report())
-    if json is not None:
-        json.write_text(notation.dumps(found.data(), indent=1) + "\n")
-    if plot is not None:
-        found.draw(plot)
     for path in (json, plot, timeline):
         if path is not None:
             typer.echo(f"wrote {path}")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import NoneType
 from typing import Any
 
 import torch
@@ -124,7 +125,11 @@ class Compiled:
 
     def program_for(self, wanted: tuple[bool, ...]) -> Program:
         """The program whose backward starts from the outputs marked in `wanted`."""
-        return self.entry.fetch(f"program-{_bits(wanted)}", lambda: self._fused(self._step(wanted)), derived=True)
+
+        def make() -> Program:
+            return self._fused(self._step(wanted))
+
+        return self.entry.fetch(f"program-{_bits(wanted)}", make, Program, derived=True)
 
     def accumulation_for(self, wanted: tuple[bool, ...]) -> Accumulation | None:
         """The backwards of `program_for(wanted)` whose reductions wait, or None if no gradient can wait."""
@@ -133,7 +138,7 @@ class Compiled:
             found = accumulation(self._step(wanted))
             return found and replace(found, last=self._fused(found.last).step, rest=self._fused(found.rest).step)
 
-        return self.entry.fetch(f"accumulation-{_bits(wanted)}", make, derived=True)
+        return self.entry.fetch(f"accumulation-{_bits(wanted)}", make, Accumulation, NoneType, derived=True)
 
     def _step(self, wanted: tuple[bool, ...]) -> Step:
         planned = differentiated(self.graph)
@@ -269,7 +274,7 @@ def compile_call(
         graph, folder, name_of(fn), request, _set(context), _set(algo), processes, settled, placed,
         profile.model_dump(), text_of(own), *(plan.model_dump_json() for plan in (saved, given) if plan),
     )  # fmt: skip
-    planned = entry.fetch("plan", make)
+    planned = entry.fetch("plan", make, Planned)
     planned.plan.of(lambda: alternatives(find(), planned.local, mode))
     compiled = Compiled(graph, planned, context, profile, entry, find)
     warn_of_unknown(graph, planned.plan.unknown_operators)

@@ -257,6 +257,7 @@ class ParallelContext(_Options):
     The reference has this option in set_context."""
 
     compile_cache_path: str = Field(default="", description="a folder, or '' for PARTWAY_CACHE_DIR or ~/.cache/partway")
+    """Not used unless it is this user's alone (mode 0700). Entries take PARTWAY_CACHE_MB megabytes at most, or 1000."""
 
     backend: Backend = Field(default=Backend.EAGER, strict=False)
     """Ours: "eager" runs a step's operators one after another as PyTorch has them; "inductor" has TorchInductor compile

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..strategy.errors import StrategyError
+from ..strategy.files import save
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 
@@ -55,10 +56,7 @@ def save_chrome_trace(path: str | Path, sources: Mapping[str, Iterable[Span]]) -
     Raises StrategyError where the file cannot be written.
     """
     events = [event for pid, (name, spans) in enumerate(sources.items()) for event in _events(pid, name, spans)]
-    try:
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise StrategyError(f"could not write the timeline to {str(path)!r}: {error.strerror}") from error
+    save("the timeline", path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
 def _events(pid: int, source: str, spans: Iterable[Span]) -> Iterator[dict[str, Any]]:

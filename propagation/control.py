@@ -5,27 +5,32 @@ A loop of a known and modest number of steps is unrolled: its operators are then
 a branch on a value, a loop that ends by one, or an operator that writes, which then writes to copies, becomes one call
 of an operator that every device runs whole:
 
-    partway::run(operands, text)     what the Python functions in `text` make of the operands: `forward` with their
+    partway::run(operands, key)      what the Python functions called `key` make of the operands: `forward` with their
                                      values, `like` with their shapes alone
-    partway::run_backward(gradients, operands, text)
+    partway::run_backward(gradients, operands, key)
                                      the gradients of the operands: `forward` runs again and is differentiated
 
-The functions are an argument, as text, so that a graph stays a plain list of calls and can be kept on disk. No new
-process is needed to read it: `text` calls operators by their names in torch.ops and nothing else.
+Capture writes these functions as text, which calls operators by their names in torch.ops and nothing else, and makes
+them. Their key is a digest of the text, so that a graph stays a plain list of calls and can be kept on disk: the next
+start captures the same text, and finds it under the same key. A key that capture did not make here runs nothing,
+wherever the call comes from: an operator that ran a text would run whatever a file with a program says.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import operator
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ..strategy.errors import CaptureError
+from ..strategy.errors import CaptureError, RuntimeStateError
+from ..strategy.files import shortened
 from .builder import Builder
 from .graph import draws_random_numbers, module_path, operator_name, shape, source_line
 from .torch_internals import OpOverload, tree_flatten
@@ -34,8 +39,8 @@ aten, higher = torch.ops.aten, torch.ops.higher_order
 MOST_NODES = 2048  # a loop of so many operators in all is unrolled
 
 _LIBRARY = torch.library.Library("partway", "FRAGMENT")
-_LIBRARY.define("run(Tensor[] operands, str text) -> Tensor[]")
-_LIBRARY.define("run_backward(Tensor[] gradients, Tensor[] operands, str text) -> Tensor[]")
+_LIBRARY.define("run(Tensor[] operands, str key) -> Tensor[]")
+_LIBRARY.define("run_backward(Tensor[] gradients, Tensor[] operands, str key) -> Tensor[]")
 run = torch.ops.partway.run.default
 run_backward = torch.ops.partway.run_backward.default
 
@@ -43,12 +48,35 @@ run_backward = torch.ops.partway.run_backward.default
 # -- The operator ------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=256)
-def _functions(text: str) -> dict[str, Any]:
-    """The functions that `text` defines."""
-    names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": float("inf"), "nan": float("nan")}
-    exec(compile(text, "<control flow>", "exec"), names)
-    return names
+@dataclass(frozen=True)
+class _Functions:
+    """What capture wrote, and the functions that it defines."""
+
+    text: str
+    forward: Callable[..., Sequence[Tensor]]
+    like: Callable[..., Sequence[Tensor]]
+
+
+_MADE: dict[str, _Functions] = {}  # by key: what the programs of this process may run
+
+
+def _made(text: str) -> str:
+    """The key of the functions that `text`, which capture wrote, defines."""
+    key = hashlib.sha256(text.encode()).hexdigest()
+    if key not in _MADE:
+        names: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
+        exec(compile(text, "<control flow>", "exec"), names)
+        _MADE[key] = _Functions(text, names["forward"], names["like"])
+    return key
+
+
+def _functions(key: str) -> _Functions:
+    if key not in _MADE:
+        raise RuntimeStateError(
+            f"partway::run is called with {shortened(key)}, which is no key of what was captured in this process; it "
+            "runs nothing else. Shard the model itself, and not a program in which the operator was kept"
+        )
+    return _MADE[key]
 
 
 def _own(results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
@@ -62,15 +90,15 @@ def _own(results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _run(operands: list[Tensor], text: str) -> list[Tensor]:
-    return _own(_functions(text)["forward"](*operands), operands)
+def _run(operands: list[Tensor], key: str) -> list[Tensor]:
+    return _own(_functions(key).forward(*operands), operands)
 
 
-def _run_backward(gradients: list[Tensor], operands: list[Tensor], text: str) -> list[Tensor]:
+def _run_backward(gradients: list[Tensor], operands: list[Tensor], key: str) -> list[Tensor]:
     able = [x.is_floating_point() or x.is_complex() for x in operands]
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_(needs) for x, needs in zip(operands, able, strict=True)]
-        results = _functions(text)["forward"](*leaves)
+        results = _functions(key).forward(*leaves)
         pairs = [(result, grad) for result, grad in zip(results, gradients, strict=True) if result.requires_grad]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         found: Any = ()
@@ -87,23 +115,23 @@ _LIBRARY.impl("run_backward", _run_backward, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("partway::run")  # type: ignore[untyped-decorator]
-def _fake_run(operands: list[Tensor], text: str) -> list[Tensor]:
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in _functions(text)["like"](*operands)]
+def _fake_run(operands: list[Tensor], key: str) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in _functions(key).like(*operands)]
 
 
 @torch.library.register_fake("partway::run_backward")  # type: ignore[untyped-decorator]
-def _fake_run_backward(gradients: list[Tensor], operands: list[Tensor], text: str) -> list[Tensor]:
+def _fake_run_backward(gradients: list[Tensor], operands: list[Tensor], key: str) -> list[Tensor]:
     return [torch.empty_like(x) for x in operands]
 
 
 def _keep_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    operands, ctx.text = inputs
+    operands, ctx.key = inputs
     ctx.save_for_backward(*operands)
 
 
 def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[list[Tensor | None], None]:
     operands = list(ctx.saved_tensors)
-    found = run_backward(gradients, operands, ctx.text)
+    found = run_backward(gradients, operands, ctx.key)
     return [g if x.is_floating_point() or x.is_complex() else None for g, x in zip(found, operands, strict=True)], None
 
 
@@ -196,7 +224,7 @@ def _at(node: fx.Node) -> str:
 
 
 def _called(b: Builder, operands: Sequence[fx.Node], text: str) -> list[fx.Node]:
-    call = b(run, list(operands), text)
+    call = b(run, list(operands), _made(text))
     return [b(operator.getitem, call, i) for i in range(len(call.meta["val"]))]
 
 
@@ -287,9 +315,8 @@ def like(*operands):
 
 def name_of_call(node: fx.Node) -> str:
     """The name of the operator that `node` calls, also of one that writes to its operands."""
-    found = (
-        re.search(r"auto_functionalized\w*\(torch\.ops\.([\w.]+)", str(node.args[1])) if node.target is run else None
-    )
+    text = _functions(str(node.args[1])).text if node.target is run else ""
+    found = re.search(r"auto_functionalized\w*\(torch\.ops\.([\w.]+)", text)
     return found[1] if found else operator_name(node)
 
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..strategy.errors import StrategyError
+from ..strategy.files import read, save
 from ..strategy.layout import Layout, layout
 from ..strategy.mesh import Mesh
 from ..strategy.notation import counted
@@ -288,22 +289,17 @@ class Plan(_Frozen):
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; folders on the way are made. Raises StrategyError where it cannot be written."""
-        try:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise StrategyError(f"could not write the plan to {str(path)!r}: {error.strerror}") from error
+        save("the plan", path, self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
         """Read a plan that `save` wrote. Raises StrategyError if the file holds none."""
+        data = read("a plan from", path)
         try:
-            plan = cls.model_validate_json(Path(path).read_bytes())
+            plan = cls.model_validate_json(data)
             plan._check_layouts()
         except StrategyError as error:
             raise StrategyError(f"{str(path)!r} holds no plan: {error}") from error
-        except OSError as error:
-            raise StrategyError(f"could not read a plan from {str(path)!r}: {error.strerror}") from error
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the file"

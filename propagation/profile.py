@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidat
 from pydantic_core import ErrorDetails
 
 from ..strategy.errors import Problem, StrategyError
+from ..strategy.files import read, save
 from ..strategy.placement import Kind
 
 # -- Figures for each kind of collective -----------------------------------------------------------------------------
@@ -195,10 +196,7 @@ class DeviceProfile(_Figures):
 
     def save(self, path: Path) -> None:
         """Write it as JSON that `profile_of` reads. Raises StrategyError where it cannot be written."""
-        try:
-            path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise StrategyError(f"could not write the device profile to {str(path)!r}: {error.strerror}") from error
+        save("the device profile", path, self.model_dump_json(indent=1) + "\n")
 
 
 # -- Reading one -----------------------------------------------------------------------------------------------------
@@ -237,10 +235,9 @@ def _preset(name: str) -> DeviceProfile:
 
 def read_profile(path: Path) -> DeviceProfile:
     """The profile in a file. Raises StrategyError, listing all that is wrong with it."""
+    data = read("the device profile", path)
     try:
-        return DeviceProfile.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise StrategyError(f"could not read the device profile {str(path)!r}: {error.strerror}") from error
+        return DeviceProfile.model_validate_json(data)
     except ValidationError as error:
         problems = [problem for details in error.errors(include_url=False) for problem in _problems(details)]
         raise StrategyError(f"{str(path)!r} holds no device profile:", problems) from None

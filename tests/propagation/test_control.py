@@ -219,3 +219,27 @@ def test_random_numbers_in_a_branch_are_refused():
     said = r"torch.cond in the function draws random numbers \(aten.rand_like.default\).*draw them before"
     with pytest.raises(pw.CaptureError, match=r"(?s)" + said):
         capture(fn, (torch.randn(4),), {})
+
+
+@pytest.mark.parametrize("call", [torch.ops.partway.run, lambda x, text: torch.ops.partway.run_backward(x, x, text)])
+def test_the_operator_runs_nothing_that_capture_did_not_write(call, tmp_path):
+    text = f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\ndef forward(*x): return x\ndef like(*x): return x\n"
+    with pytest.raises(pw.RuntimeStateError, match="which is no key of what was captured in this process"):
+        call([torch.ones(2)], text)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_exported_program_with_a_text_of_its_own_runs_nothing(tmp_path):
+    class Hostile(nn.Module):
+        def forward(self, x):
+            return torch.ops.partway.run([x], key)[0]
+
+    key = control._made("def forward(x): return [x + 1]\n\ndef like(x): return [x]\n")
+    x = torch.ones(2)
+    torch.export.save(torch.export.export(Hostile(), (x,)), tmp_path / "program.pt2")
+    control._MADE.pop(key)  # another process
+    program = torch.export.load(tmp_path / "program.pt2").module()
+    with pytest.raises(pw.RuntimeStateError, match="it runs nothing else"):
+        program(x)
+    with pytest.raises(pw.PartwayError, match="which is no key of what was captured"):
+        pw.shard(program, mesh={"x": 2})(x)

@@ -1,0 +1,128 @@
+"""Files that are whole or are not there: what is written stands aside until it is complete, and then takes the place of
+what was there before. A disk that is full, a kill, or a reader at the same time find the old file."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import stat
+import time
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from .errors import StrategyError
+
+try:
+    import fcntl
+except ImportError:  # Windows: what a kill leaves aside stays there
+    fcntl = None  # type: ignore[assignment]
+
+_ASIDE = ".tmp"
+_FRESH = 1.0  # seconds in which a new file may have no lock yet
+_LARGEST = 2**30  # bytes that are read of a file
+
+
+def read(what: str, path: Any) -> bytes:
+    """What is in a file. Raises StrategyError, that `what` (such as "a plan from") and the path could not be read."""
+    try:
+        with open(_path(path), "rb") as file:
+            data = file.read(_LARGEST + 1)
+    except (OSError, ValueError, TypeError) as error:
+        raise StrategyError(f"could not read {what} {shortened(path)}: {_reason(error)}") from error
+    if len(data) > _LARGEST:
+        raise StrategyError(f"could not read {what} {shortened(path)}: it has more than {_LARGEST:,} bytes")
+    return data
+
+
+def save(what: str, path: Any, text: str | bytes) -> None:
+    """Write a file, all of it or nothing; folders on the way are made. Raises StrategyError, that `what` (such as "the
+    plan") and the path could not be written."""
+    try:
+        found = _path(path)
+        found.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(found, text)
+    except (OSError, ValueError, TypeError) as error:
+        raise StrategyError(f"could not write {what} to {shortened(path)}: {_reason(error)}") from error
+
+
+def shortened(value: object, most: int = 200) -> str:
+    """The repr of what a person wrote, its middle left out where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        text = f"an {type(value).__name__} of too many digits"
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
+
+
+def _path(path: Any) -> Path:
+    if not isinstance(path, str | PathLike):
+        raise TypeError(f"it is a {type(path).__name__}; write the path of a file as a str or a Path")
+    return Path(path)
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def write_whole(path: str | PathLike[str], data: str | bytes, mode: int = 0o666) -> None:
+    """Write `data` to the file `path`, all of it or nothing; text is written in UTF-8. Raises OSError.
+
+    A new file has `mode`, less the umask; one that was there keeps its own. What is no file, such as a pipe, is written
+    to as it is.
+    """
+    content = data.encode() if isinstance(data, str) else data
+    target = Path(os.path.realpath(path))  # of a link the file that it stands for
+    if target.exists() and not target.is_file():
+        target.write_bytes(content)
+        return
+    prefix = f".{target.name[:100]}."
+    remove_abandoned(target.parent, prefix)
+    aside = target.with_name(f"{prefix}{secrets.token_hex(6)}{_ASIDE}")
+    try:
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            _lock(file.fileno())
+            file.write(content)
+        if target.exists():
+            shutil.copymode(target, aside)
+        os.replace(aside, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(aside)
+        raise
+
+
+def remove_abandoned(folder: str | PathLike[str], prefix: str = ".") -> None:
+    """Remove what stands aside in `folder`, under names that begin with `prefix`, and nobody writes any more."""
+    with suppress(OSError), os.scandir(folder) as found:
+        for entry in found:
+            if entry.name.startswith(prefix) and entry.name.endswith(_ASIDE) and _is_abandoned(entry.path):
+                with suppress(OSError):
+                    os.unlink(entry.path)
+
+
+def _is_abandoned(path: str) -> bool:
+    """Whether no process holds the lock of a file; who writes one does, until it is complete."""
+    try:
+        number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except OSError:
+        return False
+    try:
+        found = os.fstat(number)
+        fresh = time.time() - found.st_mtime < _FRESH
+        return stat.S_ISREG(found.st_mode) and not fresh and _lock(number)
+    finally:
+        os.close(number)
+
+
+def _lock(number: int) -> bool:
+    """Lock an open file, for as long as it is open. False: another has, or there are no locks here."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

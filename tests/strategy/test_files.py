@@ -1,0 +1,109 @@
+"""A file that is written is whole, or is as it was."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import partway as pw
+from partway.fusion import save_chrome_trace
+from partway.propagation.profile import profile_of
+from partway.strategy.errors import StrategyError
+from partway.strategy.files import read, save, shortened, write_whole
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "plan.json").write_text("good")
+    return tmp_path / "plan.json"
+
+
+def full(*_: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def save_a_plan(path: Path) -> None:
+    pw.compile(torch.relu, (torch.ones(4),), mesh={"x": 2}).plan.save(path)
+
+
+SAVED: dict[str, Any] = {
+    "a plan": save_a_plan,
+    "a device profile": lambda path: profile_of("cpu").save(path),
+    "a timeline": lambda path: save_chrome_trace(path, {}),
+}
+
+
+@pytest.mark.parametrize("what", SAVED)
+def test_a_full_disk_leaves_the_good_file(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(StrategyError, match=r"could not write the .*plan\.json.*No space left on device"):
+        SAVED[what](path)
+    monkeypatch.undo()
+    assert path.read_text() == "good"
+    assert os.listdir(path.parent) == ["plan.json"]
+    SAVED[what](path)
+    assert path.read_text() != "good"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_what_is_no_file_is_written_to_and_says_what_failed() -> None:
+    with pytest.raises(StrategyError, match="could not write the plan to '/dev/full': No space left on device"):
+        save("the plan", "/dev/full", "x")
+    write_whole("/dev/null", "x")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_a_file_keeps_its_mode_and_a_new_one_has_that_of_the_umask(path: Path) -> None:
+    path.chmod(0o640)
+    write_whole(path, "new")
+    before = os.umask(0o027)
+    try:
+        write_whole(path.with_name("other"), b"new")
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(p.stat().st_mode) for p in (path, path.with_name("other"))] == [0o640, 0o640]
+
+
+def test_a_link_stays_a_link(path: Path) -> None:
+    link = path.with_name("link")
+    link.symlink_to(path)
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert path.read_text() == "new"
+
+
+def test_a_very_long_name_that_a_folder_takes_can_be_written(tmp_path: Path) -> None:
+    write_whole(tmp_path / ("x" * 255), "new")
+    assert (tmp_path / ("x" * 255)).read_text() == "new"
+
+
+@pytest.mark.parametrize("wrong", ["\0", "x" * 5000, 10**30, ["a"], None, b"a", 3, "a\0b/c", {}, 1.5])
+def test_what_is_no_path_is_named_and_nothing_is_opened(
+    wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call, says in (
+        (lambda: read("a plan from", wrong), "could not read a plan from "),
+        (lambda: save("the plan", wrong, "x"), "could not write the plan to "),
+    ):
+        with pytest.raises(StrategyError, match=says) as refused:
+            call()
+        assert len(str(refused.value)) < 400
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    monkeypatch.setattr("partway.strategy.files._LARGEST", 3)
+    with pytest.raises(StrategyError, match="it has more than 3 bytes"):
+        read("a plan from", path)
+
+
+def test_long_values_are_shown_in_part() -> None:
+    assert shortened("ab") == "'ab'"
+    assert len(shortened("x" * 5000)) < 200
+    assert shortened(10**5000) == "an int of too many digits"

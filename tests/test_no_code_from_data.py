@@ -1,0 +1,106 @@
+"""Nothing that comes out of a file is run: every place that could run a text, unpickle, import by name or start a
+process is listed here with the reason why it may."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+MODULES = (
+    "cloudpickle", "code", "codeop", "ctypes", "dill", "imp", "joblib", "jsonpickle", "marshal", "pickle", "pty",
+    "runpy", "shelve", "subprocess", "yaml",
+)  # fmt: skip
+BUILTINS = ("__import__", "compile", "eval", "exec")
+CALLS = (
+    "CodeType", "exec_module", "fromfile", "gopen", "import_module", "load_inline", "load_library", "load_module",
+    "load_state_dict_from_url", "popen", "read_pickle", "spawn", "startfile", "unsafe_load",
+)  # fmt: skip
+OF_OS = ("exec", "popen", "posix_spawn", "spawn", "startfile", "system")  # how their names begin
+LOADERS = ("export", "hub", "jit", "np", "numpy", "pickle", "torch", "yaml")  # of which `load` runs or unpickles
+BETWEEN_RANKS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+STAGES = ("strategy", "propagation", "fusion", "runtime")
+
+# file, what it uses, how often: why it may
+ALLOWED = {
+    ("api/bench.py", "spawn", 1): "starts the processes that are measured, of this package's own function",
+    ("api/calibrate.py", "spawn", 1): "starts the processes that are measured, of this package's own function",
+    ("api/rule.py", "import marshal", 1): "writes the code of a rule's local form, for a digest; nothing is read",
+    ("api/rule.py", "marshal.dumps", 1): "see above",
+    ("api/workloads.py", "import_module", 1): "the module that a person names on the command line, as `python -m` does",
+    ("api/data/web_pipeline.py", "gopen", 1): "opens shards; commands only where `allow` names them",
+    ("propagation/control.py", "compile", 1): "what capture wrote in this process, never an argument",
+    ("propagation/control.py", "exec", 1): "see above",
+    ("runtime/execute.py", "objects between ranks", 1): "pickled by another process of the same job, for this one",
+    ("runtime/instructions.py", "compile", 1): "the lines of a program: slots, operators' names and literals",
+    ("runtime/instructions.py", "exec", 1): "see above",
+}
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """Every module of the package, by the name that it has in a checkout."""
+    for package, folder in (("partway", "api"), *((f"partway.{stage}", stage) for stage in STAGES)):
+        spec = find_spec(package)
+        assert spec is not None
+        assert spec.submodule_search_locations
+        root = Path(spec.submodule_search_locations[0])
+        for path in sorted(root.rglob("*.py")):
+            place = path.relative_to(root)
+            if package != "partway" or place.parts[0] not in STAGES:  # a wheel has the stages inside
+                yield f"{folder}/{place.as_posix()}", path
+
+
+def uses(tree: ast.Module) -> Iterator[str]:
+    """What a module uses of the things that are watched."""
+    bound = {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    bound |= {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from (f"import {a.name}" for a in names if a.name.partition(".")[0] in MODULES)
+            case ast.ImportFrom(module=str(module), names=names, level=0) if module.partition(".")[0] in MODULES:
+                yield from (f"import {module}.{a.name}" for a in names)
+            case ast.Call(func=ast.Name(id=name)) if name in CALLS or (name in BUILTINS and name not in bound):
+                yield name
+            case ast.Call(func=ast.Attribute(value=value, attr=name)):
+                owner = ast.unparse(value).rpartition(".")[2]
+                if name in CALLS:
+                    yield name
+                elif (name in ("load", "loads") and owner in LOADERS) or owner in MODULES:
+                    yield f"{owner}.{name}"
+                elif owner == "os" and name.startswith(OF_OS):
+                    yield f"os.{name}"
+    if any(isinstance(node, ast.Attribute) and node.attr in BETWEEN_RANKS for node in ast.walk(tree)):
+        yield "objects between ranks"
+
+
+def found() -> dict[str, list[str]]:
+    return {name: sorted(uses(ast.parse(path.read_text(encoding="utf-8")))) for name, path in sources()}
+
+
+def test_every_place_that_could_run_data_is_listed_with_its_reason() -> None:
+    seen = {(name, use, used.count(use)) for name, used in found().items() for use in used}
+    new, gone = seen - ALLOWED.keys(), ALLOWED.keys() - seen
+    assert not new, f"say in ALLOWED why this cannot run what a file or a stranger says: {sorted(new)}"
+    assert not gone, f"no longer there, or another number of times: {sorted(gone)}"
+
+
+def test_all_modules_are_looked_at() -> None:
+    names = set(found())
+    assert {"api/cache.py", "api/data/web.py", "strategy/files.py", "propagation/stored.py", "runtime/step.py"} <= names
+    assert len(names) > 100
+
+
+def test_what_is_watched_is_seen() -> None:
+    lines = (
+        "import pickle", "import os, subprocess", "from yaml import load", "types.CodeType()", "eval('1')", "exec('1')",
+        "compile('1', '', 'eval')", "os.system('true')", "os.popen('true')", "os.execvp('true', [])", "torch.load('x')",
+        "np.load('x', allow_pickle=True)", "torch.jit.load('x')", "importlib.import_module('x')", "__import__('x')",
+        "import_module('x')", "pickle.loads(b'')", "marshal.loads(b'')", "torch.ops.load_library('x')",
+        "runpy.run_path('x')", "dist.all_gather_object(x, y)",
+    )  # fmt: skip
+    for line in lines:
+        assert list(uses(ast.parse(line))), line
+    for line in ("from partway.compile import compile\ncompile(f)", "json.loads('1')", "re.compile('x')"):
+        assert not list(uses(ast.parse(line))), line
