@@ -176,13 +176,13 @@ def _prune(folder: Path, limit: int) -> None:
                 found = [entry for entry in os.scandir(inner.path) if _ENTRY.fullmatch(entry.name)]
                 entries += [(entry.stat(follow_symlinks=False), entry.path) for entry in found]
     entries.sort(key=lambda entry: entry[0].st_mtime_ns)
-    total = sum(found.st_size for found, _ in entries)
-    for found, path in entries:
+    total = sum(status.st_size for status, _ in entries)
+    for status, path in entries:
         if total <= limit:
             return
         with suppress(OSError):
             os.unlink(path)
-        total -= found.st_size
+        total -= status.st_size
 
 
 @functools.cache

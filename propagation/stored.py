@@ -23,9 +23,10 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, fx
 
+from ..strategy.cut import Window
 from ..strategy.layout import Layout, layout
 from ..strategy.mesh import Mesh
-from ..strategy.placement import Broadcast, Kind, Partial, Placement, Replicate, Shard, Window, placement_from_code
+from ..strategy.placement import Broadcast, Kind, Partial, Placement, Replicate, Shard, placement_from_code
 from .differentiate import Step
 from .graph import Graph, Port, Role, Text
 from .lower import Collective, Conversion, LocalProgram, PlacedPort
@@ -62,10 +63,6 @@ def load(data: bytes, graph: Graph, kinds: Iterable[type] = ()) -> Any:
     """What `dump` was given, with the ports of `graph`. Raises WrongFormError, or what a constructor raises, for other
     data; none of it is run."""
     return _Reader(graph, kinds).read(data)
-
-
-def _names(*kinds: type) -> dict[str, type]:
-    return {kind.__name__: kind for kind in kinds}
 
 
 def _ports(graph: Graph) -> dict[tuple[str, int], Port]:
@@ -193,7 +190,7 @@ _FORMS: dict[Any, Callable[[_Writer, Any], list[Any]]] = {
 
 class _Reader:
     def __init__(self, graph: Graph, kinds: Iterable[type]) -> None:
-        self._records = _names(*_RECORDS, *kinds)
+        self._records = {kind.__name__: kind for kind in (*_RECORDS, *kinds)}
         self._ports = _ports(graph)
         self._own = {node.target for node in graph.nodes}
         self._rows: list[Any] = []
@@ -348,13 +345,13 @@ def _tensor(shape: list[int], stride: list[int], dtype: str, device: str, text: 
 
 
 def _enum(name: str, value: str) -> Enum:
-    found: Enum = _names(*_ENUMS)[name](value)  # type: ignore[assignment]
-    return found
+    kinds: dict[str, type[Enum]] = {kind.__name__: kind for kind in _ENUMS}
+    return kinds[name](value)
 
 
 def _model(name: str, text: str) -> BaseModel:
-    found: type[BaseModel] = _names(*_MODELS)[name]  # type: ignore[assignment]
-    return found.model_validate_json(text)
+    kinds: dict[str, type[BaseModel]] = {kind.__name__: kind for kind in _MODELS}
+    return kinds[name].model_validate_json(text)
 
 
 def _placement(code: str) -> Placement:

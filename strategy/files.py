@@ -119,10 +119,8 @@ def _is_abandoned(path: str) -> bool:
 
 def _lock(number: int) -> bool:
     """Lock an open file, for as long as it is open. False: another has, or there are no locks here."""
-    if fcntl is None:
-        return False
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except (OSError, AttributeError):  # None has no flock
         return False
     return True

@@ -41,8 +41,9 @@ def test_a_span_ends_when_its_seconds_are_over():
 
 
 def test_a_file_that_cannot_be_written_is_an_error_that_names_it(tmp_path):
-    path = tmp_path / "nowhere" / "step.json"
-    message = f"could not write the timeline to {str(path)!r}: No such file or directory"
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "step.json"
+    message = f"could not write the timeline to {str(path)!r}: File exists"
     with pytest.raises(StrategyError, match=re.escape(message)):
         save_chrome_trace(path, {"predicted": [MM]})
 

@@ -299,8 +299,9 @@ def test_a_profile_is_read_from_a_file_and_written_to_one(tmp_path):
 
 
 def test_a_profile_that_cannot_be_written_is_an_error(tmp_path):
-    with pytest.raises(StrategyError, match=r"could not write the device profile to '.*missing/x\.json': No such file"):
-        ROUND.save(tmp_path / "missing" / "x.json")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StrategyError, match=r"could not write the device profile to '.*file/x\.json': File exists"):
+        ROUND.save(tmp_path / "file" / "x.json")
 
 
 def test_an_unknown_profile_names_the_presets():
