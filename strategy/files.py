@@ -31,9 +31,9 @@ def read(what: str, path: Any) -> bytes:
         with open(_path(path), "rb") as file:
             data = file.read(_LARGEST + 1)
     except (OSError, ValueError, TypeError) as error:
-        raise StrategyError(f"could not read {what} {shortened(path)}: {_reason(error)}") from error
+        raise StrategyError(f"could not read {what} {_shown(path)}: {_reason(error)}") from error
     if len(data) > _LARGEST:
-        raise StrategyError(f"could not read {what} {shortened(path)}: it has more than {_LARGEST:,} bytes")
+        raise StrategyError(f"could not read {what} {_shown(path)}: it has more than {_LARGEST:,} bytes")
     return data
 
 
@@ -45,7 +45,7 @@ def save(what: str, path: Any, text: str | bytes) -> None:
         found.parent.mkdir(parents=True, exist_ok=True)
         write_whole(found, text)
     except (OSError, ValueError, TypeError) as error:
-        raise StrategyError(f"could not write {what} to {shortened(path)}: {_reason(error)}") from error
+        raise StrategyError(f"could not write {what} to {_shown(path)}: {_reason(error)}") from error
 
 
 def shortened(value: object, most: int = 200) -> str:
@@ -61,6 +61,10 @@ def _path(path: Any) -> Path:
     if not isinstance(path, str | PathLike):
         raise TypeError(f"it is a {type(path).__name__}; write the path of a file as a str or a Path")
     return Path(path)
+
+
+def _shown(path: Any) -> str:
+    return shortened(os.fspath(path) if isinstance(path, PathLike) else path)
 
 
 def _reason(error: Exception) -> str:
