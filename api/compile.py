@@ -29,7 +29,9 @@ from partway.context import AlgoParameters, ParallelContext, ParallelMode, curre
 from partway.courses import values_of
 from partway.dtensors import brought, inputs_on, parameters_on, plain
 from partway.fusion.program import Program, make_program
+from partway.planning import planning
 from partway.propagation.accumulate import Accumulation, accumulation
+from partway.propagation.afterwards import afterwards
 from partway.propagation.apart import of_outputs
 from partway.propagation.capture import capture, state_of
 from partway.propagation.cost import WEIGHTS, Level
@@ -129,7 +131,8 @@ class Compiled:
         def make() -> Program:
             return self._fused(self._step(wanted))
 
-        return self.entry.fetch(f"program-{_bits(wanted)}", make, Program, derived=True)
+        with planning():
+            return self.entry.fetch(f"program-{_bits(wanted)}", make, Program, derived=True)
 
     def accumulation_for(self, wanted: tuple[bool, ...]) -> Accumulation | None:
         """The backwards of `program_for(wanted)` whose reductions wait, or None if no gradient can wait."""
@@ -138,7 +141,8 @@ class Compiled:
             found = accumulation(self._step(wanted))
             return found and replace(found, last=self._fused(found.last).step, rest=self._fused(found.rest).step)
 
-        return self.entry.fetch(f"accumulation-{_bits(wanted)}", make, Accumulation, NoneType, derived=True)
+        with planning():
+            return self.entry.fetch(f"accumulation-{_bits(wanted)}", make, Accumulation, NoneType, derived=True)
 
     def _step(self, wanted: tuple[bool, ...]) -> Step:
         planned = differentiated(self.graph)
@@ -207,6 +211,7 @@ def compile(
     )  # fmt: skip
 
 
+@planning()
 def compile_call(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -224,8 +229,7 @@ def compile_call(
     `placed` those of inputs that are DTensors; `values`: where to find the values that `fn` asks for."""
     saved = Plan.load(path) if (path := context.strategy_ckpt_config.load_file) else None
     every = rules()
-    # a call draws the same numbers whether it was planned or not
-    with torch.random.fork_rng(enabled=True), _own_saved_tensors(), constrained_modules(fn, request):
+    with _own_saved_tensors(), constrained_modules(fn, request):
         graph = capture(fn, args, kwargs, context.batch_norm_parts, context.random_numbers, every, values)
     mode, profile = context.search_mode, device_profile(graph, request, context)
     given = _given_plan(graph, request.plans)
@@ -351,12 +355,9 @@ def uncollected() -> Iterator[None]:
     """Puts garbage collection off. What capture leaves of a deep model is millions of objects that are in use, and
     looking through all of them again and again would take longer than planning does."""
     enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with afterwards(lambda: gc.enable() if enabled else None):
+        gc.disable()
         yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _own_saved_tensors() -> torch.autograd.graph.saved_tensors_hooks:

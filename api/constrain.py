@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from partway.annotate import Request, by_argument, check_out_strategy, constraint_text, requests
+from partway.propagation.afterwards import afterwards
 from partway.propagation.collectives import constrain
 from partway.propagation.structure import flatten, flatten_call
 from partway.strategy import Problem, raise_problems
@@ -62,12 +63,16 @@ def constrained_modules(fn: Any, request: Request) -> Iterator[None]:
     problems: list[Problem] = []
     plans = dict(_planned(fn, request, problems))
     raise_problems("the module_plan cannot be met:", problems)
-    hooks = [hook for module, planned in plans.items() for hook in _hooked(module, planned, problems)]
-    try:
-        yield
-    finally:
+    hooks: list[RemovableHandle] = []
+
+    def restore() -> None:
         for hook in hooks:
             hook.remove()
+
+    with afterwards(restore):
+        for module, planned in plans.items():
+            hooks.extend(_hooked(module, planned, problems))
+        yield
     called = {source for planned in plans.values() if planned.called for source in planned.sources}
     fix = "name one that is: this one only holds others, or is not in use"
     every = dict.fromkeys(source for planned in plans.values() for source in planned.sources)

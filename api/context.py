@@ -1,12 +1,16 @@
-"""The parallel context: the options that hold for the whole process, and the only place that holds them.
+"""The parallel context: the options of the process and those of `with` blocks, and the only place that holds them.
 
     set_auto_parallel_context(device_num=8, search_mode="sharding_propagation")
     with auto_parallel_context(device_num=4): ...      # afterwards as before
     set_algo_parameters(fully_use_devices=False)
 
 Names and meanings are MindSpore's. A call takes all its options or none: each value is frozen, validated once, and
-replaced whole. An option holds in every thread, so a `with` in one thread is seen by the others too. An option of
-MindSpore that would have no effect here does not exist; the error for it says what to use instead.
+replaced whole. What is set outside of a `with` holds in every thread. A `with` is its thread's (or asyncio task's) own:
+it has the options as they were when it was entered, and those that it was given; what is set or reset inside, by that
+thread, ends with it, and what others set meanwhile it does not see. A thread that starts inside has the options of the
+process.
+
+An option of MindSpore that would have no effect here does not exist; the error for it says what to use instead.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from threading import Lock
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
@@ -34,6 +39,7 @@ from pydantic_core import ErrorDetails
 
 from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.fusion.policy import index_problems
+from partway.propagation.afterwards import afterwards
 from partway.propagation.problem import Fallback
 from partway.propagation.profile import profile_of
 from partway.propagation.random_numbers import RandomNumbers
@@ -462,39 +468,68 @@ def _listed(title: str, problems: Iterable[str]) -> ContextError:
     return ContextError("\n".join([title, *("  - " + text.replace("\n", "\n  ") for text in problems)]))
 
 
-# -- The state of the process ----------------------------------------------------------------------------------------
+# -- The options in force --------------------------------------------------------------------------------------------
 
 OptionsT = TypeVar("OptionsT", bound=_Options)
 
 
 class _State(Generic[OptionsT]):
-    """One frozen value for the whole process, replaced whole under a lock."""
+    """One frozen value for the process, and one for each `with` that this thread is in; each is replaced whole."""
 
     def __init__(self, default: OptionsT) -> None:
-        self._default = self.value = default
+        self._default = self._process = default
         self._lock = Lock()
+        self._blocks: ContextVar[tuple[tuple[object, OptionsT], ...]] = ContextVar(type(default).__name__, default=())
 
-    def update(self, call: str, given: Mapping[str, object]) -> OptionsT:
-        """Merge `given` into what was set so far, all or nothing; return the value before."""
-        with self._lock:
-            before = self.value
-            settings = {**{key: getattr(before, key) for key in before.model_fields_set}, **given}
-            try:
-                self.value = type(before).model_validate(settings)
-            except ValidationError:
-                raise _listed(f"{call} changed nothing:", _problems(type(before), settings)) from None
-            return before
+    @property
+    def value(self) -> OptionsT:
+        """The value in force: that of the innermost block, or of the process."""
+        blocks = self._blocks.get()
+        return blocks[-1][1] if blocks else self._process
 
-    def replace(self, value: OptionsT | None = None) -> None:
-        """Put `value` in force, by default the defaults."""
+    def update(self, call: str, given: Mapping[str, object]) -> None:
+        """Merge `given` into what was set so far, all or nothing."""
+        if self._blocks.get():
+            self._replace(self._merged(call, given))
+            return
         with self._lock:
-            self.value = value or self._default
+            self._process = self._merged(call, given)
+
+    def reset(self) -> None:
+        """Put the defaults in force."""
+        self._replace(self._default)
+
+    @contextmanager
+    def block(self, call: str, given: Mapping[str, object]) -> Iterator[OptionsT]:
+        """Merge `given` into what was set so far, for the block and this thread."""
+        entered, merged = object(), self._merged(call, given)
+
+        def leave() -> None:  # blocks of generators may end in any order
+            self._blocks.set(tuple(block for block in self._blocks.get() if block[0] is not entered))
+
+        with afterwards(leave):
+            self._blocks.set((*self._blocks.get(), (entered, merged)))
+            yield merged
 
     def get(self, call: str, key: str) -> Any:
         options = type(self.value)
         if key not in options.model_fields:
             raise _listed(f"{call}:", [_unknown(options, key, key)])
         return self.value.model_dump()[key]
+
+    def _merged(self, call: str, given: Mapping[str, object]) -> OptionsT:
+        before = self.value
+        settings = {**{key: getattr(before, key) for key in before.model_fields_set}, **given}
+        try:
+            return type(before).model_validate(settings)
+        except ValidationError:
+            raise _listed(f"{call} changed nothing:", _problems(type(before), settings)) from None
+
+    def _replace(self, value: OptionsT) -> None:
+        if blocks := self._blocks.get():
+            self._blocks.set((*blocks[:-1], (blocks[-1][0], value)))
+        else:
+            self._process = value
 
 
 _parallel = _State(ParallelContext())
@@ -515,7 +550,8 @@ def current_algo() -> AlgoParameters:
 
 
 def set_auto_parallel_context(**kwargs: object) -> None:
-    """Set options of the parallel context, the fields of `ParallelContext`; the others stay as they are.
+    """Set options of the parallel context, the fields of `ParallelContext`; the others stay as they are. Inside a `with
+    auto_parallel_context` it sets those of the `with`.
 
     Raises ContextError (a ValueError) that lists every wrong option, and then changes none.
     """
@@ -529,20 +565,17 @@ def get_auto_parallel_context(key: str) -> Any:
 
 def reset_auto_parallel_context() -> None:
     """Put every option back to its default, as if none had been set."""
-    _parallel.replace()
+    _parallel.reset()
 
 
 @contextmanager
 def auto_parallel_context(**kwargs: object) -> Iterator[ParallelContext]:
-    """Set options inside a `with`; afterwards, after an exception too, the whole context is as it was before.
+    """Set options inside a `with`, for this thread; afterwards, after an exception too, all are as they were before.
 
     Raises ContextError on entering, as `set_auto_parallel_context`. Also works as a decorator.
     """
-    before = _parallel.update("auto_parallel_context", kwargs)
-    try:
-        yield _parallel.value
-    finally:
-        _parallel.replace(before)
+    with _parallel.block("auto_parallel_context", kwargs) as options:
+        yield options
 
 
 def set_algo_parameters(**kwargs: object) -> None:
@@ -557,4 +590,4 @@ def get_algo_parameters(key: str) -> Any:
 
 def reset_algo_parameters() -> None:
     """Put every option of the strategy search back to its default."""
-    _algo.replace()
+    _algo.reset()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from operator import attrgetter
 from types import MethodType
@@ -25,6 +26,8 @@ from partway.fusion.program import Program
 from partway.guard import Guard
 from partway.materialize import Init, check_materialized, materialize
 from partway.placing import Change, Placing, placing
+from partway.planning import planning, wait_for_planning
+from partway.propagation.afterwards import afterwards
 from partway.propagation.capture import capturing, state_of
 from partway.propagation.graph import Role
 from partway.propagation.plan import Plan
@@ -83,7 +86,9 @@ def shard(
 
 
 def _shard(fn: Any, request: Request) -> Any:
-    before: _Engine | None = fn._engine if isinstance(fn, ShardedFunction) else getattr(fn, "_partway", None)
+    before: _Engine | None = None
+    if isinstance(fn, ShardedFunction | ShardedModule):
+        before = fn._engine if isinstance(fn, ShardedFunction) else fn._partway
     if before is not None and not before.refused:
         raise StrategyError(f"{name_of(fn)} is sharded already; call shard once, with all annotations")
     check_target("shard", fn)
@@ -154,15 +159,16 @@ class ShardedModule:
         What waits stays until it is reduced, after an exception too; who drops gradients (zero_grad, or `.grad = None`)
         drops what waits of them. A step of the optimizer before the last backward does not see what waits.
         """
-        waiting = [engine._waiting for engine in self._partway._engines()]
-        before = [w.holding for w in waiting]
-        for w in waiting:
-            w.holding = True
-        try:
+        waiting, block = [engine._waiting for engine in self._partway._engines()], object()
+
+        def leave() -> None:
+            for w in waiting:
+                w.blocks.discard(block)
+
+        with afterwards(leave):
+            for w in waiting:
+                w.blocks.add(block)
             yield
-        finally:
-            for w, holding in zip(waiting, before, strict=True):
-                w.holding = holding
 
     def materialize(
         self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, init: Init | None = None
@@ -203,8 +209,15 @@ def _sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._partway.call(args, kwargs, functools.partial(cls.forward, self))
 
-    body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wait_for_planning()  # here, since while another thread plans nn.Module.__call__ is a tracer's
+        return cls.__call__(self, *args, **kwargs)
+
+    body = {"forward": forward, "__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (ShardedModule, cls), body)
+
+
+_captured: ContextVar[_Engine | None] = ContextVar("captured", default=None)  # whose function is planned right now
 
 
 class _Engine:
@@ -218,7 +231,6 @@ class _Engine:
         # of the parameters, once a plan has split them, or as they were brought
         self._layouts: dict[str, Layout] = dict(brought or {})
         self._settled: set[str] = set()
-        self._capturing = False
         self._refused = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Engine:
@@ -244,23 +256,25 @@ class _Engine:
         """Run one call: split, as a constraint (inside another capture), or plainly (stand_alone)."""
         original = plain or self.fn
         context = current()
-        if self._capturing:
+        if _captured.get() is self:
             return original(*args, **kwargs)
         if capturing():
             return self._constrained(original, args, kwargs)
         if _stands_alone(context):
             return original(*args, **kwargs)
-        tensors = self._last[0].admits(args, kwargs, context) if self._last else None
-        if tensors is None or self._last is None:
+        wait_for_planning()
+        last = self._last
+        tensors = last[0].admits(args, kwargs, context) if last else None
+        if tensors is None or last is None:
             return self._first(args, kwargs, context)
-        _, courses, runner = self._last
+        guard, courses, runner = last
         if runner.asked:
             runner = self._course(courses, tensors) or self._new_course(
                 courses, flatten_call(self.fn, args, kwargs), context
             )
-            if runner is not self._last[2]:
+            if runner is not last[2]:
                 runner.bind(self.fn)
-                self._last = *self._last[:2], runner
+                self._last = guard, courses, runner
         return runner(tensors)
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> Any:
@@ -311,19 +325,21 @@ class _Engine:
         call = flatten_call(self.fn, args, kwargs)
         check_call(self.fn, args, kwargs)
         check_tensors(call, self.request.device)
-        key = self._signature(call, context)
-        courses: Courses[_Runner] = self._planned.get(key) or Courses()
-        runner = self._course(courses, call.tensors) or self._new_course(courses, call, context)
-        self._planned[key] = courses
-        return courses, runner
+        with planning():
+            key = self._signature(call, context)
+            courses: Courses[_Runner] = self._planned.get(key) or Courses()
+            runner = self._course(courses, call.tensors) or self._new_course(courses, call, context)
+            self._planned[key] = courses
+            return courses, runner
 
     def _course(self, courses: Courses[_Runner], tensors: Sequence[Tensor]) -> _Runner | None:
         """What runs a call of `tensors`, or None if no call was answered like it."""
         return courses.of(values_of(tensors, lambda name: attrgetter(name)(self.fn)))
 
     def _new_course(self, courses: Courses[_Runner], call: Call, context: ParallelContext) -> _Runner:
-        runner = self._plan(call, context)
-        courses.add(runner, name_of(self.fn))
+        with planning():
+            runner = self._plan(call, context)
+            courses.add(runner, name_of(self.fn))
         if any(question.draws for question, _ in runner.asked):  # planning drew for nothing, as it always does
             self._course(courses, call.tensors)
         return runner
@@ -347,14 +363,13 @@ class _Engine:
         placed = inputs_on(call, next((mesh for mesh in meshes if mesh is not None), None))
         args, kwargs = place.whole_call(call, context, local)
         values = values_of(call.tensors, state_of(self.fn).__getitem__, local)
-        self._capturing = True
-        try:
+        before = _captured.get()
+        with afterwards(lambda: _captured.set(before)):
+            _captured.set(self)
             compiled = compile_call(
                 self.fn, args, kwargs, self.request, context, current_algo(),
                 processes=place.processes, fixed=self._layouts, placed=placed, values=values,
             )  # fmt: skip
-        finally:
-            self._capturing = False
         if isinstance(self.fn, torch.nn.Module):
             fresh = {name: found for name, found in compiled.plan.parameters.items() if name not in self._settled}
             place.settle(self.fn, fresh)
@@ -407,24 +422,26 @@ class _Runner:
         """Take parameters and buffers from where they are in `fn` now: a module inside may have been replaced. The
         parameters that are what the executor takes stay until the next `bind`, and so does all that makes them so."""
         constants, local = self.compiled.graph.constants, self.compiled.local
-        self._given: list[Any] = []
-        self._changing: list[tuple[int, Source | None, Change | None, bool]] = []
+        given: list[Any] = []
+        changing: list[tuple[int, Source | None, Change | None, bool]] = []
         for i, (placed, enter) in enumerate(zip(local.inputs, self._enter, strict=True)):
             name, role = placed.port.name, placed.port.role
             source = _source(fn, constants, role, name)
             held = source() if source and role is Role.PARAMETER else None
             stays = held is not None and (enter is None or enter(held) is held)
-            self._given.append(held if stays else None)
+            given.append(held if stays else None)
             if not stays:
-                self._changing.append((i, source, enter, name in self._updated))
-        self._buffers = [
+                changing.append((i, source, enter, name in self._updated))
+        buffers = [
             _source(fn, constants, Role.BUFFER, p.port.name) if p.port.role is Role.BUFFER_UPDATE else None
             for p in local.outputs
         ]
+        self._bound = given, changing, buffers  # at once: another thread may be in a call
 
     @cached_property
     def _step(self) -> CompiledStep:
-        return self._step_of(self.compiled.program)
+        with planning():
+            return self._step_of(self.compiled.program)
 
     def _build(self, wanted: tuple[bool, ...]) -> CompiledStep:
         if wanted not in self._others:
@@ -444,26 +461,39 @@ class _Runner:
                 "which would not reach it; return the new value, write a detached one, or call it under torch.no_grad()"
             )
         rest = iter(given)
-        tensors = self._given.copy()
-        for i, source, enter, updated in self._changing:
+        bound, changing, buffers = self._bound
+        tensors = bound.copy()
+        for i, source, enter, updated in changing:
             tensor = next(rest) if source is None else source()
             # a buffer or input that this call overwrites must stay as it was for the backward
             tensor = tensor.clone() if updated else tensor
             tensors[i] = enter(tensor) if enter else tensor
-        results = []
-        for value, leave, buffer, written in zip(
-            self._step(tensors), self._leave, self._buffers, self._written, strict=True
-        ):
+        results: list[Any] = []
+        writes: list[tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]] = []
+        for value, leave, buffer, written in zip(self._step(tensors), self._leave, buffers, self._written, strict=True):
             if written is not None:
                 place, write = written
-                with torch.no_grad():
-                    write(given[place], value)
+                writes.append((write, given[place], value))
             elif buffer is not None:
-                with torch.no_grad():
-                    buffer().copy_(value)
+                writes.append((Tensor.copy_, buffer(), value))
             else:
                 results.append(leave(value) if leave else value)
+        if writes:
+            _write(writes)
         return self._result.build(results)
+
+
+def _write(writes: Sequence[tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]]) -> None:
+    """Write values into buffers and inputs: all of them, also where an interrupt comes in between, so that none is of
+    another call than the rest."""
+    with torch.no_grad():
+        try:
+            for write, place, value in writes:
+                write(place, value)
+        except BaseException:
+            for write, place, value in writes:
+                write(place, value)
+            raise
 
 
 def _source(fn: Any, constants: Mapping[str, Tensor], role: Role, name: str) -> Source | None:

@@ -44,6 +44,7 @@ from torch.overrides import TorchFunctionMode
 from ..strategy.errors import CaptureError, PartwayError
 from ..strategy.notation import counted
 from .absorb import absorb
+from .afterwards import afterwards
 from .control import CONTROL, flatten_control
 from .covariance import corrcoef, cov
 from .ctc import ctc_loss
@@ -104,7 +105,8 @@ def capture(
     for level in Asked if values else (Asked.NOTHING,):
         answering = Answering(level, values, may_draw, here) if values and level is not Asked.NOTHING else None
         try:
-            exported, result = _exported(fn, call, answering)
+            with _drawing_nothing(answering):
+                exported, result = _exported(fn, call, answering)
         except _Undecided as error:
             undecided = error
             continue
@@ -112,6 +114,15 @@ def capture(
         return verify(_check_dtypes(replace(graph, asked=tuple(answering.asked) if answering else ())))
     assert undecided is not None
     raise CaptureError(str(undecided)) from undecided.__cause__
+
+
+@contextlib.contextmanager
+def _drawing_nothing(answering: Answering | None) -> Iterator[None]:
+    """A call draws the same numbers whether it was planned or not. Where answers drew some, the generator is put back;
+    otherwise it is left alone, since other threads draw from it too."""
+    before = torch.get_rng_state()
+    with afterwards(lambda: torch.set_rng_state(before) if answering is not None and answering.drew else None):
+        yield
 
 
 class _Undecided(Exception):
@@ -126,9 +137,13 @@ def _exported(
     outside = _Outside()
     flat = _Flat(_with_source_lines(fn), call, seen, outside, answering)
     example = tuple(t.detach().requires_grad_(t.requires_grad) for t in call.tensors)
-    token = _capturing.set(True)
+    before = _capturing.get()
     try:
-        with warnings.catch_warnings(), torch.enable_grad(), _prepared(fn, example), _quiet():
+        with (
+            afterwards(lambda: _capturing.set(before)), warnings.catch_warnings(), torch.enable_grad(),
+            _prepared(fn, example), _quiet(),
+        ):  # fmt: skip
+            _capturing.set(True)
             warnings.simplefilter("ignore")
             exported = write_out(_without_questions(torch.export.export(flat, example, strict=False)))
     except PartwayError:
@@ -139,8 +154,6 @@ def _exported(
         unanswered = answering.unanswered if answering else None
         failure = _Undecided if isinstance(error, data_dependent) else CaptureError
         raise failure(_reason(fn, error, unanswered)) from error
-    finally:
-        _capturing.reset(token)
     if outside.found:
         raise CaptureError(
             f"{name_of(fn)} uses {counted(len(outside.found), 'tensor')} from outside that a gradient should reach "
@@ -458,14 +471,15 @@ def _quiet() -> Iterator[None]:
         logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
     ]
     before = [logger.disabled for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.disabled = True
-        with contextlib.redirect_stderr(_Stderr(sys.stderr)):
-            yield
-    finally:
+
+    def restore() -> None:
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
+
+    with afterwards(restore), contextlib.redirect_stderr(_Stderr(sys.stderr)):
+        for logger in loggers:
+            logger.disabled = True
+        yield
 
 
 class _Flat(torch.nn.Module):
@@ -522,7 +536,12 @@ def _plain_parameters(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -
                 for name, held in store.items():
                     if held is not None and (hasattr(held, "placements") or (device is not None and held.is_meta)):
                         swapped.append((store, name, held))
-    try:
+
+    def restore() -> None:
+        for store, name, held in swapped:
+            store[name] = held
+
+    with afterwards(restore):
         for store, name, held in swapped:
             if id(held) not in plain:
                 place = device if held.is_meta else held.device
@@ -533,9 +552,6 @@ def _plain_parameters(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -
                 plain[id(held)] = torch.nn.Parameter(empty, requires_grad=held.requires_grad) if parameter else empty
             store[name] = plain[id(held)]
         yield
-    finally:
-        for store, name, held in swapped:
-            store[name] = held
 
 
 @contextlib.contextmanager
@@ -554,13 +570,15 @@ def _tensor_momenta(fn: Callable[..., Any]) -> Iterator[None]:
 def _with_methods(modules: Sequence[Any], name: str, method: Callable[..., Any]) -> Iterator[None]:
     """Meanwhile `modules` have `method` for the one called `name`, but for those that have one of their own."""
     changed = [module for module in modules if name not in vars(module)]
-    try:
+
+    def restore() -> None:
+        for module in changed:
+            vars(module).pop(name, None)
+
+    with afterwards(restore):
         for module in changed:
             setattr(module, name, partial(method, module))
         yield
-    finally:
-        for module in changed:
-            delattr(module, name)
 
 
 def _cumulative_batch_norm(norm: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch.Tensor:
@@ -580,11 +598,9 @@ def _cumulative_batch_norm(norm: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch
 def _unchecked_distributions() -> Iterator[None]:
     """torch.distributions do not look whether their parameters are valid, which depends on the values of tensors."""
     before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
+    with afterwards(lambda: Distribution.set_default_validate_args(before)):
+        Distribution.set_default_validate_args(False)
         yield
-    finally:
-        Distribution.set_default_validate_args(before)
 
 
 @contextlib.contextmanager

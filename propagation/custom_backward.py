@@ -28,6 +28,7 @@ from torch import Tensor, fx
 from torch.autograd import Function
 
 from ..strategy.errors import CaptureError
+from .afterwards import afterwards
 from .builder import Builder
 from .graph import module_path, source_line, source_of, value
 from .torch_internals import make_fx
@@ -93,11 +94,9 @@ def recorded() -> Iterator[None]:
         except CaptureError as error:
             raise CaptureError(f"{cls.__qualname__}, a torch.autograd.Function, {error}") from None
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    try:
+    with afterwards(lambda: setattr(Function, "apply", plain)):
+        Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
         yield
-    finally:
-        Function.apply = plain  # type: ignore[method-assign]
 
 
 def _record(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

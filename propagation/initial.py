@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .afterwards import afterwards
 from .capture import prune
 from .expand import expand
 from .graph import Graph, Port, Role, verify
@@ -28,19 +29,23 @@ def holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """While it lasts `module` has `tensors` for its parameters and buffers of these names; afterwards its own again.
     What it was given in place of them by then is in `tensors`, if that is a dict."""
     places = {}
-    for name, tensor in tensors.items():
+    for name in tensors:
         path, _, attribute = name.rpartition(".")
         owner = module.get_submodule(path)
         store = owner._parameters if attribute in owner._parameters else owner._buffers
         places[name] = store, attribute, store[attribute]
-        store[attribute] = tensor  # type: ignore[assignment]
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         for name, (store, attribute, own) in places.items():
-            if isinstance(tensors, dict):
-                tensors[name] = store[attribute]
-            store[attribute] = own  # type: ignore[assignment]
+            if store[attribute] is not own:
+                if isinstance(tensors, dict):
+                    tensors[name] = store[attribute]
+                store[attribute] = own  # type: ignore[assignment]
+
+    with afterwards(restore):
+        for name, (store, attribute, _) in places.items():
+            store[attribute] = tensors[name]  # type: ignore[assignment]
+        yield
 
 
 def initial(

@@ -127,6 +127,7 @@ class Answering(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.asked: list[tuple[Question, Answer]] = []
         self.unanswered: str | None = None
+        self.drew = False  # whether answers advanced the random generator
         self._level, self._values, self._may_draw, self._line = level, values, may_draw, line
         self._tape: list[tuple[Any, Any, Any, Any]] = []
         self._known: dict[int, tuple[Leaf, Tensor]] = {}
@@ -163,6 +164,7 @@ class Answering(TorchDispatchMode):
         question = self._question(func, args, kwargs)
         if question.draws and not self._may_draw:
             raise Unanswered('follow from random numbers, which random_numbers="torch" draws in an order of its own')
+        self.drew |= question.draws
         with without_modes():
             answer = question.answer(self._values)
         self.asked.append((question, answer))

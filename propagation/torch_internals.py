@@ -22,20 +22,23 @@ Each name, and why:
     torch._C.DispatchKey               what an operator is made of: nothing public tells
     _split_decomp_table_to_cia_..., _decompose_exported_program   the two halves of ExportedProgram.run_decompositions,
                                        which overrides 500 operators anew each time (written_out.py)
+    torch._functorch.aot_autograd.preserve_rng_state   what it does around its tracing: see `decompose`
     torch.ops.torch_nn                 the operators of linear_cross_entropy in chunks, which the first import of
                                        their module registers; not in 2.11
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from torch._C import DisableTorchFunction, DispatchKey
 from torch._C import _dispatch_get_all_op_names as all_operator_names
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
+from torch._functorch import aot_autograd
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
@@ -53,6 +56,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
+from .afterwards import afterwards
+
 try:
     import torch.nn.modules.linear_cross_entropy
 
@@ -66,7 +71,7 @@ except ImportError:
 data_dependent = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
-@contextmanager
+@contextlib.contextmanager
 def without_modes() -> Iterator[None]:
     """Computes as outside of all modes, such as those of a capture."""
     with DisableTorchFunction(), _disable_current_modes():
@@ -89,14 +94,34 @@ def makes_memory(operator: OpOverload) -> bool:
 
 def decompose(exported: ExportedProgram, composite: Mapping[Any, Any], others: Mapping[Any, Any]) -> ExportedProgram:
     """What `exported.run_decompositions` gives, with its table in two parts: see `split_decompositions`."""
-    decomposed: ExportedProgram = _decompose_exported_program(
-        exported,
-        cia_to_decomp=dict(composite),
-        python_decomp_table=dict(others),
-        joint_loss_index=None,
-        decompose_custom_triton_ops=False,
-    )
+    with _generators_left_alone():
+        decomposed: ExportedProgram = _decompose_exported_program(
+            exported,
+            cia_to_decomp=dict(composite),
+            python_decomp_table=dict(others),
+            joint_loss_index=None,
+            decompose_custom_triton_ops=False,
+        )
     return decomposed
+
+
+@contextlib.contextmanager
+def _generators_left_alone() -> Iterator[None]:
+    """Meanwhile AOTAutograd does not put the global random generators back to what they were, in this thread: fake
+    tensors draw nothing, and another thread that draws numbers would get them twice. There is no other way to tell it;
+    a version that does not have the name is left as it is."""
+    plain, thread = getattr(aot_autograd, "preserve_rng_state", None), threading.get_ident()
+    if plain is None:
+        yield
+        return
+
+    def preserve() -> contextlib.AbstractContextManager[Any]:
+        found: contextlib.AbstractContextManager[Any] = plain()
+        return contextlib.nullcontext() if threading.get_ident() == thread else found
+
+    with afterwards(lambda: setattr(aot_autograd, "preserve_rng_state", plain)):
+        aot_autograd.preserve_rng_state = preserve
+        yield
 
 
 def defined_by(definition: CustomOpDef) -> OpOverload:

@@ -124,13 +124,13 @@ class Accumulating:
 
 @dataclass
 class Waiting:
-    """The gradients of one module that wait for their reduction. While `holding`, backwards add to them; the next other
-    one reduces them all.
+    """The gradients of one module that wait for their reduction. The backwards of calls inside of `blocks` add to them,
+    and the next other one reduces them all.
 
     A `.grad` says whether what waits of it is still wanted: it is a zero while all of it waits, and who sets it to None
     (as an optimizer's zero_grad does), or fills it with zeros, drops what waits."""
 
-    holding: bool = False
+    blocks: set[object] = field(default_factory=set)
     kept: dict[CompiledStep, list[Kept]] = field(default_factory=dict)
 
     def drop(self) -> None:
@@ -354,7 +354,7 @@ class _Function(torch.autograd.Function):
         ctx.generators = _generators(tensors[0].device) if compiled.random else None
         values = compiled.forward.run(executor.enter(tensors, compiled.step.program.inputs))
         results = executor.leave(values[:count], compiled.results, compiled.forward.code.shared[:count])
-        ctx.compiled, ctx.holding = compiled, compiled.waiting.holding
+        ctx.compiled, ctx.holding = compiled, bool(compiled.waiting.blocks)
         ctx.done = frozenset()  # the outputs whose backward has freed what it needs
         # Parameters live on anyway, and what the backward reads of them is packed: to save them too takes a
         # microsecond for each.
