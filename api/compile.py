@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import math
 import operator
 import os
@@ -396,6 +397,12 @@ def device_profile(graph: Graph, request: Request, context: ParallelContext) -> 
     return profile_of(context.device_profile or device)
 
 
+_LATER: dict[str, Callable[[Any], bool]] = {
+    "a generator": inspect.isgeneratorfunction,
+    "asynchronous": lambda fn: inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn),
+}
+
+
 def check_target(call: str, fn: Any) -> None:
     """Raise StrategyError unless `fn` is a function or a module that `call` (shard or compile) can take."""
     if isinstance(fn, torch.jit.ScriptModule):
@@ -404,6 +411,13 @@ def check_target(call: str, fn: Any) -> None:
         raise StrategyError(f"{type(fn).__name__} has parameters without a shape yet; call it once before {call}")
     if isinstance(fn, type):
         raise StrategyError(f"{call} takes an nn.Module object, not the class {fn.__name__}; write {fn.__name__}(...)")
+    body = fn.forward if isinstance(fn, torch.nn.Module) else fn
+    for kind, found in _LATER.items():
+        if found(body):
+            raise StrategyError(
+                f"{call} takes a function whose call computes its result, and {name_of(fn)} is {kind}, which computes "
+                "when it is asked for one; shard what it calls"
+            )
     if not callable(fn) or getattr(type(fn), "forward", None) is torch.nn.Module.forward:
         text = type(fn).__name__ if isinstance(fn, torch.Tensor | torch.nn.Module) else repr(fn)
         raise StrategyError(f"{call} takes a function or an nn.Module object with a forward, not {text}")

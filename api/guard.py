@@ -37,7 +37,7 @@ class Guard:
         self._tensors = [
             (type(t), t.shape, t.dtype, t.device, t.requires_grad, getattr(t, "_spec", None)) for t in tensors
         ]
-        self._autocast, self._rules = _autocast(), version()
+        self._autocast, self._rules = autocast(), version()
         modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self._modules, self._training = modules, [m.training for m in modules]
         self._stores = [store for m in modules for store in (m._modules, m._parameters)]
@@ -59,7 +59,7 @@ class Guard:
         same = (
             (context is self._context or context == self._context)
             and (current_algo() is self._algo or current_algo() == self._algo)
-            and _autocast() == self._autocast
+            and autocast() == self._autocast
             and version() == self._rules
             and all(map(_is_like, tensors, self._tensors))
             and [*map(_TRAINING, self._modules)] == self._training
@@ -76,8 +76,12 @@ def _held(stores: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
     return chain.from_iterable(store.values() for store in stores)
 
 
-def _autocast() -> tuple[bool, bool]:
-    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+def autocast() -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtypes into which torch.autocast casts on a CPU and on a GPU; None where it is off."""
+    return (
+        torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
+    )
 
 
 def _same_structure(one: Structure, other: Structure) -> bool:

@@ -23,7 +23,7 @@ from partway.context import ParallelContext, ParallelMode, current, current_algo
 from partway.courses import Courses, values_of
 from partway.dtensors import brought, inputs_on, parameters_on, placed_as
 from partway.fusion.program import Program
-from partway.guard import Guard
+from partway.guard import Guard, autocast
 from partway.materialize import Init, check_materialized, materialize
 from partway.placing import Change, Placing, placing
 from partway.planning import planning, wait_for_planning
@@ -353,8 +353,7 @@ class _Engine:
                 tuple(module.training for module in self.fn.modules()),
                 tuple((p.requires_grad, p.dtype, tuple(p.shape)) for p in self.fn.parameters()),
             )
-        autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        return call.structure.key(), tensors, flags, autocast, context, current_algo(), version()
+        return call.structure.key(), tensors, flags, autocast(), context, current_algo(), version()
 
     def _plan(self, call: Call, context: ParallelContext) -> _Runner:
         local = dataset_was_set(context) and dataset_applies(self.request, context)

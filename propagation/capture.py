@@ -19,14 +19,17 @@ The passes, in order:
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import operator
 import os
+import random
 import re
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from dis import opmap
@@ -63,6 +66,7 @@ from .graph import (
     value,
     verify,
 )
+from .numbers import numbers_as_tensors
 from .questions import ASKING, Answering, Asked, Leaf, Values
 from .random_numbers import RandomNumbers
 from .recurrent import lstm, true_states
@@ -140,12 +144,15 @@ def _exported(
     before = _capturing.get()
     try:
         with (
-            afterwards(lambda: _capturing.set(before)), warnings.catch_warnings(), torch.enable_grad(),
-            _prepared(fn, example), _quiet(),
+            _without_pythons_random_numbers(fn), afterwards(lambda: _capturing.set(before)), warnings.catch_warnings(),
+            torch.enable_grad(),
         ):  # fmt: skip
             _capturing.set(True)
             warnings.simplefilter("ignore")
-            exported = write_out(_without_questions(torch.export.export(flat, example, strict=False)))
+            with _prepared(fn, example), _quiet():
+                traced = torch.export.export(flat, example, strict=False)
+                _check_writes(traced.graph_module, fn)
+                exported = write_out(_without_questions(traced))
     except PartwayError:
         raise
     except Exception as error:  # torch.export raises many types; the caller's code may raise any
@@ -160,6 +167,7 @@ def _exported(
             f"({', '.join(outside.found)}); shard the module they belong to, or pass them as arguments"
         )
     _name_frames(exported.graph_module, fn)
+    numbers_as_tensors(exported.graph_module)
     _check_static(exported.graph_module, fn)
     _check_operators(exported.graph_module, fn)
     return exported, seen[-1]
@@ -171,6 +179,58 @@ def _without_questions(exported: torch.export.ExportedProgram) -> torch.export.E
         if node.target in ASKING and not node.users:
             exported.graph.erase_node(node)
     return exported
+
+
+@contextlib.contextmanager
+def _without_pythons_random_numbers(fn: Callable[..., Any]) -> Iterator[None]:
+    """Raise CaptureError if numbers of Python's or NumPy's generator are drawn: what was drawn once would stand for
+    every call. Where another thread may have drawn them, warn."""
+    before = _pythons_generators()
+    yield
+    drawn = [name for name, state in _pythons_generators().items() if name in before and before[name] != state]
+    if not drawn:
+        return
+    said = (
+        f"random numbers of Python's module {' and '.join(drawn)} are drawn in {name_of(fn)}, and would be the same in "
+        "every call; draw them with torch (torch.rand([]) may decide a branch), or outside the sharded function"
+    )
+    if threading.active_count() == 1:
+        raise CaptureError(said)
+    warnings.warn(f"if not by another thread, {said}", stacklevel=2)
+
+
+def _pythons_generators() -> dict[str, Any]:
+    """The states of the generators that Python and NumPy share among all that draw."""
+    states: dict[str, Any] = {"random": random.getstate()}
+    if "numpy.random" in sys.modules:
+        _, words, *rest = sys.modules["numpy.random"].get_state()
+        states["numpy.random"] = words.tobytes(), *rest
+    return states
+
+
+def _check_writes(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
+    """Raise CaptureError for a write in place to a tensor of which several elements are one, as PyTorch does."""
+    for node in (node for part in module.modules() if isinstance(part, fx.GraphModule) for node in part.graph.nodes):
+        for operand in _written(node):
+            found = operand.meta.get("val")
+            strides = zip(found.shape, found.stride(), strict=True) if isinstance(found, torch.Tensor) else ()
+            if any(stride == 0 and size > 1 for size, stride in strides):
+                raise CaptureError(
+                    f"{name_of(fn)} writes in place ({operator_name(node)}) to a tensor that was expanded, of which "
+                    f"several elements are one{_line(node)}; write to a copy of it, x.clone()"
+                )
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that a call of an operator writes to; not those of which it only changes shape or strides."""
+    if (
+        isinstance(node.target, OpOverload)
+        and node.target._schema.is_mutable
+        and torch.Tag.inplace_view not in node.target.tags
+    ):
+        for formal, operand in zip(node.target._schema.arguments, node.args, strict=False):
+            if formal.alias_info is not None and formal.alias_info.is_write and isinstance(operand, fx.Node):
+                yield operand
 
 
 def _is_raised_on_purpose(error: Exception) -> bool:
@@ -194,8 +254,9 @@ def _reason(fn: Callable[..., Any], error: Exception, unanswered: str | None = N
         why = f"\n  These values {unanswered}" if unanswered else ""
         return (
             f"could not capture {name_of(fn)} as one static graph: its course depends on the values of tensors{at}; "
-            "write it without branches on tensors and .item(), with torch.where for example, or do this part outside "
-            f"the sharded function{why}\n  torch.export: {_first_line(error)}"
+            "write it without branches on them, with torch.where for example (x.item() may be computed with and "
+            f"returned, float(x) may not), or do this part outside the sharded function{why}\n"
+            f"  torch.export: {_first_line(error)}"
         )
     if isinstance(error, UnsupportedOperatorException) or "no fake impl registered" in str(error):
         found = re.search(r"CustomOpDef\(([\w:.]+)\)", str(error)) or re.search(r"([\w:.]+)", str(error))
@@ -400,6 +461,26 @@ class _WithoutGradients(TorchFunctionMode):
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result)
 
 
+def _embedding_that_renormalises(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch.nn.functional.embedding. Raises CaptureError with a max_norm."""
+    return _looked_up(torch.nn.functional.embedding, args, kwargs)
+
+
+def _bags_that_renormalise(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch.nn.functional.embedding_bag. Raises CaptureError with a max_norm."""
+    return _looked_up(torch.nn.functional.embedding_bag, args, kwargs)
+
+
+def _looked_up(function: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    found = inspect.signature(function).bind(*args, **kwargs).arguments.get("max_norm")
+    if found is not None:
+        raise CaptureError(
+            f"{function.__name__} with max_norm={found} writes to its weight in place, which a sharded function may "
+            "not; leave max_norm out, and renormalise the weight between calls, under torch.no_grad()"
+        )
+    return function(*args, **kwargs)
+
+
 _OTHERWISE: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.corrcoef: corrcoef,
     torch.Tensor.cov: cov,
@@ -408,6 +489,8 @@ _OTHERWISE: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ctc_loss: ctc_loss,
     torch.lstm: lstm,
     torch.nn.functional.ctc_loss: ctc_loss,
+    torch.nn.functional.embedding: _embedding_that_renormalises,
+    torch.nn.functional.embedding_bag: _bags_that_renormalise,
 }
 
 
@@ -516,9 +599,47 @@ class _Flat(torch.nn.Module):
 def _prepared(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """While `fn` is captured, what torch.export cannot trace is done otherwise."""
     with (
-        _plain_parameters(fn, tensors), _tensor_momenta(fn), _conversions(fn), _unchecked_distributions(), recorded()
+        _nothing_left(fn), _plain_parameters(fn, tensors), _tensor_momenta(fn), _conversions(fn),
+        _unchecked_distributions(), recorded(),
     ):  # fmt: skip
         yield
+
+
+@contextlib.contextmanager
+def _nothing_left(fn: Callable[..., Any]) -> Iterator[None]:
+    """Fake tensors that a module's forward keeps in attributes and buffers, as caches of masks, are gone afterwards:
+    what a module kept before stands there again, with all that it keeps beside it (sizes of a cache, say)."""
+    root = getattr(fn, "__self__", fn)
+    modules = list(root.modules()) if isinstance(root, torch.nn.Module) else []
+    known = frozenset(map(id, modules))
+    stores: list[dict[Any, Any]] = [s for m in modules for s in (m.__dict__, m._buffers, m._parameters)]
+    before = [(store, dict(store), _contents(store.values())) for store in stores]
+    try:
+        yield
+    finally:
+        for store, held, contents in before:
+            if _holds_fake(store, known):
+                for container, content in contents:
+                    container.clear()
+                    (container.extend if isinstance(container, list) else container.update)(content)
+                store.clear()
+                store.update(held)
+
+
+def _holds_fake(value: Any, known: Collection[int]) -> bool:
+    """Whether there are fake tensors in a value, or in a module that is not `known`."""
+    if isinstance(value, dict):
+        return any(_holds_fake(part, known) for part in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_fake(part, known) for part in value)
+    if isinstance(value, torch.nn.Module) and id(value) not in known:
+        return any(isinstance(tensor, FakeTensor) for tensor in (*value.parameters(), *value.buffers()))
+    return isinstance(value, FakeTensor)
+
+
+def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The lists and dicts among `values`, with what is in them."""
+    return [(value, type(value)(value)) for value in values if type(value) in (list, dict)]
 
 
 @contextlib.contextmanager
@@ -662,6 +783,12 @@ def _graph(
                 tensor = call.tensors[position]
                 port = Port(node, Role.INPUT, call.names[position], call.arguments[position], tensor.requires_grad)
                 position += 1
+            case InputKind.CUSTOM_OBJ:
+                held = type(exported.constants.get(spec.target or "", None)).__name__
+                raise CaptureError(
+                    f"{name_of(fn)} uses an object that a graph cannot hold, a {held}; a torch.Generator is not "
+                    "needed: random numbers follow torch.manual_seed, alike on every rank"
+                )
             case _:
                 raise CaptureError(f"inputs of kind {spec.kind} ({spec.arg.name}) are not supported")
         ports.append(port)

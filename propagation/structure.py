@@ -33,6 +33,10 @@ class _Opened:
 
 
 _TENSOR = object()
+_NUMBER = object()
+
+# While a function is captured, numbers that torch.export knows no value of, and the dtypes of their tensors.
+NUMBERS = {torch.SymInt: torch.int64, torch.SymFloat: torch.float64, torch.SymBool: torch.bool}
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Structure:
     """Where the tensors of a value stand: `build` puts other tensors in their places."""
 
     spec: TreeSpec
-    leaves: tuple[Any, ...]  # _TENSOR, an _Opened object, or a plain value
+    leaves: tuple[Any, ...]  # _TENSOR, _NUMBER (a tensor's), an _Opened object, or a plain value
 
     def build(self, tensors: list[Any]) -> Any:
         """The value with `tensors` (consumed from the front) in the places of its tensors."""
@@ -48,13 +52,18 @@ class Structure:
         for leaf in self.leaves:
             if leaf is _TENSOR:
                 values.append(tensors.pop(0))
+            elif leaf is _NUMBER:
+                values.append(_item(tensors.pop(0)))
             else:
                 values.append(leaf.close(tensors) if isinstance(leaf, _Opened) else leaf)
         return tree_unflatten(values, self.spec)
 
     def count(self) -> int:
         """How many tensors there are."""
-        return sum(leaf.structure.count() if isinstance(leaf, _Opened) else leaf is _TENSOR for leaf in self.leaves)
+        return sum(
+            leaf.structure.count() if isinstance(leaf, _Opened) else leaf is _TENSOR or leaf is _NUMBER
+            for leaf in self.leaves
+        )
 
     def key(self) -> tuple[Any, ...]:
         """What must be equal for two calls to have the same graph: the shape of the tree, the plain values."""
@@ -88,6 +97,12 @@ def _hashable(value: Any) -> Any:
     return value
 
 
+def _item(tensor: Any) -> bool | int | float:
+    whole = tensor.full_tensor() if hasattr(tensor, "placements") else tensor
+    number: bool | int | float = whole.item()
+    return number
+
+
 def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
     """The tensors of `value` in order, and the structure that `Structure.build` fills again."""
     leaves, spec = tree_flatten(value)
@@ -97,6 +112,9 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
             kept.append(_TENSOR)
+        elif type(leaf) in NUMBERS:
+            tensors.append(torch.scalar_tensor(leaf, dtype=NUMBERS[type(leaf)]))
+            kept.append(_NUMBER)
         elif fields := _fields(leaf):
             inner, structure = flatten(tuple(getattr(leaf, name) for name in fields))
             tensors += inner

@@ -598,6 +598,12 @@ TARGETS = [
         lambda m: pw.shard(nn.ModuleList([m]), mesh=MESH),
         ("with a forward, not ModuleList",),
     ),
+    Wrong(
+        "shard_a_generator",
+        lambda _: pw.shard(yields, mesh=MESH),
+        ("yields is a generator, which computes when it is asked for one", "shard what it calls"),
+    ),
+    Wrong("shard_a_coroutine", lambda _: pw.shard(waits, mesh=MESH), ("waits is asynchronous",)),
     Wrong("shard_a_scripted_module", scripted, ("shard takes an eager module, not a scripted one",)),
     Wrong(
         "shard_a_lazy_module",
@@ -662,7 +668,7 @@ def writes(x: Tensor) -> Tensor:
 
 
 def reads_a_number(x: Tensor) -> Tensor:
-    return x * x.sum().item()
+    return torch.full_like(x, x.sum().item())
 
 
 def raises(x: Tensor) -> Tensor:
@@ -677,6 +683,14 @@ def twice_differentiated(model: Any) -> None:
     x = X.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(pw.shard(model, mesh=MESH)(x).square().sum(), x, create_graph=True)
     gradient.sum().backward()
+
+
+def yields(x: Tensor) -> Any:
+    yield x
+
+
+async def waits(x: Tensor) -> Tensor:
+    return x
 
 
 CAPTURE = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -93,6 +94,24 @@ def test_autocast_is_a_plan_of_its_own(plans: list[Any]) -> None:
     model(X)
     with torch.autocast("cpu", torch.bfloat16):
         model(X)
+    assert len(plans) == 2
+
+
+def test_each_dtype_of_autocast_is_a_plan_of_its_own(plans: list[Any]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
+    model = pw.shard(copy.deepcopy(plain), mesh={"x": 2})
+    x = torch.randn(4, 8)
+    for _ in range(2):
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype):
+                found, expected = model(x), plain(x)
+            assert found.dtype is dtype
+            torch.testing.assert_close(found, expected)
+            for y, net in ((found, model), (expected, plain)):
+                net.zero_grad()
+                y.float().square().sum().backward()
+            torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad, rtol=2e-2, atol=1e-2)
     assert len(plans) == 2
 
 

@@ -1,7 +1,10 @@
 """From a call to a graph: structure, state, gradients, and what is refused."""
 
+import random
+import threading
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -389,7 +392,7 @@ def test_an_input_that_is_written_to_is_an_output():
     ("fn", "message"),
     [
         (lambda x: x * 2 if x.sum() > 0 else x, "its course depends on the values of tensors"),
-        (lambda x: x * x[0].item(), "on the values of tensors|its course depends"),
+        (lambda x: torch.full((3,), x[0].item()), "on the values of tensors|its course depends"),
         (lambda x: x.nonzero(), "depends on the values of tensors"),
         (lambda x: x @ torch.ones(5, 5), "could not capture .* as one static graph: RuntimeError"),
         (lambda x: x[7], "could not capture .* as one static graph: IndexError"),
@@ -474,3 +477,84 @@ def test_a_reduction_that_ctc_loss_has_not_is_refused():
     x, labels, lengths = torch.randn(5, 2, 4).log_softmax(2), torch.ones(2, 3, dtype=torch.long), torch.tensor([3, 2])
     with pytest.raises(CaptureError, match="ValueError: average is not a valid value for reduction"):
         capture(lambda x: torch.nn.functional.ctc_loss(x, labels, lengths, lengths, reduction="average"), (x,), {})
+
+
+# -- what capture leaves behind, and what it cannot keep
+
+
+class Caches(nn.Module):
+    """A module that keeps what it made, as ALiBi and rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.length, self.by_length = 0, {}
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if self.length < x.shape[0]:
+            self.length = x.shape[0]
+            self.register_buffer("bias", torch.arange(4.0) * 2, persistent=False)
+            self.plain = torch.ones(4)
+            self.by_length[self.length] = torch.zeros(4)
+            self.made = nn.Linear(4, 4)
+        return self.inner(x) * self.bias * self.plain + self.by_length[self.length]
+
+
+def test_no_fake_tensor_is_left_in_a_module():
+    module = Caches()
+    before = {name: value for name, value in vars(module).items() if name != "_modules"}
+    for size in (2, 3):
+        capture(module, (torch.ones(size, 4),), {})
+        assert {name: value for name, value in vars(module).items() if name != "_modules"} == before
+        assert (list(module._buffers), list(module._modules), module.by_length) == ([], ["inner"], {})
+    out = module(torch.ones(2, 4))
+    assert type(out) is torch.Tensor
+    assert module.length == 2
+
+
+def expanded(x):
+    return x[:1].expand(8, 4).add_(1)
+
+
+@pytest.mark.parametrize(
+    "fn", [expanded, lambda x: x[0].expand(8, 4).mul_(x), lambda x: torch.empty(1).expand(8).fill_(x[0, 0])]
+)
+def test_a_write_to_what_was_expanded_is_refused(fn):
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single"):
+        fn(torch.ones(8, 4))
+    with pytest.raises(
+        CaptureError, match=r"writes in place .* to a tensor that was expanded, of which several elements"
+    ):
+        capture(fn, (torch.ones(8, 4),), {})
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_python_s_random_numbers_are_refused(draw):
+    def drops(x):
+        return x * 2 if draw() < 0.5 else x
+
+    with pytest.raises(CaptureError, match=r"random numbers of Python's module (numpy.)?random are drawn in .*drops"):
+        capture(drops, (torch.ones(2),), {})
+
+
+def test_python_s_random_numbers_of_another_thread_are_warned_of():
+    idle = threading.Event()
+    other = threading.Thread(target=idle.wait)
+    other.start()
+    with pytest.warns(
+        UserWarning, match="if not by another thread, random numbers of Python's module random are drawn"
+    ):
+        capture(lambda x: x * random.random(), (torch.ones(2),), {})
+    idle.set()
+    other.join()
+
+
+@pytest.mark.parametrize("lookup", [F.embedding, F.embedding_bag])
+def test_an_embedding_that_renormalises_its_weight_is_refused(lookup):
+    with pytest.raises(CaptureError, match=rf"{lookup.__name__} with max_norm=1.0 writes to its weight in place"):
+        capture(lambda i, w: lookup(i, w, max_norm=1.0), (torch.tensor([[0, 1]]), torch.ones(8, 4)), {})
+
+
+def test_a_generator_argument_is_refused():
+    with pytest.raises(CaptureError, match=r"a Generator; a torch.Generator is not needed: random numbers follow"):
+        capture(lambda x, g: x + torch.rand(4, generator=g), (torch.ones(4), torch.Generator()), {})
