@@ -23,6 +23,7 @@ def web_dataset(
     resampled: bool = False,
     shuffle_shards: bool = True,
     dim: int = 0,
+    allow: Sequence[str] = (),
 ) -> GroupedWebDataset:
     """The samples of the tar files `urls` (a list, or a str with braces) for the rank that holds `part`: a WebDataset
     pipeline, to go on with as in `.shuffle(1000).decode("rgb").to_tuple("png", "cls").with_epoch(10000)`.
@@ -31,6 +32,9 @@ def web_dataset(
                      one worker of one data-parallel group
     shuffle_shards   another order in every epoch; False: that of `urls`, and then not with `resampled`
     dim              the input's dim that is the batch
+    allow            schemes of URLs that are opened by a command, such as ("pipe",); files and http(s) always may be
+
+    Nothing that is in a shard is run: `decode` takes images, texts, numbers, JSON and arrays, and refuses pickles.
 
     Shards go to data-parallel groups and then to a loader's workers, so ranks that share an image read the same samples
     in the same order, if their loaders have the same number of workers. All draws, those of `.shuffle` too, follow from
@@ -46,6 +50,8 @@ def web_dataset(
     if resampled and not shuffle_shards:
         raise DataError("resampled=True draws shards at random; leave out shuffle_shards=False")
     need("webdataset", "web_dataset")
-    from partway.data.web_pipeline import GroupedWebDataset, expanded
+    from partway.data.web_pipeline import GroupedWebDataset, check_schemes, expanded
 
-    return GroupedWebDataset(expanded(urls), group, groups, seed, resampled, shuffle_shards)
+    shards = expanded(urls)
+    check_schemes(shards, allow)
+    return GroupedWebDataset(shards, group, groups, seed, resampled, shuffle_shards)

@@ -12,13 +12,16 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+from urllib.parse import urlparse
 
 import webdataset as wds
 from torch.utils.data import get_worker_info
 
 from partway.data.epoch import Epoch
 from partway.data.random_views import draws
+from partway.data.web_decode import Decoder, Handler, unreadable
 from partway.data.window import is_int
 from partway.strategy.errors import DataError
 
@@ -49,7 +52,8 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
     def __init__(
         self, urls: Sequence[str], group: int, groups: int, seed: int, resampled: bool, shuffle_shards: bool
     ) -> None:
-        super().__init__(_opened, wds.tariterators.tar_file_expander, wds.tariterators.group_by_keys)
+        members = partial(wds.tariterators.tar_file_expander, handler=unreadable)
+        super().__init__(_opened, members, partial(wds.tariterators.group_by_keys, handler=unreadable))
         self._urls, self._group, self._groups, self._seed = tuple(urls), group, groups, seed
         self._resampled, self._shuffles = resampled, shuffle_shards
         self._epoch = Epoch()
@@ -83,6 +87,26 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
         found = self._with(_length=items)
         found.__class__ = _Sized
         return found
+
+    def decode(
+        self, *handlers: str | Handler, pre: list[Handler] | None = None, post: list[Handler] | None = None,
+        only: str | Iterable[str] | None = None, partial: bool = False,
+        handler: Callable[[Exception], bool] | None = None,
+    ) -> GroupedWebDataset:  # fmt: skip
+        """With members decoded: images as "rgb" and the like say, texts, numbers, JSON and arrays by their extension,
+        and others by functions of one's own, which take an extension and bytes and come first. As WebDataset's, but
+        nothing in a shard is run: pickles (.pyd, .pickle, .pth) and PostScript raise DataError when they are met."""
+        decoder = Decoder(handlers, post, pre=pre, only=only, partial=partial)
+        found: GroupedWebDataset = self.map(decoder, **({} if handler is None else {"handler": handler}))
+        return found
+
+    def xdecode(self, *arguments: Any, **options: Any) -> GroupedWebDataset:
+        """Always raises DataError: it unpickles what is in shards."""
+        raise DataError("xdecode unpickles what is in shards, which runs it; write decode(...)")
+
+    def lmdb_cached(self, *arguments: Any, **options: Any) -> GroupedWebDataset:
+        """Always raises DataError: it unpickles what is in its file."""
+        raise DataError("lmdb_cached unpickles what is in its file, which runs it; write mcached()")
 
     def repeat(self, *arguments: Any, **options: Any) -> GroupedWebDataset:
         """Always raises DataError: `with_epoch` repeats."""
@@ -185,13 +209,39 @@ def _taken(held: list[Any], generator: random.Random) -> Any:
 def _opened(shards: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Each shard with its stream, which is closed when the next one is opened, or an epoch ends within it."""
     for shard in shards:
-        with wds.gopen(shard["url"]) as stream:
+        try:
+            stream = wds.gopen(shard["url"])
+        except (OSError, ValueError) as error:
+            raise DataError(f"the shard {shard['url']!r} cannot be opened: {error}") from error
+        with stream:
             yield {**shard, "stream": stream}
+
+
+_READ = ("", "file", "http", "https")  # what is opened by its address alone, as it is or with curl
+
+
+def check_schemes(urls: Sequence[str], allow: Sequence[str]) -> None:
+    """Raise DataError for a URL that names a command, unless `allow` names its scheme."""
+    if isinstance(allow, str) or not isinstance(allow, Sequence) or not all(isinstance(name, str) for name in allow):
+        raise DataError(f"allow is {allow!r}; write a tuple of the schemes of URLs, such as ('pipe',)")
+    for url in urls:
+        try:
+            scheme = urlparse(url).scheme
+        except ValueError as error:
+            raise DataError(f"{url!r} is no URL: {error}") from error
+        if scheme not in (*_READ, *allow):
+            raise DataError(
+                f"the shard {url!r} is opened by a command ({scheme}:), which may run anything; if you wrote it "
+                f"yourself, say web_dataset(..., allow=({scheme!r},))"
+            )
 
 
 def expanded(urls: str | Sequence[str]) -> list[str]:
     """The list of shards that `urls` is. Raises DataError for what is none, or is empty."""
-    found = wds.shardlists.expand_urls(urls) if isinstance(urls, str) else urls
+    try:
+        found = wds.shardlists.expand_urls(urls) if isinstance(urls, str) else urls
+    except (ValueError, KeyError) as error:
+        raise DataError(f"urls is {urls!r}, whose braces do not match: {error}") from error
     if not isinstance(found, list | tuple) or not found or not all(isinstance(url, str) for url in found):
         raise DataError(f"urls is {urls!r}; write the paths of tar files, or one str such as 'train-{{000..127}}.tar'")
     return list(found)
