@@ -109,13 +109,13 @@ def _copy(module: fx.GraphModule) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 
 def _more_inputs(graph: fx.Graph, like: list[fx.Node]) -> list[fx.Node]:
-    """More inputs of `graph`, after those it has, each like a node."""
+    """More inputs of `graph`, after those it has, each like a node but contiguous."""
     made = list(graph.find_nodes(op="placeholder"))[-1:]
     for operand in like:
         with graph.inserting_after(made[-1]):
             node = graph.placeholder("addend")
         node.target = node.name  # an argument of the graph's function, so it must be unlike the others too
-        node.meta["val"] = operand.meta["val"]
+        node.meta["val"] = operand.meta["val"].new_empty(operand.meta["val"].shape)
         made.append(node)
     return made[1:]
 

@@ -4,6 +4,7 @@
 placement `source` on each of `axes` into its part under `target` on each (`strategy/placement.py` says by what
 collective or local step). Several axes, in the order of the mesh, act as one axis of `size` ranks, the product of
 theirs. `tag` is the position of the conversion in the program's list, where its reason is kept.
+What a conversion moves is contiguous, whatever the strides of its operand.
 Both operators are symbols: they have shapes and a derivative, and the executors of `runtime/` give them
 their meaning; calling one outside an executor is an error.
 """
@@ -63,6 +64,8 @@ def kind_of(source: str, target: str) -> Kind:
 
 @torch.library.register_fake("partway::convert")  # type: ignore[untyped-decorator]
 def _fake_convert(x: Tensor, source: str, target: str, axes: list[str], size: int, tag: int) -> Tensor:
+    if kind_of(source, target) is Kind.NOTHING:  # what it gives is its operand
+        return x.new_empty_strided(x.shape, x.stride())
     return x.new_empty(converted_shape(tuple(x.shape), source, target, size))
 
 

@@ -272,6 +272,7 @@ def _stitched(
     for piece, derivative in zip(pieces, derivatives, strict=True):
         env = _inlined(derivative.forward, forward, [values[node] for node in piece.inputs], piece)
         ends = [env[end] for end in returned_by(derivative.forward)]
+        _check_alike(piece.outputs, ends, likes)
         values |= zip(piece.outputs, ends[: len(piece.outputs)], strict=True)
         saved.append(ends[len(piece.outputs) :])
     distinct = dict.fromkeys(node for nodes in saved for node in nodes)  # several pieces may save one value
@@ -298,6 +299,16 @@ def _stitched(
     forward.output((*(values[node] for node in returned_by(program)), *kept))
     forward.eliminate_dead_code(is_impure_node=is_port)
     return forward, backward
+
+
+def _check_alike(outputs: Sequence[fx.Node], traced: Sequence[fx.Node], likes: Mapping[fx.Node, Any]) -> None:
+    """Raise VerifyError unless what was traced of a piece lies in memory as the pieces that read it were told."""
+    for node, found in zip(outputs, traced, strict=False):
+        if found.meta["val"].layout is torch.strided and found.meta["val"].stride() != likes[node].stride:
+            raise VerifyError(
+                f"{node.name} was traced with strides {found.meta['val'].stride()}, its readers with "
+                f"{likes[node].stride}"
+            )
 
 
 def _inlined(source: fx.Graph, target: fx.Graph, starts: Sequence[fx.Node], piece: Piece) -> dict[fx.Node, fx.Node]:
@@ -338,11 +349,15 @@ def scale_parameter_gradients(step: Step, factor: float) -> Step:
     graph = fx.Graph()
     returned: Any = graph.graph_copy(step.backward.graph, {})
     placed = [p for p, needs in zip(step.program.inputs, step.needed, strict=True) if needs]
-    scaled = [
-        graph.call_function(torch.ops.aten.mul.Scalar, (gradient, factor))
-        if p.port.role is Role.PARAMETER and gradient is not None
-        else gradient
+
+    def scaled(gradient: fx.Node) -> fx.Node:
+        made = graph.call_function(torch.ops.aten.mul.Scalar, (gradient, factor))
+        made.meta["val"] = torch.ops.aten.mul.Scalar(gradient.meta["val"], factor)
+        return made
+
+    found = [
+        scaled(gradient) if p.port.role is Role.PARAMETER and gradient is not None else gradient
         for p, gradient in zip(placed, returned, strict=True)
     ]
-    graph.output(tuple(scaled))
+    graph.output(tuple(found))
     return replace(step, backward=Text(step.backward, graph))

@@ -169,11 +169,16 @@ def checkpointed(step: Step) -> frozenset[fx.Node]:
 
 def within_windows(step: Step) -> tuple[Step, frozenset[fx.Node]]:
     """`step` with each saved slice of which a window is saved too taken out of that window, and these nodes. (A ReLU's
-    result is kept for its own backward, and the window made of it for that of the convolution behind it.)"""
+    result is kept for its own backward, and the window made of it for that of the convolution behind it.) It has the
+    strides of the window then, and is copied where something else than elementwise operators reads it."""
+    if step.backward is None:
+        return step, frozenset()
     count, forward = len(step.program.outputs), fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     forward.graph_copy(step.forward.graph, copies)
     results = [copies[node] for node in returned_by(step.forward.graph)]
+    saved = zip(results[count:], step.backward.graph.find_nodes(op="placeholder"), strict=False)
+    elementwise = {node: all(map(_is_elementwise, placeholder.users)) for node, placeholder in saved}
     kept = {_detached(node): node for node in results[count:]}
     made, cut = dict[fx.Node, fx.Node](), set[fx.Node]()
     for node in results[count:]:
@@ -186,11 +191,22 @@ def within_windows(step: Step) -> tuple[Step, frozenset[fx.Node]]:
                 found = forward.call_function(_slice, (found, window.dim, place, place + window.cut.width))
                 found.meta = {**node.meta, "val": value}
                 cut.add(found)
+            if not elementwise[node]:
+                found = forward.call_function(
+                    torch.ops.aten.clone.default, (found,), {"memory_format": torch.contiguous_format}
+                )
+                found.meta = dict(node.meta)
+                cut.add(found)
             made[node] = found
     if not made:
         return step, frozenset()
     forward.output((*results[:count], *(made.get(node, node) for node in results[count:])))
     return replace(step, forward=Text(step.forward, forward)), frozenset(cut)
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    """Whether each element that `node` computes is made of those at its place, so that no strides matter."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _detached(node: fx.Node) -> fx.Node:

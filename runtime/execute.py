@@ -44,6 +44,7 @@ from .slices import (
     slice_of,
     window_of,
 )
+from .strides import contiguous
 from .torch_internals import coalescing_manager
 
 # torch 2.13 renamed these two and warns about the old names.
@@ -124,7 +125,7 @@ class Worker:
                     f"rank {self.rank} got {port.port.name} of shape {list(part.shape)}; its part under "
                     f"{port.layout} has the shape {list(port.local_shape)}: cut whole tensors with Worker.cut"
                 )
-            parts.append(part.contiguous())
+            parts.append(contiguous(part))
         return parts
 
     def leave(self, values: Sequence[Tensor], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
@@ -224,7 +225,7 @@ def _started(c: Conversion, parts: Sequence[Tensor], group: Any, scratch: _Scrat
     def finish() -> list[Tensor]:
         results = {i: result for batch, (_, made, _) in zip(batches, issued, strict=True)
                    for i, result in zip(batch, made(), strict=True)}  # fmt: skip
-        return [results[i] for i in range(len(parts))]
+        return [contiguous(results[i]) for i in range(len(parts))]
 
     return Pending(works, finish, not c.grouped)
 

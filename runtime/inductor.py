@@ -22,6 +22,7 @@ from ..propagation.indexing import position
 from ..propagation.torch_internals import FakeTensorMode
 from ..strategy.placement import Kind
 from .instructions import members_late
+from .strides import strides_of
 from .torch_internals import inductor
 
 FAKE = FakeTensorMode()  # one mode for all: a graph that is compiled takes its inputs from one
@@ -125,6 +126,10 @@ def _values(order: Sequence[fx.Node], module: fx.GraphModule, examples: Sequence
                 values[node] = next(given)
             elif node.op == "get_attr":
                 values[node] = FAKE.from_tensor(getattr(module, str(node.target)))
+            elif isinstance(traced := node.meta.get("val"), Tensor) and strides_of(traced) is not None:
+                values[node] = torch.empty_strided(
+                    traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device
+                )
             elif node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 moves = node.target is not convert or kind_of(*node.args[1:3]) not in (Kind.NOTHING, Kind.KEEP)  # type: ignore[arg-type]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import linecache
 import math
 import operator
+import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,7 @@ from ..propagation.torch_internals import OpOverload, makes_memory
 from ..strategy.cut import Cut, Window
 from ..strategy.placement import Kind, Placement, Shard, kind, placement_from_code
 from .slices import padded
+from .strides import check_laid_out, contiguous, laid_out, strides_of
 
 Run = Callable[[list[Any]], list[Any]]
 Bind = Callable[[Any], str]  # gives a value a name in the text of a function
@@ -95,7 +97,8 @@ class Instruction:
 @dataclass(frozen=True)
 class Code:
     """A graph ready to run: inputs fill the first slots. `shared`: for each output whether it may share memory with an
-    input, with another output, or with something larger than itself."""
+    input, with another output, or with something larger than itself. `traced`: fake tensors like the values of slots;
+    empty where nothing was traced."""
 
     instructions: tuple[Instruction, ...]
     inputs: int
@@ -103,31 +106,32 @@ class Code:
     shared: tuple[bool, ...]
     constants: Mapping[str, Any]
     phase: str
+    traced: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 Mark = Callable[[Instruction, Any, bool], None]  # an instruction, its value, and whether that was awaited
 
 
 def local_conversion(c: Conversion, part: Tensor, position: int) -> Tensor:
-    """A conversion that needs no other rank, for the rank at `position` of its group."""
+    """A conversion that needs no other rank, for the rank at `position` of its group; contiguous, but for NOTHING."""
     before, after = c.dims
     match c.kind:
         case Kind.SLICE:
             assert isinstance(c.target, Shard)
             cut = c.target.cut or Cut(part.shape[after], (c.size,))
             start, stop = cut.spans[position]
-            return padded(part.narrow(after, start, stop - start), after, cut.width).contiguous()
+            return contiguous(padded(part.narrow(after, start, stop - start), after, cut.width))
         case Kind.PAD:
             assert isinstance(c.source, Shard)
             cut = c.source.cut or Cut(part.shape[before] * c.size, (c.size,))
             start, stop = cut.spans[position]
             shape = list(part.shape)
             shape[before] = cut.size
-            whole = part.new_zeros(shape)
-            whole.narrow(before, start, stop - start).copy_(part.narrow(before, 0, stop - start))
-            return whole
+            made = part.new_zeros(shape)
+            made.narrow(before, start, stop - start).copy_(part.narrow(before, 0, stop - start))
+            return made
         case Kind.KEEP:
-            return part if position == 0 else torch.zeros_like(part)
+            return contiguous(part) if position == 0 else part.new_zeros(part.shape)
         case _:
             return part
 
@@ -163,10 +167,13 @@ def compile_steps(
         known[name] = value
         return name
 
+    check = _checks(code, bind)
     dead = _last_uses(steps, takes, gives)
     arguments = [*names, *(f"v{slot}" for slot in takes)]
     lines = ["def run(inputs):"]
     lines += [f"    {', '.join(arguments)}, = inputs", "    inputs.clear()"] if arguments else ()
+    for slot in takes:
+        lines += check(slot, f"input {slot}", slot >= code.inputs)
     lines += _let_go(dead[-1])
     pending: dict[int, Instruction] = {}
 
@@ -174,6 +181,7 @@ def compile_steps(
         if slot in pending:
             step = pending.pop(slot)
             yield f"    v{slot} = v{slot}.wait()"
+            yield from check(slot, step.name, True)
             if mark:
                 yield f"    {bind(mark)}({bind(step)}, None, True)"
 
@@ -181,6 +189,8 @@ def compile_steps(
         for slot in step.operands:
             lines += wait_for(slot)
         lines.append(f"    v{step.out} = {dialect.express(step, bind)}  # {step.name}")
+        if not step.communicates:
+            lines += check(step.out, step.name, False)
         if mark:
             lines.append(f"    {bind(mark)}({bind(step)}, v{step.out}, False)")
         lines += _let_go(dead[i])
@@ -190,6 +200,24 @@ def compile_steps(
         lines += wait_for(output) if output is not None else ()
     lines.append(f"    return [{', '.join('None' if output is None else f'v{output}' for output in gives)}]")
     return _function("\n".join(lines) + "\n", known, code.phase)
+
+
+def _checks(code: Code, bind: Bind) -> Callable[[int, str, bool], Iterator[str]]:
+    """What writes the line after which a slot has the strides that were traced for it. Where it is known to have them
+    (`exact`) there is none, but with PARTWAY_VERIFY=1 the line that raises if it has not."""
+    fix = bind(laid_out)
+    verify = bind(check_laid_out) if os.environ.get("PARTWAY_VERIFY") == "1" else ""
+
+    def lines(slot: int, name: str, exact: bool) -> Iterator[str]:
+        strides = strides_of(code.traced.get(slot))
+        if strides is None:
+            return
+        if not exact:
+            yield f"    if v{slot}.stride() != {strides}: v{slot} = {fix}(v{slot}, {strides})"
+        if verify:
+            yield f"    {verify}(v{slot}, {bind(code.traced[slot])}, {name!r})"
+
+    return lines
 
 
 def _last_uses(
@@ -221,40 +249,6 @@ def _function(text: str, names: dict[str, Any], phase: str) -> Run:
 
 
 # -- From a graph to instructions ------------------------------------------------------------------------------------
-
-
-def _of_dense(kernel: Any) -> Callable[..., Any]:
-    """`kernel`, which takes dense operands only, for operands with any strides."""
-
-    def call(*args: Any) -> Any:
-        return kernel(*(_dense(a) if isinstance(a, torch.Tensor) else a for a in args))
-
-    return call
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    return x if x.is_contiguous() or _is_channels_last(x) else x.contiguous()
-
-
-def _is_channels_last(x: torch.Tensor) -> bool:
-    """Whether the strides are just those: PyTorch's own question overlooks dims of size 1, and its kernels do not."""
-    if x.ndim not in (4, 5):
-        return False
-    step, strides = x.shape[1], list[int]()
-    for size in reversed(x.shape[2:]):
-        strides.insert(0, step)
-        step *= size
-    return x.stride() == (step, 1, *strides)
-
-
-# The strides of a real part may differ from those of the fake one that was traced: a view may need a copy, and so may
-# an operand of a kernel that PyTorch only calls after `contiguous`.
-_STRIDE_FREE: dict[Any, Any] = {
-    torch.ops.aten.native_group_norm.default: _of_dense(torch.ops.aten.native_group_norm.default),
-    torch.ops.aten.native_group_norm_backward.default: _of_dense(torch.ops.aten.native_group_norm_backward.default),
-    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
-    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
-}
 
 
 def assemble_code(module: fx.GraphModule, phase: str) -> Code:
@@ -297,7 +291,8 @@ def assemble_code(module: fx.GraphModule, phase: str) -> Code:
             )
         )  # fmt: skip
     outputs = tuple(slots[o] if isinstance(o, fx.Node) else None for o in returned)
-    return Code(tuple(instructions), inputs, outputs, _shared(returned), constants.values, phase)
+    traced = {slot: val for node, slot in slots.items() if isinstance(val := node.meta.get("val"), Tensor)}
+    return Code(tuple(instructions), inputs, outputs, _shared(returned), constants.values, phase, traced)
 
 
 def members_late(nodes: list[fx.Node]) -> list[fx.Node]:
@@ -347,7 +342,7 @@ def _written(
     if target is operator.getitem:
         return f"{texts[0]}[{texts[1]}]"
     texts += [f"{name}={_argument(a, slots, constants)}" for name, a in kwargs.items()]
-    return f"{constants.name(_STRIDE_FREE.get(target, target))}({', '.join(texts)})"
+    return f"{constants.name(target)}({', '.join(texts)})"
 
 
 def _argument(value: Any, slots: Mapping[fx.Node, int], constants: _Constants) -> str:
@@ -448,9 +443,11 @@ def _overwriting(node: fx.Node) -> _Overwrite | None:
 
 
 def _is_like(one: fx.Node, other: fx.Node) -> bool:
-    """Whether the values of two nodes have one shape and dtype."""
+    """Whether the values of two nodes have one shape, dtype and strides."""
     a, b = one.meta.get("val"), other.meta.get("val")
-    return isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.dtype) == (b.shape, b.dtype)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return False
+    return (a.shape, a.dtype, strides_of(a)) == (b.shape, b.dtype, strides_of(b))
 
 
 def _is_whole_view(node: fx.Node) -> bool:

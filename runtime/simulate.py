@@ -27,6 +27,7 @@ from .instructions import Bind, Code, Conversion, Instruction, Mark, Run, compil
 from .record import note, resume
 from .slices import Placed, addends_of, first_row, joined, part_of, pieces, slice_of, window_of
 from .stretches import Stretch, is_common, stretches_of
+from .strides import contiguous
 
 Parts = list[Tensor]
 
@@ -221,9 +222,9 @@ class _Total:
         assert self._total is not None
         total = self._total if self._own else self._total.clone()
         if self._c.kind is Kind.ALL_REDUCE:
-            return [total] * n
+            return [contiguous(total)] * n
         assert isinstance(self._c.target, Shard)
-        return [part.contiguous() for part in pieces(total, self._c.target, n)]
+        return [contiguous(part) for part in pieces(total, self._c.target, n)]
 
 
 class _Row:
@@ -239,10 +240,10 @@ class _Row:
         if self._c.window is not None:
             return _exchanged(self._c.window, self._parts)
         assert isinstance(self._c.source, Shard)
-        whole = joined(self._parts, self._c.source)
+        found = joined(self._parts, self._c.source)
         if not isinstance(self._c.target, Shard):
-            return [whole] * n
-        return [part.contiguous() for part in pieces(whole, self._c.target, n)]
+            return [contiguous(found)] * n
+        return [contiguous(part) for part in pieces(found, self._c.target, n)]
 
 
 def _exchanged(window: Window, parts: Parts) -> Parts:
@@ -265,7 +266,7 @@ def _exchanged(window: Window, parts: Parts) -> Parts:
 def split(tensor: Tensor, layout: Layout) -> Parts:
     """The part of every rank, contiguous as the graphs were traced; a view of `tensor` where it can be."""
     if not layout.cuts:
-        return [tensor.contiguous()] * layout.mesh.device_num
+        return [contiguous(tensor)] * layout.mesh.device_num
     cut: dict[tuple[tuple[int, int], ...], Tensor] = {}
     parts = []
     for rank in range(layout.mesh.device_num):

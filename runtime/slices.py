@@ -12,6 +12,7 @@ from torch import Tensor
 from ..strategy.cut import Strip, Window
 from ..strategy.layout import Layout
 from ..strategy.placement import Shard
+from .strides import contiguous
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,7 @@ def full_part(part: Tensor, shape: tuple[int, ...]) -> Tensor:
     """`part` of the local `shape`, contiguous; zeros where its slices are short."""
     for dim, width in enumerate(shape):
         part = padded(part, dim, width)
-    return part.contiguous()
+    return contiguous(part)
 
 
 def short_part(part: Tensor, placed: Placed, rank: int) -> Tensor:

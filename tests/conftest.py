@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 os.environ["PARTWAY_CACHE"] = "0"  # tests plan anew; those of the cache set it themselves
+os.environ.setdefault("PARTWAY_VERIFY", "1")  # every value of every rank is compared with what was traced for it
 
 SECONDS = 100  # for one call, with all that its ranks wait for each other
 
