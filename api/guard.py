@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from partway.context import ParallelContext, current_algo
+from partway.propagation.random_numbers import RandomNumbers
 from partway.propagation.structure import Structure, flatten
 from partway.propagation.torch_internals import is_transformed
 from partway.rule import version
@@ -37,6 +38,7 @@ class Guard:
         self._tensors = [
             (type(t), t.shape, t.dtype, t.device, t.requires_grad, getattr(t, "_spec", None)) for t in tensors
         ]
+        self._strides = [t.stride() for t in tensors] if context.random_numbers is RandomNumbers.TORCH else None
         self._autocast, self._rules = autocast(), version()
         modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self._modules, self._training = modules, [m.training for m in modules]
@@ -62,6 +64,7 @@ class Guard:
             and autocast() == self._autocast
             and version() == self._rules
             and all(map(_is_like, tensors, self._tensors))
+            and (self._strides is None or [t.stride() for t in tensors] == self._strides)
             and [*map(_TRAINING, self._modules)] == self._training
             and [*map(len, self._stores)] == self._sizes
             and [*map(id, _held(self._stores))] == self._held_ids

@@ -31,6 +31,7 @@ from partway.propagation.afterwards import afterwards
 from partway.propagation.capture import capturing, state_of
 from partway.propagation.graph import Role
 from partway.propagation.plan import Plan
+from partway.propagation.random_numbers import RandomNumbers
 from partway.propagation.structure import Call, check_call, flatten, flatten_call, name_of
 from partway.rule import rules, version
 from partway.runtime.step import CompiledStep, Waiting
@@ -347,13 +348,15 @@ class _Engine:
     def _signature(self, call: Call, context: ParallelContext) -> tuple[Any, ...]:
         """All that a plan depends on. Parameters count by what may change: flags, dtypes and shapes."""
         tensors = tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad, placed_as(t)) for t in call.tensors)
+        # PyTorch draws numbers in the order of memory
+        strides = tuple(t.stride() for t in call.tensors) if context.random_numbers is RandomNumbers.TORCH else ()
         flags: tuple[Any, ...] = ()
         if isinstance(self.fn, torch.nn.Module):
             flags = (
                 tuple(module.training for module in self.fn.modules()),
                 tuple((p.requires_grad, p.dtype, tuple(p.shape)) for p in self.fn.parameters()),
             )
-        return call.structure.key(), tensors, flags, autocast(), context, current_algo(), version()
+        return call.structure.key(), tensors, strides, flags, autocast(), context, current_algo(), version()
 
     def _plan(self, call: Call, context: ParallelContext) -> _Runner:
         local = dataset_was_set(context) and dataset_applies(self.request, context)

@@ -17,7 +17,7 @@ from torch import fx
 from .builder import Builder, Expansion
 from .graph import argument, argument_names, operands, shape, value
 from .indexing import wide
-from .random_numbers import DIGITS, draw, keys
+from .random_numbers import DIGITS, bernoulli, draw, keys
 
 aten = torch.ops.aten
 
@@ -53,6 +53,49 @@ def drawn(
         return b(aten.add.Scalar, found, mean) if mean else found
     arguments = kind, [float(n) for n in given], list(size), dtype, value(like).device, b.keys.stream
     return b(draw, b.keys.take(b), [], [], [], *arguments)
+
+
+def memory_order(x: torch.Tensor) -> list[int]:
+    """The order of dims in which the elements of a new tensor like `x` lie in memory."""
+    strides = torch.empty_like(x).stride()
+    return sorted(range(x.dim()), key=lambda d: (-strides[d], d))
+
+
+def fresh(b: Builder, like: torch.Tensor, dtype: torch.dtype) -> fx.Node:
+    """A tensor with any values, which lies in memory as a new one like `like`."""
+    order = memory_order(like)
+    made = b(aten.empty.memory_format, [like.shape[d] for d in order], dtype=dtype, device=like.device)
+    return _from_order(b, made, order)
+
+
+def _from_order(b: Builder, x: fx.Node, order: list[int]) -> fx.Node:
+    """`x`, whose dims are those of a tensor in this order, with them in their own."""
+    return x if order == sorted(order) else b(aten.permute.default, x, [order.index(d) for d in range(len(order))])
+
+
+def _drawn_by_torch(b: Builder, node: fx.Node) -> fx.Node | None:
+    """What PyTorch draws of operands that lie in memory as on one device: numbers follow one another in memory, and
+    some kernels draw others where that is not contiguous."""
+    if not operands(node) or node.meta.get(_LAID):
+        return None
+    if node.target is aten.bernoulli.p:
+        x = operands(node)[0]
+        return b(bernoulli, fresh(b, value(x), value(x).dtype), argument(node, "p"))
+
+    def laid(x: fx.Node) -> fx.Node:
+        if node.target not in _OF_VALUES:
+            return fresh(b, value(node), value(x).dtype)
+        order = memory_order(value(x))
+        ordered = b(aten.permute.default, x, order)
+        return _from_order(b, b(aten.clone.default, ordered, memory_format=torch.contiguous_format), order)
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), laid)
+    made = b(node.target, *args, **kwargs)
+    made.meta[_LAID] = True
+    return made
+
+
+_LAID = "partway_laid"  # marks a call whose operands lie in memory as on one device
 
 
 def _of(kind: str, *given: str | float) -> Expansion:
@@ -158,3 +201,13 @@ RANDOM: dict[Any, Expansion] = {
     aten.rrelu.default: _rrelu,
     aten.uniform.default: _of("uniform", "from", "to"),
 }
+
+_OF_VALUES = frozenset(
+    {
+        aten.bernoulli.Tensor, aten.bernoulli.default, aten.normal.Tensor_Tensor, aten.normal.Tensor_float,
+        aten.normal.float_Tensor, aten.rrelu.default,
+    }
+)  # fmt: skip
+
+# With `random_numbers="torch"`: the numbers that PyTorch itself would draw.
+DRAWN_BY_TORCH: dict[Any, Expansion] = dict.fromkeys(RANDOM, _drawn_by_torch)

@@ -20,7 +20,7 @@ from ..strategy.errors import StrategyError
 from .bags import BAGS
 from .batch_norm import moments, normalise, part_norm, statistics
 from .builder import Builder, Expansion
-from .draws import RANDOM, Keys, drawn
+from .draws import DRAWN_BY_TORCH, RANDOM, Keys, drawn, fresh
 from .fourier import FOURIER_EXPANSIONS
 from .graph import argument, argument_names, is_tensor, module_path, operands, shape, source_line, value
 from .indexing import class_terms, wide
@@ -28,7 +28,7 @@ from .lookups import LOOKUP_EXPANSIONS
 from .matrices import MATRIX_EXPANSIONS
 from .norms import NORMS
 from .pools import POOLS
-from .random_numbers import RandomNumbers
+from .random_numbers import RandomNumbers, bernoulli
 from .recurrent import RECURRENT_EXPANSIONS
 from .reductions import REDUCTIONS
 from .torch_internals import chunked_losses
@@ -51,7 +51,7 @@ def expand(
     written: dict[fx.Node, fx.Node] = {}
     torchs = random_numbers is RandomNumbers.TORCH
     keys = None if torchs else Keys(module.graph, stream=random_numbers is RandomNumbers.RANK)
-    table = EXPANSIONS if torchs else {**EXPANSIONS, **RANDOM}
+    table = {**EXPANSIONS, **(DRAWN_BY_TORCH if torchs else RANDOM)}
     left = deque(module.graph.nodes)
     while left:
         node = left.popleft()
@@ -297,8 +297,7 @@ def _native_dropout(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | N
 def _dropped(b: Builder, x: fx.Node, p: float) -> tuple[fx.Node, fx.Node]:
     """x * mask / (1 - p), and the mask."""
     if b.keys is None:  # the numbers that PyTorch itself would draw
-        fresh = b(aten.empty.memory_format, list(shape(x)), dtype=value(x).dtype, device=value(x).device)
-        kept = b(aten.bernoulli.p, fresh, 1 - p)
+        kept = b(bernoulli, fresh(b, value(x), value(x).dtype), 1 - p)
         return b(aten.mul.Tensor, x, b(aten.div.Scalar, kept, 1 - p if p < 1 else 1)), b(aten.ne.Scalar, kept, 0)
     mask = drawn(b, "bernoulli", [1 - p], shape(x), torch.bool, x)
     return b(aten.mul.Scalar, b(aten.mul.Tensor, x, mask), 1 / (1 - p) if p < 1 else 0.0), mask

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..strategy.errors import CaptureError
 from .builder import Builder, Expansion
-from .graph import argument, argument_names, operands, results_of, shape, value
+from .graph import argument, argument_names, module_path, operands, results_of, shape, value
 from .indexing import behind, part_index
 from .rule import Emitter, Localize, Row, Rule, parse_row
 
@@ -442,10 +443,18 @@ def _places(b: Builder, node: fx.Node, size: Sequence[int], steps: Sequence[int]
     return b(aten.reshape.default, places, [-1])
 
 
+_GAPS = (
+    "as_strided in {} takes {} out of the memory of a tensor that is not all of what lies there, such as a slice: of "
+    "that memory a device has only its part. Take it of the whole tensor, of a .contiguous() copy, or index instead"
+)
+
+
 def _as_strided(b: Builder, node: fx.Node) -> fx.Node | None:
     """Elements picked by number: where they lie in memory is nothing that a rank's part keeps."""
     found = _strided(node)
     if found is None:
+        if value(node).numel():
+            raise CaptureError(_GAPS.format(module_path(node) or "the function", list(shape(node))))
         return None
     order, kept, steps = found
     x, size = operands(node)[0], list(argument(node, "size"))

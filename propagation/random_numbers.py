@@ -8,6 +8,8 @@
                              it has the slice `places[i]`. Kinds, with what is `given`:
                              bernoulli p, uniform low high, open (between 0 and 1, neither of them), normal mean
                              deviation, integers low high
+    partway::bernoulli(x, p) what PyTorch's generator draws for a tensor that lies in memory as x, whole: what dropout
+                             does (PyTorch's own functional operator draws for a contiguous one)
 
 A number is `mix(key + gamma * n)`, where n follows from the global index of its element, and `mix` is that of
 SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). One of 64 bits serves
@@ -43,7 +45,10 @@ _LIBRARY.define(
     "Device device, bool stream) -> Tensor"
 )
 
+_LIBRARY.define("bernoulli(Tensor x, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+
 keys = torch.ops.partway.keys.default
+bernoulli = torch.ops.partway.bernoulli.default
 draw = torch.ops.partway.draw.default
 
 _GAMMA, _FIRST, _SECOND = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -187,8 +192,16 @@ def _number(kind: str, given: list[float], bits: Tensor, dtype: torch.dtype) -> 
     return found.mul_((high - low) * 2.0**-digits).add_(low)
 
 
+def _bernoulli(x: Tensor, p: float) -> Tensor:
+    return torch.empty_like(x).bernoulli_(p)
+
+
+_LIBRARY.impl("bernoulli", _bernoulli, "CompositeExplicitAutograd")
 _LIBRARY.impl("keys", _keys, "CompositeExplicitAutograd")
 _LIBRARY.impl("draw", _draw, "CompositeExplicitAutograd")
+
+
+torch.library.register_fake("partway::bernoulli", lambda x, p: torch.empty_like(x))
 
 
 @torch.library.register_fake("partway::keys")  # type: ignore[untyped-decorator]

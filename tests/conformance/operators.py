@@ -10,11 +10,15 @@ Of each sample every dim of every tensor is split in turn, over 4 ranks (a dim o
 `in_strategy` would. A plan that gathers nothing is taken where the rules have one, so that they are tried and not the
 conversions: of tensors so small the cheapest plan would often be to gather them first. Outputs, and gradients for
 random cotangents, must be those of plain PyTorch.
+
+Some samples of an entry are run again with strided operands, and with strided operands and gradients (strided.py);
+`--samples 0` runs these alone. On every rank each value is compared with what was traced for it, strides included.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing
@@ -32,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from strided import strided
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -69,6 +74,8 @@ from partway.strategy.placement import REPLICATE
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "coverage" / "operators.md"
 RANKS = 4
+STRIDED = 4  # samples of an entry that are run with strided operands too
+os.environ["PARTWAY_VERIFY"] = "1"
 TOGETHER = 48  # samples that are captured together
 DTYPES = torch.float64, torch.float32  # of the page
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5}  # relative to the largest element
@@ -108,12 +115,14 @@ MEANING = {
 @dataclass
 class Result:
     """What an entry's samples gave. `splits` were tried, in `kept` of them an operator computed on parts; `captured` of
-    the `samples` were; `fallbacks` are the operators without a rule, `problems` what was wrong."""
+    the `samples` were, and `strided` of these have strided operands; `fallbacks` are the operators without a rule,
+    `problems` what was wrong."""
 
     name: str
     status: Status = Status.UNSUPPORTED
     samples: int = 0
     captured: int = 0
+    strided: int = 0
     splits: int = 0
     kept: int = 0
     fallbacks: list[str] = field(default_factory=list)
@@ -423,14 +432,17 @@ def spread(samples: Sequence[Any], most: int | None) -> list[Any]:
 
 
 def examine(
-    infos: Sequence[Any], most: int | None = None, dtypes: Sequence[torch.dtype] = DTYPES, over: Ranks = Ranks.FEW
-) -> list[Result]:
-    """All that is found out about some entries, with at most `most` samples of each in each dtype; None: with every
-    one."""
+    infos: Sequence[Any], most: int | None = None, dtypes: Sequence[torch.dtype] = DTYPES, over: Ranks = Ranks.FEW,
+    strided: int = STRIDED,
+) -> list[Result]:  # fmt: skip
+    """All that is found out about some entries, with at most `most` samples of each in each dtype (None: with every
+    one), and `strided` samples of the first dtype with strided operands."""
     results = {name_of(info): Result(name_of(info)) for info in infos}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        samples = [sample for info in infos for sample in samples_of(info, most, dtypes, results[name_of(info)])]
+        samples = [
+            sample for info in infos for sample in samples_of(info, most, dtypes, strided, results[name_of(info)])
+        ]
         fixed: list[Sample] = []
         free: dict[str, Sample] = {}  # of each entry the first, to have the reason
         for sample in samples:
@@ -449,9 +461,12 @@ def examine(
     return list(results.values())
 
 
-def samples_of(info: Any, most: int | None, dtypes: Sequence[torch.dtype], result: Result) -> Iterator[Sample]:
+def samples_of(
+    info: Any, most: int | None, dtypes: Sequence[torch.dtype], strided: int, result: Result
+) -> Iterator[Sample]:
     """The samples of an entry that are run, counted in `result`."""
-    for dtype in [dtype for dtype in dtypes if dtype in info.dtypes]:
+    own = [dtype for dtype in dtypes if dtype in info.dtypes]
+    for dtype in own:
         torch.manual_seed(0)
         differentiable = info.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
         given = list(enumerate(info.sample_inputs("cpu", dtype, requires_grad=differentiable)))
@@ -461,6 +476,22 @@ def samples_of(info: Any, most: int | None, dtypes: Sequence[torch.dtype], resul
                 yield sample_of(info, one, f"{str(dtype).removeprefix('torch.')} sample {i}")
             except Exception as error:  # what PyTorch itself does not take
                 _note(result.reasons, f"PyTorch: {_first_line(error)}")
+        for i, one in spread(given, strided) if dtype is own[0] else ():
+            for sample in strided_samples(info, one, f"{str(dtype).removeprefix('torch.')} sample {i}", i):
+                result.samples += 1
+                result.strided += 1
+                yield sample
+
+
+def strided_samples(info: Any, given: Any, where: str, number: int) -> Iterator[Sample]:
+    """A sample with strided operands and gradients, as far as PyTorch itself takes them."""
+    with contextlib.suppress(Exception):
+        plain = sample_of(info, given, where)
+        for name, fn, stored in strided(plain.fn, plain.args, plain.kwargs, number):
+            with contextlib.suppress(Exception):
+                tensors = [fresh(t) for t in stored]
+                gradients_of([flatten(fn(*tensors))[0]], [t for t in tensors if t.requires_grad])
+                yield replace(plain, where=f"{where} {name}", fn=fn, args=stored, kwargs={})
 
 
 def depends_on_values(sample: Sample) -> bool:
@@ -568,24 +599,24 @@ def _last_frame(error: Exception) -> str:
 # -- All entries, on processes that may end ----------------------------------------------------------------------------
 
 
-def _work(connection: Connection, most: int | None, dtypes: Sequence[torch.dtype], over: Ranks) -> None:
+def _work(connection: Connection, most: int | None, dtypes: Sequence[torch.dtype], over: Ranks, strided: int) -> None:
     """A process that examines the entries it is told, without what PyTorch writes to the terminal meanwhile."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.set_num_threads(1)
     known = entries(dtypes)
     while names := connection.recv():
-        connection.send([asdict(result) for result in examine([known[n] for n in names], most, dtypes, over)])
+        connection.send([asdict(result) for result in examine([known[n] for n in names], most, dtypes, over, strided)])
 
 
 class Worker:
     """A process that can be replaced, and the entries that it examines."""
 
-    def __init__(self, most: int | None, dtypes: Sequence[torch.dtype], over: Ranks) -> None:
+    def __init__(self, most: int | None, dtypes: Sequence[torch.dtype], over: Ranks, strided: int) -> None:
         self.names: list[str] = []
         self.since = 0.0
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, most, dtypes, over), daemon=True)
+        self.process = context.Process(target=_work, args=(theirs, most, dtypes, over, strided), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -611,13 +642,13 @@ def loaded(found: dict[str, Any]) -> Result:
 
 def examine_all(
     names: Sequence[str], most: int | None = None, workers: int = 2, seconds: float = 1800.0, together: int = 4,
-    dtypes: Sequence[torch.dtype] = DTYPES, over: Ranks = Ranks.FEW,
+    dtypes: Sequence[torch.dtype] = DTYPES, over: Ranks = Ranks.FEW, strided: int = STRIDED,
 ) -> Iterator[Result]:  # fmt: skip
     """The results of `names` as they come, so many at a time. What ends its process, or takes longer than `seconds` for
     one entry, is tried alone, and then is wrong."""
     left = [list(names[i : i + together]) for i in range(0, len(names), together)][::-1]
     busy: list[Worker] = []
-    idle = [Worker(most, dtypes, over) for _ in range(min(workers, len(left)))]
+    idle = [Worker(most, dtypes, over, strided) for _ in range(min(workers, len(left)))]
     while left or busy:
         while left and idle:
             busy.append(idle.pop())
@@ -634,7 +665,7 @@ def examine_all(
                 yield from found
                 continue
             worker.stop()
-            idle.append(Worker(most, dtypes, over))
+            idle.append(Worker(most, dtypes, over, strided))
             if len(worker.names) > 1:
                 left += [[name] for name in worker.names]
             else:
@@ -656,7 +687,9 @@ HEAD = """# Operators
 PyTorch describes its operators in a database of samples (`op_db`), which its own tests run. The samples of each entry
 that takes float32 on the CPU are run here with every dim of every tensor split in turn over {ranks} simulated ranks (a
 dim of 2 or 3 elements over 2), and everything else planned; outputs and gradients are compared with plain PyTorch
-{version}. They are {most}, in float64 and in float32.
+{version}. They are {most}, in float64 and in float32; {strided} have operands, and half of these
+gradients, that lie in memory otherwise than new tensors (transposed, channels last, expanded, slices with and without
+steps).
 `python tests/conformance/operators.py --write` writes this page, `make conformance` checks it.
 
 | status | entries | |
@@ -685,6 +718,7 @@ def page(results: Sequence[Result], most: int | None) -> str:
         totals="\n".join(totals),
         count=len(results),
         samples=sum(result.captured for result in results),
+        strided=sum(result.strided for result in results),
         splits=sum(result.splits for result in results),
         kept=sum(result.kept for result in results),
         lines="\n".join(map(_line, sorted(results, key=lambda result: result.name))),
@@ -712,6 +746,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="entries whose name this regular expression finds")
     parser.add_argument("--samples", type=int, help="at most so many of an entry in each dtype (default: every one)")
+    parser.add_argument("--strided", type=int, default=STRIDED, help="so many with strided operands (default: 4)")
     parser.add_argument("--dtypes", nargs="+", help="such as complex128 int64 (default: float64 float32)")
     parser.add_argument(
         "--ranks", type=Ranks, default=Ranks.FEW, choices=list(Ranks), help="over how many a dim is split"
@@ -730,7 +765,9 @@ def main() -> None:
     given.results.mkdir(parents=True, exist_ok=True)
     chosen = [name for name in entries(dtypes) if re.search(given.only, name)]
     todo = [name for name in chosen if given.again or not (given.results / f"{name}.json").exists()]
-    for result in examine_all(todo, given.samples, given.workers, given.seconds, dtypes=dtypes, over=given.ranks):
+    for result in examine_all(
+        todo, given.samples, given.workers, given.seconds, dtypes=dtypes, over=given.ranks, strided=given.strided
+    ):
         (given.results / f"{result.name}.json").write_text(json.dumps(asdict(result), indent=1), encoding="utf-8")
         notes = "; ".join([*result.problems, *result.fallbacks, *result.reasons])
         print(f"{result.name}: {result.status.value}, {result.kept} of {result.splits} kept  {notes}", flush=True)

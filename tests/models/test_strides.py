@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import partway as pw
+from partway.strategy.errors import CaptureError
 
 TRIPS: dict[str, Callable[[Tensor], Tensor]] = {  # x is [batch, channel, height, width] before and after
     "channels last": lambda x: x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).reshape(x.shape),
@@ -135,3 +137,95 @@ def test_saved_values_that_lose_their_strides_get_them_back():
         found = run(y, x, w)
     for value, right in zip(found, run(f, *tensors()), strict=True):
         torch.testing.assert_close(value, right, rtol=1e-9, atol=1e-9)
+
+
+# -- Random numbers of PyTorch's, which are laid in memory one after another ------------------------------------------
+
+
+class Own(nn.Module):
+    """A function of one tensor, as a module whose parameter gets a gradient."""
+
+    def __init__(self, f: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.f, self.scale = f, nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(x * self.scale)
+
+
+class Image(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout2d(0.3), nn.Dropout(0.3), nn.AlphaDropout(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(6, 5, 2, batch_first=batch_first, dropout=0.4, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.layer(x)[0], 0.2)
+
+
+def _filled(x: Tensor) -> Tensor:
+    return torch.empty_like(x).normal_() * x + torch.zeros_like(x).exponential_()
+
+
+DRAWING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], torch.memory_format]] = {
+    "dropout": (lambda: Own(lambda x: F.dropout(x.t(), 0.5)), (4, 6), torch.contiguous_format),
+    "dropout of what is expanded": (
+        lambda: Own(lambda x: F.dropout(x[:, None].expand(4, 5, 6).transpose(0, 2))), (4, 6), torch.contiguous_format,
+    ),
+    "like": (lambda: Own(lambda x: torch.rand_like(x.t()) + torch.randn_like(x.t()) * x.t()), (4, 6),
+             torch.contiguous_format),
+    "of values": (lambda: Own(lambda x: torch.bernoulli(x.t().sigmoid()) + F.rrelu(x.t(), training=True)), (4, 6),
+                  torch.contiguous_format),
+    "in place": (lambda: Own(lambda x: _filled(x.t())), (4, 6), torch.contiguous_format),
+    "image": (Image, (4, 3, 6, 6), torch.contiguous_format),
+    "image, channels last": (lambda: Image().to(memory_format=torch.channels_last), (4, 3, 6, 6), torch.channels_last),
+    "LSTM": (lambda: Recurrent(False), (4, 5, 6), torch.contiguous_format),
+    "LSTM, batch first": (lambda: Recurrent(True), (4, 5, 6), torch.contiguous_format),
+    "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.3), (4, 5, 8), torch.contiguous_format),
+    "encoder, batch first": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True), (4, 5, 8),
+                             torch.contiguous_format),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_what_pytorch_draws_is_what_the_plain_model_draws_however_its_tensors_lie(name):
+    build, size, lies = DRAWING[name]
+    pw.set_auto_parallel_context(random_numbers="torch")
+    torch.manual_seed(0)
+    plain = build().double()
+    x = torch.randn(size, dtype=torch.float64).contiguous(memory_format=lies)
+    found = []
+    for model in (plain, pw.shard(copy.deepcopy(plain), mesh={"x": 2})):
+        torch.manual_seed(3)
+        y = model(x)
+        y.sin().sum().backward()
+        torch.manual_seed(3)
+        with torch.no_grad():
+            found.append([y.detach(), model(x), *(p.grad for p in model.parameters())])
+    for value, right in zip(*found, strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-12, atol=1e-12)
+
+
+def test_a_call_with_other_strides_draws_what_pytorch_draws_for_these():
+    pw.set_auto_parallel_context(random_numbers="torch")
+    sharded = pw.shard(F.dropout, mesh={"x": 2})
+    x = torch.randn(8, 4)
+    for given in (x, x.t().contiguous().t(), x, x.repeat(1, 2)[:, ::2]):
+        torch.manual_seed(1)
+        expected = F.dropout(given)
+        torch.manual_seed(1)
+        assert torch.equal(sharded(given), expected)
+
+
+def test_as_strided_of_a_slice_is_refused():
+    sharded = pw.shard(lambda x: x[:, :-1].as_strided((4, 2), (2, 1)), mesh={"x": 2})
+    with pytest.raises(CaptureError, match=r"as_strided in the function takes \[4, 2\] out of the memory of a tensor"):
+        sharded(torch.randn(4, 4))

@@ -13,6 +13,7 @@ from partway.runtime import Simulator, join, record_collectives, split
 from partway.runtime.instructions import assemble_code
 from partway.runtime.slices import Placed
 from partway.strategy import BROADCAST, PARTIAL, REPLICATE, Kind, Layout, Mesh, Partial, Shard, kind
+from partway.strategy.errors import VerifyError
 
 aten = torch.ops.aten
 PLACEMENTS = (Shard(0), Shard(1), REPLICATE, BROADCAST, PARTIAL)
@@ -95,21 +96,51 @@ def on_one(code, *values):
     return [None if parts is None else parts[0] for parts in found]
 
 
-def test_a_view_copies_where_strides_ask_for_it():
-    code = code_of(lambda g, x: g.call_function(torch.ops.aten.view.default, (x, [6])))
-    assert on_one(code, torch.arange(6).view(2, 3).t())[0].tolist() == [0, 3, 1, 4, 2, 5]
+@torch.library.custom_op("partway_tests::turned", mutates_args=())
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """x + 1, which lies in memory otherwise than its fake implementation says."""
+    return (x.mT + 1).contiguous().mT
 
 
-@pytest.mark.parametrize("stride", [(32, 1, 32, 8), (64, 16, 1, 4)])
-def test_an_operand_is_copied_where_a_kernel_takes_dense_ones_only(stride):
-    """The first is channels last, but for the stride of a batch of one."""
-    x = torch.rand(600).as_strided((1, 8, 4, 4), stride)
-    norm = torch.ops.aten.native_group_norm.default
+turned.register_fake(torch.empty_like)
 
-    def step(g, x):
-        return g.call_function(operator.getitem, (g.call_function(norm, (x, None, None, 1, 8, 16, 2, 0.1)), 0))
 
-    torch.testing.assert_close(on_one(code_of(step), x)[0], torch.nn.functional.group_norm(x.contiguous(), 2, eps=0.1))
+@pytest.mark.parametrize("given", [(4, 3), (3, 4)], ids=["as traced", "transposed"])
+def test_a_kernel_reads_the_strides_that_were_traced_whatever_comes_in_or_a_kernel_gives(given):
+    seen = []
+
+    def see(x):
+        seen.append(x.stride())
+        return x * 2
+
+    def traced(node, strides=(4, 1)):
+        node.meta["val"] = torch.empty_strided((3, 4), strides, device="meta")
+        return node
+
+    graph = fx.Graph()
+    x = traced(graph.placeholder("x"))
+    last = x
+    for target in (see, torch.ops.partway_tests.turned.default, see):
+        last = traced(graph.call_function(target, (last,)))
+    graph.output((last,))
+    code = assemble_code(fx.GraphModule(torch.nn.Module(), graph), "forward")
+    value = torch.arange(12.0).view(given)
+    value = value if given == (3, 4) else value.t()
+    (found,) = on_one(code, value)
+    assert torch.equal(found, (value * 2 + 1) * 2)
+    assert [*seen, found.stride()] == [(4, 1)] * 3
+
+
+def test_a_value_unlike_what_was_traced_is_an_error_where_that_is_asked_for(monkeypatch):
+    def node_of(g, x):
+        made = g.call_function(torch.ops.aten.relu.default, (x,))
+        made.meta["val"] = torch.empty((3,), device="meta")
+        return made
+
+    monkeypatch.setenv("PARTWAY_VERIFY", "1")
+    code = code_of(node_of)
+    with pytest.raises(VerifyError, match=r"relu_default has the shape, strides and dtype .*\(2,\).* traced with"):
+        on_one(code, torch.ones(2))
 
 
 @pytest.mark.parametrize(

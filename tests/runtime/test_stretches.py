@@ -34,11 +34,11 @@ class Writer:
     def convert(self, x, source, target, *axes, shape=(4, 4)):
         return self.call(convert, x, source, target, list(axes), self.mesh.size(*axes), 0, shape=shape)
 
-    def convert_group(self, xs, source, target, *axes):
+    def convert_group(self, xs, source, target, *axes, shape=(4, 4)):
         group = self.graph.call_function(
             convert_group, (xs, source, target, list(axes), self.mesh.size(*axes), [0] * len(xs))
         )
-        return [self.call(operator.getitem, group, i) for i in range(len(xs))]
+        return [self.call(operator.getitem, group, i, shape=shape) for i in range(len(xs))]
 
     def code(self, *outputs):
         self.graph.output(outputs)
@@ -186,7 +186,7 @@ def graphs(draw):
             case 7:
                 nodes.append(w.convert(draw(some), "R", "P", *axes, shape=whole))
             case 8:
-                nodes += w.convert_group([draw(some), draw(some)], "P", "R", *axes)
+                nodes += w.convert_group([draw(some), draw(some)], "P", "R", *axes, shape=whole)
             case 9:
                 nodes.append(w.call(aten.bernoulli.p, draw(some), 0.5, shape=whole))
             case _:
