@@ -315,8 +315,10 @@ def annotate(
         stored = {Role.PARAMETER, Role.RESULT}
         keys = {port.name for port in (*graph.inputs, *graph.outputs) if port.role in stored}
         chunked = [s.words for s in said if s.key in keys]
+        parameters = {port.name for port in graph.inputs if port.role is Role.PARAMETER}
+        varying = [s.words for s in said if s.key not in parameters]
         listed = [(s.words, s.shape, s.strategy) for s in said]
-        checked = check_strategies(listed, mesh, fully_use_devices=strict, chunked=chunked)
+        checked = check_strategies(listed, mesh, fully_use_devices=strict, chunked=chunked, varying=varying)
     except StrategyError as error:
         problems += error.problems
     raise_problems(f"{counted(len(problems), 'problem')} with strategies on the mesh {mesh}:", problems)

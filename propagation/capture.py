@@ -61,6 +61,7 @@ from .graph import (
     module_path,
     operands,
     operator_name,
+    region_of,
     source_line,
     source_of,
     value,
@@ -115,6 +116,7 @@ def capture(
             undecided = error
             continue
         graph = _graph(exported, call, result, fn, expanded)
+        _warn_of_updates(graph)
         return verify(_check_dtypes(replace(graph, asked=tuple(answering.asked) if answering else ())))
     assert undecided is not None
     raise CaptureError(str(undecided)) from undecided.__cause__
@@ -270,6 +272,21 @@ def _reason(fn: Callable[..., Any], error: Exception, unanswered: str | None = N
         "If the same call works without shard, torch.export cannot trace what stands there: do it outside the sharded "
         "function"
     )
+
+
+def _warn_of_updates(graph: Graph) -> None:
+    """A warning that names the buffers which are updated inside torch.utils.checkpoint, where there is a gradient:
+    PyTorch runs the forward once more in the backward, and its updates with it."""
+    updates = [port for port in graph.outputs if port.role is Role.BUFFER_UPDATE]
+    names = [port.name for port in updates if region_of(source_of(port.node).node) is not None]
+    if names and any(port.requires_grad for port in graph.outputs):
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+        warnings.warn(
+            f"{listed} are updated inside torch.utils.checkpoint: once a call, as without checkpoint, where PyTorch on "
+            "one device updates them again when its backward runs the forward once more. (A BatchNorm has its running "
+            "mean and variance with the momentum 1 - (1 - momentum)**2.)",
+            stacklevel=2,
+        )
 
 
 def _first_line(error: Exception) -> str:

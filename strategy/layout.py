@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
@@ -113,6 +114,12 @@ class Layout:
     def replaced(self, axis: int, placement: Placement) -> Layout:
         """This layout with another placement on the axis at position `axis`."""
         return layout(self.mesh, (*self.placements[:axis], placement, *self.placements[axis + 1 :]))
+
+    def whole_along(self, dims: Collection[int]) -> Layout:
+        """This layout without the splits of `dims`."""
+        splits = (isinstance(p, Shard) and p.dim in dims for p in self.placements)
+        pairs = zip(self.placements, splits, strict=True)
+        return layout(self.mesh, tuple(REPLICATE if split else p for p, split in pairs)) if dims else self
 
     def with_broadcasts(self) -> tuple[Layout, ...]:
         """This layout first, then those that have Broadcast for some of its Replicate: every rank holds the same, and

@@ -40,17 +40,23 @@ class Form(Enum):
 @dataclass(frozen=True, slots=True)
 class Annotation:
     """What a person said of one tensor on one mesh: one layout, or split counts with the axes left open. `chunked`:
-    a DTensor has to be cut the same."""
+    a DTensor has to be cut the same. `varies`: a dim of one element is whole, whatever is said of it."""
 
     mesh: Mesh
     meaning: Layout | tuple[int, ...]
     text: str = field(compare=False)
     chunked: bool = False
+    varies: bool = False
 
     def layouts(self, shape: Sequence[int]) -> tuple[Layout, ...]:
         """All layouts it allows for a tensor of `shape`; none if the shape is not one it can be met on."""
-        fitting = (one for one in self.cuts(len(shape)) if one.fits(tuple(shape)))
+        cuts = (one.whole_along(self._single(shape)) for one in self.cuts(len(shape)))
+        fitting = dict.fromkeys(one for one in cuts if one.fits(tuple(shape)))
         return tuple(one for one in fitting if not self.chunked or one.chunks(tuple(shape)))
+
+    def _single(self, shape: Sequence[int]) -> frozenset[int]:
+        """The dims of which there is nothing to split."""
+        return frozenset(dim for dim, size in enumerate(shape) if self.varies and size == 1)
 
     def allows(self, layout: Layout, ndim: int) -> bool:
         """Whether `layout` is one of its layouts for a tensor of `ndim` dims."""
@@ -95,7 +101,7 @@ def forms_of_entry(entry: object) -> frozenset[Form]:
     return frozenset()
 
 
-def read(strategy: Any, mesh: Mesh, ndim: int, chunked: bool = False) -> Annotation:
+def read(strategy: Any, mesh: Mesh, ndim: int, chunked: bool = False, varies: bool = False) -> Annotation:
     """The annotation that a valid `strategy` is."""
     meaning: Layout | tuple[int, ...]
     match form_of(strategy):
@@ -106,7 +112,8 @@ def read(strategy: Any, mesh: Mesh, ndim: int, chunked: bool = False) -> Annotat
             meaning = layout(mesh, tuple(Shard(owner[a]) if a in owner else REPLICATE for a in mesh.axes))
         case _:
             meaning = from_dtensor(placements_of(strategy), mesh, ndim)
-    return Annotation(mesh, meaning, str(strategy) if isinstance(strategy, Layout) else repr(strategy), chunked)
+    text = str(strategy) if isinstance(strategy, Layout) else repr(strategy)
+    return Annotation(mesh, meaning, text, chunked, varies)
 
 
 def axes_of(entry: Name) -> tuple[str, ...]:

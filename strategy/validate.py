@@ -50,12 +50,14 @@ def check_strategies(
     *,
     fully_use_devices: bool = False,
     chunked: Collection[str] = (),
+    varying: Collection[str] = (),
 ) -> tuple[Annotation | None, ...]:
     """The annotation that each (name, shape, strategy) of `named` is on `mesh`; None for a strategy of None.
 
     A name is what messages call the tensor: "input 'x'", "output 0". With `fully_use_devices`, split counts that
     leave some but not all devices without a part of their own are wrong too. Slices may be short or empty; those named
-    in `chunked` may become DTensors, and have to be cut as these are.
+    in `chunked` may become DTensors, and have to be cut as these are. Those named in `varying` have other sizes in
+    other calls: a dim of one element, as a last batch may have, is whole, whatever is said of it.
 
     Raises one StrategyError with the problems of all strategies.
     """
@@ -63,8 +65,10 @@ def check_strategies(
     problems: list[Problem] = []
     for where, shape, strategy in named:
         size = tuple(shape)
-        found = [] if strategy is None else list(_problems(where, size, strategy, mesh, fully_use_devices))
-        annotation = None if strategy is None or found else read(strategy, mesh, len(shape), where in chunked)
+        found, varies = list[Problem](), where in varying
+        if strategy is not None:
+            found += _problems(where, size, strategy, mesh, fully_use_devices, varies)
+        annotation = None if strategy is None or found else read(strategy, mesh, len(shape), where in chunked, varies)
         if annotation is not None and not annotation.layouts(size):
             found = list(_chunk_problems(where, size, annotation))
         annotations.append(annotation)
@@ -99,7 +103,7 @@ def is_one_strategy(value: object) -> bool:
 
 
 def _problems(
-    where: str, shape: tuple[int, ...], strategy: Any, mesh: Mesh, fully_use_devices: bool
+    where: str, shape: tuple[int, ...], strategy: Any, mesh: Mesh, fully_use_devices: bool, varies: bool
 ) -> Iterator[Problem]:
     form = form_of(strategy)
     if form is None:
@@ -107,7 +111,7 @@ def _problems(
         return
     if form is not Form.PLACEMENTS and len(strategy) != len(shape):
         yield _rank_problem(where, strategy, shape, 1 if form is Form.INTS else None)
-    yield from _CHECKS[form](where, shape, strategy, mesh)
+    yield from _CHECKS[form](where, shape, strategy, mesh, varies)
     if form is Form.INTS and fully_use_devices:
         yield from _idle_problems(where, counts_of(strategy), mesh.device_num)
 
@@ -137,7 +141,9 @@ def _type_problems(where: str, strategy: Any) -> Iterator[Problem]:
         yield Problem(where, f"{strategy!r} has None among placements", "write Replicate() in its place")
 
 
-def _name_problems(where: str, shape: tuple[int, ...], entries: tuple[Name, ...], mesh: Mesh) -> Iterator[Problem]:
+def _name_problems(
+    where: str, shape: tuple[int, ...], entries: tuple[Name, ...], mesh: Mesh, varies: bool
+) -> Iterator[Problem]:
     owner: dict[str, int] = {}
     for dim, entry in enumerate(entries):
         axes = axes_of(entry)
@@ -158,11 +164,11 @@ def _name_problems(where: str, shape: tuple[int, ...], entries: tuple[Name, ...]
             what = f"dim {dim} names the axes {axes!r}, which are not in the order of the mesh ({mesh})"
             yield Problem(where, what, f"write {ordered!r}, major first")
         if dim < len(shape):
-            yield from _division_problems(where, dim, shape[dim], ordered, mesh)
+            yield from _division_problems(where, dim, shape[dim], ordered, mesh, varies)
 
 
 def _count_problems(
-    where: str, shape: tuple[int, ...], strategy: tuple[int | None, ...], mesh: Mesh
+    where: str, shape: tuple[int, ...], strategy: tuple[int | None, ...], mesh: Mesh, varies: bool
 ) -> Iterator[Problem]:
     counts = counts_of(strategy)
     low = [(dim, count) for dim, count in enumerate(counts) if count < 1]
@@ -172,7 +178,7 @@ def _count_problems(
     for dim, (size, count) in enumerate(zip(shape, counts, strict=False)):
         if size == 0 and count > 1:
             yield _empty_problem(where, dim)
-        elif count >= 1 and not _can_cut(size, count):
+        elif count >= 1 and not _can_cut(size, count, varies):
             divider = f"its split count {count}{_only_axes(mesh, count)} does"
             yield _division_problem(where, dim, size, count, divider, mesh)
     if low:
@@ -186,7 +192,7 @@ def _count_problems(
 
 
 def _placement_problems(
-    where: str, shape: tuple[int, ...], strategy: Layout | Sequence[Any], mesh: Mesh
+    where: str, shape: tuple[int, ...], strategy: Layout | Sequence[Any], mesh: Mesh, varies: bool
 ) -> Iterator[Problem]:
     if isinstance(strategy, Layout) and strategy.mesh != mesh:
         yield Problem(where, f"the layout {strategy} is on the mesh ({strategy.mesh}), not ({mesh})", "use one mesh")
@@ -212,26 +218,28 @@ def _placement_problems(
                 what = "Broadcast says how a value is used, which Partway works out by itself"
                 yield Problem(f"{where}, axis {axis!r}", what, "write Replicate()")
     for dim, axes in sorted(splitters.items()):
-        yield from _division_problems(where, dim, shape[dim], axes, mesh)
+        yield from _division_problems(where, dim, shape[dim], axes, mesh, varies)
 
 
-_CHECKS: dict[Form, Callable[[str, tuple[int, ...], Any, Mesh], Iterator[Problem]]] = {
+_CHECKS: dict[Form, Callable[[str, tuple[int, ...], Any, Mesh, bool], Iterator[Problem]]] = {
     Form.NAMES: _name_problems,
     Form.INTS: _count_problems,
     Form.PLACEMENTS: _placement_problems,
 }
 
 
-def _can_cut(size: int, parts: int) -> bool:
-    """Whether a dim of `size` can be cut into so many parts, some of them short or empty."""
-    return size % parts == 0 or size > 1
+def _can_cut(size: int, parts: int, varies: bool) -> bool:
+    """Whether a dim of `size` can be cut into so many parts, some of them short or empty, or may stay whole."""
+    return size % parts == 0 or size > 1 or varies
 
 
-def _division_problems(where: str, dim: int, size: int, axes: tuple[str, ...], mesh: Mesh) -> Iterator[Problem]:
+def _division_problems(
+    where: str, dim: int, size: int, axes: tuple[str, ...], mesh: Mesh, varies: bool
+) -> Iterator[Problem]:
     if size == 0 and axes:
         yield _empty_problem(where, dim)
     parts = math.prod(mesh.size(axis) for axis in axes)
-    if not _can_cut(size, parts):
+    if not _can_cut(size, parts, varies):
         divider = f"{_axes_text(axes, mesh)} {'does' if len(axes) == 1 else 'do'}"
         yield _division_problem(where, dim, size, parts, divider, mesh)
 
@@ -377,9 +385,6 @@ def _dataset_shape_problems(
         if len(splits) != len(shape):
             yield _rank_problem(where, splits, shape, 1)
         yield from _device_problems(where, splits, device_num)
-        for dim, (size, parts) in enumerate(zip(shape, splits, strict=False)):
-            if size % parts and size < parts:  # a device without data is a mistake in a pipeline
-                yield _division_problem(where, dim, size, parts, f"its split count {parts} does", Mesh.flat(device_num))
 
 
 def _is_count(count: object) -> bool:

@@ -257,6 +257,75 @@ def test_the_last_batch_of_an_epoch_may_be_cut_unevenly(on_ranks: Ranks) -> None
     on_ranks(2, ends_an_epoch)
 
 
+def ends_with_one() -> None:
+    """A batch of one has nothing to split: it is whole on every rank, and so is what comes out."""
+    fresh()
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0)).double()
+    split = {"mesh": {"dp": 2}, "in_strategy": (("dp", None),), "out_strategy": (("dp",),)}
+    model: Any = pw.shard(copy.deepcopy(plain), **split)
+    for batch in (2, 1, 4, 1):
+        x = torch.randn(batch, 6, dtype=torch.float64, requires_grad=True)
+        again = x.detach().clone().requires_grad_()
+        plain.zero_grad()
+        model.zero_grad()
+        expected, found = plain(x).squeeze(), model(again).squeeze()
+        assert isinstance(found, DTensor) == (batch > 1)
+        assert_equal(whole(found), expected)
+        expected.pow(3).sum().backward()
+        found.pow(3).sum().backward()
+        assert_equal(whole(again.grad), x.grad)
+        assert_same_gradients(whole_gradients(model), gradients_of(plain), EXACT)
+
+
+def test_the_last_batch_of_an_epoch_may_be_a_single_sample(on_ranks: Ranks) -> None:
+    on_ranks(2, ends_with_one)
+
+
+class Normed(nn.Module):
+    """A BatchNorm and a dropout in one region of torch.utils.checkpoint."""
+
+    def __init__(self, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=momentum), nn.Linear(6, 3)
+        self.double()
+
+    def block(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.norm(self.first(x)), 0.5, self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.block, x, use_reentrant=False)).square().sum()  # type: ignore[no-any-return]
+
+
+def normalises_again() -> None:
+    """PyTorch on one device moves the running statistics twice; so does the momentum that the warning tells."""
+    fresh(random_numbers="torch")
+    plain, other = Normed(), Normed(1 - 0.9**2)
+    other.load_state_dict(plain.state_dict())
+    model: Any = pw.shard(other, mesh={"dp": 2}, in_strategy=(("dp", None),))
+    x = torch.randn(6, 4, dtype=torch.float64)
+    for step in range(2):
+        found = []
+        for each in (plain, model):
+            each.zero_grad()
+            torch.manual_seed(step)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                each(x).backward()
+            told = [str(warning.message) for warning in caught if "torch.utils.checkpoint" in str(warning.message)]
+            assert len(told) == (each is model and step == 0)
+            found.append(torch.get_rng_state())
+        assert torch.equal(*found)
+        assert_same_gradients(whole_gradients(model), gradients_of(plain), EXACT)
+        for name in ("running_mean", "running_var"):
+            assert_equal(model.norm.get_buffer(name), plain.norm.get_buffer(name))
+
+
+def test_a_checkpointed_batch_norm_with_dropout_is_that_of_one_device_but_for_its_second_update(
+    on_ranks: Ranks,
+) -> None:
+    on_ranks(2, normalises_again)
+
+
 def drops() -> None:
     case, options = CASES["gpt2"], {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.3, "n_layer": 1}
     fresh()

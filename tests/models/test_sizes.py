@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import partway as pw
+from partway import Shard
 
 MESHES = [{"x": 3}, {"x": 4}, {"x": 8}, {"x": 2, "y": 2}, {"x": 2, "y": 4}]
 
@@ -83,3 +84,66 @@ def test_dims_smaller_than_the_axis_stay_split_where_a_person_split_them() -> No
     product: Any = pw.shard(torch.matmul, in_strategy=((8, 1), None), out_strategy=((8, 1),), mesh={"x": 8})
     torch.testing.assert_close(product(x, w), x @ w, rtol=1e-12, atol=1e-12)
     assert not product.plan.collectives
+
+
+class Scorer(nn.Module):
+    """What a batch of one changes: a squeeze of it, a mean over it, a class for each, and its shape itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.relu(self.up(x))
+        return self.down(x).squeeze(-1), (x - x.mean(0)).square().sum(1)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"in_strategy": (("a", None),)},
+        {"in_strategy": ((2, 1),), "out_strategy": ((2,), (2,))},
+        {"in_strategy": ((Shard(0), Shard(1)),), "out_strategy": (("b",), ("a",))},
+        {"module_plan": {"up": {"in_strategy": (("a", "b"),), "out_strategy": ((("a", "b"), None),)}}},
+    ],
+)
+def test_batches_down_to_one_sample_and_from_it_give_the_gradients_of_one_device(given: Any) -> None:
+    torch.manual_seed(0)
+    plain = Scorer().double()
+    copy = Scorer().double()
+    copy.load_state_dict(plain.state_dict())
+    with pw.auto_parallel_context(enable_parallel_optimizer="out_strategy" in given):
+        model: Any = pw.shard(copy, mesh={"a": 2, "b": 2}, **given)
+        for count in (5, 1, 2, 1):
+            x = torch.randn(count, 4, dtype=torch.float64)
+            results = []
+            for each in (plain, model):
+                each.zero_grad()
+                scores, spread = each(x)
+                (scores.exp().sum() + spread.sum()).backward()
+                found = [p.grad for p in each.parameters()]
+                results.append([scores, spread, *found])
+            for a, b in zip(*results, strict=True):
+                torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dataset_strategy": ((8, 1),)}, {"parallel_mode": "semi_auto_parallel"}, {"parallel_mode": "data_parallel"}],
+)
+def test_a_last_batch_of_fewer_samples_than_devices_is_cut_as_far_as_it_goes(options: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 3).double()
+    copy = nn.Linear(4, 3).double()
+    copy.load_state_dict(plain.state_dict())
+    with pw.auto_parallel_context(device_num=8, **options):
+        model: Any = pw.shard(copy)
+        for count in (8, 6, 1):
+            x = torch.randn(count, 4, dtype=torch.float64)
+            torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_parameter_of_one_element_is_not_split() -> None:
+    model: Any = pw.shard(nn.Linear(4, 1), mesh={"x": 2}, parameter_plan={"weight": ("x", None)})
+    with pytest.raises(pw.StrategyError, match="parameter 'weight': dim 0 has size 1, which axis 'x' \\(2\\) does not"):
+        model(torch.ones(2, 4))

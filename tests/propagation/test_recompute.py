@@ -5,7 +5,15 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import assert_same_gradients, assert_same_loss, assert_sends_as_planned, carried, gradients, tolerance
+from checks import (
+    assert_same_gradients,
+    assert_same_loss,
+    assert_sends_as_planned,
+    carried,
+    gradients,
+    gradients_of,
+    tolerance,
+)
 from torch import nn
 from torch.utils.checkpoint import (
     checkpoint,
@@ -180,6 +188,64 @@ def test_gradient_checkpointing_of_transformers(name):
     check(whole, case.build().train(), case.batch(), tolerance(torch.float64, case.single))
     check(model, case.build().train(), case.batch(), tolerance(torch.float64, case.single))
     assert saved_bytes(model) < 0.6 * saved_bytes(whole)
+
+
+class Normed(nn.Module):
+    """A BatchNorm and a dropout; `run` runs both."""
+
+    def __init__(self, run=lambda block, *args: block(*args), momentum=0.1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=momentum), nn.Linear(6, 3)
+        self.run = run
+        self.double()
+
+    def block(self, x):
+        return F.dropout(torch.relu(self.norm(self.first(x))), 0.5, self.training)
+
+    def forward(self, x):
+        return self.last(self.run(self.block, x)).square().sum()
+
+
+@pytest.mark.parametrize("split", [("dp", None), ("dp", "tp"), None])
+def test_a_checkpointed_batch_norm_moves_its_statistics_once_a_step_and_says_so(split):
+    """PyTorch's own recomputation moves them twice, which is no part of what checkpoint computes."""
+    pw.set_auto_parallel_context(random_numbers="torch")
+    model, plain, saved_plain = pw.shard(Normed(SAVED), mesh=MESH, in_strategy=(split,)), Normed(), Normed(SAVED)
+    twice = pw.shard(Normed(SAVED, 1 - 0.9**2), mesh=MESH, in_strategy=(split,))
+    said = (
+        "norm.running_mean, norm.running_var, norm.num_batches_tracked are updated inside torch.utils.checkpoint: once "
+        r"a call, as without checkpoint, where PyTorch on one device .* the momentum 1 - \(1 - momentum\)\*\*2"
+    )
+    given = {"x": torch.randn(8, 4, dtype=torch.float64)}
+    for each in (model, twice):
+        with pytest.warns(UserWarning, match=said):
+            each(**given)
+        each.norm.reset_running_stats()
+    for _ in range(3):
+        after = []
+        for each in (plain, saved_plain, model, twice):
+            each.zero_grad()
+            torch.manual_seed(7)
+            each(**given).backward()
+            after.append(torch.get_rng_state())
+        assert all(torch.equal(after[0], state) for state in after)
+        for each in (saved_plain, model, twice):
+            assert_same_gradients(gradients_of(each), gradients_of(plain), 1e-12)
+        for name, buffer in plain.norm.named_buffers():
+            torch.testing.assert_close(model.norm.get_buffer(name), buffer, rtol=1e-12, atol=1e-12)
+    assert (model.norm.num_batches_tracked, saved_plain.norm.num_batches_tracked) == (3, 6)
+    for name in ("running_mean", "running_var"):
+        again = saved_plain.norm.get_buffer(name)
+        torch.testing.assert_close(twice.norm.get_buffer(name), again, rtol=1e-12, atol=1e-12)
+        assert not torch.allclose(model.norm.get_buffer(name), again)
+
+
+def test_a_checkpoint_that_nothing_is_learned_of_updates_buffers_without_a_word():
+    model, plain = pw.shard(Normed(SAVED).requires_grad_(False), mesh=MESH), Normed(SAVED).requires_grad_(False)
+    x = torch.randn(8, 4, dtype=torch.float64)
+    model(x), plain(x)
+    torch.testing.assert_close(model.norm.running_mean, plain.norm.running_mean, rtol=1e-12, atol=1e-12)
 
 
 def test_a_reentrant_checkpoint_is_refused():

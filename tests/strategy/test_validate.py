@@ -167,6 +167,14 @@ def test_a_dim_of_one_element_is_rejected_alike_in_names_and_placements(strategy
     ]
 
 
+@pytest.mark.parametrize("strategy", [("tp", "dp"), (4, 2), (Shard(1), Shard(0)), Layout(MESH, (Shard(1), Shard(0)))])
+def test_a_dim_of_one_element_is_whole_in_a_tensor_that_has_other_sizes_in_other_calls(strategy):
+    (last,) = check_strategies([(X, (1, 8), strategy)], MESH, varying=[X])
+    (full,) = check_strategies([(X, (8, 8), strategy)], MESH, varying=[X])
+    assert set(last.layouts((1, 8))) == {Layout(MESH, (Shard(1), Replicate()))}
+    assert full.layouts((8, 8)) == (Layout(MESH, (Shard(1), Shard(0))),)
+
+
 @pytest.mark.parametrize("size", [255, 6, 3, 2])
 def test_slices_may_be_short_or_empty(size):
     (found,) = check_strategies([(X, (8, size), ("dp", "tp"))], MESH)
@@ -329,12 +337,8 @@ def test_data_parallel_splits_the_first_dim_of_every_input_that_has_one():
     assert dataset("data_parallel", ((16, 3), (), (8,))) == ((8, 1), (), (8,))
 
 
-def test_data_parallel_rejects_every_batch_with_less_than_one_sample_for_each_device():
-    assert dataset_problems("data_parallel", ((6, 3), (10,), (5,))) == [
-        ", input 0: dim 0 has size 6, which its split count 8 does not divide; "
-        "use a split of 2 or 1, or pad the dim to 8",
-        ", input 2: dim 0 has size 5, which its split count 8 does not divide; use a split of 1, or pad the dim to 8",
-    ]
+def test_a_batch_may_have_fewer_samples_than_there_are_devices():
+    assert dataset("data_parallel", ((6, 3), (10,), (1,))) == ((8, 1), (8,), (8,))
 
 
 def test_no_dataset_strategy_is_none_in_every_mode():
@@ -391,7 +395,6 @@ def test_all_failures_of_a_dataset_strategy_are_in_one_error():
         ": it has 3 entries for 2 inputs; write one tuple of split counts for each input",
         ", input 0: (1, 16) has 2 entries for a tensor of 3 dims [16, 3, 64]; write one entry a dim, such as (1, 1, 1)",
         ", input 0: (1, 16) takes 16 devices, but there are 8; use split counts whose product is at most 8",
-        ", input 0: dim 1 has size 3, which its split count 16 does not divide; use a split of 1, or pad the dim to 16",
         ", input 1: (5,) takes 5 devices, which does not divide the 8 there are; "
         "use split counts whose product is 8, 4, 2 or 1",
     ]
