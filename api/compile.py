@@ -54,6 +54,7 @@ from partway.propagation.structure import Call, check_call, flatten_call, name_o
 from partway.propagation.torch_internals import is_transformed
 from partway.rule import rules, text_of
 from partway.runtime.process import get_rank
+from partway.state import Effects, State, warn_of_unwatched
 from partway.strategy import Layout, Mesh, Problem, StrategyError, raise_problems
 
 
@@ -82,6 +83,8 @@ class Compiled:
 
     plan      a strategy for every operator, and what it costs
     program   the graphs that every rank runs (made when first asked for)
+    state     what it depends on beside the call
+    effects   what the function leaves behind
     """
 
     graph: Graph
@@ -91,6 +94,8 @@ class Compiled:
     entry: Entry
     # what the plan was found in: searched again, once, where the plan was in the cache
     searched: Callable[[], Searched]
+    state: State
+    effects: Effects
 
     @property
     def local(self) -> LocalProgram:
@@ -230,8 +235,14 @@ def compile_call(
     `placed` those of inputs that are DTensors; `values`: where to find the values that `fn` asks for."""
     saved = Plan.load(path) if (path := context.strategy_ckpt_config.load_file) else None
     every = rules()
-    with _own_saved_tensors(), constrained_modules(fn, request):
-        graph = capture(fn, args, kwargs, context.batch_norm_parts, context.random_numbers, every, values)
+    state = State(fn)
+    effects = Effects(fn, state)
+    warn_of_unwatched(fn, state)
+    with _own_saved_tensors(), constrained_modules(fn, request), afterwards(effects.finish):
+        graph = capture(fn, args, kwargs, context.batch_norm_parts, context.random_numbers, every, values, effects)
+    effects.check(graph.constants)
+    if effects.kept or not state.holds():  # hooks may have been added
+        state = State(fn, kept=effects.kept)
     mode, profile = context.search_mode, device_profile(graph, request, context)
     given = _given_plan(graph, request.plans)
     own = {node.target: every[node.target] for node in graph.nodes if node.target in every}
@@ -281,7 +292,7 @@ def compile_call(
     )  # fmt: skip
     planned = entry.fetch("plan", make, Planned)
     planned.plan.of(lambda: alternatives(find(), planned.local, mode))
-    compiled = Compiled(graph, planned, context, profile, entry, find)
+    compiled = Compiled(graph, planned, context, profile, entry, find, state, effects)
     warn_of_unknown(graph, planned.plan.unknown_operators)
     if verifies:
         verify(graph)

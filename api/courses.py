@@ -3,13 +3,16 @@
 A function that asks nothing has one plan, and a call of it looks at nothing here. What a function does ask
 (propagation/questions.py) is asked of every call, in order and before anything runs, and the plan with the same answers
 is taken. After the same answers comes the same question, so plans are found as in a tree.
+
+What a function reads beside its arguments (state.py) may change as well: then its courses are others.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,12 +20,18 @@ from torch import Tensor
 from partway.dtensors import is_dtensor
 from partway.propagation.graph import Role
 from partway.propagation.questions import Answer, Leaf, Question, Unanswered, Values
+from partway.propagation.structure import name_of
+from partway.state import State
 
+MOST = 128  # planned calls of one function
+_OFTEN = 4  # a value for which calls were planned anew so many times is said
 _MANY = 8  # plans of one signature, after which a warning says what asks
 
 
 class Course(Protocol):
-    """What runs one course."""
+    """What runs one course. `state`: what it depends on beside the call."""
+
+    state: State
 
     @property
     def asked(self) -> tuple[tuple[Question, Answer], ...]:
@@ -33,7 +42,10 @@ C = TypeVar("C", bound=Course)
 
 
 class Courses(list[C]):
-    """What runs the calls of one signature, one for each course."""
+    """What runs the calls of one signature, one for each course. `state`: what they depend on beside the call, once
+    there is one."""
+
+    state: State
 
     def of(self, values: Values) -> C | None:
         """The one whose answers are those of `values`; None: none was planned, and no random number was drawn."""
@@ -54,6 +66,7 @@ class Courses(list[C]):
     def add(self, course: C, name: str) -> None:
         """One more, of the function called `name`."""
         self.append(course)
+        self.state = course.state
         if len(self) == _MANY:
             lines = {question.line: None for each in self for question, _ in each.asked}
             warnings.warn(
@@ -62,6 +75,56 @@ class Courses(list[C]):
                 "the sharded function if that takes too long",
                 stacklevel=2,
             )
+
+
+class Planned(Generic[C]):
+    """The planned calls of one function, found again by their signature and by what the function reads beside the call.
+    There are so many at most; of more those go that were called longest ago."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Hashable, list[Courses[C]]] = OrderedDict()
+        self._changes: Counter[str] = Counter()
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def find(self, fn: Callable[..., Any], key: Hashable) -> Courses[C]:
+        """What runs the calls of the signature `key` while `fn` reads what it would read now: none, if it is new."""
+        known = self._found.get(key)
+        if not known:
+            return Courses()
+        for courses in known:
+            if courses.state.holds():
+                return courses
+        for courses in known:
+            state = State(fn, courses.state.observers, courses.state.kept)
+            if state.facts == courses.state.facts:
+                courses.state = state
+                return courses
+        self._note(name_of(fn), known[-1].state.differences(state))
+        return Courses()
+
+    def keep(self, key: Hashable, courses: Courses[C]) -> None:
+        """Keep `courses`, the ones called last, of the signature `key`."""
+        known = self._found.setdefault(key, [])
+        self._found.move_to_end(key)
+        if not any(courses is one for one in known):
+            known.append(courses)
+        while sum(len(one) for each in self._found.values() for one in each) > MOST:
+            oldest = next(iter(self._found))
+            self._found[oldest].pop(0)
+            if not self._found[oldest]:
+                del self._found[oldest]
+
+    def _note(self, name: str, changed: Sequence[str]) -> None:
+        self._changes.update(changed)
+        for label in changed:
+            if self._changes[label] == _OFTEN:
+                warnings.warn(
+                    f"{label} of {name} has changed {_OFTEN} times, and for each value a call is planned anew, which "
+                    "takes long; pass it as an argument that is a tensor, or keep it in a buffer",
+                    stacklevel=6,
+                )
 
 
 def _agrees(course: Course, answers: list[Answer]) -> bool:

@@ -19,6 +19,7 @@ from partway.propagation.random_numbers import RandomNumbers
 from partway.propagation.structure import Structure, flatten
 from partway.propagation.torch_internals import is_transformed
 from partway.rule import version
+from partway.state import State
 
 _PLAIN = frozenset({type(None), bool, int, float, str})  # two that are equal, and of one type, are one value
 _TRAINING = attrgetter("training")
@@ -29,10 +30,11 @@ class Guard:
     """What the plan of a call of `fn` depends on, as it was at that call."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext
-    ) -> None:
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext,
+        state: State,
+    ) -> None:  # fmt: skip
         tensors, self._structure = flatten((args, kwargs))
-        self._context, self._algo = context, current_algo()
+        self._context, self._algo, self._state = context, current_algo(), state
         plain = not kwargs and all(isinstance(arg, Tensor) for arg in args)
         self._positional = [*map(type, args)] if plain else None
         self._tensors = [
@@ -42,7 +44,7 @@ class Guard:
         self._autocast, self._rules = autocast(), version()
         modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self._modules, self._training = modules, [m.training for m in modules]
-        self._stores = [store for m in modules for store in (m._modules, m._parameters)]
+        self._stores = [m._parameters for m in modules]  # the state watches the modules inside
         self._held = list(_held(self._stores))
         self._sizes, self._held_ids = [*map(len, self._stores)], [*map(id, self._held)]
         self._parameters = list({id(p): p for p in self._held if isinstance(p, nn.Parameter)}.values())
@@ -70,12 +72,13 @@ class Guard:
             and [*map(id, _held(self._stores))] == self._held_ids
             and [*map(_FACTS, self._parameters)] == self._facts
             and all(p._spec is spec for p, spec in self._specs)
+            and self._state.holds()
         )
         return tensors if same else None
 
 
 def _held(stores: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
-    """The modules and parameters in the `stores` of modules."""
+    """The parameters in the `stores` of modules."""
     return chain.from_iterable(store.values() for store in stores)
 
 

@@ -20,7 +20,7 @@ from partway.annotate import Request, dataset_applies, dataset_was_set
 from partway.compile import Compiled, check_target, check_tensors, compile_call, settings_of
 from partway.constrain import constrained_arguments, constrained_results
 from partway.context import ParallelContext, ParallelMode, current, current_algo
-from partway.courses import Courses, values_of
+from partway.courses import Courses, Planned, values_of
 from partway.dtensors import brought, inputs_on, parameters_on, placed_as
 from partway.fusion.program import Program
 from partway.guard import Guard, autocast
@@ -226,7 +226,7 @@ class _Engine:
 
     def __init__(self, fn: Callable[..., Any], request: Request, brought: Mapping[str, Layout] | None = None) -> None:
         self.fn, self.request, self.brought = fn, request, frozenset(brought or ())
-        self._planned: dict[Any, Courses[_Runner]] = {}
+        self._planned: Planned[_Runner] = Planned()
         self._last: tuple[Guard, Courses[_Runner], _Runner] | None = None
         self._waiting = Waiting()
         # of the parameters, once a plan has split them, or as they were brought
@@ -289,7 +289,7 @@ class _Engine:
                 engine._refused = True
             raise
         runner.bind(self.fn)
-        self._last = Guard(self.fn, args, kwargs, context), courses, runner
+        self._last = Guard(self.fn, args, kwargs, context, courses.state), courses, runner
         return runner(flatten((args, kwargs))[0])
 
     def materialize(self, args: tuple[Any, ...], kwargs: dict[str, Any], init: Init | None) -> None:
@@ -328,9 +328,9 @@ class _Engine:
         check_tensors(call, self.request.device)
         with planning():
             key = self._signature(call, context)
-            courses: Courses[_Runner] = self._planned.get(key) or Courses()
+            courses = self._planned.find(self.fn, key)
             runner = self._course(courses, call.tensors) or self._new_course(courses, call, context)
-            self._planned[key] = courses
+            self._planned.keep(key, courses)
             return courses, runner
 
     def _course(self, courses: Courses[_Runner], tensors: Sequence[Tensor]) -> _Runner | None:
@@ -401,10 +401,10 @@ class _Runner:
     """One planned signature: gathers the tensors of a call, runs the step, writes buffers, builds the result."""
 
     def __init__(self, compiled: Compiled, place: Placing, local: bool, waiting: Waiting) -> None:
-        self.compiled, self._waiting = compiled, waiting
+        self.compiled, self._waiting, self.state = compiled, waiting, compiled.state
         graph = compiled.graph
         self.asked = graph.asked
-        self._result = graph.result
+        self._result, self._left = graph.result, graph.left
         updates = (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
         self._updated = {port.name for port in graph.outputs if port.role in updates}
         places = [port.name for port in graph.inputs if port.role is Role.INPUT]
@@ -482,7 +482,11 @@ class _Runner:
                 results.append(leave(value) if leave else value)
         if writes:
             _write(writes)
-        return self._result.build(results)
+        result = self._result.build(results)  # takes what it needs from the front
+        if self.compiled.effects.writes:
+            assert self._left is not None
+            self.compiled.effects.put(self._left.build(results))
+        return result
 
 
 def _write(writes: Sequence[tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]]) -> None:

@@ -35,7 +35,7 @@ from dataclasses import replace
 from dis import opmap
 from functools import partial
 from types import FrameType, FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -86,6 +86,31 @@ from .written_out import write_out
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
 
+class Effects(Protocol):
+    """Notes what a function leaves behind in Python while it is captured."""
+
+    def begin(self) -> None:
+        """The function begins to run."""
+
+    def end(self) -> list[Any]:
+        """The function has run: the values that it leaves."""
+
+    def abort(self) -> None:
+        """The function was left by an error."""
+
+
+class _NoEffects:
+    """Nothing is noted."""
+
+    def begin(self) -> None:
+        pass
+
+    def end(self) -> list[Any]:
+        return []
+
+    abort = begin
+
+
 def capturing() -> bool:
     """Whether a function is being captured right now: a nested `shard` is then a constraint."""
     return _capturing.get()
@@ -94,10 +119,12 @@ def capturing() -> bool:
 def capture(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_norm_parts: int = 1,
     random_numbers: RandomNumbers = RandomNumbers.COUNTER, own: Collection[Any] = (), values: Values | None = None,
+    effects: Effects | None = None,
 ) -> Graph:  # fmt: skip
     """Capture one call of `fn` (a function or nn.Module; meta tensors welcome) as a Graph. `own`: operators to which
     people gave rules, so that they stay as they are. `values`: the tensors of the call, which answer what `fn` asks of
-    them (questions.py); without them it may ask nothing.
+    them (questions.py); without them it may ask nothing. `effects`: what notes the values that `fn` leaves behind, of
+    which the tensors become outputs of the graph.
 
     Raises CaptureError when torch.export cannot make one static graph of it, or when `fn` itself raises: it names
     the line of the caller's code, and its cause is the original exception. What `fn` raises because of an answer is
@@ -111,7 +138,7 @@ def capture(
         answering = Answering(level, values, may_draw, here) if values and level is not Asked.NOTHING else None
         try:
             with _drawing_nothing(answering):
-                exported, result = _exported(fn, call, answering)
+                exported, result = _exported(fn, call, answering, effects or _NoEffects())
         except _Undecided as error:
             undecided = error
             continue
@@ -136,12 +163,13 @@ class _Undecided(Exception):
 
 
 def _exported(
-    fn: Callable[..., Any], call: Call, answering: Answering | None
-) -> tuple[torch.export.ExportedProgram, Structure]:
-    """What torch.export makes of a call, functional and checked, and the structure of its result."""
-    seen: list[Structure] = []
+    fn: Callable[..., Any], call: Call, answering: Answering | None, effects: Effects
+) -> tuple[torch.export.ExportedProgram, tuple[Structure, Structure]]:
+    """What torch.export makes of a call, functional and checked, and the structures of its result and of what it leaves
+    behind."""
+    seen: list[tuple[Structure, Structure]] = []
     outside = _Outside()
-    flat = _Flat(_with_source_lines(fn), call, seen, outside, answering)
+    flat = _Flat(_with_source_lines(fn), call, seen, outside, answering, effects)
     example = tuple(t.detach().requires_grad_(t.requires_grad) for t in call.tensors)
     before = _capturing.get()
     try:
@@ -586,23 +614,30 @@ class _Flat(torch.nn.Module):
     """`fn` as a module from tensors to a tuple of tensors; what is around them is told to `seen`."""
 
     def __init__(
-        self, fn: Callable[..., Any], call: Call, seen: list[Structure], outside: _Outside,
-        answering: Answering | None,
+        self, fn: Callable[..., Any], call: Call, seen: list[tuple[Structure, Structure]], outside: _Outside,
+        answering: Answering | None, effects: Effects,
     ) -> None:  # fmt: skip
         super().__init__()
         self.outside = outside
         self.answering = answering
         self.fn = fn
         self.call = call
-        self.seen = seen.append  # a bound method: torch.export puts back what forward does to attributes
+        # bound methods: torch.export puts back what forward does to attributes
+        self.seen, self.begin, self.end, self.abort = seen.append, effects.begin, effects.end, effects.abort
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.call.structure.build(list(tensors))
         answering = contextlib.nullcontext() if self.answering is None else self.answering.of(self._leaves(tensors))
-        with self.outside, _Regions(), _WithoutGradients(), _Traceable(), answering:
-            results, structure = flatten(self.fn(*args, **kwargs))
-        self.seen(structure)
-        return tuple(results)
+        self.begin()
+        try:
+            with self.outside, _Regions(), _WithoutGradients(), _Traceable(), answering:
+                results, structure = flatten(self.fn(*args, **kwargs))
+            left, places = flatten(self.end())
+        except BaseException:
+            self.abort()
+            raise
+        self.seen((structure, places))
+        return (*results, *left)
 
     def _leaves(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Leaf, torch.Tensor]]:
         """The tensors of the call, as they are while it is captured."""
@@ -767,7 +802,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _graph(
-    exported: torch.export.ExportedProgram, call: Call, result: Structure, fn: Callable[..., Any],
+    exported: torch.export.ExportedProgram, call: Call, seen: tuple[Structure, Structure], fn: Callable[..., Any],
     expanded: Callable[[fx.GraphModule], dict[fx.Node, fx.Node]],
 ) -> Graph:  # fmt: skip
     module = fx.GraphModule(exported.graph_module, exported.graph)
@@ -809,7 +844,8 @@ def _graph(
             case _:
                 raise CaptureError(f"inputs of kind {spec.kind} ({spec.arg.name}) are not supported")
         ports.append(port)
-    outputs = _outputs(exported, module, result, {port.node.name: port.name for port in ports})
+    result, left = seen
+    outputs = _outputs(exported, module, seen, {port.node.name: port.name for port in ports})
     device = next((value(port.node).device.type for port in ports), "cpu")
     if device == "meta":
         _leave_meta(module)
@@ -820,7 +856,7 @@ def _graph(
     absorb(module)
     prune(module)
     final = next(node for node in module.graph.nodes if node.op == "output").args[0]
-    graph = Graph(module, tuple(ports), (), result, aliases, constants, device)
+    graph = Graph(module, tuple(ports), (), result, aliases, constants, device, left=left)
     needs = graph.differentiable
     renewed = tuple(
         Port(node, port.role, port.name, requires_grad=port.role is not Role.BUFFER_UPDATE and source_of(node) in needs)
@@ -843,17 +879,19 @@ _UPDATES = {Role.BUFFER: Role.BUFFER_UPDATE, Role.INPUT: Role.INPUT_UPDATE}
 
 
 def _outputs(
-    exported: torch.export.ExportedProgram, module: fx.GraphModule, result: Structure, inputs: Mapping[str, str]
-) -> list[Port]:
+    exported: torch.export.ExportedProgram, module: fx.GraphModule, seen: tuple[Structure, Structure],
+    inputs: Mapping[str, str],
+) -> list[Port]:  # fmt: skip
     """The ports of the outputs; a parameter or constant that the function writes to is refused."""
     returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
     outputs: list[Port] = []
-    names = result_names(result)
+    result, left = seen
+    roles = [Role.RESULT] * result.count() + [Role.LEFT] * left.count()
+    named = iter(zip(roles, (*result_names(result), *(f"left[{i}]" for i in range(left.count()))), strict=True))
     for node, spec in zip(returned, exported.graph_signature.output_specs, strict=True):
         match spec.kind:
             case OutputKind.USER_OUTPUT:
-                count = sum(port.role is Role.RESULT for port in outputs)
-                outputs.append(Port(node, Role.RESULT, names[count]))
+                outputs.append(Port(node, *next(named)))
             case OutputKind.BUFFER_MUTATION:
                 outputs.append(Port(node, Role.BUFFER_UPDATE, (spec.target or "").removeprefix("fn.")))
             case OutputKind.USER_INPUT_MUTATION:

@@ -38,6 +38,7 @@ class Role(StrEnum):
     CONSTANT = "constant"  # a tensor that the function closes over
     INPUT = "input"
     RESULT = "result"
+    LEFT = "left"  # a tensor that the function leaves behind, as in an attribute of a module
     BUFFER_UPDATE = "buffer update"
     INPUT_UPDATE = "input update"
 
@@ -68,7 +69,8 @@ class Text(fx.GraphModule):
 class Graph:
     """A captured function. `aliases` maps the other names of a tied parameter to the one that is an input;
     `device` is the type of device of the call's tensors ("meta" ones are planned as on the CPU);
-    `asked` is what the function asked of values in its course, with the answers of this one."""
+    `asked` is what the function asked of values in its course, with the answers of this one; `left` is like `result`,
+    of what the function leaves behind."""
 
     module: fx.GraphModule
     inputs: tuple[Port, ...]
@@ -78,6 +80,7 @@ class Graph:
     constants: dict[str, torch.Tensor]
     device: str = "cpu"
     asked: tuple[tuple[Question, bool | int], ...] = ()
+    left: Structure | None = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -264,7 +267,7 @@ def constant_nodes(graph: Graph) -> frozenset[fx.Node]:
 def differentiated(graph: Graph) -> tuple[bool, ...]:
     """For each output whether its gradient is planned: the scalars (losses), or all if there is none."""
     needs = graph.differentiable
-    able = [port.role is Role.RESULT and source_of(port.node) in needs for port in graph.outputs]
+    able = [port.role in (Role.RESULT, Role.LEFT) and source_of(port.node) in needs for port in graph.outputs]
     losses = [a and not value(port.node).shape for a, port in zip(able, graph.outputs, strict=True)]
     return tuple(losses if any(losses) else able)
 

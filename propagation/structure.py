@@ -77,13 +77,13 @@ class Structure:
 
 
 @dataclass(frozen=True, eq=False)
-class _Same:
+class Same:
     """Stands for a value that has no hash: equal only to the very same object, which it keeps alive."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, Same) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -93,7 +93,7 @@ def _hashable(value: Any) -> Any:
     try:
         hash(value)
     except TypeError:
-        return _Same(value)
+        return Same(value)
     return value
 
 

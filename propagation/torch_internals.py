@@ -23,6 +23,7 @@ Each name, and why:
     _split_decomp_table_to_cia_..., _decompose_exported_program   the two halves of ExportedProgram.run_decompositions,
                                        which overrides 500 operators anew each time (written_out.py)
     torch._functorch.aot_autograd.preserve_rng_state   what it does around its tracing: see `decompose`
+    torch.nn.modules.module._global_...    the hooks of all modules; there is no public name that lists them
     torch.ops.torch_nn                 the operators of linear_cross_entropy in chunks, which the first import of
                                        their module registers; not in 2.11
 """
@@ -34,6 +35,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch._C import DisableTorchFunction, DispatchKey
 from torch._C import _dispatch_get_all_op_names as all_operator_names
 from torch._C import _set_grad_enabled as set_grad_enabled
@@ -58,6 +60,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from .afterwards import afterwards
 
+_HOOKS = ("forward_pre", "forward", "backward_pre", "backward")
+
 try:
     import torch.nn.modules.linear_cross_entropy
 
@@ -76,6 +80,22 @@ def without_modes() -> Iterator[None]:
     """Computes as outside of all modes, such as those of a capture."""
     with DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+def global_hooks(kind: str) -> dict[int, Any]:
+    """The hooks of all modules, of a kind such as "forward_pre", by the ids of their handles."""
+    found: dict[int, Any] = getattr(torch.nn.modules.module, f"_global_{kind}_hooks")
+    return found
+
+
+def module_hooks(fn: Any) -> list[tuple[str, str, dict[int, Any]]]:
+    """Where the hooks of all modules are, and those of the modules inside `fn`: for each store the path of its module
+    ("" for all modules), the kind, and the hooks by the ids of their handles."""
+    found = [("", kind, global_hooks(kind)) for kind in _HOOKS]
+    for path, module in fn.named_modules() if isinstance(fn, torch.nn.Module) else ():
+        if module is not fn:
+            found += [(path, kind, getattr(module, f"_{kind}_hooks")) for kind in _HOOKS]
+    return found
 
 
 def is_composite(operator: OpOverload) -> bool:
@@ -144,10 +164,12 @@ __all__ = [
     "data_dependent",
     "decompose",
     "defined_by",
+    "global_hooks",
     "is_composite",
     "is_transformed",
     "make_fx",
     "makes_memory",
+    "module_hooks",
     "set_grad_enabled",
     "split_decompositions",
     "tree_flatten",

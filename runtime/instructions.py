@@ -11,6 +11,7 @@ import linecache
 import math
 import operator
 import os
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -244,7 +245,8 @@ def _function(text: str, names: dict[str, Any], phase: str) -> Run:
     file = f"<partway {phase} {id(names):x}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     exec(compile(text, file, "exec"), names)
-    run: Run = names["run"]
+    run: Run = names.pop("run")  # its globals are these names: nothing but its callers keeps it
+    weakref.finalize(run, linecache.cache.pop, file, None)
     return run
 
 

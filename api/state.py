@@ -1,0 +1,539 @@
+"""What a captured function reads beside its arguments, parameters and buffers, and what it leaves behind in Python.
+
+Capture runs the Python of a function once; a plan holds for as long as that Python would do the same again. So what it
+may have read is compared before each call: attributes of modules and of the objects that they hold, globals, what
+functions close over, elements of lists and dicts. No read is intercepted. Which names a function reads is seen in its
+code, and whatever has one of them where the function can reach it is watched: too much rather than too little, since
+watching costs a comparison of identities. What a function writes there is done again after each call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import builtins
+import dis
+import functools
+import sys
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from io import IOBase
+from itertools import chain
+from operator import getitem
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partway.propagation.structure import Same, flatten, name_of
+from partway.propagation.torch_internals import module_hooks
+from partway.strategy import CaptureError
+
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
+    Enum, range, slice,
+)  # fmt: skip
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+# of these nothing is looked into: what they read is theirs, and no number of a model
+_TOOLS = ("IPython", "_pytest", "accelerate", "deepspeed", "lightning", "loguru", "mlflow", "numpy", "partway",
+          "pluggy", "pytest", "pytorch_lightning", "torch", "tqdm", "wandb")  # fmt: skip
+_CLOSED = frozenset({*sys.stdlib_module_names, *_TOOLS}) - {"__main__"}
+_OPEN_TYPES = (SimpleNamespace, argparse.Namespace)
+# torch's own stores, which the guard watches, and ours
+_OWN = frozenset(vars(nn.Module())) | {"_partway"}
+_ALWAYS = frozenset({"forward"})  # what runs though no code names it
+_GONE: Any = object()
+
+
+# -- Code --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names that some code reads as attributes and as globals, and the globals that it writes."""
+
+    attributes: frozenset[str]
+    read: frozenset[str]
+    written: frozenset[str]
+
+
+@functools.lru_cache(maxsize=8192)
+def _names(code: CodeType) -> _Names:
+    attributes, read, written = set[str](), set[str](), set[str]()
+    for step in dis.get_instructions(code):
+        name, value = step.opname, step.argval
+        if name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            read.add(value)
+        elif name in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            written.add(value)
+        elif name in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
+            attributes.add(value)
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    if read & {"getattr", "hasattr", "attrgetter"}:  # by a name that is a text
+        attributes |= {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
+    return _Names(
+        frozenset(attributes).union(*(n.attributes for n in inner)),
+        frozenset(read).union(*(n.read for n in inner)),
+        frozenset(written).union(*(n.written for n in inner)),
+    )
+
+
+def _is_closed(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _CLOSED
+
+
+# -- What can be reached -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Owner:
+    """Something with attributes: its name, where they are, and whether all of them count or those that code names."""
+
+    label: str
+    store: Mapping[str, Any]
+    every: bool
+    kind: type | None
+    seen: set[str] = field(default_factory=set)
+
+
+class _Reached:
+    """All that the code of a function can reach by the names in it."""
+
+    def __init__(self, fn: Callable[..., Any], observers: frozenset[int]) -> None:
+        self.attributes = set(_ALWAYS)
+        self.owners: list[_Owner] = []
+        self.items: list[tuple[str, Mapping[Any, Any], Any]] = []  # a label, a store and a key
+        self.getters: list[tuple[str, Any, str]] = []  # a label, an object and an attribute: cells, slots
+        self.globals: list[tuple[str, MutableMapping[str, Any], str]] = []  # those that code writes
+        self.containers: list[tuple[str, Any]] = []
+        self.unwatched: list[tuple[str, str]] = []
+        self._known: set[int] = set()
+        self._global: set[tuple[int, str]] = set()
+        self._kept: list[Any] = []  # what is known stays alive, so that no other object gets its id
+        if isinstance(fn, nn.Module):
+            for path, module in fn.named_modules():
+                self.reach(module, f"{path}." if path else "")
+            for _, _, store in module_hooks(fn):
+                for hook in store.values():
+                    if id(hook) not in observers:
+                        self.reach(hook, f"hook {name_of(hook)}.", every=True)
+        else:
+            self.reach(fn, "")
+        self._follow()
+
+    def reach(self, value: Any, label: str, every: bool = False) -> None:
+        """Look into `value`, whose attributes have names that begin with `label`."""
+        if isinstance(value, (*_PLAIN, Tensor)) or id(value) in self._known:
+            return
+        self._known.add(id(value))
+        self._kept.append(value)
+        kind = type(value)
+        if isinstance(value, functools.partial):
+            self._reach_all((value.func, *value.args, *value.keywords.values()), label)
+        elif isinstance(value, MethodType):
+            self._reach_all((value.__func__, value.__self__), label)
+        elif isinstance(value, staticmethod | classmethod):
+            self.reach(value.__func__, label)
+        elif isinstance(value, property | functools.cached_property):
+            self._reach_all((getattr(value, "fget", None), getattr(value, "func", None)), label)
+        elif isinstance(value, FunctionType):
+            self._reach_function(value)
+        elif isinstance(value, _CONTAINERS):
+            self.containers.append((label.rstrip("."), value))
+            self._reach_all(dict.values(value) if isinstance(value, dict) else value, label)
+        elif isinstance(value, type):
+            self._reach_type(value)
+        elif isinstance(value, ModuleType):
+            if not _is_closed(value.__name__):
+                self.owners.append(_Owner(f"{value.__name__}.", vars(value), False, None))
+        elif isinstance(value, nn.Module) or every or isinstance(value, _OPEN_TYPES) or not _is_closed(kind.__module__):
+            self._reach_object(value, label, every)
+
+    def _reach_all(self, values: Any, label: str) -> None:
+        for value in values:
+            self.reach(value, label)
+
+    def _reach_object(self, value: Any, label: str, every: bool) -> None:
+        dynamic = not isinstance(value, nn.Module) and any(
+            name in vars(cls) for cls in type(value).__mro__[:-1] for name in ("__getattr__", "__getattribute__")
+        )
+        if (engine := getattr(value, "_engine", None)) is not None and _is_closed(type(engine).__module__):
+            self.reach(engine.fn, label)  # a function that is sharded
+            return
+        self._reach_type(type(value))
+        if hasattr(value, "__dict__"):
+            self.owners.append(_Owner(label, vars(value), every or dynamic, type(value)))
+        for cls in type(value).__mro__:
+            slots = vars(cls).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(value, name) and not name.startswith("__"):
+                    self.getters.append((f"{label}{name}", value, name))
+                    self.reach(getattr(value, name), f"{label}{name}.")
+
+    def _reach_type(self, cls: type) -> None:
+        for base in cls.__mro__:
+            ours = not _is_closed(base.__module__)
+            if id(base) in self._known and base is not cls:
+                continue
+            self._known.add(id(base))
+            self._kept.append(base)
+            if ours or issubclass(base, nn.Module):
+                self.owners.append(_Owner(f"{base.__qualname__}.", vars(base), False, None))
+            if ours:
+                methods = [value for name, value in vars(base).items() if name.startswith("__") and callable(value)]
+                self._reach_all(methods, f"{base.__qualname__}.")
+
+    def _reach_function(self, fn: FunctionType) -> None:
+        names = _names(fn.__code__)
+        self.attributes |= names.attributes
+        if _is_closed(fn.__module__):
+            return
+        where = fn.__globals__
+        for name in sorted(names.read | names.written):
+            if name in where and not hasattr(builtins, name) and (id(where), name) not in self._global:
+                self._global.add((id(where), name))
+                self._add(f"global {name}", where, name)
+        self.globals += [(f"global {name}", where, name) for name in sorted(names.written)]
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # nothing in it yet
+                continue
+            label = f"{name} of {fn.__qualname__}"
+            self.getters.append((label, cell, "cell_contents"))
+            self._look(label, value)
+        self._reach_all((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()), f"{fn.__qualname__}.")
+        self.reach(getattr(fn, "__wrapped__", None), "")
+
+    def _follow(self) -> None:
+        """Add what has one of the names, until there is no more."""
+        done = -1
+        while done != (done := len(self.attributes) + len(self.owners)):
+            for owner in list(self.owners):
+                named = owner.store.keys() if owner.every else owner.store.keys() & self.attributes
+                for name in sorted(named - owner.seen - _OWN):
+                    owner.seen.add(name)
+                    self._add(f"{owner.label}{name}", owner.store, name)
+
+    def _add(self, label: str, store: Mapping[Any, Any], key: Any) -> None:
+        self.items.append((label, store, key))
+        self._look(label, store[key])
+
+    def _look(self, label: str, value: Any) -> None:
+        counts = hasattr(type(value), "__next__") and not isinstance(value, IOBase)
+        if counts or hasattr(type(value), "__array_interface__"):
+            self.unwatched.append((label, type(value).__name__))
+        self.reach(value, f"{label}.")
+
+
+# -- Values ------------------------------------------------------------------------------------------------------------
+
+
+def _fact(value: Any, depth: int = 0) -> Any:
+    """What must be equal for two values to be alike: numbers and texts by value, what is watched itself by its type,
+    tensors, functions and everything else by identity."""
+    kind = type(value)
+    if isinstance(value, _PLAIN):
+        return kind, repr(value) if kind in (float, complex) else str(value) if kind is slice else value
+    if isinstance(value, _CONTAINERS) and depth < 16:
+        if isinstance(value, dict):
+            return kind, tuple((_fact(k, depth + 1), _fact(v, depth + 1)) for k, v in dict.items(value))
+        found = [_fact(v, depth + 1) for v in value]
+        return kind, tuple(sorted(found, key=repr) if isinstance(value, set | frozenset) else found)
+    if isinstance(value, MethodType):
+        return Same(value.__func__), type(value.__self__)
+    if isinstance(value, nn.Module):
+        return kind
+    if isinstance(value, (Tensor, type, FunctionType, ModuleType)):
+        return Same(value)
+    return Same(value) if _is_closed(kind.__module__) and not isinstance(value, _OPEN_TYPES) else kind
+
+
+def _kept_fact(value: Any) -> Any:
+    """The fact of what the function itself replaces: of tensors what they are like."""
+    if isinstance(value, Tensor):
+        return Tensor, tuple(value.shape), value.dtype, value.requires_grad
+    if isinstance(value, list | tuple):
+        return type(value), tuple(map(_kept_fact, value))
+    if isinstance(value, dict):
+        return dict, tuple((key, _kept_fact(v)) for key, v in value.items())
+    return _fact(value)
+
+
+class State:
+    """What the plan of `fn` depends on beside a call and its tensors, as it is now.
+
+    `observers`: the ids of hooks that a plan does not depend on, since they run at each call; `kept`: the labels of
+    what the function replaces by itself, of which only what it is like counts.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], observers: frozenset[int] = frozenset(), kept: frozenset[str] = frozenset()
+    ) -> None:
+        self.observers, self.kept = observers, kept
+        found = self.reached = _Reached(fn, observers)
+        items = [(label, store, key) for label, store, key in found.items if label not in kept]
+        self._stores, self._keys = [store for _, store, _ in items], [key for _, _, key in items]
+        self._values = [*map(getitem, self._stores, self._keys)]
+        self._ids = [*map(id, self._values)]
+        self._cells = [(one, name, getattr(one, name)) for _, one, name in found.getters]
+        owned = [owner.store for owner in found.owners if owner.kind is not None]
+        modules = list(fn.named_modules()) if isinstance(fn, nn.Module) else []
+        hooks = [store for _, _, store in module_hooks(fn)]
+        inside = [value for label, value in found.containers if label not in kept and not isinstance(value, tuple)]
+        stores = [store for _, m in modules for store in (m._modules, m._buffers)]
+        # what is in all of these one after another, how many in each, and what is empty
+        self._views = [*chain.from_iterable(map(_views, inside)), *(store.values() for store in stores if store)]
+        self._views += [store.keys() for store in hooks if store]
+        self._elements = [*chain.from_iterable(self._views)]
+        self._element_ids = [*map(id, self._elements)]
+        self._sized = [*self._views, *owned]
+        self._sizes = [*map(len, self._sized)]
+        self._empty = [store for store in (*stores, *hooks) if not store]
+        self.facts = self._facts(modules, found)
+
+    def _facts(self, modules: Sequence[tuple[str, nn.Module]], found: _Reached) -> dict[str, Any]:
+        facts: dict[str, Any] = {f"class of {path or 'the module'}": type(module) for path, module in modules}
+        for path, module in modules:
+            for name, buffer in module._buffers.items():
+                place = f"buffer {path}.{name}" if path else f"buffer {name}"
+                facts[place] = None if buffer is None else (tuple(buffer.shape), buffer.dtype, buffer.device)
+        for i, (where, kind, store) in enumerate(module_hooks(self._root(modules))):
+            hooks = [hook for hook in store.values() if id(hook) not in self.observers]
+            facts[f"{kind} of {where or 'all modules'} ({i})"] = tuple(Same(hook) for hook in hooks), len(store)
+        for label, store, key in found.items:
+            fact = _kept_fact if label in self.kept else _fact
+            facts[_free(facts, label)] = fact(store[key])
+        for label, value, name in found.getters:
+            facts[_free(facts, label)] = (_kept_fact if label in self.kept else _fact)(getattr(value, name))
+        return facts
+
+    @staticmethod
+    def _root(modules: Sequence[tuple[str, nn.Module]]) -> Any:
+        return modules[0][1] if modules else None
+
+    def holds(self) -> bool:
+        """Whether all is as it was. (That it does not hold may be for something that does not count.)"""
+        try:
+            return (
+                [*map(len, self._sized)] == self._sizes
+                and not any(self._empty)
+                and [*map(id, chain.from_iterable(self._views))] == self._element_ids
+                and (not self._cells or all(getattr(one, name) is value for one, name, value in self._cells))
+                and self._are_as_before([*map(getitem, self._stores, self._keys)])
+            )
+        except (AttributeError, KeyError, ValueError, RuntimeError):  # one of them is gone
+            return False
+
+    def _are_as_before(self, values: list[Any]) -> bool:
+        ids = [*map(id, values)]
+        if ids == self._ids:
+            return True
+        for before, now in zip(self._values, values, strict=True):
+            if before is not now and not (isinstance(now, _PLAIN) and _fact(before) == _fact(now)):
+                return False
+        self._values, self._ids = values, ids
+        return True
+
+    def differences(self, other: State) -> list[str]:
+        """The labels of what is unlike in two states."""
+        labels = dict.fromkeys((*self.facts, *other.facts))
+        return [label for label in labels if self.facts.get(label, _GONE) != other.facts.get(label, _GONE)]
+
+
+def warn_of_unwatched(fn: Callable[..., Any], state: State) -> None:
+    """Warn of what `fn` can read of which nobody sees that it changes."""
+    for label, kind in dict.fromkeys(state.reached.unwatched):
+        warnings.warn(
+            f"{name_of(fn)} reads {label}, a {kind}, whose values cannot be watched: they are taken once, when a call "
+            "is planned; make it a tensor in a buffer, or an argument",
+            stacklevel=6,
+        )
+
+
+def _free(facts: Mapping[str, Any], label: str) -> str:
+    """`label`, or one like it that no fact has yet."""
+    return (
+        label
+        if label not in facts
+        else next(f"{label} ({i})" for i in range(2, 10**9) if f"{label} ({i})" not in facts)
+    )
+
+
+def _views(container: Any) -> tuple[Any, ...]:
+    return (dict.keys(container), dict.values(container)) if isinstance(container, dict) else (container,)
+
+
+# -- What is written ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Write:
+    """That a function leaves a value in a place: its name, and what puts a value there."""
+
+    label: str
+    put: Callable[[Any], None]
+    value: Any
+
+
+class Effects:
+    """What a function writes while it is captured: attributes of modules and objects, variables, elements of lists and
+    dicts. When the capture is over all is as it was, and each call puts its own values there."""
+
+    def __init__(self, fn: Callable[..., Any], state: State) -> None:
+        self._fn, self._state = fn, state
+        self._outside = _Before(fn, state.reached)
+        self._before: _Before | None = None
+        self.writes: tuple[Write, ...] = ()
+
+    def begin(self) -> None:
+        """The function begins to run."""
+        self._before = _Before(self._fn, self._state.reached)
+
+    def end(self) -> list[Any]:
+        """The function has run: the values that it leaves. All is as it was again."""
+        assert self._before is not None
+        self.writes = tuple(self._before.writes())
+        self._before.restore()
+        return [write.value for write in self.writes]
+
+    def abort(self) -> None:
+        """The function was left by an error."""
+        if self._before is not None:
+            self._before.restore()
+
+    def finish(self) -> None:
+        """The capture is over, of which torch.export leaves copies of lists and dicts in place of those that were."""
+        self._outside.restore()
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The names of the places in which it leaves tensors."""
+        return frozenset(write.label for write in self.writes if flatten(write.value)[0])
+
+    def check(self, constants: Mapping[str, Tensor]) -> None:
+        """Raise CaptureError if the function reads a tensor in a place where it leaves another one: one of `constants`,
+        which are what it took from outside."""
+        assert self._before is not None
+        for write in self.writes:
+            old = flatten(self._before.old.get(write.label))[0]
+            if any(one is constant for one in old for constant in constants.values()):
+                raise CaptureError(
+                    f"{name_of(self._fn)} keeps a tensor in {write.label} from one call to the next, which would stay "
+                    "what it was at the first; make it a buffer (register_buffer), or an argument that is returned"
+                )
+
+    def put(self, values: Sequence[Any]) -> None:
+        """Leave these values where the function leaves its own."""
+        for write, value in zip(self.writes, values, strict=True):
+            write.put(value)
+
+
+class _Before:
+    """What a function may write, as it is before."""
+
+    def __init__(self, fn: Callable[..., Any], found: _Reached) -> None:
+        modules = list(fn.named_modules()) if isinstance(fn, nn.Module) else []
+        self._dicts = {id(owner.store): (owner.label, owner.store) for owner in found.owners if owner.kind is not None}
+        for path, module in modules:
+            self._dicts[id(vars(module))] = f"{path}." if path else "", vars(module)
+        self._copies = [
+            (label, store, {name: value for name, value in store.items() if name not in _OWN})
+            for label, store in self._dicts.values()
+        ]
+        self._buffers = [(path, m._buffers, dict(m._buffers)) for path, m in modules]
+        self._getters = [(label, one, name, getattr(one, name)) for label, one, name in found.getters]
+        self._globals = [(label, where, name, where.get(name, _GONE)) for label, where, name in found.globals]
+        held = [(f"{label}{name}", v) for label, _, copy in self._copies for name, v in copy.items()]
+        every = {id(value): (label, value) for label, value in (*held, *found.containers) if _is_mutable(value)}
+        self._containers = [(label, value, _copy(value)) for label, value in every.values()]
+        self.old: dict[str, Any] = dict(held) | {label: old for label, _, _, old in (*self._getters, *self._globals)}
+        self.old |= {label: copy for label, _, copy in self._containers}
+
+    def writes(self) -> Any:
+        """What is another thing now than it was."""
+        for label, store, copy in self._copies:
+            for name in dict.fromkeys((*copy, *(n for n in store if n not in _OWN))):
+                if store.get(name, _GONE) is not copy.get(name, _GONE):
+                    yield Write(f"{label}{name}", functools.partial(_put, store, name), store.get(name, _GONE))
+        for path, store, copy in self._buffers:
+            for name in store.keys() ^ copy.keys():
+                label = f"{path}.{name}" if path else name
+                yield Write(label, functools.partial(_put, store, name), store.get(name, _GONE))
+        for label, one, name, old in self._getters:
+            if getattr(one, name) is not old:
+                yield Write(label, functools.partial(setattr, one, name), getattr(one, name))
+        for label, where, name, old in self._globals:
+            if where.get(name, _GONE) is not old:
+                yield Write(label, functools.partial(_put, where, name), where.get(name, _GONE))
+        for label, container, copy in self._containers:
+            if not _holds_same(container, copy):
+                yield Write(label, functools.partial(_refill, container), _copy(container))
+
+    def restore(self) -> None:
+        """Make everything what it was."""
+        for _, store, copy in self._copies:
+            for name in [name for name in store if name not in _OWN and name not in copy]:
+                del store[name]  # type: ignore[attr-defined]
+            store.update(copy)  # type: ignore[attr-defined]
+        for _, store, copy in self._buffers:
+            for name in [name for name in store if name not in copy]:
+                del store[name]
+            store.update({name: value for name, value in copy.items() if name not in store})
+        for _, one, name, old in self._getters:
+            setattr(one, name, old)
+        for _, where, name, old in self._globals:
+            _put(where, name, old)
+        for _, container, copy in self._containers:
+            _refill(container, copy)
+
+
+def _is_mutable(value: Any) -> bool:
+    return isinstance(value, list | dict | set | deque)
+
+
+def _flat(container: Any) -> Any:
+    return chain(dict.keys(container), dict.values(container)) if isinstance(container, dict) else container
+
+
+def _holds_same(one: Any, other: Any) -> bool:
+    """Whether two containers of one type hold the very same things."""
+    if isinstance(one, set):
+        return set(map(id, one)) == set(map(id, other))
+    return len(one) == len(other) and all(a is b for a, b in zip(_flat(one), _flat(other), strict=True))
+
+
+def _put(store: MutableMapping[str, Any], name: str, value: Any) -> None:
+    if value is _GONE:
+        store.pop(name, None)
+    else:
+        store[name] = value
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Give a list, dict, set or deque the elements of `content`."""
+    if _holds_same(container, content):
+        return
+    base = _base(container)
+    base.clear(container)
+    if isinstance(container, dict):
+        for key, value in content.items():
+            base.__setitem__(container, key, value)
+    elif isinstance(container, set):
+        base.update(container, content)
+    else:
+        base.extend(container, content)
+
+
+def _base(container: Any) -> Any:
+    """The type of Python's own of which a container is: a subclass may do more than to hold things."""
+    return next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(container, kind))
+
+
+def _copy(container: Any) -> Any:
+    if isinstance(container, dict):
+        return dict(dict.items(container))
+    return _base(container)(_flat(container))

@@ -1,0 +1,341 @@
+"""What a sharded function reads beside its arguments, and what it leaves behind, is as on one device at every call."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partway as pw
+from partway.state import State
+
+compile_module = sys.modules["partway.compile"]
+X = torch.linspace(-1, 2, 32, dtype=torch.float64).view(4, 8)
+SCALE = 2.0
+TABLE = {"scale": [1.0, 2.0]}
+
+
+class Config:
+    def __init__(self) -> None:
+        self.scale = 1.5
+        self.inner = SimpleNamespace(shift=0.5)
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 3.0
+
+
+def activation(x: Tensor) -> Tensor:
+    return torch.tanh(x)
+
+
+class Block(nn.Module):
+    shared = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+        self.act = nn.ReLU()
+        self.norm = nn.BatchNorm1d(8, dtype=torch.float64)
+        self.temperature = 2.0
+        self.config, self.slotted = Config(), Slotted()
+        self.offset = torch.ones(8, dtype=torch.float64)
+        self.factors = [1.0, 2.0]
+        self.options = {"bias": 1.0, "nested": [0.5]}
+        self.bend: Callable[[Tensor], Tensor] = activation
+        self.flag = False
+
+    @property
+    def derived(self) -> float:
+        return self.temperature * getattr(self.config, "scale")  # noqa: B009
+
+    def tail(self, y: Tensor) -> Tensor:
+        return y * self.shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.act(self.linear(x))) / self.temperature + self.offset * self.derived
+        y = y + self.config.inner.shift + self.factors[0] * self.options["bias"] + sum(self.options["nested"])  # type: ignore[misc]
+        y = self.bend(y) * SCALE + TABLE["scale"][1] + self.slotted.scale
+        return self.tail(-y if self.flag else y)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.second(self.first(x)))
+
+
+def _swap_activation(model: Any) -> None:
+    model.second.act = nn.Tanh()
+
+
+def _shadow(model: Any) -> None:
+    model.second.shared = 5.0
+
+
+def _own_forward(model: Any) -> None:
+    model.first.act.forward = MethodType(lambda self, x: x * 3, model.first.act)
+
+
+def _write_offset(model: Any) -> None:
+    model.first.offset.mul_(4.0)
+
+
+def _new_method(model: Any) -> None:
+    model.first.tail = lambda y: y - 1
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda m: setattr(m.first, "temperature", 7.0),
+    "attribute of another type": lambda m: setattr(m.first, "temperature", 2),
+    "flag": lambda m: setattr(m.second, "flag", True),
+    "momentum": lambda m: setattr(m.second.norm, "momentum", 0.9),
+    "eps": lambda m: setattr(m.second.norm, "eps", 0.5),
+    "probability": lambda m: setattr(m.drop, "p", 1.0),
+    "config": lambda m: setattr(m.first.config, "scale", -1.0),
+    "config inside": lambda m: setattr(m.first.config.inner, "shift", 9.0),
+    "another config": lambda m: setattr(m.first, "config", SimpleNamespace(scale=3.0, inner=SimpleNamespace(shift=1))),
+    "slot": lambda m: setattr(m.first.slotted, "scale", 8.0),
+    "tensor replaced": lambda m: setattr(m.first, "offset", torch.zeros(8, dtype=torch.float64)),
+    "tensor written": _write_offset,
+    "element of a list": lambda m: m.first.factors.__setitem__(0, 11.0),
+    "value of a dict": lambda m: m.second.options.update(bias=4.0),
+    "nested list": lambda m: m.second.options["nested"].append(2.0),
+    "function": lambda m: setattr(m.second, "bend", torch.sigmoid),
+    "module without parameters": _swap_activation,
+    "class attribute shadowed": _shadow,
+    "forward of an instance": _own_forward,
+    "method of an instance": _new_method,
+    "buffer replaced": lambda m: setattr(m.first.norm, "running_mean", torch.ones(8, dtype=torch.float64)),
+}
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was planned."""
+    made: list[Any] = []
+    plain = compile_module.compile_call
+
+    def compile_call(*args: Any, **kwargs: Any) -> Any:
+        made.append(plain(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(sys.modules["partway.shard"], "compile_call", compile_call)
+    return made
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_what_is_read_is_seen(change: str) -> None:
+    model = Model()
+    before = State(model)
+    assert before.holds()
+    CHANGES[change](model)
+    if change in ("tensor written", "buffer replaced"):  # another value of what is no part of a plan
+        assert State(model).facts == before.facts
+    else:
+        assert not before.holds()
+        assert State(model).facts != before.facts
+
+
+def differing(changes: list[str]) -> list[str]:
+    """The changes after which a sharded model is not what the plain one is."""
+    torch.manual_seed(0)
+    ours, plain = pw.shard(Model(), mesh={"x": 2}), Model()
+    ours(X), plain(X)
+    wrong = []
+    for name in changes:
+        results = []
+        for one in (ours, plain):
+            CHANGES[name](one)
+            one.zero_grad()
+            y = one(X)
+            (y * y).sum().backward()
+            gradients = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in one.parameters()]
+            results.append([y, *gradients, *one.buffers()])
+        alike = all(torch.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(*results, strict=True))
+        wrong += [] if alike else [name]
+    return wrong
+
+
+def test_what_the_forward_reads_may_change() -> None:
+    assert not differing(["attribute", "momentum", "config inside", "tensor written", "module without parameters"])
+
+
+@pytest.mark.slow
+def test_everything_that_the_forward_reads_may_change() -> None:
+    assert not differing(list(CHANGES))
+
+
+def test_what_comes_back_is_found_again(plans: list[Any]) -> None:
+    model = pw.shard(Block(), mesh={"x": 2})
+    model(X)
+    for temperature in (3.0, 2.0, 3.0, 2.0):
+        model.temperature = temperature
+        model(X)
+        model(X)
+    assert len(plans) == 2
+
+
+def test_what_is_equal_is_no_other_plan(plans: list[Any]) -> None:
+    model = pw.shard(Block(), mesh={"x": 2})
+    model(X)
+    model.temperature = float("2.0")
+    model.factors = [1.0, 2.0]
+    model.config = Config()
+    model.act = nn.ReLU()
+    model.unread = 3
+    model(X)
+    assert len(plans) == 1
+
+
+def test_globals_and_closures_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    factor, parts = 2.0, [1.0]
+
+    def f(x: Tensor, power: int = 2) -> Tensor:
+        return activation(x * factor) ** power * SCALE + parts[0]
+
+    ours = pw.shard(f, mesh={"x": 2})
+    assert torch.allclose(ours(X), f(X))
+    factor = 5.0
+    assert torch.allclose(ours(X), f(X))
+    parts[0] = 3.0
+    assert torch.allclose(ours(X), f(X))
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 11.0)
+    assert torch.allclose(ours(X), f(X))
+    monkeypatch.setattr(sys.modules[__name__], "activation", torch.sigmoid)
+    assert torch.allclose(ours(X), f(X))
+    monkeypatch.setitem(TABLE, "scale", [5.0, 6.0])
+    assert torch.allclose(ours(X), f(X))
+
+
+def test_a_schedule_is_right_and_said() -> None:
+    model, plain = pw.shard(Block().eval(), mesh={"x": 2}), Block().eval()
+    for step in range(4):
+        model.temperature = plain.temperature = 1.0 + step
+        torch.testing.assert_close(model(X), plain(X))
+    model.temperature = plain.temperature = 0.5
+    with pytest.warns(UserWarning, match="temperature of Block has changed 4 times, and for each value a call is"):
+        found = model(X)
+    torch.testing.assert_close(found, plain(X))
+
+
+class Leaves(nn.Module):
+    """A module that leaves things behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+        self.calls = 0
+        self.seen: list[Any] = []
+        self.aux: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.linear(x)
+        self.aux = (y * y).mean()
+        self.last_shape = tuple(y.shape)
+        self.seen = [y, {"x": x.sum()}]
+        return y / self.calls
+
+
+def test_what_the_forward_leaves_behind_is_there_after_each_call() -> None:
+    torch.manual_seed(0)
+    plain = Leaves()
+    ours = pw.shard(copy.deepcopy(plain), mesh={"x": 2})
+    for step in range(3):
+        for one in (ours, plain):
+            one.zero_grad()
+            y = one(X + step)
+            (y.sum() + one.aux).backward()
+        assert (ours.calls, ours.last_shape) == (plain.calls, plain.last_shape)
+        torch.testing.assert_close(ours.aux, plain.aux)
+        torch.testing.assert_close(ours.seen, plain.seen)
+        torch.testing.assert_close(ours.linear.weight.grad, plain.linear.weight.grad)
+
+
+def test_what_is_left_behind_only_does_not_plan_anew(plans: list[Any]) -> None:
+    class Balanced(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            self.loss = y.square().mean()
+            return y
+
+    model = pw.shard(Balanced(), mesh={"x": 2})
+    for _ in range(3):
+        model(X)
+        model.loss.backward()
+    assert len(plans) == 1
+
+
+def test_a_tensor_that_is_carried_on_is_refused() -> None:
+    class Carries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state = torch.zeros(8, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.state = self.state + x.sum(0)
+            return x * self.state
+
+    with pytest.raises(pw.CaptureError, match="Carries keeps a tensor in state from one call to the next, which would"):
+        pw.shard(Carries(), mesh={"x": 2})(X)
+
+
+def test_a_failed_capture_leaves_nothing_behind() -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.kept = 0, list[Any]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.kept.append(x)
+            raise ValueError("no")
+
+    model = pw.shard(Fails(), mesh={"x": 2})
+    with pytest.raises(pw.CaptureError, match="ValueError: no"):
+        model(X)
+    assert (model.calls, model.kept) == (0, [])
+
+
+def test_an_array_that_cannot_be_watched_is_said() -> None:
+    import numpy as np
+
+    table = np.ones(8)
+    f = pw.shard(lambda x: x * float(table[0]), mesh={"x": 2})
+    with pytest.warns(UserWarning, match="reads table of .*<lambda>, a ndarray, whose values cannot be watched"):
+        f(X)
+
+
+def of_one_rank() -> list[str]:
+    """What goes wrong on a rank of two, by change."""
+    wrong = differing(["attribute", "tensor replaced"])
+    left = Leaves()
+    ours, plain = pw.shard(copy.deepcopy(left), mesh={"x": 2}), left
+    for _ in range(2):
+        same = torch.allclose(ours(X), plain(X)) and torch.allclose(ours.aux, plain.aux)
+        wrong += [] if same and ours.calls == plain.calls else ["left"]
+    return wrong
+
+
+@pytest.mark.gloo
+def test_on_two_processes(on_ranks: Callable[..., list[Any]]) -> None:
+    assert on_ranks(2, of_one_rank) == [[], []]
