@@ -434,14 +434,26 @@ def check_target(call: str, fn: Any) -> None:
         raise StrategyError(f"{call} takes a function or an nn.Module object with a forward, not {text}")
 
 
+_TRANSFORMED = (
+    "is inside a transform of torch.func (vmap, grad, jvp, ...)",
+    "transform plain functions, and call the sharded one outside",
+)
+
+
+def check_parameters(fn: Any) -> None:
+    """Raise StrategyError unless every parameter, which torch.func.functional_call may have given, can be split."""
+    parameters = fn.named_parameters() if isinstance(fn, torch.nn.Module) else ()
+    problems = [Problem(f"parameter {name!r}", *_TRANSFORMED) for name, held in parameters if is_transformed(held)]
+    raise_problems("the parameters of the call cannot be split:", problems)
+
+
 def check_tensors(call: Call, device: str | None) -> None:
     """Raise StrategyError unless every tensor is one that can be split, on a device of type `device` (None: any)."""
     problems = []
     for name, tensor in zip(call.names, call.tensors, strict=True):
         where = f"input {name!r}"
         if is_transformed(tensor):
-            what = "is inside a transform of torch.func (vmap, grad, jvp, ...)"
-            problems.append(Problem(where, what, "transform plain functions, and call the sharded one outside"))
+            problems.append(Problem(where, *_TRANSFORMED))
         elif tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
             problems.append(Problem(where, f"is a {kind} tensor", "give a dense one, as with .to_dense()"))

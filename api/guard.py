@@ -47,7 +47,7 @@ class Guard:
         self._stores = [m._parameters for m in modules]  # the state watches the modules inside
         self._held = list(_held(self._stores))
         self._sizes, self._held_ids = [*map(len, self._stores)], [*map(id, self._held)]
-        self._parameters = list({id(p): p for p in self._held if isinstance(p, nn.Parameter)}.values())
+        self._parameters = list({id(p): p for p in self._held if isinstance(p, Tensor)}.values())
         self._facts = [*map(_FACTS, self._parameters)]
         # Of DTensors where their parts are: another plan may have moved them.
         self._specs = [(p, p._spec) for p in self._parameters if hasattr(p, "_spec")]

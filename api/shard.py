@@ -4,7 +4,9 @@ function that is being sharded.
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from partway.annotate import Request, dataset_applies, dataset_was_set
-from partway.compile import Compiled, check_target, check_tensors, compile_call, settings_of
+from partway.compile import Compiled, check_parameters, check_target, check_tensors, compile_call, settings_of
 from partway.constrain import constrained_arguments, constrained_results
 from partway.context import ParallelContext, ParallelMode, current, current_algo
 from partway.courses import Courses, Planned, values_of
@@ -34,6 +36,7 @@ from partway.propagation.plan import Plan
 from partway.propagation.random_numbers import RandomNumbers
 from partway.propagation.structure import Call, check_call, flatten, flatten_call, name_of
 from partway.rule import rules, version
+from partway.runtime.process import launched
 from partway.runtime.step import CompiledStep, Waiting
 from partway.strategy import Layout, Problem, RuntimeStateError, StrategyError, raise_problems
 
@@ -117,7 +120,16 @@ class ShardedFunction:
         self._engine = _Engine(fn, request)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _uncompiled(self, args, kwargs)
         return self._engine.call(args, kwargs)
+
+    def __reduce__(self) -> Any:
+        """Functions are pickled by name, and so is one that `shard` decorated."""
+        found: Any = sys.modules.get(self.__module__)
+        for name in self.__qualname__.split("."):
+            found = getattr(found, name, None)
+        return self.__qualname__ if found is self else (ShardedFunction, (self._engine.fn, self._engine.request))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
@@ -143,6 +155,23 @@ class ShardedModule:
     """What `shard` adds to the class of a module. `plan` and `program` are those of its last call."""
 
     _partway: _Engine
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A module is pickled, and copied, with what was said of it; another plans anew."""
+        make, args, *rest = super().__reduce_ex__(protocol)  # type: ignore[misc]
+        if args[:1] != (type(self),):
+            raise RuntimeStateError(
+                f"{type(self).__name__} is pickled and copied by a __reduce__ of its own, which knows no shard; "
+                "keep its state_dict(), or copy it before shard"
+            )
+        return _remade, (make, self._partway.kind, *args[1:]), *rest
+
+    def __copy__(self) -> Any:
+        make, args, state, *_ = self.__reduce_ex__(4)
+        copied = make(*args)
+        copied.__dict__.update(state)
+        copied.__dict__["_partway"] = self._partway.of(copied)
+        return copied
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -211,11 +240,26 @@ def _sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
         return self._partway.call(args, kwargs, functools.partial(cls.forward, self))
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _uncompiled(self, args, kwargs)
         wait_for_planning()  # here, since while another thread plans nn.Module.__call__ is a tracer's
         return cls.__call__(self, *args, **kwargs)
 
     body = {"forward": forward, "__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (ShardedModule, cls), body)
+
+
+def _remade(make: Callable[..., Any], kind: type[torch.nn.Module], *args: Any) -> Any:
+    """An empty sharded module of the class `kind`, for its state to be put in."""
+    module = make(kind, *args)
+    module.__class__ = _sharded_class(kind)
+    return module
+
+
+@functools.partial(torch.compiler.disable, reason="a sharded call is planned and compiled by Partway")
+def _uncompiled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call inside what torch.compile compiles, which is not looked into."""
+    return fn(*args, **kwargs)
 
 
 _captured: ContextVar[_Engine | None] = ContextVar("captured", default=None)  # whose function is planned right now
@@ -236,10 +280,25 @@ class _Engine:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Engine:
         """A copy of the module plans anew."""
-        import copy
+        return self.of(copy.deepcopy(self.fn, memo))
 
-        brought = {name: self._layouts[name] for name in self.brought}
-        return _Engine(copy.deepcopy(self.fn, memo), self.request, brought)
+    def __reduce__(self) -> Any:
+        if launched():
+            raise RuntimeStateError(
+                f"{name_of(self.fn)} is not pickled as a whole, since each process has parts of it; keep its "
+                "state_dict(), with torch.distributed.checkpoint"
+            )
+        return _Engine, (self.fn, self.request)
+
+    def of(self, fn: Callable[..., Any]) -> _Engine:
+        """A new one for `fn`, of which the same was said."""
+        return _Engine(fn, self.request, {name: self._layouts[name] for name in self.brought})
+
+    @property
+    def kind(self) -> type:
+        """The class of the module before it was sharded."""
+        bases: tuple[type, ...] = type(self.fn).__bases__
+        return bases[1]
 
     @property
     def refused(self) -> bool:
@@ -326,6 +385,7 @@ class _Engine:
         call = flatten_call(self.fn, args, kwargs)
         check_call(self.fn, args, kwargs)
         check_tensors(call, self.request.device)
+        check_parameters(self.fn)
         with planning():
             key = self._signature(call, context)
             courses = self._planned.find(self.fn, key)
@@ -354,7 +414,7 @@ class _Engine:
         if isinstance(self.fn, torch.nn.Module):
             flags = (
                 tuple(module.training for module in self.fn.modules()),
-                tuple((p.requires_grad, p.dtype, tuple(p.shape)) for p in self.fn.parameters()),
+                tuple((type(p), p.requires_grad, p.dtype, tuple(p.shape)) for p in self.fn.parameters()),
             )
         return call.structure.key(), tensors, strides, flags, autocast(), context, current_algo(), version()
 
@@ -373,7 +433,9 @@ class _Engine:
                 processes=place.processes, fixed=self._layouts, placed=placed, values=values,
             )  # fmt: skip
         if isinstance(self.fn, torch.nn.Module):
-            fresh = {name: found for name, found in compiled.plan.parameters.items() if name not in self._settled}
+            # not what functional_call gave for this call
+            own = {name for name, held in state_of(self.fn).items() if isinstance(held, torch.nn.Parameter)}
+            fresh = {name: found for name, found in compiled.plan.parameters.items() if name in own - self._settled}
             place.settle(self.fn, fresh)
             self._settled.update(fresh)
             self._layouts.update(fresh)

@@ -697,17 +697,23 @@ def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
 @contextlib.contextmanager
 def _plain_parameters(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """While a module is captured, ordinary tensors of their global shape, without memory, stand in for its parameters
-    that are DTensors, and for what is on the meta device though the `tensors` of the call are not (meta data is all
-    that capture reads)."""
+    that are DTensors or no nn.Parameters (as those that torch.func.functional_call gives it), and for what is on the
+    meta device though the `tensors` of the call are not (meta data is all that capture reads)."""
     swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     plain: dict[int, torch.Tensor] = {}
     device = next((t.device for t in tensors if not t.is_meta), None)
+    parameters: set[int] = set()
     if isinstance(fn, torch.nn.Module):
+        parameters = {id(module._parameters) for module in fn.modules()}
         for module in fn.modules():
             stores: tuple[dict[str, Any], ...] = module._parameters, module._buffers
             for store in stores:
                 for name, held in store.items():
-                    if held is not None and (hasattr(held, "placements") or (device is not None and held.is_meta)):
+                    if held is None:
+                        continue
+                    given = id(store) in parameters and not isinstance(held, torch.nn.Parameter)
+                    odd = given or hasattr(held, "placements")
+                    if odd or (device is not None and held.is_meta):
                         swapped.append((store, name, held))
 
     def restore() -> None:
@@ -721,7 +727,7 @@ def _plain_parameters(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -
                 empty = torch.empty(held.shape, dtype=held.dtype, device=place)
                 if not empty.is_meta:
                     empty.untyped_storage().resize_(0)
-                parameter = isinstance(held, torch.nn.Parameter)
+                parameter = id(store) in parameters
                 plain[id(held)] = torch.nn.Parameter(empty, requires_grad=held.requires_grad) if parameter else empty
             store[name] = plain[id(held)]
         yield

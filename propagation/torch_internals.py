@@ -40,6 +40,7 @@ from torch._C import DisableTorchFunction, DispatchKey
 from torch._C import _dispatch_get_all_op_names as all_operator_names
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
+from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch import aot_autograd
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
@@ -96,6 +97,11 @@ def module_hooks(fn: Any) -> list[tuple[str, str, dict[int, Any]]]:
         if module is not fn:
             found += [(path, kind, getattr(module, f"_{kind}_hooks")) for kind in _HOOKS]
     return found
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a gradient stands for several, as torch.func's transforms and is_grads_batched=True make them."""
+    return is_transformed(tensor) or is_legacy_batchedtensor(tensor)
 
 
 def is_composite(operator: OpOverload) -> bool:

@@ -15,12 +15,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
+from torch.autograd import forward_ad
 
 from ..propagation.accumulate import Accumulation
 from ..propagation.apart import entangled
 from ..propagation.differentiate import Step, is_port
 from ..propagation.graph import Role, Text, draws_random_numbers
 from ..propagation.lower import PlacedPort
+from ..propagation.torch_internals import is_batched
 from ..strategy.choice import Choice
 from ..strategy.errors import RuntimeStateError
 from .inductor import compile_regions, example
@@ -28,6 +30,7 @@ from .instructions import Code, Mark, Run, assemble_code
 from .parameters import gradient_of
 from .record import begin, marking, timed
 from .slices import Placed
+from .torch_internals import forward_level
 
 Wanted = tuple[bool, ...]
 
@@ -278,6 +281,8 @@ class CompiledStep:
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs for the `tensors` of the program's inputs, in order."""
+        if forward_level() >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+            raise RuntimeStateError(_NO_FORWARD_MODE)
         if self.step.backward is not None and torch.is_grad_enabled():
             results: tuple[Tensor, ...] = _Function.apply(self, *tensors)  # type: ignore[no-untyped-call]
             return results
@@ -374,10 +379,11 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        roots = _roots(ctx, gradients) if torch.is_grad_enabled() else ()  # create_graph=True
         with torch.no_grad():
             results = _Function.gradients(ctx, gradients)
-        if torch.is_grad_enabled():  # create_graph=True
-            results = _Once.apply(torch.empty(0, requires_grad=True), *results)  # type: ignore[no-untyped-call]
+        if roots:
+            results = _Once.apply(len(roots), *roots, *results)  # type: ignore[no-untyped-call]
         return (None, *results)
 
     @staticmethod
@@ -386,6 +392,8 @@ class _Function(torch.autograd.Function):
         asked = tuple(g is not None for g in gradients)
         if not any(asked):
             return (None,) * len(ctx.versions)
+        if any(g is not None and is_batched(g) for g in gradients):
+            raise RuntimeStateError(_NOT_BATCHED)
         if ctx.done and not compiled.after(ctx.done).issuperset(itertools.compress(itertools.count(), asked)):
             raise RuntimeStateError(_FREED)
         try:
@@ -424,6 +432,13 @@ class _Function(torch.autograd.Function):
         return compiled.gradients(primals, inputs, ctx.holding)
 
 
+_NO_FORWARD_MODE = (
+    "a sharded function has no forward-mode derivative (jvp, forward_ad); compute it with the plain function"
+)
+_NOT_BATCHED = (
+    "a sharded function has no gradients for several tangents at once (vmap, vectorize=True, is_grads_batched=True); "
+    "ask for those of one after another"
+)
 _FREED = (
     "a backward has run through this call before, and freed what it had kept; call backward once, of the sum of the "
     "results, or with retain_graph=True before the last time (of results that share no operators one after another)"
@@ -468,11 +483,12 @@ def _check_unchanged(placed: Sequence[PlacedPort], primals: Sequence[Tensor | No
 
 
 class _Once(torch.autograd.Function):
-    """Gradients as they are; to differentiate them again is an error instead of a silent zero."""
+    """Gradients as they are, after the tensors that they follow from; to differentiate them again by one of these is an
+    error instead of a silent zero."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return gradients
+    def forward(ctx: Any, roots: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tensors[roots:]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -480,6 +496,15 @@ class _Once(torch.autograd.Function):
             "a sharded function has no second derivative: its gradients, made with create_graph=True, cannot be "
             "differentiated again; compute them with the plain function"
         )
+
+
+def _roots(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """What the gradients of a call follow from, and may be differentiated by."""
+    try:
+        saved = ctx.keeper.saved_tensors
+    except RuntimeError:  # freed; the backward says so
+        saved = ()
+    return tuple(t for t in (*saved, *ctx.parameters, *gradients) if t is not None and t.requires_grad)
 
 
 Generators = tuple[Tensor, Tensor | None]  # the states of the CPU's and, where there is one, the GPU's

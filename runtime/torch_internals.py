@@ -6,6 +6,9 @@ Each name, and why:
                                                              a copy
     torch._inductor.compile                                  takes a graph of ATen operators without tracing it again or
                                                              guarding it, which `torch.compile` does on every call
+    torch.autograd.forward_ad._current_level                 whether tensors may have tangents: to ask each of them on
+                                                             every call would cost more than the call; without the name
+                                                             they are never asked
 """
 
 from __future__ import annotations
@@ -16,9 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 
-__all__ = ["coalescing_manager", "inductor"]
+__all__ = ["coalescing_manager", "forward_level", "inductor"]
+
+
+def forward_level() -> int:
+    """0 or more where tensors may have tangents of forward-mode derivatives."""
+    level: int = getattr(forward_ad, "_current_level", -1)
+    return level
 
 
 def inductor(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:
