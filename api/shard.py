@@ -77,6 +77,9 @@ def shard(
     The first call with a new signature (shapes, dtypes, modes) captures and plans; later ones only run. When a
     launcher started this process it runs its own rank; otherwise all ranks are simulated in this process.
 
+    Each result has memory of its own. Of results that on one device are views of one another (`return y, y[1:]`), or of
+    an argument, a parameter, a buffer, a write to one is not seen in the others; write before they are returned.
+
     Inside a function that is being sharded, `shard` only constrains the tensors it touches: what goes into a function
     or module, or a method of one, and what comes out.
 

@@ -111,3 +111,47 @@ def _launched() -> None:
 @pytest.mark.gloo
 def test_a_rank_writes_its_part(on_ranks: Ranks) -> None:
     on_ranks(2, _launched)
+
+
+class Aliases(nn.Module):
+    """Results that on one device are views of one another, of an argument, a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.register_buffer("seen", torch.ones(4, 2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = x * self.scale
+        return y, y[1:], y, y.view(-1), x, x[1:], self.scale, self.get_buffer("seen"), self.get_buffer("seen").t()
+
+
+def _apart(split: Any, out: Any = None) -> None:
+    """Each result has memory of its own, in which nothing else shows, however it lies."""
+    pw.reset_auto_parallel_context()
+    torch.manual_seed(0)
+    plain, x = Aliases(), torch.ones(4, 2)
+    model = pw.shard(Aliases(), mesh={"dp": 2}, in_strategy=(split,), out_strategy=out)
+    results = model(x)
+    before = [t.detach().clone() for t in (*plain(x), x, *plain.state_dict().values())]
+    for i, result in enumerate(results):
+        with torch.no_grad():
+            result.fill_(float(i + 2))
+        before[i] = torch.full_like(before[i], float(i + 2))
+        now = [*results, x, *model.state_dict().values()]
+        whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in now]
+        torch.testing.assert_close([t.detach() for t in whole], before, rtol=0, atol=0)
+
+
+SPLITS = [(("dp", None), None), ((None, "dp"), None), (None, None), (("dp", None), (("dp", None), ("dp", None)))]
+
+
+@pytest.mark.parametrize(("split", "out"), SPLITS)
+def test_each_result_has_memory_of_its_own(split: Any, out: Any) -> None:
+    _apart(split, out)
+
+
+@pytest.mark.gloo
+def test_each_result_of_a_rank_has_memory_of_its_own(on_ranks: Ranks) -> None:
+    for split, out in SPLITS:
+        on_ranks(2, _apart, split, out)
