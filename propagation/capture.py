@@ -71,6 +71,7 @@ from .numbers import numbers_as_tensors
 from .questions import ASKING, Answering, Asked, Leaf, Values
 from .random_numbers import RandomNumbers
 from .recurrent import lstm, true_states
+from .sizes import Sized
 from .structure import Call, Structure, flatten, flatten_call, name_of
 from .torch_internals import (
     FakeTensor,
@@ -628,9 +629,11 @@ class _Flat(torch.nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.call.structure.build(list(tensors))
         answering = contextlib.nullcontext() if self.answering is None else self.answering.of(self._leaves(tensors))
+        numbers = self.answering is not None and self.answering.level is Asked.NUMBERS
+        sized = Sized() if numbers else contextlib.nullcontext()
         self.begin()
         try:
-            with self.outside, _Regions(), _WithoutGradients(), _Traceable(), answering:
+            with self.outside, _Regions(), _WithoutGradients(), _Traceable(), sized, answering:
                 results, structure = flatten(self.fn(*args, **kwargs))
             left, places = flatten(self.end())
         except BaseException:

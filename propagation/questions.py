@@ -128,7 +128,7 @@ class Answering(TorchDispatchMode):
         self.asked: list[tuple[Question, Answer]] = []
         self.unanswered: str | None = None
         self.drew = False  # whether answers advanced the random generator
-        self._level, self._values, self._may_draw, self._line = level, values, may_draw, line
+        self.level, self._values, self._may_draw, self._line = level, values, may_draw, line
         self._tape: list[tuple[Any, Any, Any, Any]] = []
         self._known: dict[int, tuple[Leaf, Tensor]] = {}
 
@@ -157,7 +157,7 @@ class Answering(TorchDispatchMode):
             return False
         dtype = args[0].dtype
         return dtype is torch.bool or (
-            self._level is Asked.NUMBERS and not (dtype.is_floating_point or dtype.is_complex)
+            self.level is Asked.NUMBERS and not (dtype.is_floating_point or dtype.is_complex)
         )
 
     def _answered(self, func: Any, args: Any, kwargs: Any) -> Answer:

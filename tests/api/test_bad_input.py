@@ -705,8 +705,8 @@ CAPTURE = [
     ),
     Wrong(
         "size_from_a_tensor",
-        function(lambda x: x.nonzero()),
-        ("aten.nonzero.default gives a result whose size depends on the values",),
+        function(lambda x: x.unique()),
+        ("aten._unique2.default gives a result whose size depends on the values",),
         pw.CaptureError,
     ),
     Wrong(
