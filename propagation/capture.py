@@ -378,8 +378,9 @@ def _check_static(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
         sizes = found.shape if isinstance(found, torch.Tensor) else ()
         if isinstance(found, symbolic) or any(isinstance(size, symbolic) for size in sizes):
             what = "gives a result whose size depends" if sizes else "gives a number that depends"
+            maker = node.all_input_nodes[0] if node.target is operator.getitem else node
             raise _Undecided(
-                f"could not capture {name_of(fn)} as one static graph: {operator_name(node)} {what} on the values of "
+                f"could not capture {name_of(fn)} as one static graph: {operator_name(maker)} {what} on the values of "
                 f"tensors{_line(node)}; do this part outside the sharded function, or keep it a tensor of fixed size"
             )
 

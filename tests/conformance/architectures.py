@@ -416,7 +416,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         tokens,
     ),
     "longformer": Architecture(
-        "encoder", of("longformer", MASKED, **WIDE, attention_window=4), tokens, refused="if is_global_attn"
+        "encoder", of("longformer", MASKED, **WIDE, attention_window=4), tokens
     ),
     "modernbert": _encoder("modernbert", local_attention=4, cls_token_id=1, sep_token_id=2),
     "mpnet": _encoder("mpnet"),
@@ -448,7 +448,6 @@ ARCHITECTURES: dict[str, Architecture] = {
            max_position_embeddings=32, ngram=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
            decoder_start_token_id=0),
         tokens,
-        refused="Verify that `shifted_input_ids` has only positive values",
     ),
     "t5": Architecture("encoder-decoder", of("t5", SEQ2SEQ, **_T5), tokens),
     "umt5": Architecture("encoder-decoder", of("umt5", SEQ2SEQ, **_T5), tokens),
@@ -520,7 +519,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "wav2vec2": Architecture("speech", of("wav2vec2", AUDIO, **_WAVES), sounds),
     "wav2vec2 ctc": Architecture(
-        "speech", of("wav2vec2", "AutoModelForCTC", **_WAVES), speech, refused="its course depends on the values"
+        "speech", of("wav2vec2", "AutoModelForCTC", **_WAVES), speech
     ),
     "wavlm": Architecture("speech", of("wavlm", AUDIO, **_WAVES), sounds),
     "whisper": Architecture(
