@@ -95,6 +95,21 @@ def _format(x: Tensor) -> torch.memory_format:
     return last if last is not None and as_it_lies else torch.contiguous_format
 
 
+def _as_kernels_take(x: Tensor, like: Tensor | None = None) -> Tensor:
+    """`x` in the format of `like` (its own), with the strides of a new tensor of that format also along dims of one
+    element: PyTorch's kernels look at them, and its `contiguous` does not."""
+    found = _format(x if like is None else like)
+    x = x.contiguous(memory_format=found)
+    if 1 not in x.shape:
+        return x
+    return x.as_strided(x.shape, torch.empty(x.shape, device="meta", memory_format=found).stride())
+
+
+def _dense(vector: Tensor | None) -> Tensor | None:
+    """A vector as PyTorch's kernels read it, one element after another."""
+    return None if vector is None else vector.contiguous()
+
+
 def _spatial(vector: Tensor, x: Tensor) -> Tensor:
     """`vector`, [C] or [N, C], with its elements along the samples and channels of `x`."""
     samples = vector.shape[0] if vector.dim() == 2 else 1
@@ -106,9 +121,9 @@ def _batches(of: Tensor, vectors: tuple[Tensor | None, ...], *xs: Tensor) -> Ite
     those of the vectors. With `of` [C] it is the whole; with [N, C] all channels of all samples in a batch of one, or
     one sample after the other."""
     if of.dim() == 1:
-        yield (*xs, *vectors)
+        yield (*xs, *map(_dense, vectors))
         return
-    each = [None if vector is None else vector.expand(of.shape).reshape(-1) for vector in vectors]
+    each = [None if vector is None else vector.expand(of.shape).reshape(-1).contiguous() for vector in vectors]
     samples, channels = of.shape
     if xs[0].is_contiguous():
         yield (*(x.view(1, samples * channels, -1) for x in xs), *each)
@@ -120,10 +135,11 @@ def _batches(of: Tensor, vectors: tuple[Tensor | None, ...], *xs: Tensor) -> Ite
 
 def _affine(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias in one pass, in the dtype of `x`."""
-    x = x.contiguous(memory_format=_format(x))
+    x = _as_kernels_take(x)
     if mean.dim() == 1:
-        found: Tensor = aten.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
-        return found
+        vectors = map(_dense, (weight, bias, mean, var))
+        made: Tensor = aten.native_batch_norm(x, *vectors, False, 0.0, eps)[0]
+        return made
     found, unused = torch.empty_like(x), mean.new_empty(0)
     for part, into, *vectors in _batches(mean, (weight, bias, mean, var), x, found):
         aten.native_batch_norm.out(part, *vectors, False, 0.0, eps, out=into, save_mean=unused, save_invstd=unused)
@@ -132,8 +148,8 @@ def _affine(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor |
 
 def _sums(y: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """For each channel (of each sample) the sums of y and of y (x - mean) / sqrt(var + eps), in one pass."""
-    x = x.contiguous(memory_format=_format(x))
-    y = y.contiguous(memory_format=_format(x))
+    x = _as_kernels_take(x)
+    y = _as_kernels_take(y, x)
     found = [
         aten.native_batch_norm_backward(up, part, *vectors, None, None, False, eps, [False, True, True])[1:]
         for up, part, *vectors in _batches(mean, (weight, mean, var), y, x)
@@ -157,7 +173,7 @@ def _moments(x: Tensor, shift: Tensor | None) -> Tensor:
 
 def _sample_moments(x: Tensor, shift: Tensor | None) -> Tensor:
     """As `_moments`, by PyTorch's kernel for GroupNorm, with a channel to a group: it takes a third of the time."""
-    part = x.to(wide(x.dtype)).contiguous(memory_format=_format(x))
+    part = _as_kernels_take(x.to(wide(x.dtype)), x)
     samples, channels = part.shape[:2]
     count = math.prod(part.shape[2:])
     if part.is_contiguous():
@@ -232,7 +248,7 @@ def _part_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, parts: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     like = x.new_empty(x.shape[2], dtype=wide(x.dtype))
-    factor, addend = _factor(weight, like), None if bias is None else bias.to(like.dtype)
+    factor, addend = _dense(_factor(weight, like)), None if bias is None else _dense(bias.to(like.dtype))
     each: list[tuple[Tensor, ...]] = []
     for part in x.unbind():
         part = _as_kernels_take(part)
@@ -247,11 +263,12 @@ def _part_norm_backward(
     y: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias from that of the result; those of the vectors are sums over the parts."""
-    factor = _factor(weight, rstd)
+    factor = _dense(_factor(weight, rstd))
     each: list[tuple[Tensor, ...]] = []
     for slopes, part, *kept in zip(y.unbind(), x.unbind(), mean.unbind(), rstd.unbind(), strict=True):
         part = _as_kernels_take(part)
-        slopes = slopes.contiguous(memory_format=_format(part))
+        slopes = _as_kernels_take(slopes, part)
+        kept = [vector.contiguous() for vector in kept]
         each.append(
             aten.native_batch_norm_backward(slopes, part, factor, None, None, *kept, True, eps, [True, True, True])
         )
@@ -265,10 +282,6 @@ def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
         return parts[0].unsqueeze(0)
     whole: Tensor = torch.cat(parts)
     return whole.view(len(parts), -1, *whole.shape[1:])
-
-
-def _as_kernels_take(part: Tensor) -> Tensor:
-    return part if part.is_contiguous() else part.contiguous(memory_format=_format(part))
 
 
 for _name, _function in (

@@ -112,6 +112,18 @@ def test_a_norm_of_three_samples_that_no_axis_divides(norm, mesh):
         torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-9)
 
 
+def test_statistics_and_weights_that_are_slices_with_steps():
+    """PyTorch's kernels read vectors as if they were dense."""
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        mean, weight, bias = w[0, ::4, 0, 0].detach(), w[1, ::4, 0, 0], w[2, ::4, 0, 0]
+        var = (w * w + 0.5)[0, ::4, 0, 0].detach()
+        return F.batch_norm(x.movedim(-1, 1), mean, var, weight, bias)
+
+    check(f, mesh={"x": 2})
+    check(f, mesh={"x": 2}, in_strategy={"x": ("x", None, None, None)})
+
+
 def ranks() -> None:
     pw.reset_auto_parallel_context()
     for kernel, trip in (("group_norm", "channels last"), ("layer_norm", "windows"), ("max_pool2d", "memory format")):
