@@ -83,6 +83,6 @@ def _call(fn: Callable[..., Any], structure: Any, views: Sequence[View | None], 
         own = [view.view(x) if view else x for view, x in zip(views, stored, strict=True)]
         args, kwargs = structure.build(own)
         outputs = flatten(fn(*args, **kwargs))[0]
-        return [reversed_dims(o) if transposed and o.layout is torch.strided else o for o in outputs]
+        return [reversed_dims(o) if transposed and o.layout is torch.strided and o.dim() > 1 else o for o in outputs]
 
     return call
