@@ -183,6 +183,10 @@ def _exported(
             with _prepared(fn, example), _quiet():
                 traced = torch.export.export(flat, example, strict=False)
                 _check_writes(traced.graph_module, fn)
+                if answering is not None and answering.is_drawn_from(traced.graph):
+                    raise CaptureError(
+                        f"{name_of(fn)} computes with random numbers that decide its course, too; draw others for that"
+                    )
                 exported = write_out(_without_questions(traced))
     except PartwayError:
         raise

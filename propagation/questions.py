@@ -20,7 +20,7 @@ from enum import IntEnum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .graph import Role
 from .torch_internals import FakeTensor, OpOverload, TorchDispatchMode, tree_flatten, tree_map, without_modes
@@ -128,6 +128,7 @@ class Answering(TorchDispatchMode):
         self.asked: list[tuple[Question, Answer]] = []
         self.unanswered: str | None = None
         self.drew = False  # whether answers advanced the random generator
+        self._drawn: set[int] = set()  # the memory of the random numbers that answers follow from
         self.level, self._values, self._may_draw, self._line = level, values, may_draw, line
         self._tape: list[tuple[Any, Any, Any, Any]] = []
         self._known: dict[int, tuple[Leaf, Tensor]] = {}
@@ -209,7 +210,22 @@ class Answering(TorchDispatchMode):
         if any(memories.count(memory) > 1 for memory in written):
             raise Unanswered("are written to through a view")
         found = tuple((leaf, slots[id(t)], _memory(t) in written) for leaf, t in leaves)
-        return Question(found, tuple(steps), any(_draws(step.operator) for step in steps), self._line())
+        draws = {_memory(t) for func, _, _, result in entries if _draws(func) for t in _tensors(result)}
+        if draws & self._drawn:
+            raise Unanswered("follow from random numbers that were asked before; draw others for each question")
+        self._drawn |= draws
+        return Question(found, tuple(steps), bool(draws), self._line())
+
+    def is_drawn_from(self, graph: fx.Graph) -> bool:
+        """Whether the results of the traced `graph` follow from random numbers that answers follow from: in a call the
+        graph would draw others."""
+        needed: set[int] = set()
+        for node in reversed(graph.nodes):
+            memory = {_memory(t) for t in _tensors(node.meta.get("val"))}
+            written = _written(node.target, *fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val")))
+            if node.op == "output" or memory & needed or any(_memory(t) in needed for t in written):
+                needed.update(_memory(t) for operand in node.all_input_nodes for t in _tensors(operand.meta.get("val")))
+        return not needed.isdisjoint(self._drawn)
 
     def _leaf(self, tensor: Tensor) -> tuple[Leaf, Tensor]:
         if id(tensor) not in self._known:

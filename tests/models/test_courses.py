@@ -222,6 +222,38 @@ def test_layers_that_a_random_number_drops_are_those_of_one_device() -> None:
     torch.testing.assert_close([f(x) for _ in range(12)], expected, rtol=0, atol=0)
 
 
+def computes_with_them(x: Tensor) -> Tensor:
+    drawn = torch.rand([])
+    return x / drawn if drawn < 0.5 else x
+
+
+def asks_twice(x: Tensor) -> Tensor:
+    drawn = torch.rand(2)
+    if drawn[0] < 0.5:
+        x = x * 2
+    return x * 3 if drawn[0] >= 0.5 else x
+
+
+def draws_in_place(x: Tensor) -> Tensor:
+    drawn = torch.empty(2).uniform_()
+    x = x * 2 if drawn[0] < 2 else x
+    return x * drawn[1]
+
+
+@pytest.mark.parametrize(
+    ("fn", "why"),
+    [
+        (computes_with_them, "computes with random numbers that decide its course"),
+        (draws_in_place, "computes with random numbers that decide its course"),
+        (asks_twice, "follow from random numbers that were asked before"),
+    ],
+)
+def test_random_numbers_that_decide_and_are_used_again_are_refused(fn: Any, why: str) -> None:
+    torch.manual_seed(0)  # draws 0.496
+    with pytest.raises(pw.CaptureError, match=why):
+        pw.shard(fn, mesh=MESH)(torch.ones(8, 3))
+
+
 def test_random_courses_of_torchs_own_numbers_are_refused() -> None:
     pw.set_auto_parallel_context(random_numbers="torch")
     with pytest.raises(pw.CaptureError, match="follow from random numbers"):
