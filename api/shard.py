@@ -129,10 +129,11 @@ class ShardedFunction:
 
     def __reduce__(self) -> Any:
         """Functions are pickled by name, and so is one that `shard` decorated."""
+        path: str = getattr(self, "__qualname__", "")  # that of the function
         found: Any = sys.modules.get(self.__module__)
-        for name in self.__qualname__.split("."):
+        for name in path.split("."):
             found = getattr(found, name, None)
-        return self.__qualname__ if found is self else (ShardedFunction, (self._engine.fn, self._engine.request))
+        return path if found is self else (ShardedFunction, (self._engine.fn, self._engine.request))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
@@ -161,7 +162,8 @@ class ShardedModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A module is pickled, and copied, with what was said of it; another plans anew."""
-        make, args, *rest = super().__reduce_ex__(protocol)  # type: ignore[misc]
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, args, *rest = reduced
         if args[:1] != (type(self),):
             raise RuntimeStateError(
                 f"{type(self).__name__} is pickled and copied by a __reduce__ of its own, which knows no shard; "
@@ -252,7 +254,7 @@ def _sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     return type(cls.__name__, (ShardedModule, cls), body)
 
 
-def _remade(make: Callable[..., Any], kind: type[torch.nn.Module], *args: Any) -> Any:
+def _remade(make: Callable[..., Any], kind: Any, *args: Any) -> Any:
     """An empty sharded module of the class `kind`, for its state to be put in."""
     module = make(kind, *args)
     module.__class__ = _sharded_class(kind)

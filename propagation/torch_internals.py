@@ -146,7 +146,7 @@ def _generators_left_alone() -> Iterator[None]:
         return contextlib.nullcontext() if threading.get_ident() == thread else found
 
     with afterwards(lambda: setattr(aot_autograd, "preserve_rng_state", plain)):
-        aot_autograd.preserve_rng_state = preserve
+        setattr(aot_autograd, "preserve_rng_state", preserve)  # noqa: B010 - a name that its module does not export
         yield
 
 

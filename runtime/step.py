@@ -467,9 +467,10 @@ def _retains_graph() -> bool:
     probe = _keeper(())
     probe.maybe_clear_saved_tensors()
     try:
-        return probe.saved_tensors == ()
-    except RuntimeError:
+        _ = probe.saved_tensors
+    except RuntimeError:  # freed
         return False
+    return True
 
 
 def _check_unchanged(placed: Sequence[PlacedPort], primals: Sequence[Tensor | None], versions: Sequence[int]) -> None:
