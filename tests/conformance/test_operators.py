@@ -19,6 +19,9 @@ def test_operators_are_right_and_as_sharded_as_the_page_says():
     assert {name: result.status for name, result in found.items()} == {name: said[name] for name in SLICE}
 
 
+DOUBLE = (torch.float64,)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3 * 3600)
 def test_all_operators_are_right_and_as_sharded_as_the_page_says():
@@ -28,6 +31,23 @@ def test_all_operators_are_right_and_as_sharded_as_the_page_says():
     found = {result.name: result for result in operators.examine_all(names)}
     assert {name: result.problems for name, result in found.items() if result.problems} == {}
     assert {name: result.status for name, result in found.items()} == said
+
+
+@pytest.mark.parametrize("over", [operators.Ranks.ONE, operators.Ranks.NONE])
+def test_operators_are_right_on_ranks_of_one_element_or_of_none(over):
+    known = operators.entries(DOUBLE)
+    names = "cross", "expand", "linalg.solve", "nn.functional.conv1d", "squeeze", "squeeze.multiple"
+    found = operators.examine([known[name] for name in names], 2, DOUBLE, over, 0)
+    assert {result.name: result.problems for result in found if result.problems} == {}
+    assert all(result.kept for result in found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * 3600)
+@pytest.mark.parametrize("over", [operators.Ranks.ONE, operators.Ranks.NONE])
+def test_all_operators_are_right_on_ranks_of_one_element_or_of_none(over):
+    found = list(operators.examine_all(list(operators.entries(DOUBLE)), 4, dtypes=DOUBLE, over=over, strided=0))
+    assert {result.name: result.problems for result in found if result.problems} == {}
 
 
 OTHER_DTYPES = torch.complex128, torch.int64, torch.bool
