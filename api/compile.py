@@ -41,6 +41,7 @@ from partway.propagation.differentiate import Step, differentiate, scale_paramet
 from partway.propagation.eliminate import Solution
 from partway.propagation.explain import Alternatives, outcome
 from partway.propagation.graph import Graph, differentiated, verify
+from partway.propagation.hooks import none_of_all_modules
 from partway.propagation.lower import LocalProgram, lower, verify_program
 from partway.propagation.plan import Plan, make_plan
 from partway.propagation.precision import reduce_in_float32
@@ -154,7 +155,7 @@ class Compiled:
         planned = differentiated(self.graph)
         if any(wanted) and wanted != planned and all(map(operator.le, wanted, planned)):
             return of_outputs(self._step(planned), wanted)
-        with _own_saved_tensors(), uncollected():
+        with _own_saved_tensors(), uncollected(), none_of_all_modules():
             step: Step = differentiate(self.local, wanted)
             weights = gathered_weights(step) if self.local.regather else frozenset()
             step = recompute(step, checkpointed(step) | weights)
@@ -241,8 +242,9 @@ def compile_call(
     with _own_saved_tensors(), constrained_modules(fn, request), afterwards(effects.finish):
         graph = capture(fn, args, kwargs, context.batch_norm_parts, context.random_numbers, every, values, effects)
     effects.check(graph.constants)
-    if effects.kept or not state.holds():  # hooks may have been added
-        state = State(fn, kept=effects.kept)
+    looking = frozenset(graph.hooks.observers)
+    if effects.kept or looking or not state.holds():  # hooks may have been added
+        state = State(fn, looking, effects.kept)
     mode, profile = context.search_mode, device_profile(graph, request, context)
     given = _given_plan(graph, request.plans)
     own = {node.target: every[node.target] for node in graph.nodes if node.target in every}
@@ -279,13 +281,17 @@ def compile_call(
 
     def make() -> Planned:
         found = find()
-        with uncollected():
+        with uncollected(), none_of_all_modules():
             local = lower(found.problem, found.solution.choice)
             plan = make_plan(found.problem, found.solution, local, mode, found.annotations.written)
         return Planned(local, plan, found.annotations.parts)
 
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
-    folder = cache_folder(context.compile_cache_path) if context.enable_compile_cache and not verifies else None
+    folder = (
+        cache_folder(context.compile_cache_path)
+        if context.enable_compile_cache and not verifies and not graph.hooks.made
+        else None
+    )
     entry = Entry(
         graph, folder, name_of(fn), request, _set(context), _set(algo), processes, settled, placed,
         profile.model_dump(), text_of(own), *(plan.model_dump_json() for plan in (saved, given) if plan),

@@ -32,6 +32,7 @@ from partway.planning import planning, wait_for_planning
 from partway.propagation.afterwards import afterwards
 from partway.propagation.capture import capturing, state_of
 from partway.propagation.graph import Role
+from partway.propagation.hooks import rest_outside
 from partway.propagation.plan import Plan
 from partway.propagation.random_numbers import RandomNumbers
 from partway.propagation.structure import Call, check_call, flatten, flatten_call, name_of
@@ -248,6 +249,8 @@ def _sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
         if torch.compiler.is_dynamo_compiling():
             return _uncompiled(self, args, kwargs)
         wait_for_planning()  # here, since while another thread plans nn.Module.__call__ is a tracer's
+        if self._forward_pre_hooks:
+            rest_outside(self._forward_pre_hooks, not _stands_alone(current()))
         return cls.__call__(self, *args, **kwargs)
 
     body = {"forward": forward, "__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partway.propagation.hooks import Noted
 from partway.propagation.structure import Same, flatten, name_of
 from partway.propagation.torch_internals import module_hooks
 from partway.strategy import CaptureError
@@ -302,8 +303,7 @@ class State:
                 place = f"buffer {path}.{name}" if path else f"buffer {name}"
                 facts[place] = None if buffer is None else (tuple(buffer.shape), buffer.dtype, buffer.device)
         for i, (where, kind, store) in enumerate(module_hooks(self._root(modules))):
-            hooks = [hook for hook in store.values() if id(hook) not in self.observers]
-            facts[f"{kind} of {where or 'all modules'} ({i})"] = tuple(Same(hook) for hook in hooks), len(store)
+            facts[f"{kind} hooks of {where or 'all modules'} ({i})"] = tuple(map(Same, store.values()))
         for label, store, key in found.items:
             fact = _kept_fact if label in self.kept else _fact
             facts[_free(facts, label)] = fact(store[key])
@@ -409,6 +409,10 @@ class Effects:
         """The capture is over, of which torch.export leaves copies of lists and dicts in place of those that were."""
         self._outside.restore()
 
+    def noted(self) -> Noted:
+        """What Python holds now."""
+        return _Before(self._fn, self._state.reached)
+
     @property
     def kept(self) -> frozenset[str]:
         """The names of the places in which it leaves tensors."""
@@ -472,6 +476,10 @@ class _Before:
         for label, container, copy in self._containers:
             if not _holds_same(container, copy):
                 yield Write(label, functools.partial(_refill, container), _copy(container))
+
+    def left(self) -> list[Any]:
+        """What has been put somewhere since."""
+        return [write.value for write in self.writes()]
 
     def restore(self) -> None:
         """Make everything what it was."""

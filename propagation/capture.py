@@ -67,6 +67,7 @@ from .graph import (
     value,
     verify,
 )
+from .hooks import Hooks, Noted
 from .numbers import numbers_as_tensors
 from .questions import ASKING, Answering, Asked, Leaf, Values
 from .random_numbers import RandomNumbers
@@ -99,6 +100,9 @@ class Effects(Protocol):
     def abort(self) -> None:
         """The function was left by an error."""
 
+    def noted(self) -> Noted:
+        """What Python holds now."""
+
 
 class _NoEffects:
     """Nothing is noted."""
@@ -109,7 +113,13 @@ class _NoEffects:
     def end(self) -> list[Any]:
         return []
 
-    abort = begin
+    abort = restore = begin
+
+    def noted(self) -> Noted:
+        return self
+
+    def left(self) -> list[Any]:
+        return []
 
 
 def capturing() -> bool:
@@ -136,14 +146,16 @@ def capture(
     may_draw, here = random_numbers is not RandomNumbers.TORCH, lambda: _callers_line(traceback.extract_stack(), fn)
     undecided: _Undecided | None = None
     for level in Asked if values else (Asked.NOTHING,):
+        noting = effects or _NoEffects()
+        hooks = Hooks(noting.noted)
         answering = Answering(level, values, may_draw, here) if values and level is not Asked.NOTHING else None
         try:
             with _drawing_nothing(answering):
-                exported, result = _exported(fn, call, answering, effects or _NoEffects())
+                exported, result = _exported(fn, call, answering, noting, hooks)
         except _Undecided as error:
             undecided = error
             continue
-        graph = _graph(exported, call, result, fn, expanded)
+        graph = _graph(exported, call, result, fn, expanded, hooks)
         _warn_of_updates(graph)
         return verify(_check_dtypes(replace(graph, asked=tuple(answering.asked) if answering else ())))
     assert undecided is not None
@@ -164,13 +176,13 @@ class _Undecided(Exception):
 
 
 def _exported(
-    fn: Callable[..., Any], call: Call, answering: Answering | None, effects: Effects
+    fn: Callable[..., Any], call: Call, answering: Answering | None, effects: Effects, hooks: Hooks
 ) -> tuple[torch.export.ExportedProgram, tuple[Structure, Structure]]:
     """What torch.export makes of a call, functional and checked, and the structures of its result and of what it leaves
     behind."""
     seen: list[tuple[Structure, Structure]] = []
     outside = _Outside()
-    flat = _Flat(_with_source_lines(fn), call, seen, outside, answering, effects)
+    flat = _Flat(_with_source_lines(fn), call, seen, outside, answering, effects, hooks)
     example = tuple(t.detach().requires_grad_(t.requires_grad) for t in call.tensors)
     before = _capturing.get()
     try:
@@ -180,7 +192,7 @@ def _exported(
         ):  # fmt: skip
             _capturing.set(True)
             warnings.simplefilter("ignore")
-            with _prepared(fn, example), _quiet():
+            with hooks.of(fn), _prepared(fn, example), _quiet():
                 traced = torch.export.export(flat, example, strict=False)
                 _check_writes(traced.graph_module, fn)
                 if answering is not None and answering.is_drawn_from(traced.graph):
@@ -621,9 +633,10 @@ class _Flat(torch.nn.Module):
 
     def __init__(
         self, fn: Callable[..., Any], call: Call, seen: list[tuple[Structure, Structure]], outside: _Outside,
-        answering: Answering | None, effects: Effects,
+        answering: Answering | None, effects: Effects, hooks: Hooks,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.hooks = hooks
         self.outside = outside
         self.answering = answering
         self.fn = fn
@@ -638,7 +651,7 @@ class _Flat(torch.nn.Module):
         sized = Sized() if numbers else contextlib.nullcontext()
         self.begin()
         try:
-            with self.outside, _Regions(), _WithoutGradients(), _Traceable(), sized, answering:
+            with self.outside, _Regions(), _WithoutGradients(), _Traceable(), self.hooks, sized, answering:
                 results, structure = flatten(self.fn(*args, **kwargs))
             left, places = flatten(self.end())
         except BaseException:
@@ -817,9 +830,10 @@ def _kind(tensor: torch.Tensor) -> str:
 
 def _graph(
     exported: torch.export.ExportedProgram, call: Call, seen: tuple[Structure, Structure], fn: Callable[..., Any],
-    expanded: Callable[[fx.GraphModule], dict[fx.Node, fx.Node]],
+    expanded: Callable[[fx.GraphModule], dict[fx.Node, fx.Node]], hooks: Hooks,
 ) -> Graph:  # fmt: skip
     module = fx.GraphModule(exported.graph_module, exported.graph)
+    hooks.place(module)
     placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
     ports: list[Port] = []
     aliases: dict[str, str] = {}
@@ -869,8 +883,9 @@ def _graph(
     outputs += _unseen_updates(module, expanded(module), ports, outputs)
     absorb(module)
     prune(module)
+    hooks.check(module)
     final = next(node for node in module.graph.nodes if node.op == "output").args[0]
-    graph = Graph(module, tuple(ports), (), result, aliases, constants, device, left=left)
+    graph = Graph(module, tuple(ports), (), result, aliases, constants, device, left=left, hooks=hooks)
     needs = graph.differentiable
     renewed = tuple(
         Port(node, port.role, port.name, requires_grad=port.role is not Role.BUFFER_UPDATE and source_of(node) in needs)

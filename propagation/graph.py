@@ -70,7 +70,7 @@ class Graph:
     """A captured function. `aliases` maps the other names of a tied parameter to the one that is an input;
     `device` is the type of device of the call's tensors ("meta" ones are planned as on the CPU);
     `asked` is what the function asked of values in its course, with the answers of this one; `left` is like `result`,
-    of what the function leaves behind."""
+    of what the function leaves behind; `hooks` are those that it calls (hooks.py)."""
 
     module: fx.GraphModule
     inputs: tuple[Port, ...]
@@ -81,6 +81,7 @@ class Graph:
     device: str = "cpu"
     asked: tuple[tuple[Question, bool | int], ...] = ()
     left: Structure | None = None
+    hooks: Any = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:

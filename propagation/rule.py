@@ -65,6 +65,7 @@ class Rule:
     fill                where a slice is short, what operands have behind its end (None: whatever is there), for an
                         operator that might make no number of it, or whose derivative might be none
     masks               `local` sees by itself to what is behind the ends of slices that are summed
+    whole_gradients     gradients have to be whole on every rank, not addends: what is whole is Replicate
     """
 
     operands: tuple[Dims, ...]
@@ -80,6 +81,7 @@ class Rule:
     even: frozenset[str] = frozenset()
     fill: float | None = None
     masks: bool = False
+    whole_gradients: bool = False
 
     @property
     def uneven(self) -> frozenset[str]:
@@ -235,7 +237,7 @@ def axis_options(rule: Rule) -> tuple[AxisOption, ...]:
     options = [_split(rule, factor) for factor in rule.sizes if rule.sizes[factor] > 1]
     count, results = len(rule.operands), len(rule.results)
     options.append(AxisOption(None, (REPLICATE,) * count, (REPLICATE,) * results))
-    if count:
+    if count and not rule.whole_gradients:
         options.append(AxisOption(None, (BROADCAST,) * count, (BROADCAST,) * results))
     for together in rule.linear:
         placed = tuple(PARTIAL if i in together else BROADCAST for i in range(count))

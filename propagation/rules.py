@@ -34,6 +34,7 @@ from .custom import Rows, own_rule
 from .fourier import FOURIER
 from .graph import argument, argument_names, draws_random_numbers, is_tensor, operands, shape, value
 from .grouped import grouped_mm
+from .hooks import hooked, observed
 from .indexing import class_terms, part_index, wide
 from .lookups import LOOKUPS, whole
 from .matrices import MATRICES
@@ -134,6 +135,11 @@ def _pair(node: fx.Node) -> Rule:
     (x,) = operands(node)
     letters = _letters(shape(x))
     return Rule((letters,), (letters,) * len(value(node)), _sizes(letters, shape(x)), fill=1.0)
+
+
+def _hooked(node: fx.Node) -> Rule:
+    """What Python sees: whole tensors, with whole gradients."""
+    return replace(whole(node), whole_gradients=True)
 
 
 def _scalar_linear(node: fx.Node) -> Rule | None:
@@ -714,8 +720,10 @@ RULES: dict[Any, Row | Function] = {
     class_terms: _class_terms,
     constrain: _UNARY_LINEAR,
     draw: _draw,
+    hooked: _hooked,
     moments: _moments,
     normalise: _normalise,
+    observed: _hooked,
     padded_convolution: convolution,
     part_norm: _part_norm,
     sample_moments: _sample_moments,

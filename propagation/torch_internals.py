@@ -89,6 +89,12 @@ def global_hooks(kind: str) -> dict[int, Any]:
     return found
 
 
+def hook_flags(module: torch.nn.Module, kind: str) -> dict[int, bool]:
+    """Which hooks of a module take keyword arguments too, by the ids of their handles."""
+    found: dict[int, bool] = getattr(module, f"_{kind}_hooks_with_kwargs")
+    return found
+
+
 def module_hooks(fn: Any) -> list[tuple[str, str, dict[int, Any]]]:
     """Where the hooks of all modules are, and those of the modules inside `fn`: for each store the path of its module
     ("" for all modules), the kind, and the hooks by the ids of their handles."""
@@ -171,6 +177,7 @@ __all__ = [
     "decompose",
     "defined_by",
     "global_hooks",
+    "hook_flags",
     "is_composite",
     "is_transformed",
     "make_fx",

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from ..propagation.collectives import convert, convert_group, kind_of
 from ..propagation.differentiate import returned_by
 from ..propagation.graph import Text, draws_random_numbers
+from ..propagation.hooks import HOOKS
 from ..propagation.indexing import position
 from ..propagation.torch_internals import FakeTensorMode
 from ..strategy.placement import Kind
@@ -95,6 +96,8 @@ def _stretches(order: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
 
 def _may_join(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target in (convert, convert_group, position) or draws_random_numbers(node):
+        return False
+    if node.target in HOOKS:
         return False
     return node.target is not operator.getitem or _may_join(node.all_input_nodes[0])
 

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from ..propagation.batch_norm import OWN_MEMORY
 from ..propagation.collectives import convert, convert_group, payload_bytes
 from ..propagation.graph import draws_random_numbers
+from ..propagation.hooks import calls_hook
 from ..propagation.indexing import position
 from ..propagation.random_numbers import draw
 from ..propagation.torch_internals import OpOverload, makes_memory
@@ -77,7 +78,7 @@ class Instruction:
     private      of that memory each simulated rank has its own: what is the same for several ranks they share
     conversion   what it is instead of a call
     along        or the axes of which it is the rank's position
-    once         it draws random numbers: every rank must see the same ones
+    once         it draws random numbers, of which every rank must see the same, or calls a person's hook
     """
 
     out: int
@@ -289,7 +290,7 @@ def assemble_code(module: fx.GraphModule, phase: str) -> Code:
         instructions.append(
             Instruction(
                 slots[node], operands, text, in_place, private, _conversion(node, phase),
-                node.op == "call_function" and draws_random_numbers(node), node.name, _along(node),
+                _runs_once(node), node.name, _along(node),
             )
         )  # fmt: skip
     outputs = tuple(slots[o] if isinstance(o, fx.Node) else None for o in returned)
@@ -467,12 +468,17 @@ def _owner(node: Any, reader: fx.Node) -> fx.Node | None:
     return None
 
 
+def _runs_once(node: fx.Node) -> bool:
+    """Whether one rank computes what a call gives for all."""
+    return node.op == "call_function" and (draws_random_numbers(node) or calls_hook(node))
+
+
 def _is_private(owner: fx.Node | None) -> bool:
     """Whether each rank runs what has made this memory: neither the ranks of a group together nor one for all."""
     if owner is None:
         return False
     maker = _maker(owner)
-    together = maker.target in (convert, convert_group) or draws_random_numbers(maker)
+    together = maker.target in (convert, convert_group) or _runs_once(maker)
     return bool(maker.all_input_nodes) and not together
 
 

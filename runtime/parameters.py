@@ -25,6 +25,7 @@ from ..strategy.mesh import Mesh
 from ..strategy.notation import to_dtensor
 from .execute import device_mesh
 from .slices import part_of
+from .torch_internals import give_hooks, take_hooks
 
 
 def distribute(module: nn.Module) -> None:
@@ -48,7 +49,8 @@ def distribute(module: nn.Module) -> None:
         for name, held in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if id(held) in new:
                 setattr(owner, name, new[id(held)])
-    for name, held in old.values():
+    for key, (name, held) in old.items():
+        give_hooks(new[key], take_hooks(held))
         if held.requires_grad:
             held.register_hook(_refusal(name))
 
@@ -76,7 +78,7 @@ def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
         if held.device_mesh == device_mesh(layout.mesh) and held.placements == to_dtensor(layout):
             continue
         try:
-            torch.utils.swap_tensors(parameters[name], _parameter(parameters[name], layout))
+            _swap(parameters[name], _parameter(parameters[name], layout))
         except RuntimeError as error:
             raise RuntimeStateError(
                 f"parameter {name} cannot be split now, because something holds on to it; run backward() of what was "
@@ -103,7 +105,16 @@ def hold(module: nn.Module, name: str, part: Tensor) -> None:
     new = nn.Parameter(held, requires_grad=parameter.requires_grad)
     for key, value in vars(parameter).items():
         setattr(new, key, value)
-    torch.utils.swap_tensors(parameter, new)
+    _swap(parameter, new)
+
+
+def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:
+    """Make `parameter` what `new` is; its hooks stay with it. (PyTorch leaves what runs them with the old tensor.)"""
+    hooks = take_hooks(parameter)
+    try:
+        torch.utils.swap_tensors(parameter, new)
+    finally:
+        give_hooks(parameter, hooks)
 
 
 def _parameter(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:

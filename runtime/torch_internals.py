@@ -4,6 +4,8 @@ Each name, and why:
 
     torch.distributed.distributed_c10d._coalescing_manager   several collectives as one; no public name does so without
                                                              a copy
+    Tensor._backward_hooks, _post_accumulate_grad_hooks      the hooks of a tensor, which handles refer to; no public
+                                                             name moves them to another tensor
     torch._inductor.compile                                  takes a graph of ATen operators without tracing it again or
                                                              guarding it, which `torch.compile` does on every call
     torch.autograd.forward_ad._current_level                 whether tensors may have tangents: to ask each of them on
@@ -22,7 +24,23 @@ from torch import Tensor, fx
 from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 
-__all__ = ["coalescing_manager", "forward_level", "inductor"]
+__all__ = ["coalescing_manager", "forward_level", "give_hooks", "inductor", "take_hooks"]
+
+Hooks = tuple[Any, Any]
+
+
+def take_hooks(tensor: Tensor) -> Hooks:
+    """The hooks of `tensor`, which has none afterwards."""
+    held: Any = tensor
+    found = held._backward_hooks, held._post_accumulate_grad_hooks
+    held._backward_hooks = held._post_accumulate_grad_hooks = None
+    return found
+
+
+def give_hooks(tensor: Tensor, hooks: Hooks) -> None:
+    """Give `tensor`, which has none, the `hooks` of another; their handles are good for it."""
+    held: Any = tensor
+    held._backward_hooks, held._post_accumulate_grad_hooks = hooks
 
 
 def forward_level() -> int:
