@@ -74,18 +74,23 @@ def entangled(program: LocalProgram) -> list[set[int]]:
     """For each output the outputs, itself among them, of which the backward needs what its own needs: they share an
     operator that keeps something for it. (A sum keeps nothing, nor does what rearranges.)"""
     graph = program.module.graph
-    needs = {
-        node
-        for node, placed in zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True)
-        if placed.port.requires_grad
-    }
-    keeping: dict[fx.Node, frozenset[fx.Node]] = {}  # what leads to a value and keeps something
+    placeholders = graph.find_nodes(op="placeholder")
+    needs = {n for n, placed in zip(placeholders, program.inputs, strict=True) if placed.port.requires_grad}
+    keeping = set()
     for node in calls_of(graph):
-        found = frozenset().union(*(keeping.get(operand, frozenset()) for operand in node.all_input_nodes))
         if any(operand in needs for operand in node.all_input_nodes):
             needs.add(node)
             if node.target not in _KEEPS_NOTHING and not rearranges(node):
-                found |= {node}
-        keeping[node] = found
-    ends = [keeping.get(node, frozenset()) for node in returned_by(graph)]
-    return [{j for j, other in enumerate(ends) if j == i or not own.isdisjoint(other)} for i, own in enumerate(ends)]
+                keeping.add(node)
+    leads_to: dict[fx.Node, int] = {}  # the outputs that a node leads to, a bit for each
+    for i, end in enumerate(returned_by(graph)):
+        leads_to[end] = leads_to.get(end, 0) | 1 << i
+    for node in reversed(calls_of(graph)):
+        for operand in node.all_input_nodes:
+            leads_to[operand] = leads_to.get(operand, 0) | leads_to.get(node, 0)
+    found = [{i} for i in range(len(program.outputs))]
+    for together in {leads_to.get(node, 0) for node in keeping}:
+        outputs = {i for i in range(len(found)) if together >> i & 1}
+        for i in outputs:
+            found[i] |= outputs
+    return found
