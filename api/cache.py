@@ -107,7 +107,7 @@ class Entry:
         self._graph, self._folder = graph, folder
         if folder is not None:
             self._limit = cache_limit()
-            text = "\n".join([_software(), *_text(graph), *map(repr, content)])
+            text = "\n".join([software(), *text_of_graph(graph), *map(repr, content)])
             self._digest = hashlib.sha256(text.encode()).hexdigest()
             self._derivable = not any(map(_is_foreign, graph.nodes))
 
@@ -186,7 +186,7 @@ def _prune(folder: Path, limit: int) -> None:
 
 
 @functools.cache
-def _software() -> str:
+def software() -> str:
     """The version of PyTorch, and a digest of Partway's text."""
     digest = hashlib.sha256()
     for module in (partway, strategy, propagation, fusion, runtime):  # an editable install has them in several folders
@@ -196,7 +196,7 @@ def _software() -> str:
     return f"torch {torch.__version__}, partway {digest.hexdigest()}"
 
 
-def _text(graph: Graph) -> list[str]:
+def text_of_graph(graph: Graph) -> list[str]:
     """All that a plan and a program read of a graph."""
     lines = [f"{graph.device} {graph.aliases}"]
     lines += [

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from partway.context import DatasetMode, ParallelContext
+from partway.alike import SEED, asked, draws, modes, of_plan, options, versions
+from partway.annotate import Request, dataset_was_set
+from partway.compile import Compiled
+from partway.context import DatasetMode, ParallelContext, current_algo
 from partway.dtensors import drop_hooks, is_dtensor, plain
 from partway.propagation.graph import Role
 from partway.propagation.lower import PlacedPort
-from partway.propagation.structure import Call
+from partway.propagation.structure import Call, name_of
+from partway.runtime.agreement import Fact, agreement, facts_of, gathered
 from partway.runtime.parameters import hold
 from partway.runtime.process import get_group_size, get_rank, init, launched
 from partway.runtime.simulate import Simulator
 from partway.runtime.step import Executor
-from partway.strategy import Layout, Mesh, Replicate, StrategyError
+from partway.strategy import Layout, Mesh, Problem, Replicate, RuntimeStateError, StrategyError, raise_problems
 
 Change = Callable[[Tensor], Tensor]
+T = TypeVar("T")
 
 
 class Placing(Protocol):
@@ -33,11 +38,23 @@ class Placing(Protocol):
     def executor(self, mesh: Mesh) -> Executor:
         """What runs a step on `mesh`."""
 
-    def adopt(self, module: torch.nn.Module, context: ParallelContext, mesh: Mesh | None) -> None:
-        """A module was sharded, over `mesh` if one was given: before anyone asks for its parameters."""
+    def adopt(self, module: torch.nn.Module, context: ParallelContext, request: Request) -> None:
+        """A module was sharded, as `request` says: before anyone asks for its parameters."""
 
-    def whole_call(self, call: Call, context: ParallelContext, local: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call with tensors of their global shapes. `local`: a rank is given its part."""
+    def whole_call(
+        self, fn: Any, request: Request, call: Call, context: ParallelContext, local: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call of `fn`, the first like it, with tensors of their global shapes. `local`: a rank is
+        given its part."""
+
+    def planned(self, fn: Any, call: Call, local: bool, plan: Callable[[], Compiled]) -> Compiled:
+        """What `plan` makes of the call; where there are several processes, all have made the same."""
+
+    def same(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
+        """What `make` makes for `purpose`, later; where there are several processes, its `text` is the same on all."""
+
+    def given(self, fn: Any, local: bool) -> Callable[[Sequence[Tensor]], None] | None:
+        """What is to be told of the tensors of every call of `fn`, if anything is."""
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         """A plan gave parameters their layouts at rest: put them there."""
@@ -71,12 +88,23 @@ class Simulated:
     def executor(self, mesh: Mesh) -> Executor:
         return _simulator(mesh)
 
-    def adopt(self, module: torch.nn.Module, context: ParallelContext, mesh: Mesh | None) -> None:
+    def adopt(self, module: torch.nn.Module, context: ParallelContext, request: Request) -> None:
         return None
 
-    def whole_call(self, call: Call, context: ParallelContext, local: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def whole_call(
+        self, fn: Any, request: Request, call: Call, context: ParallelContext, local: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = call.structure.build(list(call.tensors))
         return args, kwargs
+
+    def planned(self, fn: Any, call: Call, local: bool, plan: Callable[[], Compiled]) -> Compiled:
+        return plan()
+
+    def same(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
+        return make()
+
+    def given(self, fn: Any, local: bool) -> Callable[[Sequence[Tensor]], None] | None:
+        return None
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         return None
@@ -117,45 +145,81 @@ class Launched:
 
         return Worker(mesh)
 
-    def adopt(self, module: torch.nn.Module, context: ParallelContext, mesh: Mesh | None) -> None:
+    def adopt(self, module: torch.nn.Module, context: ParallelContext, request: Request) -> None:
         """Parameters become DTensors now, whole on every rank, so that an optimizer made next holds the objects that
         stay; the first plan splits them in place."""
         from torch.distributed.tensor import DTensor
 
-        from partway.runtime.execute import broadcast, check_agreement, generators, share_generators
+        from partway.runtime.execute import broadcast, generators, share_generators
         from partway.runtime.parameters import distribute
         from partway.strategy.torch_mesh import check_ranks
 
-        if mesh is not None:
-            check_ranks(mesh, self.processes)
-        held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        # those of a module inside that was sharded before agree already
-        named = {name: t for name, t in held.items() if not isinstance(t, DTensor) and not t.is_meta}
+        with agreement(f"shard {name_of(module)}") as facts:
+            if request.own_mesh is not None:
+                check_ranks(request.own_mesh, self.processes)
+            held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            # those of a module inside that was sharded before agree already
+            named = {name: t for name, t in held.items() if not isinstance(t, DTensor) and not t.is_meta}
+            facts += [*versions(), *asked(request), *options(context, current_algo())]
+            if context.parameter_broadcast:  # only the values may differ
+                shapes = "\n".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in named.items())
+                facts.append(Fact("what has to be broadcast", shapes, follows=1))
+            else:
+                facts += facts_of(named, "seed every rank alike, or set parameter_broadcast=True")
+                facts += facts_of(generators(), SEED, follows=2)
         if context.parameter_broadcast:
             broadcast([tensor.detach() for tensor in named.values()])
             share_generators()  # ranks whose parameters differ were seeded differently
-        else:
-            check_agreement(named)
-            check_agreement(generators(), "seed every rank alike with torch.manual_seed")
         distribute(module)
         drop_hooks(module)
 
-    def whole_call(self, call: Call, context: ParallelContext, local: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        from partway.runtime.execute import check_agreement
-
-        if not local:  # once for each plan: the other calls are not worth a collective
-            whole = {
-                f"input {name!r}": t for name, t in zip(call.names, call.tensors, strict=True) if not is_dtensor(t)
-            }
-            check_agreement(
-                whole, "give every rank the same whole batch, or set dataset_strategy where each has its own part"
-            )
+    def whole_call(
+        self, fn: Any, request: Request, call: Call, context: ParallelContext, local: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         tensors = [plain(tensor) for tensor in call.tensors]
+        named = dict(zip((f"input {name!r}" for name in call.names), call.tensors, strict=True))
+        with agreement(f"plan a call of {name_of(fn)}", _shapes(named)) as facts:
+            facts += [*versions(), *asked(request), *options(context, current_algo()), *modes(fn)]
+            facts.append(Fact("the arguments that are no tensors", call.structure.text()))
+            facts += [Fact(f"the gradient of {name}", _wanted(tensor)) for name, tensor in named.items()]
+            if local:
+                parts = _dataset_parts(tensors, context, self.processes)
+                facts += [Fact(name, f"{t.dtype} with {t.dim()} dims") for name, t in named.items()]
+            else:
+                whole = {name: t for name, t in named.items() if not is_dtensor(t)}
+                facts += facts_of(whole, _whole_fix(request, context))
+                facts += [Fact(name, _placed(t)) for name, t in named.items() if is_dtensor(t)]
         if local:
-            parts = _dataset_parts(tensors, context, self.processes)
-            tensors = [_enlarged(tensor, splits) for tensor, splits in zip(tensors, parts, strict=True)]
+            held = gathered(f"plan a call of {name_of(fn)}", [list(tensor.shape) for tensor in tensors])
+            shapes = whole_shapes(list(named), held, parts)
+            tensors = [_of_shape(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
         args, kwargs = call.structure.build(tensors)
         return args, kwargs
+
+    def planned(self, fn: Any, call: Call, local: bool, plan: Callable[[], Compiled]) -> Compiled:
+        from partway.runtime.execute import generators, process_group
+
+        with agreement(f"follow the plan of a call of {name_of(fn)}") as facts:
+            compiled = plan()
+            if local:
+                _check_parts(call, compiled)
+            facts += of_plan(compiled)
+            if draws(compiled):
+                facts += facts_of(generators(), SEED, follows=4)
+        for axes in dict.fromkeys(c.axes for c in compiled.program.collectives):
+            process_group(compiled.mesh, axes)  # all ranks are here
+        return compiled
+
+    def same(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
+        with agreement(purpose) as facts:
+            made = make()
+            facts.append(Fact("the program", text(made)))
+        return made
+
+    def given(self, fn: Any, local: bool) -> Callable[[Sequence[Tensor]], None] | None:
+        from partway.runtime.watch import watch
+
+        return None if local else functools.partial(watch().given, where=f"a call of {name_of(fn)}")
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         from partway.runtime.parameters import redistribute
@@ -215,8 +279,71 @@ def _dataset_parts(tensors: list[Tensor], context: ParallelContext, devices: int
     return list(value)
 
 
-def _enlarged(tensor: Tensor, splits: tuple[int, ...]) -> Tensor:
-    shape = [size * parts for size, parts in zip(tensor.shape, splits, strict=True)]
+def whole_shapes(
+    names: Sequence[str], held: Sequence[Sequence[Sequence[int]]], splits: Sequence[tuple[int, ...]]
+) -> list[tuple[int, ...]]:
+    """The shapes of the inputs `names` of which ranks hold parts of the shapes `held` (by rank), split into so many
+    parts along each dim. The last part may be shorter, as torch.chunk cuts. Raises StrategyError for other parts."""
+    problems, shapes = list[Problem](), []
+    for i, (name, counts) in enumerate(zip(names, splits, strict=True)):
+        shape = []
+        for dim, count in enumerate(counts):
+            sizes = [rank[i][dim] for rank in held]
+            full, short = max(sizes), min(sizes)
+            whole = full * (count - 1) + short
+            fits = full == short or sizes.count(short) * count == len(sizes) == (sizes.count(full) + sizes.count(short))
+            if not fits or (short < full and -(-whole // count) != full):
+                what = f"the ranks hold parts of sizes {', '.join(map(str, sizes))} of dim {dim}"
+                fix = (
+                    "give every rank as many, as a loader with drop_last=True does; only the last part may be shorter, "
+                    f"as torch.chunk cuts into {count} parts"
+                )
+                problems.append(Problem(name, what, fix))
+            shape.append(whole)
+        shapes.append(tuple(shape))
+    raise_problems("the parts that the ranks hold under dataset_strategy make no whole:", problems)
+    return shapes
+
+
+def _check_parts(call: Call, compiled: Compiled) -> None:
+    """Raise RuntimeStateError unless this rank holds the parts that the plan gives it."""
+    given = dict(zip(call.names, call.tensors, strict=True))
+    for placed in compiled.local.inputs:
+        tensor = given.get(placed.port.name) if placed.port.role is Role.INPUT else None
+        if tensor is None or is_dtensor(tensor):
+            continue
+        expected = tuple(s.stop - s.start for s in placed.layout.slices(placed.shape, get_rank()))
+        if tuple(tensor.shape) != expected:
+            raise RuntimeStateError(
+                f"rank {get_rank()} holds a part of shape {list(tensor.shape)} of input {placed.port.name!r}, of the "
+                f"shape {list(placed.shape)}; under {placed.layout} its part has the shape {list(expected)}"
+            )
+
+
+def _whole_fix(request: Request, context: ParallelContext) -> str:
+    if request.in_strategy is not None and dataset_was_set(context):
+        return (
+            "give every rank the same whole batch: where in_strategy says how inputs are split, dataset_strategy, by "
+            "which each rank has its own part, is not followed; leave out in_strategy"
+        )
+    return "give every rank the same whole batch, or set dataset_strategy where each has its own part"
+
+
+def _shapes(named: Mapping[str, Tensor]) -> str:
+    """What a call is given: " with input 'x' float32[8, 4]"."""
+    texts = [f"{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in named.items()]
+    return f" with {', '.join(texts[:4])}" + (" and others" if texts[4:] else "") if texts else ""
+
+
+def _wanted(tensor: Tensor) -> str:
+    return "is wanted" if tensor.requires_grad else "is not wanted"
+
+
+def _placed(tensor: Any) -> str:
+    return f"a DTensor {tensor.dtype}{list(tensor.shape)} {tensor.placements} on {tensor.device_mesh}"
+
+
+def _of_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
 
 

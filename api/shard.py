@@ -29,6 +29,7 @@ from partway.guard import Guard, autocast
 from partway.materialize import Init, check_materialized, materialize
 from partway.placing import Change, Placing, placing
 from partway.planning import planning, wait_for_planning
+from partway.propagation.accumulate import Accumulation
 from partway.propagation.afterwards import afterwards
 from partway.propagation.capture import capturing, state_of
 from partway.propagation.graph import Role
@@ -106,7 +107,7 @@ def _shard(fn: Any, request: Request) -> Any:
     if isinstance(fn, torch.nn.Module):
         engine = _Engine(fn, request, parameters_on(fn, brought(fn), request.own_mesh))
         if not _stands_alone(current()):
-            placing().adopt(fn, current(), request.own_mesh)
+            placing().adopt(fn, current(), request)
         fn.__dict__["_partway"] = engine
         kind: Any = type(fn)
         fn.__class__ = _sharded_class(kind)
@@ -431,15 +432,16 @@ class _Engine:
         place = placing()
         meshes = [self.request.own_mesh, *(found.mesh for found in self._layouts.values())]
         placed = inputs_on(call, next((mesh for mesh in meshes if mesh is not None), None))
-        args, kwargs = place.whole_call(call, context, local)
+        args, kwargs = place.whole_call(self.fn, self.request, call, context, local)
         values = values_of(call.tensors, state_of(self.fn).__getitem__, local)
         before = _captured.get()
         with afterwards(lambda: _captured.set(before)):
             _captured.set(self)
-            compiled = compile_call(
-                self.fn, args, kwargs, self.request, context, current_algo(),
+            plan = functools.partial(
+                compile_call, self.fn, args, kwargs, self.request, context, current_algo(),
                 processes=place.processes, fixed=self._layouts, placed=placed, values=values,
             )  # fmt: skip
+            compiled = place.planned(self.fn, call, local, plan)
         if isinstance(self.fn, torch.nn.Module):
             # not what functional_call gave for this call
             own = {name for name, held in state_of(self.fn).items() if isinstance(held, torch.nn.Parameter)}
@@ -447,7 +449,7 @@ class _Engine:
             place.settle(self.fn, fresh)
             self._settled.update(fresh)
             self._layouts.update(fresh)
-        return _Runner(compiled, place, local, self._waiting)
+        return _Runner(self.fn, compiled, place, local, self._waiting)
 
     def _constrained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside a capture: mark the arguments and results that were annotated, and go on."""
@@ -470,8 +472,9 @@ Source = Callable[[], Tensor]
 class _Runner:
     """One planned signature: gathers the tensors of a call, runs the step, writes buffers, builds the result."""
 
-    def __init__(self, compiled: Compiled, place: Placing, local: bool, waiting: Waiting) -> None:
-        self.compiled, self._waiting, self.state = compiled, waiting, compiled.state
+    def __init__(self, fn: Any, compiled: Compiled, place: Placing, local: bool, waiting: Waiting) -> None:
+        self.compiled, self._waiting, self._name, self._place = compiled, waiting, name_of(fn), place
+        self.state = compiled.state
         graph = compiled.graph
         self.asked = graph.asked
         self._result, self._left = graph.result, graph.left
@@ -486,6 +489,7 @@ class _Runner:
         ]
         self._learned = next((p.name for p in graph.outputs if p.role is Role.INPUT_UPDATE and p.requires_grad), None)
         self._executor = place.executor(compiled.mesh)
+        self._see = place.given(fn, local)
         self._enter = [place.enter(placed, local) for placed in compiled.local.inputs]
         self._leave = [place.leave(placed) for placed in compiled.local.outputs]
         self._others: dict[tuple[bool, ...], CompiledStep] = {}  # by the outputs that they differentiate
@@ -517,14 +521,20 @@ class _Runner:
 
     def _build(self, wanted: tuple[bool, ...]) -> CompiledStep:
         if wanted not in self._others:
-            self._others[wanted] = self._step_of(self.compiled.program_for(wanted))
+            purpose = f"differentiate other results of {self._name}"
+            program = self._place.same(purpose, lambda: self.compiled.program_for(wanted), str)
+            self._others[wanted] = self._step_of(program)
         return self._others[wanted]
 
     def _step_of(self, program: Program) -> CompiledStep:
         return CompiledStep(
             program.step, self._executor, self._build,
-            self.compiled.accumulation_for, self._waiting, self.compiled.context.backend,
+            self._accumulation, self._waiting, self.compiled.context.backend,
         )  # fmt: skip
+
+    def _accumulation(self, wanted: tuple[bool, ...]) -> Accumulation | None:
+        purpose = f"put off the reductions of {self._name}"
+        return self._place.same(purpose, lambda: self.compiled.accumulation_for(wanted), str)
 
     def __call__(self, given: Sequence[Tensor]) -> Any:
         if self._learned is not None and torch.is_grad_enabled():
@@ -532,6 +542,8 @@ class _Runner:
                 f"the function writes to {self._learned!r} in place what depends on a tensor that needs a gradient, "
                 "which would not reach it; return the new value, write a detached one, or call it under torch.no_grad()"
             )
+        if self._see is not None:
+            self._see(given)
         rest = iter(given)
         bound, changing, buffers = self._bound
         tensors = bound.copy()

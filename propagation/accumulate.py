@@ -16,6 +16,7 @@ from torch import fx
 from .collectives import convert, kind_of
 from .differentiate import Step, is_port, returned_by
 from .graph import Role, Text
+from .lower import program_lines
 
 _add = torch.ops.aten.add.Tensor
 _SCALES_OR_CASTS = (torch.ops.aten.mul.Scalar, torch.ops.aten._to_copy.default)
@@ -35,6 +36,10 @@ class Accumulation:
     early: Step
     last: Step
     rest: Step
+
+    def __str__(self) -> str:
+        graphs = [step.backward.graph for step in (self.early, self.last, self.rest) if step.backward]
+        return "\n".join(line for graph in graphs for line in program_lines(graph))
 
 
 def accumulation(step: Step) -> Accumulation | None:

@@ -37,6 +37,7 @@ _NUMBER = object()
 
 # While a function is captured, numbers that torch.export knows no value of, and the dtypes of their tensors.
 NUMBERS = {torch.SymInt: torch.int64, torch.SymFloat: torch.float64, torch.SymBool: torch.bool}
+_READ_ALIKE = bool, int, float, complex, str, bytes, torch.dtype, torch.device
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,19 @@ class Structure:
             leaf.structure.count() if isinstance(leaf, _Opened) else leaf is _TENSOR or leaf is _NUMBER
             for leaf in self.leaves
         )
+
+    def text(self) -> str:
+        """It as people read it, the same in every process: plain values, and the types of other objects."""
+        texts = []
+        for leaf in self.leaves:
+            if isinstance(leaf, _Opened):
+                texts.append(f"{type(leaf.template).__name__}({leaf.structure.text()})")
+            elif leaf is _TENSOR or leaf is _NUMBER:
+                texts.append("a tensor")
+            else:
+                plain = leaf is None or isinstance(leaf, _READ_ALIKE)
+                texts.append(repr(leaf) if plain else type(leaf).__name__)
+        return f"{self.spec} of {', '.join(texts)}"
 
     def key(self) -> tuple[Any, ...]:
         """What must be equal for two calls to have the same graph: the shape of the tree, the plain values."""

@@ -5,7 +5,8 @@ Both run the same graphs, through a `CompiledStep`, and report the same collecti
 
 from __future__ import annotations
 
-from .execute import Worker, broadcast, check_agreement, device_mesh, generators, share_generators
+from .agreement import Fact, agree, agreement, facts_of
+from .execute import Worker, broadcast, device_mesh, generators, share_generators
 from .parameters import as_dtensor, distribute, placed_part, redistribute, shard_tensor
 from .process import get_group_size, get_rank, init, launched, shutdown
 from .record import Event, record_collectives, record_timeline
@@ -16,13 +17,16 @@ __all__ = [
     "CompiledStep",
     "Event",
     "Executor",
+    "Fact",
     "Simulator",
     "Worker",
+    "agree",
+    "agreement",
     "as_dtensor",
     "broadcast",
-    "check_agreement",
     "device_mesh",
     "distribute",
+    "facts_of",
     "generators",
     "get_group_size",
     "get_rank",

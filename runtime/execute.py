@@ -5,14 +5,13 @@ is sent as bytes, so every dtype can be; gloo and NCCL add up all dtypes but 16-
 and 8-bit floats (an error of the backend).
 
 What draws from a generator (the keys of a call's random numbers, or the numbers themselves) does so on every rank,
-each from its own: the ranks see the same as long as their generators agree, which `check_agreement` with `generators()`
-makes sure of.
+each from its own: the ranks see the same as long as their generators agree (`generators`, `agreement.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -28,7 +27,7 @@ from ..strategy.errors import RuntimeStateError
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import PARTIAL_MAX, Kind, Placement, Shard
-from ..strategy.torch_mesh import to_device_mesh
+from ..strategy.torch_mesh import own_group, to_device_mesh
 from .instructions import Bind, Code, Conversion, Instruction, Mark, Run, compile_code, local_conversion
 from .process import device_type
 from .record import note
@@ -45,7 +44,8 @@ from .slices import (
     window_of,
 )
 from .strides import contiguous
-from .torch_internals import coalescing_manager
+from .torch_internals import coalescing_manager, timeout_of
+from .watch import told, watch
 
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -58,7 +58,7 @@ _ADDED_AS = {torch.int16: torch.int32}  # neither backend adds these
 
 _world: Any = None
 _device_meshes: dict[Mesh, DeviceMesh] = {}
-_joint_groups: dict[tuple[Mesh, tuple[str, ...]], Any] = {}
+_groups: dict[tuple[Mesh, tuple[str, ...]], Any] = {}
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -71,27 +71,25 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
         raise RuntimeStateError("there is no process group; call init() in a process that a launcher started")
     if _world is not dist.group.WORLD:
         _device_meshes.clear()
-        _joint_groups.clear()
+        _groups.clear()
         _world = dist.group.WORLD
     if mesh not in _device_meshes:
-        _device_meshes[mesh] = to_device_mesh(mesh, device_type())
+        _device_meshes[mesh] = to_device_mesh(mesh, device_type(), timeout_of(dist.group.WORLD))
     return _device_meshes[mesh]
 
 
 def process_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
-    """The process group of this rank along `axes`, its ranks in the order of `mesh.group`.
+    """The process group of this rank along `axes`, its ranks in the order of `mesh.group`: for programs only. In
+    a group that others use too, such as that of a DeviceMesh, a collective that one rank alone calls (`full_tensor`, to
+    print a parameter) would meet one of a program's on another rank.
 
-    Those along several axes are made when they are first asked for, once; every rank asks, in the same order. Raises
-    RuntimeStateError as `device_mesh` does, and StrategyError as `mesh.group` does.
+    They are made when they are first asked for, once; every rank asks, in the same order. Raises RuntimeStateError as
+    `device_mesh` does, and StrategyError as `mesh.group` does.
     """
-    made = device_mesh(mesh)
-    if len(axes) == 1:
-        return made.get_group(axes[0])
-    if (mesh, axes) not in _joint_groups:
-        groups = [list(ranks) for ranks in mesh.groups(*axes)]
-        own = dist.new_subgroups_by_enumeration(groups)[0] if len(groups) > 1 else dist.group.WORLD
-        _joint_groups[mesh, axes] = own
-    return _joint_groups[mesh, axes]
+    device_mesh(mesh)
+    if (mesh, axes) not in _groups:
+        _groups[mesh, axes] = own_group(mesh.groups(*axes), timeout_of(dist.group.WORLD))
+    return _groups[mesh, axes]
 
 
 class Worker:
@@ -145,7 +143,24 @@ class Worker:
 
     def load(self, code: Code, mark: Mark | None = None) -> Run:
         """`code` as a function, from this rank's part of every input to that of every output."""
-        return compile_code(code, self, mark)
+        run, own = compile_code(code, self, mark), watch()
+        identity, draws = code.identity, any(step.once for step in code.instructions)
+        where = next((code.describe(step) for step in code.instructions if step.communicates), "")
+        noted = draws or bool(where) or code.phase == "backward"  # what a rank may do for itself is its own affair
+        where = where or f"the {code.phase}"
+
+        def watched(inputs: list[Any]) -> list[Any]:
+            own.check()
+            if noted:
+                own.ran(identity, where, draws)
+            try:
+                return run(inputs)
+            except Exception as error:
+                if (said := told(error)) is error:
+                    raise
+                raise said from error
+
+        return watched
 
     def run(self, code: Code, inputs: Sequence[Tensor]) -> list[Any]:
         """The outputs of `code` on this rank."""
@@ -159,6 +174,10 @@ class Worker:
         if step.along:
             return bind(torch.tensor(self.mesh.position(self.rank, *step.along)))
         return step.in_place or step.text
+
+    def ranks(self, c: Conversion) -> tuple[int, ...]:
+        """The ranks that a conversion is among."""
+        return next(tuple(ranks) for ranks in self.mesh.groups(*c.axes) if self.rank in ranks)
 
     def _converter(self, c: Conversion) -> Callable[..., Any]:
         if c.kind.communicates:
@@ -402,7 +421,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-# -- Do the ranks agree? ---------------------------------------------------------------------------------------------
+# -- The same values on every rank -----------------------------------------------------------------------------------
 
 
 def broadcast(tensors: Sequence[Tensor]) -> None:
@@ -416,7 +435,7 @@ def broadcast(tensors: Sequence[Tensor]) -> None:
 
 
 def generators() -> dict[str, Tensor]:
-    """The states of the random generators that operators draw from, for `check_agreement`."""
+    """The states of the random generators that operators draw from."""
     states = {"the random generator": torch.get_rng_state()}
     if device_type() == "cuda":
         states["the random generator of CUDA"] = torch.cuda.get_rng_state()
@@ -431,45 +450,3 @@ def share_generators() -> None:
     torch.set_rng_state(cpu)
     for state in cuda:
         torch.cuda.set_rng_state(state)
-
-
-def check_agreement(
-    named: Mapping[str, Tensor], fix: str = "seed every rank alike, or set parameter_broadcast=True"
-) -> None:
-    """Raise RuntimeStateError, on every rank, unless all ranks hold the same tensors: the same names, shapes, dtypes
-    and bits. It names the first tensor that differs and `fix`. Every rank calls it; one number a tensor is exchanged.
-    """
-    mine = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), _digest(t)) for name, t in named.items()]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    for rank, theirs in enumerate(everyone):
-        if len(theirs) != len(everyone[0]):
-            raise RuntimeStateError(
-                f"rank 0 has {len(everyone[0])} tensors and rank {rank} has {len(theirs)}; run the same program on "
-                "every rank"
-            )
-    for entries in zip(*everyone, strict=True):
-        for rank, entry in enumerate(entries):
-            if entry != entries[0]:
-                raise RuntimeStateError(f"{_difference(entries[0], entry, rank)}; {fix}")
-
-
-def _difference(first: Any, other: Any, rank: int) -> str:
-    (name, *kind, _), (other_name, *other_kind, _) = first, other
-    if name != other_name:
-        return f"rank 0 has {name} where rank {rank} has {other_name}"
-    if kind != other_kind:
-        (a, b), (c, d) = kind, other_kind
-        return f"{name} is {a}{list(b)} on rank 0 and {c}{list(d)} on rank {rank}"
-    return f"{name} has other values on rank {rank} than on rank 0"
-
-
-def _digest(tensor: Tensor) -> int:
-    """A checksum of the bits, with each element's position: integers, so that no order of adding matters."""
-    data = tensor.detach()
-    if data.is_complex():
-        data = torch.view_as_real(data)
-    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = data.contiguous().view(-1).view(widths[data.element_size()]).to(torch.int64)
-    place = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return int((bits * (2 * place + 1)).sum() ^ bits.sum())

@@ -12,14 +12,18 @@ import math
 import operator
 import os
 import weakref
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
+from ..propagation import lower as planned
 from ..propagation.batch_norm import OWN_MEMORY
 from ..propagation.collectives import convert, convert_group, payload_bytes
 from ..propagation.graph import draws_random_numbers
@@ -109,6 +113,48 @@ class Code:
     constants: Mapping[str, Any]
     phase: str
     traced: Mapping[int, Tensor] = field(default_factory=dict)
+    reasons: Sequence[planned.Conversion] = ()  # of conversions, by their tags
+
+    @cached_property
+    def identity(self) -> int:
+        """A number that tells it from other codes, the same in every process."""
+        text = "\n".join(f"{step.out} {step.operands} {step.text} {step.name}" for step in self.instructions)
+        return zlib.crc32(f"{self.phase}\n{text}\n{self.outputs}".encode())
+
+    def describe(self, step: Instruction) -> str:
+        """What `step` is, for people: "the backward's all_reduce of fc1.weight over dp (model.py:31, ...)"."""
+        c = step.conversion
+        if c is None:
+            return f"{step.name} of the {self.phase}"
+        reasons = [self.reasons[tag] for tag in c.tags if tag < len(self.reasons)]
+        tensors = [reason.tensor for reason in reasons]
+        named = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
+        line = next((f" ({reason.line})" for reason in reasons if reason.line), "")
+        return f"the {self.phase}'s {c.kind} of {named or step.name} over {','.join(c.axes)}{line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trail:
+    """What the lines of a function are: kept with its names, so that a frame or a traceback tells where a rank is."""
+
+    code: Code
+    lines: Mapping[int, Instruction]
+    ranks: Callable[[Conversion], tuple[int, ...]]
+
+    def at(self, line: int) -> tuple[Instruction | None, str]:
+        """The instruction of a line, and what it is."""
+        step = self.lines.get(line)
+        return step, self.code.describe(step) if step else f"the {self.code.phase}"
+
+    def peers(self, step: Instruction | None) -> tuple[int, ...]:
+        """The ranks that take part in `step`; none where it is no collective."""
+        return self.ranks(step.conversion) if step and step.conversion and step.communicates else ()
+
+
+def trail_of(frame: FrameType) -> Trail | None:
+    """The trail of the function that a frame runs, if it is one of ours."""
+    found = frame.f_globals.get("trail")
+    return found if isinstance(found, Trail) else None
 
 
 Mark = Callable[[Instruction, Any, bool], None]  # an instruction, its value, and whether that was awaited
@@ -149,6 +195,9 @@ class Dialect(Protocol):
     def express(self, step: Instruction, bind: Bind) -> str:
         """The value of `step` as a Python expression; `bind` names what it needs besides slots and constants."""
 
+    def ranks(self, c: Conversion) -> tuple[int, ...]:
+        """The ranks of processes that a conversion waits for."""
+
 
 def compile_code(code: Code, dialect: Dialect, mark: Mark | None = None) -> Run:
     """The function that runs `code`: from the list of the values of its inputs, which it empties, to those of its
@@ -178,10 +227,11 @@ def compile_steps(
         lines += check(slot, f"input {slot}", slot >= code.inputs)
     lines += _let_go(dead[-1])
     pending: dict[int, Instruction] = {}
+    where: dict[int, Instruction] = {}
 
     def wait_for(slot: int) -> Iterator[str]:
         if slot in pending:
-            step = pending.pop(slot)
+            step = where[len(lines) + 1] = pending.pop(slot)
             yield f"    v{slot} = v{slot}.wait()"
             yield from check(slot, step.name, True)
             if mark:
@@ -189,7 +239,8 @@ def compile_steps(
 
     for i, step in enumerate(steps):
         for slot in step.operands:
-            lines += wait_for(slot)
+            lines.extend(wait_for(slot))
+        where[len(lines) + 1] = step
         lines.append(f"    v{step.out} = {dialect.express(step, bind)}  # {step.name}")
         if not step.communicates:
             lines += check(step.out, step.name, False)
@@ -199,8 +250,9 @@ def compile_steps(
         if dialect.late and step.communicates:
             pending[step.out] = step
     for output in gives:
-        lines += wait_for(output) if output is not None else ()
+        lines.extend(wait_for(output) if output is not None else ())
     lines.append(f"    return [{', '.join('None' if output is None else f'v{output}' for output in gives)}]")
+    known["trail"] = Trail(code, where, dialect.ranks)
     return _function("\n".join(lines) + "\n", known, code.phase)
 
 
@@ -254,8 +306,9 @@ def _function(text: str, names: dict[str, Any], phase: str) -> Run:
 # -- From a graph to instructions ------------------------------------------------------------------------------------
 
 
-def assemble_code(module: fx.GraphModule, phase: str) -> Code:
-    """The instructions of a flat graph. Constants of the module are inputs of none: they are bound here."""
+def assemble_code(module: fx.GraphModule, phase: str, reasons: Sequence[planned.Conversion] = ()) -> Code:
+    """The instructions of a flat graph. Constants of the module are inputs of none: they are bound here. `reasons`: its
+    conversions as they were planned."""
     nodes = members_late(list(module.graph.nodes))
     same = {node: node.all_input_nodes[0] for node in nodes if _is_identity(node)}
     slots: dict[fx.Node, int] = {}
@@ -295,7 +348,7 @@ def assemble_code(module: fx.GraphModule, phase: str) -> Code:
         )  # fmt: skip
     outputs = tuple(slots[o] if isinstance(o, fx.Node) else None for o in returned)
     traced = {slot: val for node, slot in slots.items() if isinstance(val := node.meta.get("val"), Tensor)}
-    return Code(tuple(instructions), inputs, outputs, _shared(returned), constants.values, phase, traced)
+    return Code(tuple(instructions), inputs, outputs, _shared(returned), constants.values, phase, traced, reasons)
 
 
 def members_late(nodes: list[fx.Node]) -> list[fx.Node]:

@@ -11,21 +11,25 @@ which the workers (MS_WORKER) find each other, and ends the process when the las
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import socket
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError
+from .torch_internals import timeout_of
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SCHEDULER = ("MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
 _ROLES = ("MS_WORKER", "MS_SCHED")
 _DONE = "partway/done"
+_LONGEST = 2**31 // 1000  # seconds: PyTorch counts milliseconds
 
 
 def launched() -> bool:
@@ -34,27 +38,35 @@ def launched() -> bool:
     return dist.is_initialized() or "RANK" in os.environ or "MS_ROLE" in os.environ
 
 
-def init(simulate: int | None = None, backend: str | None = None) -> int:
+def init(simulate: int | None = None, backend: str | None = None, timeout: float | timedelta | None = None) -> int:
     """Start the default process group if a launcher started this process, and return the number of devices.
 
     simulate   the number of devices if no launcher did (default 1); a launcher's world size comes first, so that
                one script serves both
     backend    "gloo" or "nccl" (default: nccl where there is CUDA, and this process takes the GPU of its LOCAL_RANK)
+    timeout    how long a rank waits for others before it raises an error, a timedelta or seconds (default: PyTorch's,
+               10 minutes for nccl and 30 for gloo): for each other's start, in every collective, and to plan
 
-    A second call changes nothing. Raises RuntimeStateError for a wrong `simulate` or `backend`, another backend than
-    that of the group there is, or missing variables of the environment, which it names.
+    A second call changes nothing. Raises RuntimeStateError for a wrong `simulate`, `backend` or `timeout`, another
+    backend or timeout than that of the group there is, or missing variables of the environment, which it names.
     """
     if simulate is not None and (not isinstance(simulate, int) or isinstance(simulate, bool) or simulate < 1):
         raise RuntimeStateError(f"simulate is {simulate!r}; it is a number of devices, an int of 1 or more")
     _check_backend(backend)
+    limit = _read_timeout(timeout)
     if not launched():
         return simulate or 1
     if not dist.is_initialized():
-        _start(backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+        _start(backend or ("nccl" if torch.cuda.is_available() else "gloo"), limit)
     elif backend is not None and backend != dist.get_backend():
         raise RuntimeStateError(
             f"the process group there is uses {dist.get_backend()}, not {backend}; leave out backend, or call "
             "shutdown() first"
+        )
+    elif limit is not None and limit != (there := timeout_of(dist.group.WORLD)):
+        raise RuntimeStateError(
+            f"collectives of the process group there wait {there.total_seconds():g} s, not {limit.total_seconds():g}; "
+            "give the timeout where the group is made, or call shutdown() first"
         )
     return dist.get_world_size()
 
@@ -74,9 +86,17 @@ def get_group_size() -> int:
 
 
 def shutdown() -> None:
-    """End the default process group; nothing to do where there is none."""
+    """End the default process group; nothing to do where there is none.
+
+    Raises RuntimeStateError if what the ranks ran since the last call of a sharded function turns out to differ.
+    """
     if dist.is_initialized():
+        from .watch import end_watch
+
+        found = end_watch()
         dist.destroy_process_group()
+        if found is not None:
+            raise RuntimeStateError(found)
 
 
 def device_type() -> str:
@@ -97,7 +117,19 @@ def _check_backend(backend: str | None) -> None:
         raise RuntimeStateError("backend is 'nccl', which needs CUDA, and there is none here; use backend='gloo'")
 
 
-def _start(backend: str) -> None:
+def _read_timeout(timeout: float | timedelta | None) -> timedelta | None:
+    if timeout is None:
+        return None
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout if number else math.nan
+    if not 0.001 <= seconds <= _LONGEST:
+        raise RuntimeStateError(
+            f"timeout is {timeout!r}; it is a timedelta or a number of seconds, from 0.001 to {_LONGEST} (24 days)"
+        )
+    return timedelta(seconds=seconds)
+
+
+def _start(backend: str, timeout: timedelta | None) -> None:
     """Join the default process group as the launcher's variables say."""
     if "RANK" in os.environ:
         _require(_TORCHRUN, "torchrun")
@@ -105,11 +137,11 @@ def _start(backend: str) -> None:
         join: dict[str, object] = {"init_method": "env://"}
     else:
         _require(_SCHEDULER, "the scheduler")
-        store, rank, local = _meet_scheduler()
+        store, rank, local = _meet_scheduler(timeout)
         join = {"store": store, "rank": rank, "world_size": _number("MS_WORKER_NUM", 1)}
     if backend == "nccl":
         torch.cuda.set_device(local)
-    dist.init_process_group(backend, **join)  # type: ignore[arg-type]
+    dist.init_process_group(backend, timeout=timeout, **join)  # type: ignore[arg-type]
 
 
 def _require(names: Sequence[str], launcher: str) -> None:
@@ -128,7 +160,7 @@ def _number(name: str, least: int) -> int:
     return int(text)
 
 
-def _meet_scheduler() -> tuple[Any, int, int]:
+def _meet_scheduler(timeout: timedelta | None) -> tuple[Any, int, int]:
     """The scheduler's store, this worker's rank (of MS_NODE_ID, or in order of arrival), and its position on its host.
 
     In the scheduler itself this waits until all workers have ended, and then ends the process.
@@ -137,8 +169,9 @@ def _meet_scheduler() -> tuple[Any, int, int]:
     port, workers = _number("MS_SCHED_PORT", 1), _number("MS_WORKER_NUM", 1)
     if role not in _ROLES:
         raise RuntimeStateError(f"MS_ROLE is {role!r}; it must be {' or '.join(_ROLES)}")
+    limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     try:
-        store = dist.TCPStore(host, port, is_master=role == "MS_SCHED", wait_for_workers=False)  # type: ignore[attr-defined]
+        store = dist.TCPStore(host, port, is_master=role == "MS_SCHED", wait_for_workers=False, **limit)  # type: ignore[attr-defined]
     except dist.DistError as error:
         raise RuntimeStateError(
             f"{role} cannot {'listen' if role == 'MS_SCHED' else 'reach the scheduler'} at {host}:{port}; start one "

@@ -75,6 +75,10 @@ class Simulator:
         """The outputs of `code` on every rank."""
         return self.load(code)(list(inputs))
 
+    def ranks(self, c: Conversion) -> tuple[int, ...]:
+        """None: all ranks are in this process."""
+        return ()
+
     def express(self, step: Instruction, bind: Bind) -> str:
         """`step` for the rank called `rank`; for a conversion for which ranks meet it hands in its parts."""
         c = step.conversion

@@ -21,7 +21,7 @@ from ..propagation.accumulate import Accumulation
 from ..propagation.apart import entangled
 from ..propagation.differentiate import Step, is_port
 from ..propagation.graph import Role, Text, draws_random_numbers
-from ..propagation.lower import PlacedPort
+from ..propagation.lower import Conversion, PlacedPort
 from ..propagation.torch_internals import is_batched
 from ..strategy.choice import Choice
 from ..strategy.errors import RuntimeStateError
@@ -71,11 +71,13 @@ class Loaded:
     examples   fake tensors like its outputs, where the backend needs to know them
     """
 
-    def __init__(self, module: fx.GraphModule, phase: str, examples: Sequence[Any], loader: Loader) -> None:
+    def __init__(
+        self, module: fx.GraphModule, phase: str, reasons: Sequence[Conversion], examples: Sequence[Any], loader: Loader
+    ) -> None:
         self.examples: list[Any] = []
         if loader.backend is Backend.INDUCTOR:
             module, self.examples = compile_regions(module, examples)
-        self.code = assemble_code(module, phase)
+        self.code = assemble_code(module, phase, reasons)
         self._executor = loader.executor
         self._run = loader.executor.load(self.code)
 
@@ -101,7 +103,7 @@ class Backward(Loaded):
 
     def __init__(self, step: Step, examples: Sequence[Any], loader: Loader) -> None:
         assert step.backward is not None
-        super().__init__(step.backward, "backward", examples, loader)
+        super().__init__(step.backward, "backward", step.program.conversions, examples, loader)
         slots = iter(self.code.outputs)
         self.arriving = [needs and next(slots) is not None for needs in step.needed]
         self.placed = [Placed(p.layout.dual(), p.shape) for p in itertools.compress(step.program.inputs, self.arriving)]
@@ -242,14 +244,15 @@ class CompiledStep:
     @cached_property
     def forward(self) -> Loaded:
         """From inputs to results and what the backward needs."""
-        return Loaded(
-            self.step.forward, "forward", list(map(self.loader.example, self.step.program.inputs)), self.loader
-        )
+        return self._forward(self.step.forward)
 
     @cached_property
     def inference(self) -> Loaded:
         """From inputs to results."""
-        return Loaded(without_saved(self.step.forward, len(self.results)), "forward", self.inputs, self.loader)
+        return self._forward(without_saved(self.step.forward, len(self.results)))
+
+    def _forward(self, module: fx.GraphModule) -> Loaded:
+        return Loaded(module, "forward", self.step.program.conversions, self.inputs, self.loader)
 
     @cached_property
     def backward(self) -> Backward:

@@ -4,6 +4,10 @@ Each name, and why:
 
     torch.distributed.distributed_c10d._coalescing_manager   several collectives as one; no public name does so without
                                                              a copy
+    torch.distributed.distributed_c10d._get_default_store    the store by which the processes have met; a public name
+                                                             would be `dist.get_default_store()`
+    Backend.options._timeout                                 how long collectives of a group wait; there is
+                                                             `set_timeout`, and would be `timeout`
     Tensor._backward_hooks, _post_accumulate_grad_hooks      the hooks of a tensor, which handles refer to; no public
                                                              name moves them to another tensor
     torch._inductor.compile                                  takes a graph of ATen operators without tracing it again or
@@ -17,14 +21,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 
-__all__ = ["coalescing_manager", "forward_level", "give_hooks", "inductor", "take_hooks"]
+__all__ = [
+    "coalescing_manager",
+    "default_store",
+    "forward_level",
+    "give_hooks",
+    "inductor",
+    "take_hooks",
+    "timeout_of",
+]
 
 Hooks = tuple[Any, Any]
 
@@ -47,6 +62,14 @@ def forward_level() -> int:
     """0 or more where tensors may have tangents of forward-mode derivatives."""
     level: int = getattr(forward_ad, "_current_level", -1)
     return level
+
+
+def timeout_of(group: Any) -> timedelta:
+    """How long a collective of `group` waits for its ranks."""
+    device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
+    options: Any = group._get_backend(device).options
+    found: timedelta = options._timeout
+    return found
 
 
 def inductor(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., Any]:

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import RuntimeStateError, StrategyError
 from .mesh import Mesh
 
 
-def to_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
-    """The DeviceMesh of all ranks with the axes of `mesh`; every rank calls it.
+def to_device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
+    """The DeviceMesh of all ranks with the axes of `mesh`; every rank calls it. `timeout`: how long collectives along
+    an axis wait (None: as long as PyTorch has it).
 
     Raises RuntimeStateError without a process group, or with one that has not one rank a device.
     """
     if not dist.is_initialized():
         raise RuntimeStateError("there is no process group; call torch.distributed.init_process_group first")
     check_ranks(mesh, dist.get_world_size())
-    return init_device_mesh(device_type, mesh.sizes, mesh_dim_names=mesh.axes)
+    every = {axis: mesh.groups(axis) for axis in mesh.axes}
+    # made here, because init_device_mesh takes no timeout
+    world: Any = dist.group.WORLD
+    groups = [own_group(found, timeout) if len(found) > 1 else world for found in every.values()]
+    ranks = torch.arange(mesh.device_num).view(mesh.sizes)
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.axes)
+
+
+def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None) -> Any:
+    """The process group of this rank, a new one, of those of the ranks `groups`; every rank calls it."""
+    return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=timeout)[0]
 
 
 def check_ranks(mesh: Mesh, ranks: int) -> None:

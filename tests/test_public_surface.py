@@ -92,7 +92,7 @@ def test_these_are_the_public_names():
             "(fn_or_module, args=(), kwargs=None, *, mesh=None, in_strategy=None, out_strategy=None, "
             "parameter_plan=None, device=None, level=0, module_plan=None, plan=None)",
         ),
-        (pw.init, "(simulate=None, backend=None)"),
+        (pw.init, "(simulate=None, backend=None, timeout=None)"),
         (pw.get_rank, "()"),
         (pw.get_group_size, "()"),
         (pw.shutdown, "()"),

@@ -1,14 +1,18 @@
+import functools
 import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from partway.runtime import get_group_size, get_rank, init, launched, shutdown
-from partway.strategy import RuntimeStateError
+from partway.runtime.execute import device_mesh, process_group
+from partway.runtime.torch_internals import timeout_of
+from partway.strategy import Mesh, RuntimeStateError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MS_NODE_ID")
 VARIABLES += ("MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
@@ -83,6 +87,39 @@ def test_wrong_variables_of_the_scheduler_are_rejected(monkeypatch, name, text, 
     set_all(monkeypatch, **{name: text})
     with pytest.raises(RuntimeStateError, match=said):
         init()
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, "30", float("nan"), 1e9, timedelta(days=100), timedelta(0)])
+def test_a_timeout_is_a_time(wrong):
+    with pytest.raises(RuntimeStateError, match=r"timeout is .*; it is a timedelta or a number of seconds, from 0.001"):
+        init(timeout=wrong)
+    assert init(timeout=5) == init(timeout=timedelta(seconds=5)) == 1  # there is nobody to wait for
+
+
+def test_the_timeout_of_a_process_group_reaches_the_groups_of_axes_and_cannot_be_changed(monkeypatch):
+    set_all(monkeypatch, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    monkeypatch.setattr(dist, "init_process_group", functools.partial(start_alone, dist.init_process_group))
+    try:
+        init(backend="gloo", timeout=7.5)
+        groups = [
+            dist.group.WORLD,
+            process_group(Mesh({"a": 1, "b": 1}), ("a", "b")),
+            process_group(Mesh({"a": 1}), ("a",)),
+        ]
+        groups += [device_mesh(Mesh({"a": 1, "b": 1})).get_group("b")]
+        assert [timeout_of(group) for group in groups] == [timedelta(seconds=7.5)] * 4
+        assert init(timeout=7.5) == init() == 1
+        with pytest.raises(
+            RuntimeStateError, match=r"the process group there wait 7.5 s, not 8; give the timeout where"
+        ):
+            init(timeout=8)
+    finally:
+        shutdown()
+
+
+def start_alone(start, backend, timeout, init_method):
+    assert init_method == "env://"
+    start(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def test_a_process_group_that_is_there_already_is_used():

@@ -1,0 +1,157 @@
+"""What each rank ran, compared behind its back: a rank that later drifts from the others is found within a second.
+
+Ranks agree before a plan is followed (`agreement.py`). After that a call must cost no collective, but one rank may
+still be given another batch, be seeded anew, or leave out a step, and nothing hangs: the numbers are just wrong. So
+each run writes a line into its rank's ledger: which program ran, the state of the random generator if it draws, and a
+sample of the inputs if all ranks are given the same. A line costs microseconds. A thread of its own makes checksums
+of the lines, twice a second, and compares them with those of rank 0. What it finds is raised by the next run of every
+rank, and written to stderr where none comes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PERIOD = 0.5  # seconds between two comparisons
+_SAMPLE = 64  # elements of an input
+_LAST = 2.0  # seconds that the end of a process waits for rank 0's last lines
+_END = "end"
+
+_SAYS = {
+    "runs": "ran another program (or left out a step)",
+    "random": "drew from a random generator in another state",
+    "inputs": "was given inputs of other values",
+}
+_FIXES = {
+    "runs": "make the same calls, in the same modes and the same order, on every rank",
+    "random": "seed every rank alike, and draw what is a rank's own from a torch.Generator of its own",
+    "inputs": "give every rank the same whole batch, or set dataset_strategy where each has its own part",
+}
+
+
+class Ledger:
+    """The lines of this rank. `store` is a connection of its own; `tell` tells all ranks what was found."""
+
+    def __init__(self, store: Any, rank: int, size: int, tell: Callable[[str], None]) -> None:
+        self._store, self._rank, self._size, self._tell = store, rank, size, tell
+        self._lines: list[tuple[str, Any, str]] = []  # not yet summed up: what, of what, and for people where
+        self._own: list[tuple[str, str]] = []  # not yet compared: the checksum, and where
+        self._page = 0  # of rank 0's
+        self._ended = self._found = False
+        self._work = threading.Lock()
+        self._ends = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def ran(self, identity: int, where: str, draws: bool) -> None:
+        """A program runs, which `identity` tells from others."""
+        self._lines.append(("runs", identity, where))
+        if draws:
+            self._lines.append(("random", torch.get_rng_state(), where))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._compare, name="partway ledger", daemon=True)
+            self._thread.start()
+
+    def given(self, tensors: Sequence[Tensor], where: str) -> None:
+        """A call is given `tensors`, whole."""
+        self._lines.append(("inputs", [s for t in tensors if (s := sample(t)) is not None], where))
+
+    def end(self, failed: bool) -> None:
+        """Compare what is left, as far as the others' last lines come in time; the process or its group ends, because
+        it has `failed` or because it is done."""
+        self._ends.set()
+        if self._thread is None:
+            return
+        self._thread.join(_LAST)
+        end = time.monotonic() + (0 if failed else _LAST)
+        while not self._turn(last=True) and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def _compare(self) -> None:
+        while not self._ends.wait(_PERIOD):
+            if self._turn():
+                return
+
+    def _turn(self, last: bool = False) -> bool:
+        """Sum up the new lines, and compare; whether nothing is left to do."""
+        with self._work:
+            if self._found:
+                return True
+            try:
+                return self._hand_out(last) if self._rank == 0 else self._read(last)
+            except RuntimeError:  # the store has gone
+                return True
+
+    def _sum_up(self) -> list[tuple[str, str]]:
+        count = len(self._lines)  # the other thread goes on writing
+        found = [(f"{what}:{_checksum(of):08x}", where) for what, of, where in self._lines[:count]]
+        del self._lines[:count]
+        return found
+
+    def _hand_out(self, last: bool) -> bool:
+        ended, self._ended = self._ended, last
+        found = [checksum for checksum, _ in self._sum_up()] + [_END] * (last and not ended)
+        if found:
+            self._store.set(f"ledger/{self._page}", " ".join(found))
+            self._page += 1
+        return last and not self._store.check([f"ledger/{self._page - 1}"])  # all have read it
+
+    def _read(self, last: bool) -> bool:
+        self._own += self._sum_up()
+        while self._own and self._store.check([f"ledger/{self._page}"]):
+            page = self._store.get(f"ledger/{self._page}").decode().split()
+            ended = page[-1] == _END
+            if not last and len(page) - ended > len(self._own):
+                return False  # this rank is behind
+            if self._differs(page, last):
+                return True
+            if self._store.add(f"ledger/{self._page}/read", 1) == self._size - 1:
+                self._store.delete_key(f"ledger/{self._page}")
+                self._store.delete_key(f"ledger/{self._page}/read")
+            self._page += 1
+            if ended:
+                return True
+        return not self._own
+
+    def _differs(self, page: list[str], last: bool) -> bool:
+        """Compare a page of rank 0's with our first lines, and take those away; whether they differ."""
+        for theirs in page:
+            if theirs == _END and not (self._own and last):
+                return False
+            ours, where = self._own.pop(0) if self._own else (_END, "")
+            if theirs != ours:
+                self._found = True
+                self._tell(self._described(theirs, ours, where))
+                return True
+        return False
+
+    def _described(self, theirs: str, ours: str, where: str) -> str:
+        kinds = [text.partition(":")[0] for text in (theirs, ours)]
+        kind = kinds[0] if kinds[0] == kinds[1] else "runs"
+        if _END in kinds:
+            more, fewer = (self._rank, 0) if theirs == _END else (0, self._rank)
+            return f"rank {more} ran more than rank {fewer} before that ended; {_FIXES['runs']}"
+        return f"rank {self._rank} {_SAYS[kind]} than rank 0, at {where}; {_FIXES[kind]}"
+
+
+def sample(tensor: Tensor) -> Tensor | None:
+    """A few elements of a plain tensor on the CPU, in memory of their own; None where they are not cheap to have."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or hasattr(tensor, "placements"):
+        return None
+    flat = tensor.detach().view(-1)
+    return flat[:: max(1, len(flat) // _SAMPLE)].clone()
+
+
+def _checksum(of: Any) -> int:
+    if isinstance(of, int):
+        return of
+    total = 0
+    for tensor in [of] if isinstance(of, Tensor) else of:
+        total = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"", total)
+    return total

@@ -1,0 +1,418 @@
+"""What the ranks of a process group know of each other beside their collectives, so that none waits in vain.
+
+A collective that not every rank enters hangs, and says neither who is missing nor what the others do. So each rank has
+a *watch*: a thread that sleeps until another rank rings its bell, and then answers what this rank's own code is doing.
+It answers also while that code waits in a collective, since a wait holds no lock of Python's. All of it goes through
+the store by which the processes have met, on connections of its own, and in the steady state nothing does.
+
+    ring      a rank whose collective has failed asks all others, and raises an error with what they said
+    meet      all ranks come together at a point of the program, where each hands in a text (`agreement.py` compares
+              them). A rank that waits there for others rings their bells: if they wait in a collective for ranks that
+              are here, neither can ever come, and everyone at the meeting is told at once
+    ended     a rank that ends leaves word of it, with the error that ended it
+    tell      what the ranks' ledgers (`ledger.py`) show to differ is raised by the next step of every rank
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import linecache
+import os
+import re
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..strategy.errors import RuntimeStateError
+from .instructions import trail_of
+from .ledger import Ledger
+from .torch_internals import default_store, timeout_of
+
+_LOOK = 1.0  # seconds between two looks at who is missing
+_ANSWER = 2.0  # seconds in which a watch answers: it has nothing else to do
+_SURE = 3  # looks at which the same ranks wait for the same: what is only slow has gone on by then
+_FOREVER = timedelta(days=20)
+_STOP, _TOLD = "stop", "told "
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a rank does. `waits_for`: it waits in a collective of these ranks; `mark` tells one wait from another."""
+
+    text: str
+    waits_for: tuple[int, ...] = ()
+    mark: str = ""
+
+
+class Watch:
+    """The watch of this rank; every rank of the process group makes one. `timeout`: seconds that a meeting waits."""
+
+    def __init__(self, generation: int) -> None:
+        self.group = dist.group.WORLD
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.timeout = timeout_of(self.group).total_seconds()
+        self._prefix = f"partway/{generation}"
+        self._store, self._own = self._connected(), self._connected()
+        self._process, self._meetings, self._asked = os.getpid(), 0, 0
+        self._planning: list[str] = []
+        self._at: str | None = None  # the meeting that this rank waits at
+        self.failed: str | None = None
+        self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {self._process}")
+        self._broken: str | None = None  # what was found to differ, until it is raised
+        self._ledger = Ledger(self._connected(), self.rank, self.size, self._tell)
+        self.ran, self.given = self._ledger.ran, self._ledger.given
+        self._thread = threading.Thread(target=self._listen, name="partway watch", daemon=True)
+        self._thread.start()
+
+    def _connected(self) -> Any:
+        return dist.PrefixStore(self._prefix, _connection())  # type: ignore[attr-defined]
+
+    # -- the thread
+
+    def _listen(self) -> None:
+        for n in range(sys.maxsize):
+            bell = f"bell/{self.rank}/{n}"
+            try:
+                self._own.wait([bell], _FOREVER)
+                request = self._own.get(bell).decode()
+                self._own.delete_key(bell)
+                if request == _STOP:
+                    return
+                if request.startswith(_TOLD):
+                    self._broken = request.removeprefix(_TOLD)
+                else:
+                    self._own.set(f"{request}/{self.rank}", json.dumps(asdict(self.doing())))
+            except RuntimeError:  # the store has gone, and with it those who could ask
+                return
+
+    def stop(self) -> str | None:
+        """Leave word of the end, and end the thread. What the ranks' ledgers show to differ, if it was not raised."""
+        if os.getpid() != self._process or not self._thread.is_alive():
+            return None
+        self._ledger.end(self.failed is not None or hasattr(sys, "last_value"))
+        if self._broken is not None:
+            self.failed = f"has found: {self._broken}"
+        try:
+            self._store.set(f"ended/{self.rank}", _last_words(self.failed))
+            self._ring(self.rank, _STOP)
+            self._thread.join(_ANSWER)
+        except RuntimeError:  # the store has gone
+            pass
+        return self._broken
+
+    def check(self) -> None:
+        """Raise RuntimeStateError if what the ranks ran has been found to differ."""
+        if self._broken is not None:
+            error, self._broken = RuntimeStateError(self._broken), None
+            self.gave_up(error)
+            raise error
+
+    def _tell(self, text: str) -> None:
+        """Tell every rank what was found to differ."""
+        self._broken = text
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._ring(rank, f"{_TOLD}{text}")
+
+    def doing(self) -> Doing:
+        """What the code of this rank is doing now."""
+        main = threading.main_thread().ident
+        frames = sys._current_frames()
+        where = _place(frames.get(main)) if main is not None else ""
+        if self._at is not None:
+            return Doing(f"waits for the other ranks to {self._at}{where}")
+        for frame in frames.values():
+            while frame is not None:
+                if trail := trail_of(frame):
+                    step, about = trail.at(frame.f_lineno)
+                    peers = trail.peers(step)
+                    text = f"{'waits in' if peers else 'computes'} {about}{where}"
+                    return Doing(text, peers, f"{id(frame)} {frame.f_lineno}")
+                frame = frame.f_back  # type: ignore[assignment]
+        if self._planning:
+            return Doing(f"{self._planning[-1]}{where}")
+        return Doing(self.failed or f"is outside of what is sharded{where}")
+
+    @contextmanager
+    def planning(self, text: str) -> Iterator[None]:
+        """While this rank plans: what it then says."""
+        self._planning.append(text)
+        try:
+            yield
+        finally:
+            self._planning.pop()
+
+    # -- asking
+
+    def _ring(self, rank: int, request: str) -> None:
+        n = self._store.add(f"bells/{rank}", 1) - 1
+        self._store.set(f"bell/{rank}/{n}", request)
+
+    def ask(self, ranks: Sequence[int]) -> dict[int, Doing]:
+        """What `ranks` are doing, as they say or have left word."""
+        self._asked += 1
+        request = f"asked/{self.rank}/{self._asked}"
+        try:
+            alive = [rank for rank in ranks if not self._store.check([f"ended/{rank}"])]
+            for rank in alive:
+                self._ring(rank, request)
+            end = time.monotonic() + _ANSWER
+            return {rank: self._answer(rank, request, end) for rank in ranks}
+        except RuntimeError:
+            silent = "cannot be asked: the store by which the processes met has gone, with the process that kept it"
+            return dict.fromkeys(ranks, Doing(silent))
+
+    def _answer(self, rank: int, request: str, end: float) -> Doing:
+        keys = f"{request}/{rank}", f"ended/{rank}"
+        while True:
+            answered, ended = (self._store.check([key]) for key in keys)
+            if answered:
+                found = json.loads(self._store.get(keys[0]))
+                return Doing(found["text"], tuple(found["waits_for"]), found["mark"])
+            if ended:
+                return Doing(self._store.get(keys[1]).decode(), mark="ended")
+            if self._is_gone(rank):
+                return Doing("has ended without a word, as a process does that is killed", mark="ended")
+            if time.monotonic() > end:
+                return Doing("does not answer")
+            time.sleep(0.02)
+
+    def _is_gone(self, rank: int) -> bool:
+        """Whether the process of `rank`, if it is of this host, is no more."""
+        if not self._store.check([f"process/{rank}"]):
+            return False
+        host, process = self._store.get(f"process/{rank}").decode().split()
+        return host == socket.gethostname() and not _lives(int(process))
+
+    def others(self) -> str:
+        """What all other ranks are doing, a line each."""
+        return _lines(self.ask([rank for rank in range(self.size) if rank != self.rank]))
+
+    # -- meeting
+
+    def meet(self, purpose: str, mine: str, judge: Callable[[dict[int, str]], str], detail: str = "") -> str:
+        """Hand in the text `mine`, and return what rank 0 makes of the texts of all ranks by `judge`. `purpose` says
+        what for: "plan a call of MLP"; `detail` what else of it other ranks are told.
+
+        Raises RuntimeStateError, on every rank that has come, where a rank cannot come or has not come in time.
+        """
+        n, self._meetings, self.failed = self._meetings, self._meetings + 1, None
+        self._at = purpose + detail
+        try:
+            self._store.set(f"meeting/{n}/{self.rank}", mine)
+            if self.rank == 0:
+                verdict = self._judged(n, purpose, judge)
+                self._store.set(f"verdict/{n}", verdict)
+            else:
+                self._wait([f"verdict/{n}"], n, purpose)
+                verdict = self._store.get(f"verdict/{n}").decode()
+                self._store.delete_key(f"meeting/{n}/{self.rank}")
+        except dist.DistError as error:  # the store
+            raise RuntimeStateError(
+                f"rank {self.rank} wanted to {purpose}, and the store by which the processes met has gone, with the "
+                f"process that kept it: {error}"
+            ) from error
+        finally:
+            self._at = None
+        failed, _, text = verdict.partition(" ")
+        if failed == "failed":
+            raise RuntimeStateError(text)
+        return text
+
+    def gave_up(self, error: Exception) -> None:
+        """What this rank says from now on: it raised `error`."""
+        self.failed = f"has given up: {_first_line(error).rstrip(':')}"
+
+    def part(self) -> None:
+        """After a meeting that failed: stay until all have heard of it, since the store may go with this process."""
+        with suppress(RuntimeError):
+            n = self._meetings
+            self._store.set(f"parted/{n}/{self.rank}", "")
+            end = time.monotonic() + _ANSWER
+            while self.rank == 0 and time.monotonic() < end:
+                if self._store.check([f"parted/{n}/{rank}" for rank in range(self.size)]):
+                    return
+                time.sleep(0.01)
+
+    def _judged(self, n: int, purpose: str, judge: Callable[[dict[int, str]], str]) -> str:
+        keys = {rank: f"meeting/{n}/{rank}" for rank in range(self.size)}
+        try:
+            self._wait(list(keys.values()), n, purpose)
+        except RuntimeStateError as error:
+            return f"failed {error}"
+        if n:  # every rank has read it
+            self._store.delete_key(f"verdict/{n - 1}")
+        return f"judged {judge({rank: self._store.get(key).decode() for rank, key in keys.items()})}"
+
+    def _wait(self, keys: list[str], n: int, purpose: str) -> None:
+        """Wait until the store has `keys`, or it is clear that it will not."""
+        end, before = time.monotonic() + self.timeout, list[dict[int, Doing]]()
+        while True:
+            look = min(time.monotonic() + _LOOK, end)
+            pause = 0.0005
+            while not self._store.check(keys) and time.monotonic() < look:  # a wait that times out writes to stderr
+                time.sleep(pause)
+                pause = min(2 * pause, 0.02 * (1 + self.size / 64))
+            if self._store.check(keys):
+                return
+            left = end - time.monotonic()
+            missing = [rank for rank in range(self.size) if not self._store.check([f"meeting/{n}/{rank}"])]
+            if self.rank and 0 not in missing and left > 0:
+                continue  # rank 0 looks, and will say
+            found = self.ask(missing)
+            before = [*before, found][-_SURE:]
+            why = self._hopeless(before, set(missing))
+            if left <= 0:
+                why = f"did not come within {self.timeout:g} s"
+            if why and missing:
+                here = [rank for rank in range(self.size) if rank not in missing]
+                raise RuntimeStateError(
+                    f"{_ranks(here)} would {purpose}, and {_ranks(missing)} {why}; run the same program on every "
+                    f"rank:\n{_lines(found)}"
+                )
+
+    def _hopeless(self, looks: list[dict[int, Doing]], missing: set[int]) -> str:
+        """Why those who are missing will not come, if that is certain."""
+        last = looks[-1]
+        if any(doing.mark == "ended" for doing in last.values()):
+            return "cannot come"
+        waiting = all(doing.waits_for for doing in last.values())
+        for_us = any(set(doing.waits_for) - missing for doing in last.values())
+        if len(looks) == _SURE and waiting and for_us and all(look == last for look in looks):
+            return f"wait{'s' * (len(missing) == 1)} in a collective that needs all of its ranks"
+        return ""
+
+
+def _connection() -> Any:
+    """A connection to the store by which the processes have met: a wait on one would block all that use it."""
+    store: Any = default_store()
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store
+
+
+_watch: Watch | None = None
+_made = 0
+
+
+def watch() -> Watch:
+    """The watch of this process, which is started with the first use of a process group; every rank calls it."""
+    global _watch, _made  # noqa: PLW0603 - a process has one
+    if _watch is None or _watch.group is not dist.group.WORLD:
+        if _watch is not None:
+            _watch.stop()
+        else:
+            atexit.register(_at_exit)
+        _made += 1
+        _watch = Watch(_made)
+    return _watch
+
+
+def end_watch() -> str | None:
+    """End the watch, if there is one: the process group or the process ends. What was found to differ, if it was not
+    raised."""
+    return _watch.stop() if _watch is not None else None
+
+
+def _at_exit() -> None:
+    if found := end_watch():
+        sys.stderr.write(f"partway: {found}\n")  # nobody can be told by an error any more
+
+
+def told(error: Exception) -> Exception:
+    """What to raise where a program raised `error`: if it came from a collective, an error that names it, and what
+    every other rank was doing; else `error`."""
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None:
+        trail = trail_of(traceback.tb_frame)
+        step, about = trail.at(traceback.tb_lineno) if trail else (None, "")
+        if trail and step and trail.peers(step) and not isinstance(error, RuntimeStateError):
+            own = watch()
+            own.failed = f"has failed in {about}: {_first_line(error)}"
+            return RuntimeStateError(
+                f"rank {own.rank} has failed in {about}: {_first_line(error)}\nthe other ranks:\n{own.others()}"
+            )
+        traceback = traceback.tb_next
+    return error
+
+
+# -- texts
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _lines(found: dict[int, Doing]) -> str:
+    """What ranks do, those that do the same in one line."""
+    by_text: dict[str, list[int]] = {}
+    for rank, doing in found.items():
+        by_text.setdefault(doing.text, []).append(rank)
+    return "\n".join(f"  {_ranks(ranks)}: {text}" for text, ranks in by_text.items())
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, without the line of the backend's source that it begins with, and its advice."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^\]]*:\d+\] ", "", line).partition(". This is typically")[0]
+
+
+def _last_words(failed: str | None) -> str:
+    """How this process ends: with the error that nobody caught, or so."""
+    error = getattr(sys, "last_value", None)
+    if failed is not None:
+        return f"{failed}, and has ended"
+    if error is None:
+        return "has ended"
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    where = _place(traceback.tb_frame, traceback.tb_lineno) if traceback else ""
+    return f"has ended with {type(error).__name__}: {_first_line(error)}{where}"
+
+
+@functools.cache
+def _not_the_users() -> tuple[str, ...]:
+    """The folders whose lines are not the user's: PyTorch's, Python's and ours."""
+    ours = [path for name, module in sys.modules.items() if name.split(".")[0] == "partway"
+            for path in getattr(module, "__path__", ())]  # fmt: skip
+    folders = {str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), *ours}
+    return ("<", *(f"{folder}{os.sep}" for folder in folders))
+
+
+def _place(frame: FrameType | None, line: int | None = None) -> str:
+    """The innermost line of the user's code that `frame` runs for: ", called at train.py:31: loss.backward()"."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(_not_the_users()):
+            number = line or frame.f_lineno
+            text = linecache.getline(file, number).strip()
+            return f", at {Path(file).name}:{number}" + (f": {text}" if text else "")
+        frame, line = frame.f_back, None
+    return ""
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except ProcessLookupError:
+        return False
+    except (OSError, IndexError):  # another user's, or no /proc
+        return True
+    return state not in "ZX"
