@@ -63,13 +63,13 @@ class Ledger:
         self._lines.append(("inputs", [s for t in tensors if (s := sample(t)) is not None], where))
 
     def end(self, failed: bool) -> None:
-        """Compare what is left, as far as the others' last lines come in time; the process or its group ends, because
-        it has `failed` or because it is done."""
+        """Compare what is left, as far as the others' last lines come in time; the process or its group ends. After it
+        has `failed` that is no use: the ranks did not get equally far."""
         self._ends.set()
-        if self._thread is None:
+        if self._thread is None or failed:
             return
         self._thread.join(_LAST)
-        end = time.monotonic() + (0 if failed else _LAST)
+        end = time.monotonic() + _LAST
         while not self._turn(last=True) and time.monotonic() < end:
             time.sleep(0.01)
 

@@ -103,16 +103,18 @@ class Watch:
         """Leave word of the end, and end the thread. What the ranks' ledgers show to differ, if it was not raised."""
         if os.getpid() != self._process or not self._thread.is_alive():
             return None
-        self._ledger.end(self.failed is not None or hasattr(sys, "last_value"))
-        if self._broken is not None:
-            self.failed = f"has found: {self._broken}"
+        failed = self.failed is not None or hasattr(sys, "last_value")
+        self._ledger.end(failed)
+        found = None if failed else self._broken
+        if found is not None:
+            self.failed = f"has found: {found}"
         try:
             self._store.set(f"ended/{self.rank}", _last_words(self.failed))
             self._ring(self.rank, _STOP)
             self._thread.join(_ANSWER)
         except RuntimeError:  # the store has gone
             pass
-        return self._broken
+        return found
 
     def check(self) -> None:
         """Raise RuntimeStateError if what the ranks ran has been found to differ."""

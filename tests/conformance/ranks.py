@@ -586,12 +586,18 @@ the last call is raised by `pw.shutdown()`, or written to stderr at exit.
 
 
 def page(found: Sequence[Found]) -> str:
-    rows = [f"| {CASES[each.name][0]} | {' | '.join(map(_cell, each.said))} |" for each in found]
+    rows = [f"| {CASES[each.name][0]} | {' | '.join(_cells(each.said))} |" for each in found]
     return HEAD + "\n".join(rows) + "\n"
 
 
-def _cell(said: Said) -> str:
-    text = said.text or "the losses of one device"
+def _cells(said: Sequence[Said]) -> Iterator[str]:
+    """What each rank said; of one that says what rank 0 did only when."""
+    for each in said:
+        text = "the same" if each.rank and each.text == said[0].text else each.text or "the losses of one device"
+        yield _cell(each, text)
+
+
+def _cell(said: Said, text: str) -> str:
     text = text.replace(str(Path(__file__).name), "train.py").replace("|", "\\|").replace("\n", "<br>")
     return f"{max(said.seconds, 0):.1f} s: {text}"
 
