@@ -50,7 +50,7 @@ def _moments(b: Builder, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     about, so that its gradient needs no sum over the ranks."""
     x = operands(node)[0]
     dims, keep, dtype = list(_dims(node)), _keeps(node), wide(value(x).dtype)
-    count = math.prod(shape(x)[d] for d in dims)
+    count = math.prod(shape(x)[d] for d in dims) if shape(x) else 1
     mean = b(aten.div.Scalar, b(aten.sum.dim_IntList, x, dims, True, dtype=dtype), count)
     away = b(aten.sub.Tensor, x, b(aten.detach.default, mean))
     if value(x).is_complex():  # real and imaginary parts count together

@@ -59,6 +59,19 @@ def test_they_are_sums(lab, name):
     assert not [o for o in operators if o.split(".")[1].startswith(("var", "std", "linalg", "logsumexp"))]
 
 
+@pytest.mark.parametrize("name", ["var", "var and mean", "norm", "sum", "logsumexp"])
+def test_a_number_is_reduced_along_the_dim_that_it_has_not(lab, name):
+    reduce = {
+        "var": lambda x: x.var(0, correction=0) + x.std(-1, correction=0, keepdim=True) + x,
+        "var and mean": lambda x: torch.var_mean(x, 0, correction=0)[1] * x,
+        "norm": lambda x: torch.linalg.vector_norm(x, 2, 0),
+        "sum": lambda x: x.sum(0) + x.mean(-1) + x.amax(0),
+        "logsumexp": lambda x: x.logsumexp(0),
+    }[name]
+    found, expected, _ = evaluated(lab, reduce, drawn().requires_grad_())
+    lab.assert_same(found, expected, name)
+
+
 @pytest.mark.parametrize("name", ["std of dims", "std and mean", "norm of dims", "sum of magnitudes", "normalize"])
 def test_at_zero_they_have_pytorchs_gradient(lab, name):
     x = drawn(2, 3, 4, 5)
