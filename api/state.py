@@ -302,8 +302,8 @@ class State:
             for name, buffer in module._buffers.items():
                 place = f"buffer {path}.{name}" if path else f"buffer {name}"
                 facts[place] = None if buffer is None else (tuple(buffer.shape), buffer.dtype, buffer.device)
-        for i, (where, kind, store) in enumerate(module_hooks(self._root(modules))):
-            facts[f"{kind} hooks of {where or 'all modules'} ({i})"] = tuple(map(Same, store.values()))
+        for i, (where, kind, hooks) in enumerate(module_hooks(self._root(modules))):
+            facts[f"{kind} hooks of {where or 'all modules'} ({i})"] = tuple(map(Same, hooks.values()))
         for label, store, key in found.items:
             fact = _kept_fact if label in self.kept else _fact
             facts[_free(facts, label)] = fact(store[key])
@@ -440,6 +440,7 @@ class _Before:
     """What a function may write, as it is before."""
 
     def __init__(self, fn: Callable[..., Any], found: _Reached) -> None:
+        self._dicts: dict[int, tuple[str, Any]]
         modules = list(fn.named_modules()) if isinstance(fn, nn.Module) else []
         self._dicts = {id(owner.store): (owner.label, owner.store) for owner in found.owners if owner.kind is not None}
         for path, module in modules:
@@ -485,8 +486,8 @@ class _Before:
         """Make everything what it was."""
         for _, store, copy in self._copies:
             for name in [name for name in store if name not in _OWN and name not in copy]:
-                del store[name]  # type: ignore[attr-defined]
-            store.update(copy)  # type: ignore[attr-defined]
+                del store[name]
+            store.update(copy)
         for _, store, copy in self._buffers:
             for name in [name for name in store if name not in copy]:
                 del store[name]

@@ -512,7 +512,8 @@ def rest_outside(store: dict[int, Any], rest: bool) -> None:
     that they are on; or no longer."""
     for hook in store.values():
         if computes_parameters(hook) and hasattr(hook, "_rests") is not rest:
-            hook.__class__ = _resting(type(hook)) if rest else type(hook).__bases__[0]
+            kind: Any = type(hook)
+            hook.__class__ = _resting(kind) if rest else kind.__bases__[0]
 
 
 @functools.cache
