@@ -271,6 +271,9 @@ _SUMMED_APART = (
 def _pointwise_loss(b: Builder, node: fx.Node) -> fx.Node | None:
     """A loss of elements (or of rows) with reduction="mean" is its sum over their global number."""
     reduction, apart = argument(node, "reduction"), node.target in _SUMMED_APART
+    if node.target is aten.multilabel_margin_loss.default and len(shape(operands(node)[0])) < 2:
+        # One sample. Of reduction "none" PyTorch's meta kernel gives [1], and its kernel [].
+        return None if reduction else b(node.target, *node.args[:2], reduction=_SUM)
     if reduction not in ((_MEAN, _SUM) if apart else (_MEAN,)):
         return None
     rest = {

@@ -18,7 +18,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -849,11 +849,16 @@ def check_all(name: str, setups: tuple[str, ...] = tuple(SETUPS)) -> Iterator[Ce
 _PROCESSES = multiprocessing.get_context("forkserver")
 
 
-def in_a_process(name: str, seconds: float = SECONDS) -> list[Cell]:
-    """`check_all` in a process of its own, which has `seconds`."""
+def in_a_process(
+    name: str,
+    seconds: float = SECONDS,
+    check: Callable[[str], Iterator[Cell]] = check_all,
+    setups: Iterable[str] = tuple(SETUPS),
+) -> list[Cell]:
+    """`check` in a process of its own, which has `seconds`."""
     _PROCESSES.set_forkserver_preload(["partway", "transformers"])
     ours, theirs = _PROCESSES.Pipe(duplex=False)
-    process = _PROCESSES.Process(target=_send_cells, args=(name, theirs))
+    process = _PROCESSES.Process(target=_send_cells, args=(check, name, theirs))
     process.start()
     theirs.close()
     cells: list[Cell] = []
@@ -869,14 +874,14 @@ def in_a_process(name: str, seconds: float = SECONDS) -> list[Cell]:
         reason = "its process ended"
     process.kill()
     process.join()
-    missing = [setup for setup in SETUPS if setup not in {cell.setup for cell in cells}]
+    missing = [setup for setup in setups if setup not in {cell.setup for cell in cells}]
     return cells + [Cell(name, setup, "refused", reason) for setup in missing]
 
 
-def _send_cells(name: str, pipe: Any) -> None:
+def _send_cells(check: Callable[[str], Iterator[Cell]], name: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     try:
-        for cell in check_all(name):
+        for cell in check(name):
             pipe.send(cell)
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")

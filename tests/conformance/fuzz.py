@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import faulthandler
 import linecache
+import logging
 import math
 import multiprocessing
 import random
@@ -301,7 +303,7 @@ def split(build: type[nn.Module], arguments: Callable[[], tuple[Tensor, ...]], s
         return _together(trained(sharded, arguments, setting))
 
 
-def _unlike(found: Values, expected: Values, tolerance: float) -> str:
+def unlike(found: Values, expected: Values, tolerance: float) -> str:
     if list(found) != list(expected):
         return f"{sorted(set(found) ^ set(expected))} on one side only"
     exact = [t for t in expected.values() if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
@@ -341,7 +343,7 @@ def difference(
 ) -> str:
     """What is first unlike one device, '' if nothing. Raises what `shard` and its calls raise."""
     expected = on_one_device(build, arguments, setting)
-    return _unlike(split(build, arguments, setting), expected, tolerance)
+    return unlike(split(build, arguments, setting), expected, tolerance)
 
 
 @dataclass(frozen=True)
@@ -392,10 +394,10 @@ def checked(program: Program) -> Outcome:
         return Outcome("slow", f"not done after {SECONDS} s")
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    unlike = _unlike(found, expected, program.tolerance)
-    if not unlike:
+    off = unlike(found, expected, program.tolerance)
+    if not off:
         return Outcome("right")
-    return Outcome("void", "rounding decides") if _shaky(program, expected) else Outcome("wrong", unlike)
+    return Outcome("void", "rounding decides") if _shaky(program, expected) else Outcome("wrong", off)
 
 
 def _shaky(program: Program, expected: Values) -> bool:
@@ -408,7 +410,7 @@ def _shaky(program: Program, expected: Values) -> bool:
             for t in arguments()
         )
 
-    return bool(_unlike(on_one_device(build, moved, program.setting), expected, program.tolerance))
+    return bool(unlike(on_one_device(build, moved, program.setting), expected, program.tolerance))
 
 
 def _reason(error: PartwayError) -> str:
@@ -846,6 +848,8 @@ def _normed(w: Writer) -> str:
         weights = f", {w.parameter(tail)}, {w.parameter(tail)}" if w.chance(0.5) else ""
         return f"F.layer_norm({x}, {tail}{weights})"
     if choice < 5 and len(shape) > 2:
+        if not w.values[x].requires_grad:
+            raise Unfit  # PyTorch's own backward ends the process for images in channels_last without a gradient
         groups = w.one(*[k for k in range(1, shape[1] + 1) if shape[1] % k == 0])
         weights = f", {w.parameter(shape[1:2])}, {w.parameter(shape[1:2])}" if w.chance(0.5) else ""
         return f"F.group_norm({x}, {groups}{weights})"
@@ -1405,6 +1409,8 @@ def main() -> None:
     parser.add_argument("--print", action="store_true", help="print every program")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    faulthandler.enable()
+    logging.getLogger("torch").setLevel(logging.CRITICAL)  # of errors that are caught
     tally, started = Tally(), time.monotonic()
     for seed, program, outcome in run(range(given.seed, given.seed + given.programs), given.processes):
         tally.add(seed, program, outcome)
