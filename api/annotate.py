@@ -35,7 +35,7 @@ from partway.strategy import (
     meshes_of,
     placement_from_code,
 )
-from partway.strategy.errors import raise_problems
+from partway.strategy.errors import raise_problems, shown
 from partway.strategy.layout import layout
 from partway.strategy.notation import Form, counted, form_of, placements_of, read_placement
 
@@ -67,10 +67,10 @@ class Request:
             given = getattr(self, name)
             wrong = [key for key in given if not isinstance(key, str)] if isinstance(given, Mapping) else []
             problems += [Problem(name, f"has the key {_kind(key)}", f"write {keys}, a str") for key in wrong]
-        if self.level not in (0, 1, 2) or isinstance(self.level, bool):
+        if type(self.level) is not int or self.level not in (0, 1, 2):
             fix = "write 0 (least communication), 1 (least memory) or 2 (speed)"
             problems.append(Problem("level", f"is {_kind(self.level)}", fix))
-        if self.device not in (None, "cpu", "cuda"):
+        if not (self.device is None or (isinstance(self.device, str) and self.device in ("cpu", "cuda"))):
             problems.append(Problem("device", f"is {_kind(self.device)}", "write 'cpu', 'cuda' or None"))
         if not problems:  # else a strategy of one tensor is refused as a whole, and not by its entries again
             problems += [problem for name, strategy in self.given() for problem in form_problems(name, strategy)]
@@ -157,8 +157,7 @@ def _kind(value: object) -> str:
 
 
 def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return " ".join(shown(value, 80).split())
 
 
 # -- constraints inside a function travel through the captured graph as text

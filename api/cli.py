@@ -110,7 +110,7 @@ def fusion(
 def check_paths(*paths: Path | None) -> None:
     """Raises RuntimeStateError for a path that cannot be written."""
     for path in paths:
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        if path is not None and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.abspath(path)))):
             raise RuntimeStateError(f"cannot write {str(path)!r}; give the path of a file in a folder that exists")
 
 

@@ -9,13 +9,11 @@ Each arrow is a pure function from one frozen value to the next:
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import NoneType
@@ -32,9 +30,9 @@ from partway.dtensors import brought, inputs_on, parameters_on, plain
 from partway.fusion.program import Program, make_program
 from partway.planning import planning
 from partway.propagation.accumulate import Accumulation, accumulation
-from partway.propagation.afterwards import afterwards
 from partway.propagation.apart import of_outputs
 from partway.propagation.capture import capture, state_of
+from partway.propagation.collecting import uncollected
 from partway.propagation.cost import WEIGHTS, Level
 from partway.propagation.custom import Rows
 from partway.propagation.differentiate import Step, differentiate, scale_parameter_gradients
@@ -57,6 +55,7 @@ from partway.rule import rules, text_of
 from partway.runtime.process import get_rank
 from partway.state import Effects, State, warn_of_unwatched
 from partway.strategy import Layout, Mesh, Problem, StrategyError, raise_problems
+from partway.strategy.errors import shown
 
 
 @dataclass(frozen=True)
@@ -368,16 +367,6 @@ def _keeps_too_much(settings: Settings, over: float) -> str:
     )
 
 
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Puts garbage collection off. What capture leaves of a deep model is millions of objects that are in use, and
-    looking through all of them again and again would take longer than planning does."""
-    enabled = gc.isenabled()
-    with afterwards(lambda: gc.enable() if enabled else None):
-        gc.disable()
-        yield
-
-
 def _own_saved_tensors() -> torch.autograd.graph.saved_tensors_hooks:
     """Keeps the caller's hooks, as those of activation checkpointing, off what is only traced."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
@@ -436,7 +425,7 @@ def check_target(call: str, fn: Any) -> None:
                 "when it is asked for one; shard what it calls"
             )
     if not callable(fn) or getattr(type(fn), "forward", None) is torch.nn.Module.forward:
-        text = type(fn).__name__ if isinstance(fn, torch.Tensor | torch.nn.Module) else repr(fn)
+        text = type(fn).__name__ if isinstance(fn, torch.Tensor | torch.nn.Module) else shown(fn)
         raise StrategyError(f"{call} takes a function or an nn.Module object with a forward, not {text}")
 
 

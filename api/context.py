@@ -46,7 +46,7 @@ from partway.propagation.random_numbers import RandomNumbers
 from partway.propagation.search import SearchMode
 from partway.runtime.step import Backend
 from partway.strategy.choice import Choice
-from partway.strategy.errors import ContextError, StrategyError
+from partway.strategy.errors import ContextError, StrategyError, shown
 from partway.strategy.validate import check_dataset_form
 
 # -- Closed choices, equal to the strings that users write and printed like them -------------------------------------
@@ -403,9 +403,7 @@ class AlgoParameters(_Options):
 
 
 def _refusal(value: object, accepts: str) -> str:
-    text = repr(value)
-    text = text if len(text) <= 80 else f"{text[:77]}..."
-    return f"got {text} ({type(value).__name__}); accepts {accepts}"
+    return f"got {shown(value, 80)} ({type(value).__name__}); accepts {accepts}"
 
 
 def _accepts(field: FieldInfo) -> str:
@@ -513,8 +511,9 @@ class _State(Generic[OptionsT]):
 
     def get(self, call: str, key: str) -> Any:
         options = type(self.value)
-        if key not in options.model_fields:
-            raise _listed(f"{call}:", [_unknown(options, key, key)])
+        if not isinstance(key, str) or key not in options.model_fields:
+            name = key if isinstance(key, str) else shown(key)
+            raise _listed(f"{call}:", [_unknown(options, name, name)])
         return self.value.model_dump()[key]
 
     def _merged(self, call: str, given: Mapping[str, object]) -> OptionsT:
@@ -524,6 +523,8 @@ class _State(Generic[OptionsT]):
             return type(before).model_validate(settings)
         except ValidationError:
             raise _listed(f"{call} changed nothing:", _problems(type(before), settings)) from None
+        except RecursionError:
+            raise _listed(f"{call} changed nothing:", ["a value is nested too deeply"]) from None
 
     def _replace(self, value: OptionsT) -> None:
         if blocks := self._blocks.get():

@@ -24,6 +24,7 @@ from partway.propagation.torch_internals import (
     defined_by,
 )
 from partway.strategy import Problem, StrategyError, raise_problems
+from partway.strategy.errors import shown
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -89,7 +90,9 @@ _SEE = "see the docstring of partway.rule"
 def _type_problems(text: object, reduce: object, whole: object, linear: object) -> Iterable[Problem]:
     for name, value in (("text", text), ("reduce", reduce), ("whole", whole)):
         if not isinstance(value, str):
-            yield Problem(name, f"is {value!r} ({type(value).__name__})", "write a str of names, separated by blanks")
+            yield Problem(
+                name, f"is {shown(value)} ({type(value).__name__})", "write a str of names, separated by blanks"
+            )
     entries = linear if isinstance(linear, Sequence) and not isinstance(linear, str) else [None]
     if not all(isinstance(entry, int | str) and not isinstance(entry, bool) for entry in entries):
         fix = 'write a tuple of operands, such as (0, 1), or ("0 1",) for operands in which it is linear together'

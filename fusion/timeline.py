@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..strategy.errors import StrategyError
+from ..strategy.errors import StrategyError, shown
 from ..strategy.files import save
 
 COMPUTE, COMMUNICATION = "compute", "communication"
@@ -55,8 +55,18 @@ def save_chrome_trace(path: str | Path, sources: Mapping[str, Iterable[Span]]) -
 
     Raises StrategyError where the file cannot be written.
     """
-    events = [event for pid, (name, spans) in enumerate(sources.items()) for event in _events(pid, name, spans)]
+    named = _checked(sources)
+    events = [event for pid, (name, spans) in enumerate(named.items()) for event in _events(pid, name, spans)]
     save("the timeline", path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+
+
+def _checked(sources: Any) -> dict[str, list[Span]]:
+    found = dict(sources) if isinstance(sources, Mapping) else {"what is saved": sources}
+    for name, spans in found.items():
+        found[name] = list(spans) if isinstance(spans, Iterable) else [spans]
+        if not isinstance(sources, Mapping) or not all(isinstance(span, Span) for span in found[name]):
+            raise StrategyError(f"{shown(name)} is {shown(spans)}; write a dict from names to lists of Spans")
+    return found
 
 
 def _events(pid: int, source: str, spans: Iterable[Span]) -> Iterator[dict[str, Any]]:

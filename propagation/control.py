@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..strategy.errors import CaptureError, RuntimeStateError
-from ..strategy.files import shortened
+from ..strategy.errors import CaptureError, RuntimeStateError, shown
 from .builder import Builder
 from .graph import draws_random_numbers, module_path, operator_name, shape, source_line
 from .torch_internals import OpOverload, tree_flatten
@@ -73,7 +72,7 @@ def _made(text: str) -> str:
 def _functions(key: str) -> _Functions:
     if key not in _MADE:
         raise RuntimeStateError(
-            f"partway::run is called with {shortened(key)}, which is no key of what was captured in this process; it "
+            f"partway::run is called with {shown(key)}, which is no key of what was captured in this process; it "
             "runs nothing else. Shard the model itself, and not a program in which the operator was kept"
         )
     return _MADE[key]

@@ -20,12 +20,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ..strategy.errors import StrategyError
+from ..strategy.errors import StrategyError, shown
 from ..strategy.files import read, save
 from ..strategy.layout import Layout, layout
 from ..strategy.mesh import Mesh
 from ..strategy.notation import counted
 from ..strategy.placement import Shard, placement_from_code
+from .collecting import uncollected
 from .eliminate import Solution
 from .explain import Alternatives, Origin, outcome
 from .graph import Role, describe, is_tensor, module_path, operator_name, source_line
@@ -35,6 +36,8 @@ from .search import AMONG, SearchMode
 from .units import human, lasting
 
 FORMAT: Literal[1] = 1
+_LARGEST = 2**63 - 1  # that a size can be
+_WIDEST = 10**6
 
 
 class Report(str):
@@ -209,6 +212,9 @@ class Plan(_Frozen):
         rows    no more than the first so many
         width   of the whole, in characters
         """
+        for what, number in (("rows", rows), ("width", width)):
+            if number is not None and (type(number) is not int or not 0 <= number <= _WIDEST):
+                raise StrategyError(f"{what} is {shown(number)}; write an int from 0 to {_WIDEST:,}")
         table = Table(title=f"plan on {self.mesh}", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
         for name in ("operator", "strategy", "layout", "collectives", "sent", "predicted"):
             table.add_column(name, justify="right" if name in ("sent", "predicted") else "left", overflow="fold")
@@ -256,10 +262,10 @@ class Plan(_Frozen):
         """
         if isinstance(alternatives, bool) or not isinstance(alternatives, int) or alternatives < 0:
             raise StrategyError(
-                f"alternatives is {alternatives!r} ({type(alternatives).__name__}); write for how many collectives "
-                "to find what the plan without them would cost: 0 (none) or more"
+                f"alternatives is {shown(alternatives)} ({type(alternatives).__name__}); write for how many "
+                "collectives to find what the plan without them would cost: 0 (none) or more"
             )
-        text = str(getattr(name, "name", name))
+        text = str(name) if isinstance(name, str) else str(getattr(name, "name", shown(name)))
         subjects = [
             *(_tensor_subject(self, t) for t in (*self.inputs, *self.outputs) if _matches(text, t.name)),
             *(
@@ -295,27 +301,41 @@ class Plan(_Frozen):
     def load(cls, path: str | PathLike[str]) -> Plan:
         """Read a plan that `save` wrote. Raises StrategyError if the file holds none."""
         data = read("a plan from", path)
+        where = shown(str(path))
         try:
-            plan = cls.model_validate_json(data)
-            plan._check_layouts()
+            with uncollected():
+                plan = cls.model_validate_json(data)
+                plan._check()
         except StrategyError as error:
-            raise StrategyError(f"{str(path)!r} holds no plan: {error}") from error
+            raise StrategyError(f"{where} holds no plan: {error}") from error
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise StrategyError(f"{str(path)!r} holds no plan of this version: {where}: {first['msg']}") from error
+            field = ".".join(map(str, first["loc"])) or "the file"
+            raise StrategyError(f"{where} holds no plan of this version: {field}: {first['msg']}") from error
         return plan
 
-    def _check_layouts(self) -> None:
-        """Raise StrategyError unless the mesh and the layouts of all tensors make sense."""
+    def _check(self) -> None:
+        """Raise StrategyError unless the mesh, the shapes and the layouts of all tensors make sense."""
         if len(self.axes) != len(self.sizes):
             raise StrategyError(
                 f"its mesh has {counted(len(self.axes), 'axis', 'axes')} and {counted(len(self.sizes), 'size')}"
             )
+        mesh = self.mesh
         for tensor in (*self.inputs, *self.outputs):
-            if any(isinstance(p, Shard) and p.dim >= len(tensor.shape) for p in self._layout(tensor.codes).placements):
+            if not all(0 <= size <= _LARGEST for size in tensor.shape):
+                raise StrategyError(f"{shown(tensor.name)} has the shape {shown(tensor.shape)}")
+            found = layout(mesh, tuple(map(placement_from_code, tensor.codes)))
+            if any(isinstance(p, Shard) and p.dim >= len(tensor.shape) for p in found.placements):
                 raise StrategyError(
                     f"{tensor.name!r} of shape {list(tensor.shape)} cannot be laid out as {tensor.codes}"
+                )
+        for codes in {codes for o in self.operators for codes in (*o.operands, *o.results)}:
+            layout(mesh, tuple(map(placement_from_code, codes)))
+        for o in self.operators:
+            if len(o.factors) != len(self.axes):
+                raise StrategyError(
+                    f"operator {shown(o.name)} splits {counted(len(o.factors), 'factor')}, one for each axis, and the "
+                    f"mesh has {counted(len(self.axes), 'axis', 'axes')}"
                 )
 
     def __str__(self) -> str:

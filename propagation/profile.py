@@ -10,10 +10,12 @@ The presets are the files in profiles/; `partway calibrate` writes one for the m
 
 from __future__ import annotations
 
-import math
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -21,7 +23,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
-from ..strategy.errors import Problem, StrategyError
+from ..strategy.errors import Problem, StrategyError, shown
 from ..strategy.files import read, save
 from ..strategy.placement import Kind
 
@@ -55,7 +57,7 @@ _BANDWIDTH = f"{_POSITIVE} (bytes/s), or for one kind of collective {_TABLE}"
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def _refused(where: str, what: str, accepts: str) -> StrategyError:
@@ -77,14 +79,14 @@ def _by_kind(value: object, read: Callable[[str, Any], T]) -> ByKind[T]:
 
 def _latency(where: str, value: Any) -> float:
     if not _is_number(value) or value < 0:
-        raise _refused(where, f"is {value!r}", f"{_NOT_NEGATIVE} (s)")
+        raise _refused(where, f"is {shown(value)}", f"{_NOT_NEGATIVE} (s)")
     return float(value)
 
 
 def _bandwidth(where: str, value: Any) -> float | BySize:
     if isinstance(value, Mapping) and value:
         for size in value:
-            if not size.isdecimal() or int(size) < 2:
+            if not re.fullmatch("[1-9][0-9]{0,8}", size) or int(size) < 2:
                 raise _refused(f"{where}.{size}", "is no group size", _TABLE)
         sizes = sorted(value, key=int)
         return tuple((int(size), _positive(f"{where}.{size}", value[size])) for size in sizes)
@@ -93,7 +95,7 @@ def _bandwidth(where: str, value: Any) -> float | BySize:
 
 def _positive(where: str, value: Any) -> float:
     if not _is_number(value) or value <= 0:
-        raise _refused(where, f"is {value!r}", _BANDWIDTH)
+        raise _refused(where, f"is {shown(value)}", _BANDWIDTH)
     return float(value)
 
 
@@ -213,12 +215,16 @@ def profile_of(name_or_path: str | Path) -> DeviceProfile:
     Raises StrategyError for what is none of these, naming the presets, and for a file without a whole profile, naming
     each field that is wrong and what it accepts.
     """
+    if not isinstance(name_or_path, str | PathLike):
+        raise StrategyError(
+            f"device_profile is {shown(name_or_path)}; write the name of a preset or the path of a file"
+        )
     name = _DEVICE_TYPES.get(str(name_or_path), str(name_or_path))
     if name in presets():
         return _preset(name)
-    if not Path(name_or_path).is_file():
+    if not os.path.isfile(name_or_path):
         raise StrategyError(
-            f"no device profile {str(name_or_path)!r}: there is no such file, and the presets are "
+            f"no device profile {shown(str(name_or_path))}: there is no such file, and the presets are "
             f"{', '.join(presets())}; write one of them or the path of a file that `partway calibrate` wrote"
         )
     return read_profile(Path(name_or_path))
@@ -275,5 +281,4 @@ def _accepts(location: tuple[int | str, ...]) -> str:
 
 
 def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shown(value, 60)

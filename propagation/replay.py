@@ -117,6 +117,8 @@ def _layout(codes: Sequence[str], plan: Plan) -> Layout:
 
 def _of_operator(options: Options, said: OperatorPlan, plan: Plan) -> Mask:
     """The options that do what `said` does."""
+    if (len(said.operands), len(said.results)) != (len(options.operands), len(options.results)):
+        return np.zeros(len(options), dtype=bool)
     keep = np.ones(len(options), dtype=bool)
     names = {name: i for i, name in enumerate(options.names)} | {None: -1}
     for axis, factor in enumerate(said.factors):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..strategy.errors import StrategyError
 from .torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 
@@ -189,7 +190,10 @@ class Call:
 
 def flatten_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """Flatten a call of `fn`. Arguments are named by its signature where it has one."""
-    tensors, structure = flatten((args, kwargs))
+    try:
+        tensors, structure = flatten((args, kwargs))
+    except RecursionError:
+        raise StrategyError(f"an argument of {name_of(fn)} is nested too deeply; give a flat list or dict") from None
     labelled = [(name, value) for name, value in _argument_names(fn, args)] + list(kwargs.items())
     arguments: list[str] = []
     names: list[str] = []

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..strategy.errors import RuntimeStateError
+from ..strategy.errors import RuntimeStateError, shown
 from .torch_internals import timeout_of
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -51,7 +51,7 @@ def init(simulate: int | None = None, backend: str | None = None, timeout: float
     backend or timeout than that of the group there is, or missing variables of the environment, which it names.
     """
     if simulate is not None and (not isinstance(simulate, int) or isinstance(simulate, bool) or simulate < 1):
-        raise RuntimeStateError(f"simulate is {simulate!r}; it is a number of devices, an int of 1 or more")
+        raise RuntimeStateError(f"simulate is {shown(simulate)}; it is a number of devices, an int of 1 or more")
     _check_backend(backend)
     limit = _read_timeout(timeout)
     if not launched():
@@ -112,7 +112,7 @@ def _ready() -> bool:
 
 def _check_backend(backend: str | None) -> None:
     if backend not in (None, "gloo", "nccl"):
-        raise RuntimeStateError(f"backend is {backend!r}; it must be 'gloo' (CPU) or 'nccl' (CUDA)")
+        raise RuntimeStateError(f"backend is {shown(backend)}; it must be 'gloo' (CPU) or 'nccl' (CUDA)")
     if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
         raise RuntimeStateError("backend is 'nccl', which needs CUDA, and there is none here; use backend='gloo'")
 

@@ -80,3 +80,12 @@ def raise_problems(title: str, problems: Iterable[Problem]) -> None:
     found = tuple(problems)
     if found:
         raise StrategyError(title, found)
+
+
+def shown(value: object, most: int = 200) -> str:
+    """The repr of what a person wrote, for a message: its middle is left out where it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an int of more digits than Python writes, or lists in lists in lists
+        text = f"a {type(value).__name__} that is too large to be shown"
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"

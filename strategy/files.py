@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from .errors import StrategyError
+from .errors import StrategyError, shown
 
 try:
     import fcntl
@@ -48,15 +48,6 @@ def save(what: str, path: Any, text: str | bytes) -> None:
         raise StrategyError(f"could not write {what} to {_shown(path)}: {_reason(error)}") from error
 
 
-def shortened(value: object, most: int = 200) -> str:
-    """The repr of what a person wrote, its middle left out where it is long."""
-    try:
-        text = repr(value)
-    except ValueError:  # an int of more digits than Python writes
-        text = f"an {type(value).__name__} of too many digits"
-    return text if len(text) <= most else f"{text[: most // 2]}...{text[-most // 4 :]}"
-
-
 def _path(path: Any) -> Path:
     if not isinstance(path, str | PathLike):
         raise TypeError(f"it is a {type(path).__name__}; write the path of a file as a str or a Path")
@@ -64,7 +55,7 @@ def _path(path: Any) -> Path:
 
 
 def _shown(path: Any) -> str:
-    return shortened(os.fspath(path) if isinstance(path, PathLike) else path)
+    return shown(os.fspath(path) if isinstance(path, PathLike) else path)
 
 
 def _reason(error: Exception) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
 from .cut import Cut
-from .errors import StrategyError
+from .errors import StrategyError, shown
 from .mesh import Mesh
 from .placement import BROADCAST, PARTIAL, REPLICATE, Broadcast, Partial, Placement, Replicate, Shard, dual
 
@@ -31,10 +31,11 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
-            raise StrategyError(f"a layout takes a Mesh, such as Mesh({{'dp': 2, 'tp': 4}}), not {self.mesh!r}")
+            raise StrategyError(f"a layout takes a Mesh, such as Mesh({{'dp': 2, 'tp': 4}}), not {shown(self.mesh)}")
         if not isinstance(self.placements, tuple):
             raise StrategyError(
-                f"a layout takes a tuple of placements, one for each axis of ({self.mesh}), not {self.placements!r}"
+                f"a layout takes a tuple of placements, one for each axis of ({self.mesh}), not "
+                f"{shown(self.placements)}"
             )
         if len(self.placements) != len(self.mesh.axes):
             raise StrategyError(
@@ -43,7 +44,7 @@ class Layout:
         for placement in self.placements:
             if not isinstance(placement, Shard | Replicate | Broadcast | Partial):
                 raise StrategyError(
-                    f"{placement!r} is no placement; write Shard(dim), Replicate(), Broadcast() or Partial()"
+                    f"{shown(placement)} is no placement; write Shard(dim), Replicate(), Broadcast() or Partial()"
                 )
         object.__setattr__(self, "cuts", any(isinstance(placement, Shard) for placement in self.placements))
         object.__setattr__(self, "adds", any(isinstance(placement, Partial) for placement in self.placements))
@@ -103,6 +104,8 @@ class Layout:
         return _slices(self, shape, rank)
 
     def _check(self, shape: tuple[int, ...]) -> None:
+        if not isinstance(shape, tuple | list) or not all(isinstance(size, int) and size >= 0 for size in shape):
+            raise StrategyError(f"{shown(shape)} is no shape; write a tuple of sizes of 0 or more")
         missing = [p.dim for p in self.placements if isinstance(p, Shard) and p.dim >= len(shape)]
         if missing:
             raise StrategyError(f"the layout {self} splits dim {missing[0]}, which the shape {list(shape)} lacks")

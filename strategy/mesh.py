@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from .errors import StrategyError
+from .errors import StrategyError, shown
+
+MOST_DEVICES = 2**24  # more than there are anywhere: a number that is larger is a mistake, and some figures overflow
 
 
 @dataclass(frozen=True, init=False)
@@ -25,13 +27,15 @@ class Mesh:
     def __init__(self, axes: Mapping[str, int]) -> None:
         if not isinstance(axes, Mapping) or not axes:
             raise StrategyError(
-                f'Mesh takes a dict of axis names and sizes, such as {{"dp": 2, "tp": 4}}, not {axes!r}'
+                f'Mesh takes a dict of axis names and sizes, such as {{"dp": 2, "tp": 4}}, not {shown(axes)}'
             )
         for name, size in axes.items():
             if not isinstance(name, str) or not name.isidentifier():
-                raise StrategyError(f"mesh axis name {name!r} must be an identifier, such as 'dp'")
+                raise StrategyError(f"mesh axis name {shown(name)} must be an identifier, such as 'dp'")
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise StrategyError(f"mesh axis {name!r} has size {size!r}; a size is an int of 1 or more")
+                raise StrategyError(f"mesh axis {name!r} has size {shown(size)}; a size is an int of 1 or more")
+        if math.prod(axes.values()) > MOST_DEVICES:
+            raise StrategyError(f"a mesh of sizes {shown(tuple(axes.values()))} has more than {MOST_DEVICES:,} devices")
         object.__setattr__(self, "axes", tuple(axes))
         object.__setattr__(self, "sizes", tuple(axes.values()))
 
@@ -41,12 +45,16 @@ class Mesh:
         every split of a dim into a divisor of `device_num` parts can be written (8 is 2x2x2, 12 is 2x2x3).
         """
         if not isinstance(device_num, int) or isinstance(device_num, bool) or device_num < 1:
-            raise StrategyError(f"device_num is {device_num!r}; it must be an int of 1 or more")
+            raise StrategyError(f"device_num is {shown(device_num)}; it must be an int of 1 or more")
+        if device_num > MOST_DEVICES:
+            raise StrategyError(f"device_num is {shown(device_num)}, more than {MOST_DEVICES:,} devices")
         return cls.of_sizes(_prime_factors(device_num) or (1,))
 
     @classmethod
     def of_sizes(cls, sizes: tuple[int, ...]) -> Mesh:
         """A mesh with axes d0, d1, ... of the given sizes."""
+        if not isinstance(sizes, tuple | list):
+            raise StrategyError(f"of_sizes takes a tuple of sizes, such as (2, 4), not {shown(sizes)}")
         return cls({f"d{i}": size for i, size in enumerate(sizes)})
 
     @cached_property
@@ -60,14 +68,16 @@ class Mesh:
 
     def index(self, axis: str) -> int:
         """The position of the axis named `axis`. Raises StrategyError, naming the axes there are."""
-        if axis not in self.axes:
-            raise StrategyError(f"the mesh has no axis {axis!r}; its axes are {self}")
+        if not isinstance(axis, str) or axis not in self.axes:
+            raise StrategyError(f"the mesh has no axis {shown(axis)}; its axes are {self}")
         return self.axes.index(axis)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Where `rank` stands on each axis."""
-        if not 0 <= rank < self.device_num:
-            raise StrategyError(f"rank {rank} is not on the mesh {self}; its ranks are 0 to {self.device_num - 1}")
+        if not isinstance(rank, int) or not 0 <= rank < self.device_num:
+            raise StrategyError(
+                f"rank {shown(rank)} is not on the mesh {self}; its ranks are 0 to {self.device_num - 1}"
+            )
         coordinate = []
         for size in reversed(self.sizes):
             rank, position = divmod(rank, size)
@@ -75,10 +85,16 @@ class Mesh:
         return tuple(reversed(coordinate))
 
     def rank(self, coordinate: tuple[int, ...]) -> int:
-        """The rank that stands at `coordinate`."""
+        """The rank that stands at `coordinate`. Raises StrategyError for what is no place on each axis."""
         rank = 0
-        for position, size in zip(coordinate, self.sizes, strict=True):
-            rank = rank * size + position
+        try:
+            for position, size in zip(coordinate, self.sizes, strict=True):
+                if not 0 <= position < size:
+                    raise ValueError
+                rank = rank * size + position
+        except (TypeError, ValueError):
+            where = f"{shown(coordinate)} is no coordinate on the mesh {self}"
+            raise StrategyError(f"{where}; write a place on each axis") from None
         return rank
 
     def stride(self, axis: str) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from .cut import Cut, Window
-from .errors import StrategyError
+from .errors import StrategyError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,9 @@ class Shard:
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool) or self.dim < 0:
-            raise StrategyError(f"Shard(dim) takes a dim of 0 or more, not {self.dim!r}; count dims from the front")
+            raise StrategyError(
+                f"Shard(dim) takes a dim of 0 or more, not {shown(self.dim)}; count dims from the front"
+            )
 
     def __str__(self) -> str:
         return f"S{self.dim}" + (f"|{self.cut}" if self.cut else "")
@@ -65,7 +67,7 @@ class Partial:
 
     def __post_init__(self) -> None:
         if self.reduce not in ("sum", "max"):
-            raise StrategyError(f"Partial(reduce) takes 'sum' or 'max', not {self.reduce!r}")
+            raise StrategyError(f"Partial(reduce) takes 'sum' or 'max', not {shown(self.reduce)}")
 
     def __str__(self) -> str:
         return "P" if self.reduce == "sum" else f"P{self.reduce}"
@@ -172,13 +174,19 @@ def transpose(source: Placement, target: Placement) -> tuple[Placement, Placemen
 
 
 def placement_from_code(code: str) -> Placement:
-    """The placement whose `str` is `code`: "S0", "S1", ..., "R", "B", "P", "Pmax"; in programs also "S1|28/8"."""
-    fixed: dict[str, Placement] = {str(p): p for p in (REPLICATE, BROADCAST, PARTIAL, PARTIAL_MAX)}
-    if code in fixed:
-        return fixed[code]
+    """The placement whose `str` is `code`: "S0", "S1", ..., "R", "B", "P", "Pmax"; in programs also "S1|28/8". Raises
+    StrategyError for other texts."""
+    if code in _FIXED:
+        return _FIXED[code]
     dim, _, cut = code[1:].partition("|")
-    if code[:1] == "S" and dim.isdigit():
-        return Shard(int(dim), Cut.of_text(cut) if cut else None)
-    if code[:1] == "W" and dim.isdigit():
-        return Window.of_text(code)
-    raise StrategyError(f"{code!r} is no placement; write S<dim>, R, B, P or Pmax")
+    try:
+        if code[:1] == "S":
+            return Shard(int(dim), Cut.of_text(cut) if cut else None)
+        if code[:1] == "W":
+            return Window.of_text(code)
+    except ValueError:  # no number, or one of more digits than Python reads
+        pass
+    raise StrategyError(f"{shown(code)} is no placement; write S<dim>, R, B, P or Pmax")
+
+
+_FIXED: dict[str, Placement] = {str(p): p for p in (REPLICATE, BROADCAST, PARTIAL, PARTIAL_MAX)}

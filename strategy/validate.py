@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from .errors import Problem, StrategyError, raise_problems
+from .errors import Problem, StrategyError, raise_problems, shown
 from .layout import Layout
 from .mesh import Mesh
 from .notation import (
@@ -119,26 +119,28 @@ def _problems(
 def _type_problems(where: str, strategy: Any) -> Iterator[Problem]:
     """Why `strategy` is in no notation."""
     if isinstance(strategy, list):
-        yield Problem(where, f"the strategy {strategy!r} is a list", f"write the tuple {_as_tuple(strategy)!r}")
+        yield Problem(
+            where, f"the strategy {shown(strategy)} is a list", f"write the tuple {shown(_as_tuple(strategy))}"
+        )
         return
     if not isinstance(strategy, tuple):
         one_entry = forms_of_entry(strategy)
-        what = f"the strategy {strategy!r} is {_a(strategy)}, not a tuple"
-        fix = f"write ({strategy!r},)" if one_entry else "write one entry a dim, such as ('dp', None) or (2, 4)"
+        what = f"the strategy {shown(strategy)} is {_a(strategy)}, not a tuple"
+        fix = f"write ({shown(strategy)},)" if one_entry else "write one entry a dim, such as ('dp', None) or (2, 4)"
         yield Problem(where, what, fix)
         return
     wrong = [(i, entry) for i, entry in enumerate(strategy) if not forms_of_entry(entry)]
     for i, entry in wrong:
         fix = "write an axis name, a tuple of names, an int, None, or placements, one for each mesh axis"
         if isinstance(entry, tuple) and form_of(entry):
-            fix = f"give this one tensor one strategy, such as {entry!r}"
-        yield Problem(where, f"entry {i} is {entry!r}, {_a(entry)}", fix)
+            fix = f"give this one tensor one strategy, such as {shown(entry)}"
+        yield Problem(where, f"entry {i} is {shown(entry)}, {_a(entry)}", fix)
     forms = sorted({form.value for entry in strategy if entry is not None for form in forms_of_entry(entry)})
     if len(forms) > 1:
         fix = "write axis names or split counts, one a dim, or placements, one for each mesh axis"
-        yield Problem(where, f"{strategy!r} mixes {' and '.join(forms)}", fix)
+        yield Problem(where, f"{shown(strategy)} mixes {' and '.join(forms)}", fix)
     elif not wrong:
-        yield Problem(where, f"{strategy!r} has None among placements", "write Replicate() in its place")
+        yield Problem(where, f"{shown(strategy)} has None among placements", "write Replicate() in its place")
 
 
 def _name_problems(
@@ -161,8 +163,8 @@ def _name_problems(
             continue
         ordered = tuple(sorted(axes, key=mesh.index))
         if axes != ordered:
-            what = f"dim {dim} names the axes {axes!r}, which are not in the order of the mesh ({mesh})"
-            yield Problem(where, what, f"write {ordered!r}, major first")
+            what = f"dim {dim} names the axes {shown(axes)}, which are not in the order of the mesh ({mesh})"
+            yield Problem(where, what, f"write {shown(ordered)}, major first")
         if dim < len(shape):
             yield from _division_problems(where, dim, shape[dim], ordered, mesh, varies)
 
@@ -187,8 +189,8 @@ def _count_problems(
     yield from device_problems
     if not device_problems and not can_write(mesh.sizes, counts):
         other = coarsest_mesh(mesh.device_num, [counts])
-        what = f"no choice of axes of the mesh ({mesh}) makes up the split counts {strategy!r}"
-        yield Problem(where, what, f"use products of axis sizes, or another mesh, such as {other!r}")
+        what = f"no choice of axes of the mesh ({mesh}) makes up the split counts {shown(strategy)}"
+        yield Problem(where, what, f"use products of axis sizes, or another mesh, such as {shown(other)}")
 
 
 def _placement_problems(
@@ -257,17 +259,17 @@ def _division_problem(where: str, dim: int, size: int, parts: int, divider: str,
 
 def _rank_problem(where: str, entries: Sequence[object], shape: Sequence[int], whole: int | None) -> Problem:
     entries_text = counted(len(entries), "entry", "entries")
-    what = f"{entries!r} has {entries_text} for a tensor of {counted(len(shape), 'dim')} {list(shape)}"
+    what = f"{shown(entries)} has {entries_text} for a tensor of {counted(len(shape), 'dim')} {list(shape)}"
     return Problem(where, what, f"write one entry a dim, such as {(whole,) * len(shape)!r}" if shape else "write ()")
 
 
 def _device_problems(where: str, counts: tuple[int, ...], device_num: int) -> Iterator[Problem]:
     total = math.prod(counts)
     if total > device_num:
-        what = f"{counts!r} takes {total} devices, but there are {device_num}"
+        what = f"{shown(counts)} takes {shown(total)} devices, but there are {device_num}"
         yield Problem(where, what, f"use split counts whose product is at most {device_num}")
     elif device_num % total:
-        what = f"{counts!r} takes {counted(total, 'device')}, which does not divide the {device_num} there are"
+        what = f"{shown(counts)} takes {counted(total, 'device')}, which does not divide the {device_num} there are"
         divisors = [n for n in range(device_num, 0, -1) if device_num % n == 0]
         yield Problem(where, what, f"use split counts whose product is {_either(divisors)}")
 
@@ -275,7 +277,7 @@ def _device_problems(where: str, counts: tuple[int, ...], device_num: int) -> It
 def _idle_problems(where: str, counts: tuple[int, ...], device_num: int) -> Iterator[Problem]:
     total = math.prod(counts)
     if 1 < total < device_num and device_num % total == 0:
-        what = f"{counts!r} uses {total} of {device_num} devices, while fully_use_devices is True"
+        what = f"{shown(counts)} uses {total} of {device_num} devices, while fully_use_devices is True"
         fix = f"use split counts whose product is {device_num} or 1, or set fully_use_devices=False"
         yield Problem(where, what, fix)
 
@@ -322,7 +324,7 @@ def check_dataset_form(value: object) -> None:
 
 def _mode_problems(mode: str) -> Iterator[Problem]:
     if mode not in DATASET_MODES:
-        what = f"the parallel mode is {mode!r}, in which inputs are not sliced"
+        what = f"the parallel mode is {shown(mode)}, in which inputs are not sliced"
         fix = f"set parallel_mode to {_either(map(repr, DATASET_MODES))}, or leave dataset_strategy out"
         yield Problem("dataset_strategy", what, fix)
 
@@ -332,25 +334,25 @@ def _dataset_form_problems(value: object) -> Iterator[Problem]:
     if isinstance(value, str) and value in DATASET_STRATEGIES:
         return
     if isinstance(value, list):
-        yield Problem(where, f"{value!r} is a list", f"write the tuple {_as_tuple(value)!r}")
+        yield Problem(where, f"{shown(value)} is a list", f"write the tuple {shown(_as_tuple(value))}")
         return
     if not isinstance(value, tuple):
-        what = f"{value!r} is unknown" if isinstance(value, str) else f"{value!r} is {_a(value)}"
+        what = f"{shown(value)} is unknown" if isinstance(value, str) else f"{shown(value)} is {_a(value)}"
         fix = f"write {_either(map(repr, DATASET_STRATEGIES))}, or a tuple with a tuple of split counts for each input"
         yield Problem(where, what, fix)
         return
     if value and all(map(_is_count, value)):
-        what = f"{value!r} is the strategy of one input"
+        what = f"{shown(value)} is the strategy of one input"
         yield Problem(where, what, f"write a tuple for each input, as in {(value,)!r}")
         return
     for i, counts in enumerate(value):
         if not isinstance(counts, tuple):
             fix = f"write {_as_tuple(counts)!r}" if isinstance(counts, list) else "write one such as (1, 1, 1, 8)"
-            yield Problem(f"{where}, input {i}", f"{counts!r} is {_a(counts)}, not a tuple of split counts", fix)
+            yield Problem(f"{where}, input {i}", f"{shown(counts)} is {_a(counts)}, not a tuple of split counts", fix)
             continue
         for dim, count in enumerate(counts):
             if not _is_count(count):
-                what = f"dim {dim} has {count!r} as its split count"
+                what = f"dim {dim} has {shown(count)} as its split count"
                 yield Problem(f"{where}, input {i}", what, "write an int of 1 or more")
     if _dataset_counts(value, (), 1) is not None:
         yield from _dataset_limit_problems(value)
@@ -425,9 +427,9 @@ def _either(choices: Iterable[object]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _as_tuple(value: object) -> object:
-    """`value` with tuples in place of lists, at all depths."""
-    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
+def _as_tuple(value: object, depth: int = 8) -> object:
+    """`value` with tuples in place of lists, at all depths that a strategy has."""
+    return tuple(_as_tuple(v, depth - 1) for v in value) if isinstance(value, list | tuple) and depth else value
 
 
 def _a(value: object) -> str:

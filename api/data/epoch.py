@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from partway.data.window import is_int
-from partway.strategy.errors import DataError
+from partway.strategy.errors import DataError, shown
 
 
 class Epoch:
@@ -20,8 +20,8 @@ class Epoch:
 
     def set(self, epoch: int) -> None:
         """It is `epoch` now. Raises DataError unless that is an int of 0 or more."""
-        if not is_int(epoch, 0):
-            raise DataError(f"epoch is {epoch!r}; write an int of 0 or more")
+        if not is_int(epoch, 0) or epoch >= 2**63:
+            raise DataError(f"epoch is {shown(epoch)}; write an int of 0 or more")
         self._number.fill_(epoch)
 
     def __int__(self) -> int:

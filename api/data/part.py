@@ -16,7 +16,7 @@ from partway.propagation.graph import Role
 from partway.propagation.plan import Plan, TensorPlan
 from partway.runtime.process import get_group_size, get_rank, launched
 from partway.strategy import Layout, Mesh, StrategyError, parse, placement_from_code
-from partway.strategy.errors import DataError
+from partway.strategy.errors import DataError, shown
 from partway.strategy.layout import layout
 from partway.strategy.notation import Form, form_of
 
@@ -35,17 +35,23 @@ class Part:
     splits: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.index) != len(self.splits) or not all(
-            is_int(i, 0) and is_int(n, 1) and i < n for i, n in zip(self.index, self.splits, strict=False)
+        pair = (self.index, self.splits)
+        if (
+            not all(isinstance(side, tuple) for side in pair)
+            or len(self.index) != len(self.splits)
+            or not all(is_int(i, 0) and is_int(n, 1) and i < n for i, n in zip(self.index, self.splits, strict=False))
         ):
             raise DataError(
-                f"a part has for each dim a count of parts and an index below it, not the indices {self.index!r} and "
-                f"the counts {self.splits!r}"
+                "a part has for each dim a count of parts and an index below it, not the indices "
+                f"{shown(self.index)} and "
+                f"the counts {shown(self.splits)}"
             )
 
     @classmethod
     def whole(cls, ndim: int) -> Part:
-        """The part that is a whole tensor of `ndim` dims."""
+        """The part that is a whole tensor of `ndim` dims. Raises DataError for another number than 0 to 64."""
+        if not is_int(ndim, 0) or ndim > 64:
+            raise DataError(f"ndim is {shown(ndim)}; write how many dims the tensor has")
         return cls((0,) * ndim, (1,) * ndim)
 
     @classmethod
@@ -77,7 +83,7 @@ class Part:
     def along(self, dim: int) -> tuple[int, int]:
         """Its index along `dim`, and of how many. Raises DataError for a dim that is not there."""
         if not is_int(dim) or not -len(self.splits) <= dim < len(self.splits):
-            raise DataError(f"there is no dim {dim!r} in {self}, which has {len(self.splits)} dims")
+            raise DataError(f"there is no dim {shown(dim)} in {self}, which has {len(self.splits)} dims")
         return self.index[dim], self.splits[dim]
 
     def __str__(self) -> str:
@@ -119,7 +125,8 @@ def part_of(strategy: Any, rank: int | None = None, *, mesh: Any = None, devices
     if len(found) > 1 or (given is None and (len(split) > 1 or math.prod(split) not in (1, total))):
         asked = "write axis names in place of the counts" if given else "give the mesh that shard was given, as mesh="
         raise StrategyError(
-            f"which part of {strategy!r} each rank of {total} holds is chosen with the plan; {asked}, or ask the plan: "
+            f"which part of {shown(strategy)} each rank of {total} holds is chosen with the plan; {asked}, or "
+            "ask the plan: "
             "planned_part(model)"
         )
     return _held(found[0], ndim, rank)
@@ -137,7 +144,7 @@ def planned_part(planned: Any, input: int | str = 0, rank: int | None = None) ->
     """
     plan = planned if isinstance(planned, Plan) else getattr(planned, "plan", None)
     if not isinstance(plan, Plan):
-        raise DataError(f"planned_part takes a Plan or what has one, such as a sharded model, not {planned!r}")
+        raise DataError(f"planned_part takes a Plan or what has one, such as a sharded model, not {shown(planned)}")
     tensor = _input(plan, input)
     placements = tuple(map(placement_from_code, tensor.codes))
     return _held(layout(plan.mesh, placements), len(tensor.shape), rank)
@@ -152,11 +159,15 @@ def to_global(part: torch.Tensor, strategy: Any, mesh: Any) -> torch.Tensor:
     StrategyError as `part_of` does, and for a part with another number of dims.
     """
     on = given_mesh(mesh)
+    if not isinstance(part, torch.Tensor):
+        raise StrategyError(f"to_global takes a tensor, this rank's part of an input, not {shown(part)}")
     if on is None:
         raise StrategyError("to_global takes the mesh that shard was given, such as mesh={'dp': 2, 'w': 4}")
     held = part_of(strategy, 0, mesh=on)
     if part.ndim != len(held.splits):
-        raise StrategyError(f"the part has shape {list(part.shape)}, and {strategy!r} is of {len(held.splits)} dims")
+        raise StrategyError(
+            f"the part has shape {list(part.shape)}, and {shown(strategy)} is of {len(held.splits)} dims"
+        )
     if not launched():
         return part
     from partway.runtime.execute import device_mesh
@@ -180,13 +191,13 @@ def _check_entry(strategy: Any) -> None:
         return
     fix = "write the split counts of one input, such as (1, 1, 1, 8), or axis names with their mesh"
     if isinstance(strategy, tuple) and strategy and all(isinstance(entry, tuple) for entry in strategy):
-        fix = f"give the entry of one input, such as {strategy[0]!r}"
-    raise StrategyError(f"part_of cannot read {strategy!r}; {fix}")
+        fix = f"give the entry of one input, such as {shown(strategy[0])}"
+    raise StrategyError(f"part_of cannot read {shown(strategy)}; {fix}")
 
 
 def _devices(mesh: Mesh | None, devices: int | None) -> int:
     if devices is not None and not is_int(devices, 1):
-        raise StrategyError(f"devices is {devices!r}; write how many there are, an int of 1 or more")
+        raise StrategyError(f"devices is {shown(devices)}; write how many there are, an int of 1 or more")
     if mesh is not None:
         if devices not in (None, mesh.device_num):
             raise StrategyError(f"devices is {devices}, but the mesh ({mesh}) has {mesh.device_num}; leave out devices")
@@ -201,5 +212,5 @@ def _input(plan: Plan, wanted: int | str) -> TensorPlan:
     for i, tensor in enumerate(inputs):
         if wanted == tensor.name or (is_int(wanted) and wanted == i):
             return tensor
-    names = ", ".join(f"{i} {tensor.name!r}" for i, tensor in enumerate(inputs))
-    raise DataError(f"the plan has no input {wanted!r}; its inputs are {names or 'none'}")
+    names = ", ".join(f"{i} {shown(tensor.name)}" for i, tensor in enumerate(inputs))
+    raise DataError(f"the plan has no input {shown(wanted)}; its inputs are {names or 'none'}")

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from partway.data.window import check_fill, is_int
-from partway.strategy.errors import DataError
+from partway.strategy.errors import DataError, shown
 
 Image = TypeVar("Image", NDArray[Any], torch.Tensor)
 
@@ -45,13 +45,16 @@ class SlicePatches:
     ) -> None:
         for name, count in (("num_height", num_height), ("num_width", num_width)):
             if not is_int(count, 1):
-                raise DataError(f"{name} is {count!r} ({type(count).__name__}); write an int of 1 or more")
+                raise DataError(f"{name} is {shown(count)} ({type(count).__name__}); write an int of 1 or more")
         if not isinstance(slice_mode, SliceMode):
             raise DataError(
-                f"slice_mode is {slice_mode!r} ({type(slice_mode).__name__}); write SliceMode.PAD or SliceMode.DROP"
+                f"slice_mode is {shown(slice_mode)} ({type(slice_mode).__name__}); write SliceMode.PAD or "
+                "SliceMode.DROP"
             )
         if not is_int(fill_value, 0) or fill_value > 255:
-            raise DataError(f"fill_value is {fill_value!r} ({type(fill_value).__name__}); write an int from 0 to 255")
+            raise DataError(
+                f"fill_value is {shown(fill_value)} ({type(fill_value).__name__}); write an int from 0 to 255"
+            )
         self.num_height, self.num_width = num_height, num_width
         self.slice_mode, self.fill_value = slice_mode, fill_value
 

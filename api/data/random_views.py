@@ -9,7 +9,7 @@ import numpy as np
 
 from partway.data.view import View
 from partway.data.window import Window, is_int, pair
-from partway.strategy.errors import DataError
+from partway.strategy.errors import DataError, shown
 
 
 def draws(name: str, seed: int, epoch: int, index: int | str, count: int) -> list[int]:
@@ -27,14 +27,14 @@ def _number(text: str) -> int:
 def check_seed(seed: object) -> None:
     """Raise DataError unless `seed` is an int of 0 or more."""
     if not is_int(seed, 0):
-        raise DataError(f"seed is {seed!r}; write an int of 0 or more, the same on every rank")
+        raise DataError(f"seed is {shown(seed)}; write an int of 0 or more, the same on every rank")
 
 
 def _check_sample(epoch: object, index: object) -> None:
     if not is_int(epoch, 0):
-        raise DataError(f"epoch is {epoch!r}; write an int of 0 or more")
+        raise DataError(f"epoch is {shown(epoch)}; write an int of 0 or more")
     if not isinstance(index, str) and not is_int(index, 0):
-        raise DataError(f"index is {index!r}; write the sample's number in the data set, or its key, a str")
+        raise DataError(f"index is {shown(index)}; write the sample's number in the data set, or its key, a str")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RandomCrop:
         sides = self.padding if isinstance(self.padding, tuple | list) else (self.padding,)
         if len(sides) not in (1, 2, 4) or not all(is_int(side, 0) for side in sides):
             raise DataError(
-                f"padding is {self.padding!r}; write an int of 0 or more, (left and right, top and bottom), or "
+                f"padding is {shown(self.padding)}; write an int of 0 or more, (left and right, top and bottom), or "
                 "(left, top, right, bottom)"
             )
         left, top, right, bottom = tuple(sides) * (4 // len(sides))
@@ -78,7 +78,7 @@ class RandomCrop:
         if rows < 0 or columns < 0:
             raise DataError(
                 f"a crop of {height} x {width} does not fit into {view.size[0]} x {view.size[1]} pixels with the "
-                f"padding {self.padding!r}; use a smaller size, or more padding"
+                f"padding {shown(self.padding)}; use a smaller size, or more padding"
             )
         down, across = draws("crop", self.seed, epoch, index, 2)
         y, x = down % (rows + 1) - top, across % (columns + 1) - left
@@ -100,7 +100,7 @@ class RandomFlip:
         check_seed(self.seed)
         for name, value in (("horizontal", self.horizontal), ("vertical", self.vertical)):
             if not isinstance(value, int | float) or not 0 <= value <= 1:
-                raise DataError(f"{name} is {value!r}; write a probability, from 0 to 1")
+                raise DataError(f"{name} is {shown(value)}; write a probability, from 0 to 1")
 
     def __call__(self, view: View, *, epoch: int, index: int | str) -> View:
         """`view` as it is mirrored for a sample: `index` is its number in the data set, or its key."""

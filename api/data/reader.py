@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from partway.data.extras import need
 from partway.data.source import ArraySource, Count, Source
 from partway.data.window import FillMode, Window, as_mode, as_window, check_fill, is_int, source_indices
-from partway.strategy.errors import DataError, WholeReadWarning
+from partway.strategy.errors import DataError, WholeReadWarning, shown
 
 _WORTH_A_WARNING = 1 << 20  # pixels: a smaller image is read whole in no time
 
@@ -35,7 +35,7 @@ class WindowReader:
         self, source: str | os.PathLike[str] | NDArray[Any], *, level: int = 0, path: str = "", axes: str | None = None
     ) -> None:
         if not is_int(level, 0):
-            raise DataError(f"level is {level!r}; write an int of 0 or more")
+            raise DataError(f"level is {shown(level)}; write an int of 0 or more")
         self._open = functools.partial(_open, source, level, path, axes)
         self._sources: dict[int, Source] = {}  # by process: a file's position must not be shared with a fork
         self._counts: dict[int, Count] = {}
@@ -151,7 +151,7 @@ def _open(source: Any, level: int, path: str, axes: str | None, count: Count) ->
         raise DataError(f"WindowReader takes a path or a NumPy array, not a {type(source).__name__}")
     name = os.fspath(source)
     if not os.path.exists(name):
-        raise DataError(f"there is no file {name!r}")
+        raise DataError(f"there is no file {shown(name)}")
     if os.path.isdir(name) or name.endswith(".zip"):
         _unused(name, level=level)
         need("zarr", f"reading {name}")
@@ -174,7 +174,7 @@ def _unused(name: str, **given: Any) -> None:
     }
     for argument, value in given.items():
         if value:
-            raise DataError(f"{argument}={value!r} was given for {name}: {places[argument]}")
+            raise DataError(f"{argument}={shown(value)} was given for {name}: {places[argument]}")
 
 
 def _stretches(indices: NDArray[np.int64]) -> list[tuple[int, int]]:

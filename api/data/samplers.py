@@ -8,7 +8,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from partway.data.part import Part
 from partway.data.random_views import check_seed
-from partway.strategy.errors import DataError
+from partway.strategy.errors import DataError, shown
 
 
 def distributed_sampler(
@@ -29,11 +29,13 @@ def distributed_sampler(
     """
     group, groups = group_of(part, dim)
     check_seed(seed)
+    if not hasattr(dataset, "__len__") or isinstance(dataset, type):
+        raise DataError(f"distributed_sampler takes a data set that has a length, not {shown(dataset)}")
     return DistributedSampler(dataset, num_replicas=groups, rank=group, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
 
 def group_of(part: Part, dim: int) -> tuple[int, int]:
     """The data-parallel group of the rank that holds `part`, and how many there are. Raises DataError."""
     if not isinstance(part, Part):
-        raise DataError(f"the part is {part!r}; write part_of(strategy), with the strategy of the input")
+        raise DataError(f"the part is {shown(part)}; write part_of(strategy), with the strategy of the input")
     return part.along(dim)

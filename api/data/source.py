@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partway.data.window import Window
-from partway.strategy.errors import DataError
+from partway.strategy.errors import DataError, shown
 
 AXES = ("YX", "YXS", "CYX", "SYX")
 """The orders of dims that can be read: height and width, and the channels before or behind them."""
@@ -72,9 +72,9 @@ def axes_for(name: str, shape: tuple[int, ...], axes: str | None) -> str:
         return "YX"
     if axes is None:
         raise DataError(f"{name} of shape {list(shape)} does not say what its dims are; write axes='YXS' or 'CYX'")
-    if axes not in AXES or len(axes) != len(shape):
+    if not isinstance(axes, str) or axes not in AXES or len(axes) != len(shape):
         fitting = " or ".join(repr(one) for one in AXES if len(one) == len(shape)) or "an image of 2 or 3 dims"
-        raise DataError(f"axes is {axes!r} for {name} of shape {list(shape)}; write {fitting}")
+        raise DataError(f"axes is {shown(axes)} for {name} of shape {list(shape)}; write {fitting}")
     return axes
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from partway.data.part import IMAGE_DIMS, Part
 from partway.data.reader import WindowReader
 from partway.data.window import FillMode, Window, as_window
-from partway.strategy.errors import DataError
+from partway.strategy.errors import DataError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,9 @@ class View:
 
     @classmethod
     def of(cls, image: WindowReader) -> View:
-        """All of `image`."""
+        """All of `image`. Raises DataError for what is no reader of one."""
+        if not isinstance(getattr(image, "size", None), tuple):
+            raise DataError(f"View.of takes a WindowReader, not {shown(image)}; or write View.whole(height, width)")
         return cls.whole(*image.size)
 
     @classmethod

@@ -23,7 +23,7 @@ from partway.data.epoch import Epoch
 from partway.data.random_views import draws
 from partway.data.web_decode import Decoder, Handler, unreadable
 from partway.data.window import is_int
-from partway.strategy.errors import DataError
+from partway.strategy.errors import DataError, shown
 
 
 @dataclass(frozen=True)
@@ -70,20 +70,22 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
         than ints of 0 (no shuffling) or more."""
         for name, value in (("size", size), ("initial", initial)):
             if not is_int(value, 0):
-                raise DataError(f"{name} is {value!r}; write how many samples, an int of 0 or more")
+                raise DataError(f"{name} is {shown(value)}; write how many samples, an int of 0 or more")
         return self._with(pipeline=[*self.pipeline, _Shuffle(size, min(initial, size))]) if size else self
 
     def with_epoch(self, items: int) -> GroupedWebDataset:
         """With epochs of `items` of what the pipeline gives (samples, or behind `batched` batches), for the group: each
         of a loader's workers gives its share. Shards are read again as often as it takes. Raises DataError."""
         if not is_int(items, 1):
-            raise DataError(f"with_epoch is given {items!r}; write how many items an epoch has, an int of 1 or more")
+            raise DataError(
+                f"with_epoch is given {shown(items)}; write how many items an epoch has, an int of 1 or more"
+            )
         return self._with(_items=items)
 
     def with_length(self, items: int) -> GroupedWebDataset:
         """With a `len` of `items`, for what asks for it; it does not change the epoch. Raises DataError."""
         if not is_int(items, 0):
-            raise DataError(f"with_length is given {items!r}; write how many items, an int of 0 or more")
+            raise DataError(f"with_length is given {shown(items)}; write how many items, an int of 0 or more")
         found = self._with(_length=items)
         found.__class__ = _Sized
         return found
@@ -223,16 +225,16 @@ _READ = ("", "file", "http", "https")  # what is opened by its address alone, as
 def check_schemes(urls: Sequence[str], allow: Sequence[str]) -> None:
     """Raise DataError for a URL that names a command, unless `allow` names its scheme."""
     if isinstance(allow, str) or not isinstance(allow, Sequence) or not all(isinstance(name, str) for name in allow):
-        raise DataError(f"allow is {allow!r}; write a tuple of the schemes of URLs, such as ('pipe',)")
+        raise DataError(f"allow is {shown(allow)}; write a tuple of the schemes of URLs, such as ('pipe',)")
     for url in urls:
         try:
             scheme = urlparse(url).scheme
         except ValueError as error:
-            raise DataError(f"{url!r} is no URL: {error}") from error
+            raise DataError(f"{shown(url)} is no URL: {error}") from error
         if scheme not in (*_READ, *allow):
             raise DataError(
-                f"the shard {url!r} is opened by a command ({scheme}:), which may run anything; if you wrote it "
-                f"yourself, say web_dataset(..., allow=({scheme!r},))"
+                f"the shard {shown(url)} is opened by a command ({scheme}:), which may run anything; if you wrote it "
+                f"yourself, say web_dataset(..., allow=({shown(scheme)},))"
             )
 
 
@@ -241,7 +243,9 @@ def expanded(urls: str | Sequence[str]) -> list[str]:
     try:
         found = wds.shardlists.expand_urls(urls) if isinstance(urls, str) else urls
     except (ValueError, KeyError) as error:
-        raise DataError(f"urls is {urls!r}, whose braces do not match: {error}") from error
+        raise DataError(f"urls is {shown(urls)}, whose braces do not match: {error}") from error
     if not isinstance(found, list | tuple) or not found or not all(isinstance(url, str) for url in found):
-        raise DataError(f"urls is {urls!r}; write the paths of tar files, or one str such as 'train-{{000..127}}.tar'")
+        raise DataError(
+            f"urls is {shown(urls)}; write the paths of tar files, or one str such as 'train-{{000..127}}.tar'"
+        )
     return list(found)

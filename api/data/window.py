@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from partway.strategy.choice import Choice
-from partway.strategy.errors import DataError
+from partway.strategy.errors import DataError, shown
 
 
 class FillMode(Choice):
@@ -64,7 +64,8 @@ def pair(name: str, value: object, *, least: int) -> tuple[int, int]:
     both = value if isinstance(value, tuple | list) else (value, value)
     if len(both) != 2 or not all(is_int(one, least) for one in both):
         raise DataError(
-            f"{name} is {value!r}; write an int of {least} or more, or a pair of them: for the height and for the width"
+            f"{name} is {shown(value)}; write an int of {least} or more, or a pair of them: for the height and "
+            "for the width"
         )
     return int(both[0]), int(both[1])
 
@@ -72,7 +73,9 @@ def pair(name: str, value: object, *, least: int) -> tuple[int, int]:
 def as_window(window: object) -> Window:
     """The Window that `window` is. Raises DataError unless it is four ints with y0 < y1 and x0 < x1."""
     if not isinstance(window, tuple | list) or len(window) != 4 or not all(map(is_int, window)):
-        raise DataError(f"the window is {window!r}; write four ints (y0, y1, x0, x1), in pixels of the whole image")
+        raise DataError(
+            f"the window is {shown(window)}; write four ints (y0, y1, x0, x1), in pixels of the whole image"
+        )
     found = Window(*map(int, window))
     if found.y0 >= found.y1 or found.x0 >= found.x1:
         raise DataError(f"the window {tuple(found)} (y0, y1, x0, x1) is empty; y0 must be below y1, and x0 below x1")
@@ -82,19 +85,19 @@ def as_window(window: object) -> Window:
 def as_mode(mode: object) -> FillMode:
     """The FillMode that `mode` names. Raises DataError, listing them."""
     if not isinstance(mode, str) or mode not in list(FillMode):
-        raise DataError(f"mode is {mode!r}; write one of {', '.join(map(repr, FillMode))}")
+        raise DataError(f"mode is {shown(mode)}; write one of {', '.join(map(repr, FillMode))}")
     return FillMode(mode)
 
 
 def check_fill(fill_value: object, dtype: Any) -> None:
     """Raise DataError unless `fill_value` is a number that a pixel of `dtype` can be."""
     if not isinstance(fill_value, int | float | np.number):
-        raise DataError(f"fill_value is {fill_value!r} ({type(fill_value).__name__}); write a number")
+        raise DataError(f"fill_value is {shown(fill_value)} ({type(fill_value).__name__}); write a number")
     if np.dtype(dtype).kind in "iu":
         limits = np.iinfo(dtype)
         if fill_value != int(fill_value) or not limits.min <= fill_value <= limits.max:
             raise DataError(
-                f"fill_value is {fill_value!r}, which a pixel of {np.dtype(dtype)} cannot be; write an int from "
+                f"fill_value is {shown(fill_value)}, which a pixel of {np.dtype(dtype)} cannot be; write an int from "
                 f"{limits.min} to {limits.max}"
             )
 

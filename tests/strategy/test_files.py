@@ -13,8 +13,8 @@ import torch
 import partway as pw
 from partway.fusion import save_chrome_trace
 from partway.propagation.profile import profile_of
-from partway.strategy.errors import StrategyError
-from partway.strategy.files import read, save, shortened, write_whole
+from partway.strategy.errors import StrategyError, shown
+from partway.strategy.files import read, save, write_whole
 
 
 @pytest.fixture
@@ -104,6 +104,6 @@ def test_a_file_without_end_is_refused(monkeypatch: pytest.MonkeyPatch, path: Pa
 
 
 def test_long_values_are_shown_in_part() -> None:
-    assert shortened("ab") == "'ab'"
-    assert len(shortened("x" * 5000)) < 200
-    assert shortened(10**5000) == "an int of too many digits"
+    assert shown("ab") == "'ab'"
+    assert len(shown("x" * 5000)) < 200
+    assert shown(10**5000) == "a int that is too large to be shown"

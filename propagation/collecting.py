@@ -1,0 +1,20 @@
+"""Python's garbage collection, put off."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Puts garbage collection off. What capture leaves of a deep model, and what a large file is read into, is millions
+    of objects that are in use, and looking through all of them again and again would take longer than the work does."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
