@@ -30,6 +30,7 @@ from partway.dtensors import brought, inputs_on, parameters_on, plain
 from partway.fusion.program import Program, make_program
 from partway.planning import planning
 from partway.propagation.accumulate import Accumulation, accumulation
+from partway.propagation.afterwards import afterwards
 from partway.propagation.apart import of_outputs
 from partway.propagation.capture import capture, state_of
 from partway.propagation.collecting import uncollected
