@@ -15,10 +15,20 @@ MODULES = (
 BUILTINS = ("__import__", "compile", "eval", "exec")
 CALLS = (
     "CodeType", "exec_module", "fromfile", "gopen", "import_module", "load_inline", "load_library", "load_module",
-    "load_state_dict_from_url", "popen", "read_pickle", "spawn", "startfile", "unsafe_load",
+    "load_state_dict_from_url", "popen", "read_pickle", "run_module", "run_path", "spawn", "startfile", "unsafe_load",
 )  # fmt: skip
 OF_OS = ("exec", "popen", "posix_spawn", "spawn", "startfile", "system")  # how their names begin
-LOADERS = ("export", "hub", "jit", "np", "numpy", "pickle", "torch", "yaml")  # of which `load` runs or unpickles
+LOADERS = (
+    "export",
+    "hub",
+    "jit",
+    "marshal",
+    "np",
+    "numpy",
+    "pickle",
+    "torch",
+    "yaml",
+)  # of which `load` runs or unpickles
 BETWEEN_RANKS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 STAGES = ("strategy", "propagation", "fusion", "runtime")
 
@@ -55,6 +65,7 @@ def sources() -> Iterator[tuple[str, Path]]:
 def uses(tree: ast.Module) -> Iterator[str]:
     """What a module uses of the things that are watched."""
     bound = {a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+    imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names if a.name in MODULES}
     bound |= {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
     for node in ast.walk(tree):
         match node:
@@ -68,7 +79,7 @@ def uses(tree: ast.Module) -> Iterator[str]:
                 owner = ast.unparse(value).rpartition(".")[2]
                 if name in CALLS:
                     yield name
-                elif (name in ("load", "loads") and owner in LOADERS) or owner in MODULES:
+                elif (name in ("load", "loads") and owner in LOADERS) or owner in imported:
                     yield f"{owner}.{name}"
                 elif owner == "os" and name.startswith(OF_OS):
                     yield f"os.{name}"
