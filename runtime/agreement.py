@@ -23,6 +23,7 @@ from .watch import watch
 
 _SAME = "run the same program on every rank"
 _OWN = re.compile(r" at 0x[0-9a-f]+|(?<=cuda):\d+")  # what a text may have that is a process's own
+_LISTED = 8  # differences that an error lists
 _SHOWN = 300  # characters of a text that an error shows
 
 
@@ -134,7 +135,9 @@ def _described(said: dict[int, str]) -> str:
         lines.append(f"{name} {_difference(texts[0], texts[rank], rank) or other}; {fix}")
     if len(lines) == 1:
         return lines[0]
-    return "the ranks differ:\n" + "\n".join(f"  - {line}" for line in lines)
+    shown = [f"  - {line}" for line in lines[:_LISTED]]
+    more = [f"  - and {len(lines) - _LISTED} more"] if lines[_LISTED:] else []
+    return "\n".join(["the ranks differ:", *shown, *more])
 
 
 def _difference(first: str | None, other: str | None, rank: int) -> str:

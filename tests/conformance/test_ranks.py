@@ -3,11 +3,15 @@
 import pytest
 import ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.gloo]
+pytestmark = pytest.mark.gloo
+
+SLICE = "annotation", "later_values"  # one that is found before, and one that is found afterwards
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", list(ranks.CASES))
+@pytest.mark.parametrize(
+    "name", [name if name in SLICE else pytest.param(name, marks=pytest.mark.slow) for name in ranks.CASES]
+)
 def test_a_rank_that_differs_is_found(name, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with ranks.quick():

@@ -551,9 +551,11 @@ def disagrees(seed_model: bool, seed_after: bool, options: dict[str, Any]) -> st
 
 
 def test_ranks_that_differ_are_refused_on_every_rank(on_ranks: Ranks) -> None:
-    said = "conv1.weight has other values on rank 1 than on rank 0; "
-    said += "seed every rank alike, or set parameter_broadcast=True"
-    assert on_ranks(2, disagrees, True, False, {}) == [said] * 2
+    said = "the ranks differ:\n  - conv1.weight has other values on rank 1 than on rank 0; "
+    said += "seed every rank alike, or set parameter_broadcast=True\n"
+    first, second = on_ranks(2, disagrees, True, False, {})
+    assert first == second
+    assert first.startswith(said)
     said = "the random generator has other values on rank 1 than on rank 0; "
     said += "seed every rank alike with torch.manual_seed"
     assert on_ranks(2, disagrees, False, True, {}) == [said] * 2
@@ -571,9 +573,9 @@ def reads_its_own_batch() -> str:
 
 
 def test_ranks_that_give_different_whole_batches_are_refused(on_ranks: Ranks) -> None:
-    said = "input 'x' has other values on rank 1 than on rank 0; give every rank the same whole batch, or set "
-    said += "dataset_strategy where each has its own part"
-    assert on_ranks(2, reads_its_own_batch) == [said] * 2
+    fix = "give every rank the same whole batch, or set dataset_strategy where each has its own part"
+    lines = [f"  - input {name!r} has other values on rank 1 than on rank 0; {fix}" for name in ("x", "target")]
+    assert on_ranks(2, reads_its_own_batch) == ["\n".join(["the ranks differ:", *lines])] * 2
 
 
 def test_parameter_broadcast_makes_ranks_agree(on_ranks: Ranks) -> None:
