@@ -137,8 +137,8 @@ def _affine(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor |
     """(x - mean) / sqrt(var + eps) * weight + bias in one pass, in the dtype of `x`."""
     x = _as_kernels_take(x)
     if mean.dim() == 1:
-        vectors = map(_dense, (weight, bias, mean, var))
-        made: Tensor = aten.native_batch_norm(x, *vectors, False, 0.0, eps)[0]
+        dense = map(_dense, (weight, bias, mean, var))
+        made: Tensor = aten.native_batch_norm(x, *dense, False, 0.0, eps)[0]
         return made
     found, unused = torch.empty_like(x), mean.new_empty(0)
     for part, into, *vectors in _batches(mean, (weight, bias, mean, var), x, found):

@@ -43,9 +43,14 @@ from .slices import (
     slice_of,
     window_of,
 )
+<<<<<<< HEAD
 from .strides import contiguous
 from .torch_internals import coalescing_manager, timeout_of
 from .watch import told, watch
+=======
+from .strides import contiguous, laid_out
+from .torch_internals import coalescing_manager
+>>>>>>> 3a0ebdb (A result lies in memory as on one device; figures of strided operands)
 
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -128,7 +133,11 @@ class Worker:
 
     def leave(self, values: Sequence[Tensor], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
         """The values: they stay this rank's parts, as far as its slices go. What may share memory is copied."""
-        parts = [short_part(value, place, self.rank) for value, place in zip(values, placed, strict=True)]
+        parts = [
+            short_part(value, place, self.rank) if place.strides is None or place.layout.cuts or place.layout.adds
+            else laid_out(value, place.strides)
+            for value, place in zip(values, placed, strict=True)
+        ]  # fmt: skip
         return [part.clone() if held else part for part, held in zip(parts, shared, strict=True)]
 
     def zeros(self, placed: PlacedPort, device: torch.device) -> Tensor:

@@ -27,7 +27,7 @@ from .instructions import Bind, Code, Conversion, Instruction, Mark, Run, compil
 from .record import note, resume
 from .slices import Placed, addends_of, first_row, joined, part_of, pieces, slice_of, window_of
 from .stretches import Stretch, is_common, stretches_of
-from .strides import contiguous
+from .strides import Strides, contiguous, contiguous_strides, laid_out
 
 Parts = list[Tensor]
 
@@ -49,7 +49,8 @@ class Simulator:
         """Put the parts of every rank together."""
         results = []
         for parts, place, held in zip(values, placed, shared, strict=True):
-            whole = join(parts, place.layout, place.shape)
+            whole = join(parts, place.layout, place.shape, place.strides)
+            whole = whole if place.strides is None else laid_out(whole, place.strides)
             same = whole is parts[0] or (whole.layout is torch.strided and whole.data_ptr() == parts[0].data_ptr())
             results.append(whole.clone() if held and same else whole)
         return results
@@ -281,10 +282,10 @@ def split(tensor: Tensor, layout: Layout) -> Parts:
     return parts
 
 
-def join(parts: Parts, layout: Layout, shape: tuple[int, ...] | None = None) -> Tensor:
+def join(parts: Parts, layout: Layout, shape: tuple[int, ...] | None = None, strides: Strides | None = None) -> Tensor:
     """The whole tensor of which every rank holds a part: addends are summed (of candidates the largest is
     taken), copies are taken once. What lies in memory as a whole stays there. `shape`: of the whole, where slices may
-    be short."""
+    be short; `strides`: of new memory."""
     adds = layout.adds
     if not adds and not layout.cuts:
         return parts[0]
@@ -294,7 +295,9 @@ def join(parts: Parts, layout: Layout, shape: tuple[int, ...] | None = None) -> 
     if cut is not None and not adds and _is_cut(cut, parts, layout):
         return cut
     start = _least(parts[0].dtype) if largest else 0
-    whole = parts[0].new_full(shape, start) if adds else parts[0].new_empty(shape)
+    whole = parts[0].new_empty_strided(shape, contiguous_strides(shape) if strides is None else strides)
+    if adds:
+        whole.fill_(start)
     for rank, part in enumerate(parts):
         coordinate = layout.mesh.coordinate(rank)
         first = all(

@@ -12,15 +12,16 @@ from torch import Tensor
 from ..strategy.cut import Strip, Window
 from ..strategy.layout import Layout
 from ..strategy.placement import Shard
-from .strides import contiguous
+from .strides import Strides, contiguous
 
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """Where a tensor of global `shape` is."""
+    """Where a tensor of global `shape` is. `strides`: those that it has as a whole, as on one device; None: any."""
 
     layout: Layout
     shape: tuple[int, ...]
+    strides: Strides | None = None
 
     @cached_property
     def even(self) -> bool:

@@ -30,6 +30,7 @@ from .instructions import Code, Mark, Run, assemble_code
 from .parameters import gradient_of
 from .record import begin, marking, timed
 from .slices import Placed
+from .strides import Strides, strides_of
 from .torch_internals import forward_level
 
 Wanted = tuple[bool, ...]
@@ -234,7 +235,7 @@ class CompiledStep:
     def __post_init__(self) -> None:
         program = self.step.program
         self.loader = Loader(self.executor, self.backend)
-        self.results = [Placed(placed.layout, placed.shape) for placed in program.outputs]
+        self.results = [Placed(placed.layout, placed.shape, result_strides(placed)) for placed in program.outputs]
         self.differentiable = [placed.port.requires_grad for placed in program.outputs]
         nodes = self.step.forward.graph.nodes
         self.random = any(node.op == "call_function" and draws_random_numbers(node) for node in nodes)
@@ -342,6 +343,14 @@ class CompiledStep:
         for kept, gradient in zip(each, self.executor.leave(values, rest.placed, rest.shared), strict=True):
             primal, found = kept.primal, gradient_of(kept.primal, gradient)
             primal.grad = found if primal.grad is None else primal.grad + found
+
+
+def result_strides(placed: PlacedPort) -> Strides | None:
+    """The strides of a result, as one device would have them; where elements share memory there, those of a copy."""
+    val = placed.port.node.meta["val"]
+    return (
+        strides_of(torch.empty_like(val)) if placed.port.role is Role.RESULT and strides_of(val) is not None else None
+    )
 
 
 def without_saved(module: fx.GraphModule, outputs: int) -> fx.GraphModule:

@@ -241,3 +241,27 @@ def test_as_strided_of_a_slice_is_refused():
     sharded = pw.shard(lambda x: x[:, :-1].as_strided((4, 2), (2, 1)), mesh={"x": 2})
     with pytest.raises(CaptureError, match=r"as_strided in the function takes \[4, 2\] out of the memory of a tensor"):
         sharded(torch.randn(4, 4))
+
+
+# -- What comes out --------------------------------------------------------------------------------------------------
+
+RESULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a product": lambda x: x.flatten(1) @ x.flatten(1).t(),
+    "a transposed product": lambda x: (x.flatten(1) @ x.flatten(1).t()).t() * 2,
+    "channels last": lambda x: F.conv2d(x.contiguous(memory_format=torch.channels_last), x[:, :, :2, :2].detach()),
+    "a permutation": lambda x: x.permute(3, 1, 0, 2) + 1,
+    "the argument": lambda x: x.mT,
+}
+
+
+@pytest.mark.parametrize("split", [None, ("x",), (None, "x")], ids=str)
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_lies_in_memory_as_on_one_device(name, split):
+    f = RESULTS[name]
+    x = tensors()[0].detach()
+    given = {"in_strategy": {"x": split + (None,) * (4 - len(split))}} if split else {}
+    sharded = pw.shard(f, mesh={"x": 2}, **given)
+    for given_x in (x, x.clone().requires_grad_()):
+        expected, found = f(given_x), sharded(given_x)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert found.stride() == expected.stride()
