@@ -43,14 +43,9 @@ from .slices import (
     slice_of,
     window_of,
 )
-<<<<<<< HEAD
-from .strides import contiguous
+from .strides import contiguous, laid_out
 from .torch_internals import coalescing_manager, timeout_of
 from .watch import told, watch
-=======
-from .strides import contiguous, laid_out
-from .torch_internals import coalescing_manager
->>>>>>> 3a0ebdb (A result lies in memory as on one device; figures of strided operands)
 
 # torch 2.13 renamed these two and warns about the old names.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
