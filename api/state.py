@@ -13,6 +13,7 @@ import argparse
 import builtins
 import dis
 import functools
+import os
 import sys
 import warnings
 from collections import OrderedDict, deque
@@ -42,6 +43,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _TOOLS = ("IPython", "_pytest", "accelerate", "deepspeed", "lightning", "loguru", "mlflow", "numpy", "partway",
           "pluggy", "pytest", "pytorch_lightning", "torch", "tqdm", "wandb")  # fmt: skip
 _CLOSED = frozenset({*sys.stdlib_module_names, *_TOOLS}) - {"__main__"}
+_ENVIRONMENT = frozenset({"environ", "getenv"})
 _OPEN_TYPES = (SimpleNamespace, argparse.Namespace)
 # torch's own stores, which the guard watches, and ours
 _OWN = frozenset(vars(nn.Module())) | {"_partway"}
@@ -110,6 +112,7 @@ class _Reached:
         self.getters: list[tuple[str, Any, str]] = []  # a label, an object and an attribute: cells, slots
         self.globals: list[tuple[str, MutableMapping[str, Any], str]] = []  # those that code writes
         self.containers: list[tuple[str, Any]] = []
+        self.environment = False  # whether code reads variables of the environment
         self.unwatched: list[tuple[str, str]] = []
         self._known: set[int] = set()
         self._global: set[tuple[int, str]] = set()
@@ -193,6 +196,8 @@ class _Reached:
         if _is_closed(fn.__module__):
             return
         where = fn.__globals__
+        if (names.attributes | names.read) & _ENVIRONMENT:
+            self.environment = True
         for name in sorted(names.read | names.written):
             if name in where and not hasattr(builtins, name) and (id(where), name) not in self._global:
                 self._global.add((id(where), name))
@@ -294,6 +299,7 @@ class State:
         self._sized = [*self._views, *owned]
         self._sizes = [*map(len, self._sized)]
         self._empty = [store for store in (*stores, *hooks) if not store]
+        self._environment = dict(os.environ) if found.environment else None
         self.facts = self._facts(modules, found)
 
     def _facts(self, modules: Sequence[tuple[str, nn.Module]], found: _Reached) -> dict[str, Any]:
@@ -304,6 +310,8 @@ class State:
                 facts[place] = None if buffer is None else (tuple(buffer.shape), buffer.dtype, buffer.device)
         for i, (where, kind, hooks) in enumerate(module_hooks(self._root(modules))):
             facts[f"{kind} hooks of {where or 'all modules'} ({i})"] = tuple(map(Same, hooks.values()))
+        if self._environment is not None:
+            facts["os.environ"] = tuple(self._environment.items())
         for label, store, key in found.items:
             fact = _kept_fact if label in self.kept else _fact
             facts[_free(facts, label)] = fact(store[key])
@@ -322,6 +330,7 @@ class State:
                 [*map(len, self._sized)] == self._sizes
                 and not any(self._empty)
                 and [*map(id, chain.from_iterable(self._views))] == self._element_ids
+                and (self._environment is None or self._environment == dict(os.environ))
                 and (not self._cells or all(getattr(one, name) is value for one, name, value in self._cells))
                 and self._are_as_before([*map(getitem, self._stores, self._keys)])
             )

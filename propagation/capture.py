@@ -241,9 +241,15 @@ def _without_pythons_random_numbers(fn: Callable[..., Any]) -> Iterator[None]:
         f"random numbers of Python's module {' and '.join(drawn)} are drawn in {name_of(fn)}, and would be the same in "
         "every call; draw them with torch (torch.rand([]) may decide a branch), or outside the sharded function"
     )
-    if threading.active_count() == 1:
+    if not any(map(_may_draw, threading.enumerate())):
         raise CaptureError(said)
     warnings.warn(f"if not by another thread, {said}", stacklevel=2)
+
+
+def _may_draw(thread: threading.Thread) -> bool:
+    """Whether a thread is another one whose code we do not know: those of ours and of progress bars draw nothing."""
+    ours = thread is threading.current_thread() or thread.name.startswith("partway ")
+    return not ours and type(thread).__module__.partition(".")[0] != "tqdm"
 
 
 def _pythons_generators() -> dict[str, Any]:

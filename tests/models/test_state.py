@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable
 from types import MethodType, SimpleNamespace
@@ -220,6 +221,15 @@ def test_globals_and_closures_may_change(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.allclose(ours(X), f(X))
     monkeypatch.setitem(TABLE, "scale", [5.0, 6.0])
     assert torch.allclose(ours(X), f(X))
+
+
+def test_variables_of_the_environment_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    for read in (lambda x: x * float(os.environ["SCALE"]), lambda x: x * float(os.getenv("SCALE", "1"))):
+        sharded = pw.shard(read, mesh={"x": 2})
+        for scale in (2.0, 3.0, 2.0):
+            monkeypatch.setenv("SCALE", str(scale))
+            assert torch.equal(sharded(X), X * scale)
+            assert torch.equal(sharded(X), X * scale)
 
 
 def test_a_schedule_is_right_and_said() -> None:

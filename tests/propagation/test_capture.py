@@ -537,6 +537,16 @@ def test_python_s_random_numbers_are_refused(draw):
         capture(drops, (torch.ones(2),), {})
 
 
+def test_threads_that_draw_nothing_do_not_turn_the_refusal_into_a_warning():
+    idle = threading.Event()
+    ours = threading.Thread(target=idle.wait, name="partway watch")
+    ours.start()
+    with pytest.raises(CaptureError, match="random numbers of Python's module random are drawn"):
+        capture(lambda x: x * random.random(), (torch.ones(2),), {})
+    idle.set()
+    ours.join()
+
+
 def test_python_s_random_numbers_of_another_thread_are_warned_of():
     idle = threading.Event()
     other = threading.Thread(target=idle.wait)
