@@ -151,7 +151,7 @@ def capture(
         answering = Answering(level, values, may_draw, here) if values and level is not Asked.NOTHING else None
         try:
             with _drawing_nothing(answering):
-                exported, result = _exported(fn, call, answering, noting, hooks)
+                exported, result = _exported(fn, call, answering, noting, hooks, values is not None)
         except _Undecided as error:
             undecided = error
             continue
@@ -176,10 +176,10 @@ class _Undecided(Exception):
 
 
 def _exported(
-    fn: Callable[..., Any], call: Call, answering: Answering | None, effects: Effects, hooks: Hooks
+    fn: Callable[..., Any], call: Call, answering: Answering | None, effects: Effects, hooks: Hooks, checked: bool
 ) -> tuple[torch.export.ExportedProgram, tuple[Structure, Structure]]:
     """What torch.export makes of a call, functional and checked, and the structures of its result and of what it leaves
-    behind."""
+    behind. `checked`: so are the parameters of torch.distributions."""
     seen: list[tuple[Structure, Structure]] = []
     outside = _Outside()
     flat = _Flat(_with_source_lines(fn), call, seen, outside, answering, effects, hooks)
@@ -192,7 +192,7 @@ def _exported(
         ):  # fmt: skip
             _capturing.set(True)
             warnings.simplefilter("ignore")
-            with hooks.of(fn), _prepared(fn, example), _quiet():
+            with hooks.of(fn), _prepared(fn, example, checked), _quiet():
                 traced = torch.export.export(flat, example, strict=False)
                 _check_writes(traced.graph_module, fn)
                 if answering is not None and answering.is_drawn_from(traced.graph):
@@ -675,11 +675,11 @@ class _Flat(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def _prepared(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def _prepared(fn: Callable[..., Any], tensors: Sequence[torch.Tensor], checked: bool) -> Iterator[None]:
     """While `fn` is captured, what torch.export cannot trace is done otherwise."""
     with (
         _nothing_left(fn), _plain_parameters(fn, tensors), _tensor_momenta(fn), _conversions(fn),
-        _unchecked_distributions(), recorded(),
+        contextlib.nullcontext() if checked else _unchecked_distributions(), recorded(),
     ):  # fmt: skip
         yield
 

@@ -14,14 +14,19 @@ call and on whole tensors, and stays unanswered; so does what follows from value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.distributions import Distribution
 
+from ..strategy.errors import CaptureError
 from .graph import Role
 from .torch_internals import FakeTensor, OpOverload, TorchDispatchMode, tree_flatten, tree_map, without_modes
 
@@ -86,21 +91,29 @@ class Question:
         """The answer of a call with these `values`."""
         held: dict[int, Any] = {}
 
-        def filled(value: Any) -> Any:
-            return held[value.place] if isinstance(value, _Slot) else value
-
         answer: Any = None
         with torch.no_grad():
             for leaf, slot, written in self.leaves:
                 held[slot] = values(leaf).clone() if written else values(leaf)
             for step in self.steps:
-                answer = step.operator(*tree_map(filled, step.args), **tree_map(filled, step.kwargs))
-                made = [t for t in tree_flatten(answer)[0] if isinstance(t, Tensor)] if step.results else ()
+                answer = step.operator(*_filled(step.args, held), **_filled(step.kwargs, held))
+                made = (answer,) if isinstance(answer, Tensor) else tree_flatten(answer)[0] if step.results else ()
                 held.update(zip(step.results, made, strict=True))
         asked: Answer = answer  # of the last one, which asks
         return asked
 
 
+def _filled(value: Any, held: Mapping[int, Any]) -> Any:
+    """The arguments of a step, with what is `held` in place of slots."""
+    kind = type(value)
+    if kind is _Slot:
+        return held[value.place]
+    if kind in (list, tuple):
+        return kind(_filled(part, held) for part in value)
+    return {name: _filled(part, held) for name, part in value.items()} if kind is dict else value
+
+
+_DISTRIBUTIONS = os.path.join(os.path.dirname(torch.__file__), "distributions", "")
 _CONDITIONS = frozenset({aten.equal.default, aten.allclose.default, aten.is_nonzero.default})
 _NUMBER = aten._local_scalar_dense.default
 ASKING = _CONDITIONS | {_NUMBER, aten.item.default}
@@ -121,7 +134,7 @@ class Answering(TorchDispatchMode):
     It sees what autograd calls, and so what composite operators ask of the values inside.
     """
 
-    supports_higher_order_operators = True  # what they run is no tape's; what follows from it has no answer
+    supports_higher_order_operators = True
 
     def __init__(self, level: Asked, values: Values, may_draw: bool, line: Callable[[], str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -142,10 +155,17 @@ class Answering(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            raise CaptureError(
+                f"a function whose course depends on values may not have a {getattr(func, '__name__', func)} as well: "
+                "write this one as a branch or a loop of Python, or do the other outside the sharded function"
+            )
         if self._is_asked(func, args):
             try:
                 return self._answered(func, args, kwargs)
             except Unanswered as why:
+                if _is_a_distributions_own_check():
+                    return True
                 self.unanswered = str(why)
         result = func(*args, **kwargs)
         self._tape.append((func, args, kwargs, result))
@@ -233,12 +253,22 @@ class Answering(TorchDispatchMode):
         return self._known[id(tensor)][0], tensor
 
 
-def _check_step(func: Any) -> None:
+def _check_step(func: OpOverload) -> None:
     """Raise Unanswered for what is not run for a question."""
-    if not isinstance(func, OpOverload):
-        raise Unanswered(f"follow from {getattr(func, '__name__', func)}, a branch or a loop")
     if func._schema.name.removeprefix("aten::") in _PRODUCTS:
         raise Unanswered(f"follow from a matrix product or a convolution ({func}), which every call would run twice")
+
+
+def _is_a_distributions_own_check() -> bool:
+    """Whether what is asked is whether a torch.distribution is valid, which nobody asked for by `validate_args`: where
+    that has no answer it goes unchecked, as under python -O."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
+            asking = frame.f_locals.get("self")
+            return isinstance(asking, Distribution) and "_validate_args" not in vars(asking)
+        frame = frame.f_back
+    return False
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -162,6 +162,31 @@ def test_gaussian_loss_looks_whether_its_variances_are_positive() -> None:
         assert_takes_every_course(fn, [(mean, target, variance), (mean, target, -variance)], 1)
 
 
+def test_distributions_look_whether_they_are_valid() -> None:
+    def density(x: Tensor, deviation: Tensor) -> Tensor:
+        return torch.distributions.Normal(x, deviation).log_prob(x + 1)
+
+    x = wide(8, 3)
+    f: Any = pw.shard(density, mesh=MESH, in_strategy=(("x", None), None))
+    torch.testing.assert_close(outcome(f, x, x.abs()), outcome(density, x, x.abs()), rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match=r"Expected parameter scale .* to satisfy the constraint GreaterThan"):
+        f(x, x)
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_a_distribution_of_what_a_net_computes_is_checked_if_it_is_asked_for(asked: bool | None) -> None:
+    def policy(x: Tensor, w: Tensor) -> Tensor:
+        return torch.distributions.Categorical(logits=x @ w, validate_args=asked).entropy()
+
+    x, w = wide(8, 3), wide(3, 5)
+    f: Any = pw.shard(policy, mesh=MESH, in_strategy=(("x", None), None))
+    if asked:
+        with pytest.raises(pw.CaptureError, match="follow from a matrix product"):
+            f(x, w)
+    else:
+        torch.testing.assert_close(outcome(f, x, w), outcome(policy, x, w), rtol=1e-12, atol=1e-15)
+
+
 def test_the_state_of_a_module_may_be_asked() -> None:
     class Starts(nn.Module):
         def __init__(self) -> None:
@@ -288,6 +313,15 @@ def test_correlations_are_those_of_one_device() -> None:
 
 
 # -- what stays refused
+
+
+def test_a_branch_of_torch_beside_one_of_python_is_refused() -> None:
+    def f(x: Tensor) -> Tensor:
+        y = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
+        return y if (x > -1).all() else x
+
+    with pytest.raises(pw.CaptureError, match="may not have a cond as well"):
+        pw.shard(f, mesh=MESH)(wide(8, 3).abs())
 
 
 def test_a_question_behind_a_product_is_refused_saying_why() -> None:
