@@ -41,7 +41,7 @@ from partway.strategy.errors import PartwayError
 SECONDS = 60  # of computing, for one program
 MOST = 4096  # elements of one tensor
 TOLERANCE = 1e-9
-COARSE = {"float32": 2e-4, "bfloat16": 0.1}  # of programs that cast to these
+COARSE = {"float32": 2e-4, ".float()": 2e-4, "bfloat16": 0.1}  # of programs that cast to these
 
 
 # -- What programs are written with ------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def _model(build: type[nn.Module], setting: Setting) -> nn.Module:
 
 
 def on_one_device(build: type[nn.Module], arguments: Callable[[], tuple[Tensor, ...]], setting: Setting) -> Values:
-    with _alone(plain=not setting.one):
+    with _alone(plain=True):
         model = _model(build, setting)
         if setting.one:
             parts = {n: v for n, v in setting.options.items() if n in ("random_numbers", "batch_norm_parts")}

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -555,9 +556,8 @@ def page(known: dict[str, list[Cell]]) -> str:
     counts = Counter(cell.status for cell in every)
     totals = f"Of {len(every)} cells {counts['right']} are right, {counts['refused']} are refused, "
     totals += f"{counts['WRONG']} are wrong" + (f", {counts['skipped']} are skipped." if counts["skipped"] else ".")
-    without_kernels()
     libraries = sorted({model.library for model in MODELS.values()})
-    versions = "".join(f", {n} {importlib.import_module(n).__version__}" for n in libraries if not missing(n))
+    versions = "".join(f", {library} {version}" for library in libraries if (version := _version(library)))
     lines = [_HEAD.format(torch=torch.__version__.split("+")[0], versions=versions, count=len(MODELS), totals=totals)]
     for library in libraries:
         lines += [f"## {library}", "", f"| model | operators | {' | '.join(SETUPS)} | fallbacks |"]
@@ -573,6 +573,13 @@ def page(known: dict[str, list[Cell]]) -> str:
         lines += [f"- {name} ({', '.join(found)}): {status}. {why}" for (name, status, why), found in reasons.items()]
         lines += [""]
     return "\n".join(lines)
+
+
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _line(name: str, found: list[Cell]) -> str:
