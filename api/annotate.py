@@ -130,7 +130,7 @@ def _module_plan_problems(plan: object) -> Iterator[Problem]:
         yield Problem("module_plan", f"is {_kind(plan)}", fix)
         return
     for pattern, sides in (plan or {}).items():
-        name = f"module_plan[{pattern!r}]"
+        name = f"module_plan[{shown(pattern)}]"
         if not isinstance(sides, Mapping) or not sides or not set(sides) <= set(_SIDES):
             yield Problem(name, f"is {_kind(sides)}", fix)
             continue

@@ -29,7 +29,7 @@ def distributed_sampler(
     """
     group, groups = group_of(part, dim)
     check_seed(seed)
-    if not hasattr(dataset, "__len__") or isinstance(dataset, type):
+    if not hasattr(dataset, "__len__") or isinstance(dataset, type) or getattr(dataset, "ndim", 1) == 0:
         raise DataError(f"distributed_sampler takes a data set that has a length, not {shown(dataset)}")
     return DistributedSampler(dataset, num_replicas=groups, rank=group, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
