@@ -366,7 +366,7 @@ MODELS: dict[str, Model] = {
         num_classes=8,
     ),
     "GATConv": graph("GATConv", heads=2, concat=False, add_self_loops=False),
-    "GCNConv": graph("GCNConv"),
+    "GCNConv": graph("GCNConv", refused="aten.index.Tensor"),
     "GINConv": graph("GINConv", multilayer=True),
     "GraphConv": graph("GraphConv"),
     "SAGEConv": graph("SAGEConv"),
