@@ -219,7 +219,8 @@ class Launched:
     def given(self, fn: Any, local: bool) -> Callable[[Sequence[Tensor]], None] | None:
         from partway.runtime.watch import watch
 
-        return None if local else functools.partial(watch().given, where=f"a call of {name_of(fn)}")
+        own = watch()
+        return None if local or own.size == 1 else functools.partial(own.given, where=f"a call of {name_of(fn)}")
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         from partway.runtime.parameters import redistribute

@@ -63,7 +63,7 @@ def save_chrome_trace(path: str | Path, sources: Mapping[str, Iterable[Span]]) -
 def _checked(sources: Any) -> dict[str, list[Span]]:
     found = dict(sources) if isinstance(sources, Mapping) else {"what is saved": sources}
     for name, spans in found.items():
-        found[name] = list(spans) if isinstance(spans, Iterable) and getattr(spans, "ndim", 1) else [spans]
+        found[name] = list(spans) if isinstance(spans, Iterable) and getattr(spans, "ndim", 1) != 0 else [spans]
         if not isinstance(sources, Mapping) or not all(isinstance(span, Span) for span in found[name]):
             raise StrategyError(f"{shown(name)} is {shown(spans)}; write a dict from names to lists of Spans")
     return found

@@ -123,7 +123,7 @@ class Worker:
                     f"rank {self.rank} got {port.port.name} of shape {list(part.shape)}; its part under "
                     f"{port.layout} has the shape {list(port.local_shape)}: cut whole tensors with Worker.cut"
                 )
-            parts.append(contiguous(part))
+            parts.append(part.contiguous())
         return parts
 
     def leave(self, values: Sequence[Tensor], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
@@ -148,6 +148,8 @@ class Worker:
     def load(self, code: Code, mark: Mark | None = None) -> Run:
         """`code` as a function, from this rank's part of every input to that of every output."""
         run, own = compile_code(code, self, mark), watch()
+        if own.size == 1:
+            return run
         identity, draws = code.identity, any(step.once for step in code.instructions)
         where = next((code.describe(step) for step in code.instructions if step.communicates), "")
         noted = draws or bool(where) or code.phase == "backward"  # what a rank may do for itself is its own affair

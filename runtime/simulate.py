@@ -271,7 +271,7 @@ def _exchanged(window: Window, parts: Parts) -> Parts:
 def split(tensor: Tensor, layout: Layout) -> Parts:
     """The part of every rank, contiguous as the graphs were traced; a view of `tensor` where it can be."""
     if not layout.cuts:
-        return [contiguous(tensor)] * layout.mesh.device_num
+        return [tensor.contiguous()] * layout.mesh.device_num
     cut: dict[tuple[tuple[int, int], ...], Tensor] = {}
     parts = []
     for rank in range(layout.mesh.device_num):
