@@ -383,9 +383,10 @@ def _fix(
         for other in others
     ]
     shapes = {port.name: shape(port.node) for port in graph.inputs if port.role is Role.PARAMETER}
-    for name, found in fixed.items():
+    for name, lies in fixed.items():
         if others or name not in shapes:
             continue
+        found = lies.without_single(shapes[name]) if lies.fits(shapes[name]) else lies
         if not found.fits(shapes[name]):
             what = f"has now the shape {list(shapes[name])}, which its layout {found} does not fit"
             problems.append(Problem(f"parameter {name!r}", what, fresh))
@@ -600,7 +601,8 @@ def _load(
                 Problem(f"parameter {name!r}", f"has shape {list(shape(port.node))}, which the saved layout {found} "
                         "does not fit", "save a plan of this model")
             )  # fmt: skip
-        allowed[name] = ((layout(mesh, found.placements),), "loaded from a plan")
+        fitting = layout(mesh, found.placements).without_single(tuple(shape(port.node)))
+        allowed[name] = ((fitting,), "loaded from a plan")
 
 
 def _parts(inputs: Sequence[Port], allowed: Allowed) -> int:

@@ -170,9 +170,14 @@ class _Grouping:
         works = [self.work[node] for node in nodes]
         costs = {m.key: (work.waiting, work.per_byte) for m, work in zip(members, works, strict=True)}
         if kind is not Kind.ALL_GATHER:
-            events, chained = events_of(order, self.work, nodes)
-            found = [by_overlap.best_groups(by_overlap.Gradients(members, costs, events))]
-            found += (*by_overlap.proposals(members), *by_overlap.sizes(members)) if chained else ()
+            # as they come: one that reads a collective of another kind stands back for the group of that
+            position = {node: index for index, node in enumerate(nodes)}
+            offered = [position[unit[0]] for unit in order if unit[0] in position]
+            events, chained = events_of(order, self.work, [nodes[i] for i in offered])
+            best = by_overlap.best_groups(by_overlap.Gradients([members[i] for i in offered], costs, events))
+            found = [tuple(sorted(tuple(sorted(offered[i] for i in positions)) for positions in best))]
+            unlike = chained or offered != sorted(offered)  # what was proposed there is not what policies make
+            found += (*by_overlap.proposals(members), *by_overlap.sizes(members)) if unlike else ()
         else:
             played, _ = play(order, {**self.work, **dict.fromkeys(nodes, UNHEARD)})
             starts = {node: start for unit, start in played for node in unit}

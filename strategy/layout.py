@@ -124,6 +124,10 @@ class Layout:
         pairs = zip(self.placements, splits, strict=True)
         return layout(self.mesh, tuple(REPLICATE if split else p for p, split in pairs)) if dims else self
 
+    def without_single(self, shape: tuple[int, ...]) -> Layout:
+        """This layout without the splits of dims that have one element, of which there is nothing to split."""
+        return self.whole_along({dim for dim, size in enumerate(shape) if size == 1})
+
     def with_broadcasts(self) -> tuple[Layout, ...]:
         """This layout first, then those that have Broadcast for some of its Replicate: every rank holds the same, and
         only the gradient lies otherwise."""

@@ -50,13 +50,10 @@ class Annotation:
 
     def layouts(self, shape: Sequence[int]) -> tuple[Layout, ...]:
         """All layouts it allows for a tensor of `shape`; none if the shape is not one it can be met on."""
-        cuts = (one.whole_along(self._single(shape)) for one in self.cuts(len(shape)))
-        fitting = dict.fromkeys(one for one in cuts if one.fits(tuple(shape)))
-        return tuple(one for one in fitting if not self.chunked or one.chunks(tuple(shape)))
-
-    def _single(self, shape: Sequence[int]) -> frozenset[int]:
-        """The dims of which there is nothing to split."""
-        return frozenset(dim for dim, size in enumerate(shape) if self.varies and size == 1)
+        size = tuple(shape)
+        cuts = (one.without_single(size) for one in self.cuts(len(size)) if self.varies or one.fits(size))
+        fitting = dict.fromkeys(one for one in cuts if one.fits(size))
+        return tuple(one for one in fitting if not self.chunked or one.chunks(size))
 
     def allows(self, layout: Layout, ndim: int) -> bool:
         """Whether `layout` is one of its layouts for a tensor of `ndim` dims."""

@@ -470,6 +470,22 @@ def test_each_kind_is_grouped_by_its_own_policy():
     assert sizes(allgather=auto, reducescatter=auto) == ([5], [5])
 
 
+def test_overlap_groups_gradients_that_stand_back_for_a_group_of_another_kind():
+    def step(x, u, v, w):
+        part = convert(torch.tanh(u), "P", "S0", ["tp"], RANKS, 0)
+        ready = gradient(torch.tanh(v), 2)
+        last = convert(torch.tanh(w), "P", "S0", ["tp"], RANKS, 3)
+        return [gradient(part, 1), ready, last]
+
+    module, tags = trace(step, (3,), (8, 8), (8, 8), (8, 8)), range(4)
+    for scatter in (None, ALL):  # with it the first all_reduce waits for the last reduce_scatter
+        policies = FusionPolicies(Fusion(FusionMode.OVERLAP), None, scatter)
+        fused = fuse_by(module, dict.fromkeys(tags, ("R", "B")), policies, MESH, profile_of("h100"))
+        alone = {node.args[5] for node in fused.graph.find_nodes(op="call_function", target=convert)}
+        grouped = [tag for group in group_tags(fused) for tag in group]
+        assert sorted([*alone, *grouped]) == [0, 1, 2, 3]
+
+
 def test_other_gathers_and_the_gathers_of_gradients_are_left_alone():
     def step(x, v, w):
         return [

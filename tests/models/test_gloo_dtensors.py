@@ -72,6 +72,22 @@ def test_parameters_that_were_distributed_keep_their_placements(on_ranks: Ranks)
     assert on_ranks(2, _distributed) == ["S0 S1"] * 2
 
 
+def _on_an_axis_of_one() -> bool:
+    pw.reset_auto_parallel_context()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1)).double()
+    model, mesh = copy.deepcopy(plain), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Split(0), Split(1)]))
+    model[1].weight = weight
+    pw.shard(model)
+    assert_trains(plain, model)
+    return model[1].weight is weight
+
+
+def test_a_parameter_of_one_row_lies_on_an_axis_of_one_device(on_ranks: Ranks) -> None:
+    assert on_ranks(2, _on_an_axis_of_one) == [True] * 2
+
+
 def _parallelized(mesh: Any) -> str:
     plain = net()
     model, whole_mesh = copy.deepcopy(plain), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -141,6 +142,24 @@ def test_a_last_batch_of_fewer_samples_than_devices_is_cut_as_far_as_it_goes(opt
         for count in (8, 6, 1):
             x = torch.randn(count, 4, dtype=torch.float64)
             torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", [("a", "b"), (Shard(0), Shard(1)), ("a", None), (("a", "b"), None)])
+def test_an_axis_of_one_device_may_be_named_where_there_is_one_element(strategy: Any) -> None:
+    x = torch.randn(3, 4, dtype=torch.float64)
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 1).double()
+    model: Any = pw.shard(copy.deepcopy(plain), mesh={"a": 1, "b": 2}, parameter_plan={"weight": strategy})
+    if strategy == (("a", "b"), None):
+        with pytest.raises(pw.StrategyError, match="parameter 'weight': dim 0 has size 1"):
+            model(x)
+        return
+    for count in (3, 2):  # the second with the layout that the first has given it
+        for each in (plain, model):
+            each.zero_grad()
+            each(x[:count]).square().sum().backward()
+        torch.testing.assert_close(model.weight.grad, plain.weight.grad, rtol=1e-12, atol=1e-12)
+    assert model.plan.parameters["weight"].splits(2) == (1, 2 if strategy[1] else 1)
 
 
 def test_a_parameter_of_one_element_is_not_split() -> None:
