@@ -469,23 +469,26 @@ class _Before:
 
     def writes(self) -> Any:
         """What is another thing now than it was."""
-        for label, store, copy in self._copies:
-            for name in dict.fromkeys((*copy, *(n for n in store if n not in _OWN))):
-                if store.get(name, _GONE) is not copy.get(name, _GONE):
-                    yield Write(f"{label}{name}", functools.partial(_put, store, name), store.get(name, _GONE))
-        for path, store, copy in self._buffers:
-            for name in store.keys() ^ copy.keys():
-                label = f"{path}.{name}" if path else name
-                yield Write(label, functools.partial(_put, store, name), store.get(name, _GONE))
+        for label, store, name, old in self._places():
+            now = store.get(name, _GONE)
+            if now is not old:
+                yield Write(label, functools.partial(_put, store, name), now)
         for label, one, name, old in self._getters:
             if getattr(one, name) is not old:
                 yield Write(label, functools.partial(setattr, one, name), getattr(one, name))
-        for label, where, name, old in self._globals:
-            if where.get(name, _GONE) is not old:
-                yield Write(label, functools.partial(_put, where, name), where.get(name, _GONE))
         for label, container, copy in self._containers:
             if not _holds_same(container, copy):
                 yield Write(label, functools.partial(_refill, container), _copy(container))
+
+    def _places(self) -> Any:
+        """The places in dicts, each with its label and what was there."""
+        for label, store, copy in self._copies:
+            for name in dict.fromkeys((*copy, *(n for n in store if n not in _OWN))):
+                yield f"{label}{name}", store, name, copy.get(name, _GONE)
+        for path, store, copy in self._buffers:
+            for name in dict.fromkeys((*copy, *store)):
+                yield f"{path}.{name}" if path else name, store, name, copy.get(name, _GONE)
+        yield from self._globals
 
     def left(self) -> list[Any]:
         """What has been put somewhere since."""
@@ -500,7 +503,7 @@ class _Before:
         for _, store, copy in self._buffers:
             for name in [name for name in store if name not in copy]:
                 del store[name]
-            store.update({name: value for name, value in copy.items() if name not in store})
+            store.update(copy)
         for _, one, name, old in self._getters:
             setattr(one, name, old)
         for _, where, name, old in self._globals:

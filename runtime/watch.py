@@ -334,6 +334,25 @@ def end_watch() -> str | None:
 def _at_exit() -> None:
     if found := end_watch():
         sys.stderr.write(f"partway: {found}\n")  # nobody can be told by an error any more
+        sys.stderr = _Failing(sys.stderr)
+
+
+class _Failing:
+    """stderr, but that Python cannot flush it: by that a process ends with status 120, as `sys.exit` documents.
+
+    Its results are wrong, so that what started it must not take it for a success. No handler of atexit can change the
+    status, and `os._exit` would leave out those of others that come later.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        raise OSError("the ranks differ")
 
 
 def told(error: Exception) -> Exception:

@@ -177,7 +177,8 @@ def test_hooks_of_parameters_stay_with_them_on_two_processes(on_ranks: Callable[
 @pytest.mark.gloo
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_hook_on_two_processes(on_ranks: Callable[..., list[Any]], kind: str) -> None:
-    assert on_ranks(2, all_of, [case for case in EVERY if case[0] == kind]) == [[], []]
+    for case in [case for case in EVERY if case[0] == kind]:  # a call each: the time of a call is limited
+        assert on_ranks(2, all_of, [case]) == [[], []]
 
 
 def all_of(cases: list[tuple[str, str, str]]) -> list[str]:

@@ -277,6 +277,34 @@ def test_what_the_forward_leaves_behind_is_there_after_each_call() -> None:
         torch.testing.assert_close(ours.linear.weight.grad, plain.linear.weight.grad)
 
 
+class Replaces(nn.Module):
+    """A module that gives its buffer another tensor."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("held", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "assigned":
+            self.held = self.held + x.sum(0)
+        elif self.how == "of another size":
+            self.held = x.sum(1) + self.held.sum()
+        else:
+            self.register_buffer("held", x.sum(0) + self.held)
+        return x * self.held.sum()
+
+
+@pytest.mark.parametrize("how", ["assigned", "of another size", "registered"])
+def test_a_buffer_that_is_replaced_is_another_in_the_next_call(how: str) -> None:
+    plain = Replaces(how)
+    ours: Any = pw.shard(copy.deepcopy(plain), mesh={"x": 2}, in_strategy=(("x", None),))
+    for size in (4, 4, 8, 4):
+        x = torch.ones(size, 8)
+        torch.testing.assert_close(ours(x), plain(x))
+        torch.testing.assert_close(ours.held, plain.held)
+
+
 def test_what_is_left_behind_only_does_not_plan_anew(plans: list[Any]) -> None:
     class Balanced(nn.Module):
         def __init__(self) -> None:

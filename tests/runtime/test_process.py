@@ -186,6 +186,39 @@ def test_a_scheduler_and_its_workers_run_one_script(numbered):
     assert lines == expected[::-1] if numbered else sorted(lines) == expected
 
 
+DIFFERS = """
+import atexit, sys
+atexit.register(sys.stderr.write, "earlier handlers run too")
+from partway.runtime import get_rank, init
+from partway.runtime.watch import watch
+init(backend="gloo")
+watch().ran(1 + get_rank(), "a loss", False)
+"""
+
+
+@pytest.mark.gloo
+def test_a_difference_that_is_found_at_exit_is_in_the_status():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", DIFFERS], env={**common, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=100)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [120, 120], said
+    for text in said:
+        assert "partway: rank 1 ran another program (or left out a step) than rank 0, at a loss; make the" in text
+        assert text.endswith("earlier handlers run too")
+
+
 def test_a_scheduler_that_cannot_listen_says_where(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
