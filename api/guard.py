@@ -40,8 +40,9 @@ class Guard:
         self._tensors = [
             (type(t), t.shape, t.dtype, t.device, t.requires_grad, getattr(t, "_spec", None)) for t in tensors
         ]
-        self._strides = [t.stride() for t in tensors] if context.random_numbers is RandomNumbers.TORCH else None
-        self._autocast, self._rules = autocast(), version()
+        strided = state.reached.memory or context.random_numbers is RandomNumbers.TORCH
+        self._strides = [t.stride() for t in tensors] if strided else None
+        self._modes, self._rules = modes(), version()
         modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self._modules, self._training = modules, [m.training for m in modules]
         self._stores = [m._parameters for m in modules]  # the state watches the modules inside
@@ -63,7 +64,7 @@ class Guard:
         same = (
             (context is self._context or context == self._context)
             and (current_algo() is self._algo or current_algo() == self._algo)
-            and autocast() == self._autocast
+            and modes() == self._modes
             and version() == self._rules
             and all(map(_is_like, tensors, self._tensors))
             and (self._strides is None or [t.stride() for t in tensors] == self._strides)
@@ -82,9 +83,13 @@ def _held(stores: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
     return chain.from_iterable(store.values() for store in stores)
 
 
-def autocast() -> tuple[torch.dtype | None, torch.dtype | None]:
-    """The dtypes into which torch.autocast casts on a CPU and on a GPU; None where it is off."""
+def modes() -> tuple[Any, ...]:
+    """What torch itself is set to: the dtype and the device of tensors that are made, whether algorithms have to be
+    deterministic, and the dtypes into which torch.autocast casts on a CPU and on a GPU; None where it is off."""
     return (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
         torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
         torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
     )

@@ -25,7 +25,7 @@ from partway.context import ParallelContext, ParallelMode, current, current_algo
 from partway.courses import Courses, Planned, values_of
 from partway.dtensors import brought, inputs_on, parameters_on, placed_as
 from partway.fusion.program import Program
-from partway.guard import Guard, autocast
+from partway.guard import Guard, modes
 from partway.materialize import Init, check_materialized, materialize
 from partway.placing import Change, Placing, placing
 from partway.planning import planning, wait_for_planning
@@ -286,6 +286,7 @@ class _Engine:
         self._layouts: dict[str, Layout] = dict(brought or {})
         self._settled: set[str] = set()
         self._refused = False
+        self._reads_memory = False  # whether its code asks how tensors lie in memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Engine:
         """A copy of the module plans anew."""
@@ -399,7 +400,8 @@ class _Engine:
             key = self._signature(call, context)
             courses = self._planned.find(self.fn, key)
             runner = self._course(courses, call.tensors) or self._new_course(courses, call, context)
-            self._planned.keep(key, courses)
+            self._reads_memory |= courses.state.reached.memory  # from here on keys have strides
+            self._planned.keep(self._signature(call, context), courses)
             return courses, runner
 
     def _course(self, courses: Courses[_Runner], tensors: Sequence[Tensor]) -> _Runner | None:
@@ -418,14 +420,15 @@ class _Engine:
         """All that a plan depends on. Parameters count by what may change: flags, dtypes and shapes."""
         tensors = tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad, placed_as(t)) for t in call.tensors)
         # PyTorch draws numbers in the order of memory
-        strides = tuple(t.stride() for t in call.tensors) if context.random_numbers is RandomNumbers.TORCH else ()
+        strided = self._reads_memory or context.random_numbers is RandomNumbers.TORCH
+        strides = tuple(t.stride() for t in call.tensors) if strided else ()
         flags: tuple[Any, ...] = ()
         if isinstance(self.fn, torch.nn.Module):
             flags = (
                 tuple(module.training for module in self.fn.modules()),
                 tuple((type(p), p.requires_grad, p.dtype, tuple(p.shape)) for p in self.fn.parameters()),
             )
-        return call.structure.key(), tensors, strides, flags, autocast(), context, current_algo(), version()
+        return call.structure.key(), tensors, strides, flags, modes(), context, current_algo(), version()
 
     def _plan(self, call: Call, context: ParallelContext) -> _Runner:
         local = dataset_was_set(context) and dataset_applies(self.request, context)

@@ -44,6 +44,13 @@ _TOOLS = ("IPython", "_pytest", "accelerate", "deepspeed", "lightning", "loguru"
           "pluggy", "pytest", "pytorch_lightning", "torch", "tqdm", "wandb")  # fmt: skip
 _CLOSED = frozenset({*sys.stdlib_module_names, *_TOOLS}) - {"__main__"}
 _ENVIRONMENT = frozenset({"environ", "getenv"})
+# what depends on how a tensor lies in memory
+_MEMORY = frozenset(
+    {
+        "as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "data_ptr", "dim_order", "is_contiguous",
+        "istft", "set_", "stft", "storage", "storage_offset", "stride", "typed_storage", "untyped_storage",
+    }
+)  # fmt: skip
 _OPEN_TYPES = (SimpleNamespace, argparse.Namespace)
 # torch's own stores, which the guard watches, and ours
 _OWN = frozenset(vars(nn.Module())) | {"_partway"}
@@ -113,7 +120,9 @@ class _Reached:
         self.globals: list[tuple[str, MutableMapping[str, Any], str]] = []  # those that code writes
         self.containers: list[tuple[str, Any]] = []
         self.environment = False  # whether code reads variables of the environment
+        self.memory = False  # whether code asks how a tensor lies in memory
         self.unwatched: list[tuple[str, str]] = []
+        self._waiting = deque[tuple[Any, str, bool]]()  # what has been reached and not looked into
         self._known: set[int] = set()
         self._global: set[tuple[int, str]] = set()
         self._kept: list[Any] = []  # what is known stays alive, so that no other object gets its id
@@ -129,11 +138,14 @@ class _Reached:
         self._follow()
 
     def reach(self, value: Any, label: str, every: bool = False) -> None:
-        """Look into `value`, whose attributes have names that begin with `label`."""
+        """Look into `value` in its turn: its attributes have names that begin with `label`."""
         if isinstance(value, (*_PLAIN, Tensor)) or id(value) in self._known:
             return
         self._known.add(id(value))
         self._kept.append(value)
+        self._waiting.append((value, label, every))
+
+    def _look_into(self, value: Any, label: str, every: bool) -> None:
         kind = type(value)
         if isinstance(value, functools.partial):
             self._reach_all((value.func, *value.args, *value.keywords.values()), label)
@@ -196,8 +208,8 @@ class _Reached:
         if _is_closed(fn.__module__):
             return
         where = fn.__globals__
-        if (names.attributes | names.read) & _ENVIRONMENT:
-            self.environment = True
+        self.environment |= bool((names.attributes | names.read) & _ENVIRONMENT)
+        self.memory |= bool((names.attributes | names.read) & _MEMORY)
         for name in sorted(names.read | names.written):
             if name in where and not hasattr(builtins, name) and (id(where), name) not in self._global:
                 self._global.add((id(where), name))
@@ -217,7 +229,10 @@ class _Reached:
     def _follow(self) -> None:
         """Add what has one of the names, until there is no more."""
         done = -1
-        while done != (done := len(self.attributes) + len(self.owners)):
+        while self._waiting or done != len(self.attributes) + len(self.owners):
+            done = len(self.attributes) + len(self.owners)
+            while self._waiting:
+                self._look_into(*self._waiting.popleft())
             for owner in list(self.owners):
                 named = owner.store.keys() if owner.every else owner.store.keys() & self.attributes
                 for name in sorted(named - owner.seen - _OWN):
@@ -238,17 +253,35 @@ class _Reached:
 # -- Values ------------------------------------------------------------------------------------------------------------
 
 
-def _fact(value: Any, depth: int = 0) -> Any:
+def _fact(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
     """What must be equal for two values to be alike: numbers and texts by value, what is watched itself by its type,
-    tensors, functions and everything else by identity."""
+    tensors, functions and everything else by identity (by what `leaf` says of it). Of containers, however deep, what
+    is in them one after another; of one that comes again only which it is."""
+    if not isinstance(value, _CONTAINERS):
+        return (leaf or _leaf)(value)
+    found: list[Any] = []
+    numbers: dict[int, int] = {}
+    waiting: list[Any] = [value]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, _CONTAINERS):
+            found.append((leaf or _leaf)(one))
+        elif id(one) in numbers:
+            found.append((type(one), "again", numbers[id(one)]))
+        elif isinstance(one, set | frozenset):
+            found.append((type(one), tuple(sorted((_fact(each, leaf) for each in one), key=repr))))
+        else:
+            if not isinstance(one, tuple):
+                numbers[id(one)] = len(numbers)
+            found.append((type(one), len(one)))
+            waiting += reversed([*_flat(one)])
+    return tuple(found)
+
+
+def _leaf(value: Any) -> Any:
     kind = type(value)
     if isinstance(value, _PLAIN):
         return kind, repr(value) if kind in (float, complex) else str(value) if kind is slice else value
-    if isinstance(value, _CONTAINERS) and depth < 16:
-        if isinstance(value, dict):
-            return kind, tuple((_fact(k, depth + 1), _fact(v, depth + 1)) for k, v in dict.items(value))
-        found = [_fact(v, depth + 1) for v in value]
-        return kind, tuple(sorted(found, key=repr) if isinstance(value, set | frozenset) else found)
     if isinstance(value, MethodType):
         return Same(value.__func__), type(value.__self__)
     if isinstance(value, nn.Module):
@@ -260,13 +293,13 @@ def _fact(value: Any, depth: int = 0) -> Any:
 
 def _kept_fact(value: Any) -> Any:
     """The fact of what the function itself replaces: of tensors what they are like."""
+    return _fact(value, _kept_leaf)
+
+
+def _kept_leaf(value: Any) -> Any:
     if isinstance(value, Tensor):
         return Tensor, tuple(value.shape), value.dtype, value.requires_grad
-    if isinstance(value, list | tuple):
-        return type(value), tuple(map(_kept_fact, value))
-    if isinstance(value, dict):
-        return dict, tuple((key, _kept_fact(v)) for key, v in value.items())
-    return _fact(value)
+    return _leaf(value)
 
 
 class State:

@@ -377,3 +377,97 @@ def of_one_rank() -> list[str]:
 @pytest.mark.gloo
 def test_on_two_processes(on_ranks: Callable[..., list[Any]]) -> None:
     assert on_ranks(2, of_one_rank) == [[], []]
+
+
+def innermost(one: Any) -> Any:
+    while isinstance(one, list):
+        one = one[0]
+    return one
+
+
+DEEP: list[Any] = [2.0]
+for _ in range(2000):
+    DEEP = [DEEP]
+
+
+def test_a_list_is_watched_however_deep_and_if_it_holds_itself() -> None:
+    found = pw.shard(lambda x: x * innermost(DEEP), mesh={"a": 2})
+    x = torch.rand(4)
+    torch.testing.assert_close(found(x), x * 2)
+    inner = DEEP
+    while isinstance(inner[0], list):
+        inner = inner[0]
+    inner[0] = 3.0
+    torch.testing.assert_close(found(x), x * 3)
+    held: list[Any] = [2.0]
+    held += [held, held]
+    circular = pw.shard(lambda x: x * held[1][2][0], mesh={"a": 2})
+    torch.testing.assert_close(circular(x), x * 2)
+    held[0] = 3.0
+    torch.testing.assert_close(circular(x), x * 3)
+
+
+def _pick(x: Tensor) -> Tensor:
+    return x.as_strided((4, 3), (6, 2))
+
+
+def _branch(x: Tensor) -> Tensor:
+    return x * 2 if x.is_contiguous() else x * 3
+
+
+def _step(x: Tensor) -> Tensor:
+    return x * getattr(x, "stride")(0)  # noqa: B009
+
+
+def _windows(x: Tensor) -> Tensor:
+    return torch.view_as_real(
+        torch.stft(x, 4, 2, window=torch.ones(4, dtype=x.dtype), center=False, return_complex=True)
+    )
+
+
+@pytest.mark.parametrize("fn", [_pick, _branch, _step, _windows], ids=lambda fn: fn.__name__)
+def test_a_function_that_asks_how_a_tensor_lies_in_memory_is_planned_for_each(fn: Any) -> None:
+    found = pw.shard(fn, mesh={"a": 2})
+    along, across = torch.rand(4, 6, dtype=torch.float64), torch.rand(6, 4, dtype=torch.float64).t()
+    for x in (along, across, along):
+        torch.testing.assert_close(found(x), fn(x), rtol=1e-12, atol=0)
+
+
+def test_other_functions_have_one_plan_for_all_strides() -> None:
+    found = pw.shard(lambda x: x * 2, mesh={"a": 2})
+    found(torch.rand(4, 6))
+    plan = found.plan
+    found(torch.rand(6, 4).t())
+    assert found.plan is plan
+
+
+def _of_default_dtype(x: Tensor) -> Tensor:
+    return x * torch.full((6,), 1 / 3)
+
+
+def _on_default_device(x: Tensor) -> Tensor:
+    return x * 2 if torch.zeros(1).is_meta else x * 3
+
+
+def _if_deterministic(x: Tensor) -> Tensor:
+    return x * 2 if torch.are_deterministic_algorithms_enabled() else x * 3
+
+
+@pytest.mark.parametrize(
+    ("fn", "change", "other", "before"),
+    [
+        (_of_default_dtype, torch.set_default_dtype, torch.float64, torch.float32),
+        (_on_default_device, torch.set_default_device, "meta", None),
+        (_if_deterministic, torch.use_deterministic_algorithms, True, False),
+    ],
+    ids=["dtype", "device", "deterministic"],
+)
+def test_what_torch_is_set_to_belongs_to_a_call(fn: Any, change: Any, other: Any, before: Any) -> None:
+    found, x = pw.shard(fn, mesh={"a": 2}), torch.rand(4, 6)
+    torch.testing.assert_close(found(x), fn(x))
+    try:
+        change(other)
+        torch.testing.assert_close(found(x), fn(x))
+    finally:
+        change(before)
+    torch.testing.assert_close(found(x), fn(x))
