@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partway.propagation.hooks import Noted
+from partway.propagation.hooks import Noted, tracks
 from partway.propagation.structure import Same, flatten, name_of
 from partway.propagation.torch_internals import module_hooks
 from partway.strategy import CaptureError
@@ -131,7 +131,7 @@ class _Reached:
                 self.reach(module, f"{path}." if path else "")
             for _, _, store in module_hooks(fn):
                 for hook in store.values():
-                    if id(hook) not in observers:
+                    if id(hook) not in observers and not tracks(hook):
                         self.reach(hook, f"hook {name_of(hook)}.", every=True)
         else:
             self.reach(fn, "")
@@ -342,7 +342,8 @@ class State:
                 place = f"buffer {path}.{name}" if path else f"buffer {name}"
                 facts[place] = None if buffer is None else (tuple(buffer.shape), buffer.dtype, buffer.device)
         for i, (where, kind, hooks) in enumerate(module_hooks(self._root(modules))):
-            facts[f"{kind} hooks of {where or 'all modules'} ({i})"] = tuple(map(Same, hooks.values()))
+            known = tuple(Same(hook) for hook in hooks.values() if not tracks(hook))
+            facts[f"{kind} hooks of {where or 'all modules'} ({i})"] = known
         if self._environment is not None:
             facts["os.environ"] = tuple(self._environment.items())
         for label, store, key in found.items:

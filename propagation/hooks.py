@@ -283,7 +283,7 @@ class Hooks(TorchFunctionMode):
         shared = [global_hooks(kind) for kind in _KINDS]
         every = {id(store): store for store in (*stores, *shared)}.values()
         saved = [(store, OrderedDict(store)) for store in every]
-        before = {kind: list(global_hooks(kind).values()) for kind in _KINDS}
+        before = {kind: [hook for hook in global_hooks(kind).values() if not tracks(hook)] for kind in _KINDS}
         put: set[int] = set()
 
         def restore() -> None:
@@ -500,6 +500,12 @@ def _package(hook: Any) -> str:
 def _is_part(hook: Any) -> bool:
     """Whether a hook belongs to the library that the model is written with."""
     return _package(hook) in _AHEAD or computes_parameters(hook)
+
+
+def tracks(hook: Any) -> bool:
+    """Whether a hook is one by which PyTorch's counters and profilers follow which module runs: it is no part of a
+    program, and what it would be told of a module inside does not happen there."""
+    return getattr(hook, "__module__", "") == "torch.utils.module_tracker"
 
 
 def computes_parameters(hook: Any) -> bool:

@@ -20,6 +20,12 @@ from torch import Tensor
 os.environ["PARTWAY_CACHE"] = "0"  # tests plan anew; those of the cache set it themselves
 os.environ.setdefault("PARTWAY_VERIFY", "1")  # every value of every rank is compared with what was traced for it
 
+
+@pytest.fixture(autouse=True)
+def _checked_distributions():
+    torch.distributions.Distribution.set_default_validate_args(True)  # torch.cond turns it off, for good
+
+
 SECONDS = 100  # for one call, with all that its ranks wait for each other
 
 
