@@ -53,8 +53,10 @@ class Placing(Protocol):
     def same(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
         """What `make` makes for `purpose`, later; where there are several processes, its `text` is the same on all."""
 
-    def given(self, fn: Any, local: bool) -> Callable[[Sequence[Tensor]], None] | None:
-        """What is to be told of the tensors of every call of `fn`, if anything is."""
+    def given(
+        self, fn: Any, local: bool, compiled: Compiled
+    ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None:
+        """What is to be told of every call of `fn`, if anything is: its tensors, and some of its parameters."""
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         """A plan gave parameters their layouts at rest: put them there."""
@@ -103,7 +105,9 @@ class Simulated:
     def same(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
         return make()
 
-    def given(self, fn: Any, local: bool) -> Callable[[Sequence[Tensor]], None] | None:
+    def given(
+        self, fn: Any, local: bool, compiled: Compiled
+    ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None:
         return None
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
@@ -216,11 +220,23 @@ class Launched:
             facts.append(Fact("the program", text(made)))
         return made
 
-    def given(self, fn: Any, local: bool) -> Callable[[Sequence[Tensor]], None] | None:
+    def given(
+        self, fn: Any, local: bool, compiled: Compiled
+    ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None:
+        from partway.runtime.ledger import Written
         from partway.runtime.watch import watch
 
-        own = watch()
-        return None if local or own.size == 1 else functools.partial(own.given, where=f"a call of {name_of(fn)}")
+        own, written, where = watch(), Written(), f"a call of {name_of(fn)}"
+        if own.size == 1:
+            return None
+
+        def note(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+            own.stepped(written(parameters), where)
+            if not local:
+                own.given(tensors, where)
+
+        together = any(c.phase == "forward" for c in compiled.plan.collectives)
+        return note if together or not local else None  # a rank may call on its own part for itself
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         from partway.runtime.parameters import redistribute

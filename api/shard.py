@@ -470,6 +470,7 @@ def _stands_alone(context: ParallelContext) -> bool:
 
 
 Source = Callable[[], Tensor]
+_STEPPED = 4  # parameters that show whether an optimizer has stepped
 
 
 class _Runner:
@@ -492,7 +493,7 @@ class _Runner:
         ]
         self._learned = next((p.name for p in graph.outputs if p.role is Role.INPUT_UPDATE and p.requires_grad), None)
         self._executor = place.executor(compiled.mesh)
-        self._see = place.given(fn, local)
+        self._see = place.given(fn, local, compiled)
         self._enter = [place.enter(placed, local) for placed in compiled.local.inputs]
         self._leave = [place.leave(placed) for placed in compiled.local.outputs]
         self._others: dict[tuple[bool, ...], CompiledStep] = {}  # by the outputs that they differentiate
@@ -503,10 +504,13 @@ class _Runner:
         constants, local = self.compiled.graph.constants, self.compiled.local
         given: list[Any] = []
         changing: list[tuple[int, Source | None, Change | None, bool]] = []
+        learned: list[Source] = []
         for i, (placed, enter) in enumerate(zip(local.inputs, self._enter, strict=True)):
             name, role = placed.port.name, placed.port.role
             source = _source(fn, constants, role, name)
             held = source() if source and role is Role.PARAMETER else None
+            if source and held is not None and held.requires_grad and not held.is_inference():
+                learned.append(source)
             stays = held is not None and (enter is None or enter(held) is held)
             given.append(held if stays else None)
             if not stays:
@@ -515,6 +519,7 @@ class _Runner:
             _source(fn, constants, Role.BUFFER, p.port.name) if p.port.role is Role.BUFFER_UPDATE else None
             for p in local.outputs
         ]
+        self._stepped = learned[:: -(-len(learned) // _STEPPED) or 1]
         self._bound = given, changing, buffers  # at once: another thread may be in a call
 
     @cached_property
@@ -546,7 +551,7 @@ class _Runner:
                 "which would not reach it; return the new value, write a detached one, or call it under torch.no_grad()"
             )
         if self._see is not None:
-            self._see(given)
+            self._see(given, [source() for source in self._stepped])
         rest = iter(given)
         bound, changing, buffers = self._bound
         tensors = bound.copy()

@@ -2,10 +2,10 @@
 
 Ranks agree before a plan is followed (`agreement.py`). After that a call must cost no collective, but one rank may
 still be given another batch, be seeded anew, or leave out a step, and nothing hangs: the numbers are just wrong. So
-each run writes a line into its rank's ledger: which program ran, the state of the random generator if it draws, and a
-sample of the inputs if all ranks are given the same. A line costs microseconds. A thread of its own makes checksums
-of the lines, twice a second, and compares them with those of rank 0. What it finds is raised by the next run of every
-rank, and written to stderr where none comes.
+each run writes a line into its rank's ledger: which program ran, the state of the random generator if it draws, a
+sample of the inputs if all ranks are given the same, whether an optimizer has stepped since the call before. A line
+costs microseconds. A thread of its own makes checksums of the lines, twice a second, and compares them with those of
+rank 0. What it finds is raised by the next run of every rank, and written to stderr where none comes.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ _SAYS = {
     "runs": "ran another program (or left out a step)",
     "random": "drew from a random generator in another state",
     "inputs": "was given inputs of other values",
+    "steps": "stepped its optimizer (or wrote to its parameters) between other calls",
 }
 _FIXES = {
     "runs": "make the same calls, in the same modes and the same order, on every rank",
     "random": "seed every rank alike, and draw what is a rank's own from a torch.Generator of its own",
+    "steps": "step the optimizer on every rank, or on none",
     "inputs": "give every rank the same whole batch, or set dataset_strategy where each has its own part",
 }
 
@@ -61,6 +63,10 @@ class Ledger:
     def given(self, tensors: Sequence[Tensor], where: str) -> None:
         """A call is given `tensors`, whole."""
         self._lines.append(("inputs", [s for t in tensors if (s := sample(t)) is not None], where))
+
+    def stepped(self, written: int, where: str) -> None:
+        """A call finds its parameters `written` to, as `Written` says."""
+        self._lines.append(("steps", written, where))
 
     def end(self, failed: bool) -> None:
         """Compare what is left, as far as the others' last lines come in time; the process or its group ends. After it
@@ -138,6 +144,20 @@ class Ledger:
             more, fewer = (self._rank, 0) if theirs == _END else (0, self._rank)
             return f"rank {more} ran more than rank {fewer} before that ended; {_FIXES['runs']}"
         return f"rank {self._rank} {_SAYS[kind]} than rank 0, at {where}; {_FIXES[kind]}"
+
+
+class Written:
+    """Whether the parameters of a function have been written to since its call before: a few of them stand for all."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Tensor, int]] | None = None
+
+    def __call__(self, parameters: Sequence[Tensor]) -> int:
+        """A bit for each parameter; none before the second call."""
+        now = [(p, p._version) for p in parameters]  # counts what is written in place
+        before, self._before = self._before or now, now
+        pairs = zip(before, now, strict=False)  # as many, but where modules were replaced
+        return sum(1 << i for i, ((p, n), (q, m)) in enumerate(pairs) if p is not q or n != m)
 
 
 def sample(tensor: Tensor) -> Tensor | None:

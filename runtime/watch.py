@@ -74,7 +74,7 @@ class Watch:
         self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {self._process}")
         self._broken: str | None = None  # what was found to differ, until it is raised
         self._ledger = Ledger(self._connected(), self.rank, self.size, self._tell)
-        self.ran, self.given = self._ledger.ran, self._ledger.given
+        self.ran, self.given, self.stepped = self._ledger.ran, self._ledger.given, self._ledger.stepped
         self._thread = threading.Thread(target=self._listen, name="partway watch", daemon=True)
         self._thread.start()
 

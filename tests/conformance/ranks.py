@@ -64,6 +64,7 @@ class Script:
     around: Callable[[Any, int], Any] = lambda model, step: nullcontext()
     stepped: Callable[[Any, int, Tensor], bool] = lambda model, step, x: False  # True: this step is left out
     learns: Callable[[int], bool] = lambda step: True
+    follows: Callable[[int], bool] = lambda step: True
     local: bool = False
 
     @property
@@ -96,7 +97,8 @@ class Script:
                 loss = sharded(x)
                 if self.learns(step) and loss.requires_grad:
                     loss.backward()
-                    optimizer.step()
+                    if self.follows(step):
+                        optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item())
         return losses
@@ -302,6 +304,11 @@ def skipped_step(s: Script) -> None:
 @case("a later backward is left out")
 def skipped_backward(s: Script) -> None:
     s.learns = lambda step: not s.differs(step)
+
+
+@case("a later step of the optimizer is left out")
+def skipped_optimizer(s: Script) -> None:
+    s.follows = lambda step: not s.differs(step)
 
 
 @case("`requires_grad_(False)` in a later step")
