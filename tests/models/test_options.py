@@ -283,6 +283,8 @@ def test_a_row_of_options_trains_as_one_device(
     expected = on_one_device(kind, row)
     monkeypatch.delenv("PARTWAY_CACHE", raising=False)
     monkeypatch.setenv("PARTWAY_CACHE_DIR", str(tmp_path / "default"))
+    if row["enable_compile_cache"]:
+        monkeypatch.delenv("PARTWAY_VERIFY", raising=False)  # what verifies plans anew, and keeps nothing
     pw.set_auto_parallel_context(device_num=4, **options_of(row, SHAPES[kind], tmp_path))
     pw.set_algo_parameters(**{name: row[name] for name in ALGO})
     comparable = kind is not Block or row["random_numbers"] != "rank" or row["parallel_mode"] == "stand_alone"
@@ -293,6 +295,10 @@ def test_a_row_of_options_trains_as_one_device(
             assert_same(found, expected)
     planned = row["parallel_mode"] != "stand_alone"
     assert (tmp_path / "plan.json").exists() == (planned and bool(row["strategy_ckpt_config"]))
+    for folder, named in (("cache", True), ("default", False)):
+        kept = any(path.is_file() for path in (tmp_path / folder).rglob("*"))
+        used = named == bool(row["compile_cache_path"])
+        assert kept == (planned and row["enable_compile_cache"] and used)
 
 
 def assert_same(found: Found, expected: Found) -> None:
