@@ -240,7 +240,10 @@ def compile_call(
     effects = Effects(fn, state)
     warn_of_unwatched(fn, state)
     with _own_saved_tensors(), constrained_modules(fn, request), afterwards(effects.finish):
-        graph = capture(fn, args, kwargs, context.batch_norm_parts, context.random_numbers, every, values, effects)
+        gradients = torch.is_grad_enabled() or not state.reached.gradients
+        graph = capture(
+            fn, args, kwargs, context.batch_norm_parts, context.random_numbers, every, values, effects, gradients
+        )
     effects.check(graph.constants)
     looking = frozenset(graph.hooks.observers)
     if effects.kept or looking or not state.holds():  # hooks may have been added

@@ -42,6 +42,7 @@ class Guard:
         ]
         strided = state.reached.memory or context.random_numbers is RandomNumbers.TORCH
         self._strides = [t.stride() for t in tensors] if strided else None
+        self._gradients = gradient_mode() if state.reached.gradients else None
         self._modes, self._rules = modes(), version()
         modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self._modules, self._training = modules, [m.training for m in modules]
@@ -67,6 +68,7 @@ class Guard:
             and modes() == self._modes
             and version() == self._rules
             and all(map(_is_like, tensors, self._tensors))
+            and (self._gradients is None or gradient_mode() == self._gradients)
             and (self._strides is None or [t.stride() for t in tensors] == self._strides)
             and [*map(_TRAINING, self._modules)] == self._training
             and [*map(len, self._stores)] == self._sizes
@@ -81,6 +83,11 @@ class Guard:
 def _held(stores: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
     """The parameters in the `stores` of modules."""
     return chain.from_iterable(store.values() for store in stores)
+
+
+def gradient_mode() -> tuple[bool, bool]:
+    """Whether gradients are enabled, and whether all is inference."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 def modes() -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ from partway.context import ParallelContext, ParallelMode, current, current_algo
 from partway.courses import Courses, Planned, values_of
 from partway.dtensors import brought, inputs_on, parameters_on, placed_as
 from partway.fusion.program import Program
-from partway.guard import Guard, modes
+from partway.guard import Guard, gradient_mode, modes
 from partway.materialize import Init, check_materialized, materialize
 from partway.placing import Change, Placing, placing
 from partway.planning import planning, wait_for_planning
@@ -286,7 +286,8 @@ class _Engine:
         self._layouts: dict[str, Layout] = dict(brought or {})
         self._settled: set[str] = set()
         self._refused = False
-        self._reads_memory = False  # whether its code asks how tensors lie in memory
+        # whether its code asks how tensors lie in memory, and if gradients are enabled
+        self._reads_memory = self._reads_gradients = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Engine:
         """A copy of the module plans anew."""
@@ -401,6 +402,7 @@ class _Engine:
             courses = self._planned.find(self.fn, key)
             runner = self._course(courses, call.tensors) or self._new_course(courses, call, context)
             self._reads_memory |= courses.state.reached.memory  # from here on keys have strides
+            self._reads_gradients |= courses.state.reached.gradients
             self._planned.keep(self._signature(call, context), courses)
             return courses, runner
 
@@ -428,7 +430,8 @@ class _Engine:
                 tuple(module.training for module in self.fn.modules()),
                 tuple((type(p), p.requires_grad, p.dtype, tuple(p.shape)) for p in self.fn.parameters()),
             )
-        return call.structure.key(), tensors, strides, flags, modes(), context, current_algo(), version()
+        mode = gradient_mode() if self._reads_gradients else None
+        return call.structure.key(), tensors, strides, flags, mode, modes(), context, current_algo(), version()
 
     def _plan(self, call: Call, context: ParallelContext) -> _Runner:
         local = dataset_was_set(context) and dataset_applies(self.request, context)

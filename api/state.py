@@ -43,7 +43,9 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _TOOLS = ("IPython", "_pytest", "accelerate", "deepspeed", "lightning", "loguru", "mlflow", "numpy", "partway",
           "pluggy", "pytest", "pytorch_lightning", "torch", "tqdm", "wandb")  # fmt: skip
 _CLOSED = frozenset({*sys.stdlib_module_names, *_TOOLS}) - {"__main__"}
+_CLOCKS = ("time", "datetime")
 _ENVIRONMENT = frozenset({"environ", "getenv"})
+_GRADIENTS = frozenset({"is_grad_enabled", "is_inference_mode_enabled"})
 # what depends on how a tensor lies in memory
 _MEMORY = frozenset(
     {
@@ -68,13 +70,15 @@ class _Names:
     attributes: frozenset[str]
     read: frozenset[str]
     written: frozenset[str]
+    made_up: bool  # attributes are read by names that the code makes up, or all of them
 
 
 @functools.lru_cache(maxsize=8192)
 def _names(code: CodeType) -> _Names:
-    attributes, read, written = set[str](), set[str](), set[str]()
+    attributes, read, written, formats = set[str](), set[str](), set[str](), False
     for step in dis.get_instructions(code):
         name, value = step.opname, step.argval
+        formats |= name in ("BUILD_STRING", "FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC")
         if name in ("LOAD_GLOBAL", "LOAD_NAME"):
             read.add(value)
         elif name in ("STORE_GLOBAL", "DELETE_GLOBAL"):
@@ -88,6 +92,7 @@ def _names(code: CodeType) -> _Names:
         frozenset(attributes).union(*(n.attributes for n in inner)),
         frozenset(read).union(*(n.read for n in inner)),
         frozenset(written).union(*(n.written for n in inner)),
+        "vars" in read or "__dict__" in attributes or (formats and "getattr" in read) or any(n.made_up for n in inner),
     )
 
 
@@ -121,6 +126,8 @@ class _Reached:
         self.containers: list[tuple[str, Any]] = []
         self.environment = False  # whether code reads variables of the environment
         self.memory = False  # whether code asks how a tensor lies in memory
+        self.gradients = False  # whether code asks if gradients are enabled
+        self._made_up = False  # whether code makes up the names of attributes
         self.unwatched: list[tuple[str, str]] = []
         self._waiting = deque[tuple[Any, str, bool]]()  # what has been reached and not looked into
         self._known: set[int] = set()
@@ -210,6 +217,8 @@ class _Reached:
         where = fn.__globals__
         self.environment |= bool((names.attributes | names.read) & _ENVIRONMENT)
         self.memory |= bool((names.attributes | names.read) & _MEMORY)
+        self.gradients |= bool((names.attributes | names.read) & _GRADIENTS)
+        self._made_up |= names.made_up
         for name in sorted(names.read | names.written):
             if name in where and not hasattr(builtins, name) and (id(where), name) not in self._global:
                 self._global.add((id(where), name))
@@ -234,7 +243,9 @@ class _Reached:
             while self._waiting:
                 self._look_into(*self._waiting.popleft())
             for owner in list(self.owners):
-                named = owner.store.keys() if owner.every else owner.store.keys() & self.attributes
+                own = owner.kind is not None and not _is_closed(owner.kind.__module__)
+                every = owner.every or (self._made_up and own)
+                named = owner.store.keys() if every else owner.store.keys() & self.attributes
                 for name in sorted(named - owner.seen - _OWN):
                     owner.seen.add(name)
                     self._add(f"{owner.label}{name}", owner.store, name)
@@ -244,6 +255,8 @@ class _Reached:
         self._look(label, store[key])
 
     def _look(self, label: str, value: Any) -> None:
+        if (value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)) in _CLOCKS:
+            self.unwatched.append((label, "clock"))
         counts = hasattr(type(value), "__next__") and not isinstance(value, IOBase)
         if counts or hasattr(type(value), "__array_interface__"):
             self.unwatched.append((label, type(value).__name__))

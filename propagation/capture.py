@@ -130,12 +130,13 @@ def capturing() -> bool:
 def capture(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_norm_parts: int = 1,
     random_numbers: RandomNumbers = RandomNumbers.COUNTER, own: Collection[Any] = (), values: Values | None = None,
-    effects: Effects | None = None,
+    effects: Effects | None = None, gradients: bool = True,
 ) -> Graph:  # fmt: skip
     """Capture one call of `fn` (a function or nn.Module; meta tensors welcome) as a Graph. `own`: operators to which
     people gave rules, so that they stay as they are. `values`: the tensors of the call, which answer what `fn` asks of
     them (questions.py); without them it may ask nothing. `effects`: what notes the values that `fn` leaves behind, of
-    which the tensors become outputs of the graph.
+    which the tensors become outputs of the graph. `gradients`: whether `fn` finds gradients enabled; a graph that has
+    them serves calls without, too, unless `fn` asks.
 
     Raises CaptureError when torch.export cannot make one static graph of it, or when `fn` itself raises: it names
     the line of the caller's code, and its cause is the original exception. What `fn` raises because of an answer is
@@ -151,7 +152,7 @@ def capture(
         answering = Answering(level, values, may_draw, here) if values and level is not Asked.NOTHING else None
         try:
             with _drawing_nothing(answering):
-                exported, result = _exported(fn, call, answering, noting, hooks, values is not None)
+                exported, result = _exported(fn, call, answering, noting, hooks, values is not None, gradients)
         except _Undecided as error:
             undecided = error
             continue
@@ -176,10 +177,16 @@ class _Undecided(Exception):
 
 
 def _exported(
-    fn: Callable[..., Any], call: Call, answering: Answering | None, effects: Effects, hooks: Hooks, checked: bool
+    fn: Callable[..., Any],
+    call: Call,
+    answering: Answering | None,
+    effects: Effects,
+    hooks: Hooks,
+    checked: bool,
+    gradients: bool,
 ) -> tuple[torch.export.ExportedProgram, tuple[Structure, Structure]]:
     """What torch.export makes of a call, functional and checked, and the structures of its result and of what it leaves
-    behind. `checked`: so are the parameters of torch.distributions."""
+    behind. `checked`: so are the parameters of torch.distributions; `gradients`: they are enabled."""
     seen: list[tuple[Structure, Structure]] = []
     outside = _Outside()
     flat = _Flat(_with_source_lines(fn), call, seen, outside, answering, effects, hooks)
@@ -188,7 +195,7 @@ def _exported(
     try:
         with (
             _without_pythons_random_numbers(fn), afterwards(lambda: _capturing.set(before)), warnings.catch_warnings(),
-            torch.enable_grad(),
+            torch.set_grad_enabled(gradients),
         ):  # fmt: skip
             _capturing.set(True)
             warnings.simplefilter("ignore")

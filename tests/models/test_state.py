@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import sys
+import time
 from collections.abc import Callable
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -221,6 +222,43 @@ def test_globals_and_closures_may_change(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.allclose(ours(X), f(X))
     monkeypatch.setitem(TABLE, "scale", [5.0, 6.0])
     assert torch.allclose(ours(X), f(X))
+
+
+@pytest.mark.parametrize(
+    "read", [lambda m: getattr(m, f"shift_{m.place}"), lambda m: vars(m)["shift_1"], lambda m: m.__dict__["shift_1"]]
+)
+def test_attributes_whose_names_are_made_up_may_change(read: Callable[[Any], float]) -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift_1, self.place = 1.0, 1
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + read(self)
+
+    sharded = pw.shard(Shifted(), mesh={"x": 2})
+    for shift in (1.0, 2.0, 1.0):
+        sharded.shift_1 = shift
+        assert torch.equal(sharded(X), X + shift)
+
+
+def test_a_clock_that_is_read_is_said() -> None:
+    sharded = pw.shard(lambda x: x + 0 * time.time(), mesh={"x": 2})
+    with pytest.warns(UserWarning, match="reads global time, a clock, whose values cannot be watched"):
+        sharded(X)
+
+
+@pytest.mark.parametrize("first", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_whether_gradients_are_enabled_may_be_asked(first: Callable[[], Any]) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x * 2 if torch.is_grad_enabled() else x * 3
+
+    sharded, x = pw.shard(fn, mesh={"x": 2}), X.clone().requires_grad_()
+    for mode in (first, torch.enable_grad, torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            assert torch.equal(sharded(x), fn(x))
+    sharded(x).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
 
 
 def test_variables_of_the_environment_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
