@@ -128,8 +128,14 @@ class Compiled:
         """What the search found."""
         return self.searched().solution
 
-    @cached_property
+    @property
     def program(self) -> Program:
+        """The graphs that every rank runs."""
+        with planning():  # first, since a cached_property holds its lock while this waits
+            return self._program
+
+    @cached_property
+    def _program(self) -> Program:
         return self.program_for(differentiated(self.graph))
 
     def program_for(self, wanted: tuple[bool, ...]) -> Program:

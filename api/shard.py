@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property
 from operator import attrgetter
+from threading import get_ident
 from types import MethodType
 from typing import Any
 
@@ -28,7 +28,7 @@ from partway.fusion.program import Program
 from partway.guard import Guard, gradient_mode, modes
 from partway.materialize import Init, check_materialized, materialize
 from partway.placing import Change, Placing, placing
-from partway.planning import planning, wait_for_planning
+from partway.planning import begin_call, calls, planning
 from partway.propagation.accumulate import Accumulation
 from partway.propagation.afterwards import afterwards
 from partway.propagation.capture import capturing, state_of
@@ -249,10 +249,15 @@ def _sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return _uncompiled(self, args, kwargs)
-        wait_for_planning()  # here, since while another thread plans nn.Module.__call__ is a tracer's
-        if self._forward_pre_hooks:
-            rest_outside(self._forward_pre_hooks, not _stands_alone(current()))
-        return cls.__call__(self, *args, **kwargs)
+        thread = get_ident()
+        outer = calls.get(thread, 0)
+        try:
+            begin_call(thread, outer)  # here, since while another thread plans nn.Module.__call__ is a tracer's
+            if self._forward_pre_hooks:
+                rest_outside(self._forward_pre_hooks, not _stands_alone(current()))
+            return cls.__call__(self, *args, **kwargs)
+        finally:
+            calls[thread] = outer
 
     body = {"forward": forward, "__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (ShardedModule, cls), body)
@@ -333,7 +338,16 @@ class _Engine:
             return self._constrained(original, args, kwargs)
         if _stands_alone(context):
             return original(*args, **kwargs)
-        wait_for_planning()
+        thread = get_ident()
+        outer = calls.get(thread, 0)
+        try:
+            begin_call(thread, outer)
+            return self._split(args, kwargs, context)
+        finally:
+            calls[thread] = outer
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> Any:
+        """Run a call split, with what ran the last one if it is like it."""
         last = self._last
         tensors = last[0].admits(args, kwargs, context) if last else None
         if tensors is None or last is None:
@@ -499,6 +513,7 @@ class _Runner:
         self._see = place.given(fn, local, compiled)
         self._enter = [place.enter(placed, local) for placed in compiled.local.inputs]
         self._leave = [place.leave(placed) for placed in compiled.local.outputs]
+        self._step: CompiledStep | None = None
         self._others: dict[tuple[bool, ...], CompiledStep] = {}  # by the outputs that they differentiate
 
     def bind(self, fn: Callable[..., Any]) -> None:
@@ -525,10 +540,11 @@ class _Runner:
         self._stepped = learned[:: -(-len(learned) // _STEPPED) or 1]
         self._bound = given, changing, buffers  # at once: another thread may be in a call
 
-    @cached_property
-    def _step(self) -> CompiledStep:
+    def _load(self) -> CompiledStep:
+        """The step, assembled by the first call. (A cached_property would hold its lock while it waits for others.)"""
         with planning():
-            return self._step_of(self.compiled.program)
+            self._step = self._step or self._step_of(self.compiled.program)
+            return self._step
 
     def _build(self, wanted: tuple[bool, ...]) -> CompiledStep:
         if wanted not in self._others:
@@ -565,7 +581,8 @@ class _Runner:
             tensors[i] = enter(tensor) if enter else tensor
         results: list[Any] = []
         writes: list[tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]] = []
-        for value, leave, buffer, written in zip(self._step(tensors), self._leave, buffers, self._written, strict=True):
+        step = self._step or self._load()
+        for value, leave, buffer, written in zip(step(tensors), self._leave, buffers, self._written, strict=True):
             if written is not None:
                 place, write = written
                 writes.append((write, given[place], value))

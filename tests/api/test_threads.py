@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 import partway as pw
 from partway import auto_parallel_context, reset_auto_parallel_context, set_auto_parallel_context
+from partway import planning as plans
 from partway.context import current, current_algo
 from partway.planning import planning
 
@@ -238,6 +240,74 @@ def test_planning_draws_no_number_and_gives_no_other_thread_one_twice() -> None:
 
 
 # -- Who plans
+
+
+@contextmanager
+def in_another_thread(run: Callable[[], object]) -> Iterator[threading.Thread]:
+    """`run` in another thread, which has ended after the block."""
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield thread
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def waiting_in_a_hook() -> tuple[Any, threading.Event, threading.Event]:
+    """A sharded module each of whose calls waits: what is set when it is in one, and what lets it go on."""
+    inside, go_on = threading.Event(), threading.Event()
+    model = sharded(Net().double())
+    model(torch.ones(8, 16, dtype=torch.float64))
+
+    def wait(module: nn.Module, args: Any) -> None:
+        inside.set()
+        go_on.wait(60)
+
+    model.register_forward_pre_hook(wait)
+    return model, inside, go_on
+
+
+def test_who_plans_waits_for_the_calls_that_run() -> None:
+    model, inside, go_on = waiting_in_a_hook()
+    planned = threading.Event()
+    x = torch.ones(8, 16, dtype=torch.float64)
+
+    def plan() -> None:
+        with planning():
+            planned.set()
+
+    with in_another_thread(lambda: model(x)):
+        assert inside.wait(60)
+        with in_another_thread(plan):
+            assert not planned.wait(0.2)
+            go_on.set()
+            assert planned.wait(60)
+
+
+def test_a_call_that_waits_long_for_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_LONG", 0.01)
+    model, inside, go_on = waiting_in_a_hook()
+    with in_another_thread(lambda: model(torch.ones(8, 16, dtype=torch.float64))):
+        assert inside.wait(60)
+        threading.Timer(0.3, go_on.set).start()
+        said = "planning has waited 0 seconds for the sharded calls of other threads"
+        with pytest.warns(UserWarning, match=said), planning():
+            pass
+
+
+def test_a_call_that_an_error_ends_is_not_waited_for() -> None:
+    model = sharded(Net().double())
+    x = torch.ones(8, 16, dtype=torch.float64)
+    model(x)
+    handle = model.register_forward_pre_hook(lambda *_: 1 / 0)
+
+    def run(i: int) -> None:
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+
+    together(2, run)
+    handle.remove()
+    assert not any(plans.calls.values())
+    together(1, lambda _: model(x[:4]))
 
 
 def test_who_forks_while_another_thread_plans_may_plan_itself() -> None:
