@@ -26,7 +26,7 @@ calls: dict[int, int] = {}  # how many sharded calls, one inside another, run in
 
 
 def begin_call(thread: int, outer: int) -> None:
-    """A sharded call begins in this `thread`, inside of `outer` others, once no other thread plans. Whatever ends it sets
+    """A sharded call begins in this `thread`, inside of `outer` others, once no other thread plans. What ends it sets
     `calls[thread]` to `outer` again, in one statement, which no interrupt (Ctrl-C) can cut in two."""
     calls[thread] = outer + 1  # before it is asked who plans; a planner says so before it asks for calls
     while _planner is not None and _planner != thread:
