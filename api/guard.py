@@ -6,6 +6,7 @@ builds nothing. A guard that does not hold costs a lookup among the plans, never
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from operator import attrgetter
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 from partway.context import ParallelContext, current_algo
 from partway.propagation.random_numbers import RandomNumbers
 from partway.propagation.structure import Structure, flatten
-from partway.propagation.torch_internals import is_transformed
+from partway.propagation.torch_internals import dispatch_modes, function_modes, is_transformed
 from partway.rule import version
-from partway.state import State
+from partway.state import State, fact
 
 _PLAIN = frozenset({type(None), bool, int, float, str})  # two that are equal, and of one type, are one value
 _TRAINING = attrgetter("training")
@@ -91,15 +92,27 @@ def gradient_mode() -> tuple[bool, bool]:
 
 
 def modes() -> tuple[Any, ...]:
-    """What torch itself is set to: the dtype and the device of tensors that are made, whether algorithms have to be
-    deterministic, and the dtypes into which torch.autocast casts on a CPU and on a GPU; None where it is off."""
+    """What torch itself is set to: the dtype of tensors that are made, whether algorithms have to be deterministic, the
+    dtypes into which torch.autocast casts on a CPU and on a GPU (None where it is off), and the modes that functions
+    run in (torch.set_default_device's is one) with what they hold."""
     return (
         torch.get_default_dtype(),
-        torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
         torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
+        *((type(mode), fact(vars(mode))) for mode in function_modes()),
     )
+
+
+def warn_of_modes(name: str) -> None:
+    """Warn of dispatch modes of others than PyTorch that are on: they see a program in place of the function `name`."""
+    for mode in dispatch_modes():
+        if type(mode).__module__.partition(".")[0] != "torch":
+            warnings.warn(
+                f"the TorchDispatchMode {type(mode).__name__} is on while {name} is planned: it sees the operators "
+                "that Partway runs, on parts, and not those of the function; what it changes may be something else",
+                stacklevel=6,
+            )
 
 
 def _same_structure(one: Structure, other: Structure) -> bool:

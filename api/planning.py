@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from threading import RLock, get_ident
 
 from partway.propagation.afterwards import afterwards
+from partway.propagation.torch_internals import without_dispatch_modes
 
 _PAUSE = 0.0005  # seconds
 _LONG = 60.0  # seconds that a planner waits for the calls of other threads before it says so
@@ -48,7 +49,7 @@ def planning() -> Iterator[None]:
 
     with afterwards(resume):
         calls[me] = 0
-        with _lock:
+        with _lock, without_dispatch_modes():
             before = _planner
             with afterwards(lambda: _set(before)):
                 _set(me)

@@ -25,7 +25,7 @@ from partway.context import ParallelContext, ParallelMode, current, current_algo
 from partway.courses import Courses, Planned, values_of
 from partway.dtensors import brought, inputs_on, parameters_on, placed_as
 from partway.fusion.program import Program
-from partway.guard import Guard, gradient_mode, modes
+from partway.guard import Guard, gradient_mode, modes, warn_of_modes
 from partway.materialize import Init, check_materialized, materialize
 from partway.placing import Change, Placing, placing
 from partway.planning import begin_call, calls, planning
@@ -409,6 +409,7 @@ class _Engine:
         """What runs a call, and all that run calls of its signature; it is planned if it is the first of its course."""
         call = flatten_call(self.fn, args, kwargs)
         check_call(self.fn, args, kwargs)
+        warn_of_modes(name_of(self.fn))
         check_tensors(call, self.request.device)
         check_parameters(self.fn)
         with planning():

@@ -266,7 +266,7 @@ class _Reached:
 # -- Values ------------------------------------------------------------------------------------------------------------
 
 
-def _fact(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
+def fact(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
     """What must be equal for two values to be alike: numbers and texts by value, what is watched itself by its type,
     tensors, functions and everything else by identity (by what `leaf` says of it). Of containers, however deep, what
     is in them one after another; of one that comes again only which it is."""
@@ -282,7 +282,7 @@ def _fact(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
         elif id(one) in numbers:
             found.append((type(one), "again", numbers[id(one)]))
         elif isinstance(one, set | frozenset):
-            found.append((type(one), tuple(sorted((_fact(each, leaf) for each in one), key=repr))))
+            found.append((type(one), tuple(sorted((fact(each, leaf) for each in one), key=repr))))
         else:
             if not isinstance(one, tuple):
                 numbers[id(one)] = len(numbers)
@@ -306,7 +306,7 @@ def _leaf(value: Any) -> Any:
 
 def _kept_fact(value: Any) -> Any:
     """The fact of what the function itself replaces: of tensors what they are like."""
-    return _fact(value, _kept_leaf)
+    return fact(value, _kept_leaf)
 
 
 def _kept_leaf(value: Any) -> Any:
@@ -360,10 +360,10 @@ class State:
         if self._environment is not None:
             facts["os.environ"] = tuple(self._environment.items())
         for label, store, key in found.items:
-            fact = _kept_fact if label in self.kept else _fact
-            facts[_free(facts, label)] = fact(store[key])
+            fact_of = _kept_fact if label in self.kept else fact
+            facts[_free(facts, label)] = fact_of(store[key])
         for label, value, name in found.getters:
-            facts[_free(facts, label)] = (_kept_fact if label in self.kept else _fact)(getattr(value, name))
+            facts[_free(facts, label)] = (_kept_fact if label in self.kept else fact)(getattr(value, name))
         return facts
 
     @staticmethod
@@ -389,7 +389,7 @@ class State:
         if ids == self._ids:
             return True
         for before, now in zip(self._values, values, strict=True):
-            if before is not now and not (isinstance(now, _PLAIN) and _fact(before) == _fact(now)):
+            if before is not now and not (isinstance(now, _PLAIN) and fact(before) == fact(now)):
                 return False
         self._values, self._ids = values, ids
         return True

@@ -26,6 +26,7 @@ from .segments import Like, Piece, pieces_of
 from .torch_internals import FakeTensorMode, OpOverload, data_dependent, make_fx
 
 _add = torch.ops.aten.add.Tensor
+_TRANSPOSES = {torch.ops.aten.t.default, torch.ops.aten.transpose.int}
 T = TypeVar("T")
 _Renumbered = Mapping[int, int] | Sequence[int]  # from the tag of a conversion, or a region, to that of its copy
 
@@ -172,6 +173,7 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
         Like.of(node.meta["val"], False) if isinstance(node, fx.Node) else None
         for node in returned_by(traced.graph)[len(piece.outputs) :]
     )
+    _undo_transposes(traced.graph)
     forward, backward = _cut(traced.graph, len(inputs), len(piece.outputs))
     constants = {}
     for node in (*forward.find_nodes(op="get_attr"), *backward.find_nodes(op="get_attr")):
@@ -224,6 +226,15 @@ def _overwrites(node: fx.Node) -> bool:
     if not isinstance(written, fx.Node) or written.op != "call_function" or len(written.users) > 1:
         return True
     return not isinstance(written.target, OpOverload) or any(r.alias_info for r in written.target._schema.returns)
+
+
+def _undo_transposes(graph: fx.Graph) -> None:
+    """Read in place of the transpose of a transpose what that was of: autograd's formulas transpose the weight of a
+    matrix product again, and its gradient. A call of a view takes as long as that of a small kernel."""
+    for node in calls_of(graph):
+        inner: Any = node.args[0] if node.target in _TRANSPOSES else None
+        if isinstance(inner, fx.Node) and inner.target is node.target and {*node.args[1:]} == {*inner.args[1:]}:
+            node.replace_all_uses_with(inner.args[0])
 
 
 def _cut(joint: fx.Graph, inputs: int, outputs: int) -> tuple[fx.Graph, fx.Graph]:

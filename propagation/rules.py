@@ -210,9 +210,12 @@ def _view(node: fx.Node) -> Rule | None:
                     j += 1
                     b *= after[j]
             i, j = i + 1, j + 1
+    dims = zip((*left, *right), (*before, *after), strict=True)
+    # a short slice of a factor that only begins a dim is not what the dim's slice is
+    begun = frozenset(f for parts, size in dims if math.prod(sizes[f] for f in parts) != size for f in parts)
     return Rule(
         (tuple(map(tuple, left)),), (tuple(map(tuple, right)),), sizes,
-        linear=(frozenset({0}),), local=_with_shape(1),
+        linear=(frozenset({0}),), local=_with_shape(1), even=begun,
     )  # fmt: skip
 
 

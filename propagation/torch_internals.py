@@ -15,6 +15,7 @@ Each name, and why:
                                        public name), and _disable_current_modes, so that real tensors are computed with
                                        in the midst of a capture
     torch._C.DisableTorchFunction      as that, for the modes of functions
+    torch._C._len_torch_..._stack, _get_..._stack_at   the modes that are on; there is no public name
     torch.fx.experimental.proxy_tensor make_fx; public use is documented, the module is not
     torch._C._dispatch_get_all_op_names   the operators that there are: torch.ops finds one by its name only
     torch._library.custom_ops.CustomOpDef   what torch.library.custom_op makes, for its type and its operator;
@@ -36,7 +37,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._C import DisableTorchFunction, DispatchKey
+from torch._C import (
+    DisableTorchFunction,
+    DispatchKey,
+    _get_dispatch_stack_at,
+    _get_function_stack_at,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch._C import _dispatch_get_all_op_names as all_operator_names
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
@@ -81,6 +89,23 @@ def without_modes() -> Iterator[None]:
     """Computes as outside of all modes, such as those of a capture."""
     with DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+@contextlib.contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """What is traced is not what modes that see operators would make of it."""
+    with _disable_current_modes():
+        yield
+
+
+def function_modes() -> list[Any]:
+    """The TorchFunctionModes that are on in this thread, torch.set_default_device's among them."""
+    return [_get_function_stack_at(i) for i in range(_len_torch_function_stack())]
+
+
+def dispatch_modes() -> list[Any]:
+    """The TorchDispatchModes that are on in this thread."""
+    return [_get_dispatch_stack_at(i) for i in range(_len_torch_dispatch_stack())]
 
 
 def global_hooks(kind: str) -> dict[int, Any]:
@@ -176,6 +201,8 @@ __all__ = [
     "data_dependent",
     "decompose",
     "defined_by",
+    "dispatch_modes",
+    "function_modes",
     "global_hooks",
     "hook_flags",
     "is_composite",
@@ -188,5 +215,6 @@ __all__ = [
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
+    "without_dispatch_modes",
     "without_modes",
 ]

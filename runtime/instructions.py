@@ -34,7 +34,7 @@ from ..propagation.torch_internals import OpOverload, makes_memory
 from ..strategy.cut import Cut, Window
 from ..strategy.placement import Kind, Placement, Shard, kind, placement_from_code
 from .slices import padded
-from .strides import check_laid_out, contiguous, laid_out, strides_of
+from .strides import check_laid_out, contiguous, follows, laid_out, strides_of
 
 Run = Callable[[list[Any]], list[Any]]
 Bind = Callable[[Any], str]  # gives a value a name in the text of a function
@@ -83,6 +83,7 @@ class Instruction:
     conversion   what it is instead of a call
     along        or the axes of which it is the rank's position
     once         it draws random numbers, of which every rank must see the same, or calls a person's hook
+    follows      its value has the traced strides wherever its operands have theirs
     """
 
     out: int
@@ -94,6 +95,7 @@ class Instruction:
     once: bool
     name: str
     along: tuple[str, ...] = ()
+    follows: bool = False
 
     @property
     def communicates(self) -> bool:
@@ -243,7 +245,7 @@ def compile_steps(
         where[len(lines) + 1] = step
         lines.append(f"    v{step.out} = {dialect.express(step, bind)}  # {step.name}")
         if not step.communicates:
-            lines += check(step.out, step.name, False)
+            lines += check(step.out, step.name, step.follows)
         if mark:
             lines.append(f"    {bind(mark)}({bind(step)}, v{step.out}, False)")
         lines += _let_go(dead[i])
@@ -343,7 +345,7 @@ def assemble_code(module: fx.GraphModule, phase: str, reasons: Sequence[planned.
         instructions.append(
             Instruction(
                 slots[node], operands, text, in_place, private, _conversion(node, phase),
-                _runs_once(node), node.name, _along(node),
+                _runs_once(node), node.name, _along(node), follows(node),
             )
         )  # fmt: skip
     outputs = tuple(slots[o] if isinstance(o, fx.Node) else None for o in returned)

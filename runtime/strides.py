@@ -3,7 +3,8 @@
 Autograd's formulas bring tensors into one memory format while a graph is traced, and leave no operator where the traced
 strides agree already. A kernel that reads other strides then, as those of GroupNorm's backward do, gives other numbers
 without a word. So what an operator gives is compared with what its fake tensor had, and laid out anew where a kernel
-differs from its meta kernel: a comparison of two tuples, and almost never more. What a conversion moves is contiguous.
+differs from its meta kernel: a comparison of two tuples, and almost never more. What a conversion moves is contiguous,
+and of some operators the kernel has no choice (`follows`): these are compared only with PARTWAY_VERIFY=1.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from ..propagation.torch_internals import OpOverload
 from ..strategy.errors import VerifyError
 
 Strides = tuple[int, ...]
@@ -28,6 +30,30 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
 def strides_of(val: Any) -> Strides | None:
     """The strides of a traced value; None of what is no dense tensor."""
     return val.stride() if isinstance(val, Tensor) and val.layout is torch.strided else None
+
+
+def follows(node: fx.Node) -> bool:
+    """Whether what an operator gives has the traced strides wherever its operands have theirs: those of a view follow
+    from where its elements are (but along dims of one), and some kernels keep contiguous tensors contiguous."""
+    op, val = node.target, node.meta.get("val")
+    strides = strides_of(val)
+    if not isinstance(op, OpOverload) or strides is None:
+        return False
+    if op.is_view:
+        return min(val.shape, default=2) > 1
+    if strides != contiguous_strides(val.shape):
+        return False
+    operands = [operand.meta.get("val") for operand in node.all_input_nodes]
+    if op in _CONTIGUOUS:
+        return True
+    if torch.Tag.pointwise in op.tags:
+        return all(strides_of(x) == () or (strides_of(x) == strides and x.shape == val.shape) for x in operands)
+    return op in _REDUCTIONS and all(strides_of(x) == contiguous_strides(x.shape) for x in operands)
+
+
+_aten = torch.ops.aten
+_CONTIGUOUS = {_aten.addmm.default, _aten.bmm.default, _aten.mm.default}
+_REDUCTIONS = {_aten.mean.dim, _aten.sum.dim_IntList, _aten.mean.default, _aten.sum.default}
 
 
 def laid_out(x: Tensor, strides: Strides) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterator
@@ -11,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import partway as pw
 
@@ -113,6 +117,62 @@ def test_each_dtype_of_autocast_is_a_plan_of_its_own(plans: list[Any]) -> None:
                 y.float().square().sum().backward()
             torch.testing.assert_close(model[0].weight.grad, plain[0].weight.grad, rtol=2e-2, atol=1e-2)
     assert len(plans) == 2
+
+
+class Twice(TorchFunctionMode):
+    """Multiplies what relu gives."""
+
+    def __init__(self, factor: float = 2) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * self.factor if func is torch.relu else result
+
+
+def relu(x: Any) -> Any:
+    return torch.relu(x)
+
+
+def test_what_a_function_mode_changes_is_planned_for(plans: list[Any]) -> None:
+    model = pw.shard(relu, mesh={"dp": 2}, in_strategy=(("dp", None),))
+    for mode in (contextlib.nullcontext(), Twice(), contextlib.nullcontext(), Twice(), Twice(3), torch.device("meta")):
+        with mode:
+            expected = torch.relu(X)
+            torch.testing.assert_close(model(X), expected, rtol=0, atol=0)
+    assert len(plans) == 4  # a mode that is like another one has its plan
+
+
+class Seen(TorchDispatchMode):
+    """Sees operators."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Negated(Seen):
+    """Changes what relu gives."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return -result if func is torch.ops.aten.relu.default else result
+
+
+def test_a_dispatch_mode_sees_no_planning_and_is_said() -> None:
+    model = pw.shard(relu, mesh={"dp": 2}, in_strategy=(("dp", None),))
+    said = "TorchDispatchMode Negated is on while relu is planned: it sees the operators that Partway runs, on parts"
+    with Negated(), pytest.warns(UserWarning, match=said):
+        model(X)
+    torch.testing.assert_close(model(X), X, rtol=0, atol=0)
+
+
+def test_a_dispatch_mode_of_pytorch_is_not_said(recwarn: pytest.WarningsRecorder) -> None:
+    model = pw.shard(nn.Linear(8, 8), mesh={"dp": 2}, in_strategy=(("dp", None),))
+    with FlopCounterMode(display=False) as counter:
+        model(X)
+    assert counter.get_total_flops() == 2 * 4 * 8 * 8
+    assert not [str(w.message) for w in recwarn if "TorchDispatchMode" in str(w.message)]
 
 
 def test_a_parameter_that_was_replaced_is_used(plans: list[Any]) -> None:

@@ -397,3 +397,15 @@ def test_a_gradient_that_asks_for_values_is_refused(lab):
         r"tensors, as PyTorch computes it: it asks for aten\.allclose\.default\. Compute it outside",
     ):
         differentiate(program_of(lab, fn, (random(4, 4),))[0], (True,))
+
+
+@pytest.mark.parametrize("split", [(None, "tp"), ("tp", None), None])
+def test_no_program_transposes_what_was_transposed(split):
+    model = pw.shard(
+        torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3))).double(), mesh={"tp": 2},
+        parameter_plan={"1.weight": split} if split else None, in_strategy=((1, 1),),
+    )  # fmt: skip
+    model(random(4, 8)).sum().backward()
+    for graph in (model.program.step.forward.graph, model.program.step.backward.graph):
+        transposes = graph.find_nodes(op="call_function", target=torch.ops.aten.t.default)
+        assert not [node for node in transposes if node.args[0] in transposes]

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import partway as pw
 from partway.propagation.capture import capture
 from partway.propagation.graph import operands, shape
 from partway.propagation.problem import VertexKind
@@ -188,3 +189,13 @@ def test_a_factor_inside_a_merged_dim_is_cut_evenly():
     whole = {f for dims in rule.operands for parts in dims if len(parts) == 1 for f in parts}
     assert rule.uneven <= whole
     assert {name: rule.sizes[name] for name in rule.uneven} == {"f2": 7}
+
+
+def test_a_factor_that_begins_a_dim_is_cut_evenly():
+    """16 is eight twos and 24 is eight threes: thirds of 16 are not thirds of 24."""
+    graph = capture(lambda x: x.reshape(8, 24, 2) * 2, (torch.ones(8, 16, 3),), {})
+    (view,) = (node for node in graph.nodes if node.target is torch.ops.aten.reshape.default)
+    assert set(rule_of(view).uneven) == {"f0"}
+    x = torch.randn(8, 16, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    fn = pw.shard(lambda x: x.reshape(8, 24, 2) * 2, mesh={"a": 3}, in_strategy=((None, "a", None),))
+    torch.testing.assert_close(fn(x), x.reshape(8, 24, 2) * 2, rtol=0, atol=0)

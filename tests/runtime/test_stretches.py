@@ -29,7 +29,10 @@ class Writer:
         return self._of(self.graph.placeholder(f"x{len(self.graph.nodes)}"), shape)
 
     def call(self, target, *args, shape=(4, 4), **kwargs):
-        return self._of(self.graph.call_function(target, args, kwargs), shape)
+        node = self._of(self.graph.call_function(target, args, kwargs), shape)
+        if target in (aten.t.default, *UNARY):  # lies in memory as its operand does
+            node.meta["val"] = target(args[0].meta["val"])
+        return node
 
     def convert(self, x, source, target, *axes, shape=(4, 4)):
         return self.call(convert, x, source, target, list(axes), self.mesh.size(*axes), 0, shape=shape)

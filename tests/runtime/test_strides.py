@@ -1,0 +1,45 @@
+"""Which operators need no comparison of strides: those that give what was traced wherever their operands do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from partway.runtime.strides import follows
+
+X, COLUMNS = torch.ones(4, 6), torch.ones(6, 4).t()
+
+
+def last(f: Callable[..., Any], *tensors: Tensor) -> Any:
+    """The last node of what is traced of `f`."""
+    return [node for node in make_fx(f, tracing_mode="fake")(*tensors).graph.nodes if node.op == "call_function"][-1]
+
+
+@pytest.mark.parametrize(
+    ("f", "tensors", "does"),
+    [
+        (torch.relu, (X,), True),
+        (torch.relu, (COLUMNS,), False),  # TensorIterator chooses
+        (torch.add, (X, X), True),
+        (torch.add, (X, COLUMNS), False),
+        (torch.add, (X, X[0]), False),
+        (torch.mul, (X, torch.tensor(2.0)), True),
+        (torch.t, (X,), True),
+        (lambda x: x[:, 1:3], (COLUMNS,), True),
+        (lambda x: x.as_strided((2, 2), (1, 1)), (X,), True),
+        (lambda x: x.view(1, 24), (X,), False),  # the stride of its first dim may be any
+        (torch.mm, (COLUMNS, X.mT), True),
+        (lambda x: x.sum(0), (X,), True),
+        (lambda x: x.sum(0, keepdim=True), (COLUMNS,), False),
+        (lambda x: torch.softmax(x, 0), (X,), False),
+        (lambda x: x.clone(), (COLUMNS,), False),
+        (lambda x: torch.native_layer_norm(x, [6], None, None, 1e-5), (X,), False),  # a getitem
+    ],
+)
+def test_what_follows(f: Callable[..., Any], tensors: tuple[Tensor, ...], does: bool) -> None:
+    assert follows(last(f, *tensors)) is does
