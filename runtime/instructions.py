@@ -11,6 +11,7 @@ import linecache
 import math
 import operator
 import os
+import re
 import weakref
 import zlib
 from collections import Counter, defaultdict
@@ -255,7 +256,7 @@ def compile_steps(
         lines.extend(wait_for(output) if output is not None else ())
     lines.append(f"    return [{', '.join('None' if output is None else f'v{output}' for output in gives)}]")
     known["trail"] = Trail(code, where, dialect.ranks)
-    return _function("\n".join(lines) + "\n", known, code.phase)
+    return _function("\n".join(_in_few_variables(lines)) + "\n", known, code.phase)
 
 
 def _checks(code: Code, bind: Bind) -> Callable[[int, str, bool], Iterator[str]]:
@@ -293,6 +294,29 @@ def _last_uses(
 def _let_go(slots: Sequence[int]) -> Iterator[str]:
     if slots:
         yield f"    del {', '.join(f'v{slot}' for slot in slots)}"
+
+
+_VARIABLE = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|#.*|\bv(\d+)\b""")
+
+
+def _in_few_variables(lines: Sequence[str]) -> Iterator[str]:
+    """`lines` in which a value has the variable of one that was let go. A frame has room for all its variables, and
+    where it is large Python maps memory for each call from it, which takes longer than a small kernel."""
+    variables: dict[str, int] = {}
+    free: list[int] = []
+
+    def renamed(found: re.Match[str]) -> str:
+        slot = found[1]
+        if slot is None:
+            return found[0]
+        if slot not in variables:
+            variables[slot] = free.pop() if free else len(variables)
+        return f"v{variables[slot]}"
+
+    for line in lines:
+        yield _VARIABLE.sub(renamed, line)
+        if line.startswith("    del "):
+            free += (variables.pop(slot) for slot in _VARIABLE.findall(line))
 
 
 def _function(text: str, names: dict[str, Any], phase: str) -> Run:

@@ -11,7 +11,7 @@ from torch import fx
 
 from partway.propagation.collectives import convert, convert_group
 from partway.runtime import Simulator, record_collectives
-from partway.runtime.instructions import assemble_code
+from partway.runtime.instructions import _in_few_variables, assemble_code
 from partway.runtime.simulate import split
 from partway.runtime.stretches import levels, stretches_of
 from partway.strategy import REPLICATE, Layout, Mesh
@@ -262,3 +262,28 @@ def test_ranks_one_after_another_give_bit_for_bit_what_ranks_in_lock_step_give(d
         assert [(event.kind, event.axes) for event in events] == [(c.kind, c.axes) for c in ran]
     for parts, others in zip(inputs, before, strict=True):
         assert all(torch.equal(part, other) for part, other in zip(parts, others, strict=True))
+
+
+# -- What is written -------------------------------------------------------------------------------------------------
+
+
+def test_a_long_code_has_few_variables():
+    w = Writer(Mesh({"x": 2}))
+    x = w.input()
+    for _ in range(100):
+        x = w.call(aten.add.Tensor, x, w.call(aten.neg.default, x))
+    run = Simulator(w.mesh).load(w.code(x))
+    (frame,) = {id(loaded.first): loaded.first.__code__ for loaded in run.args[0]}.values()
+    assert frame.co_nlocals < 10
+    (found,) = run([[torch.ones(4, 4)] * 2])
+    assert torch.equal(found[0], torch.zeros(4, 4))
+
+
+def test_texts_in_a_code_are_no_variables():
+    w = Writer(Mesh({"x": 2}))
+    x = w.call(aten.neg.default, w.input())
+    quotient = w.call(aten.div.Tensor_mode, x, 2, rounding_mode="floor")
+    code = w.code(quotient)
+    lines = [f"    v7 = f({text!r}, v3)  # v9" for text in ("v1", "it's v1", 'a "v1"', "\\")]
+    assert [*_in_few_variables(lines)] == [line.replace("v7", "v0").replace("v3", "v1") for line in lines]
+    assert Simulator(w.mesh).run(code, [[torch.ones(4, 4)] * 2])[0][0][0, 0] == -1
