@@ -452,8 +452,14 @@ class Effects:
     def end(self) -> list[Any]:
         """The function has run: the values that it leaves. All is as it was again."""
         assert self._before is not None
+        replaced = self._before.replaced()
         self.writes = tuple(self._before.writes())
         self._before.restore()
+        if replaced:
+            raise CaptureError(
+                f"{name_of(self._fn)} replaces {', '.join(replaced)} while it runs, which a plan cannot do; keep what "
+                "it computes in a buffer (register_buffer), or change parameters and modules between calls"
+            )
         return [write.value for write in self.writes]
 
     def abort(self) -> None:
@@ -506,6 +512,11 @@ class _Before:
             for label, store in self._dicts.values()
         ]
         self._buffers = [(path, m._buffers, dict(m._buffers)) for path, m in modules]
+        self._fixed = [
+            (kind, path, store, dict(store))
+            for path, m in modules
+            for kind, store in (("parameter", m._parameters), ("module", m._modules))
+        ]
         self._getters = [(label, one, name, getattr(one, name)) for label, one, name in found.getters]
         self._globals = [(label, where, name, where.get(name, _GONE)) for label, where, name in found.globals]
         held = [(f"{label}{name}", v) for label, _, copy in self._copies for name, v in copy.items()]
@@ -537,6 +548,15 @@ class _Before:
                 yield f"{path}.{name}" if path else name, store, name, copy.get(name, _GONE)
         yield from self._globals
 
+    def replaced(self) -> list[str]:
+        """The parameters, and modules with tensors, that are others now, or gone, or new."""
+        return [
+            f"{kind} {path}.{name}" if path else f"{kind} {name}"
+            for kind, path, store, copy in self._fixed
+            for name in dict.fromkeys((*copy, *store))
+            if (now := store.get(name)) is not (old := copy.get(name)) and (_has_tensors(now) or _has_tensors(old))
+        ]
+
     def left(self) -> list[Any]:
         """What has been put somewhere since."""
         return [write.value for write in self.writes()]
@@ -547,16 +567,21 @@ class _Before:
             for name in [name for name in store if name not in _OWN and name not in copy]:
                 del store[name]
             store.update(copy)
-        for _, store, copy in self._buffers:
-            for name in [name for name in store if name not in copy]:
-                del store[name]
-            store.update(copy)
+        for *_, store, copy in (*self._buffers, *self._fixed):
+            _refill(store, copy)
         for _, one, name, old in self._getters:
             setattr(one, name, old)
         for _, where, name, old in self._globals:
             _put(where, name, old)
         for _, container, copy in self._containers:
             _refill(container, copy)
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether this is a parameter, or a module that has some or buffers."""
+    return isinstance(value, Tensor) or (
+        isinstance(value, nn.Module) and any(True for _ in chain(value.parameters(), value.buffers()))
+    )
 
 
 def _is_mutable(value: Any) -> bool:

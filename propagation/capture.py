@@ -29,7 +29,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from dis import opmap
@@ -685,47 +685,10 @@ class _Flat(torch.nn.Module):
 def _prepared(fn: Callable[..., Any], tensors: Sequence[torch.Tensor], checked: bool) -> Iterator[None]:
     """While `fn` is captured, what torch.export cannot trace is done otherwise."""
     with (
-        _nothing_left(fn), _plain_parameters(fn, tensors), _tensor_momenta(fn), _conversions(fn),
+        _plain_parameters(fn, tensors), _tensor_momenta(fn), _conversions(fn),
         contextlib.nullcontext() if checked else _unchecked_distributions(), recorded(),
     ):  # fmt: skip
         yield
-
-
-@contextlib.contextmanager
-def _nothing_left(fn: Callable[..., Any]) -> Iterator[None]:
-    """Fake tensors that a module's forward keeps in attributes and buffers, as caches of masks, are gone afterwards:
-    what a module kept before stands there again, with all that it keeps beside it (sizes of a cache, say)."""
-    root = getattr(fn, "__self__", fn)
-    modules = list(root.modules()) if isinstance(root, torch.nn.Module) else []
-    known = frozenset(map(id, modules))
-    stores: list[dict[Any, Any]] = [s for m in modules for s in (m.__dict__, m._buffers, m._parameters)]
-    before = [(store, dict(store), _contents(store.values())) for store in stores]
-    try:
-        yield
-    finally:
-        for store, held, contents in before:
-            if _holds_fake(store, known):
-                for container, content in contents:
-                    container.clear()
-                    (container.extend if isinstance(container, list) else container.update)(content)
-                store.clear()
-                store.update(held)
-
-
-def _holds_fake(value: Any, known: Collection[int]) -> bool:
-    """Whether there are fake tensors in a value, or in a module that is not `known`."""
-    if isinstance(value, dict):
-        return any(_holds_fake(part, known) for part in value.values())
-    if isinstance(value, list | tuple):
-        return any(_holds_fake(part, known) for part in value)
-    if isinstance(value, torch.nn.Module) and id(value) not in known:
-        return any(isinstance(tensor, FakeTensor) for tensor in (*value.parameters(), *value.buffers()))
-    return isinstance(value, FakeTensor)
-
-
-def _contents(values: Iterable[Any]) -> list[tuple[Any, Any]]:
-    """The lists and dicts among `values`, with what is in them."""
-    return [(value, type(value)(value)) for value in values if type(value) in (list, dict)]
 
 
 @contextlib.contextmanager

@@ -375,6 +375,73 @@ def test_a_tensor_that_is_carried_on_is_refused() -> None:
         pw.shard(Carries(), mesh={"x": 2})(X)
 
 
+class Exchanges(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, dtype=torch.float64))
+        self.inner = nn.Linear(8, 8, dtype=torch.float64)
+
+    def exchange(self) -> None:
+        """What forward does before it computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.exchange()
+        return (self.inner(x) * self.weight).sum()
+
+
+class ExchangesParameter(Exchanges):
+    def exchange(self) -> None:
+        self.weight = nn.Parameter(self.weight.detach() * 2)
+
+
+class ExchangesParameterInside(Exchanges):
+    def exchange(self) -> None:
+        self.inner.register_parameter("bias", None)
+
+
+class ExchangesModule(Exchanges):
+    def exchange(self) -> None:
+        self.inner = copy.copy(self.inner)
+
+
+class AddsModule(Exchanges):
+    def exchange(self) -> None:
+        self.more = nn.Sequential(nn.BatchNorm1d(8))
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (ExchangesParameter, "parameter weight"),
+        (ExchangesParameterInside, "parameter inner.bias"),
+        (ExchangesModule, "module inner"),
+        (AddsModule, "module more"),
+    ],
+)
+def test_a_parameter_or_module_that_a_forward_replaces_is_refused(kind: type[Exchanges], what: str) -> None:
+    model = pw.shard(kind(), mesh={"x": 2}, in_strategy=(("x", None),))
+    before = [*model.named_parameters()], [*model.named_modules()]
+    said = f"{kind.__name__} replaces {what} while it runs, which a plan cannot do; keep what it computes in a buffer"
+    with pytest.raises(pw.CaptureError, match=said):
+        model(X)
+    now = [*model.named_parameters()], [*model.named_modules()]
+    assert [[(name, id(one)) for name, one in each] for each in now] == [
+        [(name, id(one)) for name, one in each] for each in before
+    ]
+
+
+class MakesActivation(Exchanges):
+    def exchange(self) -> None:
+        self.act = nn.ReLU()
+
+
+def test_a_module_without_tensors_may_be_made_anew() -> None:
+    plain, model = MakesActivation(), pw.shard(MakesActivation(), mesh={"x": 2}, in_strategy=(("x", None),))
+    model.load_state_dict(plain.state_dict())
+    for _ in range(2):
+        torch.testing.assert_close(model(X), plain(X), rtol=1e-12, atol=1e-12)
+
+
 def test_a_failed_capture_leaves_nothing_behind() -> None:
     class Fails(nn.Module):
         def __init__(self) -> None:
