@@ -17,12 +17,14 @@ from torch import Tensor, nn
 
 from partway.context import ParallelContext, current_algo
 from partway.propagation.random_numbers import RandomNumbers
+from partway.propagation.stand_ins import attributes_of
 from partway.propagation.structure import Structure, flatten
 from partway.propagation.torch_internals import dispatch_modes, function_modes, is_transformed
 from partway.rule import version
 from partway.state import State, fact
 
 _PLAIN = frozenset({type(None), bool, int, float, str})  # two that are equal, and of one type, are one value
+_NOTHING = fact({})
 _TRAINING = attrgetter("training")
 _FACTS = attrgetter("requires_grad", "dtype", "shape")
 
@@ -39,7 +41,8 @@ class Guard:
         plain = not kwargs and all(isinstance(arg, Tensor) for arg in args)
         self._positional = [*map(type, args)] if plain else None
         self._tensors = [
-            (type(t), t.shape, t.dtype, t.device, t.requires_grad, getattr(t, "_spec", None)) for t in tensors
+            (type(t), t.shape, t.dtype, t.device, t.requires_grad, getattr(t, "_spec", None), fact(attributes_of(t)))
+            for t in tensors
         ]
         strided = state.reached.memory or context.random_numbers is RandomNumbers.TORCH
         self._strides = [t.stride() for t in tensors] if strided else None
@@ -128,7 +131,7 @@ def _same_structure(one: Structure, other: Structure) -> bool:
 
 
 def _is_like(tensor: Tensor, before: tuple[Any, ...]) -> bool:
-    kind, shape, dtype, device, needs, spec = before
+    kind, shape, dtype, device, needs, spec, attributes = before
     return (
         type(tensor) is kind
         and tensor.shape == shape
@@ -138,5 +141,6 @@ def _is_like(tensor: Tensor, before: tuple[Any, ...]) -> bool:
         and (spec is None or tensor._spec == spec)  # type: ignore[attr-defined]
         and tensor.layout is torch.strided
         and not tensor.is_nested
+        and (attributes == _NOTHING if not vars(tensor) else fact(attributes_of(tensor)) == attributes)
         and not is_transformed(tensor)
     )

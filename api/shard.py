@@ -36,10 +36,12 @@ from partway.propagation.graph import Role
 from partway.propagation.hooks import rest_outside
 from partway.propagation.plan import Plan
 from partway.propagation.random_numbers import RandomNumbers
+from partway.propagation.stand_ins import attributes_of
 from partway.propagation.structure import Call, check_call, flatten, flatten_call, name_of
 from partway.rule import rules, version
 from partway.runtime.process import launched
 from partway.runtime.step import CompiledStep, Waiting
+from partway.state import fact
 from partway.strategy import Layout, Problem, RuntimeStateError, StrategyError, raise_problems
 
 
@@ -435,7 +437,10 @@ class _Engine:
 
     def _signature(self, call: Call, context: ParallelContext) -> tuple[Any, ...]:
         """All that a plan depends on. Parameters count by what may change: flags, dtypes and shapes."""
-        tensors = tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad, placed_as(t)) for t in call.tensors)
+        tensors = tuple(
+            (tuple(t.shape), t.dtype, t.device, t.requires_grad, placed_as(t), fact(attributes_of(t)))
+            for t in call.tensors
+        )
         # PyTorch draws numbers in the order of memory
         strided = self._reads_memory or context.random_numbers is RandomNumbers.TORCH
         strides = tuple(t.stride() for t in call.tensors) if strided else ()

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partway.propagation.capture import state_of
 from partway.propagation.hooks import Noted, tracks
 from partway.propagation.structure import Same, flatten, name_of
 from partway.propagation.torch_internals import module_hooks
@@ -136,6 +137,8 @@ class _Reached:
         if isinstance(fn, nn.Module):
             for path, module in fn.named_modules():
                 self.reach(module, f"{path}." if path else "")
+            for name, tensor in state_of(fn).items():  # attributes that people gave them
+                self.owners.append(_Owner(f"{name}.", vars(tensor), False, type(tensor)))
             for _, _, store in module_hooks(fn):
                 for hook in store.values():
                     if id(hook) not in observers and not tracks(hook):

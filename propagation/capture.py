@@ -73,6 +73,7 @@ from .questions import ASKING, Answering, Asked, Leaf, Values
 from .random_numbers import RandomNumbers
 from .recurrent import lstm, true_states
 from .sizes import Sized
+from .stand_ins import StandIns, attributes_of
 from .structure import Call, Structure, flatten, flatten_call, name_of
 from .torch_internals import (
     FakeTensor,
@@ -656,16 +657,33 @@ class _Flat(torch.nn.Module):
         self.call = call
         # bound methods: torch.export puts back what forward does to attributes
         self.seen, self.begin, self.end, self.abort = seen.append, effects.begin, effects.end, effects.abort
+        self.stand_ins = StandIns(name_of(fn), lambda: _callers_line(traceback.extract_stack(), fn))
+        self.attributes = {name: attributes_of(tensor) for name, tensor in state_of(fn).items()}
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.call.structure.build(list(tensors))
         answering = contextlib.nullcontext() if self.answering is None else self.answering.of(self._leaves(tensors))
         numbers = self.answering is not None and self.answering.level is Asked.NUMBERS
         sized = Sized() if numbers else contextlib.nullcontext()
+        for name, tensor, given in zip(self.call.names, tensors, self.call.tensors, strict=True):
+            self.stand_ins.stand(f"input {name}", tensor, attributes_of(given))
+        for name, tensor in state_of(self.fn).items():
+            self.stand_ins.stand(name, tensor, self.attributes[name])
+        self.stand_ins.begin()
         self.begin()
         try:
-            with self.outside, _Regions(), _WithoutGradients(), _Traceable(), self.hooks, sized, answering:
+            with (
+                self.outside,
+                _Regions(),
+                _WithoutGradients(),
+                _Traceable(),
+                self.stand_ins,
+                self.hooks,
+                sized,
+                answering,
+            ):
                 results, structure = flatten(self.fn(*args, **kwargs))
+            self.stand_ins.check()
             left, places = flatten(self.end())
         except BaseException:
             self.abort()

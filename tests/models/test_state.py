@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -440,6 +441,106 @@ def test_a_module_without_tensors_may_be_made_anew() -> None:
     model.load_state_dict(plain.state_dict())
     for _ in range(2):
         torch.testing.assert_close(model(X), plain(X), rtol=1e-12, atol=1e-12)
+
+
+# -- What is asked of tensors, and done to them, beside their values
+
+
+class Tagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum() * getattr(self.linear.weight, "factor", 1.0) * getattr(x, "factor", 1.0)
+
+
+def test_attributes_of_tensors_are_those_of_the_call() -> None:
+    plain, model = Tagged(), pw.shard(Tagged(), mesh={"x": 2}, in_strategy=(("x", None),))
+    x = X.clone()
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
+    for factor in (2.0, 3.0, 2.0):
+        for weight in (plain.linear.weight, model.linear.weight):
+            weight.factor = factor
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
+        x.factor = factor / 4  # type: ignore[attr-defined]
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
+    del x.factor  # type: ignore[attr-defined]
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
+
+
+ASKS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "grad": lambda m, x: m.linear.weight.grad is None,
+    "grad_fn": lambda m, x: x.grad_fn is None,
+    "is_leaf": lambda m, x: x.is_leaf,
+    "_version": lambda m, x: x._version,
+    "_base": lambda m, x: x._base is None,
+    "storage_offset()": lambda m, x: x.storage_offset(),
+    "untyped_storage()": lambda m, x: x.untyped_storage().nbytes(),
+    "is_pinned()": lambda m, x: x.is_pinned(),
+}
+
+
+class Does(Tagged):
+    """Does something to its tensors, or asks something of them, and uses the answer as a number."""
+
+    def __init__(self, does: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.does = does
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sum() * (1 + (self.does(self, x) or 0))
+
+
+@pytest.mark.parametrize("what", ASKS)
+def test_what_a_stand_in_does_not_know_is_refused(what: str) -> None:
+    said = rf"Does asks for {re.escape(what)} of a tensor, which is not known while it is captured; ask before the call"
+    model = pw.shard(Does(ASKS[what]), mesh={"x": 2}, in_strategy=(("x", None),))
+    for _ in range(2):
+        with pytest.raises(pw.CaptureError, match=said):
+            model(X)
+
+
+def _backward(model: Any, x: Tensor) -> None:
+    model.linear(x).sum().backward()
+
+
+DOES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "Does sets requires_grad of input x; set it": lambda m, x: setattr(x, "requires_grad", True),
+    "Does sets requires_grad of linear.bias; set it": lambda m, x: setattr(m.linear.bias, "requires_grad", False),
+    "Does runs a backward, whose gradients would stay|Does calls backward of a tensor": _backward,
+    "Does sets the grad of a tensor; do it outside": lambda m, x: setattr(m.linear.weight, "grad", None),
+    "Does sets the attribute seen of linear.bias, which": lambda m, x: setattr(m.linear.bias, "seen", 1),
+}
+
+
+@pytest.mark.parametrize("said", DOES)
+def test_what_would_be_done_to_a_stand_in_is_refused(said: str) -> None:
+    model = Does(DOES[said])
+    sharded = pw.shard(model, mesh={"x": 2}, in_strategy=(("x", None),))
+    with pytest.raises(pw.CaptureError, match=said):
+        sharded(X)
+    assert [p.requires_grad for p in model.parameters()] == [True, True]
+    assert [p.grad for p in model.parameters()] == [None, None]
+    assert not X.requires_grad
+
+
+def test_requires_grad_as_it_is_may_be_set() -> None:
+    model = pw.shard(Does(lambda m, x: setattr(x, "requires_grad", False)), mesh={"x": 2}, in_strategy=(("x", None),))
+    torch.testing.assert_close(model(X), Does(lambda m, x: None)(X), rtol=1e-12, atol=1e-12)
+
+
+def test_a_seed_inside_is_refused() -> None:
+    class Seeds(Tagged):
+        def forward(self, x: Tensor) -> Tensor:
+            torch.manual_seed(3)
+            return self.linear(x).sum()
+
+    model, before = pw.shard(Seeds(), mesh={"x": 2}, in_strategy=(("x", None),)), torch.get_rng_state()
+    with pytest.raises(pw.CaptureError, match="Seeds seeds random numbers, which would do nothing to those that"):
+        model(X)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_failed_capture_leaves_nothing_behind() -> None:
