@@ -85,7 +85,7 @@ def test_micro_batches_are_reduced_once_and_their_gradient_is_that_of_their_sum(
     assert not reduces & {*said[0], *said[1]}
     assert reduces & set(said[2])
     alone = sharded(network(), parameter_plan=None if plan == "replicated" else PLANS[plan])
-    assert steps_of((0,), alone)[0] == said[2]
+    assert sorted(steps_of((0,), alone)[0]) == sorted(said[2])
 
 
 def test_micro_batches_of_other_shapes_are_reduced_with_the_last() -> None:
