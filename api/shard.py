@@ -34,6 +34,7 @@ from partway.propagation.afterwards import afterwards
 from partway.propagation.capture import capturing, state_of
 from partway.propagation.graph import Role
 from partway.propagation.hooks import rest_outside
+from partway.propagation.overlap import Memory, shared
 from partway.propagation.plan import Plan
 from partway.propagation.random_numbers import RandomNumbers
 from partway.propagation.stand_ins import attributes_of
@@ -507,7 +508,7 @@ class _Runner:
         self._result, self._left = graph.result, graph.left
         updates = (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
         self._updated = {port.name for port in graph.outputs if port.role in updates}
-        places = [port.name for port in graph.inputs if port.role is Role.INPUT]
+        places = self._inputs = [port.name for port in graph.inputs if port.role is Role.INPUT]
         self._written = [
             (places.index(p.port.name), functools.partial(place.write, p, local))
             if p.port.role is Role.INPUT_UPDATE
@@ -520,6 +521,7 @@ class _Runner:
         self._enter = [place.enter(placed, local) for placed in compiled.local.inputs]
         self._leave = [place.leave(placed) for placed in compiled.local.outputs]
         self._step: CompiledStep | None = None
+        self._memory = Memory()  # of state
         self._others: dict[tuple[bool, ...], CompiledStep] = {}  # by the outputs that they differentiate
 
     def bind(self, fn: Callable[..., Any]) -> None:
@@ -543,8 +545,31 @@ class _Runner:
             _source(fn, constants, Role.BUFFER, p.port.name) if p.port.role is Role.BUFFER_UPDATE else None
             for p in local.outputs
         ]
+        if self._updated:
+            self._check_apart(fn)
         self._stepped = learned[:: -(-len(learned) // _STEPPED) or 1]
         self._bound = given, changing, buffers  # at once: another thread may be in a call
+
+    def _check_apart(self, fn: Callable[..., Any]) -> None:
+        """Raise RuntimeStateError if a buffer that a call writes shares memory with other state."""
+        state = state_of(fn)
+        for one, other in shared(state.items()):
+            if self._updated & {one, other} and state[one] is not state[other]:
+                self._refuse(one, other)
+        self._memory = Memory((name, tensor, name in self._updated) for name, tensor in state.items())
+
+    def _check_inputs_apart(self, given: Sequence[Tensor]) -> None:
+        """Raise RuntimeStateError if a tensor of the call and another one share memory, and the call writes to one."""
+        memory = Memory(more=self._memory)
+        for place, tensor in zip(self._inputs, given, strict=True):
+            if (other := memory.take(place, tensor, place in self._updated)) is not None:
+                self._refuse(other, place)
+
+    def _refuse(self, one: str, other: str) -> None:
+        raise RuntimeStateError(
+            f"{self._name} writes in place to one of {one!r} and {other!r}, which share memory: a plan would not see "
+            "the write in the other; give it a copy, with clone()"
+        )
 
     def _load(self) -> CompiledStep:
         """The step, assembled by the first call. (A cached_property would hold its lock while it waits for others.)"""
@@ -575,6 +600,8 @@ class _Runner:
                 f"the function writes to {self._learned!r} in place what depends on a tensor that needs a gradient, "
                 "which would not reach it; return the new value, write a detached one, or call it under torch.no_grad()"
             )
+        if self._updated:
+            self._check_inputs_apart(given)
         if self._see is not None:
             self._see(given, [source() for source in self._stepped])
         rest = iter(given)

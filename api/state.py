@@ -331,10 +331,14 @@ class State:
         self.observers, self.kept = observers, kept
         found = self.reached = _Reached(fn, observers)
         items = [(label, store, key) for label, store, key in found.items if label not in kept]
+        self._own = [(store, key, _kept_fact(store[key])) for label, store, key in found.items if label in kept]
         self._stores, self._keys = [store for _, store, _ in items], [key for _, _, key in items]
         self._values = [*map(getitem, self._stores, self._keys)]
         self._ids = [*map(id, self._values)]
-        self._cells = [(one, name, getattr(one, name)) for _, one, name in found.getters]
+        self._cells = [(one, name, getattr(one, name)) for label, one, name in found.getters if label not in kept]
+        self._own_cells = [
+            (one, name, _kept_fact(getattr(one, name))) for label, one, name in found.getters if label in kept
+        ]
         owned = [owner.store for owner in found.owners if owner.kind is not None]
         modules = list(fn.named_modules()) if isinstance(fn, nn.Module) else []
         hooks = [store for _, _, store in module_hooks(fn)]
@@ -383,6 +387,8 @@ class State:
                 and (self._environment is None or self._environment == dict(os.environ))
                 and (not self._cells or all(getattr(one, name) is value for one, name, value in self._cells))
                 and self._are_as_before([*map(getitem, self._stores, self._keys)])
+                and all(_kept_fact(store[key]) == fact for store, key, fact in self._own)
+                and all(_kept_fact(getattr(one, name)) == fact for one, name, fact in self._own_cells)
             )
         except (AttributeError, KeyError, ValueError, RuntimeError):  # one of them is gone
             return False
@@ -492,7 +498,8 @@ class Effects:
             if any(one is constant for one in old for constant in constants.values()):
                 raise CaptureError(
                     f"{name_of(self._fn)} keeps a tensor in {write.label} from one call to the next, which would stay "
-                    "what it was at the first; make it a buffer (register_buffer), or an argument that is returned"
+                    "what it was at the first; make it a buffer (register_buffer) or an argument that is returned, or "
+                    "empty it before each call"
                 )
 
     def put(self, values: Sequence[Any]) -> None:

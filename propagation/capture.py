@@ -69,6 +69,7 @@ from .graph import (
 )
 from .hooks import Hooks, Noted
 from .numbers import numbers_as_tensors
+from .overlap import shared
 from .questions import ASKING, Answering, Asked, Leaf, Values
 from .random_numbers import RandomNumbers
 from .recurrent import lstm, true_states
@@ -213,6 +214,14 @@ def _exported(
     except Exception as error:  # torch.export raises many types; the caller's code may raise any
         if answering is not None and answering.asked and _is_raised_on_purpose(error):
             raise
+        given = zip((f"input {name}" for name in call.names), call.tensors, strict=True)
+        if "expected compiled_fn to be GraphModule" in str(error) and (
+            pair := next(shared([*given, *state_of(fn).items()]), None)
+        ):  # how torch.export fails there
+            raise CaptureError(
+                f"{name_of(fn)} writes in place to one of {pair[0]} and {pair[1]}, which share memory; give it a copy, "
+                "with clone()"
+            ) from error
         unanswered = answering.unanswered if answering else None
         failure = _Undecided if isinstance(error, data_dependent) else CaptureError
         raise failure(_reason(fn, error, unanswered)) from error

@@ -543,6 +543,52 @@ def test_a_seed_inside_is_refused() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class Remembers(nn.Module):
+    """Does otherwise when it has run before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache: Any = None
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        known = self.cache is not None and self.cache.shape[0] == x.shape[0]
+        self.cache = x.sum(1)
+        self.seen.clear()
+        self.seen.append(x.sum())
+        return x.sum() * (3 if known else 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*is planned anew")
+def test_what_a_forward_left_decides_the_next_call() -> None:
+    plain, model = Remembers(), pw.shard(Remembers(), mesh={"x": 2})
+    for rows in (4, 4, 4, 2, 2, 4, None, 4, 4):
+        if rows is None:
+            plain.cache = model.cache = None
+            continue
+        x = X[:rows]
+        assert torch.equal(model(x), plain(x))
+        assert torch.equal(model.cache, plain.cache)
+        assert [*map(float, model.seen)] == [*map(float, plain.seen)]
+
+
+def test_a_list_of_tensors_that_grows_is_refused() -> None:
+    class Records(Remembers):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen.append(x.sum())
+            return x.sum()
+
+    model = pw.shard(Records(), mesh={"x": 2})
+    model(X)
+    with pytest.raises(
+        pw.CaptureError, match=r"Records keeps a tensor in seen from one call .* empty it before each call"
+    ):
+        model(X)
+    model.seen.clear()
+    model(X)
+    assert [float(one) for one in model.seen] == [float(X.sum())]
+
+
 def test_a_failed_capture_leaves_nothing_behind() -> None:
     class Fails(nn.Module):
         def __init__(self) -> None:

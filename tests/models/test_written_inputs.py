@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor import distribute_tensor
 
 import partway as pw
+from partway.strategy import CaptureError, RuntimeStateError
 
 MESH = {"dp": 2, "tp": 2}
 EXACT = 1e-12
@@ -155,3 +156,57 @@ def test_each_result_has_memory_of_its_own(split: Any, out: Any) -> None:
 def test_each_result_of_a_rank_has_memory_of_its_own(on_ranks: Ranks) -> None:
     for split, out in SPLITS:
         on_ranks(2, _apart, split, out)
+
+
+# -- Tensors that share memory
+
+
+def adds(a, b):
+    a.add_(1)
+    return b * 2
+
+
+class Buffers(nn.Module):
+    def __init__(self, view=True):
+        super().__init__()
+        self.register_buffer("whole", torch.zeros(4, 2, dtype=torch.float64))
+        self.register_buffer("part", self.whole[:2] if view else torch.zeros(2, 2, dtype=torch.float64))
+
+    def forward(self, x):
+        self.whole.add_(x)
+        return x.sum() + self.part.sum()
+
+
+def numbers():
+    return torch.arange(8.0, dtype=torch.float64).view(4, 2)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("other", [lambda x: x, lambda x: x[:2], lambda x: x.t()])
+def test_a_write_into_what_another_argument_shares_is_refused(first, other):
+    fn, x = pw.shard(adds, mesh={"a": 2}), numbers()
+    if not first:  # planned for tensors apart
+        fn(x.clone(), other(x).clone(memory_format=torch.preserve_format))
+    said = "adds writes in place to one of (input )?'?a'? and (input )?'?b'?, which share memory.* with clone"
+    with pytest.raises((CaptureError, RuntimeStateError), match=said):
+        fn(x, other(x))
+    assert torch.equal(x, numbers())
+
+
+def test_parts_of_one_memory_that_lie_apart_may_be_written():
+    fn, x, y = pw.shard(adds, mesh={"a": 2}), numbers(), numbers()
+    for _ in range(2):
+        assert torch.equal(fn(x[:2], x[2:]), adds(y[:2], y[2:]))
+        assert torch.equal(x, y)
+
+
+def test_a_buffer_that_is_written_and_shares_memory_is_refused():
+    with pytest.raises(CaptureError, match="Buffers writes in place to one of whole and part, which share memory"):
+        pw.shard(Buffers(), mesh={"a": 2})(numbers())
+    model = pw.shard(Buffers(view=False), mesh={"a": 2})
+    model(numbers())
+    with pytest.raises(RuntimeStateError, match="one of 'whole' and 'x', which share memory: a plan would not see"):
+        model(model.whole)
+    model.part = model.whole[1:3]
+    with pytest.raises(RuntimeStateError, match="one of 'whole' and 'part', which share memory: a plan would not see"):
+        model(numbers())

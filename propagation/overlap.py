@@ -1,0 +1,53 @@
+"""Which tensors share memory. A write into one shows in the others, which no graph says that was captured of tensors
+apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+Span = tuple[int, int, int]  # a storage, and from where to where in it, in bytes
+
+
+def span_of(tensor: Tensor) -> Span | None:
+    """Where a tensor is in memory; None of what has none of its own."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    if not tensor.numel():
+        return None
+    size, start = tensor.element_size(), tensor.storage_offset()
+    stop = start + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.untyped_storage().data_ptr(), start * size, stop * size
+
+
+class Memory:
+    """Where named tensors are in memory, and which of them are written; `more` than what is known elsewhere."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor, bool]] = (), more: Memory | None = None) -> None:
+        self._known: dict[int, list[tuple[str, Span, bool]]] = {}  # by storage
+        self._more = more
+        for name, tensor, written in tensors:
+            self.take(name, tensor, written)
+
+    def take(self, name: str, tensor: Tensor, written: bool) -> str | None:
+        """Add a tensor. The name of another one that shares memory with it, where one of the two is written."""
+        span = span_of(tensor)
+        if span is None:
+            return None
+        storage, start, stop = span
+        held = self._known.setdefault(storage, [])
+        others = held if self._more is None else [*self._more._known.get(storage, ()), *held]
+        meets = (name for name, (_, begins, ends), too in others if (written or too) and begins < stop and start < ends)
+        found = next(meets, None)
+        held.append((name, span, written))
+        return found
+
+
+def shared(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:
+    """The names of tensors that share memory, each with one before it."""
+    memory = Memory()
+    for name, tensor in named:
+        if (other := memory.take(name, tensor, True)) is not None:
+            yield other, name
