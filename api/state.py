@@ -577,7 +577,9 @@ class _Before:
             for name in [name for name in store if name not in _OWN and name not in copy]:
                 del store[name]
             store.update(copy)
-        for *_, store, copy in (*self._buffers, *self._fixed):
+        for _, store, copy in self._buffers:
+            _refill(store, copy)
+        for _, _, store, copy in self._fixed:
             _refill(store, copy)
         for _, one, name, old in self._getters:
             setattr(one, name, old)

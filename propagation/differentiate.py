@@ -234,7 +234,8 @@ def _undo_transposes(graph: fx.Graph) -> None:
     for node in calls_of(graph):
         inner: Any = node.args[0] if node.target in _TRANSPOSES else None
         if isinstance(inner, fx.Node) and inner.target is node.target and {*node.args[1:]} == {*inner.args[1:]}:
-            node.replace_all_uses_with(inner.args[0])
+            before: Any = inner.args[0]
+            node.replace_all_uses_with(before)
 
 
 def _cut(joint: fx.Graph, inputs: int, outputs: int) -> tuple[fx.Graph, fx.Graph]:

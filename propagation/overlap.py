@@ -17,7 +17,7 @@ def span_of(tensor: Tensor) -> Span | None:
         return None
     if not tensor.numel():
         return None
-    size, start = tensor.element_size(), tensor.storage_offset()
+    size, start = tensor.element_size(), int(tensor.storage_offset())
     stop = start + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return tensor.untyped_storage().data_ptr(), start * size, stop * size
 

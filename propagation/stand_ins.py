@@ -30,7 +30,7 @@ _ASKED: Mapping[Any, str] = {
 }
 _DONE: Mapping[Any, str] = {
     Tensor.backward: "calls backward of a tensor",
-    Tensor.grad.__set__: "sets the grad of a tensor",  # type: ignore[attr-defined]
+    getattr(Tensor, "grad").__set__: "sets the grad of a tensor",  # noqa: B009 - its type says that of the value
 }
 _FLAG = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 

@@ -37,13 +37,13 @@ def follows(node: fx.Node) -> bool:
     from where its elements are (but along dims of one), and some kernels keep contiguous tensors contiguous."""
     op, val = node.target, node.meta.get("val")
     strides = strides_of(val)
-    if not isinstance(op, OpOverload) or strides is None:
+    if not isinstance(op, OpOverload) or val is None or strides is None:
         return False
     if op.is_view:
         return min(val.shape, default=2) > 1
     if strides != contiguous_strides(val.shape):
         return False
-    operands = [operand.meta.get("val") for operand in node.all_input_nodes]
+    operands: list[Any] = [operand.meta.get("val") for operand in node.all_input_nodes]
     if op in _CONTIGUOUS:
         return True
     if torch.Tag.pointwise in op.tags:
