@@ -106,12 +106,14 @@ def _is_closed(module: str | None) -> bool:
 
 @dataclass
 class _Owner:
-    """Something with attributes: its name, where they are, and whether all of them count or those that code names."""
+    """Something with attributes: its name, where they are, and whether all of them count or those that code names.
+    `kind`: its type; None of a class or a Python module, which is `static` then, if it is nobody's library."""
 
     label: str
     store: Mapping[str, Any]
     every: bool
     kind: type | None
+    static: Any = None
     seen: set[str] = field(default_factory=set)
 
 
@@ -174,7 +176,7 @@ class _Reached:
             self._reach_type(value)
         elif isinstance(value, ModuleType):
             if not _is_closed(value.__name__):
-                self.owners.append(_Owner(f"{value.__name__}.", vars(value), False, None))
+                self.owners.append(_Owner(f"{value.__name__}.", vars(value), False, None, value))
         elif isinstance(value, nn.Module) or every or isinstance(value, _OPEN_TYPES) or not _is_closed(kind.__module__):
             self._reach_object(value, label, every)
 
@@ -207,7 +209,7 @@ class _Reached:
             self._known.add(id(base))
             self._kept.append(base)
             if ours or issubclass(base, nn.Module):
-                self.owners.append(_Owner(f"{base.__qualname__}.", vars(base), False, None))
+                self.owners.append(_Owner(f"{base.__qualname__}.", vars(base), False, None, base if ours else None))
             if ours:
                 methods = [value for name, value in vars(base).items() if name.startswith("__") and callable(value)]
                 self._reach_all(methods, f"{base.__qualname__}.")
@@ -527,6 +529,9 @@ class _Before:
             for path, m in modules
             for kind, store in (("parameter", m._parameters), ("module", m._modules))
         ]
+        self._statics = [
+            (owner.label, owner.static, _own_names(owner.static)) for owner in found.owners if owner.static is not None
+        ]
         self._getters = [(label, one, name, getattr(one, name)) for label, one, name in found.getters]
         self._globals = [(label, where, name, where.get(name, _GONE)) for label, where, name in found.globals]
         held = [(f"{label}{name}", v) for label, _, copy in self._copies for name, v in copy.items()]
@@ -537,16 +542,28 @@ class _Before:
 
     def writes(self) -> Any:
         """What is another thing now than it was."""
+        known = {id(container) for _, container, _ in self._containers}
+
+        def kept(value: Any) -> Any:
+            """What was there before stays that object, though it may be somewhere else now."""
+            return _There(value) if id(value) in known else value
+
         for label, store, name, old in self._places():
             now = store.get(name, _GONE)
             if now is not old:
-                yield Write(label, functools.partial(_put, store, name), now)
+                yield Write(label, functools.partial(_put, store, name), kept(now))
+        for label, one, copy in self._statics:
+            now_there = _own_names(one)
+            for name in dict.fromkeys((*copy, *now_there)):
+                now = now_there.get(name, _GONE)
+                if now is not copy.get(name, _GONE):
+                    yield Write(f"{label}{name}", functools.partial(_set, one, name), kept(now))
         for label, one, name, old in self._getters:
             if getattr(one, name) is not old:
-                yield Write(label, functools.partial(setattr, one, name), getattr(one, name))
+                yield Write(label, functools.partial(_set, one, name), kept(getattr(one, name)))
         for label, container, copy in self._containers:
             if not _holds_same(container, copy):
-                yield Write(label, functools.partial(_refill, container), _copy(container))
+                yield Write(label, functools.partial(_refill, container), _copy(container, kept))
 
     def _places(self) -> Any:
         """The places in dicts, each with its label and what was there."""
@@ -581,6 +598,10 @@ class _Before:
             _refill(store, copy)
         for _, _, store, copy in self._fixed:
             _refill(store, copy)
+        for _, one, copy in self._statics:
+            for name in dict.fromkeys((*copy, *_own_names(one))):
+                if _own_names(one).get(name, _GONE) is not copy.get(name, _GONE):
+                    _set(one, name, copy.get(name, _GONE))
         for _, one, name, old in self._getters:
             setattr(one, name, old)
         for _, where, name, old in self._globals:
@@ -611,11 +632,36 @@ def _holds_same(one: Any, other: Any) -> bool:
     return len(one) == len(other) and all(a is b for a, b in zip(_flat(one), _flat(other), strict=True))
 
 
+def _own_names(static: Any) -> dict[str, Any]:
+    """The attributes of a class or a Python module, but for Python's own."""
+    return {name: value for name, value in vars(static).items() if not name.startswith("__")}
+
+
 def _put(store: MutableMapping[str, Any], name: str, value: Any) -> None:
     if value is _GONE:
         store.pop(name, None)
     else:
-        store[name] = value
+        store[name] = _unwrapped(value)
+
+
+def _set(one: Any, name: str, value: Any) -> None:
+    if value is not _GONE:
+        setattr(one, name, _unwrapped(value))
+    elif name in vars(one):
+        delattr(one, name)
+
+
+class _There:
+    """Stands for a container that was there before, and stays that object."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.held if isinstance(value, _There) else value
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -626,11 +672,11 @@ def _refill(container: Any, content: Any) -> None:
     base.clear(container)
     if isinstance(container, dict):
         for key, value in content.items():
-            base.__setitem__(container, key, value)
+            base.__setitem__(container, key, _unwrapped(value))
     elif isinstance(container, set):
         base.update(container, content)
     else:
-        base.extend(container, content)
+        base.extend(container, map(_unwrapped, content))
 
 
 def _base(container: Any) -> Any:
@@ -638,7 +684,7 @@ def _base(container: Any) -> Any:
     return next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(container, kind))
 
 
-def _copy(container: Any) -> Any:
+def _copy(container: Any, change: Callable[[Any], Any] = lambda value: value) -> Any:
     if isinstance(container, dict):
-        return dict(dict.items(container))
-    return _base(container)(_flat(container))
+        return {key: change(value) for key, value in dict.items(container)}
+    return _base(container)(container if isinstance(container, set) else map(change, container))

@@ -8,7 +8,7 @@ there would be a constant of the plan, and what is done to them there would be l
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -36,8 +36,13 @@ _FLAG = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[at
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """What people keep in the attributes of a tensor."""
-    return {name: value for name, value in vars(tensor).items() if not name.startswith("_")}
+    """What people keep in the attributes of a tensor: not what its class does."""
+    own = [getattr(kind, "__annotations__", {}) for kind in type(tensor).__mro__]
+    return {
+        name: value
+        for name, value in vars(tensor).items()
+        if not name.startswith("_") and not any(name in names for names in own)
+    }
 
 
 class StandIns(TorchFunctionMode):
@@ -59,8 +64,16 @@ class StandIns(TorchFunctionMode):
         vars(tensor).update(attributes)
         self._given.append((label, tensor, attributes_of(tensor), _gradient(tensor)))
 
-    def check(self) -> None:
-        """Raise CaptureError if something was done to a stand-in that no function says, or to random numbers."""
+    def check(self, results: Iterable[Tensor]) -> None:
+        """Raise CaptureError if something was done to a stand-in or a result that no function says, or to random
+        numbers."""
+        given = {id(tensor) for _, tensor, *_ in self._given}
+        for tensor in results:
+            if id(tensor) not in given and (added := attributes_of(tensor)):
+                raise CaptureError(
+                    f"{self._name} sets the attribute {next(iter(added))} of a tensor that it returns or keeps, which "
+                    "would stay with what stands in for it; return what it keeps there"
+                )
         if torch.initial_seed() != self._seed:
             torch.set_rng_state(self._generator)
             raise CaptureError(

@@ -572,6 +572,50 @@ def test_what_a_forward_left_decides_the_next_call() -> None:
         assert [*map(float, model.seen)] == [*map(float, plain.seen)]
 
 
+class Holder:
+    count = 0
+
+    def __init__(self) -> None:
+        self.inner: dict[str, Any] = {"counts": [0]}
+
+
+class CountsInside(nn.Module):
+    def __init__(self, holder: Any) -> None:
+        super().__init__()
+        self.holder, self.kind = holder, type(holder)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.holder.inner["counts"][0] += 1
+        self.holder.inner["mean"] = {"of": x.mean()}
+        self.kind.count += 1
+        return x.sum() * self.holder.inner["counts"][0] * self.kind.count
+
+
+@pytest.mark.filterwarnings("ignore:.*is planned anew")
+def test_what_is_left_in_containers_inside_others_and_in_classes_is_that_of_one_device() -> None:
+    holders = [type("Holder", (Holder,), {})() for _ in range(2)]
+    plain, model = CountsInside(holders[0]), pw.shard(CountsInside(holders[1]), mesh={"x": 2})
+    counts = holders[1].inner["counts"]
+    for i in range(4):
+        assert torch.equal(model(X * i), plain(X * i))
+        one, other = (h.inner for h in holders)
+        assert (one["counts"], type(holders[0]).count) == (other["counts"], type(holders[1]).count) == ([i + 1], i + 1)
+        assert torch.equal(one["mean"]["of"], other["mean"]["of"])
+        assert other["counts"] is counts
+
+
+def test_an_attribute_of_a_result_is_refused() -> None:
+    def fn(x: Tensor) -> Tensor:
+        y = x * 2
+        y.factor = 2  # type: ignore[attr-defined]
+        return y
+
+    with pytest.raises(
+        pw.CaptureError, match="fn sets the attribute factor of a tensor that it returns or keeps, which"
+    ):
+        pw.shard(fn, mesh={"x": 2})(X)
+
+
 def test_a_list_of_tensors_that_grows_is_refused() -> None:
     class Records(Remembers):
         def forward(self, x: Tensor) -> Tensor:
