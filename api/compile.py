@@ -13,7 +13,7 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import NoneType
@@ -46,7 +46,7 @@ from partway.propagation.plan import Plan, make_plan
 from partway.propagation.precision import reduce_in_float32
 from partway.propagation.problem import SearchProblem, Settings, formulate, warn_of_unknown
 from partway.propagation.profile import DeviceProfile, profile_of
-from partway.propagation.questions import Values
+from partway.propagation.questions import Answer, Values
 from partway.propagation.recompute import checkpointed, gathered_weights, recompute, within_windows
 from partway.propagation.replay import differences, replay
 from partway.propagation.search import SearchMode, search, verify_solution
@@ -237,9 +237,11 @@ def compile_call(
     fixed: Mapping[str, Layout] | None = None,
     placed: Mapping[str, Layout] | None = None,
     values: Values | None = None,
+    late: Sequence[Answer] = (),
 ) -> Compiled:
     """All passes for one call. `processes`: how many a launcher started; `fixed`: layouts that parameters have, and
-    `placed` those of inputs that are DTensors; `values`: where to find the values that `fn` asks for."""
+    `placed` those of inputs that are DTensors; `values`: where to find the values that `fn` asks for; `late`: what it
+    asks late is known to be so."""
     saved = Plan.load(path) if (path := context.strategy_ckpt_config.load_file) else None
     every = rules()
     state = State(fn)
@@ -248,7 +250,16 @@ def compile_call(
     with _own_saved_tensors(), constrained_modules(fn, request), afterwards(effects.finish):
         gradients = torch.is_grad_enabled() or not state.reached.gradients
         graph = capture(
-            fn, args, kwargs, context.batch_norm_parts, context.random_numbers, every, values, effects, gradients
+            fn,
+            args,
+            kwargs,
+            context.batch_norm_parts,
+            context.random_numbers,
+            every,
+            values,
+            effects,
+            gradients,
+            late,
         )
     effects.check(graph.constants)
     looking = frozenset(graph.hooks.observers)

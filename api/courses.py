@@ -2,7 +2,8 @@
 
 A function that asks nothing has one plan, and a call of it looks at nothing here. What a function does ask
 (propagation/questions.py) is asked of every call, in order and before anything runs, and the plan with the same answers
-is taken. After the same answers comes the same question, so plans are found as in a tree.
+is taken. After the same answers comes the same question, so plans are found as in a tree. What is asked late is assumed
+to be as in the last call; if it was not, the call runs again.
 
 What a function reads beside its arguments (state.py) may change as well: then its courses are others.
 """
@@ -28,6 +29,14 @@ _OFTEN = 4  # a value for which calls were planned anew so many times is said
 _MANY = 8  # plans of one signature, after which a warning says what asks
 
 
+class MistakenError(Exception):
+    """A course assumed other answers to late questions than `answers`, the first of them, up to one that differs."""
+
+    def __init__(self, answers: tuple[Answer, ...]) -> None:
+        super().__init__()
+        self.answers = answers
+
+
 class Course(Protocol):
     """What runs one course. `state`: what it depends on beside the call."""
 
@@ -47,9 +56,11 @@ class Courses(list[C]):
 
     state: State
 
-    def of(self, values: Values) -> C | None:
-        """The one whose answers are those of `values`; None: none was planned, and no random number was drawn."""
+    def of(self, values: Values, late: Sequence[Answer] = ()) -> C | None:
+        """The one whose answers are those of `values`; None: none was planned, and no random number was drawn. Late
+        questions are answered by those of `late`, and more as in the course that was called last."""
         answers: list[Answer] = []
+        known = iter(late)
         draws = any(question.draws for course in self for question, _ in course.asked)
         before = torch.get_rng_state() if draws else None
         open_ = list(self)
@@ -57,15 +68,20 @@ class Courses(list[C]):
             asked = open_[0].asked
             if len(asked) == len(answers):
                 return open_[0]
-            answers.append(asked[len(answers)][0].answer(values))
+            question, assumed = asked[len(answers)]
+            answers.append(next(known, assumed) if question.late else question.answer(values))
             open_ = [course for course in open_ if _agrees(course, answers)]
         if before is not None:
             torch.set_rng_state(before)
         return None
 
+    def called(self, course: C) -> None:
+        """Remember that `course` was the last one that was called."""
+        self.sort(key=lambda each: each is not course)
+
     def add(self, course: C, name: str) -> None:
         """One more, of the function called `name`."""
-        self.append(course)
+        self.insert(0, course)
         self.state = course.state
         if len(self) == _MANY:
             lines = {question.line: None for each in self for question, _ in each.asked}

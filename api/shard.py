@@ -22,7 +22,7 @@ from partway.annotate import Request, dataset_applies, dataset_was_set
 from partway.compile import Compiled, check_parameters, check_target, check_tensors, compile_call, settings_of
 from partway.constrain import constrained_arguments, constrained_results
 from partway.context import ParallelContext, ParallelMode, current, current_algo
-from partway.courses import Courses, Planned, values_of
+from partway.courses import Courses, MistakenError, Planned, values_of
 from partway.dtensors import brought, inputs_on, parameters_on, placed_as
 from partway.fusion.program import Program
 from partway.guard import Guard, gradient_mode, modes, warn_of_modes
@@ -36,12 +36,13 @@ from partway.propagation.graph import Role
 from partway.propagation.hooks import rest_outside
 from partway.propagation.overlap import Memory, shared
 from partway.propagation.plan import Plan
+from partway.propagation.questions import Answer
 from partway.propagation.random_numbers import RandomNumbers
 from partway.propagation.stand_ins import attributes_of
 from partway.propagation.structure import Call, check_call, flatten, flatten_call, name_of
 from partway.rule import rules, version
 from partway.runtime.process import launched
-from partway.runtime.step import CompiledStep, Waiting
+from partway.runtime.step import CompiledStep, Generators, Waiting, generators, put_back
 from partway.state import fact
 from partway.strategy import Layout, Problem, RuntimeStateError, StrategyError, raise_problems
 
@@ -363,7 +364,29 @@ class _Engine:
             if runner is not last[2]:
                 runner.bind(self.fn)
                 self._last = guard, courses, runner
-        return runner(tensors)
+        try:
+            return runner(tensors)
+        except MistakenError as mistake:
+            return self._again(mistake, args, kwargs, context)
+
+    def _again(
+        self, mistake: MistakenError, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext
+    ) -> Any:
+        """Run a call whose course assumed what was not so, on the one that is."""
+        assert self._last is not None
+        guard, courses, _ = self._last
+        tensors = flatten((args, kwargs))[0]
+        while True:
+            runner = self._course(courses, tensors, mistake.answers) or self._new_course(
+                courses, flatten_call(self.fn, args, kwargs), context, mistake.answers
+            )
+            courses.called(runner)
+            runner.bind(self.fn)
+            self._last = guard, courses, runner
+            try:
+                return runner(tensors)
+            except MistakenError as another:
+                mistake = another
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> Any:
         """Run a call that is unlike the last one."""
@@ -377,7 +400,10 @@ class _Engine:
             raise
         runner.bind(self.fn)
         self._last = Guard(self.fn, args, kwargs, context, courses.state), courses, runner
-        return runner(flatten((args, kwargs))[0])
+        try:
+            return runner(flatten((args, kwargs))[0])
+        except MistakenError as mistake:
+            return self._again(mistake, args, kwargs, context)
 
     def materialize(self, args: tuple[Any, ...], kwargs: dict[str, Any], init: Init | None) -> None:
         """See `ShardedModule.materialize`."""
@@ -424,13 +450,17 @@ class _Engine:
             self._planned.keep(self._signature(call, context), courses)
             return courses, runner
 
-    def _course(self, courses: Courses[_Runner], tensors: Sequence[Tensor]) -> _Runner | None:
+    def _course(
+        self, courses: Courses[_Runner], tensors: Sequence[Tensor], late: Sequence[Answer] = ()
+    ) -> _Runner | None:
         """What runs a call of `tensors`, or None if no call was answered like it."""
-        return courses.of(values_of(tensors, lambda name: attrgetter(name)(self.fn)))
+        return courses.of(values_of(tensors, lambda name: attrgetter(name)(self.fn)), late)
 
-    def _new_course(self, courses: Courses[_Runner], call: Call, context: ParallelContext) -> _Runner:
+    def _new_course(
+        self, courses: Courses[_Runner], call: Call, context: ParallelContext, late: Sequence[Answer] = ()
+    ) -> _Runner:
         with planning():
-            runner = self._plan(call, context)
+            runner = self._plan(call, context, late)
             courses.add(runner, name_of(self.fn))
         if any(question.draws for question, _ in runner.asked):  # planning drew for nothing, as it always does
             self._course(courses, call.tensors)
@@ -454,7 +484,7 @@ class _Engine:
         mode = gradient_mode() if self._reads_gradients else None
         return call.structure.key(), tensors, strides, flags, mode, modes(), context, current_algo(), version()
 
-    def _plan(self, call: Call, context: ParallelContext) -> _Runner:
+    def _plan(self, call: Call, context: ParallelContext, late: Sequence[Answer]) -> _Runner:
         local = dataset_was_set(context) and dataset_applies(self.request, context)
         place = placing()
         meshes = [self.request.own_mesh, *(found.mesh for found in self._layouts.values())]
@@ -466,7 +496,7 @@ class _Engine:
             _captured.set(self)
             plan = functools.partial(
                 compile_call, self.fn, args, kwargs, self.request, context, current_algo(),
-                processes=place.processes, fixed=self._layouts, placed=placed, values=values,
+                processes=place.processes, fixed=self._layouts, placed=placed, values=values, late=late,
             )  # fmt: skip
             compiled = place.planned(self.fn, call, local, plan)
         if isinstance(self.fn, torch.nn.Module):
@@ -505,6 +535,7 @@ class _Runner:
         self.state = compiled.state
         graph = compiled.graph
         self.asked = graph.asked
+        self._assumed = tuple(bool(answer) for question, answer in graph.asked if question.late)
         self._result, self._left = graph.result, graph.left
         updates = (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
         self._updated = {port.name for port in graph.outputs if port.role in updates}
@@ -615,6 +646,7 @@ class _Runner:
         results: list[Any] = []
         writes: list[tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]] = []
         step = self._step or self._load()
+        before = generators(given[0].device) if self._assumed and step.random else None
         for value, leave, buffer, written in zip(step(tensors), self._leave, buffers, self._written, strict=True):
             if written is not None:
                 place, write = written
@@ -623,13 +655,25 @@ class _Runner:
                 writes.append((Tensor.copy_, buffer(), value))
             else:
                 results.append(leave(value) if leave else value)
+        result = self._result.build(results)  # takes what it needs from the front
+        left, read = self._left.build(results) if self._left else ((), ())
+        if self._assumed:
+            self._check_assumed(read, before)
         if writes:
             _write(writes)
-        result = self._result.build(results)  # takes what it needs from the front
-        if self.compiled.effects.writes:
-            assert self._left is not None
-            self.compiled.effects.put(self._left.build(results))
+        if left:
+            self.compiled.effects.put(left)
         return result
+
+    def _check_assumed(self, read: Sequence[Tensor], before: Generators | None) -> None:
+        """Raise MistakenError unless what was asked late has the answers that this course assumed; random numbers are
+        then as they were `before`."""
+        answers = tuple(bool(tensor) for tensor in read)
+        if answers != self._assumed:
+            if before is not None:
+                put_back(before, read[0].device)
+            differing = next(i for i, pair in enumerate(zip(answers, self._assumed, strict=True)) if pair[0] != pair[1])
+            raise MistakenError(answers[: differing + 1])
 
 
 def _write(writes: Sequence[tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]]) -> None:

@@ -70,7 +70,7 @@ from .graph import (
 from .hooks import Hooks, Noted
 from .numbers import numbers_as_tensors
 from .overlap import shared
-from .questions import ASKING, Answering, Asked, Leaf, Values
+from .questions import ASKING, Answer, Answering, Asked, Leaf, Values
 from .random_numbers import RandomNumbers
 from .recurrent import lstm, true_states
 from .sizes import Sized
@@ -132,13 +132,13 @@ def capturing() -> bool:
 def capture(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_norm_parts: int = 1,
     random_numbers: RandomNumbers = RandomNumbers.COUNTER, own: Collection[Any] = (), values: Values | None = None,
-    effects: Effects | None = None, gradients: bool = True,
+    effects: Effects | None = None, gradients: bool = True, late: Sequence[Answer] = (),
 ) -> Graph:  # fmt: skip
     """Capture one call of `fn` (a function or nn.Module; meta tensors welcome) as a Graph. `own`: operators to which
     people gave rules, so that they stay as they are. `values`: the tensors of the call, which answer what `fn` asks of
     them (questions.py); without them it may ask nothing. `effects`: what notes the values that `fn` leaves behind, of
-    which the tensors become outputs of the graph. `gradients`: whether `fn` finds gradients enabled; a graph that has
-    them serves calls without, too, unless `fn` asks.
+    which the tensors become outputs of the graph, before what `fn` asks late. `late`: the answers to the first of that.
+    `gradients`: whether `fn` finds gradients enabled; a graph that has them serves calls without, too, unless it asks.
 
     Raises CaptureError when torch.export cannot make one static graph of it, or when `fn` itself raises: it names
     the line of the caller's code, and its cause is the original exception. What `fn` raises because of an answer is
@@ -149,20 +149,38 @@ def capture(
     may_draw, here = random_numbers is not RandomNumbers.TORCH, lambda: _callers_line(traceback.extract_stack(), fn)
     undecided: _Undecided | None = None
     for level in Asked if values else (Asked.NOTHING,):
-        noting = effects or _NoEffects()
-        hooks = Hooks(noting.noted)
-        answering = Answering(level, values, may_draw, here) if values and level is not Asked.NOTHING else None
-        try:
-            with _drawing_nothing(answering):
-                exported, result = _exported(fn, call, answering, noting, hooks, values is not None, gradients)
-        except _Undecided as error:
-            undecided = error
-            continue
-        graph = _graph(exported, call, result, fn, expanded, hooks)
-        _warn_of_updates(graph)
-        return verify(_check_dtypes(replace(graph, asked=tuple(answering.asked) if answering else ())))
+        assumed: Sequence[Answer] | None = late
+        while assumed is not None:
+            noting = effects or _NoEffects()
+            hooks = Hooks(noting.noted)
+            answering = None
+            if values and level is not Asked.NOTHING:
+                answering = Answering(level, values, may_draw, here, assumed)
+            try:
+                with _drawing_nothing(answering):
+                    exported, result = _exported(fn, call, answering, noting, hooks, values is not None, gradients)
+            except _Undecided as error:
+                undecided = error
+                break
+            except PartwayError:
+                raise
+            except Exception:
+                assumed = _other_answers(answering.assumed if answering else [], len(late))
+                if assumed is None:
+                    raise
+                continue
+            graph = _graph(exported, call, result, fn, expanded, hooks)
+            _warn_of_updates(graph)
+            return verify(_check_dtypes(replace(graph, asked=tuple(answering.asked) if answering else ())))
     assert undecided is not None
     raise CaptureError(str(undecided)) from undecided.__cause__
+
+
+def _other_answers(assumed: Sequence[Answer], known: int) -> Sequence[Answer] | None:
+    """What else to assume where `fn` raised on these answers, of which the first are `known`: one after another all
+    that there is, and None after the last."""
+    last = max((i for i, answer in enumerate(assumed) if i >= known and not answer), default=None)
+    return None if last is None else (*assumed[:last], True)
 
 
 @contextlib.contextmanager
@@ -692,7 +710,13 @@ class _Flat(torch.nn.Module):
                 answering,
             ):
                 results, structure = flatten(self.fn(*args, **kwargs))
-            left, places = flatten(self.end())
+            read = [] if self.answering is None else self.answering.read
+            if read and self.hooks.made:
+                raise CaptureError(
+                    f"{name_of(self.fn)} asks for values behind a matrix product or a convolution and has hooks, which "
+                    "would run twice where it assumed another answer; remove one of them"
+                )
+            left, places = flatten((self.end(), read))
             self.stand_ins.check((*results, *left))
         except BaseException:
             self.abort()

@@ -32,7 +32,7 @@ from torch import Tensor, fx
 from ..strategy.errors import CaptureError, RuntimeStateError, shown
 from .builder import Builder
 from .graph import draws_random_numbers, module_path, operator_name, shape, source_line
-from .torch_internals import OpOverload, tree_flatten
+from .torch_internals import OpOverload, tree_flatten, with_autograd
 
 aten, higher = torch.ops.aten, torch.ops.higher_order
 MOST_NODES = 2048  # a loop of so many operators in all is unrolled
@@ -95,7 +95,7 @@ def _run(operands: list[Tensor], key: str) -> list[Tensor]:
 
 def _run_backward(gradients: list[Tensor], operands: list[Tensor], key: str) -> list[Tensor]:
     able = [x.is_floating_point() or x.is_complex() for x in operands]
-    with torch.enable_grad():
+    with with_autograd():
         leaves = [x.detach().requires_grad_(needs) for x, needs in zip(operands, able, strict=True)]
         results = _functions(key).forward(*leaves)
         pairs = [(result, grad) for result, grad in zip(results, gradients, strict=True) if result.requires_grad]

@@ -8,15 +8,18 @@ are written down; those that it follows from are run on the tensors of the call.
 with the graph, and asked anew of every later call: another answer is another course, with a plan of its own
 (api/courses.py).
 
-A question that follows from a matrix product or a convolution would cost as much as the net in front of it, on every
-call and on whole tensors, and stays unanswered; so does what follows from values that are not there.
+A bool that follows from a matrix product or a convolution would cost as much as the net in front of it, on every call
+and on whole tensors. It is answered late: a capture assumes an answer (one with which the function does not raise, if
+there is one), what is asked becomes an output of the graph, and is looked at when a call has run, before anything is
+kept of it. If it is another one, the call runs again on the course of that answer. Numbers behind a product stay
+unanswered, and so does what follows from values that are not there.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import FrameType
@@ -59,6 +62,10 @@ class Unanswered(Exception):
     """Why a question has no answer, as the end of a sentence about values."""
 
 
+class _Behind(Unanswered):
+    """It follows from a matrix product or a convolution."""
+
+
 @dataclass(frozen=True)
 class _Slot:
     """Stands for a tensor in the arguments of a step."""
@@ -80,12 +87,14 @@ class Question:
 
     draws   whether it follows from random numbers, so that each call draws them anew
     line    where it is asked, as messages say it
+    late    it is answered by an output of the graph
     """
 
     leaves: tuple[tuple[Leaf, int, bool], ...]  # with its slot, and whether a step writes to it
     steps: tuple[_Step, ...]
     draws: bool
     line: str
+    late: bool = False
 
     def answer(self, values: Values) -> Answer:
         """The answer of a call with these `values`."""
@@ -129,15 +138,26 @@ _PRODUCTS = frozenset(
 
 
 class Answering(TorchDispatchMode):
-    """While a function is captured, answers its questions by `values`; `asked` is what it asked, with the answers.
+    """While a function is captured, answers its questions by `values`; `asked` is what it asked, with the answers. Late
+    ones are answered by those of `late`, and of more it assumes that they are False.
 
     It sees what autograd calls, and so what composite operators ask of the values inside.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, level: Asked, values: Values, may_draw: bool, line: Callable[[], str]) -> None:
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo, which torch.cond calls, may compile below this mode; else it never compiles that code again."""
+        return True
+
+    def __init__(
+        self, level: Asked, values: Values, may_draw: bool, line: Callable[[], str], late: Sequence[Answer] = ()
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.assumed: list[Answer] = []  # the answers of late questions, first those of `late`
+        self.read: list[Tensor] = []  # what they ask
+        self._late = late
         self.asked: list[tuple[Question, Answer]] = []
         self.unanswered: str | None = None
         self.drew = False  # whether answers advanced the random generator
@@ -182,7 +202,16 @@ class Answering(TorchDispatchMode):
         )
 
     def _answered(self, func: Any, args: Any, kwargs: Any) -> Answer:
-        question = self._question(func, args, kwargs)
+        try:
+            question = self._question(func, args, kwargs)
+        except _Behind:
+            if _is_a_distributions_own_check() or (condition := _condition(func, args)) is None:
+                raise
+            answer = self._late[len(self.assumed)] if len(self.assumed) < len(self._late) else False
+            self.assumed.append(answer)
+            self.read.append(condition)
+            self.asked.append((Question((), (), False, self._line(), late=True), answer))
+            return answer
         if question.draws and not self._may_draw:
             raise Unanswered('follow from random numbers, which random_numbers="torch" draws in an order of its own')
         self.drew |= question.draws
@@ -253,10 +282,15 @@ class Answering(TorchDispatchMode):
         return self._known[id(tensor)][0], tensor
 
 
+def _condition(func: Any, args: Any) -> Tensor | None:
+    """What a condition asks, if it is a tensor of one bool. (No other could be made of it here, below what traces.)"""
+    return args[0] if func in (_NUMBER, aten.is_nonzero.default) and args[0].dtype is torch.bool else None
+
+
 def _check_step(func: OpOverload) -> None:
     """Raise Unanswered for what is not run for a question."""
     if func._schema.name.removeprefix("aten::") in _PRODUCTS:
-        raise Unanswered(f"follow from a matrix product or a convolution ({func}), which every call would run twice")
+        raise _Behind(f"follow from a matrix product or a convolution ({func}), which every call would run twice")
 
 
 def _is_a_distributions_own_check() -> bool:

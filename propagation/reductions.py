@@ -152,6 +152,8 @@ def _count_nonzero(b: Builder, node: fx.Node) -> fx.Node:
 
 
 REDUCTIONS: dict[Any, Expansion] = {
+    aten._is_all_true.default: _all,
+    aten._is_any_true.default: _any,
     aten._weight_norm.default: _weight_norm,
     aten.all.default: _all,
     aten.all.dim: _all,

@@ -15,6 +15,7 @@ Each name, and why:
                                        public name), and _disable_current_modes, so that real tensors are computed with
                                        in the midst of a capture
     torch._C.DisableTorchFunction      as that, for the modes of functions
+    torch._C._ForceDispatchKeyGuard, _dispatch_tls_local_..._set   what is left out of dispatch
     torch._C._len_torch_..._stack, _get_..._stack_at   the modes that are on; there is no public name
     torch.fx.experimental.proxy_tensor make_fx; public use is documented, the module is not
     torch._C._dispatch_get_all_op_names   the operators that there are: torch.ops finds one by its name only
@@ -40,6 +41,9 @@ import torch
 from torch._C import (
     DisableTorchFunction,
     DispatchKey,
+    _dispatch_tls_local_exclude_set,
+    _dispatch_tls_local_include_set,
+    _ForceDispatchKeyGuard,
     _get_dispatch_stack_at,
     _get_function_stack_at,
     _len_torch_dispatch_stack,
@@ -69,6 +73,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from .afterwards import afterwards
 
+_AUTOGRAD = (
+    DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA, DispatchKey.AutogradOther, DispatchKey.AutogradFunctionality,
+    DispatchKey.ADInplaceOrView,
+)  # fmt: skip
 _HOOKS = ("forward_pre", "forward", "backward_pre", "backward")
 
 try:
@@ -95,6 +103,16 @@ def without_modes() -> Iterator[None]:
 def without_dispatch_modes() -> Iterator[None]:
     """What is traced is not what modes that see operators would make of it."""
     with _disable_current_modes():
+        yield
+
+
+@contextlib.contextmanager
+def with_autograd() -> Iterator[None]:
+    """Autograd records what is computed, also inside of an operator that a dispatch mode has called, below autograd."""
+    kept = _dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:
+        kept = kept.remove(key)
+    with torch.enable_grad(), _ForceDispatchKeyGuard(_dispatch_tls_local_include_set(), kept):
         yield
 
 
@@ -215,6 +233,7 @@ __all__ = [
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
+    "with_autograd",
     "without_dispatch_modes",
     "without_modes",
 ]

@@ -368,7 +368,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compiled: CompiledStep, *tensors: Tensor) -> tuple[Tensor, ...]:
         executor, count = compiled.executor, len(compiled.results)
-        ctx.generators = _generators(tensors[0].device) if compiled.random else None
+        ctx.generators = generators(tensors[0].device) if compiled.random else None
         values = compiled.forward.run(executor.enter(tensors, compiled.step.program.inputs))
         results = executor.leave(values[:count], compiled.results, compiled.forward.code.shared[:count])
         ctx.compiled, ctx.holding = compiled, bool(compiled.waiting.blocks)
@@ -523,19 +523,25 @@ def _roots(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
 Generators = tuple[Tensor, Tensor | None]  # the states of the CPU's and, where there is one, the GPU's
 
 
-def _generators(device: torch.device) -> Generators:
+def put_back(states: Generators, device: torch.device) -> None:
+    """Set the generators to `states` again."""
+    cpu, gpu = states
+    torch.set_rng_state(cpu)
+    if gpu is not None:
+        torch.cuda.set_rng_state(gpu, device)
+
+
+def generators(device: torch.device) -> Generators:
+    """The states of the generators of which a step on this device draws."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 
 @contextlib.contextmanager
-def _drawing_again(generators: Generators | None, device: torch.device) -> Iterator[None]:
-    """Draw the numbers that come after the states `generators` again, and leave the generators as they are."""
-    if generators is None:
+def _drawing_again(states: Generators | None, device: torch.device) -> Iterator[None]:
+    """Draw the numbers that come after `states` of the generators again, and leave the generators as they are."""
+    if states is None:
         yield
         return
-    cpu, gpu = generators
-    with torch.random.fork_rng([] if gpu is None else [device]):
-        torch.set_rng_state(cpu)
-        if gpu is not None:
-            torch.cuda.set_rng_state(gpu, device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        put_back(states, device)
         yield

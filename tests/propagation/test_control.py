@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch._higher_order_ops.map import map as map_rows
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import partway as pw
 from partway.propagation import control
@@ -243,3 +244,29 @@ def test_an_exported_program_with_a_text_of_its_own_runs_nothing(tmp_path):
         program(x)
     with pytest.raises(pw.PartwayError, match="which is no key of what was captured"):
         pw.shard(program, mesh={"x": 2})(x)
+
+
+class Seen(TorchDispatchMode):
+    """Sees operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:the TorchDispatchMode")
+@pytest.mark.parametrize("kind", [Branch, Loop])
+def test_under_a_dispatch_mode_gradients_are_those_of_one_device(kind):
+    x = torch.rand(6, 4, dtype=torch.float64)
+    with Seen():
+        split = check(kind, x)
+    torch.testing.assert_close(split(x), by_hand(kind(), x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_branch_may_be_captured_after_one_that_was_refused():
+    def refused(x):
+        y = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
+        return y if x.max() > 0 else x
+
+    with pytest.raises(pw.CaptureError, match="may not have a cond as well"):
+        pw.shard(refused, mesh={"x": 2})(torch.ones(4, 4))
+    check(Branch, torch.rand(6, 4, dtype=torch.float64))
