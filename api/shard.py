@@ -536,6 +536,7 @@ class _Runner:
         graph = compiled.graph
         self.asked = graph.asked
         self._assumed = tuple(bool(answer) for question, answer in graph.asked if question.late)
+        self._leaves = bool(self._assumed or compiled.effects.writes)
         self._result, self._left = graph.result, graph.left
         updates = (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
         self._updated = {port.name for port in graph.outputs if port.role in updates}
@@ -656,9 +657,12 @@ class _Runner:
             else:
                 results.append(leave(value) if leave else value)
         result = self._result.build(results)  # takes what it needs from the front
-        left, read = self._left.build(results) if self._left else ((), ())
-        if self._assumed:
-            self._check_assumed(read, before)
+        left: Sequence[Any] = ()
+        if self._leaves:
+            assert self._left is not None
+            left, read = self._left.build(results)
+            if self._assumed:
+                self._check_assumed(read, before)
         if writes:
             _write(writes)
         if left:
