@@ -364,29 +364,24 @@ class _Engine:
             if runner is not last[2]:
                 runner.bind(self.fn)
                 self._last = guard, courses, runner
-        try:
-            return runner(tensors)
-        except MistakenError as mistake:
-            return self._again(mistake, args, kwargs, context)
+        return self._run(guard, courses, runner, tensors, args, kwargs, context)
 
-    def _again(
-        self, mistake: MistakenError, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext
-    ) -> Any:
-        """Run a call whose course assumed what was not so, on the one that is."""
-        assert self._last is not None
-        guard, courses, _ = self._last
-        tensors = flatten((args, kwargs))[0]
+    def _run(
+        self, guard: Guard, courses: Courses[_Runner], runner: _Runner, tensors: Sequence[Tensor],
+        args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext,
+    ) -> Any:  # fmt: skip
+        """Run a call; again, on another of its courses, where this one assumed what turns out to be not so."""
         while True:
-            runner = self._course(courses, tensors, mistake.answers) or self._new_course(
-                courses, flatten_call(self.fn, args, kwargs), context, mistake.answers
+            try:
+                return runner(tensors)
+            except MistakenError as mistake:
+                answers = mistake.answers
+            runner = self._course(courses, tensors, answers) or self._new_course(
+                courses, flatten_call(self.fn, args, kwargs), context, answers
             )
             courses.called(runner)
             runner.bind(self.fn)
             self._last = guard, courses, runner
-            try:
-                return runner(tensors)
-            except MistakenError as another:
-                mistake = another
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> Any:
         """Run a call that is unlike the last one."""
@@ -399,11 +394,9 @@ class _Engine:
                 engine._refused = True
             raise
         runner.bind(self.fn)
-        self._last = Guard(self.fn, args, kwargs, context, courses.state), courses, runner
-        try:
-            return runner(flatten((args, kwargs))[0])
-        except MistakenError as mistake:
-            return self._again(mistake, args, kwargs, context)
+        guard = Guard(self.fn, args, kwargs, context, courses.state)
+        self._last = guard, courses, runner
+        return self._run(guard, courses, runner, flatten((args, kwargs))[0], args, kwargs, context)
 
     def materialize(self, args: tuple[Any, ...], kwargs: dict[str, Any], init: Init | None) -> None:
         """See `ShardedModule.materialize`."""
@@ -647,7 +640,7 @@ class _Runner:
         results: list[Any] = []
         writes: list[tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]] = []
         step = self._step or self._load()
-        before = generators(given[0].device) if self._assumed and step.random else None
+        before = generators(tensors[0].device) if self._assumed and step.random else None
         for value, leave, buffer, written in zip(step(tensors), self._leave, buffers, self._written, strict=True):
             if written is not None:
                 place, write = written
