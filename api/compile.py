@@ -250,16 +250,7 @@ def compile_call(
     with _own_saved_tensors(), constrained_modules(fn, request), afterwards(effects.finish):
         gradients = torch.is_grad_enabled() or not state.reached.gradients
         graph = capture(
-            fn,
-            args,
-            kwargs,
-            context.batch_norm_parts,
-            context.random_numbers,
-            every,
-            values,
-            effects,
-            gradients,
-            late,
+            fn, args, kwargs, context.batch_norm_parts, context.random_numbers, every, values, effects, gradients, late
         )
     effects.check(graph.constants)
     looking = frozenset(graph.hooks.observers)

@@ -553,11 +553,8 @@ class _Before:
             if now is not old:
                 yield Write(label, functools.partial(_put, store, name), kept(now))
         for label, one, copy in self._statics:
-            now_there = _own_names(one)
-            for name in dict.fromkeys((*copy, *now_there)):
-                now = now_there.get(name, _GONE)
-                if now is not copy.get(name, _GONE):
-                    yield Write(f"{label}{name}", functools.partial(_set, one, name), kept(now))
+            for name, _, now in _changed(copy, _own_names(one)):
+                yield Write(f"{label}{name}", functools.partial(_set, one, name), kept(now))
         for label, one, name, old in self._getters:
             if getattr(one, name) is not old:
                 yield Write(label, functools.partial(_set, one, name), kept(getattr(one, name)))
@@ -580,8 +577,8 @@ class _Before:
         return [
             f"{kind} {path}.{name}" if path else f"{kind} {name}"
             for kind, path, store, copy in self._fixed
-            for name in dict.fromkeys((*copy, *store))
-            if (now := store.get(name)) is not (old := copy.get(name)) and (_has_tensors(now) or _has_tensors(old))
+            for name, old, now in _changed(copy, store)
+            if _has_tensors(now) or _has_tensors(old)
         ]
 
     def left(self) -> list[Any]:
@@ -599,9 +596,8 @@ class _Before:
         for _, _, store, copy in self._fixed:
             _refill(store, copy)
         for _, one, copy in self._statics:
-            for name in dict.fromkeys((*copy, *_own_names(one))):
-                if _own_names(one).get(name, _GONE) is not copy.get(name, _GONE):
-                    _set(one, name, copy.get(name, _GONE))
+            for name, old, _ in _changed(copy, _own_names(one)):
+                _set(one, name, old)
         for _, one, name, old in self._getters:
             setattr(one, name, old)
         for _, where, name, old in self._globals:
@@ -630,6 +626,12 @@ def _holds_same(one: Any, other: Any) -> bool:
     if isinstance(one, set):
         return set(map(id, one)) == set(map(id, other))
     return len(one) == len(other) and all(a is b for a, b in zip(_flat(one), _flat(other), strict=True))
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """What is another thing now: its name, what it was and what it is (_GONE: nothing)."""
+    pairs = ((name, before.get(name, _GONE), now.get(name, _GONE)) for name in dict.fromkeys((*before, *now)))
+    return [(name, old, new) for name, old, new in pairs if old is not new]
 
 
 def _own_names(static: Any) -> dict[str, Any]:

@@ -692,11 +692,11 @@ class _Flat(torch.nn.Module):
         answering = contextlib.nullcontext() if self.answering is None else self.answering.of(self._leaves(tensors))
         numbers = self.answering is not None and self.answering.level is Asked.NUMBERS
         sized = Sized() if numbers else contextlib.nullcontext()
+        self.stand_ins.begin()
         for name, tensor, given in zip(self.call.names, tensors, self.call.tensors, strict=True):
             self.stand_ins.stand(f"input {name}", tensor, attributes_of(given))
         for name, tensor in state_of(self.fn).items():
             self.stand_ins.stand(name, tensor, self.attributes[name])
-        self.stand_ins.begin()
         self.begin()
         try:
             with (

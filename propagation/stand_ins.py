@@ -52,10 +52,10 @@ class StandIns(TorchFunctionMode):
     def __init__(self, name: str, here: Any) -> None:
         super().__init__()
         self._name, self._here = name, here
-        self._given: list[tuple[str, Tensor, dict[str, Any], Any]] = []
 
     def begin(self) -> None:
-        """The function begins to run."""
+        """The function begins to run; torch.export may run it more than once, each time with stand-ins of its own."""
+        self._given: list[tuple[str, Tensor, dict[str, Any], Any]] = []
         self._generator = torch.get_rng_state()
         self._seed = torch.initial_seed()
 
