@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import partway  # noqa: F401 - its modules are looked up by name
+
 os.environ["PARTWAY_CACHE"] = "0"  # tests plan anew; those of the cache set it themselves
 os.environ.setdefault("PARTWAY_VERIFY", "1")  # every value of every rank is compared with what was traced for it
 
@@ -24,6 +26,20 @@ os.environ.setdefault("PARTWAY_VERIFY", "1")  # every value of every rank is com
 @pytest.fixture(autouse=True)
 def _checked_distributions():
     torch.distributions.Distribution.set_default_validate_args(True)  # torch.cond turns it off, for good
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    """What is planned in a test, in order."""
+    made = []
+    plain = sys.modules["partway.compile"].compile_call  # `partway.compile` is the function
+
+    def compile_call(*args, **kwargs):
+        made.append(plain(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(sys.modules["partway.shard"], "compile_call", compile_call)
+    return made
 
 
 SECONDS = 100  # for one call, with all that its ranks wait for each other

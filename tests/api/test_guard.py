@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,21 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import partway as pw
 
-compile_module = sys.modules["partway.compile"]  # `partway.compile` is the function
 
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What was planned."""
-    made: list[Any] = []
-    plain = compile_module.compile_call
-
-    def compile_call(*args: Any, **kwargs: Any) -> Any:
-        made.append(plain(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(sys.modules["partway.shard"], "compile_call", compile_call)
-    yield made
+@pytest.fixture(autouse=True)
+def _defaults() -> Iterator[None]:
+    yield
     pw.reset_auto_parallel_context()
     pw.reset_algo_parameters()
 

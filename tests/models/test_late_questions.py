@@ -3,8 +3,6 @@ so."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -72,17 +70,6 @@ class Loops(Net):
         return y.sum()
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What was planned."""
-    made: list[Any] = []
-    plain = sys.modules["partway.compile"].compile_call
-    monkeypatch.setattr(
-        sys.modules["partway.shard"], "compile_call", lambda *args, **kw: made.append(plain(*args, **kw)) or made[-1]
-    )
-    return made
-
-
 def split(model: nn.Module) -> Any:
     return pw.shard(model, mesh={"dp": 2}, in_strategy=(("dp", None),))
 
@@ -108,11 +95,11 @@ def assert_alike(model: Any, plain: Any, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", [Likelihood, Asserts])
-def test_a_check_behind_a_net_is_one_plan(kind: type[Net], planned: list[Any]) -> None:
+def test_a_check_behind_a_net_is_one_plan(kind: type[Net], plans: list[Any]) -> None:
     plain, model = kind(), split(kind())
     for seed in range(4):
         assert_alike(model, plain, numbers(seed))
-    assert len(planned) == 1
+    assert len(plans) == 1
 
 
 def test_a_check_that_fails_raises_what_it_raises_on_one_device() -> None:
@@ -133,12 +120,12 @@ def test_a_check_that_fails_raises_what_it_raises_on_one_device() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*planned")
 @pytest.mark.parametrize("kind", [Branches, Loops])
-def test_branches_and_loops_on_what_a_net_gives_are_those_of_one_device(kind: type[Net], planned: list[Any]) -> None:
+def test_branches_and_loops_on_what_a_net_gives_are_those_of_one_device(kind: type[Net], plans: list[Any]) -> None:
     plain, model = kind(), split(kind())
     for seed in (*range(8), *range(8)):
         assert_alike(model, plain, numbers(seed, 1 + seed % 3))
         assert getattr(model, "taken", "") == getattr(plain, "taken", "")
-    assert 1 < len(planned) < 9
+    assert 1 < len(plans) < 9
 
 
 def test_a_call_that_ran_again_draws_what_it_would_have_drawn() -> None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import partway as pw
 from partway.state import State
 
-compile_module = sys.modules["partway.compile"]
 X = torch.linspace(-1, 2, 32, dtype=torch.float64).view(4, 8)
 SCALE = 2.0
 TABLE = {"scale": [1.0, 2.0]}
@@ -125,20 +124,6 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "method of an instance": _new_method,
     "buffer replaced": lambda m: setattr(m.first.norm, "running_mean", torch.ones(8, dtype=torch.float64)),
 }
-
-
-@pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was planned."""
-    made: list[Any] = []
-    plain = compile_module.compile_call
-
-    def compile_call(*args: Any, **kwargs: Any) -> Any:
-        made.append(plain(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(sys.modules["partway.shard"], "compile_call", compile_call)
-    return made
 
 
 @pytest.mark.parametrize("change", CHANGES)
