@@ -248,7 +248,7 @@ def compile_call(
     effects = Effects(fn, state)
     warn_of_unwatched(fn, state)
     with _own_saved_tensors(), constrained_modules(fn, request), afterwards(effects.finish):
-        gradients = torch.is_grad_enabled() or not state.reached.gradients
+        gradients = torch.is_grad_enabled() or not state.reached.asks.gradients
         graph = capture(
             fn, args, kwargs, context.batch_norm_parts, context.random_numbers, every, values, effects, gradients, late
         )

@@ -21,7 +21,7 @@ from partway.propagation.stand_ins import attributes_of
 from partway.propagation.structure import Structure, flatten
 from partway.propagation.torch_internals import dispatch_modes, function_modes, is_transformed
 from partway.rule import version
-from partway.state import State, fact
+from partway.state import Asks, State, fact
 
 _PLAIN = frozenset({type(None), bool, int, float, str})  # two that are equal, and of one type, are one value
 _NOTHING = fact({})
@@ -44,9 +44,9 @@ class Guard:
             (type(t), t.shape, t.dtype, t.device, t.requires_grad, getattr(t, "_spec", None), fact(attributes_of(t)))
             for t in tensors
         ]
-        strided = state.reached.memory or context.random_numbers is RandomNumbers.TORCH
-        self._strides = [t.stride() for t in tensors] if strided else None
-        self._gradients = gradient_mode() if state.reached.gradients else None
+        asks = asked(state.reached.asks, context)
+        self._asks = asks if asks != Asks() else None
+        self._answers = asks.answers(tensors)
         self._modes, self._rules = modes(), version()
         modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self._modules, self._training = modules, [m.training for m in modules]
@@ -72,8 +72,7 @@ class Guard:
             and modes() == self._modes
             and version() == self._rules
             and all(map(_is_like, tensors, self._tensors))
-            and (self._gradients is None or gradient_mode() == self._gradients)
-            and (self._strides is None or [t.stride() for t in tensors] == self._strides)
+            and (self._asks is None or self._asks.answers(tensors) == self._answers)
             and [*map(_TRAINING, self._modules)] == self._training
             and [*map(len, self._stores)] == self._sizes
             and [*map(id, _held(self._stores))] == self._held_ids
@@ -89,9 +88,9 @@ def _held(stores: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
     return chain.from_iterable(store.values() for store in stores)
 
 
-def gradient_mode() -> tuple[bool, bool]:
-    """Whether gradients are enabled, and whether all is inference."""
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+def asked(asks: Asks, context: ParallelContext) -> Asks:
+    """What code asks, and what Partway asks for it: PyTorch draws random numbers in the order of memory."""
+    return asks | Asks(memory=context.random_numbers is RandomNumbers.TORCH)
 
 
 def modes() -> tuple[Any, ...]:

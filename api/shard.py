@@ -25,7 +25,7 @@ from partway.context import ParallelContext, ParallelMode, current, current_algo
 from partway.courses import Courses, MistakenError, Planned, values_of
 from partway.dtensors import brought, inputs_on, parameters_on, placed_as
 from partway.fusion.program import Program
-from partway.guard import Guard, gradient_mode, modes, warn_of_modes
+from partway.guard import Guard, asked, modes, warn_of_modes
 from partway.materialize import Init, check_materialized, materialize
 from partway.placing import Change, Placing, placing
 from partway.planning import begin_call, calls, planning
@@ -37,13 +37,12 @@ from partway.propagation.hooks import rest_outside
 from partway.propagation.overlap import Memory, shared
 from partway.propagation.plan import Plan
 from partway.propagation.questions import Answer
-from partway.propagation.random_numbers import RandomNumbers
 from partway.propagation.stand_ins import attributes_of
 from partway.propagation.structure import Call, check_call, flatten, flatten_call, name_of
 from partway.rule import rules, version
 from partway.runtime.process import launched
 from partway.runtime.step import CompiledStep, Generators, Waiting, generators, put_back
-from partway.state import fact
+from partway.state import Asks, fact
 from partway.strategy import Layout, Problem, RuntimeStateError, StrategyError, raise_problems
 
 
@@ -295,8 +294,7 @@ class _Engine:
         self._layouts: dict[str, Layout] = dict(brought or {})
         self._settled: set[str] = set()
         self._refused = False
-        # whether its code asks how tensors lie in memory, and if gradients are enabled
-        self._reads_memory = self._reads_gradients = False
+        self._asks = Asks()  # of every plan so far: signatures have the answers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Engine:
         """A copy of the module plans anew."""
@@ -438,9 +436,9 @@ class _Engine:
             key = self._signature(call, context)
             courses = self._planned.find(self.fn, key)
             runner = self._course(courses, call.tensors) or self._new_course(courses, call, context)
-            self._reads_memory |= courses.state.reached.memory  # from here on keys have strides
-            self._reads_gradients |= courses.state.reached.gradients
-            self._planned.keep(self._signature(call, context), courses)
+            if (asks := self._asks | courses.state.reached.asks) != self._asks:
+                self._asks, key = asks, self._signature(call, context)
+            self._planned.keep(key, courses)
             return courses, runner
 
     def _course(
@@ -465,17 +463,14 @@ class _Engine:
             (tuple(t.shape), t.dtype, t.device, t.requires_grad, placed_as(t), fact(attributes_of(t)))
             for t in call.tensors
         )
-        # PyTorch draws numbers in the order of memory
-        strided = self._reads_memory or context.random_numbers is RandomNumbers.TORCH
-        strides = tuple(t.stride() for t in call.tensors) if strided else ()
         flags: tuple[Any, ...] = ()
         if isinstance(self.fn, torch.nn.Module):
             flags = (
                 tuple(module.training for module in self.fn.modules()),
                 tuple((type(p), p.requires_grad, p.dtype, tuple(p.shape)) for p in self.fn.parameters()),
             )
-        mode = gradient_mode() if self._reads_gradients else None
-        return call.structure.key(), tensors, strides, flags, mode, modes(), context, current_algo(), version()
+        answers = asked(self._asks, context).answers(call.tensors)
+        return call.structure.key(), tensors, answers, flags, modes(), context, current_algo(), version()
 
     def _plan(self, call: Call, context: ParallelContext, late: Sequence[Answer]) -> _Runner:
         local = dataset_was_set(context) and dataset_applies(self.request, context)

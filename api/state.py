@@ -17,7 +17,7 @@ import os
 import sys
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from io import IOBase
@@ -47,11 +47,11 @@ _CLOSED = frozenset({*sys.stdlib_module_names, *_TOOLS}) - {"__main__"}
 _CLOCKS = ("time", "datetime")
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 _GRADIENTS = frozenset({"is_grad_enabled", "is_inference_mode_enabled"})
-# what depends on how a tensor lies in memory
+# what depends on how a tensor lies in memory (beside what a stand-in refuses to say)
 _MEMORY = frozenset(
     {
         "as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "data_ptr", "dim_order", "is_contiguous",
-        "istft", "set_", "stft", "storage", "storage_offset", "stride", "typed_storage", "untyped_storage",
+        "istft", "set_", "stft", "stride", "typed_storage",
     }
 )  # fmt: skip
 _OPEN_TYPES = (SimpleNamespace, argparse.Namespace)
@@ -101,6 +101,25 @@ def _is_closed(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _CLOSED
 
 
+@dataclass(frozen=True)
+class Asks:
+    """What code asks of how it is called, beside shapes and values: how tensors lie in `memory`, and whether
+    `gradients` are enabled."""
+
+    memory: bool = False
+    gradients: bool = False
+
+    def __or__(self, other: Asks) -> Asks:
+        return Asks(self.memory or other.memory, self.gradients or other.gradients)
+
+    def answers(self, tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+        """What a call of these tensors is told; nothing of what is not asked."""
+        return (
+            tuple(t.stride() for t in tensors) if self.memory else None,
+            (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) if self.gradients else None,
+        )
+
+
 # -- What can be reached -----------------------------------------------------------------------------------------------
 
 
@@ -128,8 +147,7 @@ class _Reached:
         self.globals: list[tuple[str, MutableMapping[str, Any], str]] = []  # those that code writes
         self.containers: list[tuple[str, Any]] = []
         self.environment = False  # whether code reads variables of the environment
-        self.memory = False  # whether code asks how a tensor lies in memory
-        self.gradients = False  # whether code asks if gradients are enabled
+        self.asks = Asks()
         self._made_up = False  # whether code makes up the names of attributes
         self.unwatched: list[tuple[str, str]] = []
         self._waiting = deque[tuple[Any, str, bool]]()  # what has been reached and not looked into
@@ -220,9 +238,9 @@ class _Reached:
         if _is_closed(fn.__module__):
             return
         where = fn.__globals__
-        self.environment |= bool((names.attributes | names.read) & _ENVIRONMENT)
-        self.memory |= bool((names.attributes | names.read) & _MEMORY)
-        self.gradients |= bool((names.attributes | names.read) & _GRADIENTS)
+        used = names.attributes | names.read
+        self.environment |= bool(used & _ENVIRONMENT)
+        self.asks |= Asks(bool(used & _MEMORY), bool(used & _GRADIENTS))
         self._made_up |= names.made_up
         for name in sorted(names.read | names.written):
             if name in where and not hasattr(builtins, name) and (id(where), name) not in self._global:
