@@ -4,7 +4,9 @@
     python tests/conformance/operators.py --only fft --samples 3
     python tests/conformance/operators.py --dtypes complex128 int64 --samples 4
     python tests/conformance/operators.py --ranks one       as many ranks as the dim has elements; "none": one more
-    python tests/conformance/operators.py --write               the page docs/coverage/operators.md, of all results
+    python tests/conformance/operators.py --samples 0 --strided 2 --results out/strided
+    python tests/conformance/operators.py --write               docs/coverage/operators.md, of all results; of a run
+                                                                of other samples its row there
 
 Of each sample every dim of every tensor is split in turn, over 4 ranks (a dim of 2 or 3 elements over 2), as
 `in_strategy` would. A plan that gathers nothing is taken where the rules have one, so that they are tried and not the
@@ -705,10 +707,20 @@ parts. (Where only a dim that an operator works along is split, it is gathered, 
 | --- | --- | --: | --: | --: | --- |
 {lines}
 """
+OTHERS = """
+## Other runs
+
+What other options of that program gave. Strided operands lie in memory otherwise than new tensors, and then every
+value of every rank is compared with what was traced for it, strides included. `--ranks one` splits a dim over as many
+ranks as it has elements, `--ranks none` over one more, so that the last rank has none.
+
+| options | entries | samples | splits | kept | wrong |
+| --- | --: | --: | --: | --: | --: |
+"""
 
 
 def page(results: Sequence[Result], most: int | None) -> str:
-    """docs/coverage/operators.md."""
+    """docs/coverage/operators.md, but for the rows of other runs."""
     counts = Counter(result.status for result in results)
     totals = [f"| {status.value} | {counts[status]} | {MEANING[status]} |" for status in Status]
     return HEAD.format(
@@ -723,6 +735,29 @@ def page(results: Sequence[Result], most: int | None) -> str:
         kept=sum(result.kept for result in results),
         lines="\n".join(map(_line, sorted(results, key=lambda result: result.name))),
     )
+
+
+def row(options: str, results: Sequence[Result]) -> str:
+    """What another run gave, in one row."""
+    wrong = sum(result.status is Status.WRONG for result in results)
+    sums = [sum(getattr(r, what) for r in results) for what in ("captured", "splits", "kept")]
+    return "".join(f"| {cell} " for cell in (f"`{options}`", len(results), *sums, wrong)) + "|\n"
+
+
+def rows() -> dict[str, str]:
+    """The rows of other runs that the page has, by their options."""
+    text = PAGE.read_text(encoding="utf-8").partition(OTHERS)[2]
+    return {line.split("`")[1]: line for line in text.splitlines(keepends=True)}
+
+
+def write(results: Sequence[Result], most: int | None, options: str) -> None:
+    """Write the page anew, of these results; or where they are of another run, that one's row."""
+    main, known = PAGE.read_text(encoding="utf-8").partition(OTHERS)[0], rows()
+    if options:
+        known[options] = row(options, results)
+    else:
+        main = page(results, most)
+    PAGE.write_text(main + OTHERS + "".join(known[name] for name in sorted(known)), encoding="utf-8")
 
 
 def _line(result: Result) -> str:
@@ -757,8 +792,8 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="also what there are results of")
     parser.add_argument("--write", action="store_true", help="write docs/coverage/operators.md")
     given = parser.parse_args()
-    if given.write and (given.dtypes or given.ranks is not Ranks.FEW):
-        parser.error("the page is of float64 and float32, over few ranks; leave out --write")
+    if given.write and given.only:
+        parser.error("the page is of all entries; leave out --only or --write")
     dtypes = [getattr(torch, name) for name in given.dtypes or ()] or DTYPES
     variant = "-".join([*(given.dtypes or ()), *([given.ranks] if given.ranks is not Ranks.FEW else [])])
     given.results /= variant
@@ -774,8 +809,17 @@ def main() -> None:
     results = [loaded(json.loads((given.results / f"{name}.json").read_text(encoding="utf-8"))) for name in chosen]
     print(dict(Counter(result.status.value for result in results)))
     if given.write:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(page(results, given.samples), encoding="utf-8")
+        write(results, given.samples, _options(given))
+
+
+def _options(given: argparse.Namespace) -> str:
+    """What makes a run another one than that of the page."""
+    options = [f"--dtypes {' '.join(given.dtypes)}"] if given.dtypes else []
+    options += [f"--ranks {given.ranks}"] if given.ranks is not Ranks.FEW else []
+    if options or given.samples == 0:
+        options += [f"--samples {given.samples}"] if given.samples is not None else []
+        options += [f"--strided {given.strided}"] if given.strided != STRIDED else []
+    return " ".join(options)
 
 
 if __name__ == "__main__":
