@@ -262,8 +262,25 @@ def _sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
         finally:
             calls[thread] = outer
 
+    kind: Any = type(cls)
+    made = False
+
+    class Kind(kind):  # type: ignore[misc]
+        """What code sets of `type(self)` is set of the user's class, for all its instances."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if made:
+                setattr(cls, name, value)
+            else:  # by what makes classes
+                super().__setattr__(name, value)
+
+        def __delattr__(self, name: str) -> None:
+            delattr(cls, name)
+
     body = {"forward": forward, "__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (ShardedModule, cls), body)
+    sharded: type[torch.nn.Module] = Kind(cls.__name__, (ShardedModule, cls), body)
+    made = True
+    return sharded
 
 
 def _remade(make: Callable[..., Any], kind: Any, *args: Any) -> Any:

@@ -15,6 +15,7 @@ import dis
 import functools
 import os
 import sys
+import sysconfig
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -43,7 +44,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 # of these nothing is looked into: what they read is theirs, and no number of a model
 _TOOLS = ("IPython", "_pytest", "accelerate", "deepspeed", "lightning", "loguru", "mlflow", "numpy", "partway",
           "pluggy", "pytest", "pytorch_lightning", "torch", "tqdm", "wandb")  # fmt: skip
-_CLOSED = frozenset({*sys.stdlib_module_names, *_TOOLS}) - {"__main__"}
+_STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _CLOCKS = ("time", "datetime")
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 _GRADIENTS = frozenset({"is_grad_enabled", "is_inference_mode_enabled"})
@@ -98,7 +99,24 @@ def _names(code: CodeType) -> _Names:
 
 
 def _is_closed(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _CLOSED
+    return _is_library((module or "").partition(".")[0])
+
+
+@functools.cache
+def _is_library(name: str) -> bool:
+    """Whether a Python module of this name is of those that are not looked into. (A `code` in a folder of the user's is
+    not that of the standard library.)"""
+    if name not in sys.stdlib_module_names:
+        return name in _TOOLS
+    place = getattr(sys.modules.get(name), "__file__", None)  # none: it is part of Python itself
+    return place is None or (place.startswith(_STANDARD) and "-packages" not in place)
+
+
+def _is_closed_type(kind: type) -> bool:
+    """Whether a type is a library's: found there, too, since one that is made by `type()` or make_dataclass may say
+    that it comes from where it was made."""
+    place = sys.modules.get(kind.__module__)
+    return _is_closed(kind.__module__) and (place is None or hasattr(place, kind.__qualname__.partition(".")[0]))
 
 
 @dataclass(frozen=True)
@@ -195,7 +213,7 @@ class _Reached:
         elif isinstance(value, ModuleType):
             if not _is_closed(value.__name__):
                 self.owners.append(_Owner(f"{value.__name__}.", vars(value), False, None, value))
-        elif isinstance(value, nn.Module) or every or isinstance(value, _OPEN_TYPES) or not _is_closed(kind.__module__):
+        elif isinstance(value, nn.Module) or every or isinstance(value, _OPEN_TYPES) or not _is_closed_type(kind):
             self._reach_object(value, label, every)
 
     def _reach_all(self, values: Any, label: str) -> None:
@@ -206,7 +224,7 @@ class _Reached:
         dynamic = not isinstance(value, nn.Module) and any(
             name in vars(cls) for cls in type(value).__mro__[:-1] for name in ("__getattr__", "__getattribute__")
         )
-        if (engine := getattr(value, "_engine", None)) is not None and _is_closed(type(engine).__module__):
+        if (engine := getattr(value, "_engine", None)) is not None and _is_closed_type(type(engine)):
             self.reach(engine.fn, label)  # a function that is sharded
             return
         self._reach_type(type(value))
@@ -221,7 +239,7 @@ class _Reached:
 
     def _reach_type(self, cls: type) -> None:
         for base in cls.__mro__:
-            ours = not _is_closed(base.__module__)
+            ours = not _is_closed_type(base)
             if id(base) in self._known and base is not cls:
                 continue
             self._known.add(id(base))
@@ -235,7 +253,7 @@ class _Reached:
     def _reach_function(self, fn: FunctionType) -> None:
         names = _names(fn.__code__)
         self.attributes |= names.attributes
-        if _is_closed(fn.__module__):
+        if _is_closed(fn.__globals__.get("__name__")):  # not __module__, which functools.wraps copies
             return
         where = fn.__globals__
         used = names.attributes | names.read
@@ -266,7 +284,7 @@ class _Reached:
             while self._waiting:
                 self._look_into(*self._waiting.popleft())
             for owner in list(self.owners):
-                own = owner.kind is not None and not _is_closed(owner.kind.__module__)
+                own = owner.kind is not None and not _is_closed_type(owner.kind)
                 every = owner.every or (self._made_up and own)
                 named = owner.store.keys() if every else owner.store.keys() & self.attributes
                 for name in sorted(named - owner.seen - _OWN):
@@ -324,7 +342,7 @@ def _leaf(value: Any) -> Any:
         return kind
     if isinstance(value, (Tensor, type, FunctionType, ModuleType)):
         return Same(value)
-    return Same(value) if _is_closed(kind.__module__) and not isinstance(value, _OPEN_TYPES) else kind
+    return Same(value) if _is_closed_type(kind) and not isinstance(value, _OPEN_TYPES) else kind
 
 
 def _kept_fact(value: Any) -> Any:
@@ -359,7 +377,8 @@ class State:
         self._own_cells = [
             (one, name, _kept_fact(getattr(one, name))) for label, one, name in found.getters if label in kept
         ]
-        owned = [owner.store for owner in found.owners if owner.kind is not None]
+        # a new name may hide what is read: an object's that of its class, a class's that of its base
+        owned = [one.store for one in found.owners if one.kind is not None or isinstance(one.static, type)]
         modules = list(fn.named_modules()) if isinstance(fn, nn.Module) else []
         hooks = [store for _, _, store in module_hooks(fn)]
         inside = [value for label, value in found.containers if label not in kept and not isinstance(value, tuple)]

@@ -403,11 +403,11 @@ def checked(program: Program) -> Outcome:
 def _shaky(program: Program, expected: Values) -> bool:
     """Whether tiny changes of the arguments change what one device computes by far more."""
     build, arguments = made(program)
-    noise = torch.Generator().manual_seed(0)
+    noise, tiny = torch.Generator().manual_seed(0), 1e-3 * program.tolerance
 
     def moved() -> tuple[Tensor, ...]:
         return tuple(
-            (t.detach() * (1 + 1e-13 * torch.rand(t.shape, generator=noise))).requires_grad_(t.requires_grad)
+            (t.detach() * (1 + tiny * torch.rand(t.shape, generator=noise))).requires_grad_(t.requires_grad)
             if t.is_floating_point()
             else t
             for t in arguments()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 import os
 import re
 import sys
 import time
+from abc import ABC
 from collections.abc import Callable
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -587,6 +591,52 @@ def test_what_is_left_in_containers_inside_others_and_in_classes_is_that_of_one_
         assert (one["counts"], type(holders[0]).count) == (other["counts"], type(holders[1]).count) == ([i + 1], i + 1)
         assert torch.equal(one["mean"]["of"], other["mean"]["of"])
         assert other["counts"] is counts
+
+
+class CountsCalls(nn.Module, ABC):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return x * type(self).calls
+
+
+@pytest.mark.filterwarnings("ignore:.*is planned anew")
+def test_what_a_forward_sets_of_its_class_is_set_of_the_users_class() -> None:
+    kind = type("CountsCalls", (CountsCalls,), {})
+    model, other = pw.shard(kind(), mesh={"x": 2}), kind()
+    for i in range(3):
+        assert torch.equal(model(X), X * (2 * i + 1))
+        assert torch.equal(other(X), X * (2 * i + 2))
+        assert (kind.calls, type(model).calls) == (2 * i + 2, 2 * i + 2)
+    del type(model).calls
+    assert "calls" not in vars(kind)
+
+
+@functools.wraps(torch.relu)  # which says that it is torch's
+def scaled(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+def test_a_function_that_wraps_one_of_a_library_is_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pw.shard(lambda x: scaled(x) + 1, mesh={"x": 2})
+    assert torch.equal(model(X), X * 2 + 1)
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)
+    assert torch.equal(model(X), X * 3 + 1)
+
+
+def test_a_module_named_as_one_of_the_standard_library_is_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tabnanny.py").write_text("K = 2.0\ndef fn(x):\n    return x * K\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "tabnanny", raising=False)
+    users = importlib.import_module("tabnanny")
+    model = pw.shard(users.fn, mesh={"x": 2})
+    assert torch.equal(model(X), X * 2)
+    users.K = 3.0
+    assert torch.equal(model(X), X * 3)
+    monkeypatch.delitem(sys.modules, "tabnanny")
 
 
 def test_an_attribute_of_a_result_is_refused() -> None:
