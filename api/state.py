@@ -5,6 +5,9 @@ may have read is compared before each call: attributes of modules and of the obj
 functions close over, elements of lists and dicts. No read is intercepted. Which names a function reads is seen in its
 code, and whatever has one of them where the function can reach it is watched: too much rather than too little, since
 watching costs a comparison of identities. What a function writes there is done again after each call.
+
+Anything may lie there, such as what raises an error when an attribute is asked for or `isinstance` (which asks for
+`__class__`): so of what is not known it is the type that is asked.
 """
 
 from __future__ import annotations
@@ -19,12 +22,21 @@ import sysconfig
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from io import IOBase
 from itertools import chain
 from operator import getitem
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)  # fmt: skip
 from typing import Any
 
 import torch
@@ -60,6 +72,7 @@ _OPEN_TYPES = (SimpleNamespace, argparse.Namespace)
 _OWN = frozenset(vars(nn.Module())) | {"_partway"}
 _ALWAYS = frozenset({"forward"})  # what runs though no code names it
 _GONE: Any = object()
+_NO_STORE: Mapping[str, Any] = {}
 
 
 # -- Code --------------------------------------------------------------------------------------------------------------
@@ -138,6 +151,20 @@ class Asks:
         )
 
 
+def _home(value: Any) -> str | None:
+    """The Python module that this one, a class or a function comes from; this one itself."""
+    return value.__name__ if isinstance(value, ModuleType) else value.__module__
+
+
+def _own_store(value: Any) -> Mapping[str, Any]:
+    """The attributes that an object itself has."""
+    try:
+        store = object.__getattribute__(value, "__dict__")
+    except Exception:  # of a proxy whose object is not there, any error
+        return _NO_STORE
+    return store if isinstance(store, dict) else _NO_STORE
+
+
 # -- What can be reached -----------------------------------------------------------------------------------------------
 
 
@@ -187,7 +214,7 @@ class _Reached:
 
     def reach(self, value: Any, label: str, every: bool = False) -> None:
         """Look into `value` in its turn: its attributes have names that begin with `label`."""
-        if isinstance(value, (*_PLAIN, Tensor)) or id(value) in self._known:
+        if issubclass(type(value), (*_PLAIN, Tensor)) or id(value) in self._known:
             return
         self._known.add(id(value))
         self._kept.append(value)
@@ -195,25 +222,25 @@ class _Reached:
 
     def _look_into(self, value: Any, label: str, every: bool) -> None:
         kind = type(value)
-        if isinstance(value, functools.partial):
+        if issubclass(kind, functools.partial):
             self._reach_all((value.func, *value.args, *value.keywords.values()), label)
-        elif isinstance(value, MethodType):
+        elif issubclass(kind, MethodType):
             self._reach_all((value.__func__, value.__self__), label)
-        elif isinstance(value, staticmethod | classmethod):
+        elif issubclass(kind, staticmethod | classmethod):
             self.reach(value.__func__, label)
-        elif isinstance(value, property | functools.cached_property):
+        elif issubclass(kind, property | functools.cached_property):
             self._reach_all((getattr(value, "fget", None), getattr(value, "func", None)), label)
-        elif isinstance(value, FunctionType):
+        elif issubclass(kind, FunctionType):
             self._reach_function(value)
-        elif isinstance(value, _CONTAINERS):
+        elif issubclass(kind, _CONTAINERS):
             self.containers.append((label.rstrip("."), value))
-            self._reach_all(dict.values(value) if isinstance(value, dict) else value, label)
-        elif isinstance(value, type):
+            self._reach_all(dict.values(value) if issubclass(kind, dict) else value, label)
+        elif issubclass(kind, type):
             self._reach_type(value)
-        elif isinstance(value, ModuleType):
+        elif issubclass(kind, ModuleType):
             if not _is_closed(value.__name__):
                 self.owners.append(_Owner(f"{value.__name__}.", vars(value), False, None, value))
-        elif isinstance(value, nn.Module) or every or isinstance(value, _OPEN_TYPES) or not _is_closed_type(kind):
+        elif issubclass(kind, nn.Module) or every or issubclass(kind, _OPEN_TYPES) or not _is_closed_type(kind):
             self._reach_object(value, label, every)
 
     def _reach_all(self, values: Any, label: str) -> None:
@@ -221,21 +248,22 @@ class _Reached:
             self.reach(value, label)
 
     def _reach_object(self, value: Any, label: str, every: bool) -> None:
-        dynamic = not isinstance(value, nn.Module) and any(
+        dynamic = not issubclass(type(value), nn.Module) and any(
             name in vars(cls) for cls in type(value).__mro__[:-1] for name in ("__getattr__", "__getattribute__")
         )
-        if (engine := getattr(value, "_engine", None)) is not None and _is_closed_type(type(engine)):
+        store = _own_store(value)
+        if (engine := store.get("_engine")) is not None and _is_closed_type(type(engine)):
             self.reach(engine.fn, label)  # a function that is sharded
             return
         self._reach_type(type(value))
-        if hasattr(value, "__dict__"):
-            self.owners.append(_Owner(label, vars(value), every or dynamic, type(value)))
+        if store is not _NO_STORE:
+            self.owners.append(_Owner(label, store, every or dynamic, type(value)))
         for cls in type(value).__mro__:
-            slots = vars(cls).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if hasattr(value, name) and not name.startswith("__"):
-                    self.getters.append((f"{label}{name}", value, name))
-                    self.reach(getattr(value, name), f"{label}{name}.")
+            for name, slot in vars(cls).items():
+                if isinstance(slot, MemberDescriptorType) and not name.startswith("__"):
+                    with suppress(AttributeError):  # nothing in it yet
+                        self.reach(slot.__get__(value), f"{label}{name}.")
+                        self.getters.append((f"{label}{name}", value, name))
 
     def _reach_type(self, cls: type) -> None:
         for base in cls.__mro__:
@@ -296,11 +324,12 @@ class _Reached:
         self._look(label, store[key])
 
     def _look(self, label: str, value: Any) -> None:
-        if (value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)) in _CLOCKS:
+        kind = type(value)
+        if issubclass(kind, ModuleType | type | FunctionType | BuiltinFunctionType) and _home(value) in _CLOCKS:
             self.unwatched.append((label, "clock"))
-        counts = hasattr(type(value), "__next__") and not isinstance(value, IOBase)
-        if counts or hasattr(type(value), "__array_interface__"):
-            self.unwatched.append((label, type(value).__name__))
+        counts = hasattr(kind, "__next__") and not issubclass(kind, IOBase)
+        if counts or hasattr(kind, "__array_interface__"):
+            self.unwatched.append((label, kind.__name__))
         self.reach(value, f"{label}.")
 
 
@@ -311,21 +340,21 @@ def fact(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
     """What must be equal for two values to be alike: numbers and texts by value, what is watched itself by its type,
     tensors, functions and everything else by identity (by what `leaf` says of it). Of containers, however deep, what
     is in them one after another; of one that comes again only which it is."""
-    if not isinstance(value, _CONTAINERS):
+    if not issubclass(type(value), _CONTAINERS):
         return (leaf or _leaf)(value)
     found: list[Any] = []
     numbers: dict[int, int] = {}
     waiting: list[Any] = [value]
     while waiting:
         one = waiting.pop()
-        if not isinstance(one, _CONTAINERS):
+        if not issubclass(type(one), _CONTAINERS):
             found.append((leaf or _leaf)(one))
         elif id(one) in numbers:
             found.append((type(one), "again", numbers[id(one)]))
-        elif isinstance(one, set | frozenset):
+        elif issubclass(type(one), set | frozenset):
             found.append((type(one), tuple(sorted((fact(each, leaf) for each in one), key=repr))))
         else:
-            if not isinstance(one, tuple):
+            if not issubclass(type(one), tuple):
                 numbers[id(one)] = len(numbers)
             found.append((type(one), len(one)))
             waiting += reversed([*_flat(one)])
@@ -334,15 +363,15 @@ def fact(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
 
 def _leaf(value: Any) -> Any:
     kind = type(value)
-    if isinstance(value, _PLAIN):
+    if issubclass(kind, _PLAIN):
         return kind, repr(value) if kind in (float, complex) else str(value) if kind is slice else value
-    if isinstance(value, MethodType):
+    if issubclass(kind, MethodType):
         return Same(value.__func__), type(value.__self__)
-    if isinstance(value, nn.Module):
+    if issubclass(kind, nn.Module):
         return kind
-    if isinstance(value, (Tensor, type, FunctionType, ModuleType)):
+    if issubclass(kind, (Tensor, type, FunctionType, ModuleType)):
         return Same(value)
-    return Same(value) if _is_closed_type(kind) and not isinstance(value, _OPEN_TYPES) else kind
+    return Same(value) if _is_closed_type(kind) and not issubclass(kind, _OPEN_TYPES) else kind
 
 
 def _kept_fact(value: Any) -> Any:
@@ -351,7 +380,7 @@ def _kept_fact(value: Any) -> Any:
 
 
 def _kept_leaf(value: Any) -> Any:
-    if isinstance(value, Tensor):
+    if issubclass(type(value), Tensor):
         return Tensor, tuple(value.shape), value.dtype, value.requires_grad
     return _leaf(value)
 
@@ -437,7 +466,7 @@ class State:
         if ids == self._ids:
             return True
         for before, now in zip(self._values, values, strict=True):
-            if before is not now and not (isinstance(now, _PLAIN) and fact(before) == fact(now)):
+            if before is not now and not (issubclass(type(now), _PLAIN) and fact(before) == fact(now)):
                 return False
         self._values, self._ids = values, ids
         return True
@@ -645,13 +674,13 @@ class _Before:
 
 def _has_tensors(value: Any) -> bool:
     """Whether this is a parameter, or a module that has some or buffers."""
-    return isinstance(value, Tensor) or (
-        isinstance(value, nn.Module) and any(True for _ in chain(value.parameters(), value.buffers()))
+    return issubclass(type(value), Tensor) or (
+        issubclass(type(value), nn.Module) and any(True for _ in chain(value.parameters(), value.buffers()))
     )
 
 
 def _is_mutable(value: Any) -> bool:
-    return isinstance(value, list | dict | set | deque)
+    return issubclass(type(value), list | dict | set | deque)
 
 
 def _flat(container: Any) -> Any:

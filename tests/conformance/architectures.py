@@ -875,7 +875,7 @@ def in_a_process(
     process.kill()
     process.join()
     missing = [setup for setup in setups if setup not in {cell.setup for cell in cells}]
-    return cells + [Cell(name, setup, "refused", reason) for setup in missing]
+    return cells + [Cell(name, setup, "WRONG", reason) for setup in missing]
 
 
 def _send_cells(check: Callable[[str], Iterator[Cell]], name: str, pipe: Any) -> None:

@@ -264,8 +264,8 @@ MODELS: dict[str, Model] = {
     ),
     "UNet1DModel": Model(
         "diffusers",
-        of("diffusers", "UNet1DModel", sample_size=64, in_channels=2, out_channels=2, extra_in_channels=16,
-           block_out_channels=(16, 16, 32), layers_per_block=1),
+        of("diffusers", "UNet1DModel", sample_size=64, in_channels=2, out_channels=2, extra_in_channels=64,
+           block_out_channels=(32, 32, 64), layers_per_block=1),
         lambda: {"sample": torch.randn(BATCH, 2, 64), "timestep": torch.randint(0, 1000, (BATCH,))},
         {"sample": 2},
     ),
@@ -457,7 +457,7 @@ def made(name: str) -> tuple[Model, nn.Module, dict[str, Tensor]]:
     for part in module.modules():
         if isinstance(part, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
             part.p = 0.0
-        if "dropout_prob" in vars(part):  # diffusers' labels
+        if getattr(part, "dropout_prob", None):  # diffusers' labels
             part.dropout_prob = 0.0  # type: ignore[assignment]
     torch.manual_seed(1)
     inputs = model.inputs()

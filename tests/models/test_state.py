@@ -639,6 +639,39 @@ def test_a_module_named_as_one_of_the_standard_library_is_looked_into(
     monkeypatch.delitem(sys.modules, "tabnanny")
 
 
+class Absent:
+    """What libraries put where an optional module is not installed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"no {name}")
+
+
+class Unbound:
+    """A proxy of something that is not there yet."""
+
+    __slots__ = ("held",)
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("unbound")
+
+    @property
+    def __dict__(self) -> Any:
+        raise RuntimeError("unbound")
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("unbound")
+
+
+@pytest.mark.parametrize("kind", [Absent, Unbound])
+def test_what_raises_errors_when_it_is_looked_at_may_lie_around(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    around = kind()
+    model = pw.shard(lambda x: x * SCALE if x is not None else around.anything, mesh={"x": 2})
+    assert torch.equal(model(X), X * 2)
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)
+    assert torch.equal(model(X), X * 3)
+
+
 def test_an_attribute_of_a_result_is_refused() -> None:
     def fn(x: Tensor) -> Tensor:
         y = x * 2
