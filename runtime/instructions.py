@@ -587,6 +587,13 @@ def _root(node: fx.Node) -> fx.Node:
     return node
 
 
+def memory_of(node: fx.Node) -> fx.Node:
+    """The value whose memory `node` may have, all or a part of it."""
+    while node.all_input_nodes and not _makes_memory(_maker(node)):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def _is_fresh(node: fx.Node) -> bool:
     """Whether an operator makes memory for `node`, and no more than for it."""
     return _makes_memory(_maker(node))

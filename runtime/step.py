@@ -26,7 +26,7 @@ from ..propagation.torch_internals import is_batched
 from ..strategy.choice import Choice
 from ..strategy.errors import RuntimeStateError
 from .inductor import compile_regions, example
-from .instructions import Code, Mark, Run, assemble_code
+from .instructions import Code, Mark, Run, assemble_code, memory_of
 from .parameters import gradient_of
 from .record import begin, marking, timed
 from .slices import Placed
@@ -272,6 +272,15 @@ class CompiledStep:
         able = {i for i, differentiable in enumerate(self.differentiable) if differentiable}
         return [able - others for others in entangled(self.step.program)] if len(able) > 1 else [set() for _ in able]
 
+    @cached_property
+    def read(self) -> list[int]:
+        """The parameters of which the backward reads the memory that they have: not a copy, nor nothing."""
+        nodes = self.step.forward.graph.nodes
+        places = {node: i for i, node in enumerate(self.step.forward.graph.find_nodes(op="placeholder"))}
+        saved = [n for n in next(iter(reversed(nodes))).args[0][len(self.results) :] if isinstance(n, fx.Node)]
+        found = {places[memory] for memory in map(memory_of, saved) if memory in places}
+        return sorted(i for i in found if self.parameters[i])
+
     def after(self, done: Iterable[int]) -> set[int]:
         """The outputs that may be differentiated when the outputs `done` were."""
         return set.intersection(set(range(len(self.results))), *(self.apart[i] for i in done))
@@ -371,10 +380,12 @@ class _Function(torch.autograd.Function):
         ctx.generators = generators(tensors[0].device) if compiled.random else None
         values = compiled.forward.run(executor.enter(tensors, compiled.step.program.inputs))
         results = executor.leave(values[:count], compiled.results, compiled.forward.code.shared[:count])
+        # autograd would let nobody write into a view that is made here
+        results = [result.detach() if result._is_view() else result for result in results]
         ctx.compiled, ctx.holding = compiled, bool(compiled.waiting.blocks)
         ctx.done = frozenset()  # the outputs whose backward has freed what it needs
         # Parameters live on anyway, and what the backward reads of them is packed: to save them too takes a
-        # microsecond for each.
+        # microsecond for each. But to write into a DTensor does not count as a write into the part that is packed.
         ctx.parameters = [t if held else None for t, held in zip(tensors, compiled.parameters, strict=True)]
         ctx.versions = [t._version for t in tensors]
         others = [t for t, held in zip(tensors, compiled.parameters, strict=True) if not held]
@@ -415,6 +426,9 @@ class _Function(torch.autograd.Function):
             if "second time" in str(error):
                 raise RuntimeStateError(_FREED) from error
             raise
+        if any(ctx.parameters[i]._version != ctx.versions[i] for i in compiled.read):
+            read = [held if i in compiled.read else None for i, held in enumerate(ctx.parameters)]
+            _check_unchanged(compiled.step.program.inputs, read, ctx.versions)
         primals = [next(rest) if held is None else held for held in ctx.parameters]
         packed = list(rest)
         executor = compiled.executor
