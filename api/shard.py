@@ -454,7 +454,8 @@ class _Engine:
             courses = self._planned.find(self.fn, key)
             runner = self._course(courses, call.tensors) or self._new_course(courses, call, context)
             if (asks := self._asks | courses.state.reached.asks) != self._asks:
-                self._asks, key = asks, self._signature(call, context)
+                self._asks = asks
+                key = self._signature(call, context)
             self._planned.keep(key, courses)
             return courses, runner
 
