@@ -20,7 +20,7 @@ import os
 import sys
 import sysconfig
 import warnings
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -60,6 +60,8 @@ _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _CLOCKS = ("time", "datetime")
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 _GRADIENTS = frozenset({"is_grad_enabled", "is_inference_mode_enabled"})
+# what makes an object like another one
+_MAKERS = frozenset({"__class__", "__new__", "__replace__", "_replace", "copy", "deepcopy", "replace", "type"})
 # what depends on how a tensor lies in memory (beside what a stand-in refuses to say)
 _MEMORY = frozenset(
     {
@@ -71,6 +73,8 @@ _OPEN_TYPES = (SimpleNamespace, argparse.Namespace)
 # torch's own stores, which the guard watches, and ours
 _OWN = frozenset(vars(nn.Module())) | {"_partway"}
 _ALWAYS = frozenset({"forward"})  # what runs though no code names it
+_OF_PYTHON = 1 << 9  # the flag of a type that a class statement or `type()` made (Py_TPFLAGS_HEAPTYPE)
+_MAKING = ("__new__", "__init__", "__post_init__")
 _GONE: Any = object()
 _NO_STORE: Mapping[str, Any] = {}
 
@@ -86,6 +90,7 @@ class _Names:
     read: frozenset[str]
     written: frozenset[str]
     made_up: bool  # attributes are read by names that the code makes up, or all of them
+    makes: bool  # it may make an object of a class that it does not name
 
 
 @functools.lru_cache(maxsize=8192)
@@ -108,6 +113,7 @@ def _names(code: CodeType) -> _Names:
         frozenset(read).union(*(n.read for n in inner)),
         frozenset(written).union(*(n.written for n in inner)),
         "vars" in read or "__dict__" in attributes or (formats and "getattr" in read) or any(n.made_up for n in inner),
+        bool(read & _MAKERS or attributes & _MAKERS) or any(n.makes for n in inner),
     )
 
 
@@ -128,8 +134,11 @@ def _is_library(name: str) -> bool:
 def _is_closed_type(kind: type) -> bool:
     """Whether a type is a library's: found there, too, since one that is made by `type()` or make_dataclass may say
     that it comes from where it was made."""
+    if not _is_closed(kind.__module__):
+        return False
     place = sys.modules.get(kind.__module__)
-    return _is_closed(kind.__module__) and (place is None or hasattr(place, kind.__qualname__.partition(".")[0]))
+    made_here = place is None or hasattr(place, kind.__qualname__.partition(".")[0])
+    return made_here or not kind.__flags__ & _OF_PYTHON
 
 
 @dataclass(frozen=True)
@@ -194,6 +203,8 @@ class _Reached:
         self.environment = False  # whether code reads variables of the environment
         self.asks = Asks()
         self._made_up = False  # whether code makes up the names of attributes
+        self._makes = False  # whether code makes objects of classes that it does not name
+        self._makers: list[tuple[str, Any]] = []  # of classes that were reached by their objects
         self.unwatched: list[tuple[str, str]] = []
         self._waiting = deque[tuple[Any, str, bool]]()  # what has been reached and not looked into
         self._known: set[int] = set()
@@ -227,6 +238,7 @@ class _Reached:
         elif issubclass(kind, MethodType):
             self._reach_all((value.__func__, value.__self__), label)
         elif issubclass(kind, staticmethod | classmethod):
+            self._makes |= issubclass(kind, classmethod)
             self.reach(value.__func__, label)
         elif issubclass(kind, property | functools.cached_property):
             self._reach_all((getattr(value, "fget", None), getattr(value, "func", None)), label)
@@ -237,6 +249,9 @@ class _Reached:
             self._reach_all(dict.values(value) if issubclass(kind, dict) else value, label)
         elif issubclass(kind, type):
             self._reach_type(value)
+            self._reach_all(
+                [vars(base)[name] for base in value.__mro__ for name in _MAKING if name in vars(base)], label
+            )
         elif issubclass(kind, ModuleType):
             if not _is_closed(value.__name__):
                 self.owners.append(_Owner(f"{value.__name__}.", vars(value), False, None, value))
@@ -275,8 +290,9 @@ class _Reached:
             if ours or issubclass(base, nn.Module):
                 self.owners.append(_Owner(f"{base.__qualname__}.", vars(base), False, None, base if ours else None))
             if ours:
-                methods = [value for name, value in vars(base).items() if name.startswith("__") and callable(value)]
-                self._reach_all(methods, f"{base.__qualname__}.")
+                special = {name: value for name, value in vars(base).items() if name.startswith("__")}
+                self._makers += [(f"{base.__qualname__}.", special.pop(name)) for name in _MAKING if name in special]
+                self._reach_all(filter(callable, special.values()), f"{base.__qualname__}.")
 
     def _reach_function(self, fn: FunctionType) -> None:
         names = _names(fn.__code__)
@@ -288,6 +304,7 @@ class _Reached:
         self.environment |= bool(used & _ENVIRONMENT)
         self.asks |= Asks(bool(used & _MEMORY), bool(used & _GRADIENTS))
         self._made_up |= names.made_up
+        self._makes |= names.makes
         for name in sorted(names.read | names.written):
             if name in where and not hasattr(builtins, name) and (id(where), name) not in self._global:
                 self._global.add((id(where), name))
@@ -311,6 +328,9 @@ class _Reached:
             done = len(self.attributes) + len(self.owners)
             while self._waiting:
                 self._look_into(*self._waiting.popleft())
+            while self._makes and self._makers:
+                label, maker = self._makers.pop()
+                self.reach(maker, label)
             for owner in list(self.owners):
                 own = owner.kind is not None and not _is_closed_type(owner.kind)
                 every = owner.every or (self._made_up and own)
@@ -425,6 +445,7 @@ class State:
 
     def _facts(self, modules: Sequence[tuple[str, nn.Module]], found: _Reached) -> dict[str, Any]:
         facts: dict[str, Any] = {f"class of {path or 'the module'}": type(module) for path, module in modules}
+        places = Counter[str]()  # of one name
         for path, module in modules:
             for name, buffer in module._buffers.items():
                 place = f"buffer {path}.{name}" if path else f"buffer {name}"
@@ -436,9 +457,10 @@ class State:
             facts["os.environ"] = tuple(self._environment.items())
         for label, store, key in found.items:
             fact_of = _kept_fact if label in self.kept else fact
-            facts[_free(facts, label)] = fact_of(store[key])
+            facts[_numbered(label, places)] = fact_of(store[key])
         for label, value, name in found.getters:
-            facts[_free(facts, label)] = (_kept_fact if label in self.kept else fact)(getattr(value, name))
+            fact_of = _kept_fact if label in self.kept else fact
+            facts[_numbered(label, places)] = fact_of(getattr(value, name))
         return facts
 
     @staticmethod
@@ -487,13 +509,10 @@ def warn_of_unwatched(fn: Callable[..., Any], state: State) -> None:
         )
 
 
-def _free(facts: Mapping[str, Any], label: str) -> str:
-    """`label`, or one like it that no fact has yet."""
-    return (
-        label
-        if label not in facts
-        else next(f"{label} ({i})" for i in range(2, 10**9) if f"{label} ({i})" not in facts)
-    )
+def _numbered(label: str, places: Counter[str]) -> str:
+    """`label`, with a number if there were such `places` before."""
+    places[label] += 1
+    return label if places[label] == 1 else f"{label} ({places[label]})"
 
 
 def _views(container: Any) -> tuple[Any, ...]:

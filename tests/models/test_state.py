@@ -593,6 +593,42 @@ def test_what_is_left_in_containers_inside_others_and_in_classes_is_that_of_one_
         assert other["counts"] is counts
 
 
+REGISTRY = {"scale": 2.0}
+
+
+class Scale:
+    def __init__(self) -> None:
+        self.value = REGISTRY["scale"]
+
+
+class Once(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.value
+
+
+class Anew(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * type(self.scale)().value
+
+
+def test_what_only_constructors_read_is_watched_where_code_may_construct(monkeypatch: pytest.MonkeyPatch) -> None:
+    once, anew = pw.shard(Once(), mesh={"x": 2}), pw.shard(Anew(), mesh={"x": 2})
+    assert torch.equal(once(X), anew(X))
+    monkeypatch.setitem(REGISTRY, "scale", 3.0)
+    assert torch.equal(once(X), X * 2)
+    assert torch.equal(anew(X), X * 3)
+    assert "global REGISTRY" not in State(once).facts
+    assert "global REGISTRY" in State(anew).facts
+
+
 class CountsCalls(nn.Module, ABC):
     calls = 0
 
