@@ -254,8 +254,8 @@ def compile_call(
         )
     effects.check(graph.constants)
     looking = frozenset(graph.hooks.observers)
-    if effects.kept or looking or not state.holds():  # hooks may have been added
-        state = State(fn, looking, effects.kept)
+    if effects.kept or looking or graph.read or not state.holds():  # hooks may have been added
+        state = State(fn, looking, effects.kept, graph.read)
     mode, profile = context.search_mode, device_profile(graph, request, context)
     given = _given_plan(graph, request.plans)
     own = {node.target: every[node.target] for node in graph.nodes if node.target in every}

@@ -81,8 +81,8 @@ class Courses(list[C]):
 
     def add(self, course: C, name: str) -> None:
         """One more, of the function called `name`."""
+        self.state = course.state.joined(self.state) if self else course.state
         self.insert(0, course)
-        self.state = course.state
         if len(self) == _MANY:
             lines = {question.line: None for each in self for question, _ in each.asked}
             warnings.warn(
@@ -113,7 +113,7 @@ class Planned(Generic[C]):
             if courses.state.holds():
                 return courses
         for courses in known:
-            state = State(fn, courses.state.observers, courses.state.kept)
+            state = State(fn, courses.state.observers, courses.state.kept, courses.state.read)
             if state.facts == courses.state.facts:
                 courses.state = state
                 return courses

@@ -13,7 +13,6 @@ Anything may lie there, such as what raises an error when an attribute is asked 
 from __future__ import annotations
 
 import argparse
-import builtins
 import dis
 import functools
 import os
@@ -21,13 +20,13 @@ import sys
 import sysconfig
 import warnings
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
+from copy import copy as duplicate
 from dataclasses import dataclass, field
 from enum import Enum
-from io import IOBase
 from itertools import chain
-from operator import getitem
+from operator import attrgetter, getitem
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -42,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partway.held import Held, held, unread
 from partway.propagation.capture import state_of
 from partway.propagation.hooks import Noted, tracks
 from partway.propagation.structure import Same, flatten, name_of
@@ -60,6 +60,7 @@ _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _CLOCKS = ("time", "datetime")
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 _GRADIENTS = frozenset({"is_grad_enabled", "is_inference_mode_enabled"})
+_BY_TEXT = frozenset({"eval", "exec", "globals"})
 # what makes an object like another one
 _MAKERS = frozenset({"__class__", "__new__", "__replace__", "_replace", "copy", "deepcopy", "replace", "type"})
 # what depends on how a tensor lies in memory (beside what a stand-in refuses to say)
@@ -74,7 +75,9 @@ _OPEN_TYPES = (SimpleNamespace, argparse.Namespace)
 _OWN = frozenset(vars(nn.Module())) | {"_partway"}
 _ALWAYS = frozenset({"forward"})  # what runs though no code names it
 _OF_PYTHON = 1 << 9  # the flag of a type that a class statement or `type()` made (Py_TPFLAGS_HEAPTYPE)
+_CODE = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _MAKING = ("__new__", "__init__", "__post_init__")
+_VALUES = "the values of a tensor from outside"
 _GONE: Any = object()
 _NO_STORE: Mapping[str, Any] = {}
 
@@ -91,6 +94,7 @@ class _Names:
     written: frozenset[str]
     made_up: bool  # attributes are read by names that the code makes up, or all of them
     makes: bool  # it may make an object of a class that it does not name
+    any_global: bool  # it reads globals by names that it makes up
 
 
 @functools.lru_cache(maxsize=8192)
@@ -114,11 +118,12 @@ def _names(code: CodeType) -> _Names:
         frozenset(written).union(*(n.written for n in inner)),
         "vars" in read or "__dict__" in attributes or (formats and "getattr" in read) or any(n.made_up for n in inner),
         bool(read & _MAKERS or attributes & _MAKERS) or any(n.makes for n in inner),
+        bool(read & _BY_TEXT) or any(n.any_global for n in inner),
     )
 
 
-def _is_closed(module: str | None) -> bool:
-    return _is_library((module or "").partition(".")[0])
+def _is_closed(module: Any) -> bool:
+    return not isinstance(module, str) or _is_library(module.partition(".")[0])  # C code may have no name there
 
 
 @functools.cache
@@ -205,6 +210,8 @@ class _Reached:
         self._made_up = False  # whether code makes up the names of attributes
         self._makes = False  # whether code makes objects of classes that it does not name
         self._makers: list[tuple[str, Any]] = []  # of classes that were reached by their objects
+        self.reads: list[tuple[str, Held]] = []  # a label, and what is read of an object
+        self.functions: list[FunctionType] = []  # those whose code may change
         self.unwatched: list[tuple[str, str]] = []
         self._waiting = deque[tuple[Any, str, bool]]()  # what has been reached and not looked into
         self._known: set[int] = set()
@@ -232,6 +239,17 @@ class _Reached:
         self._waiting.append((value, label, every))
 
     def _look_into(self, value: Any, label: str, every: bool) -> None:
+        if (found := held(value)) is None:
+            self._look_at(value, label, every)
+        elif found.whole:
+            self._reach_object(value, label, every=True)
+        else:
+            self.attributes |= found.names
+            if found.read is not None:
+                self.reads.append((label.rstrip("."), found))
+            self._reach_all(found.objects, label)
+
+    def _look_at(self, value: Any, label: str, every: bool) -> None:
         kind = type(value)
         if issubclass(kind, functools.partial):
             self._reach_all((value.func, *value.args, *value.keywords.values()), label)
@@ -281,6 +299,8 @@ class _Reached:
                         self.getters.append((f"{label}{name}", value, name))
 
     def _reach_type(self, cls: type) -> None:
+        if not _is_closed_type(type(cls)) and id(type(cls)) not in self._known:
+            self._reach_type(type(cls))
         for base in cls.__mro__:
             ours = not _is_closed_type(base)
             if id(base) in self._known and base is not cls:
@@ -297,19 +317,12 @@ class _Reached:
     def _reach_function(self, fn: FunctionType) -> None:
         names = _names(fn.__code__)
         self.attributes |= names.attributes
-        if _is_closed(fn.__globals__.get("__name__")):  # not __module__, which functools.wraps copies
-            return
-        where = fn.__globals__
-        used = names.attributes | names.read
-        self.environment |= bool(used & _ENVIRONMENT)
-        self.asks |= Asks(bool(used & _MEMORY), bool(used & _GRADIENTS))
-        self._made_up |= names.made_up
-        self._makes |= names.makes
-        for name in sorted(names.read | names.written):
-            if name in where and not hasattr(builtins, name) and (id(where), name) not in self._global:
-                self._global.add((id(where), name))
-                self._add(f"global {name}", where, name)
-        self.globals += [(f"global {name}", where, name) for name in sorted(names.written)]
+        if not _is_closed(fn.__globals__.get("__name__", "")):  # not __module__, which functools.wraps copies
+            if "-packages" not in fn.__code__.co_filename:  # what is installed is not edited while it runs
+                self.functions.append(fn)
+            self._reach_globals(fn, names)
+            if attributes := vars(fn):
+                self.owners.append(_Owner(f"{fn.__qualname__}.", attributes, False, FunctionType))
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
@@ -320,6 +333,19 @@ class _Reached:
             self._look(label, value)
         self._reach_all((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()), f"{fn.__qualname__}.")
         self.reach(getattr(fn, "__wrapped__", None), "")
+
+    def _reach_globals(self, fn: FunctionType, names: _Names) -> None:
+        where = fn.__globals__
+        used = names.attributes | names.read
+        self.environment |= bool(used & _ENVIRONMENT)
+        self.asks |= Asks(bool(used & _MEMORY), bool(used & _GRADIENTS))
+        self._made_up |= names.made_up
+        self._makes |= names.makes
+        for name in sorted(names.read | names.written | (where.keys() if names.any_global else set())):
+            if name in where and (id(where), name) not in self._global:
+                self._global.add((id(where), name))
+                self._add(f"global {name}", where, name)
+        self.globals += [(f"global {name}", where, name) for name in sorted(names.written)]
 
     def _follow(self) -> None:
         """Add what has one of the names, until there is no more."""
@@ -347,8 +373,7 @@ class _Reached:
         kind = type(value)
         if issubclass(kind, ModuleType | type | FunctionType | BuiltinFunctionType) and _home(value) in _CLOCKS:
             self.unwatched.append((label, "clock"))
-        counts = hasattr(kind, "__next__") and not issubclass(kind, IOBase)
-        if counts or hasattr(kind, "__array_interface__"):
+        if unread(value):
             self.unwatched.append((label, kind.__name__))
         self.reach(value, f"{label}.")
 
@@ -409,13 +434,16 @@ class State:
     """What the plan of `fn` depends on beside a call and its tensors, as it is now.
 
     `observers`: the ids of hooks that a plan does not depend on, since they run at each call; `kept`: the labels of
-    what the function replaces by itself, of which only what it is like counts.
+    what the function replaces by itself, of which only what it is like counts; `read`: the tensors of which it took
+    values for numbers.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], observers: frozenset[int] = frozenset(), kept: frozenset[str] = frozenset()
-    ) -> None:
-        self.observers, self.kept = observers, kept
+        self, fn: Callable[..., Any], observers: frozenset[int] = frozenset(), kept: frozenset[str] = frozenset(),
+        read: tuple[Tensor, ...] = (),
+    ) -> None:  # fmt: skip
+        self.observers, self.kept, self.read = observers, kept, read
+        self._versions = [*map(_version, read)]
         found = self.reached = _Reached(fn, observers)
         items = [(label, store, key) for label, store, key in found.items if label not in kept]
         self._own = [(store, key, _kept_fact(store[key])) for label, store, key in found.items if label in kept]
@@ -427,6 +455,8 @@ class State:
             (one, name, _kept_fact(getattr(one, name))) for label, one, name in found.getters if label in kept
         ]
         # a new name may hide what is read: an object's that of its class, a class's that of its base
+        self._reads = [(one.read, fact(one.read())) for _, one in found.reads if one.read is not None and not one.draws]
+        self._functions, self._codes = found.functions, [*map(_CODE, found.functions)]
         owned = [one.store for one in found.owners if one.kind is not None or isinstance(one.static, type)]
         modules = list(fn.named_modules()) if isinstance(fn, nn.Module) else []
         hooks = [store for _, _, store in module_hooks(fn)]
@@ -461,6 +491,12 @@ class State:
         for label, value, name in found.getters:
             fact_of = _kept_fact if label in self.kept else fact
             facts[_numbered(label, places)] = fact_of(getattr(value, name))
+        for label, one in found.reads:
+            if one.read is not None and not one.draws:
+                facts[_numbered(label, places)] = fact(one.read())
+        facts[_VALUES] = _versioned(self.read, self._versions)
+        for function in found.functions:
+            facts[_numbered(f"the code of {function.__qualname__}", places)] = _CODE(function)
         return facts
 
     @staticmethod
@@ -476,6 +512,9 @@ class State:
                 and [*map(id, chain.from_iterable(self._views))] == self._element_ids
                 and (self._environment is None or self._environment == dict(os.environ))
                 and (not self._cells or all(getattr(one, name) is value for one, name, value in self._cells))
+                and [*map(_CODE, self._functions)] == self._codes
+                and (not self.read or [*map(_version, self.read)] == self._versions)
+                and all(fact(read()) == before for read, before in self._reads)
                 and self._are_as_before([*map(getitem, self._stores, self._keys)])
                 and all(_kept_fact(store[key]) == fact for store, key, fact in self._own)
                 and all(_kept_fact(getattr(one, name)) == fact for one, name, fact in self._own_cells)
@@ -493,6 +532,17 @@ class State:
         self._values, self._ids = values, ids
         return True
 
+    def joined(self, other: State) -> State:
+        """This one, and the values of tensors of `other` as they were for that."""
+        joined = duplicate(self)
+        more = [
+            pair for pair in zip(other.read, other._versions, strict=True) if not any(pair[0] is t for t in self.read)
+        ]
+        joined.read = (*self.read, *(tensor for tensor, _ in more))
+        joined._versions = [*self._versions, *(version for _, version in more)]
+        joined.facts = self.facts | {_VALUES: _versioned(joined.read, joined._versions)}
+        return joined
+
     def differences(self, other: State) -> list[str]:
         """The labels of what is unlike in two states."""
         labels = dict.fromkeys((*self.facts, *other.facts))
@@ -507,6 +557,15 @@ def warn_of_unwatched(fn: Callable[..., Any], state: State) -> None:
             "is planned; make it a tensor in a buffer, or an argument",
             stacklevel=6,
         )
+
+
+def _versioned(tensors: Sequence[Tensor], versions: Sequence[int]) -> Any:
+    return tuple((Same(tensor), version) for tensor, version in zip(tensors, versions, strict=True))
+
+
+def _version(tensor: Tensor) -> int:
+    """How often a tensor was written into, as far as PyTorch counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _numbered(label: str, places: Counter[str]) -> str:
@@ -548,13 +607,22 @@ class Effects:
     def end(self) -> list[Any]:
         """The function has run: the values that it leaves. All is as it was again."""
         assert self._before is not None
-        replaced = self._before.replaced()
+        replaced, changed = self._before.replaced(), next(self._before.changed(), None)
         self.writes = tuple(self._before.writes())
         self._before.restore()
         if replaced:
             raise CaptureError(
                 f"{name_of(self._fn)} replaces {', '.join(replaced)} while it runs, which a plan cannot do; keep what "
                 "it computes in a buffer (register_buffer), or change parameters and modules between calls"
+            )
+        if changed is not None:
+            label, one = changed
+            raise CaptureError(
+                f"{name_of(self._fn)} draws random numbers of {label}, and they would be the same in every call; draw "
+                "them with torch (torch.rand([]) may decide a branch), or outside the sharded function"
+                if one.draws
+                else f"{name_of(self._fn)} changes {label}, which later calls would not do; change it outside the "
+                "sharded function, or keep what changes in an attribute or a buffer"
             )
         return [write.value for write in self.writes]
 
@@ -619,10 +687,11 @@ class _Before:
         ]
         self._getters = [(label, one, name, getattr(one, name)) for label, one, name in found.getters]
         self._globals = [(label, where, name, where.get(name, _GONE)) for label, where, name in found.globals]
-        held = [(f"{label}{name}", v) for label, _, copy in self._copies for name, v in copy.items()]
-        every = {id(value): (label, value) for label, value in (*held, *found.containers) if _is_mutable(value)}
+        kept = [(f"{label}{name}", v) for label, _, copy in self._copies for name, v in copy.items()]
+        every = {id(value): (label, value) for label, value in (*kept, *found.containers) if _is_mutable(value)}
         self._containers = [(label, value, _copy(value)) for label, value in every.values()]
-        self.old: dict[str, Any] = dict(held) | {label: old for label, _, _, old in (*self._getters, *self._globals)}
+        self._reads = [(label, one, one.read, fact(one.read())) for label, one in found.reads if one.read is not None]
+        self.old: dict[str, Any] = dict(kept) | {label: old for label, _, _, old in (*self._getters, *self._globals)}
         self.old |= {label: copy for label, _, copy in self._containers}
 
     def writes(self) -> Any:
@@ -665,6 +734,12 @@ class _Before:
             for name, old, now in _changed(copy, store)
             if _has_tensors(now) or _has_tensors(old)
         ]
+
+    def changed(self) -> Iterator[tuple[str, Held]]:
+        """What has another value now, and where nobody puts one."""
+        for label, one, read, before in self._reads:
+            if fact(read()) != before:
+                yield label, one
 
     def left(self) -> list[Any]:
         """What has been put somewhere since."""

@@ -68,7 +68,7 @@ from .graph import (
     verify,
 )
 from .hooks import Hooks, Noted
-from .numbers import numbers_as_tensors
+from .numbers import numbers_as_tensors, tensors_read
 from .overlap import shared
 from .questions import ASKING, Answer, Answering, Asked, Leaf, Values
 from .random_numbers import RandomNumbers
@@ -158,7 +158,7 @@ def capture(
                 answering = Answering(level, values, may_draw, here, assumed)
             try:
                 with _drawing_nothing(answering):
-                    exported, result = _exported(fn, call, answering, noting, hooks, values is not None, gradients)
+                    found = _exported(fn, call, answering, noting, hooks, values is not None, gradients)
             except _Undecided as error:
                 undecided = error
                 break
@@ -169,9 +169,11 @@ def capture(
                 if assumed is None:
                     raise
                 continue
+            exported, result, read = found
             graph = _graph(exported, call, result, fn, expanded, hooks)
             _warn_of_updates(graph)
-            return verify(_check_dtypes(replace(graph, asked=tuple(answering.asked) if answering else ())))
+            asked = tuple(answering.asked) if answering else ()
+            return verify(_check_dtypes(replace(graph, asked=asked, read=tuple(read))))
     assert undecided is not None
     raise CaptureError(str(undecided)) from undecided.__cause__
 
@@ -204,9 +206,10 @@ def _exported(
     hooks: Hooks,
     checked: bool,
     gradients: bool,
-) -> tuple[torch.export.ExportedProgram, tuple[Structure, Structure]]:
-    """What torch.export makes of a call, functional and checked, and the structures of its result and of what it leaves
-    behind. `checked`: so are the parameters of torch.distributions; `gradients`: they are enabled."""
+) -> tuple[torch.export.ExportedProgram, tuple[Structure, Structure], list[torch.Tensor]]:
+    """What torch.export makes of a call, functional and checked, the structures of its result and of what it leaves
+    behind, and the tensors from outside whose values became numbers. `checked`: so are the parameters of
+    torch.distributions; `gradients`: they are enabled."""
     seen: list[tuple[Structure, Structure]] = []
     outside = _Outside()
     flat = _Flat(_with_source_lines(fn), call, seen, outside, answering, effects, hooks)
@@ -226,6 +229,7 @@ def _exported(
                     raise CaptureError(
                         f"{name_of(fn)} computes with random numbers that decide its course, too; draw others for that"
                     )
+                read = outside.read + tensors_read(traced)
                 exported = write_out(_without_questions(traced))
     except PartwayError:
         raise
@@ -252,7 +256,7 @@ def _exported(
     numbers_as_tensors(exported.graph_module)
     _check_static(exported.graph_module, fn)
     _check_operators(exported.graph_module, fn)
-    return exported, seen[-1]
+    return exported, seen[-1], read
 
 
 def _without_questions(exported: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -486,13 +490,18 @@ def _line(node: fx.Node) -> str:
     return f"\n  at {line}" if line else ""
 
 
+# what tells values of a tensor that is no stand-in without an operator that a graph would have
+_TELLS = frozenset({torch.Tensor.tolist, torch.Tensor.__repr__, torch.Tensor.__format__, torch.Tensor.item})
+
+
 class _Outside(TorchFunctionMode):
     """Notes the tensors that need a gradient and are neither arguments nor the module's: torch.export takes them for
-    constants, so that no gradient would reach them."""
+    constants, so that no gradient would reach them. `read`: those of which values are told."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[str, None] = {}
+        self.read: list[torch.Tensor] = []
         self._seen: set[int] = set()
 
     def __torch_function__(
@@ -500,6 +509,8 @@ class _Outside(TorchFunctionMode):
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():  # what torch.cond and the like run is traced, and this with it
             return func(*args, **(kwargs or {}))
+        if func in _TELLS and type(args[0]) in (torch.Tensor, torch.nn.Parameter):
+            self.read.append(args[0])
         for leaf in tree_flatten((args, kwargs or {}))[0]:
             # everything that takes part in the capture is a FakeTensor or another subclass by now
             if type(leaf) in (torch.Tensor, torch.nn.Parameter) and id(leaf) not in self._seen and leaf.requires_grad:

@@ -70,7 +70,8 @@ class Graph:
     """A captured function. `aliases` maps the other names of a tied parameter to the one that is an input;
     `device` is the type of device of the call's tensors ("meta" ones are planned as on the CPU);
     `asked` is what the function asked of values in its course, with the answers of this one; `left` is like `result`,
-    of what the function leaves behind; `hooks` are those that it calls (hooks.py)."""
+    of what the function leaves behind; `hooks` are those that it calls (hooks.py); `read` are the tensors from outside
+    of which values became numbers of the graph."""
 
     module: fx.GraphModule
     inputs: tuple[Port, ...]
@@ -82,6 +83,7 @@ class Graph:
     asked: tuple[tuple[Question, bool | int], ...] = ()
     left: Structure | None = None
     hooks: Any = None
+    read: tuple[torch.Tensor, ...] = ()
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.export.graph_signature import InputKind
 
 from .builder import Builder
 from .graph import is_tensor, value
@@ -54,6 +55,25 @@ def numbers_as_tensors(module: fx.GraphModule) -> None:
     for node in reversed(module.graph.nodes):
         if not node.users and (node in tensors or any(operand in tensors for operand in node.all_input_nodes)):
             module.graph.erase_node(node)
+
+
+def tensors_read(exported: torch.export.ExportedProgram) -> list[torch.Tensor]:
+    """The tensors from outside of the function of which the graph, as traced, makes numbers: torch.export will write
+    these down as they are now."""
+    follows: dict[fx.Node, list[torch.Tensor]] = {}  # of what follows from constants alone, from which
+    constants = {
+        spec.arg.name: exported.constants[spec.target or ""]
+        for spec in exported.graph_signature.input_specs
+        if spec.kind is InputKind.CONSTANT_TENSOR
+    }
+    found: list[torch.Tensor] = []
+    for node in exported.graph.nodes:
+        if node.op == "placeholder" and node.name in constants:
+            follows[node] = [constants[node.name]]
+        elif node.op == "call_function" and all(operand in follows for operand in node.all_input_nodes):
+            follows[node] = [tensor for operand in node.all_input_nodes for tensor in follows[operand]]
+            found += follows[node] if node.target in _READS else []
+    return list({id(tensor): tensor for tensor in found}.values())
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, tensors: dict[fx.Node, fx.Node]) -> None:

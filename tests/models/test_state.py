@@ -757,7 +757,7 @@ def test_a_failed_capture_leaves_nothing_behind() -> None:
 def test_an_array_that_cannot_be_watched_is_said() -> None:
     import numpy as np
 
-    table = np.ones(8)
+    table = np.ones(2**16)
     f = pw.shard(lambda x: x * float(table[0]), mesh={"x": 2})
     with pytest.warns(UserWarning, match="reads table of .*<lambda>, a ndarray, whose values cannot be watched"):
         f(X)

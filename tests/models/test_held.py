@@ -1,0 +1,338 @@
+"""What a sharded function reads of objects of Python's own types is as on one device at every call."""
+
+from __future__ import annotations
+
+import array
+import collections
+import configparser
+import contextvars
+import ctypes
+import functools
+import io
+import multiprocessing
+import operator
+import queue
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import FunctionType, MappingProxyType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import partway as pw
+from partway.held import MOST, held, unread
+
+X = torch.linspace(-1, 2, 32, dtype=torch.float64).view(4, 8)
+SCALE = 1.0
+
+Case = tuple[Callable[[Tensor], Tensor], Callable[[], object]]  # a function, and what changes what it reads
+
+
+def of_lru_cache() -> Case:
+    held = SimpleNamespace(k=1.0)
+
+    @functools.lru_cache
+    def scale() -> float:
+        return float(held.k)
+
+    def change() -> None:
+        held.k = 3.0
+        scale.cache_clear()
+
+    return lambda x: x * scale(), change
+
+
+def of_context() -> Case:
+    variable = contextvars.ContextVar("variable", default=1.0)
+    return lambda x: x * variable.get(), lambda: variable.set(3.0)
+
+
+def of_thread() -> Case:
+    mine = threading.local()
+    mine.k = 1.0
+    return lambda x: x * mine.k, lambda: setattr(mine, "k", 3.0)
+
+
+class Held:
+    def __init__(self) -> None:
+        self.k, self.get = 1.0, lambda: self.k
+
+
+def of_weakref() -> Case:
+    one = Held()
+    reference = weakref.ref(one)
+
+    def fn(x: Tensor, _keep: Any = one) -> Tensor:
+        return x * reference().k  # type: ignore[union-attr]
+
+    return fn, lambda: setattr(one, "k", 3.0)
+
+
+def of_items(kind: Any) -> Case:
+    items = kind()
+    items["k"] = 1.0
+    return lambda x: x * items["k"], lambda: operator.setitem(items, "k", 3.0)
+
+
+def of_elements(elements: Any) -> Case:
+    return lambda x: x * float(elements[0]), lambda: operator.setitem(elements, 0, type(elements[0])(3))
+
+
+def of_proxy() -> Case:
+    items = {"k": 1.0}
+    proxy = MappingProxyType(items)
+    return lambda x: x * proxy["k"], lambda: items.update(k=3.0)
+
+
+def of_weak_keys() -> Case:
+    one, items = Held(), weakref.WeakKeyDictionary[Held, float]()
+    items[one] = 1.0
+    return lambda x: x * items[one], lambda: operator.setitem(items, one, 3.0)
+
+
+def of_value(value: Any) -> Case:
+    return lambda x: x * value.value, lambda: setattr(value, "value", 3.0)
+
+
+def of_parser() -> Case:
+    parser = configparser.ConfigParser()
+    parser["a"] = {"k": "1.0"}
+    return lambda x: x * float(parser["a"]["k"]), lambda: parser.set("a", "k", "3.0")
+
+
+def of_queue() -> Case:
+    waiting: Any = queue.Queue()
+    for k in (1.0, 3.0):
+        waiting.put(k)
+    return lambda x: x * waiting.get(), lambda: None
+
+
+def of_getter(getter: Callable[[Any], float]) -> Case:
+    one = Held()
+    return lambda x: x * getter(one), lambda: setattr(one, "k", 3.0)
+
+
+class Counted(type):
+    k = 1.0
+
+    @property
+    def scale(cls) -> float:
+        return cls.k
+
+
+def of_metaclass() -> Case:
+    kind = type("Counted", (Counted,), {})
+    one: Any = kind("One", (), {})
+    return lambda x: x * one.scale, lambda: setattr(kind, "k", 3.0)
+
+
+def of_methods(how: str) -> Case:
+    class Methods:
+        k = 1.0
+
+        def scaled(self, times: float, x: Tensor) -> Tensor:
+            return x * self.k * times
+
+        partial = functools.partialmethod(scaled, 1.0)
+
+        @functools.singledispatchmethod
+        def dispatched(self, x: Tensor) -> Tensor:
+            return x * self.k
+
+    one: Any = Methods()
+    fn = one.partial if how == "partial" else one.dispatched
+    return lambda x: fn(x) + 0, lambda: setattr(one, "k", 3.0)
+
+
+def of_function() -> Case:
+    def fn(x: Tensor) -> Tensor:
+        return x * fn.k  # type: ignore[attr-defined, no-any-return]
+
+    fn.k = 1.0  # type: ignore[attr-defined]
+    return fn, lambda: setattr(fn, "k", 3.0)
+
+
+def of_code() -> Case:
+    """Code that is edited while it runs, as IPython's autoreload does it."""
+
+    def fn(x: Tensor) -> Tensor:
+        return x * 1.0
+
+    def edited(x: Tensor) -> Tensor:
+        return x * 3.0
+
+    def helped(x: Tensor) -> Tensor:
+        return fn(x)
+
+    assert isinstance(fn, FunctionType)
+    return helped, lambda: setattr(fn, "__code__", edited.__code__)
+
+
+def of_default() -> Case:
+    def fn(x: Tensor, k: float = 1.0) -> Tensor:
+        return x * k
+
+    return lambda x: fn(x) + 0, lambda: setattr(fn, "__defaults__", (3.0,))
+
+
+def of_globals(read: Callable[[], float]) -> Case:
+    def change() -> None:
+        global SCALE  # noqa: PLW0603 - what is tested
+        SCALE = 3.0
+
+    return lambda x: x * read(), change
+
+
+def of_decorated() -> Case:
+    one = Held()
+
+    @torch.no_grad()
+    def scaled(x: Tensor) -> Tensor:
+        return x * one.k
+
+    return lambda x: scaled(x) + 0, lambda: setattr(one, "k", 3.0)
+
+
+def of_tensor(number: Callable[[Tensor], float]) -> Case:
+    outside = torch.ones(3, dtype=torch.float64)
+    return lambda x: x * number(outside), lambda: outside.fill_(3.0)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "lru_cache": of_lru_cache,
+    "ContextVar": of_context,
+    "threading.local": of_thread,
+    "weakref.ref": of_weakref,
+    "UserDict": lambda: of_items(collections.UserDict),
+    "ChainMap": lambda: of_items(collections.ChainMap),
+    "defaultdict": lambda: of_items(lambda: collections.defaultdict(float)),
+    "MappingProxyType": of_proxy,
+    "WeakKeyDictionary": of_weak_keys,
+    "UserList": lambda: of_elements(collections.UserList([1.0])),
+    "array": lambda: of_elements(array.array("d", [1.0])),
+    "bytearray": lambda: of_elements(bytearray([1])),
+    "memoryview": lambda: of_elements(memoryview(bytearray([1]))),
+    "ndarray": lambda: of_elements(np.ones(3)),
+    "c_double": lambda: of_value(ctypes.c_double(1.0)),
+    "multiprocessing.Value": lambda: of_value(multiprocessing.Value("d", 1.0)),
+    "ConfigParser": of_parser,
+    "Queue": of_queue,
+    "attrgetter": lambda: of_getter(operator.attrgetter("k")),
+    "methodcaller": lambda: of_getter(operator.methodcaller("get")),
+    "metaclass": of_metaclass,
+    "partialmethod": lambda: of_methods("partial"),
+    "singledispatchmethod": lambda: of_methods("dispatched"),
+    "attribute of a function": of_function,
+    "code of a function": of_code,
+    "default of a function": of_default,
+    "globals()": lambda: of_globals(lambda: float(globals()["SCALE"])),
+    "eval": lambda: of_globals(lambda: float(eval("SCALE"))),
+    "decorated by torch": of_decorated,
+    "tensor.item()": lambda: of_tensor(lambda outside: outside.mean().item()),
+    "tensor.tolist()": lambda: of_tensor(lambda outside: outside.tolist()[0]),
+    "len(str(tensor))": lambda: of_tensor(lambda outside: float(repr(outside)[8])),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    global SCALE  # noqa: PLW0603 - what is tested
+    yield
+    SCALE = 1.0
+
+
+def stale(names: Any) -> list[str]:
+    """The cases in which a call that follows a change does not see it."""
+    found = []
+    for name in names:
+        (fn, change), _ = CASES[name](), None
+        model = pw.shard(fn, mesh={"x": 2})
+        before = model(X)
+        change()
+        if not torch.equal(before, X) or not torch.equal(model(X), X * 3):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_an_object_holds_may_change(name: str) -> None:
+    assert stale([name]) == []
+
+
+@pytest.mark.gloo
+def test_what_an_object_holds_may_change_on_processes(on_ranks: Callable[..., list[Any]]) -> None:
+    assert on_ranks(2, stale, ["ContextVar", "weakref.ref", "ndarray", "metaclass", "tensor.item()"]) == [[], []]
+
+
+@pytest.mark.parametrize(
+    "draw", [random.Random(0).random, np.random.default_rng(0).random, np.random.RandomState(0).random_sample]
+)
+def test_a_generator_of_ones_own_is_refused(draw: Callable[[], float]) -> None:
+    with pytest.raises(
+        pw.CaptureError,
+        match=r"<lambda> draws random numbers of draw of .*, and they would be the same in every call; draw them with "
+        r"torch \(torch\.rand\(\[\]\) may decide a branch\), or outside the sharded function",
+    ):
+        pw.shard(lambda x: x * draw(), mesh={"x": 2})(X)
+
+
+def test_what_a_function_changes_where_nobody_can_do_it_again_is_refused() -> None:
+    variable, text = contextvars.ContextVar("variable", default=0), io.StringIO("1.0\n3.0\n")
+
+    def counts(x: Tensor) -> Tensor:
+        variable.set(variable.get() + 1)
+        return x
+
+    with pytest.raises(
+        pw.CaptureError,
+        match=r"counts changes variable of .*counts, which later calls would not do; change it outside the sharded "
+        r"function, or keep what changes in an attribute or a buffer",
+    ):
+        pw.shard(counts, mesh={"x": 2})(X)
+    with pytest.raises(pw.CaptureError, match=r"changes text of .*, which later calls would not do"):
+        pw.shard(lambda x: x * float(text.readline()), mesh={"x": 2})(X)
+
+
+def test_a_value_of_another_thread_is_its_own() -> None:
+    mine = threading.local()
+    mine.k = 1.0
+    model = pw.shard(lambda x: x * mine.k, mesh={"x": 2})
+    assert torch.equal(model(X), X)
+    found = []
+
+    def other() -> None:
+        mine.k = 3.0
+        found.append(model(X))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], X * 3)
+    assert torch.equal(model(X), X)
+
+
+def test_what_courses_took_of_tensors_is_compared_for_each() -> None:
+    outside = torch.ones(1, dtype=torch.float64)
+
+    def fn(x: Tensor) -> Tensor:
+        return x * outside.sum().item() if (x > 0).all() else x
+
+    model = pw.shard(fn, mesh={"x": 2})
+    for given in (X + 2, X, X + 2, X):
+        assert torch.equal(model(given), fn(given))
+        outside.add_(1)
+
+
+def test_large_arrays_are_not_compared() -> None:
+    small, large = np.ones(MOST // 8), np.ones(MOST // 8 + 1)
+    assert held(small) is not None
+    assert not unread(small)
+    assert held(large) is None
+    assert unread(large)
+    assert not unread(np.float32(1.0))
+    assert unread(iter([1]))
