@@ -711,7 +711,7 @@ class _Before:
                 yield Write(f"{label}{name}", functools.partial(_set, one, name), kept(now))
         for label, one, name, old in self._getters:
             if getattr(one, name) is not old:
-                yield Write(label, functools.partial(_set, one, name), kept(getattr(one, name)))
+                yield Write(label, functools.partial(_fill, one, name), kept(getattr(one, name)))
         for label, container, copy in self._containers:
             if not _holds_same(container, copy):
                 yield Write(label, functools.partial(_refill, container), _copy(container, kept))
@@ -759,7 +759,8 @@ class _Before:
             for name, old, _ in _changed(copy, _own_names(one)):
                 _set(one, name, old)
         for _, one, name, old in self._getters:
-            setattr(one, name, old)
+            if getattr(one, name) is not old:
+                _fill(one, name, old)
         for _, where, name, old in self._globals:
             _put(where, name, old)
         for _, container, copy in self._containers:
@@ -804,6 +805,11 @@ def _put(store: MutableMapping[str, Any], name: str, value: Any) -> None:
         store.pop(name, None)
     else:
         store[name] = _unwrapped(value)
+
+
+def _fill(one: Any, name: str, value: Any) -> None:
+    """Put `value` into a slot or a cell: of a frozen object, too, as whatever changed it did."""
+    object.__setattr__(one, name, _unwrapped(value))
 
 
 def _set(one: Any, name: str, value: Any) -> None:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -145,22 +146,25 @@ def _fields(value: Any) -> tuple[str, ...]:
         return tuple(field.name for field in dataclasses.fields(value))
     if isinstance(value, _ATOMS) or callable(value):
         return ()
-    found = _kinds(value, ())
+    found = _kinds(value, (), {})
     apart = _CYCLE not in found and (_TENSOR in found or _OPAQUE not in found)
     return tuple(vars(value)) if apart and hasattr(value, "__dict__") else ()
 
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, Enum)
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, Enum, ModuleType)
 _OPAQUE, _CYCLE = object(), object()
 
 
-def _kinds(value: Any, within: tuple[Any, ...]) -> set[object]:
+def _kinds(value: Any, within: tuple[Any, ...], known: dict[int, set[object]]) -> set[object]:
     """What there is in an object: tensors, what cannot be looked into, itself. An object of neither is copied as one
-    with tensors is: a cache is empty at first, and the function that is captured fills it."""
+    with tensors is: a cache is empty at first, and the function that is captured fills it. `known`: what was found in
+    others, by their ids."""
     if isinstance(value, torch.Tensor):
         return {_TENSOR}
     if isinstance(value, _ATOMS) or callable(value):
         return set()
+    if id(value) in known:
+        return known[id(value)]
     if any(value is outer for outer in within):
         return {_CYCLE}
     if isinstance(value, Mapping):
@@ -171,7 +175,8 @@ def _kinds(value: Any, within: tuple[Any, ...]) -> set[object]:
         parts = list(vars(value).values())
     else:
         return {_OPAQUE}
-    return set().union(*(_kinds(part, (*within, value)) for part in parts))
+    known[id(value)] = set().union(*(_kinds(part, (*within, value), known) for part in parts))
+    return known[id(value)]
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ import importlib
 import os
 import re
 import sys
+import threading
 import time
 from abc import ABC
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -627,6 +629,41 @@ def test_what_only_constructors_read_is_watched_where_code_may_construct(monkeyp
     assert torch.equal(anew(X), X * 3)
     assert "global REGISTRY" not in State(once).facts
     assert "global REGISTRY" in State(anew).facts
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    scale: float
+    seen: list[float]
+
+
+class KeepsFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.found = Frozen(2.0, []), dict[str, Any]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.frozen.seen.append(self.frozen.scale)
+        self.found["tools"] = SimpleNamespace(torch=torch, os=os, scale=self.frozen.scale)  # which hold all there is
+        object.__setattr__(self.frozen, "scale", self.frozen.scale + 1)
+        return x * self.frozen.scale
+
+
+@pytest.mark.filterwarnings("ignore:.*is planned anew")
+def test_a_frozen_object_is_left_as_on_one_device() -> None:
+    plain, model = KeepsFrozen(), pw.shard(KeepsFrozen(), mesh={"x": 2})
+    for _ in range(3):
+        assert torch.equal(model(X), plain(X))
+        assert model.frozen == plain.frozen
+        assert model.found["tools"].torch is torch
+
+
+def test_an_object_in_which_the_same_comes_many_times_is_looked_into_once() -> None:
+    parts = SimpleNamespace(lock=threading.Lock())
+    for _ in range(60):
+        parts = SimpleNamespace(one=parts, other=parts)
+    model = pw.shard(lambda x: SimpleNamespace(found=x * 2, parts=parts), mesh={"x": 2})
+    assert torch.equal(model(X).found, X * 2)
 
 
 class CountsCalls(nn.Module, ABC):
