@@ -26,7 +26,7 @@ from partway.cache import Entry, cache_folder
 from partway.constrain import constrained_modules
 from partway.context import AlgoParameters, ParallelContext, ParallelMode, current, current_algo
 from partway.courses import values_of
-from partway.dtensors import brought, inputs_on, parameters_on, plain
+from partway.dtensors import brought, has_other_data, inputs_on, parameters_on, plain
 from partway.fusion.program import Program, make_program
 from partway.planning import planning
 from partway.propagation.accumulate import Accumulation, accumulation
@@ -441,6 +441,10 @@ def check_target(call: str, fn: Any) -> None:
         raise StrategyError(f"{call} takes a function or an nn.Module object with a forward, not {text}")
 
 
+_DATA = (
+    "was given other data (.data =), of which a DTensor knows nothing",
+    "copy into its part, with distribute_tensor(value, p.device_mesh, p.placements) and p.copy_() under no_grad",
+)
 _TRANSFORMED = (
     "is inside a transform of torch.func (vmap, grad, jvp, ...)",
     "transform plain functions, and call the sharded one outside",
@@ -449,8 +453,9 @@ _TRANSFORMED = (
 
 def check_parameters(fn: Any) -> None:
     """Raise StrategyError unless every parameter, which torch.func.functional_call may have given, can be split."""
-    parameters = fn.named_parameters() if isinstance(fn, torch.nn.Module) else ()
-    problems = [Problem(f"parameter {name!r}", *_TRANSFORMED) for name, held in parameters if is_transformed(held)]
+    parameters = dict(fn.named_parameters()) if isinstance(fn, torch.nn.Module) else {}
+    problems = [Problem(f"parameter {n!r}", *_TRANSFORMED) for n, held in parameters.items() if is_transformed(held)]
+    problems += [Problem(f"parameter {n!r}", *_DATA) for n, held in parameters.items() if has_other_data(held)]
     raise_problems("the parameters of the call cannot be split:", problems)
 
 

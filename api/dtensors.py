@@ -23,6 +23,11 @@ def is_dtensor(tensor: Any) -> bool:
     return hasattr(tensor, "placements")
 
 
+def has_other_data(tensor: Tensor) -> bool:
+    """Whether `.data` of a DTensor was set: it has no memory of its own, only its part has."""
+    return is_dtensor(tensor) and tensor.data_ptr() != 0
+
+
 def brought(module: nn.Module) -> frozenset[str]:
     """The names of the parameters of `module` that are DTensors of a person's own. (Those of a module inside that is
     sharded already are ours, but for those that it was brought.)"""

@@ -26,6 +26,7 @@ from partway.state import Asks, State, fact
 _PLAIN = frozenset({type(None), bool, int, float, str})  # two that are equal, and of one type, are one value
 _NOTHING = fact({})
 _TRAINING = attrgetter("training")
+_MEMORY = Tensor.data_ptr  # of a DTensor 0, unless its data were set
 _FACTS = attrgetter("requires_grad", "dtype", "shape")
 
 
@@ -57,6 +58,7 @@ class Guard:
         self._facts = [*map(_FACTS, self._parameters)]
         # Of DTensors where their parts are: another plan may have moved them.
         self._specs = [(p, p._spec) for p in self._parameters if hasattr(p, "_spec")]
+        self._wrapped = [p for p, _ in self._specs]
 
     def admits(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> list[Tensor] | None:
         """The tensors of a call that has the same plan; None of another call."""
@@ -78,6 +80,7 @@ class Guard:
             and [*map(id, _held(self._stores))] == self._held_ids
             and [*map(_FACTS, self._parameters)] == self._facts
             and all(p._spec is spec for p, spec in self._specs)
+            and not any(map(_MEMORY, self._wrapped))
             and self._state.holds()
         )
         return tensors if same else None

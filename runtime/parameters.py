@@ -67,7 +67,10 @@ def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
     for name, layout in layouts.items():
         if not isinstance(parameters.get(name), DTensor):
             known = ", ".join(other for other, held in parameters.items() if isinstance(held, DTensor))
-            raise RuntimeStateError(f"there is no parameter {name} that is a DTensor; there are: {known or 'none'}")
+            raise RuntimeStateError(
+                f"there is no parameter {name} that is a DTensor; there are: {known or 'none'}. What a module gets "
+                "after shard is not split: change the module first, and shard it then"
+            )
         other, before = wanted.setdefault(id(parameters[name]), (name, layout))
         if before != layout:
             raise RuntimeStateError(

@@ -184,3 +184,23 @@ def _refused(case: str) -> str:
 def test_dtensors_that_do_not_fit_are_refused(on_ranks: Ranks, case: str, words: str) -> None:
     for text in on_ranks(2, _refused, case):
         assert words in text
+
+
+def _given_other_data(after: bool) -> str:
+    model = pw.shard(net(), mesh={"dp": 2})
+    x = torch.ones(8, 16, dtype=torch.float64)
+    if after:
+        model(x)
+    model[0].weight.data = torch.ones(32, 16, dtype=torch.float64)
+    with pytest.raises(pw.StrategyError) as found:
+        model(x)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_parameter_whose_data_were_set_is_refused(on_ranks: Ranks, after: bool) -> None:
+    for text in on_ranks(2, _given_other_data, after):
+        assert (
+            "parameter '0.weight': was given other data (.data =), of which a DTensor knows nothing; copy into its "
+            "part, with distribute_tensor(value, p.device_mesh, p.placements) and p.copy_() under no_grad" in text
+        )

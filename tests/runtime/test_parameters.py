@@ -171,7 +171,11 @@ def still_needed():
     del view, loss
     redistribute(model, {"weight": ROWS})
     plain = nn.Linear(4, 4)
-    with pytest.raises(RuntimeStateError, match="no parameter weight that is a DTensor; there are: none"):
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"no parameter weight that is a DTensor; there are: none\. What a module gets "
+        r"after shard is not split: change the module first, and shard it then",
+    ):
         redistribute(plain, {"weight": ROWS})
 
 
