@@ -248,6 +248,8 @@ class _Reached:
             if found.read is not None:
                 self.reads.append((label.rstrip("."), found))
             self._reach_all(found.objects, label)
+            if not _is_closed_type(type(value)):  # a user's, with methods
+                self._reach_type(type(value))
 
     def _look_at(self, value: Any, label: str, every: bool) -> None:
         kind = type(value)
@@ -454,9 +456,11 @@ class State:
         self._own_cells = [
             (one, name, _kept_fact(getattr(one, name))) for label, one, name in found.getters if label in kept
         ]
-        # a new name may hide what is read: an object's that of its class, a class's that of its base
         self._reads = [(one.read, fact(one.read())) for _, one in found.reads if one.read is not None and not one.draws]
-        self._functions, self._codes = found.functions, [*map(_CODE, found.functions)]
+        self._functions = found.functions
+        self._codes = [*chain.from_iterable(map(_CODE, found.functions))]
+        self._code_ids = [*map(id, self._codes)]
+        # a new name may hide what is read: an object's that of its class, a class's that of its base
         owned = [one.store for one in found.owners if one.kind is not None or isinstance(one.static, type)]
         modules = list(fn.named_modules()) if isinstance(fn, nn.Module) else []
         hooks = [store for _, _, store in module_hooks(fn)]
@@ -496,7 +500,8 @@ class State:
                 facts[_numbered(label, places)] = fact(one.read())
         facts[_VALUES] = _versioned(self.read, self._versions)
         for function in found.functions:
-            facts[_numbered(f"the code of {function.__qualname__}", places)] = _CODE(function)
+            code, *defaults = _CODE(function)
+            facts[_numbered(f"the code of {function.__qualname__}", places)] = Same(code), fact(defaults)
         return facts
 
     @staticmethod
@@ -512,7 +517,7 @@ class State:
                 and [*map(id, chain.from_iterable(self._views))] == self._element_ids
                 and (self._environment is None or self._environment == dict(os.environ))
                 and (not self._cells or all(getattr(one, name) is value for one, name, value in self._cells))
-                and [*map(_CODE, self._functions)] == self._codes
+                and [*map(id, chain.from_iterable(map(_CODE, self._functions)))] == self._code_ids
                 and (not self.read or [*map(_version, self.read)] == self._versions)
                 and all(fact(read()) == before for read, before in self._reads)
                 and self._are_as_before([*map(getitem, self._stores, self._keys)])

@@ -58,6 +58,19 @@ def of_thread() -> Case:
     return lambda x: x * mine.k, lambda: setattr(mine, "k", 3.0)
 
 
+class Mine(threading.local):
+    k = 1.0
+
+    @property
+    def scale(self) -> float:
+        return self.k * SCALE
+
+
+def of_users_type() -> Case:
+    mine = Mine()
+    return of_globals(lambda: mine.scale)
+
+
 class Held:
     def __init__(self) -> None:
         self.k, self.get = 1.0, lambda: self.k
@@ -180,6 +193,13 @@ def of_default() -> Case:
     return lambda x: fn(x) + 0, lambda: setattr(fn, "__defaults__", (3.0,))
 
 
+def of_default_tensor() -> Case:
+    def fn(x: Tensor, k: Tensor = torch.ones(2, dtype=torch.float64)) -> Tensor:  # noqa: B008 - what is tested
+        return x * k[0]
+
+    return lambda x: fn(x) + 0, lambda: setattr(fn, "__defaults__", (torch.full((2,), 3.0, dtype=torch.float64),))
+
+
 def of_globals(read: Callable[[], float]) -> Case:
     def change() -> None:
         global SCALE  # noqa: PLW0603 - what is tested
@@ -207,6 +227,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "lru_cache": of_lru_cache,
     "ContextVar": of_context,
     "threading.local": of_thread,
+    "a subclass of threading.local": of_users_type,
     "weakref.ref": of_weakref,
     "UserDict": lambda: of_items(collections.UserDict),
     "ChainMap": lambda: of_items(collections.ChainMap),
@@ -230,6 +251,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "attribute of a function": of_function,
     "code of a function": of_code,
     "default of a function": of_default,
+    "tensor that is a default": of_default_tensor,
     "globals()": lambda: of_globals(lambda: float(globals()["SCALE"])),
     "eval": lambda: of_globals(lambda: float(eval("SCALE"))),
     "decorated by torch": of_decorated,
