@@ -19,6 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import BuiltinMethodType, MappingProxyType, MethodWrapperType, ModuleType
 from typing import Any
@@ -65,14 +66,15 @@ def unread(value: Any) -> bool:
     """Whether `value` has a value that may change, and is never compared."""
     kind = type(value)
     counts = hasattr(kind, "__next__") and not issubclass(kind, io.IOBase)
-    return counts or (_size(value) is not None and held(value) is None)
+    return counts or issubclass(kind, random.SystemRandom) or (_size(value) is not None and held(value) is None)
 
 
 def _size(value: Any) -> int | None:
     """The bytes of an array."""
     kind = type(value)
     if issubclass(kind, array.array | bytearray | memoryview) or _is_ctypes(kind):
-        return memoryview(value).nbytes
+        with suppress(ValueError):  # released
+            return memoryview(value).nbytes
     number = getattr(sys.modules.get("numpy"), "generic", ())  # of which each stays what it is
     if hasattr(kind, "__array_interface__") and not issubclass(kind, number):
         return int(getattr(value, "nbytes", MOST + 1))
@@ -93,7 +95,9 @@ def _of_numpy(value: Any) -> Held | None:
     if numpy is None:
         return None
     if issubclass(kind, numpy.random.Generator):
-        return Held(read=lambda: repr(value.bit_generator.state), draws=True)
+        return _of_numpy(value.bit_generator)
+    if issubclass(kind, numpy.random.BitGenerator):
+        return Held(read=lambda: repr(value.state), draws=True)
     if issubclass(kind, numpy.random.RandomState):
         return Held(read=lambda: repr(value.get_state()), draws=True)
     if issubclass(kind, numpy.ndarray) and value.nbytes <= MOST and not value.dtype.hasobject:
@@ -139,10 +143,11 @@ _KINDS: Mapping[type, Callable[[Any], Held | None]] = {
     MappingProxyType: _of_mapping,
     threading.local: _of_thread,
     contextvars.ContextVar: _of_context,
+    random.SystemRandom: lambda _: Held(),
     random.Random: lambda value: Held(read=value.getstate, draws=True),
     array.array: _bytes,
     bytearray: _bytes,
     memoryview: _bytes,
-    io.StringIO: lambda value: Held(read=lambda: (value.tell(), value.getvalue())),
-    io.BytesIO: lambda value: Held(read=lambda: (value.tell(), value.getvalue())),
+    io.StringIO: lambda value: Held(read=lambda: None if value.closed else (value.tell(), value.getvalue())),
+    io.BytesIO: lambda value: Held(read=lambda: None if value.closed else (value.tell(), value.getvalue())),
 }

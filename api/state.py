@@ -57,7 +57,8 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _TOOLS = ("IPython", "_pytest", "accelerate", "deepspeed", "lightning", "loguru", "mlflow", "numpy", "partway",
           "pluggy", "pytest", "pytorch_lightning", "torch", "tqdm", "wandb")  # fmt: skip
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-_CLOCKS = ("time", "datetime")
+# Python modules that give another value at each call
+_SOURCES = {"datetime": "clock", "secrets": "source of random bytes", "time": "clock", "uuid": "source of random bytes"}
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 _GRADIENTS = frozenset({"is_grad_enabled", "is_inference_mode_enabled"})
 _BY_TEXT = frozenset({"eval", "exec", "globals"})
@@ -239,6 +240,7 @@ class _Reached:
         self._waiting.append((value, label, every))
 
     def _look_into(self, value: Any, label: str, every: bool) -> None:
+        self._note(value, label.rstrip("."))
         if (found := held(value)) is None:
             self._look_at(value, label, every)
         elif found.whole:
@@ -250,6 +252,14 @@ class _Reached:
             self._reach_all(found.objects, label)
             if not _is_closed_type(type(value)):  # a user's, with methods
                 self._reach_type(type(value))
+
+    def _note(self, value: Any, label: str) -> None:
+        """Note what nobody can watch."""
+        kind = type(value)
+        if issubclass(kind, ModuleType | type | FunctionType | BuiltinFunctionType) and _home(value) in _SOURCES:
+            self.unwatched.append((label, _SOURCES[str(_home(value))]))
+        if unread(value):
+            self.unwatched.append((label, kind.__name__))
 
     def _look_at(self, value: Any, label: str, every: bool) -> None:
         kind = type(value)
@@ -332,7 +342,7 @@ class _Reached:
                 continue
             label = f"{name} of {fn.__qualname__}"
             self.getters.append((label, cell, "cell_contents"))
-            self._look(label, value)
+            self.reach(value, f"{label}.")
         self._reach_all((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()), f"{fn.__qualname__}.")
         self.reach(getattr(fn, "__wrapped__", None), "")
 
@@ -369,15 +379,7 @@ class _Reached:
 
     def _add(self, label: str, store: Mapping[Any, Any], key: Any) -> None:
         self.items.append((label, store, key))
-        self._look(label, store[key])
-
-    def _look(self, label: str, value: Any) -> None:
-        kind = type(value)
-        if issubclass(kind, ModuleType | type | FunctionType | BuiltinFunctionType) and _home(value) in _CLOCKS:
-            self.unwatched.append((label, "clock"))
-        if unread(value):
-            self.unwatched.append((label, kind.__name__))
-        self.reach(value, f"{label}.")
+        self.reach(store[key], f"{label}.")
 
 
 # -- Values ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ import operator
 import queue
 import random
 import threading
+import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from types import FunctionType, MappingProxyType, SimpleNamespace
@@ -281,6 +283,7 @@ def stale(names: Any) -> list[str]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:.*whose values cannot be watched")  # eval may read any global: a clock
 @pytest.mark.parametrize("name", CASES)
 def test_what_an_object_holds_may_change(name: str) -> None:
     assert stale([name]) == []
@@ -348,6 +351,27 @@ def test_what_courses_took_of_tensors_is_compared_for_each() -> None:
     for given in (X + 2, X, X + 2, X):
         assert torch.equal(model(given), fn(given))
         outside.add_(1)
+
+
+@pytest.mark.parametrize(
+    ("draw", "what"),
+    [
+        (random.SystemRandom().random, "a SystemRandom"),
+        (uuid.uuid4, "a source of random bytes"),
+        (time.perf_counter, "a clock"),
+    ],
+)
+def test_what_gives_another_value_at_each_call_is_said(draw: Callable[[], Any], what: str) -> None:
+    with pytest.warns(UserWarning, match=f"reads .*, {what}, whose values cannot be watched: they are taken once"):
+        pw.shard(lambda x: x * (hash(draw()) % 2), mesh={"x": 2})(X)
+
+
+def test_what_is_closed_or_released_may_lie_around() -> None:
+    text, view = io.StringIO("1"), memoryview(bytearray(3))
+    text.close()
+    view.release()
+    model = pw.shard(lambda x: x * (2 if text.closed or view is None else 3), mesh={"x": 2})
+    assert torch.equal(model(X), X * 2)
 
 
 def test_large_arrays_are_not_compared() -> None:
