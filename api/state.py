@@ -54,8 +54,13 @@ _PLAIN = (
 )  # fmt: skip
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 # of these nothing is looked into: what they read is theirs, and no number of a model
-_TOOLS = ("IPython", "_pytest", "accelerate", "deepspeed", "lightning", "loguru", "mlflow", "numpy", "partway",
-          "pluggy", "pytest", "pytorch_lightning", "torch", "tqdm", "wandb")  # fmt: skip
+_TOOLS = (
+    "IPython", "PIL", "_pytest", "accelerate", "deepspeed", "einops", "einx", "filelock", "frozendict",
+    "huggingface_hub", "hypothesis", "jinja2", "lightning", "loguru", "matplotlib", "mlflow", "mpmath", "networkx",
+    "numpy", "packaging", "pandas", "partway", "pluggy", "pydantic", "pytest", "pytorch_lightning", "requests", "rich",
+    "safetensors", "scipy", "sklearn", "sympy", "tokenizers", "torch", "tqdm", "typer", "typing_extensions", "wandb",
+    "yaml",
+)  # fmt: skip
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 # Python modules that give another value at each call
 _SOURCES = {"datetime": "clock", "secrets": "source of random bytes", "time": "clock", "uuid": "source of random bytes"}
