@@ -33,6 +33,7 @@ def whole(tensor: Any) -> Tensor:
 
 def a_parameter_is_changed() -> dict[str, str]:
     """What the backward says when a parameter was changed, or how far the first gradient is off, by parameter."""
+    pw.reset_auto_parallel_context()
     plain = Deep()
     plain(X).sum().backward()
     said = {}
@@ -82,6 +83,7 @@ STRATEGIES: list[Any] = [None, ((2, 1),), ((1, 2),)]
 
 def results_are_changed() -> list[str]:
     """Where the gradient is another one than that of the result as it was, times two, or what is left is not."""
+    pw.reset_auto_parallel_context()
     wrong = []
     for name, fn in FUNCTIONS.items():
         for strategy in STRATEGIES:

@@ -272,9 +272,10 @@ def _own_scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def stale(names: Any) -> list[str]:
     """The cases in which a call that follows a change does not see it."""
+    pw.reset_auto_parallel_context()
     found = []
     for name in names:
-        (fn, change), _ = CASES[name](), None
+        fn, change = CASES[name]()
         model = pw.shard(fn, mesh={"x": 2})
         before = model(X)
         change()
