@@ -41,7 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partway.held import Held, held, unread
+from partway.held import held, unread
 from partway.propagation.capture import state_of
 from partway.propagation.hooks import Noted, tracks
 from partway.propagation.structure import Same, flatten, name_of
@@ -216,7 +216,7 @@ class _Reached:
         self._made_up = False  # whether code makes up the names of attributes
         self._makes = False  # whether code makes objects of classes that it does not name
         self._makers: list[tuple[str, Any]] = []  # of classes that were reached by their objects
-        self.reads: list[tuple[str, Held]] = []  # a label, and what is read of an object
+        self.reads: list[tuple[str, Callable[[], Any], bool]] = []  # a label, what reads it, and if it is drawn from
         self.functions: list[FunctionType] = []  # those whose code may change
         self.unwatched: list[tuple[str, str]] = []
         self._waiting = deque[tuple[Any, str, bool]]()  # what has been reached and not looked into
@@ -253,7 +253,7 @@ class _Reached:
         else:
             self.attributes |= found.names
             if found.read is not None:
-                self.reads.append((label.rstrip("."), found))
+                self.reads.append((label.rstrip("."), found.read, found.draws))
             self._reach_all(found.objects, label)
             if not _is_closed_type(type(value)):  # a user's, with methods
                 self._reach_type(type(value))
@@ -463,9 +463,9 @@ class State:
         self._own_cells = [
             (one, name, _kept_fact(getattr(one, name))) for label, one, name in found.getters if label in kept
         ]
-        self._reads = [(one.read, fact(one.read())) for _, one in found.reads if one.read is not None and not one.draws]
+        self._reads = [(label, read, fact(read())) for label, read, draws in found.reads if not draws]
         self._functions = found.functions
-        self._codes = [*chain.from_iterable(map(_CODE, found.functions))]
+        self._codes = [*chain.from_iterable(map(_CODE, found.functions))]  # held, so that no other gets their ids
         self._code_ids = [*map(id, self._codes)]
         # a new name may hide what is read: an object's that of its class, a class's that of its base
         owned = [one.store for one in found.owners if one.kind is not None or isinstance(one.static, type)]
@@ -502,9 +502,8 @@ class State:
         for label, value, name in found.getters:
             fact_of = _kept_fact if label in self.kept else fact
             facts[_numbered(label, places)] = fact_of(getattr(value, name))
-        for label, one in found.reads:
-            if one.read is not None and not one.draws:
-                facts[_numbered(label, places)] = fact(one.read())
+        for label, _, value_before in self._reads:
+            facts[_numbered(label, places)] = value_before
         facts[_VALUES] = _versioned(self.read, self._versions)
         for function in found.functions:
             code, *defaults = _CODE(function)
@@ -526,7 +525,7 @@ class State:
                 and (not self._cells or all(getattr(one, name) is value for one, name, value in self._cells))
                 and [*map(id, chain.from_iterable(map(_CODE, self._functions)))] == self._code_ids
                 and (not self.read or [*map(_version, self.read)] == self._versions)
-                and all(fact(read()) == before for read, before in self._reads)
+                and all(fact(read()) == before for _, read, before in self._reads)
                 and self._are_as_before([*map(getitem, self._stores, self._keys)])
                 and all(_kept_fact(store[key]) == fact for store, key, fact in self._own)
                 and all(_kept_fact(getattr(one, name)) == fact for one, name, fact in self._own_cells)
@@ -628,11 +627,11 @@ class Effects:
                 "it computes in a buffer (register_buffer), or change parameters and modules between calls"
             )
         if changed is not None:
-            label, one = changed
+            label, drawn = changed
             raise CaptureError(
                 f"{name_of(self._fn)} draws random numbers of {label}, and they would be the same in every call; draw "
                 "them with torch (torch.rand([]) may decide a branch), or outside the sharded function"
-                if one.draws
+                if drawn
                 else f"{name_of(self._fn)} changes {label}, which later calls would not do; change it outside the "
                 "sharded function, or keep what changes in an attribute or a buffer"
             )
@@ -702,7 +701,7 @@ class _Before:
         kept = [(f"{label}{name}", v) for label, _, copy in self._copies for name, v in copy.items()]
         every = {id(value): (label, value) for label, value in (*kept, *found.containers) if _is_mutable(value)}
         self._containers = [(label, value, _copy(value)) for label, value in every.values()]
-        self._reads = [(label, one, one.read, fact(one.read())) for label, one in found.reads if one.read is not None]
+        self._reads = [(label, read, draws, fact(read())) for label, read, draws in found.reads]
         self.old: dict[str, Any] = dict(kept) | {label: old for label, _, _, old in (*self._getters, *self._globals)}
         self.old |= {label: copy for label, _, copy in self._containers}
 
@@ -747,11 +746,11 @@ class _Before:
             if _has_tensors(now) or _has_tensors(old)
         ]
 
-    def changed(self) -> Iterator[tuple[str, Held]]:
-        """What has another value now, and where nobody puts one."""
-        for label, one, read, before in self._reads:
+    def changed(self) -> Iterator[tuple[str, bool]]:
+        """What has another value now, and where nobody puts one; whether it was drawn from."""
+        for label, read, draws, before in self._reads:
             if fact(read()) != before:
-                yield label, one
+                yield label, draws
 
     def left(self) -> list[Any]:
         """What has been put somewhere since."""

@@ -60,20 +60,20 @@ def numbers_as_tensors(module: fx.GraphModule) -> None:
 def tensors_read(exported: torch.export.ExportedProgram) -> list[torch.Tensor]:
     """The tensors from outside of the function of which the graph, as traced, makes numbers: torch.export will write
     these down as they are now."""
-    follows: dict[fx.Node, list[torch.Tensor]] = {}  # of what follows from constants alone, from which
+    follows: dict[fx.Node, dict[int, torch.Tensor]] = {}  # of what follows from constants alone, from which
     constants = {
         spec.arg.name: exported.constants[spec.target or ""]
         for spec in exported.graph_signature.input_specs
         if spec.kind is InputKind.CONSTANT_TENSOR
     }
-    found: list[torch.Tensor] = []
+    found: dict[int, torch.Tensor] = {}
     for node in exported.graph.nodes:
         if node.op == "placeholder" and node.name in constants:
-            follows[node] = [constants[node.name]]
+            follows[node] = {id(constants[node.name]): constants[node.name]}
         elif node.op == "call_function" and all(operand in follows for operand in node.all_input_nodes):
-            follows[node] = [tensor for operand in node.all_input_nodes for tensor in follows[operand]]
-            found += follows[node] if node.target in _READS else []
-    return list({id(tensor): tensor for tensor in found}.values())
+            follows[node] = {i: tensor for operand in node.all_input_nodes for i, tensor in follows[operand].items()}
+            found |= follows[node] if node.target in _READS else {}
+    return list(found.values())
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, tensors: dict[fx.Node, fx.Node]) -> None:
