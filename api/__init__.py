@@ -21,7 +21,7 @@ from partway.context import (
     set_auto_parallel_context,
 )
 from partway.fusion.timeline import save_chrome_trace
-from partway.propagation.plan import Plan
+from partway.propagation.plan.plan import Plan
 from partway.rule import rule
 from partway.runtime.process import get_group_size, get_rank, init, shutdown
 from partway.runtime.record import record_collectives, record_timeline

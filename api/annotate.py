@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from partway.context import AlgoParameters, DatasetMode, ParallelContext, ParallelMode
-from partway.propagation.collectives import constrain
-from partway.propagation.graph import Graph, Port, Role, beside_losses, shape
-from partway.propagation.plan import Plan
-from partway.propagation.problem import Allowed
-from partway.propagation.structure import optional_names, place_names
+from partway.propagation.graph.graph import Graph, beside_losses, shape
+from partway.propagation.graph.port import Port, Role
+from partway.propagation.graph.structure import optional_names, place_names
+from partway.propagation.ops.collectives import constrain
+from partway.propagation.plan.plan import Plan
+from partway.propagation.search.problem import Allowed
 from partway.strategy import (
     Annotation,
     Layout,

@@ -45,7 +45,7 @@ from partway.contenders import (
 from partway.context import auto_parallel_context
 from partway.fusion import FusionMode, Span, save_chrome_trace
 from partway.fusion.program import Program
-from partway.propagation.profile import DeviceProfile, profile_of
+from partway.propagation.cost.profile import DeviceProfile, profile_of
 from partway.runtime.record import record_collectives, record_timeline
 from partway.strategy.errors import RuntimeStateError
 from partway.strategy.files import save

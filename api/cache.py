@@ -4,9 +4,10 @@ An entry's name is a digest of all that a plan follows from: the captured graph,
 devices' profile, and the text of Partway and the version of PyTorch. A second start of a script captures its model,
 finds the entry, and plans nothing. Nothing is ever wrong for being old.
 
-An entry is data: reading one runs nothing (`propagation/stored.py`). It begins with its own name and a digest of what
-follows, so that one that was damaged, edited or moved is made anew. Whoever can write to the folder could write an
-entry with both digests right and the numbers of another program, so it must be this user's alone; else it is not used.
+An entry is data: reading one runs nothing (`propagation/plan/stored.py`). It begins with its own name and a digest
+of what follows, so that one that was damaged, edited or moved is made anew. Whoever can write to the folder could write
+an entry with both digests right and the numbers of another program, so it must be this user's alone; else it is not
+used.
 The entries together take no more than a limit; those that were not used for the longest time go first.
 """
 
@@ -28,8 +29,9 @@ from torch import fx
 
 import partway
 from partway import fusion, propagation, runtime, strategy
-from partway.propagation.graph import Graph, Port, describe, module_path, source_line
-from partway.propagation.stored import NoFormError, WrongFormError, dump, load
+from partway.propagation.graph.graph import Graph, describe, module_path, source_line
+from partway.propagation.graph.port import Port
+from partway.propagation.plan.stored import NoFormError, WrongFormError, dump, load
 from partway.strategy.errors import ContextError
 from partway.strategy.files import remove_abandoned, write_whole
 

@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
-from partway.propagation.cost import steps
-from partway.propagation.profile import ByKind, DeviceProfile, NetworkLevel, Peak, Sources, profile_of
+from partway.propagation.cost.cost import steps
+from partway.propagation.cost.profile import ByKind, DeviceProfile, NetworkLevel, Peak, Sources, profile_of
 from partway.strategy.errors import RuntimeStateError
 from partway.strategy.notation import counted
 from partway.strategy.placement import Kind

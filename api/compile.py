@@ -29,33 +29,32 @@ from partway.courses import values_of
 from partway.dtensors import brought, has_other_data, inputs_on, parameters_on, plain
 from partway.fusion.program import Program, make_program
 from partway.planning import planning
-from partway.propagation.accumulate import Accumulation, accumulation
-from partway.propagation.afterwards import afterwards
-from partway.propagation.apart import of_outputs
-from partway.propagation.capture import capture, state_of
-from partway.propagation.collecting import uncollected
-from partway.propagation.cost import WEIGHTS, Level
-from partway.propagation.custom import Rows
-from partway.propagation.differentiate import Step, differentiate, scale_parameter_gradients
-from partway.propagation.eliminate import Solution
-from partway.propagation.explain import Alternatives, outcome
-from partway.propagation.graph import Graph, differentiated, verify
-from partway.propagation.hooks import none_of_all_modules
-from partway.propagation.lower import LocalProgram, lower, verify_program
-from partway.propagation.plan import Plan, make_plan
-from partway.propagation.precision import reduce_in_float32
-from partway.propagation.problem import SearchProblem, Settings, formulate, warn_of_unknown
-from partway.propagation.profile import DeviceProfile, profile_of
-from partway.propagation.questions import Answer, Values
-from partway.propagation.recompute import checkpointed, gathered_weights, recompute, within_windows
-from partway.propagation.replay import differences, replay
-from partway.propagation.search import SearchMode, search, verify_solution
-from partway.propagation.structure import Call, check_call, flatten_call, name_of
+from partway.propagation.capture.capture import capture, state_of
+from partway.propagation.capture.hooks import none_of_all_modules
+from partway.propagation.cost.cost import WEIGHTS, Level
+from partway.propagation.cost.profile import DeviceProfile, profile_of
+from partway.propagation.graph.graph import Graph, differentiated, verify
+from partway.propagation.graph.question import Answer, Values
+from partway.propagation.graph.structure import Call, check_call, flatten_call, name_of
+from partway.propagation.plan.explain import Alternatives, outcome
+from partway.propagation.plan.plan import Plan, make_plan
+from partway.propagation.plan.replay import differences, replay
+from partway.propagation.program.accumulate import Accumulation, accumulation
+from partway.propagation.program.apart import of_outputs
+from partway.propagation.program.differentiate import Step, differentiate, scale_parameter_gradients
+from partway.propagation.program.lower import LocalProgram, lower, verify_program
+from partway.propagation.program.precision import reduce_in_float32
+from partway.propagation.program.recompute import checkpointed, gathered_weights, recompute, within_windows
+from partway.propagation.rules.custom import Rows
+from partway.propagation.search.eliminate import Solution
+from partway.propagation.search.problem import SearchProblem, Settings, formulate, warn_of_unknown
+from partway.propagation.search.search import SearchMode, search, verify_solution
 from partway.propagation.torch_internals import is_transformed
 from partway.rule import rules, text_of
 from partway.runtime.process import get_rank
 from partway.state import Effects, State, warn_of_unwatched
 from partway.strategy import Layout, Mesh, Problem, StrategyError, raise_problems
+from partway.strategy.afterwards import afterwards, uncollected
 from partway.strategy.errors import shown
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from partway.annotate import Request, by_argument, check_out_strategy, constraint_text, requests
-from partway.propagation.afterwards import afterwards
-from partway.propagation.collectives import constrain
-from partway.propagation.structure import flatten, flatten_call
+from partway.propagation.graph.structure import flatten, flatten_call
+from partway.propagation.ops.collectives import constrain
 from partway.strategy import Problem, raise_problems
+from partway.strategy.afterwards import afterwards
 
 
 def constrained_arguments(

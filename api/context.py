@@ -39,12 +39,12 @@ from pydantic_core import ErrorDetails
 
 from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.fusion.policy import index_problems
-from partway.propagation.afterwards import afterwards
-from partway.propagation.problem import Fallback
-from partway.propagation.profile import profile_of
-from partway.propagation.random_numbers import RandomNumbers
-from partway.propagation.search import SearchMode
+from partway.propagation.cost.profile import profile_of
+from partway.propagation.ops.random_numbers import RandomNumbers
+from partway.propagation.search.problem import Fallback
+from partway.propagation.search.search import SearchMode
 from partway.runtime.step import Backend
+from partway.strategy.afterwards import afterwards
 from partway.strategy.choice import Choice
 from partway.strategy.errors import ContextError, StrategyError, shown
 from partway.strategy.validate import check_dataset_form

@@ -1,7 +1,8 @@
 """The courses of one function for one signature: what it asked of values, and the plan that each answer led to.
 
 A function that asks nothing has one plan, and a call of it looks at nothing here. What a function does ask
-(propagation/questions.py) is asked of every call, in order and before anything runs, and the plan with the same answers
+(propagation/capture/questions.py)
+is asked of every call, in order and before anything runs, and the plan with the same answers
 is taken. After the same answers comes the same question, so plans are found as in a tree. What is asked late is assumed
 to be as in the last call; if it was not, the call runs again.
 
@@ -19,9 +20,10 @@ import torch
 from torch import Tensor
 
 from partway.dtensors import is_dtensor
-from partway.propagation.graph import Role
-from partway.propagation.questions import Answer, Leaf, Question, Unanswered, Values
-from partway.propagation.structure import name_of
+from partway.propagation.capture.questions import Unanswered
+from partway.propagation.graph.port import Role
+from partway.propagation.graph.question import Answer, Leaf, Question, Values
+from partway.propagation.graph.structure import name_of
 from partway.state import State
 
 MOST = 128  # planned calls of one function

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partway.propagation.structure import Call
+from partway.propagation.graph.structure import Call
 from partway.strategy import Layout, Mesh, Problem, StrategyError, from_dtensor, raise_problems
 from partway.strategy.placement import REPLICATE
 

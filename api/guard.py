@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from partway.context import ParallelContext, current_algo
-from partway.propagation.random_numbers import RandomNumbers
-from partway.propagation.stand_ins import attributes_of
-from partway.propagation.structure import Structure, flatten
+from partway.propagation.capture.stand_ins import attributes_of
+from partway.propagation.graph.structure import Structure, flatten
+from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.torch_internals import dispatch_modes, function_modes, is_transformed
 from partway.rule import version
 from partway.state import Asks, State, fact

@@ -1,8 +1,8 @@
 """Parameters of the meta device get memory and values: each rank its part, with the numbers of one device.
 
 Modules are initialised one after another, inner ones first, as `Module.apply` goes through them. What initialises one
-is captured (`propagation/initial.py`) and planned for the layouts that its parameters have, so that a rank computes its
-parts. What cannot be captured runs whole on every rank, one module at a time, and each keeps its part.
+is captured (`propagation/capture/initialisers.py`) and planned for the layouts that its parameters have, so that a rank
+computes its parts. What cannot be captured runs whole on every rank, one module at a time, and each keeps its part.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from partway.placing import Placing
-from partway.propagation.differentiate import differentiate
-from partway.propagation.graph import Graph
-from partway.propagation.initial import holding, initial
-from partway.propagation.lower import lower
-from partway.propagation.problem import Fallback, Settings, formulate
-from partway.propagation.random_numbers import RandomNumbers
-from partway.propagation.search import SearchMode, search
+from partway.propagation.capture.initialisers import holding, initial
+from partway.propagation.graph.graph import Graph
+from partway.propagation.ops.random_numbers import RandomNumbers
+from partway.propagation.program.differentiate import differentiate
+from partway.propagation.program.lower import lower
+from partway.propagation.search.problem import Fallback, Settings, formulate
+from partway.propagation.search.search import SearchMode, search
 from partway.runtime.step import CompiledStep
 from partway.strategy import Layout, RuntimeStateError, VerifyError
 from partway.strategy.notation import counted

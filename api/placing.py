@@ -14,9 +14,9 @@ from partway.annotate import Request, dataset_was_set
 from partway.compile import Compiled
 from partway.context import DatasetMode, ParallelContext, current_algo
 from partway.dtensors import drop_hooks, is_dtensor, plain
-from partway.propagation.graph import Role
-from partway.propagation.lower import PlacedPort
-from partway.propagation.structure import Call, name_of
+from partway.propagation.graph.port import Role
+from partway.propagation.graph.structure import Call, name_of
+from partway.propagation.program.lower import PlacedPort
 from partway.runtime.agreement import Fact, agreement, facts_of, gathered
 from partway.runtime.parameters import hold
 from partway.runtime.process import get_group_size, get_rank, init, launched

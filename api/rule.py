@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from partway.propagation.custom import Rows, schema_problems, text_problems
-from partway.propagation.expand import EXPANSIONS
-from partway.propagation.rule import Localize, Row
-from partway.propagation.rules import has_row
+from partway.propagation.rules.custom import Rows, schema_problems, text_problems
+from partway.propagation.rules.expand import EXPANSIONS
+from partway.propagation.rules.rule import Localize, Row
+from partway.propagation.rules.table import has_row
 from partway.propagation.torch_internals import (
     CustomOpDef,
     OpOverload,

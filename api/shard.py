@@ -29,21 +29,21 @@ from partway.guard import Guard, asked, modes, warn_of_modes
 from partway.materialize import Init, check_materialized, materialize
 from partway.placing import Change, Placing, placing
 from partway.planning import begin_call, calls, planning
-from partway.propagation.accumulate import Accumulation
-from partway.propagation.afterwards import afterwards
-from partway.propagation.capture import capturing, state_of
-from partway.propagation.graph import Role
-from partway.propagation.hooks import rest_outside
-from partway.propagation.overlap import Memory, shared
-from partway.propagation.plan import Plan
-from partway.propagation.questions import Answer
-from partway.propagation.stand_ins import attributes_of
-from partway.propagation.structure import Call, check_call, flatten, flatten_call, name_of
+from partway.propagation.capture.capture import capturing, state_of
+from partway.propagation.capture.hooks import rest_outside
+from partway.propagation.capture.overlap import Memory, shared
+from partway.propagation.capture.stand_ins import attributes_of
+from partway.propagation.graph.port import Role
+from partway.propagation.graph.question import Answer
+from partway.propagation.graph.structure import Call, check_call, flatten, flatten_call, name_of
+from partway.propagation.plan.plan import Plan
+from partway.propagation.program.accumulate import Accumulation
 from partway.rule import rules, version
 from partway.runtime.process import launched
 from partway.runtime.step import CompiledStep, Generators, Waiting, generators, put_back
 from partway.state import Asks, fact
 from partway.strategy import Layout, Problem, RuntimeStateError, StrategyError, raise_problems
+from partway.strategy.afterwards import afterwards
 
 
 def shard(

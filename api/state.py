@@ -42,9 +42,9 @@ import torch
 from torch import Tensor, nn
 
 from partway.held import held, unread
-from partway.propagation.capture import state_of
-from partway.propagation.hooks import Noted, tracks
-from partway.propagation.structure import Same, flatten, name_of
+from partway.propagation.capture.capture import state_of
+from partway.propagation.capture.hooks import Noted, tracks
+from partway.propagation.graph.structure import Same, flatten, name_of
 from partway.propagation.torch_internals import module_hooks
 from partway.strategy import CaptureError
 

@@ -37,7 +37,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import partway as pw
-from partway.propagation.lower import Collective
+from partway.propagation.program.lower import Collective
 from partway.workloads import Linear, ResNet50
 
 DEVICES = 8

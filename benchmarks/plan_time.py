@@ -45,13 +45,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from partway.annotate import Request, annotate
 from partway.compile import device_profile, settings_of, uncollected
 from partway.context import AlgoParameters, ParallelContext
-from partway.propagation.capture import capture
-from partway.propagation.differentiate import differentiate
-from partway.propagation.graph import differentiated
-from partway.propagation.lower import lower
-from partway.propagation.plan import make_plan
-from partway.propagation.problem import formulate
-from partway.propagation.search import SearchMode, search
+from partway.propagation.capture.capture import capture
+from partway.propagation.graph.graph import differentiated
+from partway.propagation.plan.plan import make_plan
+from partway.propagation.program.differentiate import differentiate
+from partway.propagation.program.lower import lower
+from partway.propagation.search.problem import formulate
+from partway.propagation.search.search import SearchMode, search
 from partway.strategy import Mesh
 
 MODE = SearchMode.DYNAMIC_PROGRAMMING

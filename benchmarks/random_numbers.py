@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partway as pw
-from partway.propagation.random_numbers import RandomNumbers, draw, keys
+from partway.propagation.ops.random_numbers import RandomNumbers, draw, keys
 from partway.runtime.process import get_group_size, get_rank, init, launched, shutdown
 from partway.strategy.cut import Cut
 

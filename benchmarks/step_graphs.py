@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from partway.propagation.collectives import convert, convert_group, kind_of
-from partway.propagation.graph import Role
-from partway.propagation.indexing import position
+from partway.propagation.graph.port import Role
+from partway.propagation.ops.collectives import convert, convert_group, kind_of
+from partway.propagation.ops.indexing import position
 from partway.runtime.parameters import gradient_of
 from partway.strategy import Mesh
 from partway.strategy.placement import Kind, Shard, placement_from_code

@@ -53,7 +53,7 @@ from torch.multiprocessing.spawn import spawn
 import partway as pw
 from partway.calibrate import calibrate
 from partway.contenders import disagreements, one_rank, quartiles, spread, timed_step, turns
-from partway.propagation.profile import DeviceProfile
+from partway.propagation.cost.profile import DeviceProfile
 from partway.workloads import Workload, gpt2, mlp, resnet50, tiny
 
 SIMULATED = 8

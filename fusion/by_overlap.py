@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import by_size
+from ..fusion import by_size
 from .policy import AUTO_MB, MB, Groups, Key, Member
 
 Floats = NDArray[np.float64]

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..propagation.collectives import convert, convert_group, kind_of, payload_bytes
-from ..propagation.graph import Text
-from ..propagation.profile import DeviceProfile
+from ..fusion import by_index, by_overlap, by_size
+from ..propagation.cost.profile import DeviceProfile
+from ..propagation.graph.graph import Text
+from ..propagation.ops.collectives import convert, convert_group, kind_of, payload_bytes
 from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind, placement_from_code
-from . import by_index, by_overlap, by_size
 from .cycles import split_cycles
 from .policy import AUTO_MB, MB, Fusion, FusionMode, FusionPolicies, Groups, Key, Member
 from .schedule import UNHEARD, Unit, Work, events_of, play, work_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..propagation.collectives import kind_of
+from ..propagation.ops.collectives import kind_of
 from ..strategy.choice import Choice
 from ..strategy.errors import ContextError
 from ..strategy.placement import Kind

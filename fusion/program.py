@@ -8,11 +8,11 @@ from functools import cached_property
 
 from torch import fx
 
-from ..propagation.collectives import convert, convert_group
-from ..propagation.cost import collective_seconds
-from ..propagation.differentiate import Step
-from ..propagation.lower import Collective, collective, program_lines
-from ..propagation.profile import DeviceProfile
+from ..propagation.cost.cost import collective_seconds
+from ..propagation.cost.profile import DeviceProfile
+from ..propagation.ops.collectives import convert, convert_group
+from ..propagation.program.differentiate import Step
+from ..propagation.program.lower import Collective, collective, program_lines
 from ..strategy.mesh import Mesh
 from .fuse import fuse
 from .policy import FusionPolicies

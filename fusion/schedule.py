@@ -6,7 +6,7 @@ collective waits for it, and what stands behind that operator waits too. This is
 (`runtime/execute.py`). The backward starts when all of the forward has ended.
 
 Views, and conversions that only change a tensor's meaning, take no time. All other operators take that of a roofline
-(`propagation/cost.py`), with PyTorch's formulas for the FLOPs of matrix products, convolutions and attention.
+(`propagation/cost/cost.py`), with PyTorch's formulas for the FLOPs of matrix products, convolutions and attention.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ..propagation.collectives import convert, convert_group, kind_of, payload_bytes
-from ..propagation.cost import collective_cost, operator_seconds
-from ..propagation.differentiate import Step
-from ..propagation.graph import Text
-from ..propagation.problem import is_view
-from ..propagation.profile import DeviceProfile
-from ..propagation.segments import Like, pieces_of
+from ..propagation.cost.cost import collective_cost, operator_seconds
+from ..propagation.cost.profile import DeviceProfile
+from ..propagation.graph.graph import Text
+from ..propagation.ops.collectives import convert, convert_group, kind_of, payload_bytes
+from ..propagation.program.differentiate import Step
+from ..propagation.program.segments import Like, pieces_of
+from ..propagation.search.problem import is_view
 from ..propagation.torch_internals import FakeTensorMode
 from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind, placement_from_code

@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..propagation.collectives import convert, kind_of
-from ..propagation.differentiate import Step, returned_by
-from ..propagation.graph import Role, Text
+from ..propagation.graph.graph import Text
+from ..propagation.graph.port import Role
+from ..propagation.ops.collectives import convert, kind_of
+from ..propagation.program.differentiate import Step, returned_by
 from ..strategy.placement import Kind
 from .fuse import group, member, rebuild
 from .policy import Fusion, FusionMode, Groups

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..propagation.lower import PlacedPort
+from ..propagation.program.lower import PlacedPort
 from ..strategy.cut import Strip, Window
 from ..strategy.errors import RuntimeStateError
 from ..strategy.layout import Layout
@@ -31,18 +31,7 @@ from ..strategy.torch_mesh import own_group, to_device_mesh
 from .instructions import Bind, Code, Conversion, Instruction, Mark, Run, compile_code, local_conversion
 from .process import device_type
 from .record import note
-from .slices import (
-    Placed,
-    addends_of,
-    first_row,
-    full_part,
-    joined,
-    part_of,
-    pieces,
-    short_part,
-    slice_of,
-    window_of,
-)
+from .slices import Placed, addends_of, first_row, full_part, joined, part_of, pieces, short_part, slice_of, window_of
 from .strides import contiguous, laid_out
 from .torch_internals import coalescing_manager, timeout_of
 from .watch import told, watch

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..propagation.collectives import convert, convert_group, kind_of
-from ..propagation.differentiate import returned_by
-from ..propagation.graph import Text, draws_random_numbers
-from ..propagation.hooks import HOOKS
-from ..propagation.indexing import position
+from ..propagation.graph.graph import Text, draws_random_numbers
+from ..propagation.ops.collectives import convert, convert_group, kind_of
+from ..propagation.ops.hooked import HOOKS
+from ..propagation.ops.indexing import position
+from ..propagation.program.differentiate import returned_by
 from ..propagation.torch_internals import FakeTensorMode
 from ..strategy.placement import Kind
 from .instructions import members_late

@@ -24,13 +24,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from ..propagation import lower as planned
-from ..propagation.batch_norm import OWN_MEMORY
-from ..propagation.collectives import convert, convert_group, payload_bytes
-from ..propagation.graph import draws_random_numbers
-from ..propagation.hooks import calls_hook
-from ..propagation.indexing import position
-from ..propagation.random_numbers import draw
+from ..propagation.graph.graph import draws_random_numbers
+from ..propagation.ops.batch_norm import OWN_MEMORY
+from ..propagation.ops.collectives import convert, convert_group, payload_bytes
+from ..propagation.ops.hooked import calls_hook
+from ..propagation.ops.indexing import position
+from ..propagation.ops.random_numbers import draw
+from ..propagation.program import lower as planned
 from ..propagation.torch_internals import OpOverload, makes_memory
 from ..strategy.cut import Cut, Window
 from ..strategy.placement import Kind, Placement, Shard, kind, placement_from_code

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..fusion.timeline import COMMUNICATION, COMPUTE, Span
-from ..propagation.cost import wire_bytes
+from ..propagation.cost.cost import wire_bytes
 from ..strategy.placement import Kind
 from .instructions import Code, Conversion, Instruction, Mark
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..propagation.lower import PlacedPort
+from ..propagation.program.lower import PlacedPort
 from ..strategy.cut import Strip, Window
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh

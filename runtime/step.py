@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, fx
 from torch.autograd import forward_ad
 
-from ..propagation.accumulate import Accumulation
-from ..propagation.apart import entangled
-from ..propagation.differentiate import Step, is_port
-from ..propagation.graph import Role, Text, draws_random_numbers
-from ..propagation.lower import Conversion, PlacedPort
+from ..propagation.graph.graph import Text, draws_random_numbers
+from ..propagation.graph.port import Role
+from ..propagation.program.accumulate import Accumulation
+from ..propagation.program.apart import entangled
+from ..propagation.program.differentiate import Step, is_port
+from ..propagation.program.lower import Conversion, PlacedPort
 from ..propagation.torch_internals import is_batched
 from ..strategy.choice import Choice
 from ..strategy.errors import RuntimeStateError

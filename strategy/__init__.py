@@ -20,16 +20,7 @@ from .errors import (
 )
 from .layout import Layout
 from .mesh import Mesh
-from .notation import (
-    Annotation,
-    coarsest_mesh,
-    from_dtensor,
-    meshes_of,
-    to_dtensor,
-    to_ints,
-    to_names,
-    to_placements,
-)
+from .notation import Annotation, coarsest_mesh, from_dtensor, meshes_of, to_dtensor, to_ints, to_names, to_placements
 from .placement import (
     BROADCAST,
     PARTIAL,

@@ -41,8 +41,8 @@ ALLOWED = {
     ("api/workloads.py", "import_module", 1): "the module that a person names on the command line, as `python -m` does",
     ("api/data/web_decode.py", "np.load", 1): "of an .npz file, with allow_pickle=False",
     ("api/data/web_pipeline.py", "gopen", 1): "opens shards; commands only where `allow` names them",
-    ("propagation/control.py", "compile", 1): "what capture wrote in this process, never an argument",
-    ("propagation/control.py", "exec", 1): "see above",
+    ("propagation/ops/functions.py", "compile", 1): "what capture wrote in this process, never an argument",
+    ("propagation/ops/functions.py", "exec", 1): "see above",
     ("runtime/execute.py", "objects between ranks", 1): "pickled by another process of the same job, for this one",
     ("runtime/instructions.py", "compile", 1): "the lines of a program: slots, operators' names and literals",
     ("runtime/instructions.py", "exec", 1): "see above",
@@ -100,7 +100,13 @@ def test_every_place_that_could_run_data_is_listed_with_its_reason() -> None:
 
 def test_all_modules_are_looked_at() -> None:
     names = set(found())
-    assert {"api/cache.py", "api/data/web.py", "strategy/files.py", "propagation/stored.py", "runtime/step.py"} <= names
+    assert {
+        "api/cache.py",
+        "api/data/web.py",
+        "strategy/files.py",
+        "propagation/plan/stored.py",
+        "runtime/step.py",
+    } <= names
     assert len(names) > 100
 
 

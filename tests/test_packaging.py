@@ -59,8 +59,8 @@ def test_every_data_file_of_the_table_is_installed(package: str) -> None:
 
 
 def test_the_device_profiles_are_in_the_table() -> None:
-    assert PROJECT["tool"]["setuptools"]["package-data"]["partway.propagation"] == ["profiles/*.json"]
-    assert {p.suffix for p in (CHECKOUT / "propagation" / "profiles").iterdir()} == {".json"}
+    assert PROJECT["tool"]["setuptools"]["package-data"]["partway.propagation.cost"] == ["profiles/*.json"]
+    assert {p.suffix for p in (CHECKOUT / "propagation" / "cost" / "profiles").iterdir()} == {".json"}
 
 
 def test_type_checkers_are_told_that_the_package_is_typed() -> None:

@@ -16,7 +16,7 @@ from partway import bench
 from partway.bench import Case, Comparison, Figures, bench_fusion, check_plot, gradients_of, policies, workload
 from partway.cli import app
 from partway.fusion import Fusion
-from partway.propagation.profile import profile_of
+from partway.propagation.cost.profile import profile_of
 from partway.strategy import RuntimeStateError
 from partway.workloads import gpt2, mlp, tiny
 

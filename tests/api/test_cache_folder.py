@@ -19,9 +19,9 @@ import torch
 
 import partway as pw
 from partway.fusion.program import Program
-from partway.propagation.capture import capture
-from partway.propagation.graph import Graph
-from partway.propagation.stored import NoFormError, WrongFormError, dump, load
+from partway.propagation.capture.capture import capture
+from partway.propagation.graph.graph import Graph
+from partway.propagation.plan.stored import NoFormError, WrongFormError, dump, load
 from partway.strategy import files
 from partway.strategy.files import write_whole
 

@@ -13,8 +13,8 @@ import partway as pw
 from partway import calibrate as module
 from partway.calibrate import KINDS, Fit, Sample, calibrate, fit, group_sizes
 from partway.cli import app
-from partway.propagation.cost import collective_seconds, steps
-from partway.propagation.profile import DeviceProfile, profile_of
+from partway.propagation.cost.cost import collective_seconds, steps
+from partway.propagation.cost.profile import DeviceProfile, profile_of
 from partway.strategy import Mesh, RuntimeStateError, StrategyError
 from partway.strategy.placement import Kind
 

@@ -36,7 +36,7 @@ import partway as pw
 from partway import data
 from partway.cli import app
 from partway.context import AlgoParameters, ParallelContext
-from partway.propagation.profile import profile_of
+from partway.propagation.cost.profile import profile_of
 from partway.strategy.errors import shown
 
 MESH = {"dp": 2, "tp": 2}

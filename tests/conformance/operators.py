@@ -46,13 +46,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from partway.propagation.capture import capture
-from partway.propagation.cost import WEIGHTS, Level
-from partway.propagation.differentiate import differentiate
-from partway.propagation.graph import (
+from partway.propagation.capture.capture import capture
+from partway.propagation.cost.cost import WEIGHTS, Level
+from partway.propagation.cost.profile import profile_of
+from partway.propagation.graph.graph import (
     Graph,
-    Port,
-    Role,
     constant_nodes,
     differentiated,
     draws_random_numbers,
@@ -62,11 +60,12 @@ from partway.propagation.graph import (
     source_of,
     tensor_of,
 )
-from partway.propagation.lower import lower, verify_program
-from partway.propagation.problem import SearchProblem, Settings, VertexKind, formulate
-from partway.propagation.profile import profile_of
-from partway.propagation.search import dynamic_programming
-from partway.propagation.structure import flatten
+from partway.propagation.graph.port import Port, Role
+from partway.propagation.graph.structure import flatten
+from partway.propagation.program.differentiate import differentiate
+from partway.propagation.program.lower import lower, verify_program
+from partway.propagation.search.problem import SearchProblem, Settings, VertexKind, formulate
+from partway.propagation.search.search import dynamic_programming
 from partway.runtime.simulate import Simulator
 from partway.runtime.step import CompiledStep
 from partway.strategy import Layout, Mesh, Shard

@@ -196,7 +196,7 @@ def parameter_broadcast(s: Script) -> None:
 
 @case("another `device_profile`")
 def profile(s: Script) -> None:
-    from partway.propagation.profile import profile_of
+    from partway.propagation.cost.profile import profile_of
 
     found = profile_of("cpu")
     found = found.model_copy(update={"memory_bandwidth": found.memory_bandwidth * (1 + s.other)})

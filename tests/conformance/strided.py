@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partway.propagation.structure import flatten
+from partway.propagation.graph.structure import flatten
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from operators import fresh
 from torch import Tensor, nn
 
 import partway as pw
-from partway.propagation.structure import flatten
+from partway.propagation.graph.structure import flatten
 from partway.strategy.errors import PartwayError
 
 QUICK = ("nn.GroupNorm", "nn.MaxPool2d", "nn.MultiLabelMarginLoss")

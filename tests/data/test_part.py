@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import partway as pw
 from partway.data import Part, part_of, planned_part, to_global
-from partway.propagation.graph import Role
+from partway.propagation.graph.port import Role
 
 SHAPE = (16, 3, 8, 64)
 

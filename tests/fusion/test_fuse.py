@@ -15,20 +15,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import partway as pw
-from partway.fusion import (
-    Fusion,
-    FusionMode,
-    FusionPolicies,
-    Member,
-    gradient_collectives,
-    member,
-    weight_gathers,
-)
+from partway.fusion import Fusion, FusionMode, FusionPolicies, Member, gradient_collectives, member, weight_gathers
 from partway.fusion import fuse as fuse_by
 from partway.fusion.program import make_program
-from partway.propagation.collectives import convert, convert_group, kind_of
-from partway.propagation.graph import Text
-from partway.propagation.profile import profile_of
+from partway.propagation.cost.profile import profile_of
+from partway.propagation.graph.graph import Text
+from partway.propagation.ops.collectives import convert, convert_group, kind_of
 from partway.runtime.simulate import Simulator
 from partway.runtime.step import CompiledStep
 from partway.strategy import Mesh

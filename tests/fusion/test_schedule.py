@@ -18,9 +18,9 @@ from partway.fusion import Fusion, FusionMode, FusionPolicies, predict
 from partway.fusion.by_overlap import Compute, Offer, Send
 from partway.fusion.program import make_program
 from partway.fusion.schedule import UNHEARD, Work, events_of, play, work_of
-from partway.propagation.collectives import convert
-from partway.propagation.cost import collective_seconds, operator_seconds
-from partway.propagation.profile import profile_of
+from partway.propagation.cost.cost import collective_seconds, operator_seconds
+from partway.propagation.cost.profile import profile_of
+from partway.propagation.ops.collectives import convert
 from partway.strategy import Mesh
 from partway.strategy.errors import StrategyError
 from partway.strategy.placement import Kind

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partway as pw
-from partway.propagation.accumulate import accumulation
+from partway.propagation.program.accumulate import accumulation
 from partway.strategy import Kind
 
 BATCHES = [torch.linspace(-1, 1, rows * 16, dtype=torch.float64).view(rows, 16) for rows in (1024, 1024, 1024, 512)]

@@ -19,8 +19,8 @@ from zoo import CASES
 import partway as pw
 from partway.cache import named
 from partway.fusion.program import Program
-from partway.propagation.capture import capture
-from partway.propagation.stored import dump, load
+from partway.propagation.capture.capture import capture
+from partway.propagation.plan.stored import dump, load
 
 compile_module = sys.modules["partway.compile"]  # `partway.compile` is the function
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import partway as pw
-from partway.propagation.profile import profile_of
+from partway.propagation.cost.profile import profile_of
 
 Reference = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 Ranks = Callable[..., Any]

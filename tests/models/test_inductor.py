@@ -10,8 +10,8 @@ from torch import fx, nn
 from zoo import CASES
 
 import partway as pw
-from partway.propagation.collectives import convert, convert_group
-from partway.propagation.graph import draws_random_numbers
+from partway.propagation.graph.graph import draws_random_numbers
+from partway.propagation.ops.collectives import convert, convert_group
 from partway.runtime import Simulator
 from partway.runtime.inductor import compile_regions, example
 from partway.runtime.instructions import assemble_code

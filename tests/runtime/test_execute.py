@@ -12,19 +12,10 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from partway.propagation.collectives import convert, convert_group
-from partway.propagation.indexing import position
-from partway.propagation.windows import Halo, Strided
-from partway.runtime import (
-    Simulator,
-    Worker,
-    broadcast,
-    device_mesh,
-    execute,
-    join,
-    record_collectives,
-    split,
-)
+from partway.propagation.ops.collectives import convert, convert_group
+from partway.propagation.ops.indexing import position
+from partway.propagation.rules.windows import Halo, Strided
+from partway.runtime import Simulator, Worker, broadcast, device_mesh, execute, join, record_collectives, split
 from partway.runtime.execute import process_group
 from partway.runtime.instructions import assemble_code
 from partway.strategy import (

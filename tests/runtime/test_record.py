@@ -11,7 +11,7 @@ from torch import fx, nn
 
 import partway as pw
 from partway.fusion.timeline import COMMUNICATION, COMPUTE
-from partway.propagation.collectives import convert
+from partway.propagation.ops.collectives import convert
 from partway.runtime import Simulator
 from partway.runtime.instructions import assemble_code
 from partway.runtime.record import begin, marking

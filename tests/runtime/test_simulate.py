@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from partway.propagation.collectives import convert, convert_group
-from partway.propagation.cost import wire_bytes
+from partway.propagation.cost.cost import wire_bytes
+from partway.propagation.ops.collectives import convert, convert_group
 from partway.runtime import Simulator, join, record_collectives, split
 from partway.runtime.instructions import assemble_code
 from partway.runtime.slices import Placed

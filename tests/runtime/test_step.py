@@ -10,15 +10,16 @@ from torch import nn
 
 from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.fusion.program import make_program
-from partway.propagation.capture import capture
-from partway.propagation.cost import WEIGHTS, Level
-from partway.propagation.differentiate import differentiate
-from partway.propagation.graph import Role, differentiated
-from partway.propagation.lower import lower, verify_program
-from partway.propagation.problem import Settings, formulate
-from partway.propagation.profile import profile_of
-from partway.propagation.random_numbers import RandomNumbers
-from partway.propagation.search import dynamic_programming
+from partway.propagation.capture.capture import capture
+from partway.propagation.cost.cost import WEIGHTS, Level
+from partway.propagation.cost.profile import profile_of
+from partway.propagation.graph.graph import differentiated
+from partway.propagation.graph.port import Role
+from partway.propagation.ops.random_numbers import RandomNumbers
+from partway.propagation.program.differentiate import differentiate
+from partway.propagation.program.lower import lower, verify_program
+from partway.propagation.search.problem import Settings, formulate
+from partway.propagation.search.search import dynamic_programming
 from partway.runtime import (
     CompiledStep,
     Simulator,

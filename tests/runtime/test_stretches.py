@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from partway.propagation.collectives import convert, convert_group
+from partway.propagation.ops.collectives import convert, convert_group
 from partway.runtime import Simulator, record_collectives
 from partway.runtime.instructions import _in_few_variables, assemble_code
 from partway.runtime.simulate import split

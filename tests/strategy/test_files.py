@@ -12,7 +12,7 @@ import torch
 
 import partway as pw
 from partway.fusion import save_chrome_trace
-from partway.propagation.profile import profile_of
+from partway.propagation.cost.profile import profile_of
 from partway.strategy.errors import StrategyError, shown
 from partway.strategy.files import read, save, write_whole
 

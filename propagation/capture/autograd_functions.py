@@ -1,0 +1,212 @@
+"""The backward that a torch.autograd.Function brings along, in a graph of which autograd is to make the backward.
+
+torch.export leaves the operators of the Function's forward and nothing of its backward, so that the gradient would be
+another one. A backward is linear in the gradient it is given: g ↦ B g. With Bᵀ its transpose,
+
+    y = detach(forward(x)) + Bᵀ (x - detach(x))
+
+has the value of the forward, and its gradient is B g. Plain operators all, they are planned like any others.
+
+While a function is captured (`recorded`) the backward is called on a stand-in for the gradient, and two operators note
+where it is; `adopt` then makes Bᵀ of what stands between them.
+
+    partway::cotangent(y)        a stand-in for the gradient of y
+    partway::with_backward(outputs, cotangents, inputs, gradients)
+                                 the outputs, whose backward makes `gradients` of `cotangents`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd import Function
+
+from ...strategy.afterwards import afterwards
+from ...strategy.errors import CaptureError
+from ..graph.graph import module_path, source_line, source_of, value
+from ..rules.builder import Builder
+from ..torch_internals import make_fx
+
+aten = torch.ops.aten
+
+_LIBRARY = torch.library.Library("partway", "FRAGMENT")
+_LIBRARY.define("cotangent(Tensor y) -> Tensor")
+_LIBRARY.define("with_backward(Tensor[] outputs, Tensor[] cotangents, Tensor[] inputs, Tensor[] gradients) -> Tensor[]")
+cotangent = torch.ops.partway.cotangent.default
+with_backward = torch.ops.partway.with_backward.default
+
+
+@torch.library.register_fake("partway::cotangent")  # type: ignore[untyped-decorator]
+def _fake_cotangent(y: Tensor) -> Tensor:
+    return torch.empty_like(y)
+
+
+@torch.library.register_fake("partway::with_backward")  # type: ignore[untyped-decorator]
+def _fake_with_backward(outputs: list[Tensor], *_: Any) -> list[Tensor]:
+    return [torch.empty_like(y) for y in outputs]
+
+
+class _Context:
+    """What a Function's forward leaves for its backward."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple[Tensor | None, ...] = ()
+        self.constant: tuple[Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def save_for_forward(self, *tensors: Tensor | None) -> None:
+        pass
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        self.constant = tensors
+
+    def mark_dirty(self, *_: Tensor) -> None:
+        raise CaptureError("writes to its arguments in place (mark_dirty); let its forward return new tensors")
+
+    def set_materialize_grads(self, _: bool) -> None:
+        pass  # the stand-ins are tensors always
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """While a function is captured, calls of Functions in this thread are recorded with their backward. (PyTorch's own,
+    as those of torch.utils.checkpoint, are left to it.)
+
+    `apply` is replaced meanwhile: PyTorch has nothing that would tell of such a call, neither a mode nor a key of its
+    dispatcher sees it, and without it the gradients would silently be others."""
+    plain, thread = Function.__dict__["apply"], threading.get_ident()
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        ours = threading.get_ident() == thread and cls.__module__.split(".")[0] != "torch"
+        if not ours or not torch.is_grad_enabled():
+            return plain.__get__(None, cls)(*args, **kwargs)
+        try:
+            return _record(cls, args, kwargs)
+        except CaptureError as error:
+            raise CaptureError(f"{cls.__qualname__}, a torch.autograd.Function, {error}") from None
+
+    with afterwards(lambda: setattr(Function, "apply", plain)):
+        Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        yield
+
+
+def _record(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run forward and backward of the Function `cls`, and note which is which."""
+    context = _Context(tuple(isinstance(a, Tensor) and a.is_floating_point() for a in args))
+    if cls.setup_context is not Function.setup_context:
+        bound = inspect.signature(cls.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        args = bound.args
+        context.needs_input_grad = tuple(isinstance(a, Tensor) and a.is_floating_point() for a in args)
+        found = cls.forward(*args)
+        cls.setup_context(context, args, found)
+    else:
+        found = cls.forward(context, *args, **kwargs)
+    results = found if isinstance(found, tuple) else (found,)
+    stand_ins = [cotangent(y) if isinstance(y, Tensor) else None for y in results]
+    made = inspect.unwrap(cls.backward)(context, *stand_ins)
+    made = made if isinstance(made, tuple) else (made,)
+    pairs = [(x, g) for x, g in zip(args, made, strict=False) if isinstance(x, Tensor) and isinstance(g, Tensor)]
+    able = [i for i, y in enumerate(results) if isinstance(y, Tensor) and y.is_floating_point()]
+    able = [i for i in able if not any(results[i] is y for y in context.constant)]
+    new = list(results)
+    if able and pairs:
+        inputs, gradients = (list(side) for side in zip(*pairs, strict=True))
+        outputs = with_backward([results[i] for i in able], [stand_ins[i] for i in able], inputs, gradients)
+        for i, y in zip(able, outputs, strict=True):
+            new[i] = y
+    new = [y.detach() if isinstance(y, Tensor) and i not in able else y for i, y in enumerate(new)]
+    return tuple(new) if isinstance(found, tuple) else new[0]
+
+
+def adopt(module: fx.GraphModule) -> None:
+    """Write every noted backward as its transpose (in place; capture owns the module)."""
+    for node in list(module.graph.nodes):
+        if node.target is with_backward:
+            _transpose(Builder(module.graph, node, 1, {}), node)
+    module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+
+
+def _transpose(b: Builder, node: fx.Node) -> None:
+    outputs, cotangents, inputs, gradients = (list(part) for part in node.args)  # type: ignore[arg-type]
+    moved = [b(aten.sub.Tensor, x, b(aten.detach.default, x)) for x in inputs]
+    added: list[fx.Node | None] = [None] * len(outputs)
+    for x, gradient in zip(moved, gradients, strict=True):
+        for j, addend in enumerate(_transposed(b, cotangents, gradient, x)):
+            before = added[j]
+            added[j] = addend if before is None or addend is None else b(aten.add.Tensor, before, addend)
+            added[j] = added[j] if added[j] is not None else before
+    for item in list(node.users):
+        j = source_of(item).index
+        y, addend = b(aten.detach.default, outputs[j]), added[j]
+        item.replace_all_uses_with(y if addend is None else b(aten.add.Tensor, y, addend))
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)
+
+
+def _transposed(b: Builder, cotangents: list[fx.Node], gradient: fx.Node, x: fx.Node) -> list[fx.Node | None]:
+    """For each cotangent: what makes `gradient` of it, transposed, and given x. None: nothing does."""
+    inner = _between(cotangents, gradient)
+    if not inner:
+        return [None] * len(cotangents)
+    part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    outer = list({n: None for node in inner for n in node.all_input_nodes if n not in {*inner, *cotangents}})
+    for n in (*cotangents, *outer):
+        copies[n] = part.placeholder(n.name)
+    for n in inner:
+        copies[n] = part.node_copy(n, copies.__getitem__)
+    part.output(copies[gradient])
+    backward = fx.GraphModule({}, part)
+
+    def transpose(given: list[Tensor], others: list[Tensor], v: Tensor) -> list[Tensor | None]:
+        variables = [g.detach().requires_grad_() for g in given]
+        with torch.enable_grad():
+            made = fx.Interpreter(backward).run(*variables, *others)
+        v = v.to(made.dtype) if v.shape == made.shape else v.to(made.dtype).expand_as(made)
+        return list(torch.autograd.grad(made, variables, v, allow_unused=True)) if made.requires_grad else []
+
+    values = [value(n) for n in cotangents], [value(n).detach() for n in outer], value(x).detach()
+    traced = make_fx(transpose)(*values)
+    traced.graph.eliminate_dead_code()
+    placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
+    if any(n.users for n in placeholders[: len(cotangents)]):
+        where, line = module_path(gradient) or "the function", source_line(gradient)
+        raise CaptureError(
+            f"a torch.autograd.Function in {where} has a backward that is not linear in the gradient it is given, as "
+            "one that clips it; change the gradient after backward(), or do this part outside the sharded function"
+            + (f"\n  at {line}" if line else "")
+        )
+    env: dict[fx.Node, Any] = dict(zip(placeholders, [*cotangents, *outer, x], strict=True))
+    for n in traced.graph.nodes:
+        if n.op == "call_function":
+            args, kwargs = fx.node.map_arg((n.args, n.kwargs), env.__getitem__)
+            env[n] = b(n.target, *args, **kwargs)
+    final = next(n for n in traced.graph.nodes if n.op == "output").args[0]
+    return [None if n is None else env[n] for n in final] or [None] * len(cotangents)
+
+
+def _between(cotangents: list[fx.Node], gradient: fx.Node) -> list[fx.Node]:
+    """The nodes that `gradient` is made by from `cotangents`, in order."""
+    reached: dict[fx.Node, bool] = dict.fromkeys(cotangents, True)
+    order: list[fx.Node] = []
+    stack = [(gradient, False)]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            reached[node] = any(reached[n] for n in node.all_input_nodes)
+            if reached[node]:
+                order.append(node)
+        elif node not in reached:
+            reached[node] = False
+            stack.append((node, True))
+            stack += [(n, False) for n in node.all_input_nodes]
+    return order

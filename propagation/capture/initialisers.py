@@ -1,0 +1,92 @@
+"""What initialises the tensors of a module, as a Graph: a function whose inputs are at most what it found there.
+
+An initialiser writes into tensors in place. Run on fake ones, it becomes a graph that makes them, in which random
+numbers are drawn in parts like all others; so a rank computes its part of a parameter that no device could hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...strategy.afterwards import afterwards
+from ..graph.graph import Graph, verify
+from ..graph.port import Port, Role
+from ..graph.structure import flatten
+from ..ops.random_numbers import RandomNumbers
+from ..rules.expand import expand
+from ..torch_internals import FakeTensorMode, make_fx
+from .capture import prune
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """While it lasts `module` has `tensors` for its parameters and buffers of these names; afterwards its own again.
+    What it was given in place of them by then is in `tensors`, if that is a dict."""
+    places = {}
+    for name in tensors:
+        path, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(path)
+        store = owner._parameters if attribute in owner._parameters else owner._buffers
+        places[name] = store, attribute, store[attribute]
+
+    def restore() -> None:
+        for name, (store, attribute, own) in places.items():
+            if store[attribute] is not own:
+                if isinstance(tensors, dict):
+                    tensors[name] = store[attribute]
+                store[attribute] = own  # type: ignore[assignment]
+
+    with afterwards(restore):
+        for name, (store, attribute, _) in places.items():
+            store[attribute] = tensors[name]  # type: ignore[assignment]
+        yield
+
+
+def initial(
+    run: Callable[[], object], module: nn.Module, fresh: Sequence[str], made: Sequence[str],
+    aliases: Mapping[str, str], device: torch.device, random_numbers: RandomNumbers,
+) -> Graph:  # fmt: skip
+    """What `run` writes into the tensors of `module`: the outputs of the graph. Those called `fresh` have no values
+    yet, those called `made` have; `aliases` are other names of them. Raises what `run` and tracing raise where its
+    course depends on the values of tensors."""
+    like = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+    def written(*given: Tensor) -> tuple[Tensor, ...]:
+        tensors = {n: torch.empty(like[n].shape, dtype=like[n].dtype, device=device) for n in fresh}
+        tensors |= {name: tensor.clone() for name, tensor in zip(made, given, strict=True)}
+        every = {**tensors, **{alias: tensors[name] for alias, name in aliases.items()}}
+        with holding(module, every), torch.no_grad():
+            run()
+        return tuple(every[name] for name in tensors)
+
+    with FakeTensorMode():
+        given = [torch.empty(like[name].shape, dtype=like[name].dtype, device=device) for name in made]
+        traced = make_fx(torch.func.functionalize(written))(*given)
+    final = traced.graph.find_nodes(op="output")[0]
+    kept = [(name, node) for name, node in zip([*fresh, *made], final.args[0], strict=True) if not _untouched(node)]
+    final.args = (tuple(node for _, node in kept),)
+    expand(traced, random_numbers=random_numbers)
+    prune(traced)
+    inputs = []
+    for name, node in zip(made, traced.graph.find_nodes(op="placeholder"), strict=True):
+        if node.users:
+            inputs.append(Port(node, Role.PARAMETER, name))
+        else:
+            traced.graph.erase_node(node)
+    nodes: Any = final.args[0]
+    outputs = tuple(Port(node, Role.RESULT, name) for node, (name, _) in zip(nodes, kept, strict=True))
+    return verify(Graph(traced, tuple(inputs), outputs, flatten(())[1], {}, {}, device.type))
+
+
+def _untouched(node: fx.Node) -> bool:
+    """Whether an output is what the initialiser was given."""
+    if node.target is aten.clone.default:
+        return node.all_input_nodes[0].op == "placeholder"
+    return node.target is aten.empty.memory_format

@@ -1,0 +1,408 @@
+"""The cost of every conversion between two layouts of one tensor, and the cheapest way to do it.
+
+A conversion is a chain of steps of the placement algebra. A step takes one axis, or several that are placed alike,
+from one placement to another: one all_reduce over two axes sends less than two, one over each. A dim that several
+axes split is cut by them in mesh order, so a step may put or take away a split of a dim only on the last axes that
+split it. The cheapest chains from a layout to all others are a shortest-path problem on the grid of layouts;
+`ConversionTable` relaxes it axis by axis until nothing improves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...strategy.cut import Cut
+from ...strategy.layout import Layout, layout
+from ...strategy.mesh import Mesh
+from ...strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement, Shard, converts, kind, transpose
+from .cost import Weights, collective_cost
+from .profile import DeviceProfile
+
+Floats = NDArray[np.float64]
+Codes = NDArray[np.intp]
+CHUNK = 2**16  # costs that are relaxed at a time: they stay in the cache
+_SLACK = 1 / 8  # how much of what ranks store for good may mean nothing, without being asked for
+_STEP = 1e-13  # seconds: of two ways that cost the same the shorter one wins, and no way is a circle
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a conversion: all of `axes` go from `source` to `target`, giving `after`, at the weighed `cost` of
+    forward and backward."""
+
+    axes: tuple[str, ...]
+    source: Placement
+    target: Placement
+    after: Layout
+    cost: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class _Move:
+    """All steps over one set of axes. `codes[s, o]` is the layout that has state s on these axes, the other axes
+    standing as in o; `cost[s, t, o]` is the cost of the step from there to state t."""
+
+    axes: tuple[int, ...]
+    codes: Codes
+    cost: Floats
+
+    @cached_property
+    def states(self) -> list[int]:
+        """The states that a step can start from."""
+        steps: NDArray[np.bool_] = np.any(np.isfinite(self.cost), axis=2)
+        np.fill_diagonal(steps, False)
+        found: list[int] = np.flatnonzero(np.any(steps, axis=1)).tolist()
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class ConversionTable:
+    """Costs between all layouts of tensors of one shape. A layout is known by its code: its states, one digit per
+    axis. `gradient`: the backward of a conversion runs too; `partial`: how what the ranks hold under Partial makes the
+    value ("sum" or "max"; None: there is no Partial); `barred`: steps that make the conversions impossible whose
+    cheapest chain has one of them, each as (axes, from, to); `tied`: axes along which there is no step at all; `stays`:
+    parts stay where they are, so that there is no step that gathers or exchanges them, forward or backward; `again`: a
+    gather runs once more in the backward; `short`: sizes of dims that may be cut into more parts than they have
+    elements."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    partial: str | None
+    gradient: bool
+    mesh: Mesh
+    profile: DeviceProfile
+    weights: Weights
+    barred: frozenset[tuple[tuple[str, ...], Placement, Placement]] = frozenset()
+    tied: tuple[str, ...] = ()
+    stays: bool = False
+    again: bool = False
+    short: frozenset[int] = frozenset()
+
+    @cached_property
+    def states(self) -> tuple[Placement, ...]:
+        """The placements that one axis may have, the splits first; a layout is one of them for each axis."""
+        dims = [Shard(d) for d, size in enumerate(self.shape) if size > 1]
+        return (*dims, REPLICATE, BROADCAST, *([Partial(self.partial)] if self.partial else []))
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """All layouts, by code; some have more parts than the shape has elements (`valid`)."""
+        return _layouts(self.mesh, self.states)
+
+    @cached_property
+    def index(self) -> dict[Layout, int]:
+        """The code of each layout."""
+        return _index(self.mesh, self.states)
+
+    @cached_property
+    def digits(self) -> Codes:
+        """The state of each axis, for every code."""
+        return digits_of(len(self.states), len(self.mesh.axes))
+
+    def parts(self, dim: int) -> Codes:
+        """Into how many parts `dim` is split, for every code."""
+        if Shard(dim) not in self.states:
+            return np.ones(len(self.digits), dtype=np.intp)
+        found: Codes = np.where(self.digits == self.states.index(Shard(dim)), self.mesh.sizes, 1).prod(axis=1)
+        return found
+
+    @cached_property
+    def valid(self) -> NDArray[np.bool_]:
+        """Whether each layout has an element of every split dim for each part, where it has to."""
+        valid = np.ones(len(self.digits), dtype=bool)
+        for dim, size in enumerate(self.shape):
+            if size not in self.short:
+                valid &= (self.parts(dim) == 1) | (size >= self.parts(dim))
+        return valid
+
+    @cached_property
+    def nearly_even(self) -> NDArray[np.bool_]:
+        """Whether each layout cuts the shape as a DTensor is cut, into parts of which little is behind the ends."""
+        found = np.ones(len(self.digits), dtype=bool)
+        for dim, size in enumerate(self.shape):
+            parts = self.parts(dim)
+            found &= -(-size // parts) * parts <= size * (1 + _SLACK)
+        for code in np.flatnonzero(found & ~self.even):
+            found[code] = self.layouts[code].chunks(self.shape)
+        return found
+
+    @cached_property
+    def even(self) -> NDArray[np.bool_]:
+        """Whether each layout divides the shape evenly."""
+        even = np.ones(len(self.digits), dtype=bool)
+        for dim, size in enumerate(self.shape):
+            even &= size % self.parts(dim) == 0
+        return even
+
+    @cached_property
+    def held(self) -> Floats:
+        """The bytes of one rank's part, for every code; where slices are uneven, of the largest."""
+        found = np.full(len(self.digits), float(self.itemsize))
+        for dim, size in enumerate(self.shape):
+            found *= -(-size // self.parts(dim))
+        return found
+
+    def local_bytes(self, found: Layout) -> float:
+        """The bytes of one rank's part."""
+        return float(self.held[self.index[found]])
+
+    @property
+    def _splits(self) -> int:
+        return sum(isinstance(p, Shard) for p in self.states)
+
+    def kinds(self, source: Placement, target: Placement, phase: str) -> tuple[Kind, ...]:
+        """What a step does in the "forward" or the "backward"."""
+        found = step_kind(source, target, phase, self.gradient)
+        repeats = self.again and phase == "backward" and kind(source, target) is Kind.ALL_GATHER
+        return (found, Kind.ALL_GATHER) if repeats else (found,)
+
+    @cached_property
+    def cost(self) -> Floats:
+        """`cost[i, j]`: the weighted cost of layout i becoming layout j, forward and backward; inf: impossible."""
+        return self.rows(range(len(self.digits)))
+
+    def rows(self, sources: Iterable[int]) -> Floats:
+        """The rows of `cost` of these codes; only rows that were asked for are ever computed."""
+        sources = list(sources)
+        known = self._known
+        missing = [code for code in dict.fromkeys(sources) if code not in known]
+        if missing:
+            chunk = max(1, CHUNK // len(self.digits))
+            for start in range(0, len(missing), chunk):
+                part = missing[start : start + chunk]
+                found = self._distances(part)
+                known.update(zip(part, self._but_barred(found) if self.barred else found, strict=True))
+        return np.stack([known[code] for code in sources]) if sources else np.zeros((0, len(self.digits)))
+
+    @cached_property
+    def _known(self) -> dict[int, Floats]:
+        return {}
+
+    def _distances(self, sources: list[int]) -> Floats:
+        """Rows of `cost`: every move is tried in turn, until none has improved anything since it was last tried."""
+        best = np.full((len(self.digits), len(sources)), np.inf)
+        best[sources, np.arange(len(sources))] = 0.0
+        best[~self.valid] = np.inf
+        quiet, moves = 0, itertools.cycle(self._moves)
+        while quiet < len(self._moves):
+            move = next(moves)
+            here = best[move.codes]  # [state, others, source]
+            there = here.copy()
+            for state in move.states:
+                np.minimum(there, here[state] + move.cost[state][..., None], out=there)
+            quiet = quiet + 1 if np.array_equal(there, here) else 0  # a step after one of the same axes can pay too
+            best[move.codes] = there
+        return np.ascontiguousarray(best.T)
+
+    def _but_barred(self, distance: Floats) -> Floats:
+        """Rows of distances, with inf where the chain that `path` finds has a step that is barred."""
+        nearest = np.full(distance.shape, np.inf)
+        before = np.tile(np.arange(distance.shape[1]), (len(distance), 1))  # the layout that the last step starts from
+        found = np.zeros(distance.shape, dtype=bool)
+        for move in self._moves:
+            axes = tuple(self.mesh.axes[a] for a in move.axes)
+            for state, target in enumerate(self.states):
+                ways = distance[:, move.codes] + move.cost[:, state]  # [row, state, others]
+                ways[:, state] = np.inf
+                start = ways.argmin(axis=1)
+                cost = ways.min(axis=1)
+                to = move.codes[state]
+                barred = np.array([(axes, source, target) in self.barred for source in self.states])
+                better = (cost < nearest[:, to]) & (distance[:, to] > 0)
+                nearest[:, to] = np.where(better, cost, nearest[:, to])
+                before[:, to] = np.where(better, move.codes[start, np.arange(len(to))], before[:, to])
+                found[:, to] = np.where(better, barred[start], found[:, to])
+        while not np.array_equal(found, more := found | np.take_along_axis(found, before, axis=1)):
+            found = more
+        return np.where(found, np.inf, distance)
+
+    def spread(self, values: Floats, forward: bool) -> Floats:
+        """For every layout the least of `values[other] + cost[other, layout]`, or of `cost[layout, other]` where not
+        `forward`: without any row of `cost`."""
+        if self.barred:  # whether a chain is the cheapest one shows only at its end
+            least: Floats = (values[:, None] + (self.cost if forward else self.cost.T)).min(axis=0)
+            return least
+        best = np.where(self.valid, values, np.inf)
+        quiet, moves = 0, itertools.cycle(self._moves)
+        while quiet < len(self._moves):
+            move = next(moves)
+            here = best[move.codes]
+            ways = here[:, None] + move.cost if forward else here + move.cost
+            there = np.minimum(here, ways.min(axis=0 if forward else 1))
+            quiet = quiet + 1 if np.array_equal(there, here) else 0
+            best[move.codes] = there
+        return best
+
+    @cached_property
+    def _moves(self) -> tuple[_Move, ...]:
+        axes = [i for i, axis in enumerate(self.mesh.axes) if axis not in self.tied]
+        return tuple(
+            self._move(chosen) for count in range(1, len(axes) + 1) for chosen in itertools.combinations(axes, count)
+        )
+
+    def _move(self, axes: tuple[int, ...]) -> _Move:
+        codes, others = _groups_of_codes(len(self.states), len(self.mesh.axes), axes)
+        digits = self.digits[codes[0]][:, others]
+        whole = self.held[codes[self.states.index(REPLICATE)]]  # what is held if none of these axes splits it
+        names = tuple(self.mesh.axes[a] for a in axes)
+        fixed, linear = _coefficients(
+            self.states, self.gradient, self.stays, self.again, self.mesh, names, self.profile, self.weights
+        )
+        cost = fixed[..., None] + linear[..., None] * whole
+        # a later axis that splits the same dim stands in the way of putting or taking away a split
+        later = digits[:, [i for i, other in enumerate(others) if other > axes[0]]]
+        blocked = (later[:, :, None] == np.arange(self._splits)).any(axis=1).T  # [state, others]
+        cost[: self._splits].transpose(0, 2, 1)[blocked] = np.inf
+        cost[:, : self._splits].transpose(1, 2, 0)[blocked] = np.inf
+        cost[:, ~self.valid[codes]] = np.inf
+        return _Move(axes, codes, cost)
+
+    def path(self, source: Layout, target: Layout) -> tuple[Step, ...]:
+        """The cheapest chain of steps from `source` to `target`."""
+        key = (self.index[source], self.index[target])
+        if key not in self._paths:
+            self._paths[key] = self._path(*key)
+        return self._paths[key]
+
+    @cached_property
+    def _paths(self) -> dict[tuple[int, int], tuple[Step, ...]]:
+        return {}
+
+    def _path(self, source: int, target: int) -> tuple[Step, ...]:
+        distance = self.rows([source])[0]
+        chain: list[Step] = []
+        while target != source:
+            found: list[tuple[float, int, int, int]] = []
+            for i, move in enumerate(self._moves):
+                states, others = np.nonzero(move.codes == target)
+                if not len(others):
+                    continue
+                ways = distance[move.codes[:, others[0]]] + move.cost[:, states[0], others[0]]
+                ways[states[0]] = np.inf
+                found.append((float(ways.min()), i, int(ways.argmin()), int(others[0])))
+            _, i, state, other = min(found)
+            move = self._moves[i]
+            axes = tuple(self.mesh.axes[a] for a in move.axes)
+            to = self.states[self.digits[target, move.axes[0]]]
+            cost = float(move.cost[state, self.digits[target, move.axes[0]], other])
+            chain.append(Step(axes, self.states[state], to, self.layouts[target], cost))
+            target = int(move.codes[state, other])
+        return tuple(reversed(chain))
+
+
+def with_cuts(step: Step, before: Layout, shape: tuple[int, ...]) -> Step:
+    """`step`, of a tensor of `shape` that was laid out as `before`, with how it cuts the dims of which slices are
+    short. What other axes cut of a dim they cut before."""
+
+    def cut(placement: Placement, found: Layout) -> Placement:
+        if not isinstance(placement, Shard):
+            return placement
+        others = [axis for axis in found.axes_of(placement.dim) if axis not in step.axes]
+        outer = Cut(shape[placement.dim], tuple(map(found.mesh.size, others))).width
+        made = Cut(outer, tuple(map(found.mesh.size, step.axes)))
+        return placement if made.even else Shard(placement.dim, made)
+
+    return replace(step, source=cut(step.source, before), target=cut(step.target, step.after))
+
+
+def step_kind(source: Placement, target: Placement, phase: str, gradient: bool) -> Kind:
+    """What a step does in the "forward" or the "backward"; `gradient`: its transpose runs there."""
+    if phase == "forward":
+        return kind(source, target)
+    return kind(*transpose(source, target)) if gradient else Kind.NOTHING
+
+
+@cache
+def digits_of(states: int, axes: int) -> Codes:
+    return np.indices((states,) * axes).reshape(axes, states**axes).T.copy()
+
+
+@cache
+def _layouts(mesh: Mesh, states: tuple[Placement, ...]) -> tuple[Layout, ...]:
+    return tuple(layout(mesh, p) for p in itertools.product(states, repeat=len(mesh.axes)))
+
+
+@cache
+def _index(mesh: Mesh, states: tuple[Placement, ...]) -> dict[Layout, int]:
+    return {found: i for i, found in enumerate(_layouts(mesh, states))}
+
+
+@cache
+def _groups_of_codes(states: int, axes: int, chosen: tuple[int, ...]) -> tuple[Codes, list[int]]:
+    """For every state of the axes not in `chosen`, the codes with one state on all of `chosen`; and those axes."""
+    others = [a for a in range(axes) if a not in chosen]
+    weights = [states ** (axes - 1 - a) for a in range(axes)]
+    base = digits_of(states, len(others)) @ np.array([weights[a] for a in others], dtype=np.intp)
+    along = np.arange(states) * sum(weights[a] for a in chosen)
+    return along[:, None] + base[None, :], others
+
+
+@lru_cache(maxsize=4096)
+def _coefficients(
+    states: tuple[Placement, ...],
+    gradient: bool,
+    stays: bool,
+    again: bool,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    profile: DeviceProfile,
+    weights: Weights,
+) -> tuple[Floats, Floats]:
+    """A step over `axes` costs `fixed + linear * bytes of the value, whole along these axes`. Over several axes at
+    once there are only steps that communicate: the others cost the same one by one."""
+    size = math.prod(mesh.size(axis) for axis in axes)
+    fixed, linear = np.full((len(states),) * 2, np.inf), np.zeros((len(states),) * 2)
+    np.fill_diagonal(fixed, 0.0)
+    for (i, source), (j, target) in itertools.permutations(enumerate(states), 2):
+        if not converts(source, target):
+            continue
+        ways = [kind(source, target)] + ([kind(*transpose(source, target))] if gradient else [])
+        ways += [Kind.ALL_GATHER] if again and ways[0] is Kind.ALL_GATHER else []
+        if len(axes) > 1 and not any(way.communicates for way in ways):
+            continue
+        if stays and any(way.communicates and way is not Kind.ALL_REDUCE for way in ways):
+            continue
+        if stays and ways[0] is Kind.PAD:  # what is padded and then added up has been gathered
+            continue
+        fixed[i, j] = _STEP
+        for way in ways:
+            if way.communicates:
+                seconds, per_byte = collective_cost(way, mesh, axes, profile)
+                share = 1 / size if way is Kind.ALL_TO_ALL else 1.0
+                fixed[i, j] += weights.latency * seconds
+                linear[i, j] += weights.wire * share * per_byte
+            elif way in (Kind.PAD, Kind.KEEP):
+                linear[i, j] += weights.compute / profile.memory_bandwidth
+    return fixed, linear
+
+
+@lru_cache(maxsize=4096)
+def conversion_table(
+    shape: tuple[int, ...],
+    itemsize: int,
+    partial: str | None,
+    gradient: bool,
+    mesh: Mesh,
+    profile: DeviceProfile,
+    weights: Weights,
+    stays: bool = False,
+    again: bool = False,
+    short: frozenset[int] = frozenset(),
+) -> ConversionTable:
+    """The shared table for these arguments."""
+    return ConversionTable(
+        shape, itemsize, partial, gradient, mesh, profile, weights, stays=stays, again=again, short=short
+    )
+
+
+@lru_cache(maxsize=4096)
+def tie(table: ConversionTable, axes: tuple[str, ...]) -> ConversionTable:
+    """The shared table like `table` in which a layout must stay as it is along `axes`."""
+    return replace(table, tied=axes)

@@ -1,0 +1,174 @@
+"""What things cost: collectives by alpha-beta on each level of the network, operators by a roofline.
+
+A collective takes `launch + steps * latency + wire / bandwidth`, with `wire` the bytes that one of n ranks sends in a
+ring (Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005):
+
+    all_reduce       2 (n - 1) / n * bytes             2 (n - 1) steps
+    all_gather       (n - 1) / n * bytes of the whole  (n - 1) steps
+    reduce_scatter   (n - 1) / n * bytes of the whole  (n - 1) steps
+    all_to_all       (n - 1) / n * bytes held          (n - 1) steps
+    exchange         the bytes that the busiest one sends to its neighbours, in one step, at the pace of an all_to_all
+
+A group with n ranks in each of m nodes is done in phases (Cho et al., "BlueConnect", MLSys 2019), level by level:
+
+    all_reduce       reduce_scatter inside, all_reduce of 1/n across, all_gather inside
+    all_gather       all_gather of 1/n across, all_gather inside
+    reduce_scatter   reduce_scatter inside, reduce_scatter of 1/n across
+    all_to_all       all_to_all inside, all_to_all across, each of all bytes held
+
+so that each level does the same collective, on a share of the bytes. All n ranks of a node do their share of what
+crosses at once, each by its own adapter. The waits of the levels add up. Their bytes do not: the phases use different
+links and follow one another in chunks, so that the busiest level sets the pace. (On 2 nodes of 8 H100 all_reduce was
+measured at 267 GB/s and all_gather at 410, what NVLink alone gives; the sum of the phases would be 137 and 231.)
+
+Groups that do not fill their nodes evenly (3 of 8 ranks, the next 3, 2 and 1 of the third ...) are one ring over
+the slowest level that they touch.
+
+An operator takes `max(flops / peak, bytes / memory bandwidth)` (Williams et al., "Roofline", 2009), and the overhead
+of the profile. The overhead is added, never a least time: with one, splitting small work would seem to gain nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from ...strategy.errors import StrategyError
+from ...strategy.mesh import Mesh
+from ...strategy.placement import Kind
+from .profile import DeviceProfile, NetworkLevel
+
+# Forward plus backward of an operator, in units of the forward: each operand's gradient costs about as much.
+BACKWARD_FACTOR = 2.0
+
+
+class Level(Enum):
+    """What the search weighs most: `shard(..., level=)`."""
+
+    COMMUNICATION = 0  # the largest ratio of computation to communication
+    MEMORY = 1  # the least memory on a device
+    SPEED = 2  # the least predicted time
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The objective: seconds of communication, of latency, of computation, and gigabytes held, weighed."""
+
+    wire: float
+    latency: float
+    compute: float
+    memory: float
+
+
+WEIGHTS = {
+    Level.COMMUNICATION: Weights(wire=1.0, latency=0.1, compute=0.1, memory=1e-9),
+    Level.MEMORY: Weights(wire=1e-3, latency=1e-3, compute=1e-3, memory=1.0),
+    Level.SPEED: Weights(wire=1.0, latency=1.0, compute=1.0, memory=1e-9),
+}
+
+
+def wire_bytes(kind: Kind, payload: float, size: int) -> float:
+    """Bytes that one of `size` ranks sends. `payload`: the whole value's bytes; all_to_all: the bytes held; exchange:
+    the bytes sent."""
+    if not kind.communicates:
+        return 0.0
+    if kind is Kind.EXCHANGE:
+        return payload
+    once = (size - 1) / size * payload
+    return 2 * once if kind is Kind.ALL_REDUCE else once
+
+
+def steps(kind: Kind, size: int) -> int:
+    """How many messages follow one another."""
+    if not kind.communicates:
+        return 0
+    if kind is Kind.EXCHANGE:
+        return 1
+    return (2 if kind is Kind.ALL_REDUCE else 1) * (size - 1)
+
+
+def collective_seconds(kind: Kind, payload: float, mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> float:
+    """The predicted time of one collective of `payload` bytes (see `wire_bytes`); raises as `collective_cost`."""
+    waiting, per_byte = collective_cost(kind, mesh, axes, profile)
+    return waiting + per_byte * payload
+
+
+@lru_cache(maxsize=4096)
+def collective_cost(kind: Kind, mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> tuple[float, float]:
+    """The seconds of a collective over the group that `axes` span, and what each byte of payload adds to them.
+
+    All groups along `axes` run at once, and the slowest counts. Raises StrategyError for an axis that the mesh lacks,
+    and for a mesh with more devices than the network of the profile joins.
+    """
+    joined = profile.levels[-1].devices
+    if joined is not None and mesh.device_num > joined:
+        raise StrategyError(
+            f"the mesh {mesh} has {mesh.device_num} devices, and the network of device profile {profile.name!r} joins "
+            f"{joined} (levels[{len(profile.levels) - 1}], {profile.levels[-1].name}); use a mesh of at most {joined}, "
+            "or a profile with one more level"
+        )
+    if not kind.communicates:
+        return 0.0, 0.0
+    waiting, per_byte, share, launch = 0.0, 0.0, 1.0, 0.0
+    sizes = ranks_by_level(mesh, axes, tuple(level.devices for level in profile.levels))
+    for level, size in zip(profile.levels, sizes, strict=True):
+        if size > 1:
+            launch = level.launch  # of the outermost level: the phases are one call
+            waiting += steps(kind, size) * level.latency.of(kind)
+            per_byte = max(per_byte, share * wire_bytes(kind, 1, size) / _bandwidth(level, kind, size))
+            share /= 1 if kind in (Kind.ALL_TO_ALL, Kind.EXCHANGE) else size
+    return launch + waiting, per_byte
+
+
+@lru_cache(maxsize=4096)
+def ranks_by_level(mesh: Mesh, axes: tuple[str, ...], devices: tuple[int | None, ...]) -> tuple[int, ...]:
+    """How many ranks of one group along `axes` each level joins, from inside out; their product is the group's size.
+
+    `devices`: how many ranks one unit of each level holds, None for all. A level whose units hold unequal numbers of
+    a group's ranks joins none of them: they meet at the next one.
+    """
+    positions = sorted(mesh.index(axis) for axis in axes)
+    ranks = np.arange(mesh.device_num).reshape(mesh.sizes)
+    size = math.prod(mesh.sizes[position] for position in positions)
+    groups = np.moveaxis(ranks, positions, range(-len(positions), 0)).reshape(-1, size)  # each in ascending order
+    found, joined = [], 1
+    for unit_size in devices:
+        together = size if unit_size is None else _evenly(groups // unit_size)
+        found.append(together // joined if together else 1)
+        joined = together or joined
+    return tuple(found)
+
+
+def _evenly(units: np.ndarray) -> int:
+    """How many members of each group (row) are in each unit that the group touches; 0 if that is not one number."""
+    count = int((units[0] == units[0, 0]).sum())
+    if units.shape[1] % count:
+        return 0
+    runs = units.reshape(len(units), -1, count)
+    even = (runs == runs[..., :1]).all() and (runs[:, 1:, 0] != runs[:, :-1, 0]).all()
+    return count if even else 0
+
+
+def _bandwidth(level: NetworkLevel, kind: Kind, size: int) -> float:
+    """Bytes/s that one of `size` ranks sends: between sizes of a table by their logarithm, beyond as at its ends."""
+    kind = Kind.ALL_TO_ALL if kind is Kind.EXCHANGE else kind
+    figure = level.bandwidth.of(kind)
+    if isinstance(figure, float):
+        return figure
+    sizes = [math.log(measured) for measured, _ in figure]
+    return float(np.interp(math.log(size), sizes, [rate * wire_bytes(kind, 1, n) for n, rate in figure]))
+
+
+def operator_seconds(
+    flops: ArrayLike, moved: ArrayLike, dtype: torch.dtype, profile: DeviceProfile
+) -> NDArray[np.float64]:
+    """The predicted time of one operator that computes `flops` in `dtype` and moves `moved` bytes, or of several."""
+    computing = np.asarray(flops) / profile.peak.of(dtype)
+    found: NDArray[np.float64] = profile.overhead + np.maximum(computing, np.asarray(moved) / profile.memory_bandwidth)
+    return found

@@ -1,0 +1,284 @@
+"""What a device and its network can do: figures from a JSON file, each group with the source that it comes from.
+
+    {"name": "...", "peak": {"float64": ..., ...}, "memory": ..., "memory_bandwidth": ..., "overhead": ...,
+     "sources": {"peak": "...", "memory": "...", "overhead": "..."},
+     "levels": [{"name": "nvlink", "source": "...", "devices": 8, "bandwidth": ..., "latency": ..., "launch": ...},
+                {"name": "infiniband", "source": "...", "devices": null, ...}]}
+
+The presets are the files in profiles/; `partway calibrate` writes one for the machine that it runs on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError, field_validator
+from pydantic_core import ErrorDetails
+
+from ...strategy.errors import Problem, StrategyError, shown
+from ...strategy.files import read, save
+from ...strategy.placement import Kind
+
+# -- Figures for each kind of collective -----------------------------------------------------------------------------
+
+T = TypeVar("T")
+BySize = tuple[tuple[int, float], ...]  # (group size, figure), by ascending size
+
+
+@dataclass(frozen=True, slots=True)
+class ByKind(Generic[T]):
+    """One figure for each kind of collective."""
+
+    all_reduce: T
+    all_gather: T
+    reduce_scatter: T
+    all_to_all: T
+
+    def of(self, kind: Kind) -> T:
+        """The figure of a collective. An exchange, which sends to some ranks what all_to_all sends to all, has its."""
+        found: T = self.all_to_all if kind is Kind.EXCHANGE else getattr(self, kind.value)
+        return found
+
+
+_KINDS = tuple(field.name for field in fields(ByKind))
+_POSITIVE = "a finite number above 0"
+_NOT_NEGATIVE = "a finite number of 0 or more"
+_TABLE = 'a table of algorithm bandwidths by group size, as in {"2": 3e11, "8": 2.5e11}'
+_LEVELS = "a list of one level or more, from inside out"
+_BANDWIDTH = f"{_POSITIVE} (bytes/s), or for one kind of collective {_TABLE}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
+
+
+def _refused(where: str, what: str, accepts: str) -> StrategyError:
+    """What a validator raises; `where` is inside the field that it checks."""
+    return StrategyError("", [Problem(where, what, f"write {accepts}")])
+
+
+def _by_kind(value: object, read: Callable[[str, Any], T]) -> ByKind[T]:
+    """One figure for all kinds, or a mapping with a figure for each."""
+    if not isinstance(value, Mapping):
+        figure = read("", value)
+        return ByKind(figure, figure, figure, figure)
+    for key in [*value, *_KINDS]:
+        if key not in value or key not in _KINDS:
+            what = "is missing" if key in _KINDS else "is no kind of collective"
+            raise _refused(f".{key}", what, f"one number for all, or one for each of {', '.join(_KINDS)}")
+    return ByKind(**{key: read(f".{key}", value[key]) for key in _KINDS})
+
+
+def _latency(where: str, value: Any) -> float:
+    if not _is_number(value) or value < 0:
+        raise _refused(where, f"is {shown(value)}", f"{_NOT_NEGATIVE} (s)")
+    return float(value)
+
+
+def _bandwidth(where: str, value: Any) -> float | BySize:
+    if isinstance(value, Mapping) and value:
+        for size in value:
+            if not re.fullmatch("[1-9][0-9]{0,8}", size) or int(size) < 2:
+                raise _refused(f"{where}.{size}", "is no group size", _TABLE)
+        sizes = sorted(value, key=int)
+        return tuple((int(size), _positive(f"{where}.{size}", value[size])) for size in sizes)
+    return _positive(where, value)
+
+
+def _positive(where: str, value: Any) -> float:
+    if not _is_number(value) or value <= 0:
+        raise _refused(where, f"is {shown(value)}", _BANDWIDTH)
+    return float(value)
+
+
+def _written(found: ByKind[float | BySize]) -> dict[str, float | dict[str, float]]:
+    """As a file has it."""
+    by_kind = {key: getattr(found, key) for key in _KINDS}
+    return {key: {str(n): rate for n, rate in f} if isinstance(f, tuple) else f for key, f in by_kind.items()}
+
+
+_Latency = Annotated[ByKind[float], PlainValidator(lambda value: _by_kind(value, _latency)), PlainSerializer(_written)]
+_Bandwidth = Annotated[
+    ByKind[float | BySize], PlainValidator(lambda value: _by_kind(value, _bandwidth)), PlainSerializer(_written)
+]
+
+
+# -- The profile. A field's `description` says what it accepts. ------------------------------------------------------
+
+
+class _Figures(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+_Flops = Annotated[float, Field(gt=0, description=f"{_POSITIVE} (operations/s)")]
+_Source = Annotated[str, Field(min_length=1, description="a text that says where the figures come from")]
+
+
+class Peak(_Figures):
+    """Operations per second, by the dtype that is computed in."""
+
+    float64: _Flops
+    float32: _Flops
+    bfloat16: _Flops
+    float16: _Flops
+
+    def of(self, dtype: torch.dtype) -> float:
+        """The peak for tensors of `dtype`: complex ones as their parts, all that is not listed as float32."""
+        name = {torch.complex128: "float64"}.get(dtype, str(dtype).removeprefix("torch."))
+        return getattr(self, name) if name in type(self).model_fields else self.float32
+
+
+class Sources(_Figures):
+    """Where the figures of a device come from."""
+
+    peak: _Source
+    memory: _Source
+    overhead: _Source
+
+
+class NetworkLevel(_Figures):
+    """One level of the network: ranks 0 to devices - 1 are in its first unit, the next `devices` in its second, ...
+
+    devices     how many devices one unit holds (None: any number)
+    bandwidth   for each kind of collective the bytes/s that one device sends, or algorithm bandwidths (payload bytes
+                over seconds, as nccl-tests print them) by group size
+    latency     for each kind the seconds per ring step
+    launch      seconds per collective
+    """
+
+    name: Annotated[str, Field(min_length=1, description="a name, such as nvlink")]
+    source: _Source
+    devices: Annotated[int | None, Field(ge=1, description="an int of 1 or more, or null for any number")]
+    bandwidth: _Bandwidth
+    latency: _Latency
+    launch: Annotated[float, Field(ge=0, description=f"{_NOT_NEGATIVE} (s)")]
+
+
+class DeviceProfile(_Figures):
+    """One device and the network that joins it to others.
+
+    peak               operations/s by dtype
+    memory             bytes of one device; memory_bandwidth in bytes/s
+    overhead           seconds that an operator takes beside its work
+    levels             the network from inside out: devices of one unit are joined by the unit's level
+    """
+
+    name: Annotated[str, Field(min_length=1, description="a name")]
+    peak: Peak = Field(description="an object with float64, float32, bfloat16 and float16")
+    memory: Annotated[float, Field(gt=0, description=f"{_POSITIVE} (bytes)")]
+    memory_bandwidth: Annotated[float, Field(gt=0, description=f"{_POSITIVE} (bytes/s)")]
+    overhead: Annotated[float, Field(ge=0, description=f"{_NOT_NEGATIVE} (s)")]
+    sources: Sources = Field(description="an object with peak, memory and overhead, each a text")
+    levels: tuple[NetworkLevel, ...] = Field(description=_LEVELS)
+
+    @field_validator("levels")
+    @classmethod
+    def _levels_nest(cls, levels: tuple[NetworkLevel, ...]) -> tuple[NetworkLevel, ...]:
+        """Each unit holds whole units of the level before, so that a rank has one place in each."""
+        if not levels:
+            raise _refused("", "is []", _LEVELS)
+        inner = 1
+        for index, level in enumerate(levels):
+            if level.devices is None:
+                if index + 1 < len(levels):
+                    raise _refused(f"[{index}].devices", "is null", "null in the last level only")
+            elif level.devices % inner or (index and level.devices == inner):
+                fix = f"levels from inside out, each with a multiple of the devices before ({inner}); null in the last"
+                raise _refused(f"[{index}].devices", f"is {level.devices}", fix)
+            inner = level.devices or inner
+        return levels
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON that `profile_of` reads. Raises StrategyError where it cannot be written."""
+        save("the device profile", path, self.model_dump_json(indent=1) + "\n")
+
+
+# -- Reading one -----------------------------------------------------------------------------------------------------
+
+
+def presets() -> tuple[str, ...]:
+    """The names of the profiles that come with Partway."""
+    return tuple(sorted(path.stem for path in _PRESETS.glob("*.json")))
+
+
+def profile_of(name_or_path: str | Path) -> DeviceProfile:
+    """The profile of a preset's name, of a torch device type, or of a JSON file.
+
+    Raises StrategyError for what is none of these, naming the presets, and for a file without a whole profile, naming
+    each field that is wrong and what it accepts.
+    """
+    if not isinstance(name_or_path, str | PathLike):
+        raise StrategyError(
+            f"device_profile is {shown(name_or_path)}; write the name of a preset or the path of a file"
+        )
+    name = _DEVICE_TYPES.get(str(name_or_path), str(name_or_path))
+    if name in presets():
+        return _preset(name)
+    if not os.path.isfile(name_or_path):
+        raise StrategyError(
+            f"no device profile {shown(str(name_or_path))}: there is no such file, and the presets are "
+            f"{', '.join(presets())}; write one of them or the path of a file that `partway calibrate` wrote"
+        )
+    return read_profile(Path(name_or_path))
+
+
+_PRESETS = Path(__file__).with_name("profiles")
+_DEVICE_TYPES = {"cuda": "h100"}  # what a device type stands for where there is no preset of its name
+
+
+@cache
+def _preset(name: str) -> DeviceProfile:
+    return read_profile(_PRESETS / f"{name}.json")
+
+
+def read_profile(path: Path) -> DeviceProfile:
+    """The profile in a file. Raises StrategyError, listing all that is wrong with it."""
+    data = read("the device profile", path)
+    try:
+        return DeviceProfile.model_validate_json(data)
+    except ValidationError as error:
+        problems = [problem for details in error.errors(include_url=False) for problem in _problems(details)]
+        raise StrategyError(f"{str(path)!r} holds no device profile:", problems) from None
+
+
+def _problems(error: ErrorDetails) -> Iterator[Problem]:
+    """What one of pydantic's errors says, in terms of the file."""
+    where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error["loc"]).removeprefix(".")
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, StrategyError):
+        yield from (Problem(where + p.where, p.what, p.fix) for p in cause.problems)
+    elif error["type"] == "extra_forbidden":
+        yield Problem(where, "is not a field", f"remove it: what is read is {_accepts(error['loc'][:-1])}")
+    else:
+        what = {"missing": "is missing", "json_invalid": "is no JSON"}.get(error["type"])
+        what = what or f"is {_shortened(error['input'])}"
+        yield Problem(where or "the file", what, f"write {_accepts(error['loc'])}")
+
+
+_NESTED: dict[str, type[_Figures]] = {"peak": Peak, "sources": Sources, "levels": NetworkLevel}
+
+
+def _accepts(location: tuple[int | str, ...]) -> str:
+    """What the field at a location takes."""
+    kind: type[_Figures] = DeviceProfile
+    accepts = f"an object with {', '.join(kind.model_fields)}"
+    for key in location:
+        if isinstance(key, str):
+            field = kind.model_fields[key]
+            kind = _NESTED.get(key, kind)
+            accepts = field.description or accepts
+        else:
+            accepts = f"an object with {', '.join(kind.model_fields)}"
+    return accepts
+
+
+def _shortened(value: object) -> str:
+    return shown(value, 60)

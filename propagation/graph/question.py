@@ -1,0 +1,86 @@
+"""What a function asks of the values of a call, as data: the operators that the answer follows from, and on what.
+
+Questions are found while a function is captured (`capture/questions.py`) and answered before each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..torch_internals import tree_flatten
+from .port import Role
+
+Answer = bool | int
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of a call: an input by its place, or a parameter or buffer by its name."""
+
+    role: Role
+    name: str
+    place: int = -1
+
+
+Values = Callable[[Leaf], Tensor]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for a tensor in the arguments of a step."""
+
+    place: int
+
+
+@dataclass(frozen=True)
+class Step:
+    operator: Any
+    args: Any
+    kwargs: Any
+    results: tuple[int, ...]  # the slots of the tensors that it gives
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """What a function asks of the values of a call, and the operators that it follows from.
+
+    draws   whether it follows from random numbers, so that each call draws them anew
+    line    where it is asked, as messages say it
+    late    it is answered by an output of the graph
+    """
+
+    leaves: tuple[tuple[Leaf, int, bool], ...]  # with its slot, and whether a step writes to it
+    steps: tuple[Step, ...]
+    draws: bool
+    line: str
+    late: bool = False
+
+    def answer(self, values: Values) -> Answer:
+        """The answer of a call with these `values`."""
+        held: dict[int, Any] = {}
+
+        answer: Any = None
+        with torch.no_grad():
+            for leaf, slot, written in self.leaves:
+                held[slot] = values(leaf).clone() if written else values(leaf)
+            for step in self.steps:
+                answer = step.operator(*_filled(step.args, held), **_filled(step.kwargs, held))
+                made = (answer,) if isinstance(answer, Tensor) else tree_flatten(answer)[0] if step.results else ()
+                held.update(zip(step.results, made, strict=True))
+        asked: Answer = answer  # of the last one, which asks
+        return asked
+
+
+def _filled(value: Any, held: Mapping[int, Any]) -> Any:
+    """The arguments of a step, with what is `held` in place of slots."""
+    kind = type(value)
+    if kind is Slot:
+        return held[value.place]
+    if kind in (list, tuple):
+        return kind(_filled(part, held) for part in value)
+    return {name: _filled(part, held) for name, part in value.items()} if kind is dict else value

@@ -1,0 +1,269 @@
+"""Arguments and results as flat lists of tensors: nested containers, dataclasses, objects that hold tensors (as
+transformers' caches do) and plain values come apart and go together again.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ...strategy.errors import StrategyError
+from ..torch_internals import TreeSpec, tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """An object that torch's pytree does not know, opened into the values of its fields."""
+
+    template: Any
+    fields: tuple[str, ...]
+    structure: Structure
+
+    def close(self, tensors: list[Any]) -> Any:
+        instance = copy.copy(self.template)
+        for name, value in zip(self.fields, self.structure.build(tensors), strict=True):
+            object.__setattr__(instance, name, value)
+        return instance
+
+
+_TENSOR = object()
+_NUMBER = object()
+
+# While a function is captured, numbers that torch.export knows no value of, and the dtypes of their tensors.
+NUMBERS = {torch.SymInt: torch.int64, torch.SymFloat: torch.float64, torch.SymBool: torch.bool}
+_READ_ALIKE = bool, int, float, complex, str, bytes, torch.dtype, torch.device
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Where the tensors of a value stand: `build` puts other tensors in their places."""
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]  # _TENSOR, _NUMBER (a tensor's), an _Opened object, or a plain value
+
+    def build(self, tensors: list[Any]) -> Any:
+        """The value with `tensors` (consumed from the front) in the places of its tensors."""
+        values = []
+        for leaf in self.leaves:
+            if leaf is _TENSOR:
+                values.append(tensors.pop(0))
+            elif leaf is _NUMBER:
+                values.append(_item(tensors.pop(0)))
+            else:
+                values.append(leaf.close(tensors) if isinstance(leaf, _Opened) else leaf)
+        return tree_unflatten(values, self.spec)
+
+    def count(self) -> int:
+        """How many tensors there are."""
+        return sum(
+            leaf.structure.count() if isinstance(leaf, _Opened) else leaf is _TENSOR or leaf is _NUMBER
+            for leaf in self.leaves
+        )
+
+    def text(self) -> str:
+        """It as people read it, the same in every process: plain values, and the types of other objects."""
+        texts = []
+        for leaf in self.leaves:
+            if isinstance(leaf, _Opened):
+                texts.append(f"{type(leaf.template).__name__}({leaf.structure.text()})")
+            elif leaf is _TENSOR or leaf is _NUMBER:
+                texts.append("a tensor")
+            else:
+                plain = leaf is None or isinstance(leaf, _READ_ALIKE)
+                texts.append(repr(leaf) if plain else type(leaf).__name__)
+        return f"{self.spec} of {', '.join(texts)}"
+
+    def key(self) -> tuple[Any, ...]:
+        """What must be equal for two calls to have the same graph: the shape of the tree, the plain values."""
+        plain: list[Any] = []
+        for leaf in self.leaves:
+            if isinstance(leaf, _Opened):
+                plain.append((type(leaf.template), leaf.fields, leaf.structure.key()))
+            else:
+                plain.append("tensor" if leaf is _TENSOR else (type(leaf), _hashable(leaf)))
+        return (str(self.spec), tuple(plain))
+
+
+@dataclass(frozen=True, eq=False)
+class Same:
+    """Stands for a value that has no hash: equal only to the very same object, which it keeps alive."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _hashable(value: Any) -> Any:
+    try:
+        hash(value)
+    except TypeError:
+        return Same(value)
+    return value
+
+
+def _item(tensor: Any) -> bool | int | float:
+    whole = tensor.full_tensor() if hasattr(tensor, "placements") else tensor
+    number: bool | int | float = whole.item()
+    return number
+
+
+def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
+    """The tensors of `value` in order, and the structure that `Structure.build` fills again."""
+    leaves, spec = tree_flatten(value)
+    tensors: list[torch.Tensor] = []
+    kept: list[Any] = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+            kept.append(_TENSOR)
+        elif type(leaf) in NUMBERS:
+            tensors.append(torch.scalar_tensor(leaf, dtype=NUMBERS[type(leaf)]))
+            kept.append(_NUMBER)
+        elif fields := _fields(leaf):
+            inner, structure = flatten(tuple(getattr(leaf, name) for name in fields))
+            tensors += inner
+            kept.append(_Opened(leaf, fields, structure))
+        else:
+            kept.append(leaf)
+    return tensors, Structure(spec, tuple(kept))
+
+
+def _fields(value: Any) -> tuple[str, ...]:
+    """The attributes into which `value` comes apart; none of what stays whole."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return tuple(field.name for field in dataclasses.fields(value))
+    if isinstance(value, _ATOMS) or callable(value):
+        return ()
+    found = _kinds(value, (), {})
+    apart = _CYCLE not in found and (_TENSOR in found or _OPAQUE not in found)
+    return tuple(vars(value)) if apart and hasattr(value, "__dict__") else ()
+
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, Enum, ModuleType)
+_OPAQUE, _CYCLE = object(), object()
+
+
+def _kinds(value: Any, within: tuple[Any, ...], known: dict[int, set[object]]) -> set[object]:
+    """What there is in an object: tensors, what cannot be looked into, itself. An object of neither is copied as one
+    with tensors is: a cache is empty at first, and the function that is captured fills it. `known`: what was found in
+    others, by their ids."""
+    if isinstance(value, torch.Tensor):
+        return {_TENSOR}
+    if isinstance(value, _ATOMS) or callable(value):
+        return set()
+    if id(value) in known:
+        return known[id(value)]
+    if any(value is outer for outer in within):
+        return {_CYCLE}
+    if isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, list | tuple):
+        parts = list(value)
+    elif getattr(value, "__dict__", None):
+        parts = list(vars(value).values())
+    else:
+        return {_OPAQUE}
+    known[id(value)] = set().union(*(_kinds(part, (*within, value), known) for part in parts))
+    return known[id(value)]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a function, flat: its tensors, their names, and the way back to (args, kwargs).
+
+    `arguments[i]` is the name of the parameter that tensor i belongs to, `names[i]` the tensor's own name
+    (`"x"`, or `"batch[0]"` when the argument holds several).
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    structure: Structure
+    arguments: tuple[str, ...]
+    names: tuple[str, ...]
+
+
+def flatten_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Flatten a call of `fn`. Arguments are named by its signature where it has one."""
+    try:
+        tensors, structure = flatten((args, kwargs))
+    except RecursionError:
+        raise StrategyError(f"an argument of {name_of(fn)} is nested too deeply; give a flat list or dict") from None
+    labelled = [(name, value) for name, value in _argument_names(fn, args)] + list(kwargs.items())
+    arguments: list[str] = []
+    names: list[str] = []
+    for name, value in labelled:
+        count = len(flatten(value)[0])
+        arguments += [name] * count
+        names += [name] if count == 1 and isinstance(value, torch.Tensor) else [f"{name}[{i}]" for i in range(count)]
+    return Call(tuple(tensors), structure, tuple(arguments), tuple(names))
+
+
+def name_of(fn: object) -> str:
+    """What messages call a function, or a module by its class."""
+    return str(getattr(fn, "__qualname__", type(fn).__name__))
+
+
+def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of the parameters that `fn` takes by position, or () when it does not tell."""
+    try:
+        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in parameters if p.kind in positional)
+
+
+def place_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """The names of the first `count` arguments by position; fewer where `fn` takes no more.
+
+    Those that `*args` takes are `arg0`, `arg1`, ... by their position, as are all when `fn` does not tell.
+    """
+    known = parameter_names(fn)[:count]
+    more = _takes_more(fn)
+    return (*known, *(f"arg{i}" for i in range(len(known), count))) if more else known
+
+
+def optional_names(fn: Callable[..., Any]) -> frozenset[str]:
+    """The arguments of `fn` that are None by default: a call may do without them."""
+    try:
+        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset()
+    return frozenset(p.name for p in parameters if p.default is None)
+
+
+def _takes_more(fn: Callable[..., Any]) -> bool:
+    """Whether there is an `*args`, or nothing is known of what `fn` takes."""
+    try:
+        parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+
+
+def check_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise the TypeError that a call of `fn` with arguments that do not fit its signature raises."""
+    try:
+        signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name_of(fn)} takes {signature}, and its call does not fit: {error}") from None
+
+
+def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    known = place_names(fn, len(args))
+    return [(known[i] if i < len(known) else f"arg{i}", value) for i, value in enumerate(args)]

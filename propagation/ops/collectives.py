@@ -1,0 +1,105 @@
+"""The operators by which a program communicates: `convert` and, after fusion, `convert_group`.
+
+`partway::convert(x, source, target, axes, size, tag)` turns the part of a tensor that a rank holds under the
+placement `source` on each of `axes` into its part under `target` on each (`strategy/placement.py` says by what
+collective or local step). Several axes, in the order of the mesh, act as one axis of `size` ranks, the product of
+theirs. `tag` is the position of the conversion in the program's list, where its reason is kept.
+What a conversion moves is contiguous, whatever the strides of its operand.
+Both operators are symbols: they have shapes and a derivative, and the executors of `runtime/` give them
+their meaning; calling one outside an executor is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...strategy.cut import Window
+from ...strategy.placement import Kind, Placement, Shard, kind, placement_from_code, transpose
+
+_LIBRARY = torch.library.Library("partway", "DEF")
+_LIBRARY.define("convert(Tensor x, str source, str target, str[] axes, int size, int tag) -> Tensor")
+_LIBRARY.define("convert_group(Tensor[] xs, str source, str target, str[] axes, int size, int[] tags) -> Tensor[]")
+
+convert = torch.ops.partway.convert.default
+convert_group = torch.ops.partway.convert_group.default
+
+
+def converted_shape(shape: tuple[int, ...], source: str, target: str, size: int) -> tuple[int, ...]:
+    """The local shape after converting a local `shape` among `size` ranks."""
+    out = list(shape)
+    before, after = placement_from_code(source), placement_from_code(target)
+    match before, after:
+        case Shard(), Window():
+            out[after.dim] = after.width
+        case Window(), _:
+            out[before.dim] = before.cut.width
+        case _:
+            if isinstance(before, Shard):
+                out[before.dim] = before.cut.size if before.cut else out[before.dim] * size
+            if isinstance(after, Shard):
+                out[after.dim] = after.cut.width if after.cut else out[after.dim] // size
+    return tuple(out)
+
+
+def payload_bytes(source: Placement, target: Placement, shape: Sequence[int], itemsize: int, size: int) -> int:
+    """The payload of converting a local tensor of `shape` among `size` ranks, as `wire_bytes` takes it."""
+    held = math.prod(shape) * itemsize
+    match source, target:
+        case (Shard(), Window() as window) | (Window() as window, _):
+            return held // shape[window.dim] * window.rows[window.adds]
+        case Shard(dim, cut), _ if kind(source, target) is Kind.ALL_GATHER:
+            return held // shape[dim] * cut.size if cut else held * size
+    return held
+
+
+def kind_of(source: str, target: str) -> Kind:
+    """The kind of the conversion between two placement codes."""
+    return kind(placement_from_code(source), placement_from_code(target))
+
+
+@torch.library.register_fake("partway::convert")  # type: ignore[untyped-decorator]
+def _fake_convert(x: Tensor, source: str, target: str, axes: list[str], size: int, tag: int) -> Tensor:
+    if kind_of(source, target) is Kind.NOTHING:  # what it gives is its operand
+        return x.new_empty_strided(x.shape, x.stride())
+    return x.new_empty(converted_shape(tuple(x.shape), source, target, size))
+
+
+@torch.library.register_fake("partway::convert_group")  # type: ignore[untyped-decorator]
+def _fake_group(
+    xs: list[Tensor], source: str, target: str, axes: list[str], size: int, tags: list[int]
+) -> list[Tensor]:
+    return [x.new_empty(converted_shape(tuple(x.shape), source, target, size)) for x in xs]
+
+
+def _keep_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, source, target, ctx.axes, ctx.size, ctx.tag = inputs
+    ctx.back = transpose(placement_from_code(source), placement_from_code(target))
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    source, target = ctx.back
+    if source != target:
+        grad = convert(grad, str(source), str(target), ctx.axes, ctx.size, ctx.tag)
+    return grad, None, None, None, None, None
+
+
+torch.library.register_autograd("partway::convert", _backward, setup_context=_keep_context)
+
+
+# A constraint of the person who wrote the model, where it stands in the model. `strategy` is the JSON text of
+# `constraint_text`; planning reads it, lowering leaves nothing of it.
+_LIBRARY.define("constrain(Tensor x, str strategy, str name) -> Tensor")
+constrain = torch.ops.partway.constrain.default
+
+
+@torch.library.register_fake("partway::constrain")  # type: ignore[untyped-decorator]
+def _fake_constrain(x: Tensor, strategy: str, name: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+torch.library.register_autograd("partway::constrain", lambda ctx, grad: (grad, None, None))

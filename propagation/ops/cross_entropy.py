@@ -1,0 +1,101 @@
+"""Cross entropy of logits whose classes may be split.
+
+    partway::class_terms(x, maximum, target, position, bounds, ignored)
+                                              the two sums over classes that cross entropy is made of, of which a rank
+                                              has those from bounds[position] on (no position: all)
+
+With a maximum m over all classes, `cross_entropy = log(sum of exp(x - m)) - (x - m)[target]`. Both terms are sums to
+which every part of the classes has an addend, so logits whose classes are split are never gathered. One operator
+computes both, a few rows at a time: of the logits' size it keeps nothing but the logits, and its backward makes
+nothing but their gradient. It computes in float32 where the logits are of a lower precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dtypes import wide
+from .indexing import span_of, within
+
+_LIBRARY = torch.library.Library("partway", "FRAGMENT")
+_CLASS_ARGUMENTS = "Tensor x, Tensor maximum, Tensor target, Tensor? position, int[] bounds, int ignored"
+_LIBRARY.define(f"class_terms({_CLASS_ARGUMENTS}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"class_terms_backward(Tensor total, Tensor picked, {_CLASS_ARGUMENTS}) -> Tensor")
+class_terms = torch.ops.partway.class_terms.default
+class_terms_backward = torch.ops.partway.class_terms_backward.default
+
+# Logits taken at once: what stays in a processor's cache; on other devices few launches, and 256 MB of float32.
+_AT_ONCE = {"cpu": 2**18}
+_AT_ONCE_ELSEWHERE = 2**26
+
+
+def _rows(x: Tensor) -> Iterator[slice]:
+    """Slices of dim 0 of `x` with not too many elements."""
+    elements = _AT_ONCE.get(x.device.type, _AT_ONCE_ELSEWHERE)
+    count = max(1, elements // max(1, x[:1].numel()))
+    return (slice(start, start + count) for start in range(0, len(x), count))
+
+
+def _class_terms(
+    x: Tensor, maximum: Tensor, target: Tensor, position: Tensor | None, bounds: list[int], ignored: int
+) -> tuple[Tensor, Tensor]:
+    start, stop = span_of(position, bounds)
+    own = within(target, start, stop, bounds[-1], ignored)
+    x = x.narrow(1, 0, stop - start)
+    total = torch.zeros_like(maximum, dtype=wide(x.dtype), memory_format=torch.contiguous_format)
+    if start == stop:
+        return total, torch.zeros_like(total)
+    for rows in _rows(x):
+        total[rows] = (x[rows].to(total.dtype) - maximum[rows].unsqueeze(1)).exp_().sum(1)
+    found = x.gather(1, own.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return total, (found.to(total.dtype) - maximum).masked_fill_(own < 0, 0)
+
+
+def _class_terms_backward(
+    total: Tensor, picked: Tensor, x: Tensor, maximum: Tensor, target: Tensor, position: Tensor | None,
+    bounds: list[int], ignored: int,
+) -> Tensor:  # fmt: skip
+    start, stop = span_of(position, bounds)
+    own = within(target, start, stop, bounds[-1], ignored)
+    place, addend = own.clamp(min=0).unsqueeze(1), picked.masked_fill(own < 0, 0).unsqueeze(1)
+    gradient = torch.empty_like(x, memory_format=torch.contiguous_format)
+    gradient.narrow(1, stop - start, x.shape[1] - (stop - start)).zero_()
+    if start == stop:
+        return gradient
+    x, made = x.narrow(1, 0, stop - start), gradient.narrow(1, 0, stop - start)
+    for rows in _rows(x):
+        part = (x[rows].to(total.dtype) - maximum[rows].unsqueeze(1)).exp_().mul_(total[rows].unsqueeze(1))
+        made[rows] = part.scatter_add_(1, place[rows], addend[rows])
+    return gradient
+
+
+for _name, _function in (("class_terms", _class_terms), ("class_terms_backward", _class_terms_backward)):
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("partway::class_terms")  # type: ignore[untyped-decorator]
+def _fake_class_terms(x: Tensor, maximum: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return maximum.new_empty(maximum.shape, dtype=wide(x.dtype)), maximum.new_empty(maximum.shape, dtype=wide(x.dtype))
+
+
+@torch.library.register_fake("partway::class_terms_backward")  # type: ignore[untyped-decorator]
+def _fake_class_terms_backward(total: Tensor, picked: Tensor, x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _keep_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.bounds, ctx.ignored = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, total: Tensor, picked: Tensor) -> tuple[Tensor | None, ...]:
+    """The maximum gets no gradient: the loss does not depend on it."""
+    gradient = class_terms_backward(total, picked, *ctx.saved_tensors, ctx.bounds, ctx.ignored)
+    return gradient, None, None, None, None, None
+
+
+torch.library.register_autograd("partway::class_terms", _backward, setup_context=_keep_context)

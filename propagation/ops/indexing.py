@@ -1,0 +1,87 @@
+"""Operators that look up an index in a dim of which a rank may hold a part: rows of an embedding, and classes.
+
+partway::position(axes, sizes)            which part along `axes` together this rank has (0-dim, int64, on the CPU):
+                                          a symbol, which the executors of `runtime/` give its meaning
+partway::part_index(index, position, bounds, wraps)
+                                          `index` counted from the start of this rank's part of a dim, which goes
+                                          from bounds[position] to the next of `bounds`, and -1 where it is another
+                                          rank's; one that `wraps` may be negative, counted from the end of the dim
+partway::behind(x, position, dim, counts) where this rank's part is behind the end of its slice along `dim`, of
+                                          `counts[position]` elements: a mask that broadcasts to x
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+_LIBRARY = torch.library.Library("partway", "FRAGMENT")
+_LIBRARY.define("position(str[] axes, int[] sizes) -> Tensor")
+_LIBRARY.define("part_index(Tensor index, Tensor position, int[] bounds, bool wraps=False) -> Tensor")
+_LIBRARY.define("behind(Tensor x, Tensor position, int dim, int[] counts) -> Tensor")
+
+position = torch.ops.partway.position.default
+part_index = torch.ops.partway.part_index.default
+behind = torch.ops.partway.behind.default
+
+
+def span_of(position: Tensor | None, bounds: list[int]) -> tuple[int, int]:
+    """What this rank has of a dim that is cut at `bounds`."""
+    place = 0 if position is None else int(position)
+    return bounds[place], bounds[place + 1]
+
+
+def within(index: Tensor, start: int, stop: int, whole: int, ignored: int | None = None) -> Tensor:
+    """`index - start` as int64, or -1 outside of the part from there to `stop`, or where it is `ignored`. Raises
+    IndexError for an index outside of `whole` (on a device its own assertion fails, so that nothing waits for it)."""
+    index = index.long()
+    wrong = (index < 0) | (index >= whole)
+    if ignored is not None:
+        wrong &= index != ignored
+    if index.device.type != "cpu":
+        aten._assert_async.msg(~wrong.any(), f"an index is out of range of a dim of size {whole}")
+    elif wrong.any():
+        raise IndexError(f"index {int(index[wrong][0])} is out of range of a dim of size {whole}")
+    outside = (index < start) | (index >= stop)
+    if ignored is not None:
+        outside |= index == ignored
+    return (index - start).masked_fill_(outside, -1)
+
+
+def _part_index(index: Tensor, position: Tensor, bounds: list[int], wraps: bool = False) -> Tensor:
+    if wraps:
+        index = torch.where(index < 0, index + bounds[-1], index)
+    return within(index, *span_of(position, bounds), bounds[-1])
+
+
+def _behind(x: Tensor, position: Tensor, dim: int, counts: list[int]) -> Tensor:
+    place = torch.arange(x.shape[dim], device=x.device)
+    return (place >= counts[int(position)]).view(_behind_shape(x, dim))
+
+
+def _behind_shape(x: Tensor, dim: int) -> list[int]:
+    return [size if d == dim else 1 for d, size in enumerate(x.shape)]
+
+
+for _name, _function in (
+    ("part_index", _part_index),
+    ("behind", _behind),
+):
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("partway::position")  # type: ignore[untyped-decorator]
+def _fake_position(axes: list[str], sizes: list[int]) -> Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+@torch.library.register_fake("partway::part_index")  # type: ignore[untyped-decorator]
+def _fake_part_index(index: Tensor, position: Tensor, bounds: list[int], wraps: bool = False) -> Tensor:
+    return torch.empty_like(index, dtype=torch.int64)
+
+
+@torch.library.register_fake("partway::behind")  # type: ignore[untyped-decorator]
+def _fake_behind(x: Tensor, position: Tensor, dim: int, counts: list[int]) -> Tensor:
+    return x.new_empty(_behind_shape(x, dim), dtype=torch.bool)

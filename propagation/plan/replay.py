@@ -1,0 +1,156 @@
+"""A plan of another run on the problem of this one: where the two differ, and the choice that the plan makes.
+
+Operators are matched in order, by what they are, what they give and the module they are in: names of nodes and lines of
+code may change. A plan says nothing of hubs; between strategies that are given the cheapest layout of each follows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from difflib import SequenceMatcher
+
+import numpy as np
+from torch import fx
+
+from ...strategy.errors import Problem, StrategyError
+from ...strategy.layout import Layout, layout
+from ...strategy.placement import placement_from_code
+from ..cost.conversion import ConversionTable
+from ..graph.graph import Graph, constant_nodes, describe, is_tensor, module_path, operator_name
+from ..graph.port import Port
+from ..search.eliminate import Solution
+from ..search.problem import Edge, Mask, Options, SearchProblem, Vertex, VertexKind
+from .plan import OperatorPlan, Plan, TensorPlan
+
+Identity = tuple[str, str, str]  # operator, what it gives, module
+
+
+def differences(graph: Graph, plan: Plan) -> list[Problem]:
+    """Where `plan` is not one of `graph`; none: it fits."""
+    found = [
+        *_tensor_differences("input", graph.inputs, plan.inputs),
+        *_tensor_differences("output", graph.outputs, plan.outputs),
+    ]
+    here = [(operator_name(n), describe(n) if is_tensor(n) else "", module_path(n)) for n in _planned(graph)]
+    there = [(o.operator, o.result, o.module) for o in plan.operators]
+    return found + list(_operator_differences(here, there))
+
+
+def _planned(graph: Graph) -> list[fx.Node]:
+    constants = constant_nodes(graph)
+    return [node for node in graph.nodes if node not in constants and node.target is not operator.getitem]
+
+
+def _tensor_differences(kind: str, ports: Sequence[Port], planned: Sequence[TensorPlan]) -> Iterator[Problem]:
+    here = {port.name: f"{port.role} {describe(port.node)}" for port in ports}
+    there = {t.name: f"{t.role} {t.dtype}{list(t.shape)}" for t in planned}
+    for name in dict.fromkeys([*there, *here]):
+        if here.get(name) != there.get(name):
+            what = f"is {there.get(name, 'nothing')} in the plan, and {here.get(name, 'nothing')} here"
+            yield Problem(f"{kind} {name!r}", what, _FIX)
+
+
+_FIX = "save a plan of this call"
+
+
+def _operator_differences(here: Sequence[Identity], there: Sequence[Identity]) -> Iterator[Problem]:
+    if here == there:
+        return
+    for what, a, b, c, d in SequenceMatcher(None, there, here, autojunk=False).get_opcodes():
+        if what != "equal":
+            place = f"operators from {a}" if b - a != 1 else f"operator {a}"
+            yield Problem(f"{place} of the plan", f"{_listed(there[a:b])} there, and {_listed(here[c:d])} here", _FIX)
+
+
+def _listed(found: Sequence[Identity]) -> str:
+    words = [" ".join(filter(None, (name, result, f"in {path}" if path else ""))) for name, result, path in found[:3]]
+    return (", ".join(words) + (f" and {len(found) - 3} more" if found[3:] else "")) or "none"
+
+
+def replay(problem: SearchProblem, plan: Plan) -> Solution:
+    """The choice of `plan`, which fits the graph of `problem`. Raises StrategyError, with all reasons, where something
+    that it does is no option here."""
+    mesh = problem.settings.mesh
+    if plan.mesh != mesh:
+        fix = "leave the mesh out, or save a plan on this one"
+        raise StrategyError(
+            "the plan cannot be followed:", [Problem("mesh", f"it is {mesh}, the plan's {plan.mesh}", fix)]
+        )
+    operators = dict(zip(_planned(problem.graph), plan.operators, strict=True))
+    tensors = {
+        (kind, t.name): t
+        for kind, every in ((VertexKind.INPUT, plan.inputs), (VertexKind.OUTPUT, plan.outputs))
+        for t in every
+    }
+    problems: list[Problem] = []
+    choice: list[int | None] = []
+    for vertex in problem.vertices:
+        if vertex.kind is VertexKind.HUB:
+            choice.append(None)
+            continue
+        if vertex.kind is VertexKind.OPERATOR:
+            said: OperatorPlan | TensorPlan = operators[vertex.node]
+            keep = _of_operator(vertex.options, operators[vertex.node], plan)
+            name, done = f"operator {said.name}", operators[vertex.node].strategy
+        else:
+            said = tensors[vertex.kind, vertex.name]
+            keep, done = _of_tensor(vertex, said, plan), " ".join(said.codes)
+            name = f"{vertex.kind} {vertex.name!r}"
+        rows = np.flatnonzero(keep)
+        choice.append(int(rows[0]) if len(rows) else 0)
+        if not len(rows):
+            why = f"which {vertex.annotation} does not allow" if vertex.annotation else "which is no option here"
+            problems.append(Problem(name, f"the plan has {done}, {why}", "drop what forbids it, or search again"))
+    if problems:
+        raise StrategyError("the plan cannot be followed:", problems)
+    edges: dict[int, list[Edge]] = {}
+    for edge in problem.edges:
+        edges.setdefault(edge.producer, []).append(edge)
+        edges.setdefault(edge.consumer, []).append(edge)
+    chosen = tuple(_hub(problem, i, edges[i], choice) if found is None else found for i, found in enumerate(choice))
+    return Solution(chosen, problem.cost(chosen), float("-inf"), 0, given=True)
+
+
+def _layout(codes: Sequence[str], plan: Plan) -> Layout:
+    return layout(plan.mesh, tuple(map(placement_from_code, codes)))
+
+
+def _of_operator(options: Options, said: OperatorPlan, plan: Plan) -> Mask:
+    """The options that do what `said` does."""
+    if (len(said.operands), len(said.results)) != (len(options.operands), len(options.results)):
+        return np.zeros(len(options), dtype=bool)
+    keep = np.ones(len(options), dtype=bool)
+    names = {name: i for i, name in enumerate(options.names)} | {None: -1}
+    for axis, factor in enumerate(said.factors):
+        keep &= options.factors[:, axis] == names.get(factor, -2)
+    sides = zip(options.tables, (options.operands, options.results), (said.operands, said.results), strict=True)
+    for tables, columns, written in sides:
+        for table, codes, wanted in zip(tables, columns, written, strict=True):
+            if table is not None:
+                keep &= codes == _code(table, wanted, plan)
+    return keep
+
+
+def _of_tensor(vertex: Vertex, said: TensorPlan, plan: Plan) -> Mask:
+    of, columns = vertex.options, (vertex.options.results or vertex.options.operands)
+    (table,) = of.tables[1] or of.tables[0]
+    assert table is not None
+    keep: Mask = columns[0] == _code(table, said.codes, plan)
+    return keep
+
+
+def _code(table: ConversionTable, codes: Sequence[str], plan: Plan) -> int:
+    return table.index.get(_layout(codes, plan), -1)
+
+
+def _hub(problem: SearchProblem, hub: int, edges: Sequence[Edge], choice: Sequence[int | None]) -> int:
+    """The cheapest option of a hub, whose neighbours are no hubs."""
+    cost = problem.vertices[hub].options.unary.copy()
+    for edge in edges:
+        rows, columns = edge.codes(problem.vertices)
+        if edge.consumer == hub:
+            cost += edge.table.rows([int(rows[choice[edge.producer]])])[0, columns]
+        else:
+            cost += edge.table.rows(rows.tolist())[:, int(columns[choice[edge.consumer]])]
+    return int(np.argmin(cost))

@@ -1,0 +1,131 @@
+"""Gradients of several backwards with one reduction at the end.
+
+A parameter's gradient ends, in the backward, with the collectives that bring it where the parameter lies, and perhaps
+with what scales or casts the result. All of that is linear, so it can wait: a micro-batch keeps what its rank has, and
+the last one adds that to its own before its collectives run, as early as ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph.graph import Text
+from ..graph.port import Role
+from ..ops.collectives import convert, kind_of
+from .differentiate import Step, is_port, returned_by
+from .lower import program_lines
+
+_add = torch.ops.aten.add.Tensor
+_SCALES_OR_CASTS = (torch.ops.aten.mul.Scalar, torch.ops.aten._to_copy.default)
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """The backwards of a Step whose reductions wait.
+
+    inputs   which inputs of the program have gradients that wait
+    early    (saved..., tangents...) -> gradients; of `inputs` the addends of this rank
+    last     (saved..., tangents..., addends...) -> gradients
+    rest     the Step of which only the backward is run: (addends...) -> their gradients
+    """
+
+    inputs: tuple[int, ...]
+    early: Step
+    last: Step
+    rest: Step
+
+    def __str__(self) -> str:
+        graphs = [step.backward.graph for step in (self.early, self.last, self.rest) if step.backward]
+        return "\n".join(line for graph in graphs for line in program_lines(graph))
+
+
+def accumulation(step: Step) -> Accumulation | None:
+    """How the gradients of `step` accumulate, or None if no reduction of a parameter's gradient can wait."""
+    if step.backward is None:
+        return None
+    needed = [i for i, needs in enumerate(step.needed) if needs]
+    gradients = returned_by(step.backward.graph)
+    waiting = {
+        needed[k]: found
+        for k, gradient in enumerate(gradients)
+        if step.program.inputs[needed[k]].port.role is Role.PARAMETER and (found := _reduction(gradient, gradients))
+    }
+    if not waiting:
+        return None
+    reductions = list(waiting.values())
+    steps = [
+        replace(step, backward=Text(step.backward, make(step.backward, reductions, [needed.index(i) for i in waiting])))
+        for make in (_early, _last, _rest)
+    ]
+    return Accumulation(tuple(waiting), *steps)
+
+
+def _early(backward: fx.GraphModule, reductions: list[fx.Node], places: list[int]) -> fx.Graph:
+    graph, new = _copy(backward)
+    swap = dict(zip(places, (new[found.all_input_nodes[0]] for found in reductions), strict=True))
+    _output(graph).args = (tuple(swap.get(k, gradient) for k, gradient in enumerate(returned_by(graph))),)
+    graph.eliminate_dead_code(is_impure_node=is_port)
+    return graph
+
+
+def _last(backward: fx.GraphModule, reductions: list[fx.Node], places: list[int]) -> fx.Graph:
+    graph, new = _copy(backward)
+    operands = [new[found.all_input_nodes[0]] for found in reductions]
+    for found, operand, addend in zip(reductions, operands, _more_inputs(graph, operands), strict=True):
+        with graph.inserting_before(new[found]):
+            added = graph.call_function(_add, (operand, addend))
+        added.meta["val"] = operand.meta["val"]
+        new[found].replace_input_with(operand, added)
+    return graph
+
+
+def _rest(backward: fx.GraphModule, reductions: list[fx.Node], places: list[int]) -> fx.Graph:
+    graph, new = _copy(backward)
+    operands = [new[found.all_input_nodes[0]] for found in reductions]
+    before = graph.find_nodes(op="placeholder")
+    for found, operand, addend in zip(reductions, operands, _more_inputs(graph, operands), strict=True):
+        new[found].replace_input_with(operand, addend)
+    _output(graph).args = (tuple(returned_by(graph)[k] for k in places),)
+    graph.eliminate_dead_code(is_impure_node=is_port)
+    for node in before:
+        graph.erase_node(node)
+    return graph
+
+
+def _reduction(gradient: Any, gradients: tuple[Any, ...]) -> fx.Node | None:
+    """The first of the collectives with which `gradient` ends, if nothing else reads what comes after."""
+    node, found = gradient, None
+    while isinstance(node, fx.Node) and len(node.users) == 1 and gradients.count(gradient) == 1:
+        if node.target is convert:
+            found = node if kind_of(str(node.args[1]), str(node.args[2])).communicates else found
+        elif node.target not in _SCALES_OR_CASTS:
+            break
+        node = node.all_input_nodes[0]
+    return found
+
+
+def _copy(module: fx.GraphModule) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(module.graph, new))
+    return graph, new
+
+
+def _more_inputs(graph: fx.Graph, like: list[fx.Node]) -> list[fx.Node]:
+    """More inputs of `graph`, after those it has, each like a node but contiguous."""
+    made = list(graph.find_nodes(op="placeholder"))[-1:]
+    for operand in like:
+        with graph.inserting_after(made[-1]):
+            node = graph.placeholder("addend")
+        node.target = node.name  # an argument of the graph's function, so it must be unlike the others too
+        node.meta["val"] = operand.meta["val"].new_empty(operand.meta["val"].shape)
+        made.append(node)
+    return made[1:]
+
+
+def _output(graph: fx.Graph) -> fx.Node:
+    found: fx.Node = next(iter(graph.find_nodes(op="output")))
+    return found

@@ -1,0 +1,96 @@
+"""Backwards of a Step's outputs one after another: what the backward of some of them is, and which outputs share none
+of what the backward needs.
+
+PyTorch has a node for each operator, so that who asks for the gradient of one output runs, and frees, only what leads
+to it. A Step is one node for them all, and does the same by having a backward of each set of outputs that is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from ..graph.graph import Text, operator_name
+from ..ops.collectives import convert
+from ..search.problem import rearranges
+from .differentiate import Step, calls_of, is_port, returned_by
+from .lower import LocalProgram
+
+_aten = torch.ops.aten
+_SUMS = (_aten.add.Tensor, _aten.sub.Tensor)
+_KEEPS_NOTHING = (*_SUMS, _aten.neg.default, _aten.add.Scalar, _aten.sub.Scalar, convert)
+_OF_NO_VALUES = ("ones_like", "full_like", "new_ones", "new_full")  # read a tensor's shape
+
+
+def of_outputs(step: Step, asked: Sequence[bool]) -> Step:
+    """`step` with the backward of the outputs marked in `asked`, which are some of those that it differentiates. It
+    takes the same saved values; an input on which no output asked for depends has no gradient."""
+    assert step.backward is not None
+    source, graph = step.backward.graph, fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    zero: set[fx.Node] = set()  # of what is linear in the tangents, all that is zero
+    linear: set[fx.Node] = set()
+    placeholders = source.find_nodes(op="placeholder")
+    tangents = placeholders[len(placeholders) - sum(step.wanted) :]
+    linear.update(tangents)
+    for tangent, ask in zip(tangents, itertools.compress(asked, step.wanted), strict=True):
+        if not ask:
+            zero.add(tangent)
+    for node in placeholders:
+        if node not in zero:
+            env[node] = graph.node_copy(node)
+    for node in calls_of(source):
+        operands = node.all_input_nodes
+        absent = [operand for operand in operands if operand in zero]
+        present = [operand for operand in operands if operand in linear and operand not in zero]
+        if present or absent:
+            linear.add(node)
+        if absent and not present and not operator_name(node).split(".")[1].startswith(_OF_NO_VALUES):
+            zero.add(node)
+        elif absent and node.target is _aten.add.Tensor and not node.kwargs:
+            env[node] = env[present[0]]
+        else:
+            env |= {operand: _zeros(graph, operand) for operand in absent if operand not in env}
+            env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(None if end is None or end in zero else env[end] for end in returned_by(source)))
+    graph.eliminate_dead_code(is_impure_node=is_port)
+    return replace(step, backward=Text(step.backward, graph), wanted=tuple(asked))
+
+
+def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    value = like.meta["val"]
+    made = graph.call_function(
+        _aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device, "pin_memory": False}
+    )
+    made.meta["val"] = value
+    return made
+
+
+def entangled(program: LocalProgram) -> list[set[int]]:
+    """For each output the outputs, itself among them, of which the backward needs what its own needs: they share an
+    operator that keeps something for it. (A sum keeps nothing, nor does what rearranges.)"""
+    graph = program.module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    needs = {n for n, placed in zip(placeholders, program.inputs, strict=True) if placed.port.requires_grad}
+    keeping = set()
+    for node in calls_of(graph):
+        if any(operand in needs for operand in node.all_input_nodes):
+            needs.add(node)
+            if node.target not in _KEEPS_NOTHING and not rearranges(node):
+                keeping.add(node)
+    leads_to: dict[fx.Node, int] = {}  # the outputs that a node leads to, a bit for each
+    for i, end in enumerate(returned_by(graph)):
+        leads_to[end] = leads_to.get(end, 0) | 1 << i
+    for node in reversed(calls_of(graph)):
+        for operand in node.all_input_nodes:
+            leads_to[operand] = leads_to.get(operand, 0) | leads_to.get(node, 0)
+    found = [{i} for i in range(len(program.outputs))]
+    for together in {leads_to.get(node, 0) for node in keeping}:
+        outputs = {i for i in range(len(found)) if together >> i & 1}
+        for i in outputs:
+            found[i] |= outputs
+    return found

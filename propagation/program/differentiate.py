@@ -1,0 +1,376 @@
+"""From a local program to its forward and backward graphs, in which every collective is visible.
+
+Autograd itself writes the backward. The program is cut into pieces, of which a deep model has few different ones
+(segments.py). Each different piece runs once on fake tensors under `make_fx`, forward and
+`torch.autograd.grad`, and its graph is cut where the tangents come in. What the backward needs of the forward is
+saved, as autograd would. The forward is then the forwards of the pieces in their order; the backward is their
+backwards from the last to the first, and gradients of a value that several pieces read are added up in this order.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from ...strategy.errors import CaptureError, VerifyError
+from ..graph.graph import Text, mark, operator_name, region_of
+from ..graph.port import Role
+from ..ops.batch_norm import merge_gradients
+from ..ops.collectives import convert
+from ..torch_internals import FakeTensorMode, OpOverload, data_dependent, make_fx
+from .lower import LocalProgram
+from .segments import Like, Piece, pieces_of
+
+_add = torch.ops.aten.add.Tensor
+_TRANSPOSES = {torch.ops.aten.t.default, torch.ops.aten.transpose.int}
+T = TypeVar("T")
+_Renumbered = Mapping[int, int] | Sequence[int]  # from the tag of a conversion, or a region, to that of its copy
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step of a rank, as two graphs.
+
+    forward    inputs -> (outputs..., saved...)
+    backward   (saved..., tangents of the differentiated outputs...) -> gradients of the inputs that need one
+    wanted     for each output whether it is differentiated
+    needed     for each input whether it gets a gradient
+    """
+
+    program: LocalProgram
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    wanted: tuple[bool, ...]
+    needed: tuple[bool, ...]
+
+
+def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
+    """The Step of `program` when the outputs marked in `wanted` are differentiated."""
+    needed = tuple(placed.port.requires_grad for placed in program.inputs)
+    if not any(wanted) or not any(needed):
+        return Step(program, program.module, None, wanted, (False,) * len(needed))
+    graph = program.module.graph
+    device = program.inputs[0].port.node.meta["val"].device
+    with FakeTensorMode(), torch.enable_grad():
+        inputs = {
+            node: Like.whole(placed.local_shape, placed.dtype, device, needs)
+            for node, placed, needs in zip(graph.find_nodes(op="placeholder"), program.inputs, needed, strict=True)
+        }
+        pieces, likes = pieces_of(graph, inputs)
+        tangents = [
+            (node, Like.whole(placed.local_shape, placed.dtype, device, False))
+            for node, placed, want in zip(returned_by(graph), program.outputs, wanted, strict=True)
+            if want
+        ]
+        derivatives = _derivatives(pieces, likes, tangents)
+        forward, backward = _stitched(graph, likes, tangents, pieces, derivatives)
+        constants = {name: constant for found in derivatives for name, constant in found.constants.items()}
+        return Step(program, Text(constants, forward), Text(constants, backward), wanted, needed)
+
+
+@dataclass(frozen=True)
+class _Derivative:
+    """What is traced of a piece. The tag of a conversion is its position among those of the piece.
+
+    forward     inputs -> (outputs..., saved...)
+    backward    (saved..., tangents of the outputs that have one...) -> a gradient or None for each input
+    gradients   what the gradients are like
+    constants   the tensors that the graphs have as attributes
+    """
+
+    forward: fx.Graph
+    backward: fx.Graph
+    gradients: tuple[Like | None, ...]
+    constants: Mapping[str, Any]
+
+
+def _derivatives(
+    pieces: Sequence[Piece], likes: Mapping[fx.Node, Any], tangents: Sequence[tuple[fx.Node, Like]]
+) -> list[_Derivative]:
+    """The derivative of each piece. Pieces with equal keys, to whose outputs equal tangents come, have one."""
+    known: dict[Hashable, _Derivative] = {}
+    chosen: dict[int, _Derivative] = {}
+
+    def backward(i: int, given: Sequence[Like | None]) -> Sequence[Like | None]:
+        key = pieces[i].key, tuple(given)
+        if key not in known:
+            known[key] = _derivative(pieces[i], given, f"_{len(known)}")
+        chosen[i] = known[key]
+        return chosen[i].gradients
+
+    @functools.cache
+    def add(a: Like, b: Like) -> Like:
+        return Like.of(_add(a.empty(), b.empty()), False)
+
+    _flow(pieces, likes, tangents, backward, add)
+    return [chosen[i] for i in range(len(pieces))]
+
+
+def _flow(
+    pieces: Sequence[Piece],
+    likes: Mapping[fx.Node, Any],
+    tangents: Sequence[tuple[fx.Node, T]],
+    backward: Callable[[int, Sequence[T | None]], Sequence[T | None]],
+    add: Callable[[T, T], T],
+) -> dict[fx.Node, T]:
+    """The gradients of the values of a program, from those of its outputs: the pieces from the last to the first.
+
+    `backward(i, ...)` says the gradients of the inputs of piece i, given those of its outputs (None: there is none).
+    """
+    gradients: dict[fx.Node, T] = {}
+
+    def arrive(node: fx.Node, gradient: T) -> None:
+        if likes[node].requires_grad:
+            gradients[node] = add(gradients[node], gradient) if node in gradients else gradient
+
+    for node, tangent in tangents:
+        arrive(node, tangent)
+    for i in reversed(range(len(pieces))):
+        found = backward(i, [gradients.get(node) for node in pieces[i].outputs])
+        for node, gradient in zip(pieces[i].inputs, found, strict=True):
+            if gradient is not None:
+                arrive(node, gradient)
+    return gradients
+
+
+def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _Derivative:
+    """Trace `piece` and its backward for `tangents` of its outputs; `suffix`: what makes names of constants its own."""
+    inputs = [like.empty() for like in piece.likes]
+    given = [tangent.empty() for tangent in tangents if tangent is not None]
+    module = _as_module(piece)
+    needed = [like.requires_grad for like in piece.likes]
+
+    def joint(*flat: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        primals, cotangents = flat[: len(inputs)], flat[len(inputs) :]
+        outputs = _run(module, *primals)
+        chosen = [output for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
+        leaves = [primal for primal, needs in zip(primals, needed, strict=True) if needs]
+        found = iter(torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True) if chosen else ())
+        gradients = [next(found, None) if needs else None for needs in needed]
+        # the piece before is traced for tangents that are like these, and a Like makes no lazy tensor
+        return (*outputs, *(None if g is None else g.resolve_conj().resolve_neg() for g in gradients))
+
+    try:
+        traced = make_fx(joint)(*inputs, *given)
+    except data_dependent as error:
+        called = [operator_name(node) for node in piece.nodes if isinstance(node.target, OpOverload)]
+        names = ", ".join(dict.fromkeys(name for name in called if not name.startswith("partway.")))
+        raise CaptureError(
+            f"the gradient of one of {names} depends on the values of tensors, as PyTorch computes it: it asks for "
+            f"{str(error).splitlines()[0]}. Compute it outside the sharded function, or of what needs no gradient"
+        ) from error
+    if any(map(_overwrites, traced.graph.nodes)):  # some of autograd's formulas fill a buffer, as that of rfft
+        with torch.no_grad():
+            traced = make_fx(torch.func.functionalize(functools.partial(_run, traced)))(*inputs, *given)
+    for node in traced.graph.nodes:
+        if _overwrites(node):
+            raise VerifyError(f"the traced program writes in place: {node.format_node()}")
+    gradients = tuple(
+        Like.of(node.meta["val"], False) if isinstance(node, fx.Node) else None
+        for node in returned_by(traced.graph)[len(piece.outputs) :]
+    )
+    _undo_transposes(traced.graph)
+    forward, backward = _cut(traced.graph, len(inputs), len(piece.outputs))
+    constants = {}
+    for node in (*forward.find_nodes(op="get_attr"), *backward.find_nodes(op="get_attr")):
+        constants[f"{node.target}{suffix}"] = getattr(traced, str(node.target))
+        node.target = f"{node.target}{suffix}"
+    return _Derivative(forward, backward, gradients, constants)
+
+
+def _run(module: fx.GraphModule, *inputs: torch.Tensor) -> tuple[Any, ...]:
+    """The outputs of `module`. What is traced of a node keeps the region of the node."""
+    if all(region_of(node) is None for node in module.graph.nodes):
+        return tuple(module(*inputs))
+    with fx.traceback.preserve_node_meta():
+        return tuple(fx.Interpreter(module).run(*inputs))
+
+
+def _as_module(piece: Piece) -> fx.GraphModule:
+    """`piece` by itself, with the positions of its conversions for tags, and those of its regions for regions."""
+    graph = fx.Graph()
+    env = {node: graph.placeholder(node.name) for node in piece.inputs}
+    positions = {tag: i for i, tag in enumerate(piece.tags)}
+    _copy(piece.nodes, graph, env, positions, {region: i for i, region in enumerate(piece.regions)})
+    graph.output(tuple(env[node] for node in piece.outputs))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _copy(
+    nodes: Iterable[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node], tags: _Renumbered, regions: _Renumbered
+) -> None:
+    """Write copies of `nodes` to the end of `graph`, each conversion with tag t as one with `tags[t]`, each node of
+    region r as one of `regions[r]`. `env` says what stands there for a node, and learns of the copies."""
+    for node in nodes:
+        if node.target is convert:
+            x, *how, tag = node.args
+            arguments = (env[x], *how, tags[tag])  # type: ignore[index]
+            env[node] = graph.create_node("call_function", convert, arguments, name=node.name)
+            env[node].meta = dict(node.meta)
+        else:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        region = region_of(node)
+        mark(env[node], None if region is None else regions[region])
+
+
+def _overwrites(node: fx.Node) -> bool:
+    """Whether `node` writes to a tensor that something else reads. (Filling a fresh tensor is how make_fx shows
+    `bernoulli`; only the result is read then.)"""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return False
+    written = node.args[0]
+    if not isinstance(written, fx.Node) or written.op != "call_function" or len(written.users) > 1:
+        return True
+    return not isinstance(written.target, OpOverload) or any(r.alias_info for r in written.target._schema.returns)
+
+
+def _undo_transposes(graph: fx.Graph) -> None:
+    """Read in place of the transpose of a transpose what that was of: autograd's formulas transpose the weight of a
+    matrix product again, and its gradient. A call of a view takes as long as that of a small kernel."""
+    for node in calls_of(graph):
+        inner: Any = node.args[0] if node.target in _TRANSPOSES else None
+        if isinstance(inner, fx.Node) and inner.target is node.target and {*node.args[1:]} == {*inner.args[1:]}:
+            before: Any = inner.args[0]
+            node.replace_all_uses_with(before)
+
+
+def _cut(joint: fx.Graph, inputs: int, outputs: int) -> tuple[fx.Graph, fx.Graph]:
+    """Split a joint graph: what depends on a tangent is backward, the rest is forward."""
+    joint.eliminate_dead_code(is_impure_node=is_port)
+    placeholders = joint.find_nodes(op="placeholder")
+    returned = returned_by(joint)
+    late = set(placeholders[inputs:])
+    body = calls_of(joint)
+    for node in body:
+        if any(operand in late for operand in node.all_input_nodes):
+            late.add(node)
+    results, gradients = returned[:outputs], returned[outputs:]
+    saved: dict[fx.Node, None] = {}
+    for node in body:
+        if node in late:
+            saved |= {operand: None for operand in node.all_input_nodes if operand not in late}
+    saved |= {g: None for g in gradients if isinstance(g, fx.Node) and g not in late}
+
+    def part(starts: Sequence[fx.Node], nodes: Sequence[fx.Node], ends: Sequence[fx.Node | None]) -> fx.Graph:
+        graph = fx.Graph()
+        env = {node: graph.placeholder(node.name) for node in starts}
+        for node in nodes:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        graph.output(tuple(None if end is None else env[end] for end in ends))
+        return graph
+
+    forward = part(placeholders[:inputs], [n for n in body if n not in late], (*results, *saved))
+    backward = part([*saved, *placeholders[inputs:]], [n for n in body if n in late], gradients)
+    return forward, backward
+
+
+def _stitched(
+    program: fx.Graph,
+    likes: Mapping[fx.Node, Any],
+    tangents: Sequence[tuple[fx.Node, Like]],
+    pieces: Sequence[Piece],
+    derivatives: Sequence[_Derivative],
+) -> tuple[fx.Graph, fx.Graph]:
+    """The forward and the backward graph of a program from those of its pieces."""
+    forward, backward = fx.Graph(), fx.Graph()
+    fake = functools.cache(Like.empty)
+    inputs = program.find_nodes(op="placeholder")
+    values = {node: _placeholder(forward, node.name, fake(likes[node])) for node in inputs}
+    saved: list[list[fx.Node]] = []
+    for piece, derivative in zip(pieces, derivatives, strict=True):
+        env = _inlined(derivative.forward, forward, [values[node] for node in piece.inputs], piece)
+        ends = [env[end] for end in returned_by(derivative.forward)]
+        _check_alike(piece.outputs, ends, likes)
+        values |= zip(piece.outputs, ends[: len(piece.outputs)], strict=True)
+        saved.append(ends[len(piece.outputs) :])
+    distinct = dict.fromkeys(node for nodes in saved for node in nodes)  # several pieces may save one value
+    kept = {node: _placeholder(backward, node.name, node.meta["val"]) for node in distinct}
+    starts = [(node, _placeholder(backward, "tangent", fake(like))) for node, like in tangents]
+
+    def copy(i: int, given: Sequence[fx.Node | None]) -> Sequence[fx.Node | None]:
+        arguments = [*(kept[node] for node in saved[i]), *(tangent for tangent in given if tangent is not None)]
+        env = _inlined(derivatives[i].backward, backward, arguments, pieces[i])
+        return [None if end is None else env[end] for end in returned_by(derivatives[i].backward)]
+
+    def add(a: fx.Node, b: fx.Node) -> fx.Node:
+        added = backward.call_function(_add, (a, b))
+        added.meta["val"] = _add(a.meta["val"], b.meta["val"])
+        return added
+
+    gradients = _flow(pieces, likes, starts, copy, add)
+    backward.output(tuple(gradients.get(node) for node in inputs if likes[node].requires_grad))
+    backward.eliminate_dead_code(is_impure_node=is_port)
+    merge_gradients(backward)
+    for node, placeholder in list(kept.items()):
+        if not placeholder.users:  # what was computed of it is a gradient that nobody asked for
+            backward.erase_node(kept.pop(node))
+    forward.output((*(values[node] for node in returned_by(program)), *kept))
+    forward.eliminate_dead_code(is_impure_node=is_port)
+    return forward, backward
+
+
+def _check_alike(outputs: Sequence[fx.Node], traced: Sequence[fx.Node], likes: Mapping[fx.Node, Any]) -> None:
+    """Raise VerifyError unless what was traced of a piece lies in memory as the pieces that read it were told."""
+    for node, found in zip(outputs, traced, strict=False):
+        if found.meta["val"].layout is torch.strided and found.meta["val"].stride() != likes[node].stride:
+            raise VerifyError(
+                f"{node.name} was traced with strides {found.meta['val'].stride()}, its readers with "
+                f"{likes[node].stride}"
+            )
+
+
+def _inlined(source: fx.Graph, target: fx.Graph, starts: Sequence[fx.Node], piece: Piece) -> dict[fx.Node, fx.Node]:
+    """Write the calls of `source`, traced of a piece like `piece`, to the end of `target`, with `starts` for its
+    inputs: what stands for what."""
+    env = dict(zip(source.find_nodes(op="placeholder"), starts, strict=True))
+    _copy(calls_of(source), target, env, piece.tags, piece.regions)
+    return env
+
+
+def _placeholder(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
+    node = graph.placeholder(name)
+    node.target = node.name  # an argument of the graph's function, so it must be unlike the others too
+    node.meta["val"] = value
+    return node
+
+
+def calls_of(graph: fx.Graph) -> list[fx.Node]:
+    """What a graph computes, in order: all but its inputs and its output."""
+    return [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
+
+
+def is_port(node: fx.Node) -> bool:
+    """Whether `node` is an input or the output of its graph."""
+    return node.op in ("placeholder", "output")
+
+
+def returned_by(graph: fx.Graph) -> tuple[Any, ...]:
+    """The nodes that a graph returns, None where there is no value."""
+    returned: Any = next(iter(graph.find_nodes(op="output"))).args[0]
+    return tuple(returned)
+
+
+def scale_parameter_gradients(step: Step, factor: float) -> Step:
+    """`step` with the gradient of every parameter multiplied by `factor`."""
+    if step.backward is None or factor == 1:
+        return step
+    graph = fx.Graph()
+    returned: Any = graph.graph_copy(step.backward.graph, {})
+    placed = [p for p, needs in zip(step.program.inputs, step.needed, strict=True) if needs]
+
+    def scaled(gradient: fx.Node) -> fx.Node:
+        made = graph.call_function(torch.ops.aten.mul.Scalar, (gradient, factor))
+        made.meta["val"] = torch.ops.aten.mul.Scalar(gradient.meta["val"], factor)
+        return made
+
+    found = [
+        scaled(gradient) if p.port.role is Role.PARAMETER and gradient is not None else gradient
+        for p, gradient in zip(placed, returned, strict=True)
+    ]
+    graph.output(tuple(found))
+    return replace(step, backward=Text(step.backward, graph))

@@ -1,0 +1,497 @@
+"""From a plan's choices to the program that one rank runs: local operators, and conversions between layouts.
+
+Every tensor is converted at most once into each layout that its consumers want, so their gradients add up
+before one collective. The text is the same on every rank; a conversion knows its rank only when it runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...strategy.cut import Window
+from ...strategy.errors import VerifyError
+from ...strategy.layout import Layout
+from ...strategy.mesh import Mesh
+from ...strategy.placement import Kind, Placement, Shard, kind
+from ..cost.conversion import Step, step_kind, with_cuts
+from ..cost.cost import collective_seconds, wire_bytes
+from ..cost.profile import DeviceProfile
+from ..graph.graph import (
+    Text,
+    Value,
+    mark,
+    module_path,
+    operands,
+    operator_name,
+    region_of,
+    source_line,
+    source_of,
+    tensor_of,
+    values_of,
+)
+from ..graph.port import Port, Role
+from ..ops.collectives import constrain, convert
+from ..rules.rule import Emitter, LocalShapes, Rule, windows_of
+from ..rules.windows import by_dim, own_slice, place_in, united
+from ..search.problem import Option, SearchProblem, Vertex, VertexKind, table_of
+
+PHASES = ("forward", "backward")
+_slice = torch.ops.aten.slice.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """One conversion in a program, and why it is there.
+
+    All of `axes`, in the order of the mesh, go from `source` to `target`, as one axis of `size` ranks would; size is
+    the product of theirs. `whole_bytes` is what one rank would hold if none of these axes split the tensor.
+    `gradient`: its transpose runs in the backward that was planned. `again`: it stands for a conversion that runs once
+    more, as it is, in the backward (recompute.py). `kept`: it gathers a weight that the backward reads, which is kept,
+    or else gathered again. Of an exchange `whole_bytes` are those of its dim in whole.
+    """
+
+    tag: int
+    tensor: str
+    axes: tuple[str, ...]
+    size: int
+    source: Placement
+    target: Placement
+    whole_bytes: int
+    dtype: torch.dtype
+    gradient: bool
+    parameter: bool
+    producer: str
+    consumer: str
+    where: str
+    path: str
+    line: str
+    again: bool = False
+    kept: bool = False
+
+    def kind(self, phase: str) -> Kind:
+        """What happens in the "forward" or the "backward"."""
+        if self.again:
+            return kind(self.source, self.target) if phase == "backward" else Kind.NOTHING
+        return step_kind(self.source, self.target, phase, self.gradient)
+
+    def payload(self, phase: str) -> int:
+        """See `Collective.payload_bytes`."""
+        forward = self.again or phase == "forward"
+        if isinstance(self.target, Window):
+            return self.whole_bytes // self.target.cut.size * self.target.rows[not forward]
+        if self.kind(phase) is not Kind.ALL_TO_ALL:
+            return self.whole_bytes
+        held = self.source if forward else self.target
+        if isinstance(held, Shard) and held.cut:
+            return self.whole_bytes // held.cut.size * held.cut.width
+        return self.whole_bytes // self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a program. Bytes are those of one rank; `members` are the tensors of a fused one.
+
+    payload_bytes   all_reduce, all_gather, reduce_scatter: the whole value; all_to_all: the part held; exchange: what
+                    the busiest rank sends
+    wire_bytes      what one rank sends, in a ring
+    predicted_time  seconds, by the device profile
+    where, path     the operator that wanted the conversion, and the module it is in
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    group_size: int
+    payload_bytes: int
+    wire_bytes: float
+    phase: str
+    tensor: str
+    source: str
+    producer: str
+    consumer: str
+    where: str
+    path: str
+    dtype: str
+    predicted_time: float
+    tag: int
+    members: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.phase} {self.kind} over {','.join(self.axes)} ({self.group_size} ranks) of {self.tensor}, "
+            f"{self.payload_bytes:,} bytes: {self.producer} -> {self.consumer}"
+        )
+
+
+def collective(conversion: Conversion, phase: str, mesh: Mesh, profile: DeviceProfile) -> Collective | None:
+    """The collective of `conversion` in `phase`, or None if it needs no other rank there."""
+    found = conversion.kind(phase)
+    if not found.communicates:
+        return None
+    payload = conversion.payload(phase)
+    return Collective(
+        kind=found,
+        axes=conversion.axes,
+        group_size=conversion.size,
+        payload_bytes=payload,
+        wire_bytes=wire_bytes(found, payload, conversion.size),
+        phase=phase,
+        tensor=conversion.tensor,
+        source=conversion.line,
+        producer=conversion.producer,
+        consumer=conversion.consumer,
+        where=conversion.where,
+        path=conversion.path,
+        dtype=str(conversion.dtype).removeprefix("torch."),
+        predicted_time=collective_seconds(found, payload, mesh, conversion.axes, profile),
+        tag=conversion.tag,
+        members=(conversion.tensor,),
+    )
+
+
+def collectives_of(program: LocalProgram, profile: DeviceProfile) -> tuple[Collective, ...]:
+    """What `program` runs, the forward's collectives first."""
+    conversions = program.conversions
+    if program.regather:
+        conversions += tuple(replace(c, again=True) for c in conversions if c.kept)
+    found = (collective(c, phase, program.mesh, profile) for phase in PHASES for c in conversions)
+    return tuple(c for c in found if c is not None)
+
+
+@dataclass(frozen=True)
+class PlacedPort:
+    """An input or output of a program: what it is, its global shape, and its layout at rest."""
+
+    port: Port
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.layout.local_shape(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.port.role.value} {self.port.name} {list(self.local_shape)} of {list(self.shape)} {self.layout}"
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """The forward that one rank runs, on its parts of the inputs.
+
+    cost    what it costs, weighed, forward and backward: that of the choices it was made of, or less where two
+            consumers asked for the same conversion
+    regather  weights that it gathers are gathered again in the backward, not kept
+    """
+
+    module: fx.GraphModule
+    mesh: Mesh
+    inputs: tuple[PlacedPort, ...]
+    outputs: tuple[PlacedPort, ...]
+    conversions: tuple[Conversion, ...]
+    cost: float
+    regather: bool = False
+
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of the weights that it gathers and keeps for the backward, at most: 0 with `regather`."""
+        return 0 if self.regather else sum(c.whole_bytes for c in self.conversions if c.kept)
+
+    def __str__(self) -> str:
+        return "\n".join(program_lines(self.module.graph, self.inputs))
+
+
+def program_lines(graph: fx.Graph, inputs: tuple[PlacedPort, ...] = ()) -> list[str]:
+    """A graph of local operators and conversions as text, one line a node; `inputs`: what its first ones are."""
+    lines = []
+    known = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            placed = next(known, None)
+            lines.append(f"input {node.name}" + (f": {placed}" if placed else ""))
+        elif node.op == "output":
+            lines.append(f"return {', '.join(map(str, node.args[0]))}")
+        elif node.target is convert:
+            x, source, target, axes, size, _ = node.args
+            lines.append(f"{node.name} = {source} -> {target} over {','.join(axes)} of {size}: {x}")
+        else:
+            lines.append(f"{node.name} = {operator_name(node)}{tuple(node.args)}".replace("'", ""))
+    return lines
+
+
+def lower(problem: SearchProblem, choice: tuple[int, ...]) -> LocalProgram:
+    """The program of the options `choice` of `problem`."""
+    return _Lowering(problem, choice).program()
+
+
+class _Lowering:
+    """The state of writing one program: where each value is in which layout already."""
+
+    def __init__(self, problem: SearchProblem, choice: tuple[int, ...]) -> None:
+        self.problem, self.settings = problem, problem.settings
+        self.graph = fx.Graph()
+        self.local: dict[tuple[Value, Layout], fx.Node] = {}
+        self.exchanged: dict[tuple[fx.Node, Window], fx.Node] = {}
+        self.base: dict[Value, tuple[Layout, str]] = {}  # where consumers start from, and whose strategy that is
+        self.conversions: list[Conversion] = []
+        self.cost = sum(float(v.unary[c]) for v, c in zip(problem.vertices, choice, strict=True))
+        self.differentiable = problem.graph.differentiable
+        self.ports = {port.node: port for port in problem.graph.inputs}
+        self.chosen: dict[tuple[VertexKind, fx.Node, str], tuple[Vertex, Option]] = {
+            (v.kind, v.node, v.name): (v, v.options[c]) for v, c in zip(problem.vertices, choice, strict=True)
+        }
+        self.operators = {v.node: (v, o) for (k, _, _), (v, o) in self.chosen.items() if k is VertexKind.OPERATOR}
+        self.hubs = {
+            edge.value: problem.vertices[edge.consumer].options[choice[edge.consumer]].results[0]
+            for edge in problem.edges
+            if problem.vertices[edge.consumer].kind is VertexKind.HUB
+        }
+        self.joint = self._joint_windows()
+
+    def program(self) -> LocalProgram:
+        inputs = []
+        whole = Layout.replicated(self.settings.mesh)
+        for port in self.problem.graph.inputs:
+            node = self.graph.placeholder(port.node.name)
+            found = self.chosen.get((VertexKind.INPUT, port.node, port.name))
+            rest = found[1].results[0] if found else whole
+            self._produce(Value(port.node), node, rest, f"{port.role.value} {port.name} {rest}")
+            inputs.append(_placed(port, rest))
+        for node in self.problem.graph.nodes:
+            if node.target is not operator.getitem:
+                before = len(self.graph.nodes)
+                self._emit(node)
+                for made in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
+                    mark(made, region_of(node))
+        outputs, results = [], []
+        for port in self.problem.graph.outputs:
+            found = self.chosen.get((VertexKind.OUTPUT, port.node, port.name))
+            rest = found[1].operands[0] if found else whole
+            consumer = f"{port.role.value} {port.name} {rest}"
+            results.append(self._converted(source_of(port.node), rest, consumer, port.node, f"output {port.name}"))
+            outputs.append(_placed(port, rest))
+        self.graph.output(tuple(results))
+        self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+        module = Text({}, self.graph)
+        return LocalProgram(
+            module, self.settings.mesh, tuple(inputs), tuple(outputs), tuple(self.conversions), self.cost,
+            self.settings.regather,
+        )  # fmt: skip
+
+    def _produce(self, v: Value, node: fx.Node, rest: Layout, strategy: str) -> None:
+        self.local[v, rest] = node
+        self.base[v] = (rest, strategy)
+        if v in self.hubs and self.hubs[v] != rest:
+            self._converted(v, self.hubs[v], f"shared by its consumers {self.hubs[v]}", v.node)
+            self.base[v] = (self.hubs[v], strategy)
+
+    def _emit(self, node: fx.Node) -> None:
+        """One operator on local parts."""
+        whole = Layout.replicated(self.settings.mesh)
+        vertex, option = self.operators.get(node, (None, None))
+        inputs = operands(node)
+        wanted = option.operands if option else (whole,) * len(inputs)
+        strategy = describe_option(vertex, option) if vertex and option else "constant"
+        consumer = f"{operator_name(node)} {node.name} {strategy}"
+        parts = [self._converted(source_of(o), found, consumer, node) for o, found in zip(inputs, wanted, strict=True)]
+        emit = self._emitter(node, vertex.rule, option) if vertex and vertex.rule and option else None
+        if emit:
+            parts = [self._prepared(i, part, emit, wanted[i], consumer) for i, part in enumerate(parts)]
+        taken = iter(parts)
+        called: Any = fx.node.map_arg((node.args, node.kwargs), lambda _: next(taken))
+        args, kwargs = called
+        produced = values_of(node)
+        rests = option.results if option else (whole,) * len(produced)
+        if node.target is constrain:
+            self._produce(produced[0], args[0], rests[0], consumer)
+            return
+        if emit and emit.rule.local:
+            made: Any = emit.rule.local(emit, tuple(args), dict(kwargs))
+        else:
+            made = self.graph.call_function(node.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
+        several = isinstance(node.meta["val"], tuple | list)
+        for v, rest in zip(produced, rests, strict=True):
+            if not several:
+                self._produce(v, made, rest, consumer)
+            elif isinstance(tensor_of(v), torch.Tensor):
+                one = isinstance(made, fx.Node)
+                item = self.graph.call_function(operator.getitem, (made, v.index)) if one else made[v.index]
+                self._produce(v, item, rest, consumer)
+
+    def _emitter(self, node: fx.Node, rule: Rule, option: Option) -> Emitter:
+        """What the local form of a call is written with."""
+        sources, produced = [source_of(o) for o in operands(node)], values_of(node)
+        shapes = LocalShapes(
+            tuple(lo.local_shape(_shape(v)) for v, lo in zip(sources, option.operands, strict=True)),
+            tuple(lo.local_shape(_shape(v)) for v, lo in zip(produced, option.results, strict=True)),
+        )
+        return Emitter(node, rule, shapes, tuple(map(_shape, sources)), self.graph, self._split(option))
+
+    def _prepared(self, i: int, part: fx.Node, emit: Emitter, held: Layout, consumer: str) -> fx.Node:
+        """Operand `i` of a call as its local form takes it: without what would be wrong behind the ends of short
+        slices, and with the windows that it reads."""
+        part = emit.filled(i, part)
+        wanted = by_dim(emit.windows, i)
+        if not wanted:
+            return part
+        v = source_of(operands(emit.node)[i])
+        joint = self.joint.get((v, held), wanted)
+        size = list(held.local_shape(_shape(v)))
+        for dim, window in joint.items():
+            part = self._exchanged(part, v, held, tuple(size), window, consumer, emit.node)
+            size[dim] = window.width
+        for dim, window in joint.items():
+            part = self._narrowed(part, window, wanted.get(dim, own_slice(window)))
+        return part
+
+    def _exchanged(
+        self, part: fx.Node, v: Value, held: Layout, size: tuple[int, ...], window: Window, consumer: str, at: fx.Node
+    ) -> fx.Node:
+        """`part` of `v`, of the local `size`, with `window` in place of a slice."""
+        if window.local is not None:
+            return self._narrowed(part, own_slice(window), window)
+        if (part, window) not in self.exchanged:
+            row = math.prod(size) // size[window.dim] * tensor_of(v).element_size()
+            axes, whole_bytes = held.axes_of(window.dim), row * window.cut.size
+            producer, slices = self.base[v][1], Shard(window.dim)
+            self.exchanged[part, window] = self._convert(
+                part, v, Step(axes, slices, window, held), whole_bytes, producer, consumer, at, at.name
+            )
+        return self.exchanged[part, window]
+
+    def _narrowed(self, part: fx.Node, held: Window, wanted: Window) -> fx.Node:
+        """The window `wanted` out of one that is as large or larger."""
+        place = place_in(held, wanted)
+        assert place is not None
+        if (place, wanted.width) == (0, held.width):
+            return part
+        return self.graph.call_function(_slice, (part, held.dim, place, place + wanted.width))
+
+    def _joint_windows(self) -> dict[tuple[Value, Layout], Mapping[int, Window]]:
+        """For each tensor in a layout that several operators read windows of, windows that serve all of them."""
+        readers: dict[tuple[Value, Layout], list[Mapping[int, Window]]] = {}
+        for node, (vertex, option) in self.operators.items():
+            if vertex.rule and vertex.rule.windows:
+                sources = [source_of(o) for o in operands(node)]
+                found = windows_of(vertex.rule, self._split(option), [_shape(v) for v in sources])
+                for i in dict.fromkeys(operand for operand, _ in found):
+                    readers.setdefault((sources[i], option.operands[i]), []).append(by_dim(found, i))
+        joint = {key: united(windows) for key, windows in readers.items() if len(windows) > 1}
+        return {key: windows for key, windows in joint.items() if windows is not None}
+
+    def _split(self, option: Option) -> dict[str, dict[str, int]]:
+        """For each factor that `option` splits the axes that split it, major first, with their sizes."""
+        mesh, split = self.settings.mesh, dict[str, dict[str, int]]()
+        for axis, factor in zip(mesh.axes, option.factors, strict=True):
+            if factor:
+                split.setdefault(factor, {})[axis] = mesh.size(axis)
+        return split
+
+    def _converted(self, v: Value, target: Layout, consumer: str, at: fx.Node, where: str = "") -> fx.Node:
+        """The node that holds `v` laid out as `target`, made of conversions where there is none yet."""
+        if (v, target) in self.local:
+            return self.local[v, target]
+        here, producer = self.base[v]
+        flows = v in self.problem.flows
+        free = bool(where) or (self._is_parameter(v) and self.settings.shard_parameters is not None)
+        weight = v in self.problem.weights
+        table = table_of(v, flows, v in self.differentiable, self.settings, free=free, weight=weight)
+        node = self.local[v, here]
+        for step in table.path(here, target):
+            if (v, step.after) not in self.local:
+                self.cost += step.cost if v.node not in self.problem.constants else 0.0
+                exact = with_cuts(step, here, _shape(v))
+                whole_bytes = round(table.local_bytes(here))
+                if isinstance(exact.source, Shard):
+                    cut, many = exact.source.cut, self.settings.mesh.size(*step.axes)
+                    whole_bytes = whole_bytes // cut.width * cut.size if cut else whole_bytes * many
+                # also where the planned backward does not come by: another output may be differentiated
+                if kind(step.source, step.target) is not Kind.NOTHING or v in self.differentiable:
+                    node = self._convert(node, v, exact, whole_bytes, producer, consumer, at, where or at.name)
+                self.local[v, step.after] = node
+            node, here = self.local[v, step.after], step.after
+        return node
+
+    def _convert(
+        self, node: fx.Node, v: Value, step: Step, whole_bytes: int, producer: str, consumer: str, at: fx.Node,
+        where: str,
+    ) -> fx.Node:  # fmt: skip
+        """Write one conversion, of which `at` is the cause, and note it in the list."""
+        size, gathers = self.settings.mesh.size(*step.axes), kind(step.source, step.target) is Kind.ALL_GATHER
+        conversion = Conversion(
+            tag=len(self.conversions),
+            tensor=tensor_name(self.ports, v),
+            axes=step.axes,
+            size=size,
+            source=step.source,
+            target=step.target,
+            whole_bytes=whole_bytes,
+            dtype=tensor_of(v).dtype,
+            gradient=v in self.problem.flows,
+            parameter=self._is_parameter(v),
+            producer=producer,
+            consumer=consumer,
+            where=where,
+            path=module_path(at),
+            line=source_line(at),
+            kept=gathers and v in self.problem.weights,
+        )
+        self.conversions.append(conversion)
+        return self.graph.call_function(
+            convert, (node, str(step.source), str(step.target), list(step.axes), size, conversion.tag)
+        )
+
+    def _is_parameter(self, v: Value) -> bool:
+        return v.node in self.ports and self.ports[v.node].role is Role.PARAMETER
+
+
+def describe_option(vertex: Vertex, option: Option) -> str:
+    """A strategy as text: what is split on each axis, or where the operator's tensors are if nothing is."""
+    mesh = (option.results or option.operands)[0].mesh
+    words = []
+    for i, axis in enumerate(mesh.axes):
+        factor = option.factors[i]
+        found = (option.results or option.operands)[0].placements[i]
+        words.append(f"{axis}:{factor}" if factor else f"{axis}:{found}")
+    return "(" + " ".join(words) + ")"
+
+
+def _placed(port: Port, rest: Layout) -> PlacedPort:
+    tensor = tensor_of(source_of(port.node))
+    return PlacedPort(port, tuple(tensor.shape), tensor.dtype, rest)
+
+
+def _shape(v: Value) -> tuple[int, ...]:
+    tensor = tensor_of(v)
+    return tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else ()
+
+
+def tensor_name(inputs: Mapping[fx.Node, Port], v: Value) -> str:
+    """The name that collectives give the tensor `v`: an input's own, else that of the operator that makes it."""
+    if v.node in inputs:
+        return inputs[v.node].name
+    return v.node.name if not v.index else f"{v.node.name}[{v.index}]"
+
+
+def verify_program(program: LocalProgram) -> LocalProgram:
+    """Raise VerifyError unless every conversion of the text is in the list, once, and all fits the mesh."""
+    mesh, tags = program.mesh, [n.args[5] for n in program.module.graph.nodes if n.target is convert]
+    if len(set(tags)) != len(tags) or any(not 0 <= tag < len(program.conversions) for tag in tags):
+        raise VerifyError("the conversions of the program are not those of its list")
+    for c in program.conversions:
+        if c.axes != tuple(a for a in mesh.axes if a in c.axes) or mesh.size(*c.axes) != c.size:
+            raise VerifyError(
+                f"the conversion of {c.tensor} over {','.join(c.axes)} is of {c.size} ranks; the mesh is {mesh}"
+            )
+    for placed in (*program.inputs, *program.outputs):
+        if not placed.layout.fits(placed.shape):
+            raise VerifyError(f"{placed.port.name} does not fit its layout {placed.layout}")
+    return program

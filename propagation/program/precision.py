@@ -1,0 +1,74 @@
+"""Gradients of 16 bits are added up in 32: a sum over many ranks would lose what one rank's addend cannot hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from ...strategy.placement import PARTIAL, Kind, placement_from_code
+from ..graph.graph import Text
+from ..graph.port import Role
+from ..ops.collectives import convert, kind_of
+from .differentiate import Step, is_port, returned_by
+
+aten = torch.ops.aten
+_NARROW = (torch.bfloat16, torch.float16)
+_MOVES = (
+    aten._to_copy.default, aten.mul.Scalar, aten.t.default, aten.transpose.int, aten.permute.default,
+    aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, convert,
+)  # fmt: skip
+
+
+def reduce_in_float32(step: Step) -> Step:
+    """`step` with every sum over ranks of a parameter's gradient in bfloat16 or float16 taken in float32. The result
+    is rounded once, unless it becomes float32 anyway, as under autocast."""
+    if step.backward is None:
+        return step
+    graph, conversions = fx.Graph(), list(step.program.conversions)
+    graph.output(graph.graph_copy(step.backward.graph, {}))
+    for node in _reductions(graph, step):
+        operand, *how, tag = node.args
+        assert isinstance(operand, fx.Node) and isinstance(tag, int)
+        wide = replace(
+            conversions[tag], tag=len(conversions), dtype=torch.float32, parameter=True,
+            whole_bytes=conversions[tag].whole_bytes * 2,
+        )  # fmt: skip
+        conversions.append(wide)
+        with graph.inserting_before(node):
+            raised = _cast(graph, operand, torch.float32)
+            reduced = graph.call_function(convert, (raised, *how, wide.tag))
+            reduced.meta["val"] = node.meta["val"].to(torch.float32)
+            rounded = _cast(graph, reduced, node.meta["val"].dtype)
+        for user in [user for user in node.users if user.target is aten._to_copy.default]:
+            if user.meta["val"].dtype is torch.float32:
+                user.replace_all_uses_with(reduced)
+        node.replace_all_uses_with(rounded)
+    graph.eliminate_dead_code(is_impure_node=is_port)
+    program = replace(step.program, conversions=tuple(conversions))
+    return replace(step, program=program, backward=Text(step.backward, graph))
+
+
+def _reductions(graph: fx.Graph, step: Step) -> list[fx.Node]:
+    """The sums over ranks of 16-bit values between what computes a parameter's gradient and the gradient."""
+    found: dict[fx.Node, None] = {}
+    placed = [placed for placed, needs in zip(step.program.inputs, step.needed, strict=True) if needs]
+    for port, node in zip(placed, returned_by(graph), strict=True):
+        while port.port.role is Role.PARAMETER and isinstance(node, fx.Node) and node.target in _MOVES:
+            if node.target is convert and _adds_narrow(node):
+                found[node] = None
+            node = node.all_input_nodes[0]
+    return list(found)
+
+
+def _adds_narrow(node: fx.Node) -> bool:
+    source, target = str(node.args[1]), str(node.args[2])
+    adds = kind_of(source, target) in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+    return adds and placement_from_code(source) == PARTIAL and node.meta["val"].dtype in _NARROW
+
+
+def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    made = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+    made.meta["val"] = node.meta["val"].to(dtype)
+    return made

@@ -1,0 +1,251 @@
+"""Values of the forward that the backward computes again in place of keeping them.
+
+`recompute` is the mechanism; three functions say what is worth it:
+
+    gathered_weights   weights put together of the parts at rest: the backward gathers them again (FSDP's
+                       reshard_after_forward)
+    checkpointed       what torch.utils.checkpoint was called for: activations
+    within_windows     slices of which a window is kept too: they are a part of it
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from ...strategy.cut import Window
+from ...strategy.placement import Kind, placement_from_code
+from ..graph.graph import Text, draws_random_numbers, region_of
+from ..graph.port import Role
+from ..ops.collectives import convert, kind_of
+from ..ops.random_numbers import draw
+from ..rules.windows import own_slice, place_in
+from ..search.problem import rearranges
+from .differentiate import Step, calls_of, is_port, returned_by
+from .lower import Conversion
+
+_slice = torch.ops.aten.slice.Tensor
+
+
+def recompute(step: Step, chosen: Collection[fx.Node]) -> Step:
+    """`step` with those of its saved values that are in `chosen`, nodes of its forward, computed again in the
+    backward, each right before its first use.
+
+    They are computed of what `chosen` does not hold: of inputs, and of values that are saved for it. A conversion that
+    runs again has an entry of its own among the program's, `again`.
+    """
+    count = len(step.program.outputs)
+    saved = returned_by(step.forward.graph)[count:]
+    again = _needed([node for node in saved if node in chosen], chosen)
+    if step.backward is None or not any(node in again for node in saved):
+        return step
+    place = {node: i for i, node in enumerate(step.forward.graph.nodes)}
+    leaves = {operand for node in again for operand in node.all_input_nodes if operand not in again}
+    kept = list(dict.fromkeys([*(s for s in saved if s not in again), *sorted(leaves, key=place.__getitem__)]))
+
+    forward = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    forward.graph_copy(step.forward.graph, copies)
+    results = returned_by(step.forward.graph)[:count]
+    forward.output(tuple(copies[node] for node in (*results, *kept)))
+    forward.eliminate_dead_code(is_impure_node=is_port)
+
+    backward, conversions = fx.Graph(), list(step.program.conversions)
+    values = {node: _placeholder_like(backward, node) for node in kept}
+    placeholders = step.backward.graph.find_nodes(op="placeholder")
+    env = {node: _placeholder_like(backward, node) for node in placeholders[len(saved) :]}
+    stands_for = dict(zip(placeholders, saved, strict=False))
+
+    def value(node: fx.Node) -> fx.Node:
+        if node in stands_for and node not in env:
+            for missing in sorted(_needed([stands_for[node]], again, values), key=place.__getitem__):
+                values[missing] = backward.node_copy(missing, values.__getitem__)
+                if missing.target is convert:
+                    values[missing].args = (*values[missing].args[:-1], len(conversions))
+                    conversions.append(_once_more(conversions, missing, len(conversions)))
+            env[node] = values[stands_for[node]]
+        return env[node]
+
+    for node in calls_of(step.backward.graph):
+        for operand in node.all_input_nodes:
+            value(operand)
+        env[node] = backward.node_copy(node, env.__getitem__)
+    returned = returned_by(step.backward.graph)
+    backward.output(tuple(None if node is None else value(node) for node in returned))
+    constants = {
+        str(node.target): getattr(module, str(node.target))
+        for module in (step.forward, step.backward)
+        for node in module.graph.find_nodes(op="get_attr")
+    }
+    return replace(
+        step,
+        program=replace(step.program, conversions=tuple(conversions)),
+        forward=Text(constants, forward),
+        backward=Text(constants, backward),
+    )
+
+
+def _needed(wanted: list[fx.Node], chosen: Collection[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """What is computed to have `wanted`: they, and of their operands, and so on, those in `chosen` that are not in
+    `known`. A constant is had anywhere."""
+    found: set[fx.Node] = set()
+    left = [node for node in wanted if node not in known]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            operands = (o for o in node.all_input_nodes if o in chosen or o.op == "get_attr")
+            left += [operand for operand in operands if operand not in known]
+    return found
+
+
+def _placeholder_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    made = graph.placeholder(node.name)
+    made.target = made.name  # an argument of the graph's function, so it must be unlike the others too
+    made.meta = dict(node.meta)
+    return made
+
+
+def _once_more(conversions: list[Conversion], node: fx.Node, tag: int) -> Conversion:
+    """What the program's list says of the conversion `node` when it runs again."""
+    return replace(conversions[_tag(node)], tag=tag, again=True)
+
+
+def gathered_weights(step: Step) -> frozenset[fx.Node]:
+    """The gathers of parameters in the forward of `step`, and what is computed of gathered parameters by views, casts
+    and copies only."""
+    graph = step.forward.graph
+    inputs = zip(graph.find_nodes(op="placeholder"), step.program.inputs, strict=True)
+    weights = {node for node, placed in inputs if placed.port.role is Role.PARAMETER}
+    gathered: set[fx.Node] = set()
+    for node in calls_of(graph):
+        if node.all_input_nodes and all(o in weights for o in node.all_input_nodes) and _is_weight(node):
+            weights.add(node)
+            if _conversion_kind(node) is Kind.ALL_GATHER or any(o in gathered for o in node.all_input_nodes):
+                gathered.add(node)
+    return frozenset(gathered)
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """Whether `node` has the numbers of its operand, or their parts that other ranks hold, in another form."""
+    if node.target is convert:
+        return _conversion_kind(node) is Kind.ALL_GATHER or not _conversion_kind(node).communicates
+    return rearranges(node) or node.target is operator.getitem
+
+
+def _conversion_kind(node: fx.Node) -> Kind:
+    if node.target is not convert:
+        return Kind.NOTHING
+    _, source, target, *_ = node.args
+    return kind_of(str(source), str(target))
+
+
+def checkpointed(step: Step) -> frozenset[fx.Node]:
+    """What the forward of `step` computes inside calls of torch.utils.checkpoint, less what is kept:
+
+    what others read     the results of a region, which other regions start from
+    random numbers       what torch's generator draws, and what follows from that alone: to draw again would give
+                         other numbers (of a key they are the same again)
+    collectives          what they give, so that none runs twice unasked (weights: see `gathered_weights`)
+    """
+    graph = step.forward.graph
+    regions = _regions(graph, returned_by(graph)[: len(step.program.outputs)])
+    chosen: set[fx.Node] = set()
+    random: set[fx.Node] = set()
+    for node in calls_of(graph):
+        operands = node.all_input_nodes
+        alone = bool(operands) and node.target is not draw and all(operand in random for operand in operands)
+        if draws_random_numbers(node) or alone:
+            random.add(node)
+        elif node in regions and not _conversion_kind(node).communicates:
+            inside = all(regions.get(user) == regions[node] for user in node.users if user.op != "output")
+            if inside and (node.target is not operator.getitem or operands[0] in chosen):
+                chosen.add(node)
+    return frozenset(chosen)
+
+
+def within_windows(step: Step) -> tuple[Step, frozenset[fx.Node]]:
+    """`step` with each saved slice of which a window is saved too taken out of that window, and these nodes. (A ReLU's
+    result is kept for its own backward, and the window made of it for that of the convolution behind it.) It has the
+    strides of the window then, and is copied where something else than elementwise operators reads it."""
+    if step.backward is None:
+        return step, frozenset()
+    count, forward = len(step.program.outputs), fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    forward.graph_copy(step.forward.graph, copies)
+    results = [copies[node] for node in returned_by(step.forward.graph)]
+    saved = zip(results[count:], step.backward.graph.find_nodes(op="placeholder"), strict=False)
+    elementwise = {node: all(map(_is_elementwise, placeholder.users)) for node, placeholder in saved}
+    kept = {_detached(node): node for node in results[count:]}
+    made, cut = dict[fx.Node, fx.Node](), set[fx.Node]()
+    for node in results[count:]:
+        if windows := _kept_windows(_detached(node), kept):
+            found = kept[windows[0][0]]
+            for _, window in windows:
+                place = place_in(window, own_slice(window))
+                assert place is not None
+                value = found.meta["val"].narrow(window.dim, place, window.cut.width)
+                found = forward.call_function(_slice, (found, window.dim, place, place + window.cut.width))
+                found.meta = {**node.meta, "val": value}
+                cut.add(found)
+            if not elementwise[node]:
+                found = forward.call_function(
+                    torch.ops.aten.clone.default, (found,), {"memory_format": torch.contiguous_format}
+                )
+                found.meta = dict(node.meta)
+                cut.add(found)
+            made[node] = found
+    if not made:
+        return step, frozenset()
+    forward.output((*results[:count], *(made.get(node, node) for node in results[count:])))
+    return replace(step, forward=Text(step.forward, forward)), frozenset(cut)
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    """Whether each element that `node` computes is made of those at its place, so that no strides matter."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _detached(node: fx.Node) -> fx.Node:
+    """The value that `node` is, which autograd detaches to keep it."""
+    while node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _kept_windows(node: fx.Node, kept: Collection[fx.Node]) -> list[tuple[fx.Node, Window]]:
+    """The exchanges that make of `node` a window that is in `kept`, the last one first; none, if none does. Only
+    windows that hold the slice at one place on all ranks count."""
+    for user in node.users:
+        target = placement_from_code(str(user.args[2])) if user.target is convert else None
+        if isinstance(target, Window) and not target.adds and place_in(target, own_slice(target)) is not None:
+            if user in kept:
+                return [(user, target)]
+            if further := _kept_windows(user, kept):
+                return [*further, (user, target)]
+    return []
+
+
+def _regions(graph: fx.Graph, results: Iterable[fx.Node]) -> dict[fx.Node, int]:
+    """The region of each node that is in one, the `results` aside. What is computed for the backward only, as autograd
+    does with what depends on no gradient, is in the region of its operands."""
+    results = set(results)
+    live = _needed(list(results), set(graph.nodes))
+    found: dict[fx.Node, int] = {}
+    for node in calls_of(graph):
+        region = region_of(node)
+        if region is None and node not in live:
+            region = next((found[operand] for operand in node.all_input_nodes if operand in found), None)
+        if region is not None:
+            found[node] = region
+    return {node: region for node, region in found.items() if node not in results}
+
+
+def _tag(node: fx.Node) -> int:
+    tag = node.args[-1]
+    assert isinstance(tag, int)
+    return tag

@@ -1,0 +1,214 @@
+"""A program as pieces, of which a deep model has few different ones: it repeats one layer.
+
+Where a program is cut is free: any stretch of it can be differentiated by itself. So the cuts are put where pieces come
+out alike, at places that a layer has, whatever stands before it: where few values cross. Pieces of equal keys compute
+the same but for the tags of their conversions, and what is traced of one holds for the other.
+
+Keys need the local shape of every value. A call that equals a former one, on operands alike, has a result like that of
+the former, so an operator of a layer runs on fake tensors once, however many layers there are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph.graph import region_of
+from ..ops.collectives import convert
+
+_SHORTEST, _LONGEST = 8, 64  # calls in a piece: tracing one costs as much as some calls more, and a layer has dozens
+
+
+@dataclass(frozen=True, slots=True)
+class Like:
+    """A local tensor without its values. `lazy`: a conjugation or negation of it is still to be carried out."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    lazy: bool = False
+
+    @staticmethod
+    def of(tensor: torch.Tensor, requires_grad: bool) -> Like:
+        """What `tensor` is like. `requires_grad` is given, for a gradient is taken for one that needs none."""
+        lazy = tensor.is_conj() or tensor.is_neg()
+        return Like(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, requires_grad, lazy)
+
+    @staticmethod
+    def whole(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> Like:
+        """What a contiguous tensor is like."""
+        stride = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+        return Like(tuple(shape), stride, dtype, device, requires_grad)
+
+    def empty(self) -> torch.Tensor:
+        """A new tensor of this kind, a leaf of autograd. A fake one where a fake mode is on."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return tensor.requires_grad_(self.requires_grad)
+
+
+Result = Any  # a Like, a tuple of results, or a plain value
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of a program.
+
+    inputs    the values from outside, in the order of their first use
+    outputs   the values that are read outside
+    likes     what the inputs are like
+    tags      those of its conversions, in order
+    regions   those of torch.utils.checkpoint that its nodes belong to, in the order of their first node
+    key       equal for pieces that compute the same but for the tags of their conversions and the names of regions
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    likes: tuple[Like, ...]
+    tags: tuple[int, ...]
+    regions: tuple[int, ...]
+    key: Hashable
+
+
+def pieces_of(graph: fx.Graph, inputs: Mapping[fx.Node, Like]) -> tuple[tuple[Piece, ...], dict[fx.Node, Result]]:
+    """`graph` cut into pieces, and what its values are like; `inputs`: what its placeholders are.
+
+    Call it in a fake mode, with gradients enabled.
+    """
+    units = _units(graph)
+    calls = {node: _call(node) for unit in units for node in unit}
+    tokens, results = _described(calls, inputs)
+
+    def cut(starts: Sequence[int]) -> tuple[Piece, ...]:
+        stretches = [units[start:stop] for start, stop in zip(starts, [*starts[1:], len(units)], strict=True)]
+        return tuple(_piece([n for unit in stretch for n in unit], calls, tokens, results) for stretch in stretches)
+
+    pieces = cut(_cuts(_crossing(units, calls)))
+    several = len({piece.key for piece in pieces}) < len(pieces)
+    # a Like cannot make a tensor that is conjugated lazily, so none may come into a piece
+    lazy = any(isinstance(result, Like) and result.lazy for result in results.values())
+    return pieces if several and not lazy else cut([0]), results
+
+
+def _units(graph: fx.Graph) -> list[tuple[fx.Node, ...]]:
+    """The calls in order, each with the getitems that take its results apart: only tensors pass from unit to unit."""
+    calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+    return [(node, *(user for user in node.users if user.target is operator.getitem)) for node in calls]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call apart from what it is called with: its operands in order, a repeated one repeated, and all the rest."""
+
+    operands: tuple[fx.Node, ...]
+    text: Hashable
+
+
+def _call(node: fx.Node) -> _Call:
+    operands: list[fx.Node] = []
+    args = node.args[:-1] if node.target is convert else node.args  # the tag is the conversion's own
+    text = (node.target, _text(args, operands), _text(node.kwargs, operands))
+    return _Call(tuple(operands), text)
+
+
+def _text(argument: Any, operands: list[fx.Node]) -> Hashable:
+    """`argument` as a value that can be compared; its nodes are left out, and added to `operands`."""
+    if isinstance(argument, fx.Node):
+        operands.append(argument)
+        return fx.Node
+    if isinstance(argument, list | tuple):
+        return list, *(_text(a, operands) for a in argument)
+    if isinstance(argument, dict):
+        return dict, *((name, _text(a, operands)) for name, a in argument.items())
+    if isinstance(argument, float | complex):
+        return type(argument), repr(argument)  # -0.0 is not 0.0 here
+    return type(argument), argument  # 1 and True are different arguments
+
+
+def _described(
+    calls: Mapping[fx.Node, _Call], inputs: Mapping[fx.Node, Like]
+) -> tuple[dict[fx.Node, int], dict[fx.Node, Result]]:
+    """For each call its token, and for each node what its result is like."""
+    tokens: dict[fx.Node, int] = {}
+    results: dict[fx.Node, Result] = dict(inputs)
+    known: dict[Hashable, tuple[int, Result]] = {}
+    for node, call in calls.items():
+        key = call.text, tuple(results[operand] for operand in call.operands)
+        if key not in known:
+            known[key] = len(known), _result(node, results)
+        tokens[node], results[node] = known[key]
+    return tokens, results
+
+
+def _result(node: fx.Node, results: Mapping[fx.Node, Result]) -> Result:
+    """What `node` computes of operands that are like `results`."""
+    if node.target is operator.getitem:
+        return operator.getitem(*fx.node.map_arg(node.args, results.__getitem__))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: results[operand].empty())
+    return _like(node.target(*args, **kwargs))  # type: ignore[operator]
+
+
+def _like(value: Any) -> Result:
+    if isinstance(value, torch.Tensor):
+        return Like.of(value, value.requires_grad)
+    return tuple(map(_like, value)) if isinstance(value, list | tuple) else value
+
+
+def _crossing(units: Sequence[tuple[fx.Node, ...]], calls: Mapping[fx.Node, _Call]) -> list[int]:
+    """For each unit how many values are made before it and read by it or after it, those aside that cross more than
+    a piece: what many layers read is no mark of one."""
+    place = {node: i for i, unit in enumerate(units) for node in unit}
+    last = {operand: i for i, unit in enumerate(units) for node in unit for operand in calls[node].operands}
+    change = [0] * (len(units) + 1)
+    for node, i in last.items():
+        if node in place and i - place[node] <= _LONGEST:
+            change[place[node] + 1] += 1
+            change[i + 1] -= 1
+    return list(itertools.accumulate(change[:-1]))
+
+
+def _cuts(crossing: Sequence[int]) -> list[int]:
+    """Where pieces start: the next cut is where the fewest values cross, among the places a piece may end.
+
+    A place where few values cross (between two layers, the residual) wins from wherever the search for it starts, so
+    cuts come to the same places of each layer, though layers may differ in between.
+    """
+    starts, stop = [0], len(crossing) - _SHORTEST
+    while (first := starts[-1] + _SHORTEST) <= stop:
+        starts.append(min(range(first, min(starts[-1] + _LONGEST, stop) + 1), key=crossing.__getitem__))
+    return starts
+
+
+def _piece(
+    nodes: Sequence[fx.Node],
+    calls: Mapping[fx.Node, _Call],
+    token: Mapping[fx.Node, int],
+    results: Mapping[fx.Node, Result],
+) -> Piece:
+    place = {node: i for i, node in enumerate(nodes)}
+    outside: dict[fx.Node, int] = {}
+    wiring = tuple(
+        tuple(place[o] if o in place else ~outside.setdefault(o, len(outside)) for o in calls[node].operands)
+        for node in nodes
+    )
+    regions: dict[int, int] = {}
+    marks = tuple(None if (r := region_of(node)) is None else regions.setdefault(r, len(regions)) for node in nodes)
+    outputs = tuple(node for node in nodes if any(user not in place for user in node.users))
+    return Piece(
+        nodes=tuple(nodes),
+        inputs=tuple(outside),
+        outputs=outputs,
+        likes=tuple(results[node] for node in outside),
+        tags=tuple(node.args[-1] for node in nodes if node.target is convert),  # type: ignore[misc]
+        regions=tuple(regions),
+        key=(tuple(token[node] for node in nodes), wiring, tuple(place[node] for node in outputs), marks),
+    )

@@ -1,0 +1,71 @@
+"""What expansions write nodes with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from ..graph.graph import value
+from ..torch_internals import tree_map
+
+if TYPE_CHECKING:
+    from .random import Keys
+
+
+class Builder:
+    """Adds nodes before one node of a graph, each with its value and with that node's provenance.
+
+    batch_norm_parts   into how many parts of the batch, each with its own statistics, a BatchNorm in training goes
+    written            what became of the tensors that operators so far wrote to
+    keys               what random numbers are made of; None: PyTorch draws them
+    made               the nodes added so far
+    """
+
+    def __init__(
+        self, graph: fx.Graph, before: fx.Node, batch_norm_parts: int, written: dict[fx.Node, fx.Node],
+        keys: Keys | None = None,
+    ) -> None:  # fmt: skip
+        self._graph, self._before, self.batch_norm_parts, self._written = graph, before, batch_norm_parts, written
+        self.keys = keys
+        self.made: list[fx.Node] = []
+        self._mode = next(
+            val.fake_mode
+            for node in graph.nodes
+            if isinstance(val := node.meta.get("val"), torch.Tensor) and hasattr(val, "fake_mode")
+        )
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(target, args, kwargs)
+        self.made.append(node)
+        node.meta = {k: v for k, v in self._before.meta.items() if k in ("stack_trace", "nn_module_stack", "custom")}
+        node.meta["val"] = self.value_of(target, *args, **kwargs)
+        return node
+
+    def value_of(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the operator gives: fake tensors."""
+        with self._mode:
+            values = tree_map(lambda a: value(a) if isinstance(a, fx.Node) else a, (args, kwargs))
+            return target(*values[0], **values[1])
+
+    def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """`x` in `dtype`; itself where it is."""
+        return x if value(x).dtype == dtype else self(torch.ops.aten._to_copy.default, x, dtype=dtype)
+
+    def write(self, old: fx.Node, new: fx.Node) -> None:
+        """From here on `old` is `new`: the operator that is replaced writes to it, which its schema does not say."""
+        before = {self._before, new}
+        for node in self._graph.nodes:
+            if node is self._before:
+                break
+            before.add(node)
+        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in before)
+        origin = next((first for first, last in self._written.items() if last is old), old)
+        self._written[origin] = new
+
+
+# (builder, call) -> what stands for its result, or for each of its results that something may read; None: it stays
+Expansion = Callable[[Builder, fx.Node], fx.Node | tuple[fx.Node | None, ...] | None]

@@ -1,0 +1,104 @@
+"""CTC loss (Graves et al., 2006), as an operator of its own.
+
+PyTorch's keeps for its backward what has as many elements as the longest target has labels, so that its size depends on
+the values of the lengths, and no static graph has it. This one keeps nothing, and computes that again.
+
+    partway::ctc(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+                     log_probs [steps, batch, classes], targets [batch, longest] or all labels in a row, lengths [batch]
+                     -> the loss of each sequence [batch]
+    partway::ctc_backward(gradient, ...the same)     -> the gradient of log_probs
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..graph.graph import operands, shape
+from .rule import Row, Rule, parse_row
+
+aten = torch.ops.aten
+
+_ARGUMENTS = (
+    "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
+)
+_LIBRARY = torch.library.Library("partway", "FRAGMENT")
+_LIBRARY.define(f"ctc({_ARGUMENTS}) -> Tensor")
+_LIBRARY.define(f"ctc_backward(Tensor gradient, {_ARGUMENTS}) -> Tensor")
+
+ctc = torch.ops.partway.ctc.default
+ctc_backward = torch.ops.partway.ctc_backward.default
+
+
+def ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int = 0,
+    reduction: str | int = "mean", zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch.nn.functional.ctc_loss, and torch.ctc_loss, whose `reduction` is a number, written with `ctc`. Raises
+    ValueError for another reduction than "none", "mean", "sum" and their numbers 0, 1, 2, as PyTorch does."""
+    if reduction not in ("none", "mean", "sum", 0, 1, 2):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    several = log_probs.dim() == 3
+    given, taken = (
+        torch.as_tensor(lengths, device=log_probs.device).reshape(-1) for lengths in (input_lengths, target_lengths)
+    )
+    losses: Tensor = ctc(log_probs if several else log_probs.unsqueeze(1), targets, given, taken, blank, zero_infinity)
+    if zero_infinity:
+        losses = losses.masked_fill(losses == torch.inf, 0.0)
+    if reduction in ("mean", 1):
+        return (losses / taken.clamp(min=1).to(losses.dtype)).mean()
+    if reduction in ("sum", 2):
+        return losses.sum()
+    return losses if several else losses.squeeze(0)
+
+
+def _ctc(log_probs: Tensor, *rest: Any) -> Tensor:
+    losses: Tensor = aten._ctc_loss.Tensor(log_probs, *rest)[0]
+    return losses
+
+
+def _ctc_backward(
+    gradient: Tensor, log_probs: Tensor, targets: Tensor, given: Tensor, taken: Tensor, blank: int, zero_infinity: bool
+) -> Tensor:
+    losses, alphas = aten._ctc_loss.Tensor(log_probs, targets, given, taken, blank, zero_infinity)
+    found: Tensor = aten._ctc_loss_backward.Tensor(
+        gradient, log_probs, targets, given, taken, losses, alphas, blank, zero_infinity
+    )
+    return found
+
+
+_LIBRARY.impl("ctc", _ctc, "CompositeExplicitAutograd")
+_LIBRARY.impl("ctc_backward", _ctc_backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("partway::ctc")  # type: ignore[untyped-decorator]
+def _fake_ctc(log_probs: Tensor, *_: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape[1])
+
+
+@torch.library.register_fake("partway::ctc_backward")  # type: ignore[untyped-decorator]
+def _fake_ctc_backward(_: Tensor, log_probs: Tensor, *__: Any) -> Tensor:
+    return torch.empty_like(log_probs)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.numbers = inputs[4:]
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return (ctc_backward(gradient, *ctx.saved_tensors, *ctx.numbers), *(None,) * 5)
+
+
+torch.library.register_autograd("partway::ctc", _backward, setup_context=_keep)
+
+
+def _rule(node: fx.Node) -> Rule:
+    """Sequences split, unless their labels are all in a row."""
+    in_a_row = len(shape(operands(node)[1])) == 1
+    return parse_row(Row("1 1 1, 1, 1, 1 -> 1" if in_a_row else "1 n 1, n 1, n, n -> n"), node)
+
+
+CTC = {ctc: _rule}

@@ -1,0 +1,213 @@
+"""What PyTorch draws, written with the operators of `random_numbers.py`.
+
+Each operator of the graph has a key of its own; distributions without a kind of their own are functions of uniform
+numbers. What `RANDOM` lacks (multinomial, randperm, poisson) draws from torch's generator, whole.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph.graph import argument, argument_names, operands, shape, value
+from ..ops.dtypes import wide
+from ..ops.random_numbers import DIGITS, bernoulli, draw, keys
+from .builder import Builder, Expansion
+
+aten = torch.ops.aten
+
+
+class Keys:
+    """Gives each operator of a graph that draws a key of its own, in the order of their calls."""
+
+    def __init__(self, graph: fx.Graph, stream: bool) -> None:
+        self._graph, self.stream = graph, stream
+        self._node: fx.Node | None = None
+
+    def take(self, b: Builder) -> fx.Node:
+        """The next key."""
+        if self._node is None:
+            first = next(node for node in self._graph.nodes if node.op != "placeholder")
+            with self._graph.inserting_before(first):
+                self._node = self._graph.call_function(keys, (0,))
+            self._node.meta["val"] = []
+        count = len(value(self._node)) + 1
+        self._node.args, self._node.meta["val"] = (count,), b.value_of(keys, count)
+        return b(operator.getitem, self._node, count - 1)
+
+
+def drawn(
+    b: Builder, kind: str, given: list[float], size: tuple[int, ...], dtype: torch.dtype, like: fx.Node
+) -> fx.Node:
+    """A tensor of random numbers on the device of `like`. Complex ones have a real and an imaginary part of the same
+    kind, which share the variance of normal ones."""
+    assert b.keys is not None
+    if dtype.is_complex:
+        mean, given = (given[0], [0.0, given[1] / math.sqrt(2)]) if kind == "normal" else (0.0, given)
+        found = b(aten.view_as_complex.default, drawn(b, kind, given, (*size, 2), dtype.to_real(), like))
+        return b(aten.add.Scalar, found, mean) if mean else found
+    arguments = kind, [float(n) for n in given], list(size), dtype, value(like).device, b.keys.stream
+    return b(draw, b.keys.take(b), [], [], [], *arguments)
+
+
+def memory_order(x: torch.Tensor) -> list[int]:
+    """The order of dims in which the elements of a new tensor like `x` lie in memory."""
+    strides = torch.empty_like(x).stride()
+    return sorted(range(x.dim()), key=lambda d: (-strides[d], d))
+
+
+def fresh(b: Builder, like: torch.Tensor, dtype: torch.dtype) -> fx.Node:
+    """A tensor with any values, which lies in memory as a new one like `like`."""
+    order = memory_order(like)
+    made = b(aten.empty.memory_format, [like.shape[d] for d in order], dtype=dtype, device=like.device)
+    return _from_order(b, made, order)
+
+
+def _from_order(b: Builder, x: fx.Node, order: list[int]) -> fx.Node:
+    """`x`, whose dims are those of a tensor in this order, with them in their own."""
+    return x if order == sorted(order) else b(aten.permute.default, x, [order.index(d) for d in range(len(order))])
+
+
+def _drawn_by_torch(b: Builder, node: fx.Node) -> fx.Node | None:
+    """What PyTorch draws of operands that lie in memory as on one device: numbers follow one another in memory, and
+    some kernels draw others where that is not contiguous."""
+    if not operands(node) or node.meta.get(_LAID):
+        return None
+    if node.target is aten.bernoulli.p:
+        x = operands(node)[0]
+        return b(bernoulli, fresh(b, value(x), value(x).dtype), argument(node, "p"))
+
+    def laid(x: fx.Node) -> fx.Node:
+        if node.target not in _OF_VALUES:
+            return fresh(b, value(node), value(x).dtype)
+        order = memory_order(value(x))
+        ordered = b(aten.permute.default, x, order)
+        return _from_order(b, b(aten.clone.default, ordered, memory_format=torch.contiguous_format), order)
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), laid)
+    made = b(node.target, *args, **kwargs)
+    made.meta[_LAID] = True
+    return made
+
+
+_LAID = "partway_laid"  # marks a call whose operands lie in memory as on one device
+
+
+def _of(kind: str, *given: str | float) -> Expansion:
+    """An operator whose results are of one kind; a name in `given` is that of its argument."""
+
+    def expansion(b: Builder, node: fx.Node) -> fx.Node:
+        numbers = [argument(node, n) if isinstance(n, str) else n for n in given]
+        return drawn(b, kind, numbers, shape(node), value(node).dtype, node)
+
+    return expansion
+
+
+def _normal(b: Builder, node: fx.Node) -> fx.Node:
+    """normal of tensors: mean + deviation * a standard normal number."""
+    mean, deviation = argument(node, "mean"), argument(node, "std")
+    found = drawn(b, "normal", [0.0, 1.0], shape(node), value(node).dtype, node)
+    found = b(aten.mul.Tensor, found, deviation)
+    return b(aten.add.Tensor, found, mean)
+
+
+def _bernoulli(b: Builder, node: fx.Node) -> fx.Node:
+    """bernoulli with a tensor of probabilities: whether a uniform number is below."""
+    p = operands(node)[-1]
+    uniform = drawn(b, "uniform", [0.0, 1.0], shape(node), wide(value(p).dtype), p)
+    return b.cast(b(aten.lt.Tensor, uniform, p), value(node).dtype)
+
+
+def _inverse(quantile: Callable[[Builder, fx.Node, fx.Node], fx.Node]) -> Expansion:
+    """A distribution by its inverse, of numbers between 0 and 1."""
+
+    def expansion(b: Builder, node: fx.Node) -> fx.Node:
+        dtype = value(node).dtype
+        exact = wide(dtype) if dtype.is_floating_point else torch.float32
+        return b.cast(quantile(b, node, drawn(b, "open", [], shape(node), exact, node)), dtype)
+
+    return expansion
+
+
+def _exponential(b: Builder, node: fx.Node, u: fx.Node) -> fx.Node:
+    return b(aten.mul.Scalar, b(aten.log.default, u), -1 / argument(node, "lambd"))
+
+
+def _cauchy(b: Builder, node: fx.Node, u: fx.Node) -> fx.Node:
+    angle = b(aten.mul.Scalar, b(aten.sub.Scalar, u, 0.5), math.pi)
+    found = b(aten.mul.Scalar, b(aten.tan.default, angle), argument(node, "sigma"))
+    return b(aten.add.Scalar, found, argument(node, "median"))
+
+
+def _geometric(b: Builder, node: fx.Node, u: fx.Node) -> fx.Node:
+    """How many tries a success of probability p takes; at least one also where that is certain."""
+    p = argument(node, "p")
+    tries = b(aten.mul.Scalar, b(aten.log.default, u), 1 / math.log1p(-p) if p < 1 else 0.0)
+    return b(aten.clamp_min.default, b(aten.ceil.default, tries), 1)
+
+
+def _log_normal(b: Builder, node: fx.Node) -> fx.Node:
+    given, dtype = [argument(node, "mean"), argument(node, "std")], value(node).dtype
+    return b.cast(b(aten.exp.default, drawn(b, "normal", given, shape(node), wide(dtype), node)), dtype)
+
+
+def _rrelu(b: Builder, node: fx.Node) -> fx.Node | None:
+    """In training the slope of each negative element is uniform."""
+    x, given = operands(node)[0], [argument(node, "lower"), argument(node, "upper")]
+    if not argument(node, "training"):
+        return None
+    slopes = drawn(b, "uniform", given, shape(x), value(x).dtype, x)
+    return b(aten.where.self, b(aten.ge.Scalar, x, 0), x, b(aten.mul.Tensor, x, slopes))
+
+
+def _integers(b: Builder, node: fx.Node) -> fx.Node:
+    """randint, and random, which without bounds gives each integer that its dtype has."""
+    names, dtype = argument_names(node), value(node).dtype
+    low = argument(node, "low" if "low" in names else "from") if {"low", "from"} & set(names) else 0
+    high = next((argument(node, name) for name in ("high", "to") if name in names), None)
+    if high is None:
+        high = 2 ** DIGITS[dtype] if dtype in DIGITS else 2 if dtype == torch.bool else torch.iinfo(dtype).max
+    return b.cast(drawn(b, "integers", [low, high], shape(node), torch.int64, node), dtype)
+
+
+RANDOM: dict[Any, Expansion] = {
+    aten.bernoulli.Tensor: _bernoulli,
+    aten.bernoulli.default: _bernoulli,
+    aten.bernoulli.p: _of("bernoulli", "p"),
+    aten.cauchy.default: _inverse(_cauchy),
+    aten.exponential.default: _inverse(_exponential),
+    aten.geometric.default: _inverse(_geometric),
+    aten.log_normal.default: _log_normal,
+    aten.normal.Tensor_Tensor: _normal,
+    aten.normal.Tensor_float: _normal,
+    aten.normal.float_Tensor: _normal,
+    aten.normal.float_float: _of("normal", "mean", "std"),
+    aten.normal_functional.default: _of("normal", "mean", "std"),
+    aten.rand.default: _of("uniform", 0.0, 1.0),
+    aten.rand_like.default: _of("uniform", 0.0, 1.0),
+    aten.randint.default: _integers,
+    aten.randint.low: _integers,
+    aten.randint_like.default: _integers,
+    aten.randint_like.low_dtype: _integers,
+    aten.randn.default: _of("normal", 0.0, 1.0),
+    aten.randn_like.default: _of("normal", 0.0, 1.0),
+    aten.random.default: _integers,
+    aten.random.to: _integers,
+    aten.rrelu.default: _rrelu,
+    aten.uniform.default: _of("uniform", "from", "to"),
+}
+
+_OF_VALUES = frozenset(
+    {
+        aten.bernoulli.Tensor, aten.bernoulli.default, aten.normal.Tensor_Tensor, aten.normal.Tensor_float,
+        aten.normal.float_Tensor, aten.rrelu.default,
+    }
+)  # fmt: skip
+
+# With `random_numbers="torch"`: the numbers that PyTorch itself would draw.
+DRAWN_BY_TORCH: dict[Any, Expansion] = dict.fromkeys(RANDOM, _drawn_by_torch)

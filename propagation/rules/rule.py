@@ -1,0 +1,372 @@
+"""What a rule says of one operator, and the options on one mesh axis that follow from it.
+
+A rule names the *factors* of an operator: index letters that its operands and results share, as in
+`... k, n k, +n -> ... n`. Splitting a factor over an axis splits every tensor that has it:
+
+    an operand that has the factor   Shard          an operand that lacks it   Broadcast
+    a result that has it             Shard          a result that lacks it     Partial (the factor is summed)
+
+The notation of a row (`parse_row`):
+
+    m k          one factor for each dim                 ...    any leading dims, aligned from the right
+    (b s)        a dim merged from two factors, major    1      a dim that cannot be split
+                 first: only the major one can split
+    +n           an operand that enters a sum once: Partial, not Broadcast, where a summed factor is split
+
+A dim of size 1 whose factor is larger elsewhere broadcasts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...strategy.cut import Cut, Window
+from ...strategy.placement import BROADCAST, PARTIAL, REPLICATE, Partial, Placement, Shard
+from ..graph.graph import is_tensor, operands, results_of, shape, value
+from ..ops import indexing
+from .windows import Halo
+
+Dims = tuple[tuple[str, ...], ...]  # for each dim the factors that make it up, major first; () cannot be split
+# (emitter, args and kwargs with the local operands) -> the node of the local result, or one for each of several results
+Localize = Callable[["Emitter", tuple[Any, ...], dict[str, Any]], fx.Node | tuple[fx.Node, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShapes:
+    """The local shapes of a call: of each tensor operand and of each result."""
+
+    operands: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The factors of one call of an operator.
+
+    operands, results   the dims of each tensor operand (in the order of `graph.operands(node)`) and result
+    sizes               the global size of each factor
+    reduce              factors that are summed over: a result that lacks one is Partial when it is split
+    reduce_by           "sum", or "max" for factors of which the largest is taken (a value with a gradient has no
+                        Partial(max), so there these splits drop out)
+    additive            operands that enter the sum once
+    linear              sets of operands in which the operator is jointly linear, the others held fixed
+    flops               floating-point operations of the whole forward call; > 0 marks a contraction
+    local               writes the local form where it is another call than the global one
+    windows             factors of which a slice of the result is made of more than that slice of an operand
+    even                factors of which a rank's slice must be full
+    fill                where a slice is short, what operands have behind its end (None: whatever is there), for an
+                        operator that might make no number of it, or whose derivative might be none
+    masks               `local` sees by itself to what is behind the ends of slices that are summed
+    whole_gradients     gradients have to be whole on every rank, not addends: what is whole is Replicate
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: Mapping[str, int]
+    reduce: frozenset[str] = frozenset()
+    reduce_by: str = "sum"
+    additive: frozenset[int] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    flops: float = 0.0
+    local: Localize | None = None
+    windows: tuple[Halo, ...] = ()
+    even: frozenset[str] = frozenset()
+    fill: float | None = None
+    masks: bool = False
+    whole_gradients: bool = False
+
+    @property
+    def uneven(self) -> frozenset[str]:
+        """The factors of which slices may be short: those that make up dims alone."""
+        merged = {f for dims in (*self.operands, *self.results) for parts in dims if len(parts) > 1 for f in parts}
+        return frozenset(self.sizes) - merged - self.even
+
+    def dim_of(self, halo: Halo) -> int:
+        """The dim of its operand that `halo` is along."""
+        return self.operands[halo.operand].index((halo.factor,))
+
+    def carries_leading(self, batched: tuple[bool, ...]) -> tuple[bool, ...]:
+        """For each result whether its leading dim is that of an operand marked in `batched`."""
+        leading = [dims[0][:1] for dims, marked in zip(self.operands, batched, strict=True) if dims and marked]
+        return tuple(bool(dims and dims[0]) and dims[0][:1] in leading for dims in self.results)
+
+
+Split = Mapping[str, Mapping[str, int]]  # for each factor that is split the axes that split it, with their sizes
+
+
+def windows_of(rule: Rule, split: Split, sizes: Sequence[tuple[int, ...]]) -> dict[tuple[int, str], Window]:
+    """For each operand (of the global `sizes`) and factor the window that a rank reads; none where its slice has it."""
+    found = {}
+    for halo in rule.windows:
+        if halo.factor in split:
+            counts, dim = tuple(split[halo.factor].values()), rule.dim_of(halo)
+            held, made = Cut(sizes[halo.operand][dim], counts), Cut(rule.sizes[halo.factor], counts)
+            found[halo.operand, halo.factor] = halo.window(dim, held, made)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Emitter:
+    """Writes the local form of one call: the operators that a rank runs in place of it.
+
+    node     the global call
+    rule     its rule
+    shapes   the local shapes of its tensors
+    whole    the global shapes of its operands
+    graph    what is written to
+    split    for each factor that is split the axes that split it, major first, with their sizes
+    """
+
+    node: fx.Node
+    rule: Rule
+    shapes: LocalShapes
+    whole: tuple[tuple[int, ...], ...]
+    graph: fx.Graph
+    split: Split
+
+    @cached_property
+    def windows(self) -> Mapping[tuple[int, str], Window]:
+        """For each operand and factor of which the rule has a halo what the rank holds in place of its slice."""
+        return windows_of(self.rule, self.split, self.whole)
+
+    def cut(self, factor: str) -> Cut:
+        """How the result is cut along `factor`. (One that the rule lacks is of a dim of size 1.)"""
+        return Cut(self.rule.sizes.get(factor, 1), tuple(self.split.get(factor, {}).values()))
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call of the operator `target`."""
+        return self.graph.call_function(target, args, kwargs)
+
+    def position(self, factor: str) -> fx.Node | None:
+        """The node of which part of `factor` the rank has (None: it is whole)."""
+        axes = self.split.get(factor)
+        return self.call(indexing.position, list(axes), list(axes.values())) if axes else None
+
+    def bounds(self, factor: str) -> list[int]:
+        """Where along `factor` the parts of the ranks begin, and where the last of them ends."""
+        return [0, *(stop for _, stop in self.cut(factor).spans)]
+
+    def behind(self, i: int, part: fx.Node) -> list[fx.Node]:
+        """For each dim along which slices of operand `i` are short, where `part` is behind the end of its slice: a mask
+        that broadcasts to it."""
+        masks = []
+        for dim, parts in enumerate(self.rule.operands[i]):
+            if len(parts) == 1 and parts[0] in self.split:
+                cut = Cut(self.whole[i][dim], tuple(self.split[parts[0]].values()))
+                if not cut.even:
+                    counts = [stop - start for start, stop in cut.spans]
+                    masks.append(self.call(indexing.behind, part, self.position(parts[0]), dim, counts))
+        return masks
+
+    def filled(self, i: int, part: fx.Node) -> fx.Node:
+        """Operand `i` without what would be wrong behind the ends of short slices, where the rule knows of it."""
+        rule = self.rule
+        summed = {f for f in rule.reduce & set(self.split) if (f,) in rule.operands[i]}
+        number = rule.fill
+        if number is None and summed and not rule.masks:
+            number = -math.inf if rule.reduce_by == "max" else 0.0
+        if number is None:
+            return part
+        element = _fitting(number, value(operands(self.node)[i]))
+        for mask in self.behind(i, part):
+            part = self.call(torch.ops.aten.masked_fill.Scalar, part, mask, element)
+        return part
+
+
+def _fitting(number: float, tensor: torch.Tensor) -> float | int | bool:
+    """`number` as an element of `tensor`: the least one for minus infinity."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return number
+    if tensor.dtype is torch.bool:
+        return number > 0
+    return torch.iinfo(tensor.dtype).min if number == -math.inf else int(number)
+
+
+@dataclass(frozen=True, slots=True)
+class AxisOption:
+    """What an operator does on one axis: the factor it splits (None: none), and where its tensors then are."""
+
+    factor: str | None
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+
+    def __str__(self) -> str:
+        return f"split {self.factor}" if self.factor else str(self.operands[0] if self.operands else REPLICATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the rule table: the factors as text, and what is not plain about them."""
+
+    text: str
+    reduce: str = ""
+    whole: str = ""
+    linear: tuple[str, ...] = ()
+    contraction: bool = False
+    local: Localize | None = field(default=None, compare=False, repr=False)
+    even: bool = False  # slices must be full
+    fill: float | None = None
+
+
+def letters_of(size: Iterable[int], prefix: str = "f") -> Dims:
+    """One factor for each dim, none for a dim of size 1."""
+    return tuple((f"{prefix}{d}",) if extent != 1 else () for d, extent in enumerate(size))
+
+
+def sizes_of(dims: Dims, size: tuple[int, ...]) -> dict[str, int]:
+    """The size of each factor of a tensor's dims."""
+    return {parts[0]: extent for parts, extent in zip(dims, size, strict=True) if len(parts) == 1}
+
+
+def without(dims: Dims, whole: Iterable[int]) -> Dims:
+    """The dims of a tensor, of which those in `whole` cannot be split."""
+    dropped = set(whole)
+    return tuple(() if d in dropped else parts for d, parts in enumerate(dims))
+
+
+def axis_options(rule: Rule) -> tuple[AxisOption, ...]:
+    """Every option that `rule` allows on one axis, before divisibility is looked at."""
+    options = [_split(rule, factor) for factor in rule.sizes if rule.sizes[factor] > 1]
+    count, results = len(rule.operands), len(rule.results)
+    options.append(AxisOption(None, (REPLICATE,) * count, (REPLICATE,) * results))
+    if count and not rule.whole_gradients:
+        options.append(AxisOption(None, (BROADCAST,) * count, (BROADCAST,) * results))
+    for together in rule.linear:
+        placed = tuple(PARTIAL if i in together else BROADCAST for i in range(count))
+        options.append(AxisOption(None, placed, (PARTIAL,) * results))
+    return tuple(dict.fromkeys(option for option in options if option is not None))
+
+
+def _split(rule: Rule, factor: str) -> AxisOption | None:
+    """Split `factor`, or None where it is not the major part of a dim or a result cannot do without it."""
+    placed: list[Placement] = []
+    for i, dims in enumerate(rule.operands):
+        dim = _dim_of(dims, factor, rule.sizes)
+        if dim is None:
+            placed.append(PARTIAL if i in rule.additive and factor in rule.reduce else BROADCAST)
+        elif dim < 0:
+            return None
+        else:
+            placed.append(Shard(dim))
+    results: list[Placement] = []
+    for dims in rule.results:
+        dim = _dim_of(dims, factor, rule.sizes)
+        if (dim is None and factor not in rule.reduce) or (dim is not None and dim < 0):
+            return None
+        results.append(Partial(rule.reduce_by) if dim is None else Shard(dim))
+    return AxisOption(factor, tuple(placed), tuple(results))
+
+
+def _dim_of(dims: Dims, factor: str, sizes: Mapping[str, int]) -> int | None:
+    """The dim whose major part `factor` is; None if no dim has it; -1 if it is not the major part."""
+    for dim, parts in enumerate(dims):
+        if factor in parts:
+            before = parts[: parts.index(factor)]
+            return dim if all(sizes[part] == 1 for part in before) else -1
+    return None
+
+
+def parse_row(row: Row, node: fx.Node) -> Rule:
+    """The Rule of `row` for one call: names become sizes, absent optional operands drop out, and what is said of a list
+    of tensors is said of each, unless something is said of every one."""
+    specs, result_specs = specs_of(row.text)
+    places = [tensors for _, tensors in schema_tensors(node)]
+    if len(specs) > len(places):
+        places = [given[i : i + 1] for given in places for i in range(max(len(given), 1))]
+    present = [
+        (spec, tensor, position)
+        for position, (spec, tensors) in enumerate(zip(specs, places, strict=False))
+        for tensor in tensors
+    ]
+    sizes: dict[str, int] = {}
+    dims = tuple(_dims(spec.lstrip("+"), shape(tensor), sizes) for spec, tensor, _ in present)
+    results = tuple(_dims(spec, found, sizes) for spec, found in specified_results(result_specs, node))
+    dims = tuple(_spread(d, shape(tensor), sizes) for d, (_, tensor, _) in zip(dims, present, strict=True))
+    flops = 2.0 * math.prod(sizes.values()) if row.contraction else 0.0
+    reduce, whole = (_named(text, sizes) for text in (row.reduce, row.whole))
+    linear = [
+        frozenset(i for i, (_, _, position) in enumerate(present) if position in map(int, text.split()))
+        for text in row.linear
+    ]
+    return Rule(
+        operands=tuple(_without(d, whole) for d in dims),
+        results=tuple(_without(d, whole) for d in results),
+        sizes={name: size for name, size in sizes.items() if name not in whole},
+        reduce=reduce,
+        additive=frozenset(i for i, (spec, _, _) in enumerate(present) if spec.startswith("+")),
+        linear=tuple(together for together in linear if together),
+        flops=flops,
+        local=row.local,
+        even=frozenset(sizes) - whole if row.even else frozenset(),
+        fill=row.fill,
+    )
+
+
+def specs_of(text: str) -> tuple[list[str], list[str]]:
+    """What the text of a row says of each operand, and of each result."""
+    operands, _, results = text.partition("->")
+    return [spec.strip() for spec in operands.split(",")], [spec.strip() for spec in results.split(",")]
+
+
+def tokens_of(spec: str) -> list[str]:
+    """The dims that a row names for one tensor."""
+    return re.findall(r"\.\.\.|\([^)]*\)|\S+", spec)
+
+
+def _named(text: str, sizes: Mapping[str, int]) -> frozenset[str]:
+    leading = {name for name in sizes if name.startswith("_")} if "..." in text.split() else set[str]()
+    return frozenset(text.split()) - {"..."} | leading
+
+
+def _without(dims: Dims, whole: frozenset[str]) -> Dims:
+    return tuple(() if whole & set(parts) else parts for parts in dims)
+
+
+def schema_tensors(node: fx.Node) -> list[tuple[str, tuple[fx.Node, ...]]]:
+    """The tensor arguments of the operator's schema: the name of each, and the tensors that a call gives for it (none
+    for an absent optional one)."""
+    found: list[tuple[str, tuple[fx.Node, ...]]] = []
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if "Tensor" in str(argument.type):
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            every: Any = given if isinstance(given, list | tuple) else (given,)
+            found.append((argument.name, tuple(one for one in every if is_tensor(one))))
+    return found
+
+
+def specified_results(specs: Sequence[str], node: fx.Node) -> list[tuple[str, tuple[int, ...]]]:
+    """What is said of each result of a call, and its size; what is said of a list is said of each of it."""
+    found = results_of(node)
+    if isinstance(value(node), list) and len(specs) == 1:
+        specs = [*specs] * len(found)
+    return [(spec, tuple(t.shape)) for spec, t in zip(specs, found, strict=False)]
+
+
+def _dims(spec: str, size: tuple[int, ...], sizes: dict[str, int]) -> Dims:
+    tokens = tokens_of(spec)
+    named = len([t for t in tokens if t != "..."])
+    dims: list[tuple[str, ...]] = []
+    for token in tokens:
+        if token == "...":
+            leading = len(size) - named
+            dims += [(f"_{leading - i}",) for i in range(leading)]
+        else:
+            dims.append(() if token == "1" else tuple(token.strip("()").split()))
+    for parts, extent in zip(dims, size, strict=True):
+        if len(parts) == 1 and sizes.setdefault(parts[0], extent) == 1:
+            sizes[parts[0]] = extent
+    return tuple(dims)
+
+
+def _spread(dims: Dims, size: tuple[int, ...], sizes: Mapping[str, int]) -> Dims:
+    """`dims` of an operand without those of size 1 that broadcast."""
+    same = (extent != 1 or len(parts) != 1 or sizes[parts[0]] == 1 for parts, extent in zip(dims, size, strict=True))
+    return tuple(parts if kept else () for parts, kept in zip(dims, same, strict=True))

@@ -1,0 +1,132 @@
+"""What operators with windows read beyond a rank's slice: convolutions, pools, interpolation, padding.
+
+A rule says for each dim which range of the operand a range of the result is made of, its *reach*. What a rank needs
+is then the reach of its slice of the result: a window of the operand, which an exchange with the ranks next to it makes
+(`strategy/cut.py`), corners included where one dim is exchanged after another. The window brings its own padding, so
+that the operator runs on it as it is, without any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...strategy.cut import Cut, Span, Window
+
+
+class Reach(Protocol):
+    """A frozen value: the range of the operand that the range [start, stop) of the result is made of."""
+
+    def __call__(self, start: int, stop: int) -> Span: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Strided:
+    """Of a kernel of `extent` elements (dilation included) every `stride`, after `before` elements of padding."""
+
+    extent: int
+    stride: int = 1
+    before: int = 0
+
+    def __call__(self, start: int, stop: int) -> Span:
+        return start * self.stride - self.before, (stop - 1) * self.stride - self.before + self.extent
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of an operator that spreads each element over `extent` of the result (dilation included), every `stride`, of
+    which `before` are cut off: a transposed convolution. Elements that add nothing are among the range where only so
+    what it is spread over covers the range of the result."""
+
+    extent: int
+    stride: int = 1
+    before: int = 0
+
+    def __call__(self, start: int, stop: int) -> Span:
+        first, last = start + self.before, stop + self.before
+        begin = min(-((self.extent - 1 - first) // self.stride), first // self.stride)
+        return begin, max((last - 1) // self.stride, -((self.extent - last) // self.stride)) + 1
+
+    def place(self, start: int) -> int:
+        """Where in what the range for [start, ...) is spread over that begins."""
+        return start + self.before - self(start, start + 1)[0] * self.stride
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The reach `each` of rows, in a dim that has all rows of `length` elements one after another."""
+
+    each: Reach
+    length: int
+
+    def __call__(self, start: int, stop: int) -> Span:
+        begin, end = self.each(start, stop)
+        return begin * self.length, end * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Halo:
+    """A rank that has a slice of `factor` of the result needs its reach of operand `operand`; see `Window.fill`."""
+
+    operand: int
+    factor: str
+    reach: Reach
+    fill: float | str = 0.0
+
+    def window(self, dim: int, held: Cut, made: Cut) -> Window:
+        """The windows of `dim` of the operand, which is cut as `held`, for a result that is cut as `made`."""
+        spans = [self.reach(start, stop) if start < stop else (held.size, held.size) for start, stop in made.spans]
+        full = (self.reach(start, start + made.width) for start, stop in made.spans if start < stop)
+        return Window(dim, held, tuple(spans), max(stop - start for start, stop in full), self.fill)
+
+
+def by_dim(windows: Mapping[tuple[int, str], Window], operand: int) -> dict[int, Window]:
+    """The windows of one operand by their dims."""
+    return {window.dim: window for (i, _), window in windows.items() if i == operand}
+
+
+def own_slice(like: Window) -> Window:
+    """What a rank holds of the dim of `like`, as a window."""
+    return Window(like.dim, like.cut, like.cut.spans, like.cut.width, like.fill)
+
+
+def united(wanted: Sequence[Mapping[int, Window]]) -> Mapping[int, Window] | None:
+    """One window of each dim of which all of `wanted`, what each reader of a tensor needs by dim, can be cut out at
+    the same place on every rank; None if there is none. A reader without a window of a dim reads the slice."""
+    every = {window.dim: window for reader in wanted for window in reader.values()}
+    found: dict[int, Window] = {}
+    for dim, like in sorted(every.items()):
+        own = own_slice(like)
+        windows = [reader.get(dim, own) for reader in wanted]
+        if any(window.fill != like.fill for window in windows if window is not own):
+            return None
+        joint = _union(windows)
+        if any(place_in(joint, window) is None for window in windows):
+            return None
+        found[dim] = joint
+    return found
+
+
+def _union(windows: Sequence[Window]) -> Window:
+    first = windows[0]
+    spans = []
+    for each in zip(*(window.spans for window in windows), strict=True):
+        full = [span for span in each if span[0] < span[1]] or [each[0]]
+        spans.append((min(start for start, _ in full), max(stop for _, stop in full)))
+    starts = [[span[0] - joint[0] + window.width for span, joint in _full(window, spans)] for window in windows]
+    return Window(first.dim, first.cut, tuple(spans), max(map(max, starts)), first.fill)
+
+
+def place_in(joint: Window, window: Window) -> int | None:
+    """Where in `joint` every rank finds its `window`; None if that is not one place for all."""
+    places = {span[0] - whole[0] for span, whole in _full(window, joint.spans)}
+    if len(places) > 1:
+        return None
+    place = min(places, default=0)
+    return place if place >= 0 and place + window.width <= joint.width else None
+
+
+def _full(window: Window, spans: Sequence[Span]) -> Iterable[tuple[Span, Span]]:
+    """The spans of `window` that are not empty, each with that of `spans`."""
+    return [(span, other) for span, other in zip(window.spans, spans, strict=True) if span[0] < span[1]]

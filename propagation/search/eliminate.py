@@ -1,0 +1,288 @@
+"""Exact search: min-sum elimination over the graph of a problem, in which equal parts are dealt with once.
+
+Vertices go one by one; one that goes takes its best option for every choice of its neighbours, which leaves a table
+over them (Dechter, "Bucket elimination", 1999). Where a table would be too large its bucket is split (mini-buckets,
+Dechter & Rish 2003): the sum of the parts' minima is then a lower bound, and the plan found may not be the best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+
+from ..cost.conversion import Floats
+
+TABLE_LIMIT = 2**28  # sums that one step of the elimination looks at
+SLAB = 2**17  # of them at a time: 1 MiB
+REPEATED = 26.0  # log2 of the joint table up to which a vertex that looks like another one goes first
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One option per vertex, its cost, and a proven lower bound on the cost of every plan.
+
+    `width`: the most vertices that one table of the search joined. `proven`: the plan is optimal. `attained`: a plan
+    that costs the bound is known. `given`: nothing was searched.
+    """
+
+    choice: tuple[int, ...]
+    cost: float
+    bound: float
+    width: int
+    attained: bool = False
+    given: bool = False
+
+    @property
+    def proven(self) -> bool:
+        return self.cost - self.bound <= 1e-9 * max(abs(self.cost), 1e-12)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A problem as numbers: `unary[v][i]` is the cost of option i of vertex v, and `pairs[a, b][i, j]`, with a < b,
+    what option i of a and option j of b cost together. Arrays that are one object are solved once."""
+
+    unary: tuple[Floats, ...]
+    pairs: Mapping[tuple[int, int], Floats]
+
+    def of(self, choice: tuple[int, ...]) -> float:
+        """The cost of one option per vertex."""
+        alone = sum(float(costs[c]) for costs, c in zip(self.unary, choice, strict=True))
+        return alone + sum(float(matrix[choice[a], choice[b]]) for (a, b), matrix in self.pairs.items())
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Table:
+    """A function of the options of `scope`, vertices in ascending order. Its numbers are those of its symbol: what is
+    made of the same tables in the same way has the same. Two tables of one scope and symbol are still two."""
+
+    scope: tuple[int, ...]
+    symbol: int
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One vertex goes: the tables that it is in, and for each group of them (one, unless that were too large) the
+    table over the other vertices that is left."""
+
+    vertex: int
+    bucket: list[_Table]
+    made: list[_Table]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which vertices go in which order, and which tables have to be computed: `recipes[symbol]` is the tables that one
+    is made of and the vertices that they join, the last of which goes. `constant` is what vertices with one option cost
+    among themselves. `work`: how many sums that takes."""
+
+    steps: list[_Step]
+    recipes: dict[int, tuple[list[_Table], tuple[int, ...]]]
+    given: dict[int, Floats]
+    constant: float
+    work: float
+    width: int
+
+
+def schedule(costs: Costs, table_limit: float = math.inf) -> Schedule:
+    """The order in which `eliminate` goes; none of the numbers is looked at."""
+    sizes = [len(unary) for unary in costs.unary]
+    live = _Live(sizes)
+    symbols: dict[object, int] = {}
+    given: dict[int, Floats] = {}
+
+    def symbol_of(key: object) -> int:
+        return symbols.setdefault(key, len(symbols))
+
+    originals = [((vertex,), unary) for vertex, unary in enumerate(costs.unary)]
+    constant = 0.0
+    for scope, array in [*originals, *costs.pairs.items()]:
+        open_ones = tuple(vertex for vertex in scope if sizes[vertex] > 1)
+        if not open_ones:  # a vertex with one option has no choice, and joins nothing
+            constant += float(array.sum())
+            continue
+        symbol = symbol_of(("given", id(array)))
+        given[symbol] = array if open_ones == scope else array.reshape([sizes[vertex] for vertex in open_ones])
+        live.add(_Table(open_ones, symbol))
+    steps: list[_Step] = []
+    recipes: dict[int, tuple[list[_Table], tuple[int, ...]]] = {}
+    work, width = 0.0, 0
+    while (vertex := live.next()) is not None:
+        bucket = live.take(vertex)
+        made = []
+        for group in _mini_buckets(bucket, vertex, sizes, table_limit):
+            scope = tuple(sorted({v for table in group for v in table.scope} - {vertex}))
+            joint = (*scope, vertex)
+            seats = {v: i for i, v in enumerate(joint)}
+            width = max(width, len(joint))
+            symbol = symbol_of(tuple(sorted((tuple(seats[v] for v in table.scope), table.symbol) for table in group)))
+            if symbol not in recipes:
+                recipes[symbol] = group, joint
+                work += math.prod(sizes[v] for v in joint)
+            made.append(_Table(scope, symbol))
+            if scope:
+                live.add(made[-1])
+        steps.append(_Step(vertex, bucket, made))
+    return Schedule(steps, recipes, given, constant, work, width)
+
+
+def eliminate(costs: Costs, table_limit: float = TABLE_LIMIT) -> Solution:
+    """Min-sum elimination: `dynamic_programming` on numbers.
+
+    Tables that are made of the same arrays in the same way are computed once, so that a block that repeats costs one
+    block and the logarithm of how often it does.
+    """
+    return run(costs, schedule(costs, table_limit))
+
+
+def run(costs: Costs, order: Schedule) -> Solution:
+    """Compute the tables of `order`, then the options from its end to its beginning."""
+    sizes = [len(unary) for unary in costs.unary]
+    values = dict(order.given)
+    for symbol, (group, joint) in order.recipes.items():
+        values[symbol] = _least([(table.scope, values[table.symbol]) for table in group], joint, sizes)
+    ends = [table for step in order.steps for table in step.made if not table.scope]
+    bound = order.constant + sum(float(values[table.symbol]) for table in ends)
+    choice = [0] * len(sizes)
+    for step in reversed(order.steps):
+        total = np.zeros(sizes[step.vertex])
+        for table in step.bucket:
+            index = tuple(slice(None) if v == step.vertex else choice[v] for v in table.scope)
+            total = total + values[table.symbol][index]
+        choice[step.vertex] = int(np.argmin(total))
+    return Solution(tuple(choice), costs.of(tuple(choice)), bound, order.width)
+
+
+class _Live:
+    """The tables that are left while vertices go one by one, and which vertex goes next.
+
+    First those go that look like others (by the arrays that they are in), and all that look alike one after the other,
+    so that a block that repeats is dealt with in the same way everywhere before what lies around it makes its copies
+    differ; of a chain of equals every other one goes, and its rest is again a chain of equals. Otherwise the vertex
+    goes that leaves the smallest joint table.
+    """
+
+    def __init__(self, sizes: list[int]) -> None:
+        self._sizes = [math.log2(max(size, 1)) for size in sizes]
+        self._tables: list[dict[_Table, None]] = [{} for _ in sizes]
+        self._looks = [0] * len(sizes)  # a sum of hashes, so that tables can be added and taken away
+        self._alike: dict[int, set[int]] = {}
+        self._gone = [False] * len(sizes)
+        self._changed: set[int] = set()
+        self._heap: list[tuple[bool, float, int]] = []
+        self._queue: deque[tuple[int, int]] = deque()  # vertices that looked alike, and how they looked
+
+    def add(self, table: _Table) -> None:
+        for vertex in table.scope:
+            self._tables[vertex][table] = None
+        self._note(table, 1)
+
+    def _note(self, table: _Table, sign: int) -> None:
+        for place, vertex in enumerate(table.scope):
+            before = self._looks[vertex]
+            if before in self._alike:
+                self._alike[before].discard(vertex)
+            self._looks[vertex] = before + sign * hash((table.symbol, place, len(table.scope)))
+            self._changed.add(vertex)
+
+    def _rank(self, vertex: int) -> tuple[bool, float, int]:
+        near = {v for table in self._tables[vertex] for v in table.scope}
+        cost = round(sum(self._sizes[v] for v in near), 6)
+        return len(self._alike[self._looks[vertex]]) < 2 or cost > REPEATED, cost, vertex
+
+    def _refresh(self) -> None:
+        """Note how the vertices look whose tables changed."""
+        changed = {v for v in self._changed if not self._gone[v]}
+        self._changed = set()
+        for vertex in changed:
+            self._alike.setdefault(self._looks[vertex], set()).add(vertex)
+        for vertex in list(changed):
+            alike = self._alike[self._looks[vertex]]
+            if len(alike) == 2:  # the other one was alone so far
+                changed |= alike
+        for vertex in changed:
+            heappush(self._heap, self._rank(vertex))
+
+    def next(self) -> int | None:
+        """The vertex to go next, or None when all are gone."""
+        while self._queue:
+            vertex, look = self._queue.popleft()
+            if not self._gone[vertex] and self._looks[vertex] == look:
+                return vertex
+        self._refresh()
+        while self._heap:
+            found = heappop(self._heap)
+            vertex = found[-1]
+            if self._gone[vertex]:
+                continue
+            if found == (rank := self._rank(vertex)):
+                if not found[0]:
+                    look = self._looks[vertex]
+                    self._queue.extend((other, look) for other in sorted(self._alike[look] - {vertex}))
+                return vertex
+            heappush(self._heap, rank)
+        return None
+
+    def take(self, vertex: int) -> list[_Table]:
+        """The tables of `vertex`, which is then gone."""
+        found = list(self._tables[vertex])
+        self._gone[vertex] = True
+        self._alike.get(self._looks[vertex], set()).discard(vertex)
+        for table in found:
+            self._note(table, -1)
+            for other in table.scope:
+                self._tables[other].pop(table, None)
+        return found
+
+
+def _mini_buckets(tables: list[_Table], vertex: int, sizes: list[int], limit: float) -> list[list[_Table]]:
+    """The tables of one bucket in groups whose joint table stays within `limit`; one group where it fits."""
+    everything = {vertex}.union(*(table.scope for table in tables))
+    if math.prod(sizes[v] for v in everything) <= limit:
+        return [tables]
+    groups: list[tuple[set[int], list[_Table]]] = []
+    for table in sorted(tables, key=lambda t: -math.prod(sizes[v] for v in t.scope)):
+        for scope, members in groups:
+            if math.prod(sizes[v] for v in scope | set(table.scope)) <= limit:
+                scope.update(table.scope)
+                members.append(table)
+                break
+        else:
+            groups.append(({vertex, *table.scope}, [table]))
+    return [members for _, members in groups]
+
+
+def _least(tables: list[tuple[tuple[int, ...], Floats]], joint: tuple[int, ...], sizes: list[int]) -> Floats:
+    """The sum of `tables` over the options of `joint`, its last vertex taking its best option: in slabs that stay in
+    the cache."""
+    extents = [sizes[v] for v in joint]
+    views = []
+    for scope, values in tables:
+        seats = [joint.index(v) for v in scope]
+        view = values.transpose(sorted(range(len(scope)), key=seats.__getitem__))
+        view = view.reshape([sizes[v] if v in scope else 1 for v in joint])
+        views.append(np.ascontiguousarray(view))
+    outer = next(i for i in range(len(joint)) if math.prod(extents[i:]) <= SLAB or i == len(joint) - 1)
+    fixed: Floats = np.zeros((1,) * (len(joint) - outer))  # what does not change from slab to slab
+    varying = []
+    for view in sorted(views, key=lambda view: view.size):
+        if all(n == 1 for n in view.shape[:outer]):
+            fixed = fixed + view.reshape(view.shape[outer:])
+        else:
+            varying.append(view)
+    found = np.empty(extents[:-1])
+    slab = np.empty(extents[outer:])
+    for index in np.ndindex(*extents[:outer]):
+        before = fixed
+        for view in varying:
+            np.add(before, view[tuple(i if n > 1 else 0 for i, n in zip(index, view.shape, strict=False))], out=slab)
+            before = slab
+        if before is fixed:
+            np.copyto(slab, fixed)
+        found[index] = slab.min(axis=-1)
+    return found

@@ -1,0 +1,263 @@
+"""Options that no optimal plan takes are found before the exact search joins tables.
+
+Tree-reweighted message passing (Kolmogorov, "Convergent tree-reweighted message passing for energy minimization",
+2006, TRW-S): messages along the edges shift costs between vertices so that a sum of minima, one for each vertex,
+bounds the cost of every plan from below. The bound with one option forced follows at each vertex on the way; an
+option whose bound lies above the cost of a plan that is known is dropped.
+
+Any messages give a valid bound. Write m(e, v) for the message of edge e to its end v, and
+
+    h(v) = unary(v) + the messages to v        r(e) = pair(e) - the messages of e
+
+so that a plan costs the sum of all h and r. A pass in vertex order computes at each vertex s, for its edges e to later
+vertices, the message that makes `g(s) h(s) + r(e)` at least 0 for all options, with g(s) one over the larger number
+of edges on one side. The sum of `(1 - g(s) edges sent) h(s)` is then a bound, and likewise backward.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost.conversion import Codes, ConversionTable, Floats
+
+SWEEPS = 40  # at most, forward and backward
+PATIENCE = 12  # sweeps after which it is enough that hardly anything goes
+ROUND = 4  # sweeps after which options are taken out of the arrays
+
+Mask = NDArray[np.bool_]
+
+
+def narrow(
+    unary: Sequence[Floats],
+    edges: Iterable[tuple[tuple[int, int], Between]],
+    upper: float,
+    enough: Callable[[Narrowing], bool],
+) -> Narrowing:
+    """The options that a plan cheaper than `upper` may take, until `enough` says that few are left or no more go."""
+    found = Narrowing(unary, edges, upper)
+    left = found.left
+    for sweep in range(SWEEPS):
+        found.sweep(forward=sweep % 2 == 0)
+        if found.bound >= found.upper * (1 - 1e-9):
+            break
+        if sweep % ROUND == ROUND - 1:
+            found.settle()
+            found.shrink()
+            if enough(found) or (sweep > PATIENCE and found.left > 0.97 * left):
+                break
+            left = found.left
+    found.shrink()
+    return found
+
+
+class Between(ABC):
+    """The costs of an edge [option of one end, option of the other]."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """How many options the ends have."""
+
+    @abstractmethod
+    def least(self, given: Floats, side: int) -> Floats:
+        """For each option of the other end, the least cost with an option of the end at `side`, which has cost
+        `given` itself."""
+
+    @abstractmethod
+    def given(self, option: int, side: int) -> Floats:
+        """For each option of the other end, the cost with `option` of the end at `side`."""
+
+    @abstractmethod
+    def take(self, rows: Mask, columns: Mask) -> Between:
+        """The costs between some options only."""
+
+    @abstractmethod
+    def at_most(self, most: float) -> Between:
+        """The costs, none above `most`: messages must be finite, and what is impossible costs inf."""
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix(Between):
+    """Costs that are written out."""
+
+    costs: Floats
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.costs.shape
+
+    def least(self, given: Floats, side: int) -> Floats:
+        found: Floats = (self.costs + given[:, None]).min(axis=0) if side == 0 else (self.costs + given).min(axis=1)
+        return found
+
+    def given(self, option: int, side: int) -> Floats:
+        found: Floats = self.costs[option] if side == 0 else self.costs[:, option]
+        return found
+
+    def take(self, rows: Mask, columns: Mask) -> Matrix:
+        return Matrix(np.ascontiguousarray(self.costs[rows][:, columns]))
+
+    def at_most(self, most: float) -> Matrix:
+        return Matrix(np.minimum(self.costs, most))
+
+
+@dataclass(frozen=True, eq=False)
+class Converting(Between):
+    """The costs of converting one tensor: never written out, since on four axes they are millions."""
+
+    table: ConversionTable
+    rows: Codes
+    columns: Codes
+    most: float = np.inf
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.rows), len(self.columns)
+
+    def least(self, given: Floats, side: int) -> Floats:
+        here, there = (self.rows, self.columns) if side == 0 else (self.columns, self.rows)
+        values = np.full(len(self.table.digits), np.inf)
+        np.minimum.at(values, here, given)
+        found: Floats = np.minimum(self.table.spread(values, forward=side == 0)[there], given.min() + self.most)
+        return found
+
+    def given(self, option: int, side: int) -> Floats:
+        if side == 0:
+            row: Floats = np.minimum(self.table.rows([int(self.rows[option])])[0, self.columns], self.most)
+            return row
+        values = np.full(len(self.table.digits), np.inf)
+        values[self.columns[option]] = 0.0
+        found: Floats = np.minimum(self.table.spread(values, forward=False)[self.rows], self.most)
+        return found
+
+    def take(self, rows: Mask, columns: Mask) -> Converting:
+        return Converting(self.table, self.rows[rows], self.columns[columns], self.most)
+
+    def at_most(self, most: float) -> Converting:
+        return Converting(self.table, self.rows, self.columns, min(self.most, most))
+
+
+@dataclass(eq=False)
+class _Edge:
+    """One edge between vertices `ends[0] < ends[1]`: its costs, and its message to each end."""
+
+    ends: tuple[int, int]
+    costs: Between
+    messages: list[Floats]
+
+    def send(self, side: int, share: Floats) -> None:
+        """The message from the end at `side`, whose share of its costs is `share`."""
+        self.messages[1 - side] = self.costs.least(share - self.messages[side], side)
+
+
+class Narrowing:
+    """The options that are left of every vertex, the bound, and the best plan that was met."""
+
+    def __init__(self, unary: Sequence[Floats], edges: Iterable[tuple[tuple[int, int], Between]], upper: float) -> None:
+        self.upper, self.bound = upper, -np.inf
+        self.best: tuple[int, ...] | None = None
+        self.kept = [np.arange(len(costs)) for costs in unary]
+        self._alive = [np.ones(len(costs), dtype=bool) for costs in unary]
+        self.unary = [np.minimum(costs, 2 * upper) for costs in unary]
+        self.edges = [_Edge(ends, costs, [np.zeros(n) for n in costs.shape]) for ends, costs in edges]
+        self.sides: list[tuple[list[_Edge], list[_Edge]]] = [([], []) for _ in unary]  # to earlier, to later vertices
+        for edge in self.edges:
+            self.sides[edge.ends[0]][1].append(edge)
+            self.sides[edge.ends[1]][0].append(edge)
+        self._settled: list[Floats] = [np.zeros(len(costs)) for costs in unary]
+
+    @property
+    def left(self) -> int:
+        """How many options are left in all."""
+        return sum(int(alive.sum()) for alive in self._alive)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of options are left (after `shrink`)."""
+        return sum(edge.costs.shape[0] * edge.costs.shape[1] for edge in self.edges)
+
+    def shrink(self) -> None:
+        """Take the options that were dropped out of all arrays."""
+        for v, alive in enumerate(self._alive):
+            if not alive.all():
+                self.kept[v], self.unary[v] = self.kept[v][alive], self.unary[v][alive]
+                self._settled[v] = self._settled[v][alive]
+        for edge in self.edges:
+            a, b = (self._alive[v] for v in edge.ends)
+            if not (a.all() and b.all()):
+                edge.costs = edge.costs.take(a, b)
+                edge.messages = [edge.messages[0][a], edge.messages[1][b]]
+        self._alive = [np.ones(len(kept), dtype=bool) for kept in self.kept]
+
+    def heights(self, vertex: int) -> Floats:
+        """The costs of each option after all shifts."""
+        earlier, later = self.sides[vertex]
+        total = self.unary[vertex]
+        for edge in earlier:
+            total = total + edge.messages[1]
+        for edge in later:
+            total = total + edge.messages[0]
+        return total
+
+    def settle(self) -> None:
+        """Vertices in order take what suits the earlier ones best and, by their messages, the later ones; a plan that
+        is cheaper than the one that was known takes its place."""
+        plan = np.zeros(len(self.unary), dtype=np.intp)
+        cost = 0.0
+        for s, (earlier, later) in enumerate(self.sides):
+            here = self.unary[s]
+            for edge in earlier:
+                here = here + edge.costs.given(int(plan[edge.ends[0]]), 0)
+            outlook = here + sum((edge.messages[0] for edge in later), np.zeros(1))
+            plan[s] = int(np.argmin(outlook))
+            cost += float(here[plan[s]])
+        if cost < self.upper:
+            self.upper = cost
+            self.best = tuple(int(kept[c]) for kept, c in zip(self.kept, plan, strict=True))
+
+    def sweep(self, forward: bool) -> None:
+        """One pass over the vertices: shift costs, raise the bound, drop options.
+
+        Of a vertex that is still to come a part of what it was worth when the last pass left it, in the other
+        direction, covers its edges to others that are still to come; the rest counts here.
+        """
+        order = range(len(self.unary)) if forward else range(len(self.unary) - 1, -1, -1)
+        ahead, behind = (1, 0) if forward else (0, 1)  # the side of a vertex on which its edges to later ones are
+        share = [1.0 / max(len(earlier), len(later), 1) for earlier, later in self.sides]
+        heights = [self.heights(v) for v in range(len(self.unary))]
+        covering = [len(self.sides[v][behind]) for v in range(len(self.unary))]
+
+        def rest(v: int) -> float:
+            return float((heights[v] - share[v] * covering[v] * self._settled[v]).min())
+
+        rests = [rest(v) for v in range(len(self.unary))]
+        elsewhere = sum(rests)  # a bound on what all vertices but the present one cost
+        settled = list(self._settled)
+        for s in order:
+            elsewhere -= rests[s]
+            here = heights[s]
+            self.bound = max(self.bound, elsewhere + float(here.min()))
+            hopeless = (elsewhere + here > self.upper * (1 + 1e-9)) & self._alive[s]
+            if hopeless.any() and not hopeless.all():
+                self._alive[s] &= ~hopeless
+                fine = np.where(hopeless, 2 * self.upper, 0.0)
+                self.unary[s] = self.unary[s] + fine
+                here = heights[s] = here + fine
+            settled[s] = here
+            elsewhere += float(here.min()) * (1 - share[s] * len(self.sides[s][ahead]))
+            for edge in self.sides[s][ahead]:
+                side = edge.ends.index(s)
+                far = edge.ends[1 - side]
+                before = edge.messages[1 - side]
+                edge.send(side, share[s] * here)
+                heights[far] = heights[far] + edge.messages[1 - side] - before
+                covering[far] -= 1
+                now = rest(far)
+                elsewhere += now - rests[far]
+                rests[far] = now
+        self._settled = settled

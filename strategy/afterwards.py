@@ -1,0 +1,30 @@
+"""What is put back after a block, whatever ends it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def afterwards(restore: Callable[[], object]) -> Iterator[None]:
+    """Call `restore` when the block ends. It is called twice and must not mind: an interrupt (Ctrl-C) comes between any
+    two lines, those of `restore` too, and one that cuts the first call short leaves it to the second."""
+    try:
+        try:
+            yield
+        finally:
+            restore()
+    finally:
+        restore()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Puts garbage collection off. What capture leaves of a deep model, and what a large file is read into, is millions
+    of objects that are in use, and looking through all of them again and again would take longer than the work does."""
+    enabled = gc.isenabled()
+    with afterwards(lambda: gc.enable() if enabled else None):
+        gc.disable()
+        yield

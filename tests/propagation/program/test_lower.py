@@ -1,0 +1,287 @@
+"""The program of a plan: which conversions it has, and that the plan lists exactly the collectives of its graphs."""
+
+import copy
+import dataclasses
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import partway as pw
+from partway.fusion import Fusion, FusionMode, FusionPolicies
+from partway.fusion.program import make_program
+from partway.propagation.graph.graph import differentiated
+from partway.propagation.ops.collectives import convert
+from partway.propagation.program.differentiate import differentiate
+from partway.propagation.program.lower import LocalProgram, collective, lower, verify_program
+from partway.propagation.search.search import dynamic_programming
+from partway.strategy import REPLICATE, Layout, Shard, VerifyError
+
+MEGATRON = {"up.weight": ("tp", None), "up.bias": ("tp",), "down.weight": (None, "tp")}
+
+
+class MLP(nn.Module):
+    def __init__(self, width=512, hidden=2048):
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(256, 256, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return self.q(x) * self.k(x) * self.v(x)
+
+
+def compile_mlp(requires_grad=True, batch=1024, **changes):
+    with torch.device("meta"):
+        module, x = MLP(), torch.empty(batch, 512, requires_grad=requires_grad)
+    split = (("dp", None),)
+    arguments = {"in_strategy": split, "out_strategy": split, "parameter_plan": MEGATRON, **changes}
+    return pw.compile(module, (x,), mesh={"dp": 2, "tp": 4}, **arguments)
+
+
+def conversions(graph):
+    """Each conversion of a graph as `P -> R over tp`."""
+    return [f"{n.args[1]} -> {n.args[2]} over {','.join(n.args[3])}" for n in graph.nodes if n.target is convert]
+
+
+def test_the_program_of_a_megatron_mlp():
+    compiled = compile_mlp()
+    assert str(compiled.local).splitlines() == [
+        "input p_fn_up_weight: parameter up.weight [512, 512] of [2048, 512] [dp:R tp:S0]",
+        "input p_fn_up_bias: parameter up.bias [512] of [2048] [dp:R tp:S0]",
+        "input p_fn_down_weight: parameter down.weight [512, 512] of [512, 2048] [dp:R tp:S1]",
+        "input p_fn_down_bias: parameter down.bias [128] of [512] [dp:R tp:S0]",
+        "input tensors_0: input x [512, 512] of [1024, 512] [dp:S0 tp:R]",
+        "convert_default = R -> B over tp of 4: tensors_0",
+        "convert_default_1 = R -> B over dp of 2: p_fn_up_weight",
+        "convert_default_2 = R -> B over dp of 2: p_fn_up_bias",
+        "linear_default = aten.linear.default(convert_default, convert_default_1, convert_default_2)",
+        "relu_default = aten.relu.default(linear_default,)",
+        "convert_default_3 = R -> B over dp of 2: p_fn_down_weight",
+        "convert_default_4 = R -> B over dp of 2: p_fn_down_bias",
+        "convert_default_5 = S0 -> P over tp of 4: convert_default_4",
+        "linear_default_1 = aten.linear.default(relu_default, convert_default_3, convert_default_5)",
+        "convert_default_6 = P -> R over tp of 4: linear_default_1",
+        "return convert_default_6",
+    ]
+
+
+def test_a_megatron_mlp_sends_one_all_reduce_forward_one_backward_and_the_gradients():
+    compiled = compile_mlp()
+    assert [(c.phase, c.kind, c.axes, c.tensor, c.payload_bytes) for c in compiled.plan.collectives] == [
+        ("forward", "all_reduce", ("tp",), "linear_1", 512 * 512 * 4),
+        ("backward", "all_reduce", ("tp",), "x", 512 * 512 * 4),
+        ("backward", "all_reduce", ("dp",), "up.weight", 512 * 512 * 4),
+        ("backward", "all_reduce", ("dp",), "up.bias", 512 * 4),
+        ("backward", "all_reduce", ("dp",), "down.weight", 512 * 512 * 4),
+        ("backward", "all_reduce", ("dp",), "down.bias", 128 * 4),
+    ]
+    step = compiled.program.step
+    assert sum("P -> R over tp" in text for text in conversions(step.forward.graph)) == 1
+    assert sum("P -> R over tp" in text for text in conversions(step.backward.graph)) == 1
+
+
+def test_an_input_that_needs_no_gradient_costs_nothing_backward():
+    tensors = [c.tensor for c in compile_mlp(requires_grad=False).plan.collectives if c.phase == "backward"]
+    assert "x" not in tensors
+    assert len(tensors) == 4
+
+
+def test_a_collective_tells_why_it_is_there():
+    (first, *_) = compile_mlp().plan.collectives
+    assert first.group_size == 4
+    assert first.wire_bytes == 2 * 3 / 4 * first.payload_bytes
+    assert first.producer == "aten.linear.default linear_1 (dp:_1 tp:k)"
+    assert first.consumer == "result result [dp:S0 tp:R]"
+    assert first.where == "output result"
+    assert "self.down(torch.relu(self.up(x)))" in first.source
+    assert first.members == ("linear_1",)
+    assert str(first) == (
+        "forward all_reduce over tp (4 ranks) of linear_1, 1,048,576 bytes: "
+        "aten.linear.default linear_1 (dp:_1 tp:k) -> result result [dp:S0 tp:R]"
+    )
+
+
+def test_consumers_share_a_conversion_and_their_gradients_one_all_reduce():
+    with torch.device("meta"):
+        module, x = Heads(), torch.empty(4096, 256, requires_grad=True)
+    compiled = pw.compile(
+        module,
+        (x,),
+        mesh={"tp": 4},
+        in_strategy=((None, None),),
+        out_strategy=((None, "tp"),),
+        parameter_plan={"*.weight": ("tp", None)},
+    )
+    assert conversions(compiled.program.step.forward.graph) == ["R -> B over tp"]
+    assert conversions(compiled.program.step.backward.graph) == ["P -> R over tp"]
+    assert [(c.kind, c.tensor) for c in compiled.plan.collectives] == [("all_reduce", "x")]
+
+
+# -- conversions over several axes at once
+
+
+BOTH = ((("dp", "tp"), None),)  # the batch over both axes
+WHOLE = {"*.weight": (None, None), "*.bias": (None,)}
+
+
+def test_a_step_along_two_axes_is_one_conversion_and_one_collective():
+    compiled = compile_mlp(batch=65536, in_strategy=BOTH, out_strategy=((None, None),), parameter_plan=WHOLE)
+    lines = str(compiled.local).splitlines()
+    assert "convert_default = R -> B over dp,tp of 8: p_fn_up_weight" in lines
+    assert "convert_default_6 = S0 -> R over dp,tp of 8: linear_default_1" in lines
+    found = {c.tensor: c for c in compiled.plan.collectives}
+    gathered, reduced = found["linear_1"], found["up.weight"]
+    assert (gathered.phase, gathered.kind, gathered.axes, gathered.group_size) == (
+        "forward", "all_gather", ("dp", "tp"), 8,
+    )  # fmt: skip
+    assert gathered.payload_bytes == 65536 * 512 * 4
+    assert gathered.wire_bytes == 7 / 8 * gathered.payload_bytes
+    assert (reduced.phase, reduced.kind, reduced.axes, reduced.group_size) == (
+        "backward", "all_reduce", ("dp", "tp"), 8,
+    )  # fmt: skip
+    assert reduced.wire_bytes == 2 * 7 / 8 * 2048 * 512 * 4
+    assert str(reduced).startswith("backward all_reduce over dp,tp (8 ranks) of up.weight, 4,194,304 bytes: ")
+    assert "backward all_reduce over dp,tp (8 ranks) of up.weight: 4.19 MB" in str(compiled.plan.explain("up"))
+    assert "all_reduce(dp,tp)" in str(compiled.plan.table(every=True))
+    step = compiled.program.step
+    assert conversions(step.forward.graph)[-1] == "S0 -> R over dp,tp"
+    profile = compiled.problem.settings.profile
+    collectives = make_program(step, FusionPolicies(Fusion(FusionMode.AUTO)), profile).collectives
+    (fused,) = (c for c in collectives if c.members == ("down.weight", "up.weight"))
+    assert (fused.phase, fused.axes, fused.group_size) == ("backward", ("dp", "tp"), 8)
+    assert collectives.index(fused) >= len(collectives) - 3  # the biases are small: fewer messages, axis by axis
+    done = found_in(verify_and_differentiate(compiled), compiled.mesh, profile)
+    assert counted(compiled.plan.collectives) == counted(done)
+
+
+@pytest.mark.parametrize("out", [(None, None), ("dp", None), (None, ("dp", "tp")), (("dp", "tp"), None)])
+def test_a_model_with_conversions_along_two_axes_computes_what_one_device_computes(out):
+    torch.manual_seed(0)
+    plain, x = MLP(16, 32).double(), torch.randn(16, 16, dtype=torch.float64, requires_grad=True)
+    model = pw.shard(copy.deepcopy(plain), mesh={"dp": 2, "tp": 2}, in_strategy=BOTH, out_strategy=(out,))
+    results, gradients = [], []
+    for fn in (plain, model):
+        y = fn(x)
+        gradients.append(torch.autograd.grad((y * y).sum(), [x, *fn.parameters()]))
+        results.append(y)
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*gradients)
+    assert any(len(c.axes) == 2 for c in model.plan.collectives)
+
+
+# -- the plan lists what the graphs do
+
+
+def counted(collectives):
+    return Counter((c.phase, c.kind, c.axes, c.payload_bytes, c.tag) for c in collectives)
+
+
+def found_in(step, mesh, profile):
+    """The collectives of the traced graphs, by their tags."""
+    graphs = {"forward": step.forward.graph, "backward": step.backward.graph}
+    for phase, graph in graphs.items():
+        for node in graph.nodes:
+            if node.target is convert:
+                found = collective(step.program.conversions[node.args[5]], phase, mesh, profile)
+                if found is not None:
+                    yield found
+
+
+def gpt2():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=2, n_head=4, n_embd=32, vocab_size=64, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    ids = torch.zeros(8, 16, dtype=torch.int64)
+    return transformers.GPT2LMHeadModel(config).eval(), (), {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def resnet():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", num_labels=4
+    )
+    labels = torch.zeros(8, dtype=torch.int64)
+    return transformers.ResNetForImageClassification(config), (torch.zeros(8, 3, 32, 32),), {"labels": labels}
+
+
+def mlp_with_loss():
+    module = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8), nn.LayerNorm(8), nn.Flatten(0))
+    return module, (torch.zeros(8, 16),), {}
+
+
+@pytest.mark.parametrize("model", [mlp_with_loss, gpt2, resnet])
+@pytest.mark.parametrize("mesh", [{"dp": 8}, {"dp": 2, "tp": 4}])
+def test_the_plan_lists_exactly_the_collectives_of_its_graphs(model, mesh):
+    module, args, kwargs = model()
+    name = next(iter(kwargs)) if not args else None
+    first = kwargs[name] if name else args[0]
+    batch = ("dp", *[None] * (first.dim() - 1))
+    compiled = pw.compile(module, args, kwargs, mesh=mesh, in_strategy={name: batch} if name else (batch,))
+    step = verify_and_differentiate(compiled)
+    profile = compiled.problem.settings.profile
+    assert counted(compiled.plan.collectives) == counted(found_in(step, compiled.mesh, profile))
+    assert compiled.plan.collectives
+
+
+def verify_and_differentiate(compiled):
+    return differentiate(verify_program(compiled.local), differentiated(compiled.graph))
+
+
+# -- the verifier
+
+
+def small(lab) -> LocalProgram:
+    x = torch.ones(4, 4, requires_grad=True)
+    problem = lab.problem_of(lambda x: (x * 2).sum(), (x,), lab.LINE, {"x": ((Layout(lab.LINE, (Shard(0),)),), "")})
+    return lower(problem, dynamic_programming(problem).choice)
+
+
+def test_a_conversion_that_is_not_in_the_list_is_refused(lab):
+    program = small(lab)
+    assert program.conversions
+    with pytest.raises(VerifyError, match="are not those of its list"):
+        verify_program(dataclasses.replace(program, conversions=()))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"size": 3}, "x is of 3"), ({"axes": ("x", "x"), "size": 4}, "x,x is of 4"), ({"axes": ("y",)}, "y")],
+)
+def test_a_conversion_that_does_not_fit_the_mesh_is_refused(lab, change, said):
+    program = small(lab)
+    wrong = tuple(dataclasses.replace(c, **change) for c in program.conversions)
+    with pytest.raises(VerifyError, match=rf"^the conversion of \w+ over {said}.* ranks; the mesh is x=2$"):
+        verify_program(dataclasses.replace(program, conversions=wrong))
+
+
+def test_a_port_that_does_not_fit_its_layout_is_refused(lab):
+    program = small(lab)
+    (port,) = program.inputs
+    wrong = dataclasses.replace(port, shape=(1, 4), layout=Layout(lab.LINE, (Shard(0),)))
+    with pytest.raises(VerifyError, match="x does not fit its layout"):
+        verify_program(dataclasses.replace(program, inputs=(wrong,)))
+
+
+def test_a_value_is_converted_at_most_once_into_each_layout(lab):
+    def fn(x):
+        return x.exp().sum() + x.sin().sum() + (x * x).sum()
+
+    x = torch.ones(512, 8, requires_grad=True)
+    split = Layout(lab.LINE, (Shard(0),))
+    whole = Layout(lab.LINE, (REPLICATE,))
+    for layout in (split, whole):
+        problem = lab.problem_of(fn, (x,), lab.LINE, {"x": ((layout,), "")})
+        program = verify_program(lower(problem, dynamic_programming(problem).choice))
+        taken = [(n.args[0], n.args[2], *n.args[3]) for n in program.module.graph.nodes if n.target is convert]
+        assert len(taken) == len(set(taken))
