@@ -13,7 +13,7 @@ from partway.annotate import Request
 from partway.cache import software, text_of_graph
 from partway.compile import Compiled
 from partway.context import AlgoParameters, ParallelContext
-from partway.propagation.graph.graph import draws_random_numbers
+from partway.propagation.graph.nodes import draws_random_numbers
 from partway.rule import rules
 from partway.runtime.agreement import Fact, facts_of
 

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 
 from partway.context import AlgoParameters, DatasetMode, ParallelContext, ParallelMode
-from partway.propagation.graph.graph import Graph, beside_losses, shape
+from partway.propagation.graph.graph import Graph
+from partway.propagation.graph.nodes import shape
 from partway.propagation.graph.port import Port, Role
+from partway.propagation.graph.queries import beside_losses
 from partway.propagation.graph.structure import optional_names, place_names
 from partway.propagation.ops.collectives import constrain
 from partway.propagation.plan.plan import Plan

@@ -29,7 +29,8 @@ from torch import fx
 
 import partway
 from partway import fusion, propagation, runtime, strategy
-from partway.propagation.graph.graph import Graph, describe, module_path, source_line
+from partway.propagation.graph.graph import Graph
+from partway.propagation.graph.nodes import describe, module_path, source_line
 from partway.propagation.graph.port import Port
 from partway.propagation.plan.stored import NoFormError, WrongFormError, dump, load
 from partway.strategy.errors import ContextError

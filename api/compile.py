@@ -33,7 +33,8 @@ from partway.propagation.capture.capture import capture, state_of
 from partway.propagation.capture.hooks import none_of_all_modules
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import DeviceProfile, profile_of
-from partway.propagation.graph.graph import Graph, differentiated, verify
+from partway.propagation.graph.graph import Graph, verify
+from partway.propagation.graph.queries import differentiated
 from partway.propagation.graph.question import Answer, Values
 from partway.propagation.graph.structure import Call, check_call, flatten_call, name_of
 from partway.propagation.plan.explain import Alternatives, outcome

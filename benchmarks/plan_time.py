@@ -46,7 +46,7 @@ from partway.annotate import Request, annotate
 from partway.compile import device_profile, settings_of, uncollected
 from partway.context import AlgoParameters, ParallelContext
 from partway.propagation.capture.capture import capture
-from partway.propagation.graph.graph import differentiated
+from partway.propagation.graph.queries import differentiated
 from partway.propagation.plan.plan import make_plan
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower

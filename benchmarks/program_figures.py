@@ -19,8 +19,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from partway.fusion.program import Program
 from partway.propagation.cost.cost import wire_bytes
+from partway.propagation.graph.nodes import is_view
 from partway.propagation.ops.collectives import convert, convert_group, kind_of
-from partway.propagation.search.problem import is_view
 from partway.strategy.cut import Window
 from partway.strategy.placement import Kind, placement_from_code
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..propagation.graph.graph import Text, draws_random_numbers
+from ..propagation.graph.graph import Text
+from ..propagation.graph.nodes import draws_random_numbers
 from ..propagation.ops.collectives import convert, convert_group, kind_of
 from ..propagation.ops.hooked import HOOKS
 from ..propagation.ops.indexing import position

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from ..propagation.graph.graph import draws_random_numbers
+from ..propagation.graph.nodes import draws_random_numbers
 from ..propagation.ops.batch_norm import OWN_MEMORY
 from ..propagation.ops.collectives import convert, convert_group, payload_bytes
 from ..propagation.ops.hooked import calls_hook

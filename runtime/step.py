@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, fx
 from torch.autograd import forward_ad
 
-from ..propagation.graph.graph import Text, draws_random_numbers
+from ..propagation.graph.graph import Text
+from ..propagation.graph.nodes import draws_random_numbers
 from ..propagation.graph.port import Role
 from ..propagation.program.accumulate import Accumulation
 from ..propagation.program.apart import entangled

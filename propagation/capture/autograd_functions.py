@@ -29,7 +29,7 @@ from torch.autograd import Function
 
 from ...strategy.afterwards import afterwards
 from ...strategy.errors import CaptureError
-from ..graph.graph import module_path, source_line, source_of, value
+from ..graph.nodes import module_path, source_line, source_of, value
 from ..rules.builder import Builder
 from ..torch_internals import make_fx
 

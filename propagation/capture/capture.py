@@ -47,18 +47,8 @@ from torch.overrides import TorchFunctionMode
 from ...strategy.afterwards import afterwards
 from ...strategy.errors import CaptureError, PartwayError
 from ...strategy.notation import counted
-from ..graph.graph import (
-    Graph,
-    marked,
-    module_path,
-    operands,
-    operator_name,
-    region_of,
-    source_line,
-    source_of,
-    value,
-    verify,
-)
+from ..graph.graph import Graph, verify
+from ..graph.nodes import marked, module_path, operands, operator_name, region_of, source_line, source_of, value
 from ..graph.port import Port, Role
 from ..graph.question import Answer, Leaf, Values
 from ..graph.structure import Call, Structure, flatten, flatten_call, name_of

@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from ...strategy.errors import CaptureError
-from ..graph.graph import draws_random_numbers, module_path, shape, source_line
+from ..graph.nodes import draws_random_numbers, module_path, shape, source_line
 from ..ops.functions import made_of, run
 from ..rules.builder import Builder
 from ..torch_internals import OpOverload, tree_flatten

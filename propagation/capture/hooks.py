@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...strategy.afterwards import afterwards
 from ...strategy.errors import CaptureError, PartwayError, RuntimeStateError
-from ..graph.graph import operands
+from ..graph.nodes import operands
 from ..graph.structure import flatten, name_of
 from ..ops.hooked import HOOKS, Hook, hooked, number_of
 from ..torch_internals import global_hooks, hook_flags, tree_flatten

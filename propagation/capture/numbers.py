@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind
 
-from ..graph.graph import is_tensor, value
+from ..graph.nodes import is_tensor, value
 from ..graph.structure import NUMBERS
 from ..rules.builder import Builder
 

@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from torch.distributions import Distribution
 
 from ...strategy.errors import CaptureError
-from ..graph.question import Answer, Leaf, Question, Slot, Step, Values
+from ..graph.question import Answer, Leaf, Question, Slot, Operation, Values
 from ..torch_internals import FakeTensor, OpOverload, TorchDispatchMode, tree_flatten, tree_map, without_modes
 
 aten = torch.ops.aten
@@ -182,7 +182,7 @@ class Answering(TorchDispatchMode):
             places = [slots.setdefault(id(tensor), len(slots)) for tensor in _tensors(result)]
             if _draws(func) and any(tensor.device.type != "cpu" for tensor in _tensors(result)):
                 raise Unanswered("follow from random numbers that a GPU draws")
-            steps.append(Step(func, *given, tuple(places)))
+            steps.append(Operation(func, *given, tuple(places)))
         written = {_memory(t) for entry in entries for t in _written(*entry[:3])}
         memories = [_memory(tensor) for _, tensor in leaves]
         if any(memories.count(memory) > 1 for memory in written):

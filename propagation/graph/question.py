@@ -32,13 +32,13 @@ Values = Callable[[Leaf], Tensor]
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for a tensor in the arguments of a step."""
+    """Stands for a tensor in the arguments of an operation."""
 
     place: int
 
 
 @dataclass(frozen=True)
-class Step:
+class Operation:
     operator: Any
     args: Any
     kwargs: Any
@@ -55,7 +55,7 @@ class Question:
     """
 
     leaves: tuple[tuple[Leaf, int, bool], ...]  # with its slot, and whether a step writes to it
-    steps: tuple[Step, ...]
+    steps: tuple[Operation, ...]
     draws: bool
     line: str
     late: bool = False
@@ -77,7 +77,7 @@ class Question:
 
 
 def _filled(value: Any, held: Mapping[int, Any]) -> Any:
-    """The arguments of a step, with what is `held` in place of slots."""
+    """The arguments of an operation, with what is `held` in place of slots."""
     kind = type(value)
     if kind is Slot:
         return held[value.place]

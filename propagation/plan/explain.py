@@ -21,8 +21,9 @@ from ...strategy.errors import StrategyError, UnknownOperatorWarning
 from ...strategy.notation import counted
 from ...strategy.placement import Kind, Placement, converts
 from ..cost.conversion import ConversionTable
-from ..graph.graph import beside_losses, operands, source_of
+from ..graph.nodes import operands, source_of
 from ..graph.port import Port
+from ..graph.queries import beside_losses
 from ..program.lower import Collective, LocalProgram, collectives_of, lower, tensor_name
 from ..search.eliminate import Solution
 from ..search.problem import SearchProblem, Vertex, formulate

@@ -27,7 +27,7 @@ from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
 from ...strategy.notation import counted
 from ...strategy.placement import Shard, placement_from_code
-from ..graph.graph import describe, is_tensor, module_path, operator_name, source_line
+from ..graph.nodes import describe, is_tensor, module_path, operator_name, source_line
 from ..graph.port import Role
 from ..program.lower import PHASES, Collective, LocalProgram, describe_option
 from ..search.eliminate import Solution

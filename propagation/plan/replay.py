@@ -17,8 +17,10 @@ from ...strategy.errors import Problem, StrategyError
 from ...strategy.layout import Layout, layout
 from ...strategy.placement import placement_from_code
 from ..cost.conversion import ConversionTable
-from ..graph.graph import Graph, constant_nodes, describe, is_tensor, module_path, operator_name
+from ..graph.graph import Graph
+from ..graph.nodes import describe, is_tensor, module_path, operator_name
 from ..graph.port import Port
+from ..graph.queries import constant_nodes
 from ..search.eliminate import Solution
 from ..search.problem import Edge, Mask, Options, SearchProblem, Vertex, VertexKind
 from .plan import OperatorPlan, Plan, TensorPlan

@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ..graph.graph import Text, operator_name
+from ..graph.graph import Text
+from ..graph.nodes import operator_name, rearranges
 from ..ops.collectives import convert
-from ..search.problem import rearranges
 from .differentiate import Step, calls_of, is_port, returned_by
 from .lower import LocalProgram
 

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 
 from ...strategy.errors import CaptureError, VerifyError
-from ..graph.graph import Text, mark, operator_name, region_of
+from ..graph.graph import Text
+from ..graph.nodes import mark, operator_name, region_of
 from ..graph.port import Role
 from ..ops.batch_norm import merge_gradients
 from ..ops.collectives import convert

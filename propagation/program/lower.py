@@ -25,8 +25,8 @@ from ...strategy.placement import Kind, Placement, Shard, kind
 from ..cost.conversion import Step, step_kind, with_cuts
 from ..cost.cost import collective_seconds, wire_bytes
 from ..cost.profile import DeviceProfile
-from ..graph.graph import (
-    Text,
+from ..graph.graph import Text
+from ..graph.nodes import (
     Value,
     mark,
     module_path,

@@ -19,12 +19,12 @@ from torch import fx
 
 from ...strategy.cut import Window
 from ...strategy.placement import Kind, placement_from_code
-from ..graph.graph import Text, draws_random_numbers, region_of
+from ..graph.graph import Text
+from ..graph.nodes import draws_random_numbers, rearranges, region_of
 from ..graph.port import Role
 from ..ops.collectives import convert, kind_of
 from ..ops.random_numbers import draw
 from ..rules.windows import own_slice, place_in
-from ..search.problem import rearranges
 from .differentiate import Step, calls_of, is_port, returned_by
 from .lower import Conversion
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.graph import region_of
+from ..graph.nodes import region_of
 from ..ops.collectives import convert
 
 _SHORTEST, _LONGEST = 8, 64  # calls in a piece: tracing one costs as much as some calls more, and a layer has dozens

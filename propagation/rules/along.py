@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from ..graph.graph import argument, argument_names, operands, results_of, shape
+from ..graph.nodes import argument, argument_names, operands, results_of, shape
 from .convolution import replaced
 from .rule import Dims, Emitter, Rule, letters_of, sizes_of, without
 

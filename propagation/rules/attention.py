@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.graph import argument, operands, shape
+from ..graph.nodes import argument, operands, shape
 from ..ops.by_rank import causal_mask
 from .convolution import replaced
 from .rule import Emitter, Row, Rule, parse_row

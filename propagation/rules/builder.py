@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ..graph.graph import value
+from ..graph.nodes import value
 from ..torch_internals import tree_map
 
 if TYPE_CHECKING:

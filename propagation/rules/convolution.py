@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ...strategy.cut import REPEATS
-from ..graph.graph import argument, argument_names, operands, per_dim, results_of, shape, value
+from ..graph.nodes import argument, argument_names, operands, per_dim, results_of, shape, value
 from ..ops.by_rank import of_rank, part_slice
 from ..ops.dtypes import wide
 from .padded_convolution import padded_convolution

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..graph.graph import operands, shape
+from ..graph.nodes import operands, shape
 from .rule import Row, Rule, parse_row
 
 aten = torch.ops.aten

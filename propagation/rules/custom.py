@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ...strategy.errors import OperatorError
-from ..graph.graph import describe, module_path, name_of_call, operator_name, shape, source_line, tensor_of, values_of
+from ..graph.nodes import describe, module_path, name_of_call, operator_name, shape, source_line, tensor_of, values_of
 from ..ops.functions import run
 from ..torch_internals import OpOverload
 from .rule import Row, Rule, parse_row, schema_tensors, specified_results, specs_of, tokens_of

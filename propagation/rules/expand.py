@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ...strategy.errors import StrategyError
-from ..graph.graph import argument, argument_names, is_tensor, module_path, operands, shape, source_line, value
+from ..graph.nodes import argument, argument_names, is_tensor, module_path, operands, shape, source_line, value
 from ..ops.batch_norm import moments, normalise, part_norm, statistics
 from ..ops.cross_entropy import class_terms
 from ..ops.dtypes import wide

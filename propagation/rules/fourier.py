@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.graph import argument, argument_names, operands, shape, value
+from ..graph.nodes import argument, argument_names, operands, shape, value
 from .builder import Builder, Expansion
 from .convolution import over_dims
 from .rule import Row, Rule, parse_row

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.graph import argument, operands, shape
+from ..graph.nodes import argument, operands, shape
 from ..ops.by_rank import others_rows, part_slice
 from .convolution import constants
 from .indexing import whole

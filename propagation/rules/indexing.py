@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from ...strategy.errors import CaptureError
-from ..graph.graph import argument, argument_names, module_path, operands, results_of, shape, value
+from ..graph.nodes import argument, argument_names, module_path, operands, results_of, shape, value
 from ..ops.indexing import behind, part_index
 from .builder import Builder, Expansion
 from .rule import Emitter, Localize, Row, Rule, parse_row

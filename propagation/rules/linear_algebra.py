@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.graph import argument, operands, shape, value
+from ..graph.nodes import argument, operands, shape, value
 from ..ops.by_rank import regular
 from .builder import Builder, Expansion
 from .indexing import whole

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.graph import argument, operands, shape, value
+from ..graph.nodes import argument, operands, shape, value
 from ..ops.batch_norm import normalise, sample_moments, statistics
 from ..ops.dtypes import wide
 from .builder import Builder, Expansion

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..graph.graph import argument, argument_names, per_dim, shape
+from ..graph.nodes import argument, argument_names, per_dim, shape
 from .builder import Builder
 
 aten = torch.ops.aten

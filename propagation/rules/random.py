@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.graph import argument, argument_names, operands, shape, value
+from ..graph.nodes import argument, argument_names, operands, shape, value
 from ..ops.dtypes import wide
 from ..ops.random_numbers import DIGITS, bernoulli, draw, keys
 from .builder import Builder, Expansion

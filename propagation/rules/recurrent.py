@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.graph import argument, operands, results_of, shape, value
+from ..graph.nodes import argument, operands, results_of, shape, value
 from .builder import Builder, Expansion
 from .rule import Row, Rule, parse_row
 

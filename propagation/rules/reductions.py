@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.graph import argument, argument_names, operands, shape, value
+from ..graph.nodes import argument, argument_names, operands, shape, value
 from ..ops.dtypes import wide
 from .builder import Builder, Expansion
 

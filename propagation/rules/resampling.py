@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from ...strategy.cut import REPEATS, Span
-from ..graph.graph import argument, argument_names, operands, shape, value
+from ..graph.nodes import argument, argument_names, operands, shape, value
 from ..ops.dtypes import wide
 from .convolution import constants, cropped, over_dims, split_dims
 from .rule import Emitter, Rule

@@ -30,7 +30,7 @@ from torch import fx
 
 from ...strategy.cut import Cut, Window
 from ...strategy.placement import BROADCAST, PARTIAL, REPLICATE, Partial, Placement, Shard
-from ..graph.graph import is_tensor, operands, results_of, shape, value
+from ..graph.nodes import is_tensor, operands, results_of, shape, value
 from ..ops import indexing
 from .windows import Halo
 

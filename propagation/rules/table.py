@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.graph import argument, argument_names, draws_random_numbers, is_tensor, operands, shape, value
+from ..graph.nodes import argument, argument_names, draws_random_numbers, is_tensor, operands, shape, value
 from ..ops.batch_norm import moments, normalise, part_norm, sample_moments, statistics
 from ..ops.collectives import constrain
 from ..ops.cross_entropy import class_terms

@@ -33,23 +33,22 @@ from ...strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement
 from ..cost.conversion import Codes, ConversionTable, Floats, conversion_table, digits_of, tie
 from ..cost.cost import BACKWARD_FACTOR, Weights, collective_cost, operator_seconds
 from ..cost.profile import DeviceProfile
-from ..graph.graph import (
-    Graph,
+from ..graph.graph import Graph
+from ..graph.nodes import (
     Value,
-    constant_nodes,
-    differentiated,
     draws_random_numbers,
-    gradient_flow,
+    is_view,
     name_of_call,
     operands,
     operator_name,
-    region_of,
+    rearranges,
     source_of,
     tensor_of,
     value,
     values_of,
 )
 from ..graph.port import Port, Role
+from ..graph.queries import constant_nodes, differentiated, gradient_flow, recomputed
 from ..ops.collectives import constrain
 from ..rules.custom import Rows, without_rule
 from ..rules.rule import AxisOption, Rule, axis_options
@@ -791,36 +790,3 @@ def _reads(node: fx.Node, flows: list[bool], own: Rows) -> Callable[[int], bool]
         return given_all or together is None or any(flow for j, flow in enumerate(flows) if j not in together)
 
     return reads
-
-
-def recomputed(graph: Graph) -> frozenset[fx.Node]:
-    """The operators inside calls of torch.utils.checkpoint whose results are not kept: those that draw no random
-    numbers, and whose results are read in the same call only."""
-    results = {source_of(port.node).node for port in graph.outputs}
-    readers: dict[fx.Node, set[int | None]] = {}
-    for node in graph.nodes:
-        if node.target is not operator.getitem:
-            for operand in operands(node):
-                readers.setdefault(source_of(operand).node, set()).add(region_of(node))
-    return frozenset(
-        node
-        for node in graph.nodes
-        if region_of(node) is not None and node not in results and not draws_random_numbers(node)
-        if readers.get(node, set()) <= {region_of(node)}
-    )
-
-
-_COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
-
-
-def rearranges(node: fx.Node) -> bool:
-    """Whether the operator has the numbers of its operand in another order, shape or dtype: a view, a copy or a
-    cast."""
-    return is_view(node) or node.target in _COPIES
-
-
-def is_view(node: fx.Node) -> bool:
-    """Whether the operator only looks at its operand's memory."""
-    schema = getattr(node.target, "_schema", None)
-    aliases = schema is not None and any(a.alias_info is not None for a in schema.arguments)
-    return aliases or node.target is constrain

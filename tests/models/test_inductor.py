@@ -10,7 +10,7 @@ from torch import fx, nn
 from zoo import CASES
 
 import partway as pw
-from partway.propagation.graph.graph import draws_random_numbers
+from partway.propagation.graph.nodes import draws_random_numbers
 from partway.propagation.ops.collectives import convert, convert_group
 from partway.runtime import Simulator
 from partway.runtime.inductor import compile_regions, example

@@ -12,17 +12,10 @@ from torch import fx, nn
 
 import partway as pw
 from partway.propagation.capture.capture import capture, capturing
-from partway.propagation.graph.graph import (
-    constant_nodes,
-    describe,
-    differentiated,
-    gradient_flow,
-    module_path,
-    operator_name,
-    source_line,
-    verify,
-)
+from partway.propagation.graph.graph import verify
+from partway.propagation.graph.nodes import describe, module_path, operator_name, source_line
 from partway.propagation.graph.port import Role
+from partway.propagation.graph.queries import constant_nodes, differentiated, gradient_flow
 from partway.propagation.graph.structure import flatten, flatten_call
 from partway.strategy import CaptureError, VerifyError
 

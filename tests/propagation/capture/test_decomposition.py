@@ -8,7 +8,7 @@ from torch import fx, nn
 from partway.propagation.capture import decomposition as module
 from partway.propagation.capture.capture import capture
 from partway.propagation.capture.decomposition import WRITTEN_OUT, write_out, written_out
-from partway.propagation.graph.graph import operator_name
+from partway.propagation.graph.nodes import operator_name
 from partway.propagation.rules.table import RULES
 from partway.strategy.errors import CaptureError
 

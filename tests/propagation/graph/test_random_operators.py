@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import partway as pw
-from partway.propagation.graph.graph import draws_random_numbers
+from partway.propagation.graph.nodes import draws_random_numbers
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from partway.propagation.capture.capture import capture
-from partway.propagation.graph.graph import draws_random_numbers
+from partway.propagation.graph.nodes import draws_random_numbers
 from partway.propagation.ops import random_numbers
 from partway.propagation.ops.random_numbers import RandomNumbers, draw, keys
 from partway.strategy.cut import Cut

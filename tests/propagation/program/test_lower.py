@@ -11,7 +11,7 @@ from torch import nn
 import partway as pw
 from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.fusion.program import make_program
-from partway.propagation.graph.graph import differentiated
+from partway.propagation.graph.queries import differentiated
 from partway.propagation.ops.collectives import convert
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import LocalProgram, collective, lower, verify_program

@@ -29,10 +29,11 @@ from partway.propagation.cost import conversion, cost
 from partway.propagation.cost.conversion import conversion_table
 from partway.propagation.cost.cost import BACKWARD_FACTOR, WEIGHTS, Level, Weights, collective_cost
 from partway.propagation.cost.profile import DeviceProfile, profile_of
-from partway.propagation.graph.graph import Graph, Value, operands, source_of, tensor_of, values_of
+from partway.propagation.graph.graph import Graph
+from partway.propagation.graph.nodes import Value, is_view, operands, source_of, tensor_of, values_of
 from partway.propagation.graph.port import Role
 from partway.propagation.program.lower import Conversion, LocalProgram, lower, verify_program
-from partway.propagation.search.problem import Option, SearchProblem, Settings, Vertex, VertexKind, formulate, is_view
+from partway.propagation.search.problem import Option, SearchProblem, Settings, Vertex, VertexKind, formulate
 from partway.propagation.search.search import (
     Costs,
     Solution,

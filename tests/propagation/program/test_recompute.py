@@ -24,7 +24,7 @@ from zoo import CASES
 
 import partway as pw
 from partway.propagation.capture.capture import capture
-from partway.propagation.graph.graph import region_of
+from partway.propagation.graph.nodes import region_of
 from partway.propagation.ops.collectives import convert, kind_of
 from partway.strategy import CaptureError, StrategyError
 from partway.strategy.placement import Kind

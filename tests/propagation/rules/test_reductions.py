@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from partway.propagation.capture.capture import capture
-from partway.propagation.graph.graph import operator_name
+from partway.propagation.graph.nodes import operator_name
 from partway.propagation.program.lower import lower
 from partway.propagation.search.problem import formulate
 from partway.propagation.search.search import dynamic_programming

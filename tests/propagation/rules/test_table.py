@@ -15,7 +15,7 @@ from strided import strided
 from torch import fx
 
 from partway.propagation.capture.capture import capture, capturing
-from partway.propagation.graph.graph import shape
+from partway.propagation.graph.nodes import shape
 from partway.propagation.ops.batch_norm import moments, normalise, part_norm, sample_moments, statistics
 from partway.propagation.ops.collectives import constrain
 from partway.propagation.ops.cross_entropy import class_terms

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import partway as pw
 from partway.propagation.capture.capture import capture
-from partway.propagation.graph.graph import operands, shape
+from partway.propagation.graph.nodes import operands, shape
 from partway.propagation.rules.table import rule_of
 from partway.propagation.search.problem import VertexKind
 from partway.propagation.search.search import dynamic_programming

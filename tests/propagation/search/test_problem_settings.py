@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partway as pw
-from partway.propagation.graph.graph import is_tensor
+from partway.propagation.graph.nodes import is_tensor
 from partway.propagation.plan.plan import Certificate, make_plan
 from partway.propagation.program.lower import lower
 from partway.propagation.rules.table import is_elementwise

@@ -1,0 +1,67 @@
+"""Queries of a whole graph: what is constant, what is differentiated, where gradients flow, what is recomputed."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from ..ops.random_numbers import draw
+from .graph import Graph
+from .nodes import Value, draws_random_numbers, operands, region_of, shape, source_of, value, values_of
+from .port import Role
+
+
+def constant_nodes(graph: Graph) -> frozenset[fx.Node]:
+    """Operators that depend on no parameter and no input of the call; a buffer is one tensor for all. What is drawn
+    depends on none, but rather than whole it is drawn in the parts that are wanted."""
+    varying = {port.node for port in graph.inputs if port.role in (Role.PARAMETER, Role.INPUT) or port.requires_grad}
+    constants = {port.node for port in graph.inputs if port.node not in varying}
+    for node in graph.nodes:
+        if node.target is not draw and all(operand in constants for operand in operands(node)):
+            constants.add(node)
+    return frozenset(constants)
+
+
+def differentiated(graph: Graph) -> tuple[bool, ...]:
+    """For each output whether its gradient is planned: the scalars (losses), or all if there is none."""
+    needs = graph.differentiable
+    able = [port.role in (Role.RESULT, Role.LEFT) and source_of(port.node) in needs for port in graph.outputs]
+    losses = [a and not value(port.node).shape for a, port in zip(able, graph.outputs, strict=True)]
+    return tuple(losses if any(losses) else able)
+
+
+def beside_losses(graph: Graph) -> frozenset[str]:
+    """The results that are no scalars, by name, of a function that returns a loss too."""
+    results = [port for port in graph.outputs if port.role is Role.RESULT]
+    has_loss = any(port.requires_grad and not shape(port.node) for port in results)
+    return frozenset(port.name for port in results if has_loss and shape(port.node))
+
+
+def gradient_flow(graph: Graph, wanted: tuple[bool, ...]) -> frozenset[Value]:
+    """The values that a gradient reaches when the outputs in `wanted` are differentiated."""
+    needs = graph.differentiable
+    reached = {source_of(port.node) for port, want in zip(graph.outputs, wanted, strict=True) if want}
+    for node in reversed(graph.nodes):
+        if node.target is operator.getitem:
+            continue
+        if any(v in reached for v in values_of(node)):
+            reached |= {v for v in map(source_of, operands(node)) if v in needs}
+    return frozenset(reached & needs)
+
+
+def recomputed(graph: Graph) -> frozenset[fx.Node]:
+    """The operators inside calls of torch.utils.checkpoint whose results are not kept: those that draw no random
+    numbers, and whose results are read in the same call only."""
+    results = {source_of(port.node).node for port in graph.outputs}
+    readers: dict[fx.Node, set[int | None]] = {}
+    for node in graph.nodes:
+        if node.target is not operator.getitem:
+            for operand in operands(node):
+                readers.setdefault(source_of(operand).node, set()).add(region_of(node))
+    return frozenset(
+        node
+        for node in graph.nodes
+        if region_of(node) is not None and node not in results and not draws_random_numbers(node)
+        if readers.get(node, set()) <= {region_of(node)}
+    )
