@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from torch.distributions import Distribution
 
 from ...strategy.errors import CaptureError
-from ..graph.question import Answer, Leaf, Question, Slot, Operation, Values
+from ..graph.question import Answer, Leaf, Operation, Question, Slot, Values
 from ..torch_internals import FakeTensor, OpOverload, TorchDispatchMode, tree_flatten, tree_map, without_modes
 
 aten = torch.ops.aten
