@@ -33,7 +33,7 @@ _STEP = 1e-13  # seconds: of two ways that cost the same the shorter one wins, a
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ConversionStep:
     """One step of a conversion: all of `axes` go from `source` to `target`, giving `after`, at the weighed `cost` of
     forward and backward."""
 
@@ -264,7 +264,7 @@ class ConversionTable:
         cost[:, ~self.valid[codes]] = np.inf
         return _Move(axes, codes, cost)
 
-    def path(self, source: Layout, target: Layout) -> tuple[Step, ...]:
+    def path(self, source: Layout, target: Layout) -> tuple[ConversionStep, ...]:
         """The cheapest chain of steps from `source` to `target`."""
         key = (self.index[source], self.index[target])
         if key not in self._paths:
@@ -272,12 +272,12 @@ class ConversionTable:
         return self._paths[key]
 
     @cached_property
-    def _paths(self) -> dict[tuple[int, int], tuple[Step, ...]]:
+    def _paths(self) -> dict[tuple[int, int], tuple[ConversionStep, ...]]:
         return {}
 
-    def _path(self, source: int, target: int) -> tuple[Step, ...]:
+    def _path(self, source: int, target: int) -> tuple[ConversionStep, ...]:
         distance = self.rows([source])[0]
-        chain: list[Step] = []
+        chain: list[ConversionStep] = []
         while target != source:
             found: list[tuple[float, int, int, int]] = []
             for i, move in enumerate(self._moves):
@@ -292,12 +292,12 @@ class ConversionTable:
             axes = tuple(self.mesh.axes[a] for a in move.axes)
             to = self.states[self.digits[target, move.axes[0]]]
             cost = float(move.cost[state, self.digits[target, move.axes[0]], other])
-            chain.append(Step(axes, self.states[state], to, self.layouts[target], cost))
+            chain.append(ConversionStep(axes, self.states[state], to, self.layouts[target], cost))
             target = int(move.codes[state, other])
         return tuple(reversed(chain))
 
 
-def with_cuts(step: Step, before: Layout, shape: tuple[int, ...]) -> Step:
+def with_cuts(step: ConversionStep, before: Layout, shape: tuple[int, ...]) -> ConversionStep:
     """`step`, of a tensor of `shape` that was laid out as `before`, with how it cuts the dims of which slices are
     short. What other axes cut of a dim they cut before."""
 

@@ -22,7 +22,7 @@ from ...strategy.errors import VerifyError
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import Kind, Placement, Shard, kind
-from ..cost.conversion import Step, step_kind, with_cuts
+from ..cost.conversion import ConversionStep, step_kind, with_cuts
 from ..cost.cost import collective_seconds, wire_bytes
 from ..cost.profile import DeviceProfile
 from ..graph.graph import Text
@@ -363,7 +363,7 @@ class _Lowering:
             axes, whole_bytes = held.axes_of(window.dim), row * window.cut.size
             producer, slices = self.base[v][1], Shard(window.dim)
             self.exchanged[part, window] = self._convert(
-                part, v, Step(axes, slices, window, held), whole_bytes, producer, consumer, at, at.name
+                part, v, ConversionStep(axes, slices, window, held), whole_bytes, producer, consumer, at, at.name
             )
         return self.exchanged[part, window]
 
@@ -421,8 +421,8 @@ class _Lowering:
         return node
 
     def _convert(
-        self, node: fx.Node, v: Value, step: Step, whole_bytes: int, producer: str, consumer: str, at: fx.Node,
-        where: str,
+        self, node: fx.Node, v: Value, step: ConversionStep, whole_bytes: int, producer: str, consumer: str,
+        at: fx.Node, where: str,
     ) -> fx.Node:  # fmt: skip
         """Write one conversion, of which `at` is the cause, and note it in the list."""
         size, gathers = self.settings.mesh.size(*step.axes), kind(step.source, step.target) is Kind.ALL_GATHER

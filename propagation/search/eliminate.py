@@ -66,7 +66,7 @@ class _Table:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _Elimination:
     """One vertex goes: the tables that it is in, and for each group of them (one, unless that were too large) the
     table over the other vertices that is left."""
 
@@ -76,12 +76,12 @@ class _Step:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class EliminationOrder:
     """Which vertices go in which order, and which tables have to be computed: `recipes[symbol]` is the tables that one
     is made of and the vertices that they join, the last of which goes. `constant` is what vertices with one option cost
     among themselves. `work`: how many sums that takes."""
 
-    steps: list[_Step]
+    steps: list[_Elimination]
     recipes: dict[int, tuple[list[_Table], tuple[int, ...]]]
     given: dict[int, Floats]
     constant: float
@@ -89,7 +89,7 @@ class Schedule:
     width: int
 
 
-def schedule(costs: Costs, table_limit: float = math.inf) -> Schedule:
+def elimination_order(costs: Costs, table_limit: float = math.inf) -> EliminationOrder:
     """The order in which `eliminate` goes; none of the numbers is looked at."""
     sizes = [len(unary) for unary in costs.unary]
     live = _Live(sizes)
@@ -109,7 +109,7 @@ def schedule(costs: Costs, table_limit: float = math.inf) -> Schedule:
         symbol = symbol_of(("given", id(array)))
         given[symbol] = array if open_ones == scope else array.reshape([sizes[vertex] for vertex in open_ones])
         live.add(_Table(open_ones, symbol))
-    steps: list[_Step] = []
+    steps: list[_Elimination] = []
     recipes: dict[int, tuple[list[_Table], tuple[int, ...]]] = {}
     work, width = 0.0, 0
     while (vertex := live.next()) is not None:
@@ -127,8 +127,8 @@ def schedule(costs: Costs, table_limit: float = math.inf) -> Schedule:
             made.append(_Table(scope, symbol))
             if scope:
                 live.add(made[-1])
-        steps.append(_Step(vertex, bucket, made))
-    return Schedule(steps, recipes, given, constant, work, width)
+        steps.append(_Elimination(vertex, bucket, made))
+    return EliminationOrder(steps, recipes, given, constant, work, width)
 
 
 def eliminate(costs: Costs, table_limit: float = TABLE_LIMIT) -> Solution:
@@ -137,10 +137,10 @@ def eliminate(costs: Costs, table_limit: float = TABLE_LIMIT) -> Solution:
     Tables that are made of the same arrays in the same way are computed once, so that a block that repeats costs one
     block and the logarithm of how often it does.
     """
-    return run(costs, schedule(costs, table_limit))
+    return eliminate_in(costs, elimination_order(costs, table_limit))
 
 
-def run(costs: Costs, order: Schedule) -> Solution:
+def eliminate_in(costs: Costs, order: EliminationOrder) -> Solution:
     """Compute the tables of `order`, then the options from its end to its beginning."""
     sizes = [len(unary) for unary in costs.unary]
     values = dict(order.given)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ...strategy.choice import Choice
 from ...strategy.errors import StrategyError, VerifyError
 from ..cost.conversion import Codes, Floats, tie
-from .eliminate import TABLE_LIMIT, Costs, Schedule, Solution, eliminate, run, schedule
+from .eliminate import TABLE_LIMIT, Costs, EliminationOrder, Solution, eliminate, eliminate_in, elimination_order
 from .narrow import Between, Converting, Matrix, Narrowing, narrow
 from .problem import Edge, Options, SearchProblem, VertexKind
 
@@ -199,33 +199,33 @@ def optimum(
     costs: Costs, table_limit: float, start: Callable[[], tuple[int, ...]], below: float = math.inf
 ) -> Solution:
     """`eliminate`; where that were much work, what no optimal plan takes is left out first. `start`: a plan."""
-    order = schedule(costs, table_limit)
+    order = elimination_order(costs, table_limit)
     if order.work <= MUCH_WORK:
-        return run(costs, order)
+        return eliminate_in(costs, order)
     first = start()
     known = revisit(costs, Solution(first, costs.of(first), -math.inf, 1))
     if math.isinf(known.cost):
-        return run(costs, order)
+        return eliminate_in(costs, order)
     whole = network(costs).at_most(2 * known.cost)
     upper = min(known.cost, below)
-    left = narrow(whole.unary, whole.edges, upper, lambda found: schedule(_rest(found)).work <= MUCH_WORK)
+    left = narrow(whole.unary, whole.edges, upper, lambda found: elimination_order(_rest(found)).work <= MUCH_WORK)
     if left.bound >= below:
         return replace(known, bound=left.bound)
     known = _cheaper(known, left)
     rest = _rest(left)
-    order = schedule(rest, table_limit)
+    order = elimination_order(rest, table_limit)
     if order.work > 10 * MUCH_WORK and math.isfinite(below):
         return replace(known, bound=left.bound)
-    found = run(rest, _affordable(rest, order))
+    found = eliminate_in(rest, _affordable(rest, order))
     choice = tuple(int(kept[c]) for kept, c in zip(left.kept, found.choice, strict=True))
     best = revisit(costs, replace(found, choice=choice, cost=costs.of(choice)))
     found = replace(best, bound=found.bound, width=found.width)
     return _better(found, known, left.bound, left.upper)
 
 
-def _affordable(costs: Costs, order: Schedule) -> Schedule:
+def _affordable(costs: Costs, order: EliminationOrder) -> EliminationOrder:
     """`order`, or where it is far too much work one of small tables, whose plan may not be the best."""
-    return order if order.work <= 10 * MUCH_WORK else schedule(costs, SMALL_TABLES)
+    return order if order.work <= 10 * MUCH_WORK else elimination_order(costs, SMALL_TABLES)
 
 
 def _rest(left: Narrowing) -> Costs:
@@ -426,7 +426,7 @@ def recursive_programming(problem: SearchProblem, price: float = 0.0) -> Solutio
         part = _Axes(problem, range(axis + 1))
         narrowed = [part.leave_whole(i, rows) for i, rows in enumerate(kept)]
         costs = costs_of(restricted(_tied_up_to(problem, axis), narrowed), price)
-        solution = run(costs, _affordable(costs, schedule(costs, TABLE_LIMIT)))
+        solution = eliminate_in(costs, _affordable(costs, elimination_order(costs, TABLE_LIMIT)))
         chosen = [int(rows[c]) for rows, c in zip(narrowed, solution.choice, strict=True)]
         kept = [part.agree(i, rows, c) for i, (rows, c) in enumerate(zip(kept, chosen, strict=True))]
         width = max(width, solution.width)

@@ -14,7 +14,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from partway.propagation.cost.conversion import ConversionTable, Step, conversion_table, tie, with_cuts
+from partway.propagation.cost.conversion import ConversionStep, ConversionTable, conversion_table, tie, with_cuts
 from partway.propagation.cost.cost import WEIGHTS, Level, collective_cost
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.ops.collectives import convert
@@ -387,7 +387,7 @@ def joint_steps(before, shape):
             # a dim is cut by its axes in order, so these have to be the last that cut it
             cut = {p for p in (source, target) if isinstance(p, Shard)} & inside
             if not others and source != target and not cut and after.divides(shape):
-                yield Step(tuple(before.mesh.axes[axis] for axis in axes), source, target, after)
+                yield ConversionStep(tuple(before.mesh.axes[axis] for axis in axes), source, target, after)
 
 
 @st.composite

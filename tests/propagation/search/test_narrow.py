@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from partway.propagation.cost.conversion import conversion_table
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
-from partway.propagation.search.eliminate import Costs, eliminate, schedule
+from partway.propagation.search.eliminate import Costs, eliminate, elimination_order
 from partway.propagation.search.narrow import Converting, Matrix, Narrowing, narrow
 from partway.propagation.search.search import dynamic_programming, network, optimum, pairs_of, recursive_programming
 from partway.strategy import Mesh
@@ -135,7 +135,7 @@ def test_a_problem_too_large_to_write_out_is_solved_all_the_same(lab, monkeypatc
 
 def test_nothing_is_computed_for_a_schedule():
     costs = Costs((np.zeros(3),) * 4, {(i, i + 1): np.full((3, 3), np.nan) for i in range(3)})
-    order = schedule(costs)
+    order = elimination_order(costs)
     assert len(order.steps) == 4
     assert order.width == 2
     assert order.work == sum(math.prod([3] * len(joint)) for _, joint in order.recipes.values())

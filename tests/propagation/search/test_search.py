@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partway.propagation.search.eliminate import schedule
+from partway.propagation.search.eliminate import elimination_order
 from partway.propagation.search.problem import VertexKind
 from partway.propagation.search.search import (
     Costs,
@@ -216,7 +216,7 @@ def chain_of(blocks, size=4, seed=0):
 
 def test_the_tables_computed_grow_with_the_logarithm_of_the_repeats():
     def tables(costs):
-        return len(schedule(costs).recipes)
+        return len(elimination_order(costs).recipes)
 
     for size in (1, 2, 4):
         counts = [tables(chain_of(blocks, size)) for blocks in (8, 16, 32, 64, 128, 256)]
