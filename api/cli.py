@@ -56,7 +56,7 @@ def calibrate(
     quick: Annotated[bool, typer.Option("--quick", help="fewer and smaller cases: less than a minute")] = False,
 ) -> None:
     """Measure this machine and write a device profile: compute, memory, and collectives between processes."""
-    from partway.calibrate import calibrate as measure
+    from partway.measure.calibrate import calibrate as measure
 
     try:
         check_paths(out)
@@ -85,7 +85,7 @@ def fusion(
     """Train a model data parallel with every fusion policy and with DDP, in turns, and compare the steps."""
     import json as notation
 
-    from partway.bench import bench_fusion, check_plot
+    from partway.measure.bench import bench_fusion, check_plot
 
     try:
         check_paths(json, plot, timeline)

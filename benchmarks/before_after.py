@@ -62,19 +62,27 @@ app = typer.Typer(add_completion=False)
 # -- In the interpreter of one install ---------------------------------------------------------------------------------
 
 
+def workload(model: str, layers: int = 2) -> Any:
+    """A small model with its batch. (Installs from before `partway.measure` have it in `partway.workloads`.)"""
+    try:
+        from partway.measure.workloads import mlp, tiny
+    except ImportError:
+        from partway.workloads import mlp, tiny
+    return mlp(64, 6) if model == "mlp" else tiny(model, layers)
+
+
 def calling(case: Case) -> Callable[[], float]:
     """What does a round of calls, and gives the CPU seconds of one. The model is planned, and has run."""
     import torch
     import torch.distributed as dist
 
     import partway as pw
-    from partway.workloads import mlp, tiny
 
     torch.set_num_threads(1)
     if case.how == "one process":
         folder = tempfile.mkdtemp()
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    work = mlp(64, 6) if case.model == "mlp" else tiny(case.model)
+    work = workload(case.model)
     model: Any = pw.shard(work.model(torch.float32), mesh={"dp": 1})
     batch = work.tensors(4, torch.float32)
 
@@ -96,9 +104,8 @@ def planned(case: Case) -> float:
     import torch
 
     import partway as pw
-    from partway.workloads import mlp, tiny
 
-    work = mlp(64, 6) if case.model == "mlp" else tiny(case.model, 4)
+    work = workload(case.model, layers=4)
     model, batch = work.model(torch.float32), work.tensors(32, torch.float32)
     start = time.process_time()
     given = ("dp", *(None,) * (batch[0].dim() - 1))

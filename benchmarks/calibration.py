@@ -34,7 +34,7 @@ from torch.multiprocessing.spawn import spawn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import partway as pw
-from partway.calibrate import calibrate
+from partway.measure.calibrate import calibrate
 
 RANKS = 2
 

@@ -1,5 +1,5 @@
 """The models that the peers' figures are of, in plain PyTorch: they plan on the meta device and run on real tensors.
-(ResNet-50 is in `partway.workloads`.)
+(ResNet-50 is in `partway.measure.workloads`.)
 
 Every model takes its input and its target, and returns the loss. Names of parameters are what the annotations of
 `plan_quality.py` match: `w1.weight`, `blocks.0.q.weight`, `wte.weight`, ...
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partway.workloads import Linear
+from partway.measure.workloads import Linear
 
 
 class MLP(nn.Module):

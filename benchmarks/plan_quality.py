@@ -37,8 +37,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import partway as pw
+from partway.measure.workloads import Linear, ResNet50
 from partway.propagation.program.lower import Collective
-from partway.workloads import Linear, ResNet50
 
 DEVICES = 8
 EVEN = 1.05  # of an eighth of the work: still even

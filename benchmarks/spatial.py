@@ -44,8 +44,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 import partway as pw
-from partway.contenders import one_rank
-from partway.workloads import ResNet50, UNet
+from partway.measure.contenders import one_rank
+from partway.measure.workloads import ResNet50, UNet
 
 RANKS = 8
 SHARE_BAR = 1.15  # of an equal share of what one device holds

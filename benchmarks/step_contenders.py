@@ -22,9 +22,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from partway import contenders
-from partway.contenders import Contender, part
-from partway.workloads import Workload, attention
+from partway.measure import contenders
+from partway.measure.contenders import Contender, part
+from partway.measure.workloads import Workload, attention
 
 COLUMNS, ROWS = ("q", "k", "v", "up"), ("out", "down")  # Megatron's two kinds of linear layers
 

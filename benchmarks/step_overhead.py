@@ -51,10 +51,10 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 import partway as pw
-from partway.calibrate import calibrate
-from partway.contenders import disagreements, one_rank, quartiles, spread, timed_step, turns
+from partway.measure.calibrate import calibrate
+from partway.measure.contenders import disagreements, one_rank, quartiles, spread, timed_step, turns
+from partway.measure.workloads import Workload, gpt2, mlp, resnet50, tiny
 from partway.propagation.cost.profile import DeviceProfile
-from partway.workloads import Workload, gpt2, mlp, resnet50, tiny
 
 SIMULATED = 8
 OURS = "partway"

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import partway as pw
-from partway.workloads import ResNet50
+from partway.measure.workloads import ResNet50
 
 SIDE, CLASSES = 32, 10
 RECORD = 1 + 3 * SIDE * SIDE  # bytes of an image: its label, then its red, green and blue pixels

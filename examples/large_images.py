@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import partway as pw
-from partway.workloads import UNet
+from partway.measure.workloads import UNet
 
 try:
     import matplotlib as mpl

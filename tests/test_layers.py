@@ -24,9 +24,10 @@ def folder(package: str) -> Path:
 
 
 def sources(layer: str) -> list[Path]:
-    """The files of a stage; of api/, only its own and those of data/ (a wheel has the stages inside its folder)."""
+    """The files of a stage, or of api/ (a wheel has the stages inside that folder, which do not belong to it)."""
     if layer == "api":
-        return sorted([*folder("partway").glob("*.py"), *folder("partway.data").rglob("*.py")])
+        root = folder("partway")
+        return sorted(path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in STAGES)
     return sorted(folder(f"partway.{layer}").rglob("*.py"))
 
 

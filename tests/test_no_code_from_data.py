@@ -34,11 +34,15 @@ STAGES = ("strategy", "propagation", "fusion", "runtime")
 
 # file, what it uses, how often: why it may
 ALLOWED = {
-    ("api/bench.py", "spawn", 1): "starts the processes that are measured, of this package's own function",
-    ("api/calibrate.py", "spawn", 1): "starts the processes that are measured, of this package's own function",
+    ("api/measure/bench.py", "spawn", 1): "starts the processes that are measured, of this package's own function",
+    ("api/measure/calibrate.py", "spawn", 1): "starts the processes that are measured, of this package's own function",
     ("api/rule.py", "import marshal", 1): "writes the code of a rule's local form, for a digest; nothing is read",
     ("api/rule.py", "marshal.dumps", 1): "see above",
-    ("api/workloads.py", "import_module", 1): "the module that a person names on the command line, as `python -m` does",
+    (
+        "api/measure/workloads.py",
+        "import_module",
+        1,
+    ): "a module that a person names on the command line, as for `python -m`",
     ("api/data/web_decode.py", "np.load", 1): "of an .npz file, with allow_pickle=False",
     ("api/data/web_pipeline.py", "gopen", 1): "opens shards; commands only where `allow` names them",
     ("propagation/ops/functions.py", "compile", 1): "what capture wrote in this process, never an argument",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import ConvNextConfig, ConvNextForImageClassification
 
-from partway.workloads import ResNet50
+from partway.measure.workloads import ResNet50
 
 CLASSES = 3
 

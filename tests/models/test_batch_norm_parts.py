@@ -17,8 +17,8 @@ from zoo import CASES
 import partway as pw
 from partway.compile import compile
 from partway.context import reset_auto_parallel_context
+from partway.measure.workloads import Workload, tiny
 from partway.propagation.ops.collectives import convert, convert_group, kind_of
-from partway.workloads import Workload, tiny
 
 aten = torch.ops.aten
 Ranks = Callable[..., list[Any]]

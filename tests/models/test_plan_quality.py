@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import partway as pw
-from partway.workloads import ResNet50
+from partway.measure.workloads import ResNet50
 
 ROWS = {name: peers for suite in suites() for name, peers in suite.rows.items()}
 MLP_CASES = [case for case in CASES if case.name.startswith("mlp")]

@@ -21,7 +21,7 @@ from program_figures import exchanges, wire
 from spatial import CASES, Held, Peer, Planned, Read, above, keep_columns, planned, reading, steps
 
 import partway as pw
-from partway.workloads import ResNet50, UNet
+from partway.measure.workloads import ResNet50, UNet
 
 STACK = CASES[0]
 FOUND = Planned("x", 100.0, 2, 4, 1000.0, 1000.0, 10, 10.0, 0, "")

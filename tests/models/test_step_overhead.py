@@ -14,8 +14,8 @@ from step_graphs import inputs_of, local_step
 from step_overhead import BARE, Figures, Overhead, Simulation, Size, Steps, cases, chosen, measured
 
 import partway as pw
-from partway.contenders import turns
-from partway.workloads import tiny
+from partway.measure.contenders import turns
+from partway.measure.workloads import tiny
 
 SMALL = Size(quick=True)
 

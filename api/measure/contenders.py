@@ -23,10 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from partway.calibrate import wait_for
 from partway.context import auto_parallel_context
+from partway.measure.calibrate import wait_for
+from partway.measure.workloads import Workload
 from partway.shard import shard
-from partway.workloads import Workload
 
 LEARNING_RATE = 1e-4
 SECONDS = 300  # that a collective may wait for the other ranks, which may plan or profile meanwhile

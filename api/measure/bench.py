@@ -28,9 +28,12 @@ from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from partway.calibrate import MB, calibrate, check_devices, threads_of, wait_for
 from partway.compile import compile
-from partway.contenders import (
+from partway.context import auto_parallel_context
+from partway.fusion import FusionMode, Span, save_chrome_trace
+from partway.fusion.program import Program
+from partway.measure.calibrate import MB, calibrate, check_devices, threads_of, wait_for
+from partway.measure.contenders import (
     Contender,
     ddp,
     disagreements,
@@ -42,16 +45,13 @@ from partway.contenders import (
     timed_step,
     turns,
 )
-from partway.context import auto_parallel_context
-from partway.fusion import FusionMode, Span, save_chrome_trace
-from partway.fusion.program import Program
+from partway.measure.workloads import Workload, gpt2, mlp, own, resnet50, tiny
 from partway.propagation.cost.profile import DeviceProfile, profile_of
 from partway.runtime.record import record_collectives, record_timeline
 from partway.strategy.errors import RuntimeStateError
 from partway.strategy.files import save
 from partway.strategy.notation import counted
 from partway.strategy.placement import Kind
-from partway.workloads import Workload, gpt2, mlp, own, resnet50, tiny
 
 MODELS = ("gpt2", "resnet50", "mlp")
 LAYERS = 4  # of GPT-2

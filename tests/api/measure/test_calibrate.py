@@ -10,9 +10,9 @@ import torch
 from typer.testing import CliRunner
 
 import partway as pw
-from partway import calibrate as module
-from partway.calibrate import KINDS, Fit, Sample, calibrate, fit, group_sizes
 from partway.cli import app
+from partway.measure import calibrate as module
+from partway.measure.calibrate import KINDS, Fit, Sample, calibrate, fit, group_sizes
 from partway.propagation.cost.cost import collective_seconds, steps
 from partway.propagation.cost.profile import DeviceProfile, profile_of
 from partway.strategy import Mesh, RuntimeStateError, StrategyError

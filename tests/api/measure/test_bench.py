@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from partway import bench
-from partway.bench import Case, Comparison, Figures, bench_fusion, check_plot, gradients_of, policies, workload
 from partway.cli import app
 from partway.fusion import Fusion
+from partway.measure import bench
+from partway.measure.bench import Case, Comparison, Figures, bench_fusion, check_plot, gradients_of, policies, workload
+from partway.measure.workloads import gpt2, mlp, tiny
 from partway.propagation.cost.profile import profile_of
 from partway.strategy import RuntimeStateError
-from partway.workloads import gpt2, mlp, tiny
 
 NAMES = ["unfused", "auto", "size 1", "size 4", "size 16", "size 64", "index thirds", "index eighths", "overlap"]
 
