@@ -21,7 +21,7 @@ from partway.fusion.program import Program
 from partway.propagation.cost.cost import wire_bytes
 from partway.propagation.graph.nodes import is_view
 from partway.propagation.ops.collectives import convert, convert_group, kind_of
-from partway.strategy.cut import Window
+from partway.strategy.cut import SliceWindow
 from partway.strategy.placement import Kind, placement_from_code
 
 aten = torch.ops.aten
@@ -120,10 +120,10 @@ def exchanges(program: Program) -> Exchanges:
     return Exchanges(len(found), sum(_window(node).offsets for node in found), sum(map(_sent, found)))
 
 
-def _window(node: fx.Node) -> Window:
+def _window(node: fx.Node) -> SliceWindow:
     """The window of an exchange, whichever side of it that is."""
     sides = (placement_from_code(str(code)) for code in node.args[1:3])
-    return next(side for side in sides if isinstance(side, Window))
+    return next(side for side in sides if isinstance(side, SliceWindow))
 
 
 def _sent(node: fx.Node) -> float:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..propagation.program.lower import PlacedPort
-from ..strategy.cut import Strip, Window
+from ..strategy.cut import SliceWindow, Strip
 from ..strategy.errors import RuntimeStateError
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
@@ -344,7 +344,7 @@ def _joined(stack: Tensor, placement: Placement) -> Tensor:
 _Messages = Sequence[tuple[int, Strip]]  # the other rank of each, by position, and what it is of
 
 
-def _messages(window: Window, position: int) -> tuple[_Messages, _Messages]:
+def _messages(window: SliceWindow, position: int) -> tuple[_Messages, _Messages]:
     """What the rank at `position` sends in an exchange, and what it receives, each in the order of the other ranks."""
     ranks = range(len(window.spans))
     asked = [(other, strip) for other in ranks for strip in window.strips(other) if strip.source == position != other]
@@ -354,7 +354,7 @@ def _messages(window: Window, position: int) -> tuple[_Messages, _Messages]:
 
 
 def _exchange(
-    c: Conversion, window: Window, part: Tensor, position: int, leaving: _Messages, coming: _Messages, group: Any
+    c: Conversion, window: SliceWindow, part: Tensor, position: int, leaving: _Messages, coming: _Messages, group: Any
 ) -> Pending:
     """Send neighbours what they need of this rank's slice for their windows, or what they have to add to their slices,
     and receive theirs; what stays here is copied when the rest has come."""

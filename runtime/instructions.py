@@ -32,7 +32,7 @@ from ..propagation.ops.indexing import position
 from ..propagation.ops.random_numbers import draw
 from ..propagation.program import lower as planned
 from ..propagation.torch_internals import OpOverload, makes_memory
-from ..strategy.cut import Cut, Window
+from ..strategy.cut import Cut, SliceWindow
 from ..strategy.placement import Kind, Placement, Shard, kind, placement_from_code
 from .slices import padded
 from .strides import check_laid_out, contiguous, follows, laid_out, strides_of
@@ -62,9 +62,9 @@ class Conversion:
         return payload_bytes(self.source, self.target, shape, itemsize, self.size)
 
     @property
-    def window(self) -> Window | None:
+    def window(self) -> SliceWindow | None:
         """The window that an exchange makes of slices, or makes slices of."""
-        return next((side for side in (self.source, self.target) if isinstance(side, Window)), None)
+        return next((side for side in (self.source, self.target) if isinstance(side, SliceWindow)), None)
 
     @property
     def dims(self) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..propagation.program.lower import PlacedPort
-from ..strategy.cut import Strip, Window
+from ..strategy.cut import SliceWindow, Strip
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.placement import PARTIAL_MAX, Kind, Partial, Shard
@@ -251,7 +251,7 @@ class _Row:
         return [contiguous(part) for part in pieces(found, self._c.target, n)]
 
 
-def _exchanged(window: Window, parts: Parts) -> Parts:
+def _exchanged(window: SliceWindow, parts: Parts) -> Parts:
     """The windows of ranks that hold the slices `parts`, or of addends in windows the slices of their sum."""
     if not window.adds:
         return [

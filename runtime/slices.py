@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..strategy.cut import Strip, Window
+from ..strategy.cut import SliceWindow, Strip
 from ..strategy.layout import Layout
 from ..strategy.placement import Shard
 from .strides import Strides, contiguous
@@ -80,7 +80,7 @@ def joined(parts: Sequence[Tensor], placement: Shard) -> Tensor:
 # -- Windows -----------------------------------------------------------------------------------------------------------
 
 
-def window_of(window: Window, position: int, part: Tensor, fetch: Callable[[Strip], Tensor]) -> Tensor:
+def window_of(window: SliceWindow, position: int, part: Tensor, fetch: Callable[[Strip], Tensor]) -> Tensor:
     """The window of the rank at `position`, which holds `part`; `fetch(strip)` gives what is another rank's."""
     dim, shape = window.dim, list(part.shape)
     shape[dim] = window.width
@@ -103,7 +103,7 @@ def first_row(strip: Strip) -> int:
     return strip.start - (strip.count - 1) if strip.step < 0 else strip.start
 
 
-def addends_of(window: Window, strip: Strip, part: Tensor) -> Tensor:
+def addends_of(window: SliceWindow, strip: Strip, part: Tensor) -> Tensor:
     """What a rank that holds `part`, the gradient of its window, adds to the rows that `strip` was made of."""
     rows = part.narrow(window.dim, strip.at, strip.count)
     if strip.step == 0 and strip.count > 1:
@@ -111,7 +111,7 @@ def addends_of(window: Window, strip: Strip, part: Tensor) -> Tensor:
     return rows.flip(window.dim) if strip.step < 0 else rows
 
 
-def slice_of(window: Window, position: int, part: Tensor, received: Sequence[tuple[Strip, Tensor]]) -> Tensor:
+def slice_of(window: SliceWindow, position: int, part: Tensor, received: Sequence[tuple[Strip, Tensor]]) -> Tensor:
     """The sum of all addends of the slice of the rank at `position`, whose own are in `part`."""
     dim, shape = window.dim, list(part.shape)
     shape[dim] = window.cut.width

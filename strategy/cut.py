@@ -93,7 +93,7 @@ class Strip:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SliceWindow:
     """Every rank holds a window of dim `dim`: its slice and some of what lies next to it, or any other range.
 
     cut     how the dim is cut into the slices that windows are made of
@@ -115,7 +115,7 @@ class Window:
         return f"W{self.dim}|{self.cut}|{spans}|{self.width}|{self.fill}{'+' * self.adds}"
 
     @classmethod
-    def of_text(cls, text: str) -> Window:
+    def of_text(cls, text: str) -> SliceWindow:
         """The window whose `str` is `text`."""
         dim, cut, spans, width, fill = text.removesuffix("+").split("|")
         pairs = tuple((int(start), int(stop)) for start, stop in (span.split(":") for span in spans.split(",")))
@@ -194,7 +194,7 @@ def _element(index: int, size: int, fill: float | str) -> int | None:
 
 
 @lru_cache(maxsize=4096)
-def _rows(window: Window) -> tuple[int, int, int]:
+def _rows(window: SliceWindow) -> tuple[int, int, int]:
     sent, returned, offsets = [0] * len(window.spans), [0] * len(window.spans), set()
     for position in range(len(window.spans)):
         for run in window.strips(position):

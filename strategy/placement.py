@@ -12,8 +12,8 @@ Replicate → Broadcast and Partial → Replicate.)
     Partial(sum)               an addend of the value     Replicate: every addend gets the whole gradient
     Partial(max)               a candidate: the value is  none: only values that carry no gradient are so placed
                                the largest of them
-    Window(d)                  its slice of dim d and      Window(d) of addends: what lies in several windows gets an
-                               what lies next to it        addend from each
+    SliceWindow(d)             its slice of dim d and     SliceWindow(d) of addends: what lies in several windows
+                               what lies next to it       gets an addend from each
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from .cut import Cut, Window
+from .cut import Cut, SliceWindow
 from .errors import StrategyError, shown
 
 
@@ -73,7 +73,7 @@ class Partial:
         return "P" if self.reduce == "sum" else f"P{self.reduce}"
 
 
-Placement = Shard | Replicate | Broadcast | Partial | Window
+Placement = Shard | Replicate | Broadcast | Partial | SliceWindow
 
 REPLICATE = Replicate()
 BROADCAST = Broadcast()
@@ -135,7 +135,7 @@ def dual(placement: Placement) -> Placement:
             raise StrategyError("Partial('max') has no dual: it is for values without a gradient; detach the operand")
         case Partial():
             return REPLICATE
-        case Window():
+        case SliceWindow():
             return replace(placement, adds=not placement.adds)
         case _:
             return placement
@@ -161,7 +161,7 @@ def _kind(source: Placement, target: Placement) -> Kind | None:
     if isinstance(source, Shard) and isinstance(target, Shard):
         return Kind.ALL_TO_ALL
     for one, other, adds in ((source, target, True), (target, source, False)):
-        if isinstance(one, Window):
+        if isinstance(one, SliceWindow):
             fits = isinstance(other, Shard) and other.dim == one.dim and one.adds is adds
             return Kind.EXCHANGE if fits else None
     table = _MAX_KINDS if PARTIAL_MAX in (source, target) else _KINDS
@@ -183,7 +183,7 @@ def placement_from_code(code: str) -> Placement:
         if code[:1] == "S":
             return Shard(int(dim), Cut.of_text(cut) if cut else None)
         if code[:1] == "W":
-            return Window.of_text(code)
+            return SliceWindow.of_text(code)
     except ValueError:  # no number, or one of more digits than Python reads
         pass
     raise StrategyError(f"{shown(code)} is no placement; write S<dim>, R, B, P or Pmax")

@@ -27,7 +27,7 @@ from partway.strategy.errors import DataError, shown
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ShardPass:
     """One pass of one loader worker over the shards: all that its draws follow from."""
 
     seed: int
@@ -43,7 +43,7 @@ class Stretch:
         return random.Random(draws(place, self.seed, self.epoch, self.number, 1)[0])
 
 
-Drawing = Callable[[Iterable[Any], Stretch], Iterator[Any]]
+Drawing = Callable[[Iterable[Any], ShardPass], Iterator[Any]]
 
 
 class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: ignore[misc]
@@ -130,13 +130,13 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         self._check_shards(workers)
-        first = Stretch(self._seed, int(self._epoch), 0, self._group, worker, workers)
+        first = ShardPass(self._seed, int(self._epoch), 0, self._group, worker, workers)
         if self._items is None:
             return self._one(first)
         share = self._items // workers + (worker < self._items % workers)
         return itertools.islice(self._repeated(first), share)
 
-    def _repeated(self, first: Stretch) -> Iterator[Any]:
+    def _repeated(self, first: ShardPass) -> Iterator[Any]:
         """Pass after pass, without end."""
         for number in itertools.count():
             found = False
@@ -146,22 +146,22 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
             if not found:
                 raise DataError(f"there are no samples in the shards of worker {first.worker}, such as {self._urls[0]}")
 
-    def _one(self, stretch: Stretch) -> Iterator[Any]:
+    def _one(self, one_pass: ShardPass) -> Iterator[Any]:
         """One pass; it has no end if shards are drawn."""
-        stream: Any = ({"url": url} for url in self._shards(stretch))
+        stream: Any = ({"url": url} for url in self._shards(one_pass))
         for stage in self.pipeline:
-            stream = stage(stream, stretch) if isinstance(stage, _Shuffle) else self.invoke(stage, stream)
+            stream = stage(stream, one_pass) if isinstance(stage, _Shuffle) else self.invoke(stage, stream)
         return iter(stream)
 
-    def _shards(self, stretch: Stretch) -> Iterator[str]:
+    def _shards(self, one_pass: ShardPass) -> Iterator[str]:
         if self._resampled:
-            generator = stretch.generator("shards")
+            generator = one_pass.generator("shards")
             while True:
                 yield generator.choice(self._urls)
         urls = list(self._urls)
         if self._shuffles:
-            stretch.generator("shards", shared=True).shuffle(urls)
-        yield from urls[self._group :: self._groups][stretch.worker :: stretch.workers]
+            one_pass.generator("shards", shared=True).shuffle(urls)
+        yield from urls[self._group :: self._groups][one_pass.worker :: one_pass.workers]
 
     def _check_shards(self, workers: int) -> None:
         needed = self._groups * workers
@@ -187,8 +187,8 @@ class _Shuffle:
     size: int
     initial: int
 
-    def __call__(self, samples: Iterable[Any], stretch: Stretch) -> Iterator[Any]:
-        generator = stretch.generator(f"shuffle {self.size}")
+    def __call__(self, samples: Iterable[Any], one_pass: ShardPass) -> Iterator[Any]:
+        generator = one_pass.generator(f"shuffle {self.size}")
         held: list[Any] = []
         stream = iter(samples)
         for sample in stream:

@@ -71,7 +71,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:
+class DeviceSpeed:
     """What one device does beside the others: operations/s by dtype, bytes/s, seconds of an operator without work."""
 
     peak: Mapping[str, float]
@@ -145,17 +145,17 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
     check_devices(processes, device)
     effort = QUICK if quick else FULL
     ranks = _measure(processes, device, effort)
-    compute = _mean([Compute(**rank["compute"]) for rank in ranks])
+    speed = _mean([DeviceSpeed(**rank["speed"]) for rank in ranks])
     samples = _slowest([[Sample(**{**s, "kind": Kind(s["kind"])}) for s in rank["samples"]] for rank in ranks])
     fitted = fit(samples) if samples else None
     levels = (_level(fitted, processes, device),) if fitted else _unmeasured(device)
     how = _how(processes, device)
     profile = DeviceProfile(
         name=name,
-        peak=Peak(**compute.peak),
+        peak=Peak(**speed.peak),
         memory=_memory(processes, device),
-        memory_bandwidth=compute.memory_bandwidth,
-        overhead=compute.overhead,
+        memory_bandwidth=speed.memory_bandwidth,
+        overhead=speed.overhead,
         sources=Sources(
             peak=f"the best of square matrix products, {how}",
             memory=f"what the system reports; bandwidth of a copy and an addition of {effort.copied // MB} MB, {how}",
@@ -193,7 +193,7 @@ def group_sizes(processes: int) -> tuple[int, ...]:
 def _measure(processes: int, device: str, effort: Effort) -> list[dict[str, Any]]:
     """What each process measured."""
     if processes == 1:
-        return [{"compute": asdict(_compute(device, effort)), "samples": []}]
+        return [{"speed": asdict(_device_speed(device, effort)), "samples": []}]
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, (processes, device, effort, folder), nprocs=processes)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(processes)]
@@ -209,21 +209,21 @@ def _rank(rank: int, processes: int, device: str, effort: Effort, folder: str) -
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     try:
         dist.barrier()
-        compute = _compute(device, effort)
+        speed = _device_speed(device, effort)
         samples: list[Sample] = []
         for size in group_sizes(processes):
             group = dist.new_group(list(range(size)))
             dist.barrier()
             if rank < size:
                 samples += _collectives(size, group, device, effort)
-        found = {"compute": asdict(compute), "samples": [asdict(sample) for sample in samples]}
+        found = {"speed": asdict(speed), "samples": [asdict(sample) for sample in samples]}
         Path(folder, f"{rank}.json").write_text(json.dumps(found))
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def _compute(device: str, effort: Effort) -> Compute:
+def _device_speed(device: str, effort: Effort) -> DeviceSpeed:
     count = effort.copied // 4
     a, b, out = (torch.ones(count, device=device) for _ in range(3))
     copy = _seconds(lambda: out.copy_(a), device, effort.repeats)
@@ -231,7 +231,7 @@ def _compute(device: str, effort: Effort) -> Compute:
     one = torch.ones(1, device=device)
     overhead = _seconds(lambda: [one + one for _ in range(100)], device, effort.repeats) / 100
     peak = {name: _peak(dtype, device, effort) for name, dtype in DTYPES.items()}
-    return Compute(peak, 5 * effort.copied / (copy + add), overhead)
+    return DeviceSpeed(peak, 5 * effort.copied / (copy + add), overhead)
 
 
 def _peak(dtype: torch.dtype, device: str, effort: Effort) -> float:
@@ -297,8 +297,8 @@ def _collective(kind: Kind, count: int, size: int, group: Any, device: str) -> C
             return lambda: dist.all_to_all_single(received, whole, group=group)
 
 
-def _mean(found: Sequence[Compute]) -> Compute:
-    return Compute(
+def _mean(found: Sequence[DeviceSpeed]) -> DeviceSpeed:
+    return DeviceSpeed(
         {name: statistics.fmean(c.peak[name] for c in found) for name in DTYPES},
         statistics.fmean(c.memory_bandwidth for c in found),
         statistics.fmean(c.overhead for c in found),

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...strategy.cut import Window
+from ...strategy.cut import SliceWindow
 from ...strategy.placement import Kind, Placement, Shard, kind, placement_from_code, transpose
 
 _LIBRARY = torch.library.Library("partway", "DEF")
@@ -34,9 +34,9 @@ def converted_shape(shape: tuple[int, ...], source: str, target: str, size: int)
     out = list(shape)
     before, after = placement_from_code(source), placement_from_code(target)
     match before, after:
-        case Shard(), Window():
+        case Shard(), SliceWindow():
             out[after.dim] = after.width
-        case Window(), _:
+        case SliceWindow(), _:
             out[before.dim] = before.cut.width
         case _:
             if isinstance(before, Shard):
@@ -50,7 +50,7 @@ def payload_bytes(source: Placement, target: Placement, shape: Sequence[int], it
     """The payload of converting a local tensor of `shape` among `size` ranks, as `wire_bytes` takes it."""
     held = math.prod(shape) * itemsize
     match source, target:
-        case (Shard(), Window() as window) | (Window() as window, _):
+        case (Shard(), SliceWindow() as window) | (SliceWindow() as window, _):
             return held // shape[window.dim] * window.rows[window.adds]
         case Shard(dim, cut), _ if kind(source, target) is Kind.ALL_GATHER:
             return held // shape[dim] * cut.size if cut else held * size

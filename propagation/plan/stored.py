@@ -23,7 +23,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, fx
 
-from ...strategy.cut import Window
+from ...strategy.cut import SliceWindow
 from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import Broadcast, Kind, Partial, Placement, Replicate, Shard, placement_from_code
@@ -38,7 +38,7 @@ from .plan import Plan
 _RECORDS = (Collective, Conversion, LocalProgram, PlacedPort, Step)  # what a row may hold, field by field
 _MODELS = (DeviceProfile, Plan)
 _ENUMS = (Kind, Role)
-_PLACEMENTS = (Broadcast, Partial, Replicate, Shard, Window)
+_PLACEMENTS = (Broadcast, Partial, Replicate, Shard, SliceWindow)
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
 _NAMESPACES = ("aten", "partway", "prims")
 _OPERATIONS = ("placeholder", "get_attr", "call_function", "output")

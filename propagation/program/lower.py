@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...strategy.cut import Window
+from ...strategy.cut import SliceWindow
 from ...strategy.errors import VerifyError
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
@@ -86,7 +86,7 @@ class Conversion:
     def payload(self, phase: str) -> int:
         """See `Collective.payload_bytes`."""
         forward = self.again or phase == "forward"
-        if isinstance(self.target, Window):
+        if isinstance(self.target, SliceWindow):
             return self.whole_bytes // self.target.cut.size * self.target.rows[not forward]
         if self.kind(phase) is not Kind.ALL_TO_ALL:
             return self.whole_bytes
@@ -239,7 +239,7 @@ class _Lowering:
         self.problem, self.settings = problem, problem.settings
         self.graph = fx.Graph()
         self.local: dict[tuple[Value, Layout], fx.Node] = {}
-        self.exchanged: dict[tuple[fx.Node, Window], fx.Node] = {}
+        self.exchanged: dict[tuple[fx.Node, SliceWindow], fx.Node] = {}
         self.base: dict[Value, tuple[Layout, str]] = {}  # where consumers start from, and whose strategy that is
         self.conversions: list[Conversion] = []
         self.cost = sum(float(v.unary[c]) for v, c in zip(problem.vertices, choice, strict=True))
@@ -353,7 +353,14 @@ class _Lowering:
         return part
 
     def _exchanged(
-        self, part: fx.Node, v: Value, held: Layout, size: tuple[int, ...], window: Window, consumer: str, at: fx.Node
+        self,
+        part: fx.Node,
+        v: Value,
+        held: Layout,
+        size: tuple[int, ...],
+        window: SliceWindow,
+        consumer: str,
+        at: fx.Node,
     ) -> fx.Node:
         """`part` of `v`, of the local `size`, with `window` in place of a slice."""
         if window.local is not None:
@@ -367,7 +374,7 @@ class _Lowering:
             )
         return self.exchanged[part, window]
 
-    def _narrowed(self, part: fx.Node, held: Window, wanted: Window) -> fx.Node:
+    def _narrowed(self, part: fx.Node, held: SliceWindow, wanted: SliceWindow) -> fx.Node:
         """The window `wanted` out of one that is as large or larger."""
         place = place_in(held, wanted)
         assert place is not None
@@ -375,9 +382,9 @@ class _Lowering:
             return part
         return self.graph.call_function(_slice, (part, held.dim, place, place + wanted.width))
 
-    def _joint_windows(self) -> dict[tuple[Value, Layout], Mapping[int, Window]]:
+    def _joint_windows(self) -> dict[tuple[Value, Layout], Mapping[int, SliceWindow]]:
         """For each tensor in a layout that several operators read windows of, windows that serve all of them."""
-        readers: dict[tuple[Value, Layout], list[Mapping[int, Window]]] = {}
+        readers: dict[tuple[Value, Layout], list[Mapping[int, SliceWindow]]] = {}
         for node, (vertex, option) in self.operators.items():
             if vertex.rule and vertex.rule.windows:
                 sources = [source_of(o) for o in operands(node)]

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ...strategy.cut import Window
+from ...strategy.cut import SliceWindow
 from ...strategy.placement import Kind, placement_from_code
 from ..graph.graph import Text
 from ..graph.nodes import draws_random_numbers, rearranges, region_of
@@ -217,12 +217,12 @@ def _detached(node: fx.Node) -> fx.Node:
     return node
 
 
-def _kept_windows(node: fx.Node, kept: Collection[fx.Node]) -> list[tuple[fx.Node, Window]]:
+def _kept_windows(node: fx.Node, kept: Collection[fx.Node]) -> list[tuple[fx.Node, SliceWindow]]:
     """The exchanges that make of `node` a window that is in `kept`, the last one first; none, if none does. Only
     windows that hold the slice at one place on all ranks count."""
     for user in node.users:
         target = placement_from_code(str(user.args[2])) if user.target is convert else None
-        if isinstance(target, Window) and not target.adds and place_in(target, own_slice(target)) is not None:
+        if isinstance(target, SliceWindow) and not target.adds and place_in(target, own_slice(target)) is not None:
             if user in kept:
                 return [(user, target)]
             if further := _kept_windows(user, kept):

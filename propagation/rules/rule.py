@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...strategy.cut import Cut, Window
+from ...strategy.cut import Cut, SliceWindow
 from ...strategy.placement import BROADCAST, PARTIAL, REPLICATE, Partial, Placement, Shard
 from ..graph.nodes import is_tensor, operands, results_of, shape, value
 from ..ops import indexing
@@ -102,7 +102,7 @@ class Rule:
 Split = Mapping[str, Mapping[str, int]]  # for each factor that is split the axes that split it, with their sizes
 
 
-def windows_of(rule: Rule, split: Split, sizes: Sequence[tuple[int, ...]]) -> dict[tuple[int, str], Window]:
+def windows_of(rule: Rule, split: Split, sizes: Sequence[tuple[int, ...]]) -> dict[tuple[int, str], SliceWindow]:
     """For each operand (of the global `sizes`) and factor the window that a rank reads; none where its slice has it."""
     found = {}
     for halo in rule.windows:
@@ -133,7 +133,7 @@ class Emitter:
     split: Split
 
     @cached_property
-    def windows(self) -> Mapping[tuple[int, str], Window]:
+    def windows(self) -> Mapping[tuple[int, str], SliceWindow]:
         """For each operand and factor of which the rule has a halo what the rank holds in place of its slice."""
         return windows_of(self.rule, self.split, self.whole)
 

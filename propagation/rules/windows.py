@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...strategy.cut import Cut, Span, Window
+from ...strategy.cut import Cut, SliceWindow, Span
 
 
 class Reach(Protocol):
@@ -67,35 +67,35 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """A rank that has a slice of `factor` of the result needs its reach of operand `operand`; see `Window.fill`."""
+    """A rank that has a slice of `factor` of the result needs its reach of operand `operand`. `fill`: as of `SliceWindow`."""
 
     operand: int
     factor: str
     reach: Reach
     fill: float | str = 0.0
 
-    def window(self, dim: int, held: Cut, made: Cut) -> Window:
+    def window(self, dim: int, held: Cut, made: Cut) -> SliceWindow:
         """The windows of `dim` of the operand, which is cut as `held`, for a result that is cut as `made`."""
         spans = [self.reach(start, stop) if start < stop else (held.size, held.size) for start, stop in made.spans]
         full = (self.reach(start, start + made.width) for start, stop in made.spans if start < stop)
-        return Window(dim, held, tuple(spans), max(stop - start for start, stop in full), self.fill)
+        return SliceWindow(dim, held, tuple(spans), max(stop - start for start, stop in full), self.fill)
 
 
-def by_dim(windows: Mapping[tuple[int, str], Window], operand: int) -> dict[int, Window]:
+def by_dim(windows: Mapping[tuple[int, str], SliceWindow], operand: int) -> dict[int, SliceWindow]:
     """The windows of one operand by their dims."""
     return {window.dim: window for (i, _), window in windows.items() if i == operand}
 
 
-def own_slice(like: Window) -> Window:
+def own_slice(like: SliceWindow) -> SliceWindow:
     """What a rank holds of the dim of `like`, as a window."""
-    return Window(like.dim, like.cut, like.cut.spans, like.cut.width, like.fill)
+    return SliceWindow(like.dim, like.cut, like.cut.spans, like.cut.width, like.fill)
 
 
-def united(wanted: Sequence[Mapping[int, Window]]) -> Mapping[int, Window] | None:
+def united(wanted: Sequence[Mapping[int, SliceWindow]]) -> Mapping[int, SliceWindow] | None:
     """One window of each dim of which all of `wanted`, what each reader of a tensor needs by dim, can be cut out at
     the same place on every rank; None if there is none. A reader without a window of a dim reads the slice."""
     every = {window.dim: window for reader in wanted for window in reader.values()}
-    found: dict[int, Window] = {}
+    found: dict[int, SliceWindow] = {}
     for dim, like in sorted(every.items()):
         own = own_slice(like)
         windows = [reader.get(dim, own) for reader in wanted]
@@ -108,17 +108,17 @@ def united(wanted: Sequence[Mapping[int, Window]]) -> Mapping[int, Window] | Non
     return found
 
 
-def _union(windows: Sequence[Window]) -> Window:
+def _union(windows: Sequence[SliceWindow]) -> SliceWindow:
     first = windows[0]
     spans = []
     for each in zip(*(window.spans for window in windows), strict=True):
         full = [span for span in each if span[0] < span[1]] or [each[0]]
         spans.append((min(start for start, _ in full), max(stop for _, stop in full)))
     starts = [[span[0] - joint[0] + window.width for span, joint in _full(window, spans)] for window in windows]
-    return Window(first.dim, first.cut, tuple(spans), max(map(max, starts)), first.fill)
+    return SliceWindow(first.dim, first.cut, tuple(spans), max(map(max, starts)), first.fill)
 
 
-def place_in(joint: Window, window: Window) -> int | None:
+def place_in(joint: SliceWindow, window: SliceWindow) -> int | None:
     """Where in `joint` every rank finds its `window`; None if that is not one place for all."""
     places = {span[0] - whole[0] for span, whole in _full(window, joint.spans)}
     if len(places) > 1:
@@ -127,6 +127,6 @@ def place_in(joint: Window, window: Window) -> int | None:
     return place if place >= 0 and place + window.width <= joint.width else None
 
 
-def _full(window: Window, spans: Sequence[Span]) -> Iterable[tuple[Span, Span]]:
+def _full(window: SliceWindow, spans: Sequence[Span]) -> Iterable[tuple[Span, Span]]:
     """The spans of `window` that are not empty, each with that of `spans`."""
     return [(span, other) for span, other in zip(window.spans, spans, strict=True) if span[0] < span[1]]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from partway.strategy.cut import REPEATS, Cut, Window
+from partway.strategy.cut import REPEATS, Cut, SliceWindow
 
 CUTS = st.builds(Cut, st.integers(1, 40), st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
 FILLS = st.sampled_from([0.0, -1.5, float("-inf"), *REPEATS])
@@ -23,7 +23,7 @@ def windows(draw):
     ends = st.integers(-far, cut.size + far)
     spans = tuple(tuple(sorted((draw(ends), draw(ends)))) for _ in cut.spans)
     width = max(stop - start for start, stop in spans) + draw(st.integers(0, 2))
-    return Window(draw(st.integers(0, 3)), cut, spans, max(width, 1), fill, draw(st.booleans()))
+    return SliceWindow(draw(st.integers(0, 3)), cut, spans, max(width, 1), fill, draw(st.booleans()))
 
 
 # -- Slices
@@ -142,26 +142,26 @@ def test_a_window_is_local_where_every_rank_has_it_at_one_place(window):
 
 def test_the_middle_of_slices_is_local_and_what_reaches_over_an_edge_is_not():
     cut = Cut(12, (3,))
-    assert Window(0, cut, ((1, 3), (5, 7), (9, 11)), 2).local == 1
-    assert Window(0, cut, ((1, 3), (5, 7), (12, 12)), 2).local == 1
-    assert Window(0, cut, ((1, 3), (4, 6), (9, 11)), 2).local is None
-    assert Window(0, cut, ((0, 5), (4, 9), (8, 12)), 5).local is None
-    assert Window(0, cut, ((3, 4), (7, 8), (11, 12)), 2).local is None
+    assert SliceWindow(0, cut, ((1, 3), (5, 7), (9, 11)), 2).local == 1
+    assert SliceWindow(0, cut, ((1, 3), (5, 7), (12, 12)), 2).local == 1
+    assert SliceWindow(0, cut, ((1, 3), (4, 6), (9, 11)), 2).local is None
+    assert SliceWindow(0, cut, ((0, 5), (4, 9), (8, 12)), 5).local is None
+    assert SliceWindow(0, cut, ((3, 4), (7, 8), (11, 12)), 2).local is None
 
 
 @given(windows())
 def test_a_window_is_what_its_text_says(window):
-    assert Window.of_text(str(window)) == window
+    assert SliceWindow.of_text(str(window)) == window
 
 
 def test_beyond_the_ends_is_a_number_or_zero_where_elements_repeat():
     cut = Cut(4, (2,))
-    assert Window(0, cut, cut.spans, 2, 3.5).filled == 3.5
-    assert Window(0, cut, cut.spans, 2, "reflect").filled == 0.0
+    assert SliceWindow(0, cut, cut.spans, 2, 3.5).filled == 3.5
+    assert SliceWindow(0, cut, cut.spans, 2, "reflect").filled == 0.0
 
 
 def test_one_element_over_and_over_is_one_row():
-    window = Window(0, Cut(4, (2,)), ((-3, 2), (2, 7)), 5, "replicate")
+    window = SliceWindow(0, Cut(4, (2,)), ((-3, 2), (2, 7)), 5, "replicate")
     assert [(s.source, s.start, s.count, s.step, s.rows) for s in window.strips(1)] == [
         (1, 0, 2, 1, 2),
         (1, 1, 3, 0, 1),

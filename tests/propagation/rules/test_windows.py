@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from partway.propagation.rules.windows import Halo, Rows, Spread, Strided, by_dim, own_slice, place_in, united
-from partway.strategy.cut import Cut, Window
+from partway.strategy.cut import Cut, SliceWindow
 
 SMALL = st.integers(1, 4)
 
@@ -72,7 +72,7 @@ def test_the_reach_of_some_ranges():
 
 def test_a_rank_has_the_reach_of_its_slice_of_the_result():
     window = Halo(0, "s0", Strided(3, 2, 1), 1.5).window(2, Cut(16, (4,)), Cut(8, (4,)))
-    assert window == Window(2, Cut(16, (4,)), ((-1, 4), (3, 8), (7, 12), (11, 16)), 5, 1.5)
+    assert window == SliceWindow(2, Cut(16, (4,)), ((-1, 4), (3, 8), (7, 12), (11, 16)), 5, 1.5)
 
 
 def test_short_slices_have_short_windows_of_the_same_width():
@@ -93,15 +93,15 @@ def test_a_window_is_as_wide_as_the_operator_needs_for_a_full_slice(made, count,
 
 
 def test_windows_of_an_operand_are_found_by_dim():
-    row, column, other = (Window(dim, Cut(4, (2,)), ((0, 3), (1, 4)), 3) for dim in (2, 3, 0))
+    row, column, other = (SliceWindow(dim, Cut(4, (2,)), ((0, 3), (1, 4)), 3) for dim in (2, 3, 0))
     assert by_dim({(0, "s0"): row, (0, "s1"): column, (1, "k"): other}, 0) == {2: row, 3: column}
 
 
 # -- One window for several readers
 
 CUT = Cut(12, (3,))
-CLOSE = Window(0, CUT, ((-1, 5), (3, 9), (7, 13)), 6)
-FAR = Window(0, CUT, ((-2, 6), (2, 10), (6, 14)), 8)
+CLOSE = SliceWindow(0, CUT, ((-1, 5), (3, 9), (7, 13)), 6)
+FAR = SliceWindow(0, CUT, ((-2, 6), (2, 10), (6, 14)), 8)
 
 
 def test_the_larger_window_serves_the_reader_of_the_smaller():
@@ -111,21 +111,21 @@ def test_the_larger_window_serves_the_reader_of_the_smaller():
 
 
 def test_a_reader_without_a_window_reads_the_slice():
-    behind = Window(0, CUT, ((4, 6), (8, 10), (12, 14)), 2)
-    assert united([{0: behind}, {}]) == {0: Window(0, CUT, ((0, 6), (4, 10), (8, 14)), 6)}
+    behind = SliceWindow(0, CUT, ((4, 6), (8, 10), (12, 14)), 2)
+    assert united([{0: behind}, {}]) == {0: SliceWindow(0, CUT, ((0, 6), (4, 10), (8, 14)), 6)}
 
 
 def test_windows_of_several_dims_are_united_by_dim():
-    other = Window(1, CUT, FAR.spans, 8)
+    other = SliceWindow(1, CUT, FAR.spans, 8)
     assert united([{0: CLOSE}, {0: FAR, 1: other}]) == {0: FAR, 1: other}
 
 
 def test_no_window_serves_readers_that_differ_beyond_the_ends():
-    assert united([{0: CLOSE}, {0: Window(0, CUT, FAR.spans, 8, float("-inf"))}]) is None
+    assert united([{0: CLOSE}, {0: SliceWindow(0, CUT, FAR.spans, 8, float("-inf"))}]) is None
 
 
 def test_no_window_serves_readers_that_lie_otherwise_on_each_rank():
-    shrinking = Window(0, CUT, ((0, 5), (3, 8), (6, 11)), 5)
+    shrinking = SliceWindow(0, CUT, ((0, 5), (3, 8), (6, 11)), 5)
     assert united([{0: CLOSE}, {0: shrinking}]) is None
     assert place_in(CLOSE, shrinking) is None
 
@@ -135,7 +135,7 @@ def test_a_window_that_is_not_inside_has_no_place():
 
 
 def test_ranks_with_nothing_do_not_matter():
-    empty = Window(0, CUT, ((-1, 5), (3, 9), (12, 12)), 6)
+    empty = SliceWindow(0, CUT, ((-1, 5), (3, 9), (12, 12)), 6)
     assert place_in(FAR, empty) == 1
 
 
