@@ -25,7 +25,6 @@ from partway.annotate import Annotations, Request, annotate, meshes_to_try
 from partway.cache import Entry, cache_folder
 from partway.constrain import constrained_modules
 from partway.context import AlgoParameters, ParallelContext, ParallelMode, current, current_algo
-from partway.courses import values_of
 from partway.dtensors import brought, has_other_data, inputs_on, parameters_on, plain
 from partway.fusion.program import Program, make_program
 from partway.planning import planning
@@ -51,9 +50,10 @@ from partway.propagation.search.eliminate import Solution
 from partway.propagation.search.problem import SearchProblem, Settings, formulate, warn_of_unknown
 from partway.propagation.search.search import SearchMode, search, verify_solution
 from partway.propagation.torch_internals import is_transformed
+from partway.reuse.courses import values_of
+from partway.reuse.state import Effects, State, warn_of_unwatched
 from partway.rule import rules, text_of
 from partway.runtime.process import get_rank
-from partway.state import Effects, State, warn_of_unwatched
 from partway.strategy import Layout, Mesh, Problem, StrategyError, raise_problems
 from partway.strategy.afterwards import afterwards, uncollected
 from partway.strategy.errors import shown

@@ -22,10 +22,8 @@ from partway.annotate import Request, dataset_applies, dataset_was_set
 from partway.compile import Compiled, check_parameters, check_target, check_tensors, compile_call, settings_of
 from partway.constrain import constrained_arguments, constrained_results
 from partway.context import ParallelContext, ParallelMode, current, current_algo
-from partway.courses import Courses, MistakenError, Planned, values_of
 from partway.dtensors import brought, inputs_on, parameters_on, placed_as
 from partway.fusion.program import Program
-from partway.guard import Guard, asked, modes, warn_of_modes
 from partway.materialize import Init, check_materialized, materialize
 from partway.placing import Change, Placing, placing
 from partway.planning import begin_call, calls, planning
@@ -38,10 +36,12 @@ from partway.propagation.graph.question import Answer
 from partway.propagation.graph.structure import Call, check_call, flatten, flatten_call, name_of
 from partway.propagation.plan.plan import Plan
 from partway.propagation.program.accumulate import Accumulation
+from partway.reuse.courses import Courses, MistakenError, Planned, values_of
+from partway.reuse.guard import Guard, asked, modes, warn_of_modes
+from partway.reuse.state import Asks, fact
 from partway.rule import rules, version
 from partway.runtime.process import launched
 from partway.runtime.step import CompiledStep, Generators, Waiting, generators, put_back
-from partway.state import Asks, fact
 from partway.strategy import Layout, Problem, RuntimeStateError, StrategyError, raise_problems
 from partway.strategy.afterwards import afterwards
 

@@ -6,7 +6,7 @@ A graph has one course. torch.export refuses what asks, so such a function is ca
 answered as eager PyTorch would answer them: by the real values of the call. All operators that run before a question
 are written down; those that it follows from are run on the tensors of the call. What was asked and answered is kept
 with the graph, and asked anew of every later call: another answer is another course, with a plan of its own
-(api/courses.py).
+(api/reuse/courses.py).
 
 A bool that follows from a matrix product or a convolution would cost as much as the net in front of it, on every call
 and on whole tensors. It is answered late: a capture assumes an answer (one with which the function does not raise, if

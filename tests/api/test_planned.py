@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import partway as pw
-from partway import courses
+from partway.reuse import courses
 
 
 def test_the_plan_that_was_called_longest_ago_goes(monkeypatch: pytest.MonkeyPatch) -> None:

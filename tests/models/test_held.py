@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import partway as pw
-from partway.held import MOST, held, unread
+from partway.reuse.contents import MOST, held, unread
 
 X = torch.linspace(-1, 2, 32, dtype=torch.float64).view(4, 8)
 SCALE = 1.0

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import partway as pw
-from partway.state import State
+from partway.reuse.state import State
 
 X = torch.linspace(-1, 2, 32, dtype=torch.float64).view(4, 8)
 SCALE = 2.0

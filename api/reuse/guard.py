@@ -20,8 +20,8 @@ from partway.propagation.capture.stand_ins import attributes_of
 from partway.propagation.graph.structure import Structure, flatten
 from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.torch_internals import dispatch_modes, function_modes, is_transformed
+from partway.reuse.state import Asks, State, fact
 from partway.rule import version
-from partway.state import Asks, State, fact
 
 _PLAIN = frozenset({type(None), bool, int, float, str})  # two that are equal, and of one type, are one value
 _NOTHING = fact({})

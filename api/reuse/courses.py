@@ -24,7 +24,7 @@ from partway.propagation.capture.questions import Unanswered
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.question import Answer, Leaf, Question, Values
 from partway.propagation.graph.structure import name_of
-from partway.state import State
+from partway.reuse.state import State
 
 MOST = 128  # planned calls of one function
 _OFTEN = 4  # a value for which calls were planned anew so many times is said

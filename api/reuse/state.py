@@ -41,11 +41,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partway.held import held, unread
 from partway.propagation.capture.capture import state_of
 from partway.propagation.capture.hooks import Noted, tracks
 from partway.propagation.graph.structure import Same, flatten, name_of
 from partway.propagation.torch_internals import module_hooks
+from partway.reuse.contents import held, unread
 from partway.strategy import CaptureError
 
 _PLAIN = (
