@@ -67,7 +67,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """A rank with a slice of `factor` of the result needs its reach of operand `operand`; `fill` is that of SliceWindow."""
+    """A rank with a slice of `factor` of the result needs its reach of operand `operand`. (`fill`: see SliceWindow.)"""
 
     operand: int
     factor: str
