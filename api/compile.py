@@ -28,7 +28,7 @@ from partway.context import AlgoParameters, ParallelContext, ParallelMode, curre
 from partway.dtensors import brought, has_other_data, inputs_on, parameters_on, plain
 from partway.fusion.program import Program, make_program
 from partway.planning import planning
-from partway.propagation.capture.capture import capture, state_of
+from partway.propagation.capture.capture import CaptureOptions, capture, state_of
 from partway.propagation.capture.hooks import none_of_all_modules
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import DeviceProfile, profile_of
@@ -249,9 +249,8 @@ def compile_call(
     warn_of_unwatched(fn, state)
     with _own_saved_tensors(), constrained_modules(fn, request), afterwards(effects.finish):
         gradients = torch.is_grad_enabled() or not state.reached.asks.gradients
-        graph = capture(
-            fn, args, kwargs, context.batch_norm_parts, context.random_numbers, every, values, effects, gradients, late
-        )
+        options = CaptureOptions(context.batch_norm_parts, context.random_numbers, every, gradients, tuple(late))
+        graph = capture(fn, args, kwargs, options, values, effects)
     effects.check(graph.constants)
     looking = frozenset(graph.hooks.observers)
     if effects.kept or looking or graph.read or not state.holds():  # hooks may have been added

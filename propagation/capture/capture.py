@@ -31,7 +31,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from dis import opmap
 from functools import partial
 from types import FrameType, FunctionType
@@ -119,27 +119,53 @@ def capturing() -> bool:
     return _capturing.get()
 
 
+@dataclass(frozen=True)
+class CaptureOptions:
+    """What a graph follows from beside the call.
+
+    batch_norm_parts   into how many parts BatchNorm splits a batch in training, each with statistics of its own
+    random_numbers     how random numbers are drawn
+    own                operators for which users wrote rules, so that they stay as they are
+    gradients          whether the function finds gradients enabled; a graph that has them serves calls without, too,
+                       unless the function asks
+    late               the answers to the first questions that the function asks late (questions.py)
+    """
+
+    batch_norm_parts: int = 1
+    random_numbers: RandomNumbers = RandomNumbers.COUNTER
+    own: Collection[Any] = ()
+    gradients: bool = True
+    late: tuple[Answer, ...] = ()
+
+
+_DEFAULTS = CaptureOptions()
+
+
 def capture(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], batch_norm_parts: int = 1,
-    random_numbers: RandomNumbers = RandomNumbers.COUNTER, own: Collection[Any] = (), values: Values | None = None,
-    effects: Effects | None = None, gradients: bool = True, late: Sequence[Answer] = (),
-) -> Graph:  # fmt: skip
-    """Capture one call of `fn` (a function or nn.Module; meta tensors welcome) as a Graph. `own`: operators to which
-    people gave rules, so that they stay as they are. `values`: the tensors of the call, which answer what `fn` asks of
-    them (questions.py); without them it may ask nothing. `effects`: what notes the values that `fn` leaves behind, of
-    which the tensors become outputs of the graph, before what `fn` asks late. `late`: the answers to the first of that.
-    `gradients`: whether `fn` finds gradients enabled; a graph that has them serves calls without, too, unless it asks.
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CaptureOptions = _DEFAULTS,
+    values: Values | None = None,
+    effects: Effects | None = None,
+) -> Graph:
+    """Capture one call of `fn` (a function or nn.Module; meta tensors welcome) as a Graph. `values`: the tensors of the
+    call, which answer what `fn` asks of them (questions.py); without them it may ask nothing. `effects`: what notes the
+    values that `fn` leaves behind, of which the tensors become outputs of the graph, before what `fn` asks late.
 
     Raises CaptureError when torch.export cannot make one static graph of it, or when `fn` itself raises: it names
     the line of the caller's code, and its cause is the original exception. What `fn` raises because of an answer is
     raised as it is. Raises StrategyError for a BatchNorm in training whose batch `batch_norm_parts` does not divide.
     """
     call = flatten_call(fn, args, kwargs)
-    expanded = partial(expand, batch_norm_parts=batch_norm_parts, random_numbers=random_numbers, own=own)
+    random_numbers = options.random_numbers
+    expanded = partial(
+        expand, batch_norm_parts=options.batch_norm_parts, random_numbers=random_numbers, own=options.own
+    )
     may_draw, here = random_numbers is not RandomNumbers.TORCH, lambda: _callers_line(traceback.extract_stack(), fn)
     undecided: _Undecided | None = None
     for level in Asked if values else (Asked.NOTHING,):
-        assumed: Sequence[Answer] | None = late
+        assumed: Sequence[Answer] | None = options.late
         while assumed is not None:
             noting = effects or _NoEffects()
             hooks = Hooks(noting.noted)
@@ -148,14 +174,14 @@ def capture(
                 answering = Answering(level, values, may_draw, here, assumed)
             try:
                 with _drawing_nothing(answering):
-                    found = _exported(fn, call, answering, noting, hooks, values is not None, gradients)
+                    found = _exported(fn, call, answering, noting, hooks, values is not None, options.gradients)
             except _Undecided as error:
                 undecided = error
                 break
             except PartwayError:
                 raise
             except Exception:
-                assumed = _other_answers(answering.assumed if answering else [], len(late))
+                assumed = _other_answers(answering.assumed if answering else [], len(options.late))
                 if assumed is None:
                     raise
                 continue

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from partway.propagation.capture.capture import capture
+from partway.propagation.capture.capture import CaptureOptions, capture
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.graph.port import Role
@@ -34,7 +34,7 @@ def problem_of(
     """The search problem of one call; an operator without a rule is an error, unless `changes` say otherwise. Random
     numbers are PyTorch's, to be compared with it."""
     changes = {"on_unknown_op": "error", **changes}
-    graph = capture(fn, args, kwargs or {}, batch_norm_parts, random_numbers)
+    graph = capture(fn, args, kwargs or {}, CaptureOptions(batch_norm_parts, random_numbers))
     return formulate(graph, settings_of(mesh, **changes), allowed or {})
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.fusion.program import make_program
-from partway.propagation.capture.capture import capture
+from partway.propagation.capture.capture import CaptureOptions, capture
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.graph.port import Role
@@ -84,7 +84,8 @@ ANNOTATIONS = {
 def plan(which, axes, annotation, fused=False):
     """The model, its arguments, and a function from an executor to the compiled step."""
     model, arguments = example(which)
-    graph, mesh = capture(model, (), arguments, random_numbers=RandomNumbers.TORCH), Mesh(axes)
+    options, mesh = CaptureOptions(random_numbers=RandomNumbers.TORCH), Mesh(axes)
+    graph = capture(model, (), arguments, options)
     allowed = {}
     for port in (*graph.inputs, *graph.outputs):
         if port.name in ANNOTATIONS[annotation]:

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from partway.fusion import FusionPolicies
 from partway.fusion.program import make_program
-from partway.propagation.capture.capture import capture
+from partway.propagation.capture.capture import CaptureOptions, capture
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.ops import batch_norm
 from partway.propagation.ops.batch_norm import (
@@ -442,14 +442,19 @@ def test_ranks_with_parts_of_their_own_send_only_running_statistics(lab, dtype):
 
 
 def test_evaluation_has_no_parts():
-    graph = capture(Norm(4).eval(), (drawn(3, 4, 2),), {}, 2)
+    graph = capture(Norm(4).eval(), (drawn(3, 4, 2),), {}, CaptureOptions(batch_norm_parts=2))
     assert [node.target for node in graph.nodes] == [normalise]
 
 
 def test_what_is_no_batch_norm_has_no_parts():
     """A SyncBatchNorm says itself that its statistics are of the whole batch."""
     for module, target in ((nn.SyncBatchNorm(4), moments), (nn.InstanceNorm1d(4), sample_moments)):
-        targets = {node.target for node in capture(nn.Sequential(module), (drawn(4, 4, 2).float(),), {}, 2).nodes}
+        targets = {
+            node.target
+            for node in capture(
+                nn.Sequential(module), (drawn(4, 4, 2).float(),), {}, CaptureOptions(batch_norm_parts=2)
+            ).nodes
+        }
         assert {target, part_norm} & targets == {target}
 
 
@@ -484,7 +489,7 @@ def test_saved_statistics_are_the_means_of_the_parts(lab):
 def test_a_batch_that_has_no_such_parts_is_an_error(shape, parts, what, numbers):
     for fn, where in ((Norm(4), "norm"), (lambda x: F.batch_norm(x, None, None, training=True), "the function")):
         with pytest.raises(StrategyError) as error:
-            capture(fn, (drawn(*shape),), {}, parts)
+            capture(fn, (drawn(*shape),), {}, CaptureOptions(batch_norm_parts=parts))
         told = (
             f"the BatchNorm in {where} gets a batch of {shape[0]} (its input is {list(shape)}), and batch_norm_parts="
         )

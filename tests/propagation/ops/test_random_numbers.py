@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from partway.propagation.capture.capture import capture
+from partway.propagation.capture.capture import CaptureOptions, capture
 from partway.propagation.graph.nodes import draws_random_numbers
 from partway.propagation.ops import random_numbers
 from partway.propagation.ops.random_numbers import RandomNumbers, draw, keys
@@ -227,7 +227,8 @@ def test_what_no_index_tells_is_drawn_whole():
 
 def test_pytorchs_numbers_are_drawn_if_asked_for():
     x = torch.randn(4, 6)
-    graph = capture(lambda x: F.dropout(x, 0.3) + torch.rand_like(x), (x,), {}, random_numbers=RandomNumbers.TORCH)
+    options = CaptureOptions(random_numbers=RandomNumbers.TORCH)
+    graph = capture(lambda x: F.dropout(x, 0.3) + torch.rand_like(x), (x,), {}, options)
     torch.manual_seed(0)
     (found,) = torch.fx.Interpreter(graph.module).run(x)
     torch.manual_seed(0)

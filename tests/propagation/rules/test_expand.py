@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from partway.propagation.capture.capture import capture
+from partway.propagation.capture.capture import CaptureOptions, capture
 from partway.propagation.graph.port import Role
 from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.search.search import dynamic_programming
@@ -44,7 +44,7 @@ def run(graph, fn, args):
 
 def check(lab, fn, *args, gone=None):
     """The graph of `fn` computes what `fn` does, and `gone` is not in it."""
-    graph = capture(fn, args, {}, random_numbers=RandomNumbers.TORCH)
+    graph = capture(fn, args, {}, CaptureOptions(random_numbers=RandomNumbers.TORCH))
     if gone is not None:
         assert gone not in {node.target for node in graph.nodes}
     modules = isinstance(fn, nn.Module)
