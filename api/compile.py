@@ -41,10 +41,12 @@ from partway.propagation.plan.plan import Plan, make_plan
 from partway.propagation.plan.replay import differences, replay
 from partway.propagation.program.accumulate import Accumulation, accumulation
 from partway.propagation.program.apart import of_outputs
-from partway.propagation.program.differentiate import Step, differentiate, scale_parameter_gradients
-from partway.propagation.program.lower import LocalProgram, lower, verify_program
+from partway.propagation.program.differentiate import differentiate
+from partway.propagation.program.local_program import LocalProgram, verify_program
+from partway.propagation.program.lower import lower
 from partway.propagation.program.precision import reduce_in_float32
 from partway.propagation.program.recompute import checkpointed, gathered_weights, recompute, within_windows
+from partway.propagation.program.step import Step, scale_parameter_gradients
 from partway.propagation.rules.custom import Rows
 from partway.propagation.search.eliminate import Solution
 from partway.propagation.search.problem import SearchProblem, Settings, formulate, warn_of_unknown

@@ -16,7 +16,7 @@ from partway.context import DatasetMode, ParallelContext, current_algo
 from partway.dtensors import drop_hooks, is_dtensor, plain
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import Call, name_of
-from partway.propagation.program.lower import PlacedPort
+from partway.propagation.program.local_program import PlacedPort
 from partway.runtime.agreement import Fact, agreement, facts_of, gathered
 from partway.runtime.parameters import hold
 from partway.runtime.process import get_group_size, get_rank, init, launched

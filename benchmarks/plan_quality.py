@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 import partway as pw
 from partway.measure.workloads import Linear, ResNet50
-from partway.propagation.program.lower import Collective
+from partway.propagation.program.collective import Collective
 
 DEVICES = 8
 EVEN = 1.05  # of an eighth of the work: still even

@@ -11,8 +11,9 @@ from torch import fx
 from ..propagation.cost.cost import collective_seconds
 from ..propagation.cost.profile import DeviceProfile
 from ..propagation.ops.collectives import convert, convert_group
-from ..propagation.program.differentiate import Step
-from ..propagation.program.lower import Collective, collective, program_lines
+from ..propagation.program.collective import Collective, collective
+from ..propagation.program.local_program import program_lines
+from ..propagation.program.step import Step
 from ..strategy.mesh import Mesh
 from .fuse import fuse
 from .policy import FusionPolicies

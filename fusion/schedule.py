@@ -26,8 +26,8 @@ from ..propagation.cost.profile import DeviceProfile
 from ..propagation.graph.graph import Text
 from ..propagation.graph.nodes import is_view
 from ..propagation.ops.collectives import convert, convert_group, kind_of, payload_bytes
-from ..propagation.program.differentiate import Step
 from ..propagation.program.segments import Like, pieces_of
+from ..propagation.program.step import Step
 from ..propagation.torch_internals import FakeTensorMode
 from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind, placement_from_code

@@ -14,7 +14,7 @@ from torch import fx
 from ..propagation.graph.graph import Text
 from ..propagation.graph.port import Role
 from ..propagation.ops.collectives import convert, kind_of
-from ..propagation.program.differentiate import Step, returned_by
+from ..propagation.program.step import Step, returned_by
 from ..strategy.placement import Kind
 from .fuse import group, member, rebuild
 from .policy import Fusion, FusionMode, Groups

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..propagation.program.lower import PlacedPort
+from ..propagation.program.local_program import PlacedPort
 from ..strategy.cut import SliceWindow, Strip
 from ..strategy.errors import RuntimeStateError
 from ..strategy.layout import Layout

@@ -20,7 +20,7 @@ from ..propagation.graph.nodes import draws_random_numbers
 from ..propagation.ops.collectives import convert, convert_group, kind_of
 from ..propagation.ops.hooked import HOOKS
 from ..propagation.ops.indexing import position
-from ..propagation.program.differentiate import returned_by
+from ..propagation.program.step import returned_by
 from ..propagation.torch_internals import FakeTensorMode
 from ..strategy.placement import Kind
 from .instructions import members_late

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..propagation.program.lower import PlacedPort
+from ..propagation.program.local_program import PlacedPort
 from ..strategy.cut import SliceWindow, Strip
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh

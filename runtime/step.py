@@ -22,8 +22,8 @@ from ..propagation.graph.nodes import draws_random_numbers
 from ..propagation.graph.port import Role
 from ..propagation.program.accumulate import Accumulation
 from ..propagation.program.apart import entangled
-from ..propagation.program.differentiate import Step, is_port
-from ..propagation.program.lower import Conversion, PlacedPort
+from ..propagation.program.local_program import Conversion, PlacedPort
+from ..propagation.program.step import Step, is_port
 from ..propagation.torch_internals import is_batched
 from ..strategy.choice import Choice
 from ..strategy.errors import RuntimeStateError

@@ -24,7 +24,9 @@ from ..cost.conversion import ConversionTable
 from ..graph.nodes import operands, source_of
 from ..graph.port import Port
 from ..graph.queries import beside_losses
-from ..program.lower import Collective, LocalProgram, collectives_of, lower, tensor_name
+from ..program.collective import Collective, collectives_of
+from ..program.local_program import LocalProgram
+from ..program.lower import lower, tensor_name
 from ..search.eliminate import Solution
 from ..search.problem import SearchProblem, Vertex, formulate
 from ..search.search import SearchMode, search

@@ -29,7 +29,9 @@ from ...strategy.notation import counted
 from ...strategy.placement import Shard, placement_from_code
 from ..graph.nodes import describe, is_tensor, module_path, operator_name, source_line
 from ..graph.port import Role
-from ..program.lower import PHASES, Collective, LocalProgram, describe_option
+from ..program.collective import PHASES, Collective
+from ..program.local_program import LocalProgram
+from ..program.lower import describe_option
 from ..search.eliminate import Solution
 from ..search.problem import SearchProblem, VertexKind
 from ..search.search import AMONG, SearchMode

@@ -30,8 +30,9 @@ from ...strategy.placement import Broadcast, Kind, Partial, Placement, Replicate
 from ..cost.profile import DeviceProfile
 from ..graph.graph import Graph, Text
 from ..graph.port import Port, Role
-from ..program.differentiate import Step
-from ..program.lower import Collective, Conversion, LocalProgram, PlacedPort
+from ..program.collective import Collective
+from ..program.local_program import Conversion, LocalProgram, PlacedPort
+from ..program.step import Step
 from ..torch_internals import FakeTensor, FakeTensorMode, OpOverload
 from .plan import Plan
 

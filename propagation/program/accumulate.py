@@ -16,8 +16,8 @@ from torch import fx
 from ..graph.graph import Text
 from ..graph.port import Role
 from ..ops.collectives import convert, kind_of
-from .differentiate import Step, is_port, returned_by
-from .lower import program_lines
+from .local_program import program_lines
+from .step import Step, is_port, returned_by
 
 _add = torch.ops.aten.add.Tensor
 _SCALES_OR_CASTS = (torch.ops.aten.mul.Scalar, torch.ops.aten._to_copy.default)

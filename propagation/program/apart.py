@@ -17,8 +17,8 @@ from torch import fx
 from ..graph.graph import Text
 from ..graph.nodes import operator_name, rearranges
 from ..ops.collectives import convert
-from .differentiate import Step, calls_of, is_port, returned_by
-from .lower import LocalProgram
+from .local_program import LocalProgram
+from .step import Step, calls_of, is_port, returned_by
 
 _aten = torch.ops.aten
 _SUMS = (_aten.add.Tensor, _aten.sub.Tensor)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -20,34 +20,17 @@ from torch import fx
 from ...strategy.errors import CaptureError, VerifyError
 from ..graph.graph import Text
 from ..graph.nodes import mark, operator_name, region_of
-from ..graph.port import Role
 from ..ops.batch_norm import merge_gradients
 from ..ops.collectives import convert
 from ..torch_internals import FakeTensorMode, OpOverload, data_dependent, make_fx
-from .lower import LocalProgram
+from .local_program import LocalProgram
 from .segments import Like, Piece, pieces_of
+from .step import Step, calls_of, is_port, returned_by
 
 _add = torch.ops.aten.add.Tensor
 _TRANSPOSES = {torch.ops.aten.t.default, torch.ops.aten.transpose.int}
 T = TypeVar("T")
 _Renumbered = Mapping[int, int] | Sequence[int]  # from the tag of a conversion, or a region, to that of its copy
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training step of a rank, as two graphs.
-
-    forward    inputs -> (outputs..., saved...)
-    backward   (saved..., tangents of the differentiated outputs...) -> gradients of the inputs that need one
-    wanted     for each output whether it is differentiated
-    needed     for each input whether it gets a gradient
-    """
-
-    program: LocalProgram
-    forward: fx.GraphModule
-    backward: fx.GraphModule | None
-    wanted: tuple[bool, ...]
-    needed: tuple[bool, ...]
 
 
 def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
@@ -338,40 +321,3 @@ def _placeholder(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
     node.target = node.name  # an argument of the graph's function, so it must be unlike the others too
     node.meta["val"] = value
     return node
-
-
-def calls_of(graph: fx.Graph) -> list[fx.Node]:
-    """What a graph computes, in order: all but its inputs and its output."""
-    return [node for node in graph.nodes if node.op in ("call_function", "get_attr")]
-
-
-def is_port(node: fx.Node) -> bool:
-    """Whether `node` is an input or the output of its graph."""
-    return node.op in ("placeholder", "output")
-
-
-def returned_by(graph: fx.Graph) -> tuple[Any, ...]:
-    """The nodes that a graph returns, None where there is no value."""
-    returned: Any = next(iter(graph.find_nodes(op="output"))).args[0]
-    return tuple(returned)
-
-
-def scale_parameter_gradients(step: Step, factor: float) -> Step:
-    """`step` with the gradient of every parameter multiplied by `factor`."""
-    if step.backward is None or factor == 1:
-        return step
-    graph = fx.Graph()
-    returned: Any = graph.graph_copy(step.backward.graph, {})
-    placed = [p for p, needs in zip(step.program.inputs, step.needed, strict=True) if needs]
-
-    def scaled(gradient: fx.Node) -> fx.Node:
-        made = graph.call_function(torch.ops.aten.mul.Scalar, (gradient, factor))
-        made.meta["val"] = torch.ops.aten.mul.Scalar(gradient.meta["val"], factor)
-        return made
-
-    found = [
-        scaled(gradient) if p.port.role is Role.PARAMETER and gradient is not None else gradient
-        for p, gradient in zip(placed, returned, strict=True)
-    ]
-    graph.output(tuple(found))
-    return replace(step, backward=Text(step.backward, graph))

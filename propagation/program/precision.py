@@ -11,7 +11,7 @@ from ...strategy.placement import PARTIAL, Kind, placement_from_code
 from ..graph.graph import Text
 from ..graph.port import Role
 from ..ops.collectives import convert, kind_of
-from .differentiate import Step, is_port, returned_by
+from .step import Step, is_port, returned_by
 
 aten = torch.ops.aten
 _NARROW = (torch.bfloat16, torch.float16)

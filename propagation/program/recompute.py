@@ -25,8 +25,8 @@ from ..graph.port import Role
 from ..ops.collectives import convert, kind_of
 from ..ops.random_numbers import draw
 from ..rules.windows import own_slice, place_in
-from .differentiate import Step, calls_of, is_port, returned_by
-from .lower import Conversion
+from .local_program import Conversion
+from .step import Step, calls_of, is_port, returned_by
 
 _slice = torch.ops.aten.slice.Tensor
 

@@ -13,7 +13,8 @@ from partway.propagation.graph.port import Role
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.program.differentiate import differentiate
-from partway.propagation.program.lower import lower, verify_program
+from partway.propagation.program.local_program import verify_program
+from partway.propagation.program.lower import lower
 from partway.propagation.search.problem import Settings, VertexKind, formulate
 from partway.propagation.search.search import dynamic_programming, verify_solution
 from partway.runtime.simulate import Simulator

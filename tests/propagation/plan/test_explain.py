@@ -23,7 +23,8 @@ from partway.propagation.plan.explain import (
     without_collective,
 )
 from partway.propagation.plan.units import human
-from partway.propagation.program.lower import collectives_of, lower
+from partway.propagation.program.collective import collectives_of
+from partway.propagation.program.lower import lower
 from partway.propagation.search.search import SearchMode, costs_of, dynamic_programming
 from partway.strategy import Layout, Shard, StrategyError
 

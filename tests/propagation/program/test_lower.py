@@ -13,8 +13,10 @@ from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.fusion.program import make_program
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.ops.collectives import convert
+from partway.propagation.program.collective import collective
 from partway.propagation.program.differentiate import differentiate
-from partway.propagation.program.lower import LocalProgram, collective, lower, verify_program
+from partway.propagation.program.local_program import LocalProgram, verify_program
+from partway.propagation.program.lower import lower
 from partway.propagation.search.search import dynamic_programming
 from partway.strategy import REPLICATE, Layout, Shard, VerifyError
 

@@ -32,7 +32,8 @@ from partway.propagation.cost.profile import DeviceProfile, profile_of
 from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.nodes import Value, is_view, operands, source_of, tensor_of, values_of
 from partway.propagation.graph.port import Role
-from partway.propagation.program.lower import Conversion, LocalProgram, lower, verify_program
+from partway.propagation.program.local_program import Conversion, LocalProgram, verify_program
+from partway.propagation.program.lower import lower
 from partway.propagation.search.problem import Option, SearchProblem, Settings, Vertex, VertexKind, formulate
 from partway.propagation.search.search import (
     Costs,

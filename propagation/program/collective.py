@@ -1,0 +1,83 @@
+"""The collectives that a program runs: what each carries, what it costs, and what it is there for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...strategy.mesh import Mesh
+from ...strategy.placement import Kind
+from ..cost.cost import collective_seconds, wire_bytes
+from ..cost.profile import DeviceProfile
+from .local_program import Conversion, LocalProgram
+
+PHASES = ("forward", "backward")
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a program. Bytes are those of one rank; `members` are the tensors of a fused one.
+
+    payload_bytes   all_reduce, all_gather, reduce_scatter: the whole value; all_to_all: the part held; exchange: what
+                    the busiest rank sends
+    wire_bytes      what one rank sends, in a ring
+    predicted_time  seconds, by the device profile
+    where, path     the operator that wanted the conversion, and the module it is in
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    group_size: int
+    payload_bytes: int
+    wire_bytes: float
+    phase: str
+    tensor: str
+    source: str
+    producer: str
+    consumer: str
+    where: str
+    path: str
+    dtype: str
+    predicted_time: float
+    tag: int
+    members: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.phase} {self.kind} over {','.join(self.axes)} ({self.group_size} ranks) of {self.tensor}, "
+            f"{self.payload_bytes:,} bytes: {self.producer} -> {self.consumer}"
+        )
+
+
+def collective(conversion: Conversion, phase: str, mesh: Mesh, profile: DeviceProfile) -> Collective | None:
+    """The collective of `conversion` in `phase`, or None if it needs no other rank there."""
+    found = conversion.kind(phase)
+    if not found.communicates:
+        return None
+    payload = conversion.payload(phase)
+    return Collective(
+        kind=found,
+        axes=conversion.axes,
+        group_size=conversion.size,
+        payload_bytes=payload,
+        wire_bytes=wire_bytes(found, payload, conversion.size),
+        phase=phase,
+        tensor=conversion.tensor,
+        source=conversion.line,
+        producer=conversion.producer,
+        consumer=conversion.consumer,
+        where=conversion.where,
+        path=conversion.path,
+        dtype=str(conversion.dtype).removeprefix("torch."),
+        predicted_time=collective_seconds(found, payload, mesh, conversion.axes, profile),
+        tag=conversion.tag,
+        members=(conversion.tensor,),
+    )
+
+
+def collectives_of(program: LocalProgram, profile: DeviceProfile) -> tuple[Collective, ...]:
+    """What `program` runs, the forward's collectives first."""
+    conversions = program.conversions
+    if program.regather:
+        conversions += tuple(replace(c, again=True) for c in conversions if c.kept)
+    found = (collective(c, phase, program.mesh, profile) for phase in PHASES for c in conversions)
+    return tuple(c for c in found if c is not None)
