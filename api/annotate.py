@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from partway.attached import engine_of
 from partway.context import AlgoParameters, DatasetMode, ParallelContext, ParallelMode
 from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.nodes import shape
@@ -458,7 +459,7 @@ def requests(fn: Any, request: Request) -> Iterator[tuple[str, Request]]:
     `request` itself."""
     if isinstance(fn, torch.nn.Module):
         for path, module in fn.named_modules():
-            engine = module.__dict__.get("_partway")
+            engine = engine_of(module)
             if engine is not None and engine.request is not request:
                 yield f"{path}." if path else "", engine.request
     yield "", request

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partway.attached import engine_of
 from partway.propagation.graph.structure import Call
 from partway.strategy import Layout, Mesh, Problem, StrategyError, from_dtensor, raise_problems
 from partway.strategy.placement import REPLICATE
@@ -31,7 +32,7 @@ def has_other_data(tensor: Tensor) -> bool:
 def brought(module: nn.Module) -> frozenset[str]:
     """The names of the parameters of `module` that are DTensors of a person's own. (Those of a module inside that is
     sharded already are ours, but for those that it was brought.)"""
-    ours = {path: engine for path, child in module.named_modules() if (engine := child.__dict__.get("_partway"))}
+    ours = {path: engine for path, child in module.named_modules() if (engine := engine_of(child))}
     found = {f"{path}.{name}" for path, engine in ours.items() for name in engine.brought}
     for name, held in module.named_parameters(remove_duplicate=False):
         if is_dtensor(held) and not any(name.startswith(f"{path}.") for path in ours):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from partway.annotate import Request, dataset_applies, dataset_was_set
+from partway.attached import engine_of, set_engine
 from partway.compile import Compiled, check_parameters, check_target, check_tensors, compile_call, settings_of
 from partway.constrain import constrained_arguments, constrained_results
 from partway.context import ParallelContext, ParallelMode, current, current_algo
@@ -100,18 +101,18 @@ def shard(
 def _shard(fn: Any, request: Request) -> Any:
     before: _Engine | None = None
     if isinstance(fn, ShardedFunction | ShardedModule):
-        before = fn._engine if isinstance(fn, ShardedFunction) else fn._partway
+        before = fn._engine if isinstance(fn, ShardedFunction) else engine_of(fn)
     if before is not None and not before.refused:
         raise StrategyError(f"{name_of(fn)} is sharded already; call shard once, with all annotations")
     check_target("shard", fn)
     if isinstance(fn, torch.nn.Module) and before is not None:
-        fn.__dict__["_partway"] = _Engine(fn, request, parameters_on(fn, before.brought, request.own_mesh))
+        set_engine(fn, _Engine(fn, request, parameters_on(fn, before.brought, request.own_mesh)))
         return fn
     if isinstance(fn, torch.nn.Module):
         engine = _Engine(fn, request, parameters_on(fn, brought(fn), request.own_mesh))
         if not _stands_alone(current()):
             placing().adopt(fn, current(), request)
-        fn.__dict__["_partway"] = engine
+        set_engine(fn, engine)
         kind: Any = type(fn)
         fn.__class__ = _sharded_class(kind)
         return fn
@@ -163,8 +164,6 @@ class ShardedFunction:
 class ShardedModule:
     """What `shard` adds to the class of a module. `plan` and `program` are those of its last call."""
 
-    _partway: _Engine
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A module is pickled, and copied, with what was said of it; another plans anew."""
         reduced: Any = super().__reduce_ex__(protocol)
@@ -174,13 +173,13 @@ class ShardedModule:
                 f"{type(self).__name__} is pickled and copied by a __reduce__ of its own, which knows no shard; "
                 "keep its state_dict(), or copy it before shard"
             )
-        return _remade, (make, self._partway.kind, *args[1:]), *rest
+        return _remade, (make, engine_of(self).kind, *args[1:]), *rest
 
     def __copy__(self) -> Any:
         make, args, state, *_ = self.__reduce_ex__(4)
         copied = make(*args)
         copied.__dict__.update(state)
-        copied.__dict__["_partway"] = self._partway.of(copied)
+        set_engine(copied, engine_of(self).of(copied))
         return copied
 
     @contextmanager
@@ -199,7 +198,7 @@ class ShardedModule:
         What waits stays until it is reduced, after an exception too; who drops gradients (zero_grad, or `.grad = None`)
         drops what waits of them. A step of the optimizer before the last backward does not see what waits.
         """
-        waiting, block = [engine._waiting for engine in self._partway._engines()], object()
+        waiting, block = [engine._waiting for engine in engine_of(self)._engines()], object()
 
         def leave() -> None:
             for w in waiting:
@@ -228,17 +227,17 @@ class ShardedModule:
 
         Raises RuntimeStateError where no initialiser writes a tensor, and what the first call would raise.
         """
-        self._partway.materialize(tuple(args), dict(kwargs or {}), init)
+        engine_of(self).materialize(tuple(args), dict(kwargs or {}), init)
 
     @property
     def plan(self) -> Plan:
         """The plan of the last call."""
-        return self._partway.latest().plan
+        return engine_of(self).latest().plan
 
     @property
     def program(self) -> Program:
         """The program of the last call."""
-        return self._partway.latest().program
+        return engine_of(self).latest().program
 
 
 @functools.cache
@@ -247,7 +246,7 @@ def _sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._partway.call(args, kwargs, functools.partial(cls.forward, self))
+        return engine_of(self).call(args, kwargs, functools.partial(cls.forward, self))
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -438,7 +437,7 @@ class _Engine:
         if isinstance(self.fn, torch.nn.Module):
             for module in self.fn.modules():
                 if isinstance(module, ShardedModule):
-                    yield module._partway
+                    yield engine_of(module)
 
     def _runner(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext

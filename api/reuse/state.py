@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from partway.attached import ATTRIBUTE
 from partway.propagation.capture.capture import state_of
 from partway.propagation.capture.hooks import Noted, tracks
 from partway.propagation.graph.structure import Same, flatten, name_of
@@ -78,7 +79,7 @@ _MEMORY = frozenset(
 )  # fmt: skip
 _OPEN_TYPES = (SimpleNamespace, argparse.Namespace)
 # torch's own stores, which the guard watches, and ours
-_OWN = frozenset(vars(nn.Module())) | {"_partway"}
+_OWN = frozenset(vars(nn.Module())) | {ATTRIBUTE}
 _ALWAYS = frozenset({"forward"})  # what runs though no code names it
 _OF_PYTHON = 1 << 9  # the flag of a type that a class statement or `type()` made (Py_TPFLAGS_HEAPTYPE)
 _CODE = attrgetter("__code__", "__defaults__", "__kwdefaults__")

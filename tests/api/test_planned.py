@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import partway as pw
+from partway.attached import engine_of
 from partway.reuse import courses
 
 
@@ -26,7 +27,7 @@ def test_the_plan_that_was_called_longest_ago_goes(monkeypatch: pytest.MonkeyPat
 
     before = texts_of_programs()
     call(2)
-    first, texts = weakref.ref(model._partway.latest()), texts_of_programs() - before
+    first, texts = weakref.ref(engine_of(model).latest()), texts_of_programs() - before
     assert texts
     for rows in (4, 6):
         call(rows)

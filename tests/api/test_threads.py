@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import partway as pw
 from partway import auto_parallel_context, reset_auto_parallel_context, set_auto_parallel_context
 from partway import planning as plans
+from partway.attached import engine_of
 from partway.context import current, current_algo
 from partway.planning import planning
 
@@ -139,8 +140,8 @@ def test_first_calls_of_one_module_plan_once(monkeypatch: pytest.MonkeyPatch) ->
     plain = Net().double()
     model = sharded(plain)
     planned = []
-    plan = type(model._partway)._plan
-    monkeypatch.setattr(type(model._partway), "_plan", lambda *args: planned.append(1) or plan(*args))
+    plan = type(engine_of(model))._plan
+    monkeypatch.setattr(type(engine_of(model)), "_plan", lambda *args: planned.append(1) or plan(*args))
     inputs = [torch.randn(8, 16, dtype=torch.float64) for _ in range(4)]
     results = together(4, lambda i: model(inputs[i]))
     assert len(planned) == 1
@@ -208,9 +209,9 @@ def test_blocks_of_no_sync_that_overlap_end_both() -> None:
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert model._partway._waiting.blocks
+    assert engine_of(model)._waiting.blocks
     second.__exit__(None, None, None)
-    assert not model._partway._waiting.blocks
+    assert not engine_of(model)._waiting.blocks
 
 
 # -- Random numbers

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partway as pw
+from partway.attached import engine_of
 from partway.propagation.program.accumulate import accumulation
 from partway.strategy import Kind
 
@@ -118,7 +119,7 @@ def test_what_waited_is_kept_when_a_block_ends_with_an_error() -> None:
 def test_a_step_without_a_reduction_has_nothing_that_could_wait() -> None:
     model = pw.shard(network(), mesh={"one": 1})
     loss(model(BATCHES[0])).backward()
-    compiled = model._partway.latest()
+    compiled = engine_of(model).latest()
     assert accumulation(compiled.program.step) is None
     plain = network()
     with model.no_sync():

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partway as pw
+from partway.attached import engine_of
 
 MESH = {"x": 4}
 
@@ -49,7 +50,7 @@ def assert_takes_every_course(fn: Any, calls: list[tuple[Tensor, ...]], courses:
             assert found == expected
         else:
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    assert len(sharded._partway._last[1] if isinstance(fn, nn.Module) else sharded._engine._last[1]) == courses
+    assert len(engine_of(sharded)._last[1] if isinstance(fn, nn.Module) else sharded._engine._last[1]) == courses
     return sharded
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partway as pw
+from partway.attached import engine_of
 
 
 class Net(nn.Module):
@@ -139,7 +140,7 @@ def test_a_call_that_ran_again_draws_what_it_would_have_drawn() -> None:
         for values, each in zip(found, (first, model), strict=True):
             torch.manual_seed(seed)
             values.append(each(numbers(seed)).item() + torch.rand(()).item())
-        model._partway._last[1].reverse()
+        engine_of(model)._last[1].reverse()
     assert found[0] == found[1]
 
 

@@ -1,0 +1,22 @@
+"""The engine that `shard` attaches to a module: the one place that knows where it is kept.
+
+It is an attribute of the object alone, in its `__dict__`, so that it travels with what pickles and copies modules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+ATTRIBUTE = "_partway"
+
+
+def engine_of(module: nn.Module) -> Any:
+    """The engine (`partway.engine.Engine`) of a module that was sharded; None of another."""
+    return module.__dict__.get(ATTRIBUTE)
+
+
+def set_engine(module: nn.Module, engine: Any) -> None:
+    """From now on `engine` runs the calls of `module`."""
+    module.__dict__[ATTRIBUTE] = engine
