@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import cached_property
 from os import PathLike
@@ -42,6 +41,7 @@ from partway.strategy import (
 from partway.strategy.errors import raise_problems, shown
 from partway.strategy.layout import layout
 from partway.strategy.notation import Form, counted, form_of, placements_of, read_placement
+from partway.strategy.suggest import did_you_mean, either, nearest, there_are
 
 Strategies = tuple[Any, ...] | Mapping[str, Any] | None
 
@@ -418,8 +418,8 @@ def by_argument(fn: Any, given: Strategies, present: Sequence[str], problems: li
     for name, strategy in by_name.items():
         if strategy is not None and name not in present and name not in optional_names(fn):
             what = "the call passes no tensor for it" if name in known else "there is no such argument"
-            close = get_close_matches(name, present) or list(present)
-            fix = f"annotate {' or '.join(map(repr, close))}" if close else "the call passes no tensors at all"
+            others = nearest(name, present) or present
+            fix = f"annotate {either(map(repr, others))}" if others else "the call passes no tensors at all"
             problems.append(Problem(f"in_strategy[{name!r}]", what, fix))
     return by_name
 
@@ -484,20 +484,12 @@ def _parameters(graph: Graph, fn: Any, request: Request, mesh: Mesh, problems: l
                 continue
             matched = dict.fromkeys(names[name] for name in names if fnmatchcase(name, prefix + pattern))
             if not matched:
-                problems.append(Problem(source, "matches no parameter that the call uses", _nearest(pattern, names)))
+                fix = did_you_mean(pattern, names, there_are("parameters", names))
+                problems.append(Problem(source, "matches no parameter that the call uses", fix))
             for name in matched if strategy is not None else ():
                 words = f"parameter {name!r}" + "".join(f" (tied to {alias!r})" for alias in tied[name])
                 said.append(_Said(name, words, shape(ports[name].node), strategy, source))
     return said
-
-
-def _nearest(pattern: str, names: Iterable[str]) -> str:
-    every = list(names)
-    close = get_close_matches(pattern, every, 3)
-    if close:
-        return f"did you mean {' or '.join(map(repr, close))}?"
-    listed = ", ".join(map(repr, every[:6])) + (", ..." if len(every) > 6 else "")
-    return f"the parameters are {listed}" if every else "there are no parameters"
 
 
 def _constraints(graph: Graph, mesh: Mesh, problems: list[Problem]) -> list[_Said]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,6 +17,7 @@ from partway.propagation.graph.structure import flatten, flatten_call
 from partway.propagation.ops.collectives import constrain
 from partway.strategy import Problem, raise_problems
 from partway.strategy.afterwards import afterwards
+from partway.strategy.suggest import did_you_mean, there_are
 
 
 def constrained_arguments(
@@ -127,7 +127,8 @@ def _planned(fn: Any, request: Request, problems: list[Problem]) -> Iterator[tup
             source = f"module_plan[{prefix + pattern!r}]"
             matched = {module: path for path, module in modules.items() if fnmatchcase(path, prefix + pattern)}
             if not matched:
-                problems.append(Problem(source, "matches no module", _nearest(prefix + pattern, modules)))
+                fix = did_you_mean(prefix + pattern, modules, there_are("modules inside", modules))
+                problems.append(Problem(source, "matches no module", fix))
             for module, path in matched.items():
                 _, sides, _ = found.setdefault(module, (path, {}, outer.mesh))
                 for side, strategies in said.items():
@@ -138,13 +139,3 @@ def _planned(fn: Any, request: Request, problems: list[Problem]) -> Iterator[tup
     for module, (path, sides, mesh) in found.items():
         inner = Request(**{side: strategies for side, (_, strategies) in sides.items()}, mesh=mesh)
         yield module, _Planned(path, inner, frozenset(source for source, _ in sides.values()))
-
-
-def _nearest(pattern: str, modules: Mapping[str, torch.nn.Module]) -> str:
-    if not modules:
-        return "there are no modules inside"
-    close = get_close_matches(pattern, modules, 3)
-    listed = [*modules][:6]
-    if close:
-        return f"did you mean {' or '.join(map(repr, close))}?"
-    return f"the modules inside are {', '.join(map(repr, listed))}" + (", ..." if len(modules) > len(listed) else "")

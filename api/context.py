@@ -19,7 +19,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from difflib import get_close_matches
 from threading import Lock
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
@@ -47,6 +46,7 @@ from partway.runtime.step import Backend
 from partway.strategy.afterwards import afterwards
 from partway.strategy.choice import Choice
 from partway.strategy.errors import ContextError, StrategyError, shown
+from partway.strategy.suggest import did_you_mean
 from partway.strategy.validate import check_dataset_form
 
 # -- Closed choices, equal to the strings that users write and printed like them -------------------------------------
@@ -423,9 +423,9 @@ def _nested(field: FieldInfo) -> type[_Options] | None:
 def _unknown(options: type[_Options], key: object, path: str) -> str:
     if key in options.absent:
         return f"{path} is MindSpore's and not an option here: {options.absent[str(key)]}"
-    close = " or ".join(get_close_matches(str(key), options.model_fields))
+    meant = did_you_mean(str(key), options.model_fields)
     every = ", ".join(options.model_fields)
-    return f"{path} is not an option" + (f"; did you mean {close}?" if close else "") + f" (all options: {every})"
+    return f"{path} is not an option" + (f"; {meant}" if meant else "") + f" (all options: {every})"
 
 
 def _explain(options: type[_Options], error: ErrorDetails, given: Any) -> Iterable[str]:

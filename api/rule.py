@@ -6,7 +6,6 @@ import inspect
 import marshal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace as renewed
-from difflib import get_close_matches
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from partway.propagation.torch_internals import (
 )
 from partway.strategy import Problem, StrategyError, raise_problems
 from partway.strategy.errors import shown
+from partway.strategy.suggest import did_you_mean
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -204,8 +204,7 @@ def rules() -> Rows:
     problems = []
     for made in _every:
         if not made._operators:
-            close = get_close_matches(made.operator, all_operator_names(), 3)
-            fix = f"did you mean {' or '.join(map(repr, close))}?" if close else "define it, or remove() the rule"
+            fix = did_you_mean(made.operator, all_operator_names(), "define it, or remove() the rule")
             problems.append(Problem(f"rule of {made.operator!r}", "there is no such operator", fix))
     raise_problems("rules were given to operators that do not exist:", problems)
     return {operator: made.row for made in _every for operator in made._operators}

@@ -6,7 +6,6 @@ raise once.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -31,6 +30,7 @@ from .notation import (
     read_placement,
 )
 from .placement import Broadcast, Partial, Shard
+from .suggest import did_you_mean, either
 
 DATASET_MODES = ("semi_auto_parallel", "auto_parallel")
 DATASET_STRATEGIES = ("data_parallel", "full_batch")
@@ -254,7 +254,7 @@ def _division_problem(where: str, dim: int, size: int, parts: int, divider: str,
     splits = sorted((n for n in _possible_splits(mesh) if size % n == 0), reverse=True)
     padded = math.ceil(size / parts) * parts
     what = f"dim {dim} has size {size}, which {divider} not divide"
-    return Problem(where, what, f"use a split of {_either(splits)}, or pad the dim to {padded}")
+    return Problem(where, what, f"use a split of {either(splits)}, or pad the dim to {padded}")
 
 
 def _rank_problem(where: str, entries: Sequence[object], shape: Sequence[int], whole: int | None) -> Problem:
@@ -271,7 +271,7 @@ def _device_problems(where: str, counts: tuple[int, ...], device_num: int) -> It
     elif device_num % total:
         what = f"{shown(counts)} takes {counted(total, 'device')}, which does not divide the {device_num} there are"
         divisors = [n for n in range(device_num, 0, -1) if device_num % n == 0]
-        yield Problem(where, what, f"use split counts whose product is {_either(divisors)}")
+        yield Problem(where, what, f"use split counts whose product is {either(divisors)}")
 
 
 def _idle_problems(where: str, counts: tuple[int, ...], device_num: int) -> Iterator[Problem]:
@@ -325,7 +325,7 @@ def check_dataset_form(value: object) -> None:
 def _mode_problems(mode: str) -> Iterator[Problem]:
     if mode not in DATASET_MODES:
         what = f"the parallel mode is {shown(mode)}, in which inputs are not sliced"
-        fix = f"set parallel_mode to {_either(map(repr, DATASET_MODES))}, or leave dataset_strategy out"
+        fix = f"set parallel_mode to {either(map(repr, DATASET_MODES))}, or leave dataset_strategy out"
         yield Problem("dataset_strategy", what, fix)
 
 
@@ -338,7 +338,7 @@ def _dataset_form_problems(value: object) -> Iterator[Problem]:
         return
     if not isinstance(value, tuple):
         what = f"{shown(value)} is unknown" if isinstance(value, str) else f"{shown(value)} is {_a(value)}"
-        fix = f"write {_either(map(repr, DATASET_STRATEGIES))}, or a tuple with a tuple of split counts for each input"
+        fix = f"write {either(map(repr, DATASET_STRATEGIES))}, or a tuple with a tuple of split counts for each input"
         yield Problem(where, what, fix)
         return
     if value and all(map(_is_count, value)):
@@ -418,13 +418,8 @@ def _rename(axis: str, mesh: Mesh) -> str:
         return "write None without quotes"
     if mesh == Mesh.of_sizes(mesh.sizes):  # nobody has named the axes
         return f"name the axes of the mesh, such as mesh={{{axis!r}: {mesh.device_num}}}, or write split counts"
-    close = difflib.get_close_matches(axis, mesh.axes, n=1, cutoff=0.5)  # half of a two-letter name
-    return f"did you mean {close[0]!r}?" if close else f"use {_either(map(repr, mesh.axes))}"
-
-
-def _either(choices: Iterable[object]) -> str:
-    *most, last = map(str, choices)
-    return f"{', '.join(most)} or {last}" if most else last
+    others = f"use {either(map(repr, mesh.axes))}"
+    return did_you_mean(axis, mesh.axes, others, most=1, close=0.5)  # half of a two-letter name
 
 
 def _as_tuple(value: object, depth: int = 8) -> object:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from io import StringIO
 from os import PathLike
@@ -27,6 +26,7 @@ from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
 from ...strategy.notation import counted
 from ...strategy.placement import Shard, placement_from_code
+from ...strategy.suggest import did_you_mean
 from ..graph.nodes import describe, is_tensor, module_path, operator_name, source_line
 from ..graph.port import Role
 from ..program.collective import PHASES, Collective
@@ -551,11 +551,9 @@ def _inside(pattern: str, path: str) -> bool:
 def _not_found(text: str, plan: Plan) -> str:
     tensors = [t.name for t in (*plan.inputs, *plan.outputs)]
     names = dict.fromkeys([*tensors, *(o.module for o in plan.operators), *(o.name for o in plan.operators)])
-    close = get_close_matches(text, sorted(names), 3)
-    if close:
-        return f"the plan has nothing called {text!r}; did you mean {', '.join(close)}?"
     tops = dict.fromkeys(name.split(".")[0] for name in names if name)
-    return f"the plan has nothing called {text!r}; its names are, or begin with, {', '.join(list(tops)[:12])}"
+    others = f"its names are, or begin with, {', '.join(list(tops)[:12])}"
+    return f"the plan has nothing called {text!r}; {did_you_mean(text, sorted(names), others)}"
 
 
 def _rendered(table: Table, width: int) -> str:

@@ -859,13 +859,13 @@ CONTEXT = [
     Wrong(
         "unknown_option",
         lambda _: pw.set_auto_parallel_context(device_nums=8),
-        ("device_nums is not an option; did you mean device_num?", "all options: parallel_mode, search_mode"),
+        ("device_nums is not an option; did you mean 'device_num'?", "all options: parallel_mode, search_mode"),
         pw.ContextError,
     ),
     Wrong(
         "unknown_option_read",
         lambda _: pw.get_auto_parallel_context("devicenum"),
-        ("devicenum is not an option; did you mean device_num?",),
+        ("devicenum is not an option; did you mean 'device_num'?",),
         pw.ContextError,
     ),
     Wrong(
@@ -925,7 +925,7 @@ CONTEXT = [
     Wrong(
         "unknown_algo_parameter",
         lambda _: pw.set_algo_parameters(fully_use=True),
-        ("fully_use is not an option; did you mean fully_use_devices?",),
+        ("fully_use is not an option; did you mean 'fully_use_devices'?",),
         pw.ContextError,
     ),
     Wrong(
@@ -1150,7 +1150,7 @@ PLANS = [
     Wrong(
         "explain_a_misspelt_name",
         lambda m: pw.compile(m, (X,), mesh=MESH).plan.explain("up.weigth"),
-        ("the plan has nothing called 'up.weigth'; did you mean up.weight",),
+        ("the plan has nothing called 'up.weigth'; did you mean 'up.weight'",),
     ),
     Wrong(
         "explain_a_name_far_from_all",

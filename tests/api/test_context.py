@@ -136,7 +136,7 @@ def test_an_option_reads_back_as_it_was_set_and_can_be_set_again(key: str, value
 
 
 WRONG: list[tuple[dict[str, object], str]] = [
-    ({"device_nums": 8}, "device_nums is not an option; did you mean device_num? (all options: parallel_mode, search_"),
+    ({"device_nums": 8}, "device_nums is not an option; did you mean 'device_num'? (all options: parallel_mode, sea"),
     ({"xyzzy": 1}, "xyzzy is not an option (all options: parallel_mode, search_mode, device_num, dataset_strategy, fu"),
     ({"pipeline_stages": 2}, "pipeline_stages is MindSpore's and not an option here: pipeline parallelism is not avai"),
     ({"global_rank": 0}, "read the rank with partway.get_rank()"),
@@ -230,7 +230,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ),
     (
         {"comm_fusion": {"allreduced": {}}},
-        'comm_fusion["allreduced"] is not an option; did you mean allreduce? (all options: openstate, allreduce, all',
+        "comm_fusion[\"allreduced\"] is not an option; did you mean 'allreduce'? (all options: openstate, allreduce",
     ),
     ({"comm_fusion": {1: True}}, 'comm_fusion["1"] is not an option (all options: openstate, '),
     ({"comm_fusion": {"openstate": "on"}}, "comm_fusion[\"openstate\"]: got 'on' (str); accepts True or False"),
@@ -248,7 +248,10 @@ WRONG: list[tuple[dict[str, object], str]] = [
         'all_reduce_fusion_config and comm_fusion["allreduce"] both say how to group AllReduces; '
         "set one of them to None",
     ),
-    ({"strategy_ckpt_config": {"load": "x"}}, 'strategy_ckpt_config["load"] is not an option; did you mean load_file?'),
+    (
+        {"strategy_ckpt_config": {"load": "x"}},
+        "strategy_ckpt_config[\"load\"] is not an option; did you mean 'load_file'?",
+    ),
     ({"strategy_ckpt_config": {"save_file": 3}}, 'strategy_ckpt_config["save_file"]: got 3 (int); accepts a path, or'),
     (
         {"strategy_ckpt_config": {"load_file": "/nowhere/plan.json"}},
@@ -289,7 +292,7 @@ ALGO_WRONG: list[tuple[dict[str, object], str]] = [
     ({"fully_use_devices": 1}, "fully_use_devices: got 1 (int); accepts True or False"),
     ({"tensor_slice_align_size": 0}, "tensor_slice_align_size: got 0 (int); accepts an int from 1 to 1024"),
     ({"tensor_slice_align_size": 1025}, "tensor_slice_align_size: got 1025 (int); accepts an int from 1 to 1024"),
-    ({"fully_use_device": True}, "fully_use_device is not an option; did you mean fully_use_devices?"),
+    ({"fully_use_device": True}, "fully_use_device is not an option; did you mean 'fully_use_devices'?"),
     ({"enable_algo_approxi": 1}, "enable_algo_approxi: got 1 (int); accepts True or False"),
     (
         {"elementwise_op_strategy_follow": "yes"},
@@ -348,7 +351,7 @@ def test_a_long_value_is_cut_short_in_the_error() -> None:
 def test_reading_an_unknown_option_lists_the_closest_names(get: Callable[[str], object]) -> None:
     with pytest.raises(ContextError, match=rf"^{get.__name__}:\n  - xyzzy is not an option \(all options: "):
         get("xyzzy")
-    with pytest.raises(ContextError, match="did you mean device_num"):
+    with pytest.raises(ContextError, match="did you mean 'device_num'"):
         get_auto_parallel_context("device_count")
 
 

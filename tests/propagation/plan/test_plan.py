@@ -118,7 +118,7 @@ def test_patterns_and_nodes_are_explained(plan):
 
 
 def test_what_is_not_in_the_plan_is_an_error_that_names_what_is(plan):
-    with pytest.raises(StrategyError, match=r"the plan has nothing called 'up.wieght'; did you mean up.weight"):
+    with pytest.raises(StrategyError, match=r"the plan has nothing called 'up.wieght'; did you mean 'up.weight'"):
         plan.explain("up.wieght")
     with pytest.raises(StrategyError, match="the plan has nothing called 'zzz'"):
         plan.explain("zzz")
