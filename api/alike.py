@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from partway.annotate import Request
 from partway.cache import software, text_of_graph
 from partway.compile import Compiled
 from partway.context import AlgoParameters, ParallelContext
 from partway.propagation.graph.nodes import draws_random_numbers
+from partway.request import Request
 from partway.rule import rules
 from partway.runtime.agreement import Fact, facts_of
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from partway.annotate import Annotations, Request, annotate, meshes_to_try
+from partway.annotate import Annotations, annotate, meshes_to_try
 from partway.cache import Entry, cache_folder
 from partway.constrain import constrained_modules
 from partway.context import AlgoParameters, ParallelContext, ParallelMode, current, current_algo
@@ -52,6 +52,7 @@ from partway.propagation.search.eliminate import Solution
 from partway.propagation.search.problem import SearchProblem, Settings, formulate, warn_of_unknown
 from partway.propagation.search.search import SearchMode, search, verify_solution
 from partway.propagation.torch_internals import is_transformed
+from partway.request import Request
 from partway.reuse.courses import values_of
 from partway.reuse.state import Effects, State, warn_of_unwatched
 from partway.rule import rules, text_of

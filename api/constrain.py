@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from partway.annotate import Request, by_argument, check_out_strategy, constraint_text, requests
+from partway.annotate import by_argument, check_out_strategy, constraint_text
 from partway.propagation.graph.structure import flatten, flatten_call
 from partway.propagation.ops.collectives import constrain
+from partway.request import Request, requests
 from partway.strategy import Problem, raise_problems
 from partway.strategy.afterwards import afterwards
 from partway.strategy.suggest import did_you_mean, there_are

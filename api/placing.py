@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from partway.alike import SEED, asked, draws, modes, of_plan, options, versions
-from partway.annotate import Request, dataset_was_set
+from partway.annotate import dataset_was_set
 from partway.compile import Compiled
 from partway.context import DatasetMode, ParallelContext, current_algo
 from partway.dtensors import drop_hooks, is_dtensor, plain
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import Call, name_of
 from partway.propagation.program.local_program import PlacedPort
+from partway.request import Request
 from partway.runtime.agreement import Fact, agreement, facts_of, gathered
 from partway.runtime.parameters import hold
 from partway.runtime.process import get_group_size, get_rank, init, launched

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partway.annotate import Request, dataset_applies, dataset_was_set
+from partway.annotate import dataset_applies, dataset_was_set
 from partway.attached import engine_of, set_engine
 from partway.compile import Compiled, check_parameters, check_target, check_tensors, compile_call, settings_of
 from partway.constrain import constrained_arguments, constrained_results
@@ -37,6 +37,7 @@ from partway.propagation.graph.question import Answer
 from partway.propagation.graph.structure import Call, check_call, flatten, flatten_call, name_of
 from partway.propagation.plan.plan import Plan
 from partway.propagation.program.accumulate import Accumulation
+from partway.request import Request
 from partway.reuse.courses import Courses, MistakenError, Planned, values_of
 from partway.reuse.guard import Guard, asked, modes, warn_of_modes
 from partway.reuse.state import Asks, fact

@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from partway.annotate import Request, annotate
+from partway.annotate import annotate
 from partway.compile import device_profile, settings_of, uncollected
 from partway.context import AlgoParameters, ParallelContext
 from partway.propagation.capture.capture import capture
@@ -52,6 +52,7 @@ from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
 from partway.propagation.search.problem import formulate
 from partway.propagation.search.search import SearchMode, search
+from partway.request import Request
 from partway.strategy import Mesh
 
 MODE = SearchMode.DYNAMIC_PROGRAMMING

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from partway.annotate import given_mesh
 from partway.context import current
 from partway.data.window import Window, is_int
 from partway.propagation.graph.port import Role
 from partway.propagation.plan.plan import Plan, TensorPlan
+from partway.request import given_mesh
 from partway.runtime.process import get_group_size, get_rank, launched
 from partway.strategy import Layout, Mesh, StrategyError, parse, placement_from_code
 from partway.strategy.errors import DataError, shown
