@@ -54,7 +54,8 @@ from partway.propagation.search.search import SearchMode, search, verify_solutio
 from partway.propagation.torch_internals import is_transformed
 from partway.request import Request
 from partway.reuse.courses import values_of
-from partway.reuse.state import Effects, State, warn_of_unwatched
+from partway.reuse.effects import Effects
+from partway.reuse.state import State, warn_of_unwatched
 from partway.rule import rules, text_of
 from partway.runtime.process import get_rank
 from partway.strategy import Layout, Mesh, Problem, StrategyError, raise_problems

@@ -38,9 +38,10 @@ from partway.propagation.graph.structure import Call, check_call, flatten, flatt
 from partway.propagation.plan.plan import Plan
 from partway.propagation.program.accumulate import Accumulation
 from partway.request import Request
-from partway.reuse.courses import Courses, MistakenError, Planned, values_of
+from partway.reuse.courses import Courses, MistakenError, PlannedCalls, values_of
+from partway.reuse.facts import fact
 from partway.reuse.guard import Guard, asked, modes, warn_of_modes
-from partway.reuse.state import Asks, fact
+from partway.reuse.names import Asks
 from partway.rule import rules, version
 from partway.runtime.process import launched
 from partway.runtime.step import CompiledStep, Generators, Waiting, generators, put_back
@@ -304,7 +305,7 @@ class _Engine:
 
     def __init__(self, fn: Callable[..., Any], request: Request, brought: Mapping[str, Layout] | None = None) -> None:
         self.fn, self.request, self.brought = fn, request, frozenset(brought or ())
-        self._planned: Planned[_Runner] = Planned()
+        self._planned: PlannedCalls[_Runner] = PlannedCalls()
         self._last: tuple[Guard, Courses[_Runner], _Runner] | None = None
         self._waiting = Waiting()
         # of the parameters, once a plan has split them, or as they were brought

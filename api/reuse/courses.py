@@ -1,12 +1,11 @@
 """The courses of one function for one signature: what it asked of values, and the plan that each answer led to.
 
 A function that asks nothing has one plan, and a call of it looks at nothing here. What a function does ask
-(propagation/capture/questions.py)
-is asked of every call, in order and before anything runs, and the plan with the same answers
-is taken. After the same answers comes the same question, so plans are found as in a tree. What is asked late is assumed
-to be as in the last call; if it was not, the call runs again.
+(propagation/capture/questions.py) is asked of every call, in order and before anything runs, and the plan with the
+same answers is used. The same answers lead to the same next question, so looking up a plan is a walk down a tree. A
+late question is assumed to have the answer of the last call; if it has another, the call runs again.
 
-What a function reads beside its arguments (state.py) may change as well: then its courses are others.
+What a function reads beside its arguments (state.py) may change as well: then it has other courses.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from partway.propagation.graph.question import Answer, Leaf, Question, Values
 from partway.propagation.graph.structure import name_of
 from partway.reuse.state import State
 
-MOST = 128  # planned calls of one function
-_OFTEN = 4  # a value for which calls were planned anew so many times is said
+MOST_PLANS = 128  # of one function
+_OFTEN = 4  # changes of one value, after which a warning names it
 _MANY = 8  # plans of one signature, after which a warning says what asks
 
 
 class MistakenError(Exception):
-    """A course assumed other answers to late questions than `answers`, the first of them, up to one that differs."""
+    """A course assumed a wrong answer to a late question. `answers`: the right ones, up to the first that differs."""
 
     def __init__(self, answers: tuple[Answer, ...]) -> None:
         super().__init__()
@@ -46,33 +45,33 @@ class Course(Protocol):
 
     @property
     def asked(self) -> tuple[tuple[Question, Answer], ...]:
-        """What was asked in it, with the answers."""
+        """The questions that were asked in it, with their answers."""
 
 
 C = TypeVar("C", bound=Course)
 
 
 class Courses(list[C]):
-    """What runs the calls of one signature, one for each course. `state`: what they depend on beside the call, once
-    there is one."""
+    """What runs the calls of one signature, one for each course. `state`: what they depend on beside the call; unset
+    while there is none."""
 
     state: State
 
     def of(self, values: Values, late: Sequence[Answer] = ()) -> C | None:
-        """The one whose answers are those of `values`; None: none was planned, and no random number was drawn. Late
-        questions are answered by those of `late`, and more as in the course that was called last."""
+        """The course whose answers are those of `values`; None if it is not planned (then no random number was drawn).
+        The first late questions are answered by `late`, further ones as in the course that was called last."""
         answers: list[Answer] = []
         known = iter(late)
         draws = any(question.draws for course in self for question, _ in course.asked)
         before = torch.get_rng_state() if draws else None
-        open_ = list(self)
-        while open_:
-            asked = open_[0].asked
+        candidates = list(self)
+        while candidates:
+            asked = candidates[0].asked
             if len(asked) == len(answers):
-                return open_[0]
+                return candidates[0]
             question, assumed = asked[len(answers)]
             answers.append(next(known, assumed) if question.late else question.answer(values))
-            open_ = [course for course in open_ if _agrees(course, answers)]
+            candidates = [course for course in candidates if _agrees(course, answers)]
         if before is not None:
             torch.set_rng_state(before)
         return None
@@ -82,7 +81,7 @@ class Courses(list[C]):
         self.sort(key=lambda each: each is not course)
 
     def add(self, course: C, name: str) -> None:
-        """One more, of the function called `name`."""
+        """Add a course of the function called `name`."""
         self.state = course.state.joined(self.state) if self else course.state
         self.insert(0, course)
         if len(self) == _MANY:
@@ -95,20 +94,20 @@ class Courses(list[C]):
             )
 
 
-class Planned(Generic[C]):
-    """The planned calls of one function, found again by their signature and by what the function reads beside the call.
-    There are so many at most; of more those go that were called longest ago."""
+class PlannedCalls(Generic[C]):
+    """The planned calls of one function, by their signature and by what the function reads beside the call. At most
+    MOST_PLANS are kept; those called longest ago go first."""
 
     def __init__(self) -> None:
-        self._found: OrderedDict[Hashable, list[Courses[C]]] = OrderedDict()
+        self._by_signature: OrderedDict[Hashable, list[Courses[C]]] = OrderedDict()
         self._changes: Counter[str] = Counter()
 
     def __bool__(self) -> bool:
-        return bool(self._found)
+        return bool(self._by_signature)
 
     def find(self, fn: Callable[..., Any], key: Hashable) -> Courses[C]:
-        """What runs the calls of the signature `key` while `fn` reads what it would read now: none, if it is new."""
-        known = self._found.get(key)
+        """The courses of the signature `key` for what `fn` reads now; empty if these are new."""
+        known = self._by_signature.get(key)
         if not known:
             return Courses()
         for courses in known:
@@ -123,16 +122,16 @@ class Planned(Generic[C]):
         return Courses()
 
     def keep(self, key: Hashable, courses: Courses[C]) -> None:
-        """Keep `courses`, the ones called last, of the signature `key`."""
-        known = self._found.setdefault(key, [])
-        self._found.move_to_end(key)
+        """Keep `courses`, which were called last, under the signature `key`."""
+        known = self._by_signature.setdefault(key, [])
+        self._by_signature.move_to_end(key)
         if not any(courses is one for one in known):
             known.append(courses)
-        while sum(len(one) for each in self._found.values() for one in each) > MOST:
-            oldest = next(iter(self._found))
-            self._found[oldest].pop(0)
-            if not self._found[oldest]:
-                del self._found[oldest]
+        while sum(len(one) for each in self._by_signature.values() for one in each) > MOST_PLANS:
+            oldest = next(iter(self._by_signature))
+            self._by_signature[oldest].pop(0)
+            if not self._by_signature[oldest]:
+                del self._by_signature[oldest]
 
     def _note(self, name: str, changed: Sequence[str]) -> None:
         self._changes.update(changed)
@@ -150,8 +149,8 @@ def _agrees(course: Course, answers: list[Answer]) -> bool:
 
 
 def values_of(tensors: Sequence[Tensor], state: Callable[[str], Tensor], parts: bool = False) -> Values:
-    """Where questions find the tensors of a call: the `tensors` given, and the `state` of its module by name. `parts`:
-    a process was given its part only."""
+    """Where questions find the tensors of a call: among its `tensors`, and by name in the `state` of its module.
+    `parts`: a process has only its part of an input."""
 
     def value(leaf: Leaf) -> Tensor:
         given = leaf.role is Role.INPUT

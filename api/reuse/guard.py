@@ -1,6 +1,6 @@
 """Whether a call is like the last one: then it only runs, and nothing is looked up or checked.
 
-Every call pays for this, so it compares what is there with what was there, by identity wherever that is enough, and
+Every call pays for this, so it compares what is there with what was there, by identity where that is enough, and
 builds nothing. A guard that does not hold costs a lookup among the plans, never a wrong answer.
 """
 
@@ -20,13 +20,15 @@ from partway.propagation.capture.stand_ins import attributes_of
 from partway.propagation.graph.structure import Structure, flatten
 from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.torch_internals import dispatch_modes, function_modes, is_transformed
-from partway.reuse.state import Asks, State, fact
+from partway.reuse.facts import fact
+from partway.reuse.names import Asks
+from partway.reuse.state import State
 from partway.rule import version
 
-_PLAIN = frozenset({type(None), bool, int, float, str})  # two that are equal, and of one type, are one value
+_PLAIN = frozenset({type(None), bool, int, float, str})  # two of one type that are equal are one value
 _NOTHING = fact({})
 _TRAINING = attrgetter("training")
-_MEMORY = Tensor.data_ptr  # of a DTensor 0, unless its data were set
+_MEMORY = Tensor.data_ptr  # 0 for a DTensor, unless its data were set
 _FACTS = attrgetter("requires_grad", "dtype", "shape")
 
 
@@ -52,16 +54,16 @@ class Guard:
         modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self._modules, self._training = modules, [m.training for m in modules]
         self._stores = [m._parameters for m in modules]  # the state watches the modules inside
-        self._held = list(_held(self._stores))
-        self._sizes, self._held_ids = [*map(len, self._stores)], [*map(id, self._held)]
-        self._parameters = list({id(p): p for p in self._held if isinstance(p, Tensor)}.values())
+        self._parameters_in_order = list(_parameters_in(self._stores))
+        self._sizes, self._parameter_ids = [*map(len, self._stores)], [*map(id, self._parameters_in_order)]
+        self._parameters = list({id(p): p for p in self._parameters_in_order if isinstance(p, Tensor)}.values())
         self._facts = [*map(_FACTS, self._parameters)]
-        # Of DTensors where their parts are: another plan may have moved them.
+        # where the parts of DTensors are: another plan may have moved them
         self._specs = [(p, p._spec) for p in self._parameters if hasattr(p, "_spec")]
         self._wrapped = [p for p, _ in self._specs]
 
     def admits(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> list[Tensor] | None:
-        """The tensors of a call that has the same plan; None of another call."""
+        """The tensors of a call that has the same plan; None for another call."""
         if kwargs or [*map(type, args)] != self._positional:
             tensors, structure = flatten((args, kwargs))
             if not _same_structure(structure, self._structure):
@@ -77,7 +79,7 @@ class Guard:
             and (self._asks is None or self._asks.answers(tensors) == self._answers)
             and [*map(_TRAINING, self._modules)] == self._training
             and [*map(len, self._stores)] == self._sizes
-            and [*map(id, _held(self._stores))] == self._held_ids
+            and [*map(id, _parameters_in(self._stores))] == self._parameter_ids
             and [*map(_FACTS, self._parameters)] == self._facts
             and all(p._spec is spec for p, spec in self._specs)
             and not any(map(_MEMORY, self._wrapped))
@@ -86,20 +88,20 @@ class Guard:
         return tensors if same else None
 
 
-def _held(stores: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+def _parameters_in(stores: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
     """The parameters in the `stores` of modules."""
     return chain.from_iterable(store.values() for store in stores)
 
 
 def asked(asks: Asks, context: ParallelContext) -> Asks:
-    """What code asks, and what Partway asks for it: PyTorch draws random numbers in the order of memory."""
+    """What code asks, and what Partway asks on its behalf: PyTorch draws random numbers in the order of memory."""
     return asks | Asks(memory=context.random_numbers is RandomNumbers.TORCH)
 
 
 def modes() -> tuple[Any, ...]:
-    """What torch itself is set to: the dtype of tensors that are made, whether algorithms have to be deterministic, the
-    dtypes into which torch.autocast casts on a CPU and on a GPU (None where it is off), and the modes that functions
-    run in (torch.set_default_device's is one) with what they hold."""
+    """The settings of torch itself: the default dtype, whether algorithms must be deterministic, the dtypes that
+    torch.autocast casts to on a CPU and on a GPU (None where it is off), and the modes that functions run in
+    (torch.set_default_device's is one) with their attributes."""
     return (
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
@@ -110,18 +112,18 @@ def modes() -> tuple[Any, ...]:
 
 
 def warn_of_modes(name: str) -> None:
-    """Warn of dispatch modes of others than PyTorch that are on: they see a program in place of the function `name`."""
+    """Warn of active dispatch modes that are not PyTorch's: they see a program in place of the function `name`."""
     for mode in dispatch_modes():
         if type(mode).__module__.partition(".")[0] != "torch":
             warnings.warn(
                 f"the TorchDispatchMode {type(mode).__name__} is on while {name} is planned: it sees the operators "
-                "that Partway runs, on parts, and not those of the function; what it changes may be something else",
+                "that Partway runs, on parts of tensors, instead of the function's own; its results may differ",
                 stacklevel=6,
             )
 
 
 def _same_structure(one: Structure, other: Structure) -> bool:
-    """Whether two calls have the same tree and plain values; those that have no plain equality count as different."""
+    """Whether two calls have the same tree and plain values; values without plain equality count as different."""
     return (
         len(one.leaves) == len(other.leaves)
         and all(

@@ -16,7 +16,7 @@ from partway.reuse import courses
 
 
 def test_the_plan_that_was_called_longest_ago_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courses, "MOST", 2)
+    monkeypatch.setattr(courses, "MOST_PLANS", 2)
     model = pw.shard(nn.Linear(4, 4), mesh={"x": 2})
 
     def call(rows: int) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 import partway as pw
-from partway.reuse.contents import MOST, held, unread
+from partway.reuse.contents import MOST_BYTES, contents_of, is_unwatched
 
 X = torch.linspace(-1, 2, 32, dtype=torch.float64).view(4, 8)
 SCALE = 1.0
@@ -36,14 +36,14 @@ Case = tuple[Callable[[Tensor], Tensor], Callable[[], object]]  # a function, an
 
 
 def of_lru_cache() -> Case:
-    held = SimpleNamespace(k=1.0)
+    holder = SimpleNamespace(k=1.0)
 
     @functools.lru_cache
     def scale() -> float:
-        return float(held.k)
+        return float(holder.k)
 
     def change() -> None:
-        held.k = 3.0
+        holder.k = 3.0
         scale.cache_clear()
 
     return lambda x: x * scale(), change
@@ -376,10 +376,10 @@ def test_what_is_closed_or_released_may_lie_around() -> None:
 
 
 def test_large_arrays_are_not_compared() -> None:
-    small, large = np.ones(MOST // 8), np.ones(MOST // 8 + 1)
-    assert held(small) is not None
-    assert not unread(small)
-    assert held(large) is None
-    assert unread(large)
-    assert not unread(np.float32(1.0))
-    assert unread(iter([1]))
+    small, large = np.ones(MOST_BYTES // 8), np.ones(MOST_BYTES // 8 + 1)
+    assert contents_of(small) is not None
+    assert not is_unwatched(small)
+    assert contents_of(large) is None
+    assert is_unwatched(large)
+    assert not is_unwatched(np.float32(1.0))
+    assert is_unwatched(iter([1]))

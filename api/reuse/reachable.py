@@ -1,0 +1,264 @@
+"""All that the code of a function can reach by the names in it.
+
+No read is intercepted. Which names a function reads is seen in its code, and whatever has one of them where the
+function can reach it is watched: too much rather than too little, since watching costs a comparison of identities.
+
+Anything may lie there, even what raises an error when an attribute is asked for, or on `isinstance` (which asks for
+`__class__`). So for what is not known, the type is asked.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from partway.attached import ATTRIBUTE
+from partway.propagation.capture.capture import state_of
+from partway.propagation.capture.hooks import tracks
+from partway.propagation.graph.structure import name_of
+from partway.propagation.torch_internals import module_hooks
+from partway.reuse.contents import contents_of, is_unwatched
+from partway.reuse.facts import CONTAINERS, OPEN_TYPES, PLAIN
+from partway.reuse.libraries import is_closed, is_closed_type
+from partway.reuse.names import Asks, Names, names_in
+
+# Python modules that return another value at each call
+_UNWATCHED = {
+    "datetime": "clock",
+    "secrets": "source of random bytes",
+    "time": "clock",
+    "uuid": "source of random bytes",
+}
+# torch's own stores, which the guard watches, and ours
+OWN_STORES = frozenset(vars(nn.Module())) | {ATTRIBUTE}
+_ALWAYS = frozenset({"forward"})  # what runs though no code names it
+_CONSTRUCTORS = ("__new__", "__init__", "__post_init__")
+_NO_STORE: Mapping[str, Any] = {}
+
+
+def _home(value: Any) -> str | None:
+    """The name of the Python module that a class or a function comes from; of a module its own."""
+    return value.__name__ if isinstance(value, ModuleType) else value.__module__
+
+
+def _own_store(value: Any) -> Mapping[str, Any]:
+    """The attributes that an object itself has."""
+    try:
+        store = object.__getattribute__(value, "__dict__")
+    except Exception:  # a proxy whose object is gone may raise anything
+        return _NO_STORE
+    return store if isinstance(store, dict) else _NO_STORE
+
+
+@dataclass
+class Owner:
+    """Something with attributes.
+
+    label    what messages write before the name of an attribute
+    store    where the attributes are
+    every    whether all of them count, or those that code names
+    kind     its type; None of a class or a Python module
+    static   that class or module, unless it is a library's
+    seen     the attributes that were added
+    """
+
+    label: str
+    store: Mapping[str, Any]
+    every: bool
+    kind: type | None
+    static: Any = None
+    seen: set[str] = field(default_factory=set)
+
+
+class Reachable:
+    """All that the code of a function can reach by the names in it."""
+
+    def __init__(self, fn: Callable[..., Any], observers: frozenset[int]) -> None:
+        self.attributes = set(_ALWAYS)
+        self.owners: list[Owner] = []
+        self.items: list[tuple[str, Mapping[Any, Any], Any]] = []  # a label, a store and a key
+        self.getters: list[tuple[str, Any, str]] = []  # a label, an object and an attribute: cells, slots
+        self.globals: list[tuple[str, MutableMapping[str, Any], str]] = []  # those that code writes
+        self.containers: list[tuple[str, Any]] = []
+        self.environment = False  # whether code reads variables of the environment
+        self.asks = Asks()
+        self._any_attribute = False  # whether code computes the names of attributes
+        self._creates = False  # whether code creates objects of classes that it does not name
+        self._constructors: list[tuple[str, Any]] = []  # of classes that were reached by their objects
+        self.reads: list[tuple[str, Callable[[], Any], bool]] = []  # a label, what reads it, whether it is a generator
+        self.functions: list[FunctionType] = []  # those whose code may change
+        self.unwatched: list[tuple[str, str]] = []
+        self._waiting = deque[tuple[Any, str, bool]]()  # reached, and not looked into yet
+        self._known: set[int] = set()
+        self._global: set[tuple[int, str]] = set()
+        self._kept: list[Any] = []  # keeps what is known alive, so that no other object gets its id
+        if isinstance(fn, nn.Module):
+            for path, module in fn.named_modules():
+                self.reach(module, f"{path}." if path else "")
+            for name, tensor in state_of(fn).items():  # attributes that people gave them
+                self.owners.append(Owner(f"{name}.", vars(tensor), False, type(tensor)))
+            for _, _, store in module_hooks(fn):
+                for hook in store.values():
+                    if id(hook) not in observers and not tracks(hook):
+                        self.reach(hook, f"hook {name_of(hook)}.", every=True)
+        else:
+            self.reach(fn, "")
+        self._follow()
+
+    def reach(self, value: Any, label: str, every: bool = False) -> None:
+        """Look into `value` in its turn; the labels of its attributes begin with `label`."""
+        if issubclass(type(value), (*PLAIN, Tensor)) or id(value) in self._known:
+            return
+        self._known.add(id(value))
+        self._kept.append(value)
+        self._waiting.append((value, label, every))
+
+    def _look_into(self, value: Any, label: str, every: bool) -> None:
+        self._note(value, label.rstrip("."))
+        if (contents := contents_of(value)) is None:
+            self._look_at(value, label, every)
+        elif contents.whole:
+            self._reach_object(value, label, every=True)
+        else:
+            self.attributes |= contents.names
+            if contents.read is not None:
+                self.reads.append((label.rstrip("."), contents.read, contents.draws))
+            self._reach_all(contents.objects, label)
+            if not is_closed_type(type(value)):  # a user's, with methods
+                self._reach_type(type(value))
+
+    def _note(self, value: Any, label: str) -> None:
+        """Note what cannot be watched."""
+        kind = type(value)
+        if issubclass(kind, ModuleType | type | FunctionType | BuiltinFunctionType) and _home(value) in _UNWATCHED:
+            self.unwatched.append((label, _UNWATCHED[str(_home(value))]))
+        if is_unwatched(value):
+            self.unwatched.append((label, kind.__name__))
+
+    def _look_at(self, value: Any, label: str, every: bool) -> None:
+        kind = type(value)
+        if issubclass(kind, functools.partial):
+            self._reach_all((value.func, *value.args, *value.keywords.values()), label)
+        elif issubclass(kind, MethodType):
+            self._reach_all((value.__func__, value.__self__), label)
+        elif issubclass(kind, staticmethod | classmethod):
+            self._creates |= issubclass(kind, classmethod)
+            self.reach(value.__func__, label)
+        elif issubclass(kind, property | functools.cached_property):
+            self._reach_all((getattr(value, "fget", None), getattr(value, "func", None)), label)
+        elif issubclass(kind, FunctionType):
+            self._reach_function(value)
+        elif issubclass(kind, CONTAINERS):
+            self.containers.append((label.rstrip("."), value))
+            self._reach_all(dict.values(value) if issubclass(kind, dict) else value, label)
+        elif issubclass(kind, type):
+            self._reach_type(value)
+            self._reach_all(
+                [vars(base)[name] for base in value.__mro__ for name in _CONSTRUCTORS if name in vars(base)], label
+            )
+        elif issubclass(kind, ModuleType):
+            if not is_closed(value.__name__):
+                self.owners.append(Owner(f"{value.__name__}.", vars(value), False, None, value))
+        elif issubclass(kind, nn.Module) or every or issubclass(kind, OPEN_TYPES) or not is_closed_type(kind):
+            self._reach_object(value, label, every)
+
+    def _reach_all(self, values: Any, label: str) -> None:
+        for value in values:
+            self.reach(value, label)
+
+    def _reach_object(self, value: Any, label: str, every: bool) -> None:
+        dynamic = not issubclass(type(value), nn.Module) and any(
+            name in vars(cls) for cls in type(value).__mro__[:-1] for name in ("__getattr__", "__getattribute__")
+        )
+        store = _own_store(value)
+        if (engine := store.get("_engine")) is not None and is_closed_type(type(engine)):
+            self.reach(engine.fn, label)  # a sharded function
+            return
+        self._reach_type(type(value))
+        if store is not _NO_STORE:
+            self.owners.append(Owner(label, store, every or dynamic, type(value)))
+        for cls in type(value).__mro__:
+            for name, slot in vars(cls).items():
+                if isinstance(slot, MemberDescriptorType) and not name.startswith("__"):
+                    with suppress(AttributeError):  # empty so far
+                        self.reach(slot.__get__(value), f"{label}{name}.")
+                        self.getters.append((f"{label}{name}", value, name))
+
+    def _reach_type(self, cls: type) -> None:
+        if not is_closed_type(type(cls)) and id(type(cls)) not in self._known:
+            self._reach_type(type(cls))
+        for base in cls.__mro__:
+            ours = not is_closed_type(base)
+            if id(base) in self._known and base is not cls:
+                continue
+            self._known.add(id(base))
+            self._kept.append(base)
+            if ours or issubclass(base, nn.Module):
+                self.owners.append(Owner(f"{base.__qualname__}.", vars(base), False, None, base if ours else None))
+            if ours:
+                special = {name: value for name, value in vars(base).items() if name.startswith("__")}
+                self._constructors += [
+                    (f"{base.__qualname__}.", special.pop(name)) for name in _CONSTRUCTORS if name in special
+                ]
+                self._reach_all(filter(callable, special.values()), f"{base.__qualname__}.")
+
+    def _reach_function(self, fn: FunctionType) -> None:
+        names = names_in(fn.__code__)
+        self.attributes |= names.attributes
+        if not is_closed(fn.__globals__.get("__name__", "")):  # not __module__: functools.wraps copies it
+            if "-packages" not in fn.__code__.co_filename:  # what is installed is not edited while it runs
+                self.functions.append(fn)
+            self._reach_globals(fn, names)
+            if attributes := vars(fn):
+                self.owners.append(Owner(f"{fn.__qualname__}.", attributes, False, FunctionType))
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # empty so far
+                continue
+            label = f"{name} of {fn.__qualname__}"
+            self.getters.append((label, cell, "cell_contents"))
+            self.reach(value, f"{label}.")
+        self._reach_all((*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()), f"{fn.__qualname__}.")
+        self.reach(getattr(fn, "__wrapped__", None), "")
+
+    def _reach_globals(self, fn: FunctionType, names: Names) -> None:
+        where = fn.__globals__
+        self.environment |= names.environment
+        self.asks |= names.asks
+        self._any_attribute |= names.any_attribute
+        self._creates |= names.creates
+        for name in sorted(names.read | names.written | (where.keys() if names.any_global else set())):
+            if name in where and (id(where), name) not in self._global:
+                self._global.add((id(where), name))
+                self._add(f"global {name}", where, name)
+        self.globals += [(f"global {name}", where, name) for name in sorted(names.written)]
+
+    def _follow(self) -> None:
+        """Add whatever has one of the names, until there is no more."""
+        done = -1
+        while self._waiting or done != len(self.attributes) + len(self.owners):
+            done = len(self.attributes) + len(self.owners)
+            while self._waiting:
+                self._look_into(*self._waiting.popleft())
+            while self._creates and self._constructors:
+                label, constructor = self._constructors.pop()
+                self.reach(constructor, label)
+            for owner in list(self.owners):
+                own = owner.kind is not None and not is_closed_type(owner.kind)
+                every = owner.every or (self._any_attribute and own)
+                named = owner.store.keys() if every else owner.store.keys() & self.attributes
+                for name in sorted(named - owner.seen - OWN_STORES):
+                    owner.seen.add(name)
+                    self._add(f"{owner.label}{name}", owner.store, name)
+
+    def _add(self, label: str, store: Mapping[Any, Any], key: Any) -> None:
+        self.items.append((label, store, key))
+        self.reach(store[key], f"{label}.")
