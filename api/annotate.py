@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from partway.context import AlgoParameters, DatasetMode, ParallelContext, ParallelMode
+from partway.context import DatasetMode, ParallelContext, ParallelMode
+from partway.plan_inputs import PlanInputs
 from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.nodes import shape
 from partway.propagation.graph.port import Port, Role
@@ -68,27 +69,25 @@ def constraint_of(text: str) -> tuple[Any, Mesh | None]:
 # -- the mesh
 
 
-def meshes_to_try(
-    graph: Graph,
-    fn: Any,
-    request: Request,
-    context: ParallelContext,
-    processes: int | None,
-    saved: Plan | None,
-    fixed: Mapping[str, Layout],
-    node: int | None,
-    placed: Mapping[str, Layout],
-) -> list[Mesh]:
+def meshes_to_try(inputs: PlanInputs) -> list[Mesh]:
     """The meshes that a call may be planned on: the one given (to `shard`, by a saved plan, or inside the function);
-    else that of the layouts which parameters already have (`fixed`); else every mesh of the devices on which the int
-    strategies can be written, or only the coarsest where operators follow data parallelism by default.
+    else that of the layouts which parameters already have; else every mesh of the devices on which the int strategies
+    can be written, or only the coarsest where operators follow data parallelism by default.
 
-    `processes`: how many a launcher started, or None in simulation. `node`: how many devices stand close together.
-    Raises StrategyError where there is no mesh and no number of devices, or another number than `processes`.
+    Raises StrategyError where there is no mesh and no number of devices, or another number than that of the processes.
     """
+    graph, fn, request, context, processes = (
+        inputs.graph, inputs.fn, inputs.request, inputs.context, inputs.processes
+    )  # fmt: skip
+    saved = inputs.replayed or inputs.loaded
     constraints = [constraint_of(str(n.args[1])) for n in graph.nodes if n.target is constrain]
     within = [own for _, own in constraints] + [inner.own_mesh for _, inner in requests(fn, request)]
-    given = [request.own_mesh, saved.mesh if saved else None, *within, *(found.mesh for found in placed.values())]
+    given = [
+        request.own_mesh,
+        saved.mesh if saved else None,
+        *within,
+        *(layout.mesh for layout in inputs.inputs.values()),
+    ]
     if mesh := next((found for found in given if found is not None), None):
         if processes is not None:
             from partway.strategy.torch_mesh import check_ranks
@@ -100,7 +99,7 @@ def meshes_to_try(
             "there is no mesh to split over; pass mesh={'dp': 2, 'tp': 4}, or set_auto_parallel_context(device_num=8)"
         )
     devices = processes or context.device_num
-    earlier = [found.mesh for found in fixed.values() if found.mesh.device_num == devices]
+    earlier = [layout.mesh for layout in inputs.parameters.values() if layout.mesh.device_num == devices]
     if earlier:
         return earlier[:1]
     strategies = [s for _, s in request.given()] + [s for s, _ in constraints]
@@ -110,7 +109,7 @@ def meshes_to_try(
     counts = [tuple(n or 1 for n in s) for s in strategies if _is_counts(s, devices)]
     if context.mode_was_set and context.parallel_mode != ParallelMode.AUTO_PARALLEL:
         return [coarsest_mesh(devices, counts)]
-    return meshes_of(devices, counts, node)
+    return meshes_of(devices, counts, inputs.profile.levels[0].devices)
 
 
 def _is_counts(strategy: Any, devices: int) -> bool:
@@ -140,22 +139,12 @@ class Annotations:
     written: Mapping[str, str]  # where what is said of each name was written: one pattern may speak of many
 
 
-def annotate(
-    graph: Graph,
-    fn: Any,
-    request: Request,
-    mesh: Mesh,
-    context: ParallelContext,
-    algo: AlgoParameters,
-    fixed: Mapping[str, Layout],
-    saved: Plan | None,
-    placed: Mapping[str, Layout],
-) -> Annotations:
-    """Check everything that was said about `fn` against its graph; all failures are reported together.
+def annotate(given: PlanInputs, mesh: Mesh) -> Annotations:
+    """Check every annotation of a function against its graph; all failures are reported together.
 
-    `fixed` are the layouts that parameters already have (an earlier plan split them), `placed` those of inputs that are
-    DTensors. Raises StrategyError.
+    Raises StrategyError.
     """
+    graph, fn, request, context = given.graph, given.fn, given.request, given.context
     problems: list[Problem] = []
     inputs = [port for port in graph.inputs if port.role is Role.INPUT]
     results = [port for port in graph.outputs if port.role is Role.RESULT]
@@ -168,13 +157,13 @@ def annotate(
     ]
     named = {one.key for one in said}  # of an input that is said to lie otherwise the DTensor is redistributed
     said += [
-        _Said(port.name, f"input {port.name!r}", shape(port.node), placed[port.name], "the DTensor that is given")
+        _Said(port.name, f"input {port.name!r}", shape(port.node), given.inputs[port.name], "the DTensor that is given")
         for port in inputs
-        if port.name in placed and port.name not in named
+        if port.name in given.inputs and port.name not in named
     ]
     if context.mode_was_set and context.parallel_mode == ParallelMode.DATA_PARALLEL:
         said += _data_parallel(graph, inputs, request, mesh, context, problems)
-    strict = algo.fully_use_devices and "fully_use_devices" in algo.model_fields_set
+    strict = given.algo.fully_use_devices and "fully_use_devices" in given.algo.model_fields_set
     checked: tuple[Annotation | None, ...] = ()
     try:
         stored = {Role.PARAMETER, Role.RESULT}
@@ -195,11 +184,11 @@ def annotate(
             _allow(allowed, sayers, one, annotation, problems)
             written[one.key] = f"{written[one.key]} and {one.source}" if one.key in written else one.source
     raise_problems("annotations contradict each other:", problems)
-    if saved is not None:
-        _load(allowed, graph, saved, mesh, context, problems)
+    if given.loaded is not None:
+        _load(allowed, graph, given.loaded, mesh, context, problems)
         raise_problems("the plan that strategy_ckpt_config loads does not fit:", problems)
         written.update({name: "strategy_ckpt_config" for name in allowed if name not in written})
-    _fix(allowed, graph, fixed, mesh, problems)
+    _fix(allowed, graph, given.parameters, mesh, problems)
     raise_problems("the parameters have layouts already:", problems)
     return Annotations(allowed, beside_losses(graph) - allowed.keys(), _parts(inputs, allowed), written)
 

@@ -27,6 +27,7 @@ from partway.constrain import constrained_modules
 from partway.context import AlgoParameters, ParallelContext, ParallelMode, current, current_algo
 from partway.dtensors import brought, has_other_data, inputs_on, parameters_on, plain
 from partway.fusion.program import Program, make_program
+from partway.plan_inputs import PlanInputs
 from partway.planning import planning
 from partway.propagation.capture.capture import CaptureOptions, capture, state_of
 from partway.propagation.capture.hooks import none_of_all_modules
@@ -47,7 +48,6 @@ from partway.propagation.program.lower import lower
 from partway.propagation.program.precision import reduce_in_float32
 from partway.propagation.program.recompute import checkpointed, gathered_weights, recompute, within_windows
 from partway.propagation.program.step import Step, scale_parameter_gradients
-from partway.propagation.rules.custom import Rows
 from partway.propagation.search.eliminate import Solution
 from partway.propagation.search.problem import SearchProblem, Settings, formulate, warn_of_unknown
 from partway.propagation.search.search import SearchMode, search, verify_solution
@@ -92,15 +92,28 @@ class Compiled:
     effects   what the function leaves behind
     """
 
-    graph: Graph
+    inputs: PlanInputs
     planned: Planned
-    context: ParallelContext
-    profile: DeviceProfile
     entry: Entry
     # what the plan was found in: searched again, once, where the plan was in the cache
     searched: Callable[[], Searched]
     state: State
     effects: Effects
+
+    @property
+    def graph(self) -> Graph:
+        """The captured call."""
+        return self.inputs.graph
+
+    @property
+    def context(self) -> ParallelContext:
+        """The options that it was planned with."""
+        return self.inputs.context
+
+    @property
+    def profile(self) -> DeviceProfile:
+        """The figures of the devices."""
+        return self.inputs.profile
 
     @property
     def local(self) -> LocalProgram:
@@ -263,15 +276,18 @@ def compile_call(
     given = _given_plan(graph, request.plans)
     own = {node.target: every[node.target] for node in graph.nodes if node.target in every}
     settled = dict(fixed or {})  # as they are now: what is searched again later is the same
+    inputs = PlanInputs(
+        graph, fn, request, context, algo, profile, own, processes, settled, dict(placed or {}), saved, given
+    )
 
     def plan_on(mesh: Mesh, below: float) -> Searched:
-        annotations = annotate(graph, fn, request, mesh, context, algo, settled, saved, placed or {})
+        annotations = annotate(inputs, mesh)
 
         def solved(settings: Settings) -> Searched:
             problem = formulate(graph, settings, annotations.allowed, annotations.as_it_lies)
             return Searched(annotations, problem, replay(problem, given) if given else search(problem, mode, below))
 
-        settings = settings_of(request, mesh, context, algo, profile, own)
+        settings = settings_of(inputs, mesh)
         try:
             found = solved(settings)
         except StrategyError:
@@ -288,8 +304,7 @@ def compile_call(
 
     @functools.cache
     def find() -> Searched:
-        inner = profile.levels[0].devices
-        meshes = meshes_to_try(graph, fn, request, context, processes, given or saved, settled, inner, placed or {})
+        meshes = meshes_to_try(inputs)
         with uncollected():
             return cheapest(plan_on, meshes)
 
@@ -312,7 +327,7 @@ def compile_call(
     )  # fmt: skip
     planned = entry.fetch("plan", make, Planned)
     planned.plan.of(lambda: alternatives(find(), planned.local, mode))
-    compiled = Compiled(graph, planned, context, profile, entry, find, state, effects)
+    compiled = Compiled(inputs, planned, entry, find, state, effects)
     warn_of_unknown(graph, planned.plan.unknown_operators)
     if verifies:
         verify(graph)
@@ -387,16 +402,15 @@ def _own_saved_tensors() -> torch.autograd.graph.saved_tensors_hooks:
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
-def settings_of(
-    request: Request, mesh: Mesh, context: ParallelContext, algo: AlgoParameters, profile: DeviceProfile, own: Rows
-) -> Settings:
-    """What the search needs to know of the context, and of the rules that people gave."""
+def settings_of(inputs: PlanInputs, mesh: Mesh) -> Settings:
+    """What the search needs to know of the options, and of the rules that users wrote."""
+    context, algo = inputs.context, inputs.algo
     modes = (ParallelMode.SEMI_AUTO_PARALLEL, ParallelMode.DATA_PARALLEL)
     threshold = context.parallel_optimizer_config.parallel_optimizer_threshold * 1024
     return Settings(
         mesh=mesh,
-        profile=profile,
-        weights=WEIGHTS[Level(request.level)],
+        profile=inputs.profile,
+        weights=WEIGHTS[Level(inputs.request.level)],
         fully_use_devices=algo.fully_use_devices,
         batch_by_default=context.mode_was_set and context.parallel_mode in modes,
         stay_split=context.mode_was_set and context.parallel_mode == ParallelMode.DATA_PARALLEL,
@@ -408,7 +422,7 @@ def settings_of(
         memory_limit=algo.memory_limit,
         regather=context.reshard_after_forward is True,
         on_unknown_op=context.on_unknown_op,
-        rules=own,
+        rules=inputs.rules,
     )
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from operator import attrgetter
 from threading import get_ident
 from types import MethodType
@@ -427,7 +428,7 @@ class _Engine:
         if _stands_alone(context):
             raise StrategyError("materialize needs a plan, and in stand_alone mode there is none; set another mode")
         compiled = self._runner(args, kwargs, context)[1].compiled
-        settings = settings_of(self.request, compiled.mesh, context, current_algo(), compiled.profile, rules())
+        settings = replace(settings_of(compiled.inputs, compiled.mesh), rules=rules())
         tied = {other: name for other, name in compiled.graph.aliases.items() if name in self._layouts}
         layouts = self._layouts | {other: self._layouts[name] for other, name in tied.items()}
         materialize(self.fn, layouts, place, settings, given[0].device, context.random_numbers, init)

@@ -45,6 +45,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from partway.annotate import annotate
 from partway.compile import device_profile, settings_of, uncollected
 from partway.context import AlgoParameters, ParallelContext
+from partway.plan_inputs import PlanInputs
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.plan.plan import make_plan
@@ -212,13 +213,9 @@ def measure(case: Case) -> Run:
         return result
 
     def formulated() -> Any:
-        notes = annotate(graph, model, request, mesh, context, algo, {}, None, {})
-        return formulate(
-            graph,
-            settings_of(request, mesh, context, algo, device_profile(graph, request, context), {}),
-            notes.allowed,
-            notes.as_it_lies,
-        )
+        inputs = PlanInputs(graph, model, request, context, algo, device_profile(graph, request, context))
+        notes = annotate(inputs, mesh)
+        return formulate(graph, settings_of(inputs, mesh), notes.allowed, notes.as_it_lies)
 
     graph = timed("capture", lambda: capture(model, (), {"input_ids": tokens, "labels": tokens}))
     with uncollected():
