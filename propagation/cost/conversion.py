@@ -27,6 +27,7 @@ from .profile import DeviceProfile
 
 Floats = NDArray[np.float64]
 Codes = NDArray[np.intp]
+Mask = NDArray[np.bool_]
 CHUNK = 2**16  # costs that are relaxed at a time: they stay in the cache
 _SLACK = 1 / 8  # how much of what ranks store for good may mean nothing, without being asked for
 _STEP = 1e-13  # seconds: of two ways that cost the same the shorter one wins, and no way is a circle

@@ -27,9 +27,9 @@ from ..graph.queries import beside_losses
 from ..program.collective import Collective, collectives_of
 from ..program.local_program import LocalProgram
 from ..program.lower import lower, tensor_name
-from ..search.eliminate import Solution
 from ..search.problem import SearchProblem, Vertex, formulate
-from ..search.search import SearchMode, search
+from ..search.search import SEARCHES, SearchMode, search
+from ..search.solution import Solution
 from .units import human, lasting
 
 TRIED = 16  # annotations that are left out one by one in the search for a cause
@@ -165,7 +165,7 @@ class Alternatives:
     @cached_property
     def optimum(self) -> Outcome | None:
         """The cheapest plan under the same annotations."""
-        return self.made if self.mode is _EXACT else best(self.problem)
+        return self.made if SEARCHES[self.mode].exact else best(self.problem)
 
     @cached_property
     def unlimited(self) -> Outcome | None:

@@ -32,9 +32,9 @@ from ..graph.port import Role
 from ..program.collective import PHASES, Collective
 from ..program.local_program import LocalProgram
 from ..program.lower import describe_option
-from ..search.eliminate import Solution
-from ..search.problem import SearchProblem, VertexKind
-from ..search.search import AMONG, SearchMode
+from ..search.problem import AMONG, SearchProblem, VertexKind
+from ..search.search import SEARCHES, SearchMode
+from ..search.solution import Solution
 from .explain import Alternatives, Origin, outcome
 from .units import human, lasting
 
@@ -153,8 +153,7 @@ class Certificate(_Frozen):
             return f"{search}: no bound"
         if self.attained:
             return f"{search}: {100 * self.gap:.1f} % above {optimum}"
-        exact = self.mode is SearchMode.DYNAMIC_PROGRAMMING
-        why = " (the duality gap)" if within and exact else ""
+        why = " (the duality gap)" if within and SEARCHES[self.mode].exact else ""
         return f"{search}: at most {100 * self.gap:.1f} % above {optimum}{why}"
 
 
@@ -420,7 +419,7 @@ def make_plan(
             attained=solution.attained or solution.proven,
             memory_limit=problem.settings.memory_limit,
             approximate=problem.approximate,
-            given=solution.given,
+            given=solution.replayed,
         ),
         unknown_operators=problem.unknown,
     )

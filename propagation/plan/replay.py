@@ -21,8 +21,8 @@ from ..graph.graph import Graph
 from ..graph.nodes import describe, is_tensor, module_path, operator_name
 from ..graph.port import Port
 from ..graph.queries import constant_nodes
-from ..search.eliminate import Solution
 from ..search.problem import Edge, Mask, Options, SearchProblem, Vertex, VertexKind
+from ..search.solution import Solution
 from .plan import OperatorPlan, Plan, TensorPlan
 
 Identity = tuple[str, str, str]  # operator, what it gives, module
@@ -111,7 +111,7 @@ def replay(problem: SearchProblem, plan: Plan) -> Solution:
         edges.setdefault(edge.producer, []).append(edge)
         edges.setdefault(edge.consumer, []).append(edge)
     chosen = tuple(_hub(problem, i, edges[i], choice) if found is None else found for i, found in enumerate(choice))
-    return Solution(chosen, problem.cost(chosen), float("-inf"), 0, given=True)
+    return Solution(chosen, problem.cost(chosen), float("-inf"), 0, replayed=True)
 
 
 def _layout(codes: Sequence[str], plan: Plan) -> Layout:

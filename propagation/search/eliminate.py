@@ -9,51 +9,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 import numpy as np
 
 from ..cost.conversion import Floats
+from .network import Costs
+from .solution import Solution
 
 TABLE_LIMIT = 2**28  # sums that one step of the elimination looks at
+MUCH_WORK = 1.2e9  # sums of an elimination above which options are left out first
+SMALL_TABLES = 2**24  # the limit where all tables together are far too much work
 SLAB = 2**17  # of them at a time: 1 MiB
 REPEATED = 26.0  # log2 of the joint table up to which a vertex that looks like another one goes first
-
-
-@dataclass(frozen=True)
-class Solution:
-    """One option per vertex, its cost, and a proven lower bound on the cost of every plan.
-
-    `width`: the most vertices that one table of the search joined. `proven`: the plan is optimal. `attained`: a plan
-    that costs the bound is known. `given`: nothing was searched.
-    """
-
-    choice: tuple[int, ...]
-    cost: float
-    bound: float
-    width: int
-    attained: bool = False
-    given: bool = False
-
-    @property
-    def proven(self) -> bool:
-        return self.cost - self.bound <= 1e-9 * max(abs(self.cost), 1e-12)
-
-
-@dataclass(frozen=True)
-class Costs:
-    """A problem as numbers: `unary[v][i]` is the cost of option i of vertex v, and `pairs[a, b][i, j]`, with a < b,
-    what option i of a and option j of b cost together. Arrays that are one object are solved once."""
-
-    unary: tuple[Floats, ...]
-    pairs: Mapping[tuple[int, int], Floats]
-
-    def of(self, choice: tuple[int, ...]) -> float:
-        """The cost of one option per vertex."""
-        alone = sum(float(costs[c]) for costs, c in zip(self.unary, choice, strict=True))
-        return alone + sum(float(matrix[choice[a], choice[b]]) for (a, b), matrix in self.pairs.items())
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -67,26 +36,41 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Elimination:
-    """One vertex goes: the tables that it is in, and for each group of them (one, unless that were too large) the
+    """One vertex goes: the tables that it is in, and for each group of them (one, unless that would be too large) the
     table over the other vertices that is left."""
 
     vertex: int
     bucket: list[_Table]
-    made: list[_Table]
+    left: list[_Table]
 
 
 @dataclass(frozen=True)
 class EliminationOrder:
-    """Which vertices go in which order, and which tables have to be computed: `recipes[symbol]` is the tables that one
-    is made of and the vertices that they join, the last of which goes. `constant` is what vertices with one option cost
-    among themselves. `work`: how many sums that takes."""
+    """Which vertices go in which order, and which tables have to be computed.
+
+    recipes    by symbol, the tables that one is made of and the vertices that they join, the last of which goes
+    arrays     by symbol, the numbers of the tables that the costs consist of
+    constant   what vertices with one option cost among themselves
+    work       how many sums that takes
+    width      the most vertices that one table joins
+    """
 
     steps: list[_Elimination]
     recipes: dict[int, tuple[list[_Table], tuple[int, ...]]]
-    given: dict[int, Floats]
+    arrays: dict[int, Floats]
     constant: float
     work: float
     width: int
+
+    @property
+    def quick(self) -> bool:
+        """Whether it is so little work that no option need be left out first."""
+        return self.work <= MUCH_WORK
+
+    @property
+    def too_much(self) -> bool:
+        """Whether it is too much work for its tables to be computed."""
+        return self.work > 10 * MUCH_WORK
 
 
 def elimination_order(costs: Costs, table_limit: float = math.inf) -> EliminationOrder:
@@ -94,7 +78,7 @@ def elimination_order(costs: Costs, table_limit: float = math.inf) -> Eliminatio
     sizes = [len(unary) for unary in costs.unary]
     live = _Live(sizes)
     symbols: dict[object, int] = {}
-    given: dict[int, Floats] = {}
+    arrays: dict[int, Floats] = {}
 
     def symbol_of(key: object) -> int:
         return symbols.setdefault(key, len(symbols))
@@ -107,14 +91,14 @@ def elimination_order(costs: Costs, table_limit: float = math.inf) -> Eliminatio
             constant += float(array.sum())
             continue
         symbol = symbol_of(("given", id(array)))
-        given[symbol] = array if open_ones == scope else array.reshape([sizes[vertex] for vertex in open_ones])
+        arrays[symbol] = array if open_ones == scope else array.reshape([sizes[vertex] for vertex in open_ones])
         live.add(_Table(open_ones, symbol))
     steps: list[_Elimination] = []
     recipes: dict[int, tuple[list[_Table], tuple[int, ...]]] = {}
     work, width = 0.0, 0
     while (vertex := live.next()) is not None:
         bucket = live.take(vertex)
-        made = []
+        left = []
         for group in _mini_buckets(bucket, vertex, sizes, table_limit):
             scope = tuple(sorted({v for table in group for v in table.scope} - {vertex}))
             joint = (*scope, vertex)
@@ -124,11 +108,16 @@ def elimination_order(costs: Costs, table_limit: float = math.inf) -> Eliminatio
             if symbol not in recipes:
                 recipes[symbol] = group, joint
                 work += math.prod(sizes[v] for v in joint)
-            made.append(_Table(scope, symbol))
+            left.append(_Table(scope, symbol))
             if scope:
-                live.add(made[-1])
-        steps.append(_Elimination(vertex, bucket, made))
-    return EliminationOrder(steps, recipes, given, constant, work, width)
+                live.add(left[-1])
+        steps.append(_Elimination(vertex, bucket, left))
+    return EliminationOrder(steps, recipes, arrays, constant, work, width)
+
+
+def affordable(costs: Costs, order: EliminationOrder) -> EliminationOrder:
+    """`order`, or where it is too much work one of small tables, whose plan may not be the best."""
+    return elimination_order(costs, SMALL_TABLES) if order.too_much else order
 
 
 def eliminate(costs: Costs, table_limit: float = TABLE_LIMIT) -> Solution:
@@ -143,10 +132,10 @@ def eliminate(costs: Costs, table_limit: float = TABLE_LIMIT) -> Solution:
 def eliminate_in(costs: Costs, order: EliminationOrder) -> Solution:
     """Compute the tables of `order`, then the options from its end to its beginning."""
     sizes = [len(unary) for unary in costs.unary]
-    values = dict(order.given)
+    values = dict(order.arrays)
     for symbol, (group, joint) in order.recipes.items():
         values[symbol] = _least([(table.scope, values[table.symbol]) for table in group], joint, sizes)
-    ends = [table for step in order.steps for table in step.made if not table.scope]
+    ends = [table for step in order.steps for table in step.left if not table.scope]
     bound = order.constant + sum(float(values[table.symbol]) for table in ends)
     choice = [0] * len(sizes)
     for step in reversed(order.steps):

@@ -16,130 +16,35 @@ of edges on one side. The sum of `(1 - g(s) edges sent) h(s)` is then a bound, a
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..cost.conversion import Codes, ConversionTable, Floats
+from ..cost.conversion import Floats
+from .network import Between, Network
 
 SWEEPS = 40  # at most, forward and backward
 PATIENCE = 12  # sweeps after which it is enough that hardly anything goes
 ROUND = 4  # sweeps after which options are taken out of the arrays
 
-Mask = NDArray[np.bool_]
 
-
-def narrow(
-    unary: Sequence[Floats],
-    edges: Iterable[tuple[tuple[int, int], Between]],
-    upper: float,
-    enough: Callable[[Narrowing], bool],
-) -> Narrowing:
+def narrow(network: Network, upper: float, enough: Callable[[Narrowing], bool]) -> Narrowing:
     """The options that a plan cheaper than `upper` may take, until `enough` says that few are left or no more go."""
-    found = Narrowing(unary, edges, upper)
-    left = found.left
+    narrowing = Narrowing(network, upper)
+    left = narrowing.left
     for sweep in range(SWEEPS):
-        found.sweep(forward=sweep % 2 == 0)
-        if found.bound >= found.upper * (1 - 1e-9):
+        narrowing.sweep(forward=sweep % 2 == 0)
+        if narrowing.bound >= narrowing.upper * (1 - 1e-9):
             break
         if sweep % ROUND == ROUND - 1:
-            found.settle()
-            found.shrink()
-            if enough(found) or (sweep > PATIENCE and found.left > 0.97 * left):
+            narrowing.settle()
+            narrowing.shrink()
+            if enough(narrowing) or (sweep > PATIENCE and narrowing.left > 0.97 * left):
                 break
-            left = found.left
-    found.shrink()
-    return found
-
-
-class Between(ABC):
-    """The costs of an edge [option of one end, option of the other]."""
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """How many options the ends have."""
-
-    @abstractmethod
-    def least(self, given: Floats, side: int) -> Floats:
-        """For each option of the other end, the least cost with an option of the end at `side`, which has cost
-        `given` itself."""
-
-    @abstractmethod
-    def given(self, option: int, side: int) -> Floats:
-        """For each option of the other end, the cost with `option` of the end at `side`."""
-
-    @abstractmethod
-    def take(self, rows: Mask, columns: Mask) -> Between:
-        """The costs between some options only."""
-
-    @abstractmethod
-    def at_most(self, most: float) -> Between:
-        """The costs, none above `most`: messages must be finite, and what is impossible costs inf."""
-
-
-@dataclass(frozen=True, eq=False)
-class Matrix(Between):
-    """Costs that are written out."""
-
-    costs: Floats
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.costs.shape
-
-    def least(self, given: Floats, side: int) -> Floats:
-        found: Floats = (self.costs + given[:, None]).min(axis=0) if side == 0 else (self.costs + given).min(axis=1)
-        return found
-
-    def given(self, option: int, side: int) -> Floats:
-        found: Floats = self.costs[option] if side == 0 else self.costs[:, option]
-        return found
-
-    def take(self, rows: Mask, columns: Mask) -> Matrix:
-        return Matrix(np.ascontiguousarray(self.costs[rows][:, columns]))
-
-    def at_most(self, most: float) -> Matrix:
-        return Matrix(np.minimum(self.costs, most))
-
-
-@dataclass(frozen=True, eq=False)
-class Converting(Between):
-    """The costs of converting one tensor: never written out, since on four axes they are millions."""
-
-    table: ConversionTable
-    rows: Codes
-    columns: Codes
-    most: float = np.inf
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return len(self.rows), len(self.columns)
-
-    def least(self, given: Floats, side: int) -> Floats:
-        here, there = (self.rows, self.columns) if side == 0 else (self.columns, self.rows)
-        values = np.full(len(self.table.digits), np.inf)
-        np.minimum.at(values, here, given)
-        found: Floats = np.minimum(self.table.spread(values, forward=side == 0)[there], given.min() + self.most)
-        return found
-
-    def given(self, option: int, side: int) -> Floats:
-        if side == 0:
-            row: Floats = np.minimum(self.table.rows([int(self.rows[option])])[0, self.columns], self.most)
-            return row
-        values = np.full(len(self.table.digits), np.inf)
-        values[self.columns[option]] = 0.0
-        found: Floats = np.minimum(self.table.spread(values, forward=False)[self.rows], self.most)
-        return found
-
-    def take(self, rows: Mask, columns: Mask) -> Converting:
-        return Converting(self.table, self.rows[rows], self.columns[columns], self.most)
-
-    def at_most(self, most: float) -> Converting:
-        return Converting(self.table, self.rows, self.columns, min(self.most, most))
+            left = narrowing.left
+    narrowing.shrink()
+    return narrowing
 
 
 @dataclass(eq=False)
@@ -156,15 +61,24 @@ class _Edge:
 
 
 class Narrowing:
-    """The options that are left of every vertex, the bound, and the best plan that was met."""
+    """The state of narrowing a network.
 
-    def __init__(self, unary: Sequence[Floats], edges: Iterable[tuple[tuple[int, int], Between]], upper: float) -> None:
+    upper   what the best plan that is known costs
+    best    that plan, by number in the whole problem; None: narrowing came across none that costs less than the first
+    bound   no plan costs less
+    kept    the options that are left of every vertex, by number in the whole problem
+    unary   their costs; what was dropped since the last `shrink` is still in
+    edges   what stands between them, and the messages
+    """
+
+    def __init__(self, network: Network, upper: float) -> None:
+        unary = network.unary
         self.upper, self.bound = upper, -np.inf
         self.best: tuple[int, ...] | None = None
         self.kept = [np.arange(len(costs)) for costs in unary]
         self._alive = [np.ones(len(costs), dtype=bool) for costs in unary]
         self.unary = [np.minimum(costs, 2 * upper) for costs in unary]
-        self.edges = [_Edge(ends, costs, [np.zeros(n) for n in costs.shape]) for ends, costs in edges]
+        self.edges = [_Edge(ends, costs, [np.zeros(n) for n in costs.shape]) for ends, costs in network.edges]
         self.sides: list[tuple[list[_Edge], list[_Edge]]] = [([], []) for _ in unary]  # to earlier, to later vertices
         for edge in self.edges:
             self.sides[edge.ends[0]][1].append(edge)
@@ -180,6 +94,10 @@ class Narrowing:
     def pairs(self) -> int:
         """How many pairs of options are left (after `shrink`)."""
         return sum(edge.costs.shape[0] * edge.costs.shape[1] for edge in self.edges)
+
+    def original(self, choice: Iterable[int]) -> tuple[int, ...]:
+        """A choice among the options that are left, by their numbers in the whole problem."""
+        return tuple(int(kept[c]) for kept, c in zip(self.kept, choice, strict=True))
 
     def shrink(self) -> None:
         """Take the options that were dropped out of all arrays."""
@@ -212,13 +130,13 @@ class Narrowing:
         for s, (earlier, later) in enumerate(self.sides):
             here = self.unary[s]
             for edge in earlier:
-                here = here + edge.costs.given(int(plan[edge.ends[0]]), 0)
+                here = here + edge.costs.with_option(int(plan[edge.ends[0]]), 0)
             outlook = here + sum((edge.messages[0] for edge in later), np.zeros(1))
             plan[s] = int(np.argmin(outlook))
             cost += float(here[plan[s]])
         if cost < self.upper:
             self.upper = cost
-            self.best = tuple(int(kept[c]) for kept, c in zip(self.kept, plan, strict=True))
+            self.best = self.original(plan)
 
     def sweep(self, forward: bool) -> None:
         """One pass over the vertices: shift costs, raise the bound, drop options.

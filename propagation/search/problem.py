@@ -790,3 +790,6 @@ def _reads(node: fx.Node, flows: list[bool], own: Rows) -> Callable[[int], bool]
         return given_all or together is None or any(flow for j, flow in enumerate(flows) if j not in together)
 
     return reads
+
+
+AMONG = " among the strategies that enable_algo_approxi leaves"

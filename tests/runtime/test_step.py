@@ -19,8 +19,8 @@ from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.local_program import verify_program
 from partway.propagation.program.lower import lower
+from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.problem import Settings, formulate
-from partway.propagation.search.search import dynamic_programming
 from partway.runtime import (
     CompiledStep,
     Simulator,

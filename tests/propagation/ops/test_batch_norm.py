@@ -29,7 +29,7 @@ from partway.propagation.ops.batch_norm import (
 from partway.propagation.ops.collectives import convert, kind_of
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
-from partway.propagation.search.search import dynamic_programming
+from partway.propagation.search.exact import dynamic_programming
 from partway.runtime.instructions import assemble_code
 from partway.strategy import Layout, Mesh, Replicate, Shard, StrategyError
 from partway.strategy.placement import Kind

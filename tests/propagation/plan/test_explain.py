@@ -25,7 +25,9 @@ from partway.propagation.plan.explain import (
 from partway.propagation.plan.units import human
 from partway.propagation.program.collective import collectives_of
 from partway.propagation.program.lower import lower
-from partway.propagation.search.search import SearchMode, costs_of, dynamic_programming
+from partway.propagation.search.exact import dynamic_programming
+from partway.propagation.search.network import costs_of
+from partway.propagation.search.search import SearchMode
 from partway.strategy import Layout, Shard, StrategyError
 
 MESH = {"dp": 2, "tp": 4}

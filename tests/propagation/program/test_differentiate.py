@@ -15,7 +15,7 @@ from partway.propagation.program import differentiate as module
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
 from partway.propagation.program.segments import Like, pieces_of
-from partway.propagation.search.search import dynamic_programming
+from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.torch_internals import FakeTensorMode
 from partway.runtime.simulate import Simulator
 from partway.runtime.step import CompiledStep

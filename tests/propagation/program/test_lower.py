@@ -17,7 +17,7 @@ from partway.propagation.program.collective import collective
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.local_program import LocalProgram, verify_program
 from partway.propagation.program.lower import lower
-from partway.propagation.search.search import dynamic_programming
+from partway.propagation.search.exact import dynamic_programming
 from partway.strategy import REPLICATE, Layout, Shard, VerifyError
 
 MEGATRON = {"up.weight": ("tp", None), "up.bias": ("tp",), "down.weight": (None, "tp")}

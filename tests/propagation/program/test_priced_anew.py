@@ -34,17 +34,13 @@ from partway.propagation.graph.nodes import Value, is_view, operands, source_of,
 from partway.propagation.graph.port import Role
 from partway.propagation.program.local_program import Conversion, LocalProgram, verify_program
 from partway.propagation.program.lower import lower
+from partway.propagation.search.eliminate import eliminate
+from partway.propagation.search.exact import dynamic_programming
+from partway.propagation.search.network import Costs, costs_of
 from partway.propagation.search.problem import Option, SearchProblem, Settings, Vertex, VertexKind, formulate
-from partway.propagation.search.search import (
-    Costs,
-    Solution,
-    costs_of,
-    dynamic_programming,
-    eliminate,
-    recursive_programming,
-    sharding_propagation,
-    verify_solution,
-)
+from partway.propagation.search.propagate import sharding_propagation
+from partway.propagation.search.recursive import recursive_programming
+from partway.propagation.search.solution import Solution, verify_solution
 from partway.strategy import Layout, Mesh
 from partway.strategy.placement import Kind
 

@@ -20,8 +20,8 @@ from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.port import Port, Role
 from partway.propagation.graph.structure import flatten
 from partway.propagation.rules.padded_convolution import padded_convolution
+from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.problem import formulate
-from partway.propagation.search.search import dynamic_programming
 from partway.propagation.torch_internals import FakeTensorMode
 from partway.strategy import Mesh
 

@@ -10,7 +10,7 @@ from torch import fx, nn
 from partway.propagation.capture.capture import CaptureOptions, capture
 from partway.propagation.graph.port import Role
 from partway.propagation.ops.random_numbers import RandomNumbers
-from partway.propagation.search.search import dynamic_programming
+from partway.propagation.search.exact import dynamic_programming
 from partway.strategy import CaptureError, Layout, Shard
 
 aten = torch.ops.aten

@@ -8,8 +8,8 @@ from torch import nn
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.port import Role
 from partway.propagation.program.lower import lower
+from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.problem import formulate
-from partway.propagation.search.search import dynamic_programming
 from partway.strategy import Layout, Mesh, Shard
 from partway.strategy.placement import Kind, kind
 

@@ -25,8 +25,8 @@ from partway.propagation.ops.batch_norm import (
 )
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
+from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.problem import formulate
-from partway.propagation.search.search import dynamic_programming
 from partway.strategy import Layout, Mesh, Replicate, Shard
 from partway.strategy.placement import Kind, kind
 

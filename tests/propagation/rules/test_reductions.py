@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.nodes import operator_name
 from partway.propagation.program.lower import lower
+from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.problem import formulate
-from partway.propagation.search.search import dynamic_programming
 from partway.strategy import Layout, Mesh, Shard
 from partway.strategy.placement import Kind, kind
 

@@ -8,8 +8,8 @@ import partway as pw
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.nodes import operands, shape
 from partway.propagation.rules.table import rule_of
+from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.problem import VertexKind
-from partway.propagation.search.search import dynamic_programming
 from partway.strategy import Mesh
 
 FOUR = Mesh({"x": 4})

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from partway.propagation.cost.conversion import conversion_table
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
-from partway.propagation.search.eliminate import Costs, eliminate, elimination_order
-from partway.propagation.search.narrow import Converting, Matrix, Narrowing, narrow
-from partway.propagation.search.search import dynamic_programming, network, optimum, pairs_of, recursive_programming
+from partway.propagation.search.eliminate import eliminate, elimination_order
+from partway.propagation.search.exact import dynamic_programming, optimum
+from partway.propagation.search.narrow import Narrowing, narrow
+from partway.propagation.search.network import Converting, Costs, Matrix, network, pairs_of
+from partway.propagation.search.recursive import recursive_programming
 from partway.strategy import Mesh
 
 
@@ -42,8 +44,7 @@ def test_the_bound_is_one_and_no_cheaper_plan_is_lost(costs, above, sweeps):
     every = plans(costs)
     best = min(every.values())
     upper = best * (1 + above) + 1e-9
-    whole = network(costs)
-    found = Narrowing(whole.unary, whole.edges, upper)
+    found = Narrowing(network(costs), upper)
     for sweep in range(sweeps):
         found.sweep(forward=sweep % 2 == 0)
         assert found.bound <= best + 1e-9
@@ -63,8 +64,7 @@ def test_the_bound_is_one_and_no_cheaper_plan_is_lost(costs, above, sweeps):
 def test_on_a_chain_the_bound_becomes_the_optimum(costs):
     chain = Costs(costs.unary, {ends: m for ends, m in costs.pairs.items() if ends[1] == ends[0] + 1})
     best = min(plans(chain).values())
-    whole = network(chain)
-    found = narrow(whole.unary, whole.edges, best + 1.0, lambda _: False)
+    found = narrow(network(chain), best + 1.0, lambda _: False)
     assert found.bound == pytest.approx(best, abs=1e-9)
 
 
@@ -73,7 +73,7 @@ def test_on_a_chain_the_bound_becomes_the_optimum(costs):
 def test_with_much_work_the_optimum_is_still_found_and_proven(costs, data):
     start = tuple(data.draw(st.integers(0, len(u) - 1)) for u in costs.unary)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("partway.propagation.search.search.MUCH_WORK", 0.0)
+        patch.setattr("partway.propagation.search.eliminate.MUCH_WORK", 0.0)
         found = optimum(costs, math.inf, lambda: start)
     best = min(plans(costs).values())
     assert found.cost == pytest.approx(best, abs=1e-12)
@@ -87,7 +87,7 @@ def test_what_need_not_be_found_is_not_claimed(costs, share):
     best = min(plans(costs).values())
     below = best * share
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("partway.propagation.search.search.MUCH_WORK", 0.0)
+        patch.setattr("partway.propagation.search.eliminate.MUCH_WORK", 0.0)
         found = optimum(costs, math.inf, lambda: (0,) * len(costs.unary), below)
     assert found.cost >= best - 1e-9
     if best < below * (1 - 1e-6) and found.bound >= found.cost:  # it may give up, and then claims no more than a bound
@@ -104,9 +104,9 @@ def test_conversions_that_are_not_written_out_cost_the_same(gradient):
     lazy, written = Converting(table, rows, columns), Matrix(table.cost[np.ix_(rows, columns)])
     assert lazy.shape == written.shape == (40, 30)
     for side, count in ((0, 40), (1, 30)):
-        given_costs = rng.random(count)
-        np.testing.assert_allclose(lazy.least(given_costs, side), written.least(given_costs, side), rtol=1e-12)
-        np.testing.assert_allclose(lazy.given(3, side), written.given(3, side), rtol=1e-12)
+        alone = rng.random(count)
+        np.testing.assert_allclose(lazy.least(alone, side), written.least(alone, side), rtol=1e-12)
+        np.testing.assert_allclose(lazy.with_option(3, side), written.with_option(3, side), rtol=1e-12)
     some = rng.random(40) < 0.5, rng.random(30) < 0.5
     np.testing.assert_allclose(
         lazy.take(*some).least(np.zeros(some[0].sum()), 0), written.take(*some).least(np.zeros(some[0].sum()), 0)
@@ -124,8 +124,8 @@ def test_a_problem_too_large_to_write_out_is_solved_all_the_same(lab, monkeypatc
     problem = lab.problem_of(block, tensors, Mesh.of_sizes((2, 2)))
     exact = dynamic_programming(problem)
     assert exact.proven
-    monkeypatch.setattr("partway.propagation.search.search.MANY_PAIRS", pairs_of(problem) - 1)
-    monkeypatch.setattr("partway.propagation.search.search.FEW_PAIRS", 100)
+    monkeypatch.setattr("partway.propagation.search.network.MANY_PAIRS", pairs_of(problem) - 1)
+    monkeypatch.setattr("partway.propagation.search.exact.FEW_PAIRS", 100)
     found = dynamic_programming(problem)
     assert found.cost == pytest.approx(exact.cost, rel=1e-12)
     assert found.bound <= exact.cost * (1 + 1e-9)

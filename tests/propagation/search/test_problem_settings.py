@@ -12,14 +12,11 @@ from partway.propagation.graph.nodes import is_tensor
 from partway.propagation.plan.plan import Certificate, make_plan
 from partway.propagation.program.lower import lower
 from partway.propagation.rules.table import is_elementwise
+from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.problem import VertexKind
-from partway.propagation.search.search import (
-    SearchMode,
-    dynamic_programming,
-    recursive_programming,
-    search,
-    verify_solution,
-)
+from partway.propagation.search.recursive import recursive_programming
+from partway.propagation.search.search import SearchMode, search
+from partway.propagation.search.solution import verify_solution
 from partway.strategy import Mesh, StrategyError
 from partway.strategy.layout import layout
 from partway.strategy.placement import PARTIAL, REPLICATE, Shard
@@ -129,7 +126,7 @@ def test_a_recursive_plan_follows_without_help(lab, case):
 def test_the_search_that_writes_no_costs_out_follows_too(lab, case, monkeypatch):
     problem = lab.problem_of(*case, lab.SQUARE, elementwise_follow=True)
     best = dynamic_programming(problem)
-    monkeypatch.setattr("partway.propagation.search.search.MANY_PAIRS", 0)
+    monkeypatch.setattr("partway.propagation.search.network.MANY_PAIRS", 0)
     found = verify_solution(problem, dynamic_programming(problem))
     assert found.cost >= best.cost * (1 - 1e-9)
     assert found.bound <= best.cost * (1 + 1e-9)

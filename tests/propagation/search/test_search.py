@@ -11,21 +11,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partway.propagation.search.eliminate import elimination_order
+from partway.propagation.search.eliminate import eliminate, elimination_order
+from partway.propagation.search.exact import dynamic_programming
+from partway.propagation.search.network import Costs, costs_of, network
 from partway.propagation.search.problem import VertexKind
-from partway.propagation.search.search import (
-    Costs,
-    SearchMode,
-    costs_of,
-    dynamic_programming,
-    eliminate,
-    propagate,
-    recursive_programming,
-    revisit,
-    search,
-    sharding_propagation,
-    verify_solution,
-)
+from partway.propagation.search.propagate import propagate, revisit, sharding_propagation
+from partway.propagation.search.recursive import recursive_programming
+from partway.propagation.search.search import SearchMode, search
+from partway.propagation.search.solution import verify_solution
 from partway.strategy import BROADCAST, REPLICATE, Layout, Mesh, Shard, VerifyError
 
 
@@ -75,7 +68,7 @@ def test_with_small_tables_the_optimum_lies_between_the_bound_and_the_cost(costs
 @given(random_costs(forbidden=False), st.data())
 def test_propagation_claims_the_cost_of_its_plan_and_is_never_better_than_the_optimum(costs, data):
     sources = data.draw(st.lists(st.integers(0, len(costs.unary) - 1), unique=True))
-    solution = propagate(costs, sources)
+    solution = propagate(network(costs), sources)
     assert costs.of(solution.choice) == solution.cost >= brute_force(costs)
     assert solution.bound == -math.inf
     assert not solution.proven
@@ -84,10 +77,10 @@ def test_propagation_claims_the_cost_of_its_plan_and_is_never_better_than_the_op
 @settings(max_examples=400, deadline=None)
 @given(random_costs(vertices=7), st.data())
 def test_revisiting_never_makes_a_plan_worse_and_claims_its_cost(costs, data):
-    start = propagate(costs, data.draw(st.lists(st.integers(0, len(costs.unary) - 1), unique=True)))
-    found = revisit(costs, start)
+    start = propagate(network(costs), data.draw(st.lists(st.integers(0, len(costs.unary) - 1), unique=True)))
+    found = revisit(network(costs), start)
     assert brute_force(costs) <= found.cost == costs.of(found.choice) <= start.cost
-    assert revisit(costs, found).cost == found.cost
+    assert revisit(network(costs), found).cost == found.cost
 
 
 def alone(costs, choice):
@@ -101,7 +94,7 @@ def alone(costs, choice):
 @settings(max_examples=300, deadline=None)
 @given(random_costs(vertices=7))
 def test_after_revisiting_no_vertex_gains_by_changing(costs):
-    found = revisit(costs, propagate(costs, [0]))
+    found = revisit(network(costs), propagate(network(costs), [0]))
     assert alone(costs, found.choice) >= found.cost or math.isinf(found.cost)
 
 
@@ -304,8 +297,8 @@ def test_recursion_keeps_what_is_annotated_on_a_later_axis(lab):
 def test_recursion_takes_small_tables_where_all_are_too_much_work(lab, monkeypatch):
     problem = lab.problem_of(mlp, mlp_tensors(), lab.SQUARE)
     exact = recursive_programming(problem)
-    monkeypatch.setattr("partway.propagation.search.search.MUCH_WORK", 0.0)
-    monkeypatch.setattr("partway.propagation.search.search.SMALL_TABLES", 1.0)
+    monkeypatch.setattr("partway.propagation.search.eliminate.MUCH_WORK", 0.0)
+    monkeypatch.setattr("partway.propagation.search.eliminate.SMALL_TABLES", 1.0)
     found = verify_solution(problem, recursive_programming(problem))
     assert exact.cost < found.cost < math.inf
 
@@ -326,8 +319,8 @@ def test_propagation_is_never_worse_than_from_either_start(lab, sizes):
     assert len(inputs) > 1
     found = sharding_propagation(problem)
     for sources in (annotated, inputs):
-        start = propagate(costs, sources)
-        assert found.cost <= revisit(costs, start).cost * (1 + 1e-12) <= start.cost * (1 + 2e-12)
+        start = propagate(network(costs), sources)
+        assert found.cost <= revisit(network(costs), start).cost * (1 + 1e-12) <= start.cost * (1 + 2e-12)
     assert found.cost >= dynamic_programming(problem).cost * (1 - 1e-12)
 
 

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
+from partway.propagation.search.exact import dynamic_programming
+from partway.propagation.search.memory import within_memory
 from partway.propagation.search.problem import Edge, Options, SearchProblem, Settings, Vertex, VertexKind
-from partway.propagation.search.search import SearchMode, dynamic_programming, search, within_memory
+from partway.propagation.search.search import SearchMode, search
 from partway.strategy import Mesh, StrategyError
 
 MESH = Mesh({"x": 2})

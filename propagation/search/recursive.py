@@ -1,0 +1,77 @@
+"""recursive_programming: one mesh axis after another, each solved exactly given the axes before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from ..cost.conversion import Codes, tie
+from .eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
+from .network import costs_of, restricted
+from .problem import SearchProblem
+from .solution import Solution
+
+
+def recursive_programming(problem: SearchProblem, price: float = 0.0) -> Solution:
+    """Axis by axis: the options that leave later axes whole, given what the earlier axes chose."""
+    kept = [np.arange(len(v.options)) for v in problem.vertices]
+    chosen: list[int] = []
+    width = 0
+    for axis in range(len(problem.settings.mesh.axes)):
+        part = _Axes(problem, range(axis + 1))
+        narrowed = [part.leave_whole(i, rows) for i, rows in enumerate(kept)]
+        costs = costs_of(restricted(_tied_up_to(problem, axis), narrowed), price)
+        solution = eliminate_in(costs, affordable(costs, elimination_order(costs, TABLE_LIMIT)))
+        chosen = [int(rows[c]) for rows, c in zip(narrowed, solution.choice, strict=True)]
+        kept = [part.agree(i, rows, c) for i, (rows, c) in enumerate(zip(kept, chosen, strict=True))]
+        width = max(width, solution.width)
+    plan = tuple(chosen)
+    return Solution(plan, problem.cost(plan), -math.inf, width)
+
+
+def _tied_up_to(problem: SearchProblem, axis: int) -> SearchProblem:
+    """`problem`, in which layouts that must be equal may differ on the axes after `axis`: what these do is open."""
+    axes = problem.settings.mesh.axes[: axis + 1]
+    if not problem.settings.elementwise_follow:
+        return problem
+    edges = (replace(edge, table=tie(edge.table, axes)) if edge.table.tied else edge for edge in problem.edges)
+    return replace(problem, edges=tuple(edges))
+
+
+class _Axes:
+    """The options of a problem as seen on some axes; those of vertices that share options are one."""
+
+    def __init__(self, problem: SearchProblem, axes: Iterable[int]) -> None:
+        self.problem, self.axes = problem, list(axes)
+        self.others = [axis for axis in range(len(problem.settings.mesh.axes)) if axis not in self.axes]
+        self._seen: dict[int, tuple[Codes, Codes]] = {}
+
+    def _signatures(self, vertex: int) -> tuple[Codes, Codes]:
+        """For every option a number that says what it does on these axes, and how much it uses the others."""
+        options = self.problem.vertices[vertex].options
+        if id(options) not in self._seen:
+            sides = [("operands", i) for i in range(len(options.operands))]
+            sides += [("results", i) for i in range(len(options.results))]
+            placed = [(options.placed(of, i), options.whole(of, i)) for of, i in sides]
+            columns = [states[:, self.axes] for states, _ in placed]
+            used = [(states[:, self.others] != whole).sum(axis=1) for states, whole in placed]
+            _, names = np.unique(np.concatenate(columns, axis=1), axis=0, return_inverse=True)
+            self._seen[id(options)] = names.reshape(-1), np.sum(used, axis=0)
+        return self._seen[id(options)]
+
+    def leave_whole(self, vertex: int, rows: Codes) -> Codes:
+        """Of `rows`, for each thing to do on these axes, the one that uses the least of the other axes (none, unless
+        annotated)."""
+        names, used = self._signatures(vertex)
+        order = rows[np.lexsort((rows, used[rows]))]
+        _, first = np.unique(names[order], return_index=True)
+        return np.sort(order[first])
+
+    def agree(self, vertex: int, rows: Codes, chosen: int) -> Codes:
+        """Of `rows`, those that do what `chosen` does on these axes."""
+        names, _ = self._signatures(vertex)
+        alike: Codes = rows[names[rows] == names[chosen]]
+        return alike

@@ -1,0 +1,44 @@
+"""What a search returns."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ...strategy.errors import VerifyError
+from .problem import SearchProblem
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One option per vertex, its cost, and a proven lower bound on the cost of every plan.
+
+    width      the most vertices that one table of the search joined
+    attained   a plan that costs the bound is known
+    replayed   the options are those of a plan that was given: nothing was searched
+    """
+
+    choice: tuple[int, ...]
+    cost: float
+    bound: float
+    width: int
+    attained: bool = False
+    replayed: bool = False
+
+    @property
+    def proven(self) -> bool:
+        """Whether the plan is the optimum."""
+        return self.cost - self.bound <= 1e-9 * max(abs(self.cost), 1e-12)
+
+
+def verify_solution(problem: SearchProblem, solution: Solution) -> Solution:
+    """Raise VerifyError unless every vertex has one of its options, at the cost that is claimed."""
+    if len(solution.choice) != len(problem.vertices):
+        raise VerifyError(f"the plan has {len(solution.choice)} choices for {len(problem.vertices)} vertices")
+    for vertex, choice in zip(problem.vertices, solution.choice, strict=True):
+        if not 0 <= choice < len(vertex.options):
+            raise VerifyError(f"{vertex.name} has no option {choice}")
+    cost = problem.cost(solution.choice)
+    if not math.isfinite(cost) or abs(cost - solution.cost) > 1e-9 * max(abs(cost), 1e-12):
+        raise VerifyError(f"the plan costs {cost}, not {solution.cost}")
+    return solution
