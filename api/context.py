@@ -37,7 +37,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from partway.fusion import Fusion, FusionMode, FusionPolicies
-from partway.fusion.policy import index_problems
+from partway.fusion.by_index import problems as index_problems
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.search.problem import Fallback

@@ -1,13 +1,18 @@
 """Group by size: a group is filled, in order, until the next member would take it over a limit.
 
 With a limit of 64, members of 40, 30, 20, 90 and 10 bytes make the groups (40), (30 20), (90) and (10).
+Mode size has a limit of one's own, in MB, and mode auto a fixed one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from .policy import Groups, Key, Member
+from .members import MB, Groups, Key, Member
+from .policy import COLLECTIVES, Policy, is_count, takes_none
+
+AUTO_MB = 64
 
 
 def group(members: Sequence[Member], limit: int) -> Groups:
@@ -17,12 +22,53 @@ def group(members: Sequence[Member], limit: int) -> Groups:
     in the order of their first members.
     """
     groups: list[list[int]] = []
-    open_group: dict[Key, tuple[list[int], int]] = {}
+    open_groups: dict[Key, tuple[list[int], int]] = {}
     for position, member in enumerate(members):
-        found, filled = open_group.get(member.key, ([], 0))
-        if not found or filled + member.bytes > limit:
-            found, filled = [], 0
-            groups.append(found)
-        found.append(position)
-        open_group[member.key] = found, filled + member.bytes
+        positions, filled = open_groups.get(member.key, ([], 0))
+        if not positions or filled + member.bytes > limit:
+            positions, filled = [], 0
+            groups.append(positions)
+        positions.append(position)
+        open_groups[member.key] = positions, filled + member.bytes
     return tuple(map(tuple, groups))
+
+
+def powers(members: Sequence[Member]) -> Iterator[Groups]:
+    """The groups by every power of two MB, from each member alone to all in one, and by auto."""
+    total = sum(member.bytes for member in members)
+    for limit in (0, *(MB << power for power in range(max(total // MB, 1).bit_length() + 1)), AUTO_MB * MB):
+        yield group(members, limit)
+
+
+def every(members: Sequence[Member]) -> Iterator[Groups]:
+    """The groups by every whole number of MB, each once."""
+    limit = MB
+    while limit:
+        groups = group(members, limit)
+        yield groups
+        filled: dict[Key, int] = {}  # the bytes of the group before
+        larger = []
+        for positions in groups:
+            first = members[positions[0]]
+            larger += [filled[first.key] + first.bytes] if first.key in filled else []
+            filled[first.key] = sum(members[i].bytes for i in positions)
+        limit = -(-min(larger, default=0) // MB) * MB  # the least that joins a member to the group before
+
+
+def auto(members: Sequence[Member], config: None = None) -> Groups:
+    """The groups of at most `AUTO_MB`."""
+    return group(members, AUTO_MB * MB)
+
+
+def _of_config(members: Sequence[Member], config: int) -> Groups:
+    return group(members, config * MB)
+
+
+def _problems(config: Any) -> list[str]:
+    return [] if is_count(config) else [f"takes a whole number of MB, 1 or more, not {config!r}"]
+
+
+AUTO = Policy(
+    collectives=COLLECTIVES, problems=takes_none(f"a group is at most {AUTO_MB} MB"), group=auto, updates=auto
+)
+SIZE = Policy(collectives=COLLECTIVES, problems=_problems, group=_of_config, updates=_of_config)

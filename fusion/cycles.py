@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 
-from .policy import Groups
+from .members import Groups
 
 
 def split_cycles(groups: Groups, needs: Sequence[Set[int]]) -> Groups:

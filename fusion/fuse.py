@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..fusion import by_index, by_overlap, by_size
 from ..propagation.cost.profile import DeviceProfile
 from ..propagation.graph.graph import Text
 from ..propagation.ops.collectives import convert, convert_group, kind_of, payload_bytes
 from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind, placement_from_code
 from .cycles import split_cycles
-from .policy import AUTO_MB, MB, Fusion, FusionMode, FusionPolicies, Groups, Key, Member
+from .events import Costs
+from .members import Groups, Key, Member
+from .modes import Fusion, FusionPolicies
+from .policy import Offers
 from .schedule import UNHEARD, Unit, Work, events_of, play, work_of
 
 Parameters = Mapping[int, tuple[str, str]]  # the conversions of parameters: from a tag to source and target
@@ -39,8 +41,8 @@ def fuse(
     a gradient that is alone, is placed right after the last of its operands; a group of weights, and a weight that is
     alone, right before the first use of the group before it. Nodes that use a result are moved back as far as that
     needs; all others keep their order. Values do not change: a group converts each member as before. Every `convert`
-    must have its local value in `meta["val"]`, for mode overlap all nodes. `mesh` and `profile` are what mode overlap
-    predicts by. Raises ContextError if an index of a policy is larger than the number of gradient AllReduces.
+    must have its local value in `meta["val"]`; for policies that predict (by `mesh` and `profile`) all nodes must.
+    Raises ContextError if an index of a policy is larger than the number of gradient AllReduces.
     """
     units = _Grouping(module.graph, parameters, policies, mesh, profile).units() if policies else _Units((), ())
     fused = Text(module, rebuild(_ordered(module.graph, units)))
@@ -55,16 +57,16 @@ def gradient_collectives(graph: fx.Graph, parameters: Parameters, kind: Kind) ->
     conversions of parameters can stand anywhere before their first use.)
     """
     place = _places(graph)
-    found = [node for node in _converts(graph, parameters, kind) if not _is_weight(node, parameters)]
-    return tuple(sorted(found, key=lambda node: (place[node.all_input_nodes[0]], place[node])))
+    gradients = [node for node in _converts(graph, parameters, kind) if not _is_weight(node, parameters)]
+    return tuple(sorted(gradients, key=lambda node: (place[node.all_input_nodes[0]], place[node])))
 
 
 def weight_gathers(graph: fx.Graph, parameters: Parameters) -> tuple[fx.Node, ...]:
     """The all_gathers of parameters, in the order in which they are first used: those of the forward, and where the
     backward gathers weights again those too. (The gradient of a parameter may be gathered as well; it is no weight.)"""
     place = _places(graph)
-    found = [node for node in _converts(graph, parameters, Kind.ALL_GATHER) if _is_weight(node, parameters)]
-    return tuple(sorted(found, key=lambda node: (_first_use(node, place), place[node])))
+    weights = [node for node in _converts(graph, parameters, Kind.ALL_GATHER) if _is_weight(node, parameters)]
+    return tuple(sorted(weights, key=lambda node: (_first_use(node, place), place[node])))
 
 
 def member(node: fx.Node) -> Member:
@@ -78,16 +80,10 @@ def member(node: fx.Node) -> Member:
     return Member(tag, source, target, tuple(axes), value.dtype, payload)
 
 
-def group(members: Sequence[Member], policy: Fusion) -> Groups:
-    """The groups that `policy`, of a mode that needs no prediction, makes of `members`, as positions: each position
-    once, ascending within a group."""
-    match policy.mode, policy.config:
-        case FusionMode.INDEX, tuple(ends):
-            return by_index.group(members, ends)
-        case FusionMode.SIZE, int(limit):
-            return by_size.group(members, limit * MB)
-        case _:
-            return by_size.group(members, AUTO_MB * MB)
+def group(members: Sequence[Member], fusion: Fusion) -> Groups:
+    """The groups that the policy of `fusion` makes of `members` without a prediction, as positions: each position once,
+    ascending within a group."""
+    return fusion.policy.group(members, fusion.config)
 
 
 def _places(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -125,7 +121,7 @@ class _Units:
 
 
 class _Grouping:
-    """The groups of one graph: those of each kind by its policy, mode overlap after the others."""
+    """The groups of one graph: those of each kind by its policy, policies that predict after the others."""
 
     def __init__(
         self, graph: fx.Graph, parameters: Parameters, policies: FusionPolicies, mesh: Mesh, profile: DeviceProfile
@@ -136,81 +132,51 @@ class _Grouping:
             Kind.REDUCE_SCATTER: policies.reducescatter,
             Kind.ALL_GATHER: policies.allgather,
         }
-        self.found = {
+        self.nodes = {
             kind: weight_gathers(graph, parameters)
             if kind is Kind.ALL_GATHER
             else gradient_collectives(graph, parameters, kind)
-            for kind, policy in by_kind.items()
-            if policy
+            for kind, fusion in by_kind.items()
+            if fusion
         }
-        self.policies = {kind: policy for kind, policy in by_kind.items() if policy and self.found[kind]}
-        self.members = {kind: [member(node) for node in self.found[kind]] for kind in self.policies}
+        self.fusions = {kind: fusion for kind, fusion in by_kind.items() if fusion and self.nodes[kind]}
+        self.members = {kind: [member(node) for node in self.nodes[kind]] for kind in self.fusions}
         self.needs = {gathers: self._needs(gathers) for gathers in (False, True)}
 
     def units(self) -> _Units:
         """The units that all policies together make."""
-        chosen = {
-            kind: group(self.members[kind], Fusion(FusionMode.AUTO) if policy.mode is FusionMode.OVERLAP else policy)
-            for kind, policy in self.policies.items()
-        }
-        for kind, policy in self.policies.items():
-            if policy.mode is FusionMode.OVERLAP:
-                chosen[kind] = self._overlapping(kind, chosen)
-        return self._units(chosen)
-
-    def _overlapping(self, kind: Kind, others: Mapping[Kind, Groups]) -> Groups:
-        """The groups of `kind` with which the least time is predicted, the groups of the other kinds given."""
-        members, nodes = self.members[kind], self.found[kind]
-
-        def predicted(groups: Groups) -> float:
-            return play(_ordered(self.graph, self._units({**others, kind: groups})), self.work)[1]
-
-        alone: Groups = tuple((position,) for position in range(len(nodes)))
-        order = list(_ordered(self.graph, self._units({**others, kind: alone})))
-        works = [self.work[node] for node in nodes]
-        costs = {m.key: (work.waiting, work.per_byte) for m, work in zip(members, works, strict=True)}
-        if kind is not Kind.ALL_GATHER:
-            # as they come: one that reads a collective of another kind stands back for the group of that
-            position = {node: index for index, node in enumerate(nodes)}
-            offered = [position[unit[0]] for unit in order if unit[0] in position]
-            events, chained = events_of(order, self.work, [nodes[i] for i in offered])
-            best = by_overlap.best_groups(by_overlap.Gradients([members[i] for i in offered], costs, events))
-            found = [tuple(sorted(tuple(sorted(offered[i] for i in positions)) for positions in best))]
-            unlike = chained or offered != sorted(offered)  # what was proposed there is not what policies make
-            found += (*by_overlap.proposals(members), *by_overlap.sizes(members)) if unlike else ()
-        else:
-            played, _ = play(order, {**self.work, **dict.fromkeys(nodes, UNHEARD)})
-            starts = {node: start for unit, start in played for node in unit}
-            times = [min((starts[user] for user in node.users), default=0.0) for node in nodes]
-            ends = by_overlap.needed(members, times, costs)
-            found = [by_index.group(members, ends), *by_overlap.proposals(members), *by_overlap.sizes(members)]
-        return by_overlap.best((*found, ()), predicted)
+        groups = {kind: group(self.members[kind], fusion) for kind, fusion in self.fusions.items()}
+        for kind, fusion in self.fusions.items():
+            if fusion.policy.predict:
+                groups[kind] = fusion.policy.predict(_Outlook(self, kind, groups))
+        return self.units_of(groups)
 
     @cached_property
     def work(self) -> dict[fx.Node, Work]:
+        """What each node takes, by the profile."""
         return work_of(self.graph, self.mesh, self.profile)
 
-    def _units(self, chosen: Mapping[Kind, Groups]) -> _Units:
-        """The units of groups, none of which waits for itself. Weights never wait for gradients."""
-        gradients, weights = (self._split(chosen, gathers) for gathers in (False, True))
+    def units_of(self, groups: Mapping[Kind, Groups]) -> _Units:
+        """The units of the groups of each kind, none of which waits for itself. Weights never wait for gradients."""
+        gradients, weights = (self._split(groups, gathers) for gathers in (False, True))
         place = _places(self.graph)
         uses = {unit: min(_first_use(node, place) for node in unit) for unit in weights}
         return _Units(tuple(gradients), tuple(sorted(weights, key=uses.__getitem__)))
 
-    def _split(self, chosen: Mapping[Kind, Groups], gathers: bool) -> list[Unit]:
-        groups: list[tuple[int, ...]] = []
+    def _split(self, groups: Mapping[Kind, Groups], gathers: bool) -> list[Unit]:
+        together: list[tuple[int, ...]] = []
         start = 0
         for kind in self._kinds(gathers):
-            groups += [tuple(start + position for position in positions) for positions in chosen[kind]]
-            start += len(self.found[kind])
+            together += [tuple(start + position for position in positions) for positions in groups[kind]]
+            start += len(self.nodes[kind])
         nodes = self._nodes(gathers)
-        return [tuple(nodes[i] for i in piece) for piece in split_cycles(tuple(groups), self.needs[gathers])]
+        return [tuple(nodes[i] for i in piece) for piece in split_cycles(tuple(together), self.needs[gathers])]
 
     def _kinds(self, gathers: bool) -> list[Kind]:
-        return [kind for kind in self.policies if (kind is Kind.ALL_GATHER) == gathers]
+        return [kind for kind in self.fusions if (kind is Kind.ALL_GATHER) == gathers]
 
     def _nodes(self, gathers: bool) -> list[fx.Node]:
-        return [node for kind in self._kinds(gathers) for node in self.found[kind]]
+        return [node for kind in self._kinds(gathers) for node in self.nodes[kind]]
 
     def _needs(self, gathers: bool) -> list[frozenset[int]]:
         """For each of the nodes the positions of those among them whose results it needs, also indirectly."""
@@ -223,6 +189,50 @@ class _Grouping:
                 mask |= masks[operand] | own.get(operand, 0)
             masks[node] = mask
         return [frozenset(i for i in range(len(nodes)) if masks[node] >> i & 1) for node in nodes]
+
+
+class _Outlook:
+    """What the schedule of a graph says to a policy that groups the collectives of `kind` (see `policy.Outlook`).
+
+    `others` are the groups of all kinds; those of `kind` itself are not looked at.
+    """
+
+    def __init__(self, grouping: _Grouping, kind: Kind, others: Mapping[Kind, Groups]) -> None:
+        self.grouping, self.kind, self.others = grouping, kind, dict(others)
+        self.members, self.nodes = grouping.members[kind], grouping.nodes[kind]
+        self.weights = kind is Kind.ALL_GATHER
+
+    @cached_property
+    def costs(self) -> Costs:
+        """For each key the seconds of an empty message, and of each byte."""
+        works = [self.grouping.work[node] for node in self.nodes]
+        return {m.key: (work.waiting, work.per_byte) for m, work in zip(self.members, works, strict=True)}
+
+    def seconds(self, groups: Groups) -> float:
+        """How long the graph takes with `groups`."""
+        return play(self._order(groups), self.grouping.work)[1]
+
+    def offers(self) -> Offers:
+        """When gradients are ready. One that reads a collective of another kind stands back for the group of that."""
+        alone = list(self._order(self._alone))
+        position = {node: index for index, node in enumerate(self.nodes)}
+        order = tuple(position[unit[0]] for unit in alone if unit[0] in position)
+        return Offers(order, *events_of(alone, self.grouping.work, [self.nodes[i] for i in order]))
+
+    def first_uses(self) -> list[float]:
+        """When each weight is first used if nothing waits for it."""
+        unheard = {**self.grouping.work, **dict.fromkeys(self.nodes, UNHEARD)}
+        played, _ = play(self._order(self._alone), unheard)
+        starts = {node: start for unit, start in played for node in unit}
+        return [min((starts[user] for user in node.users), default=0.0) for node in self.nodes]
+
+    @property
+    def _alone(self) -> Groups:
+        return tuple((position,) for position in range(len(self.nodes)))
+
+    def _order(self, groups: Groups) -> Iterator[Unit]:
+        units = self.grouping.units_of({**self.others, self.kind: groups})
+        return _ordered(self.grouping.graph, units)
 
 
 # -- In what order they run ------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ..propagation.program.local_program import program_lines
 from ..propagation.program.step import Step
 from ..strategy.mesh import Mesh
 from .fuse import fuse
-from .policy import FusionPolicies
+from .modes import FusionPolicies
 from .schedule import Schedule, predict, with_values
 from .updates import updates_last
 
@@ -61,17 +61,17 @@ def make_program(step: Step, policies: FusionPolicies, profile: DeviceProfile) -
         step = replace(step, backward=fuse(step.backward, parameters, policies, mesh, profile))
     graphs = [("forward", step.forward.graph)]
     graphs += [("backward", step.backward.graph)] if step.backward is not None else []
-    found = [c for phase, graph in graphs for c in _collectives(graph, phase, step, profile)]
-    return Program(step, tuple(found), profile)
+    collectives = [c for phase, graph in graphs for c in _collectives(graph, phase, step, profile)]
+    return Program(step, tuple(collectives), profile)
 
 
 def _collectives(graph: fx.Graph, phase: str, step: Step, profile: DeviceProfile) -> Iterator[Collective]:
     mesh = step.program.mesh
     for node in graph.nodes:
         if node.target is convert:
-            found = _collective(node.args[5], phase, step, profile)
-            if found is not None:
-                yield found
+            single = _collective(node.args[5], phase, step, profile)
+            if single is not None:
+                yield single
         elif node.target is convert_group:
             members = [_collective(tag, phase, step, profile) for tag in node.args[5]]
             yield _joined([m for m in members if m is not None], mesh, profile)

@@ -31,7 +31,7 @@ from ..propagation.program.step import Step
 from ..propagation.torch_internals import FakeTensorMode
 from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind, placement_from_code
-from .by_overlap import Compute, Event, Offer, Send
+from .events import Compute, Event, Offer, Send
 from .timeline import COMMUNICATION, COMPUTE, Span
 
 aten = torch.ops.aten
@@ -103,10 +103,12 @@ class Work(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """What it takes of its lane."""
         return self.waiting + self.per_byte * self.payload
 
     @property
     def args(self) -> dict[str, Any]:
+        """What a timeline shows of it."""
         return {"kind": self.kind, "bytes": self.payload} if self.lane == COMMUNICATION else {"kind": self.kind}
 
 
@@ -144,7 +146,7 @@ def play(order: Iterable[Unit], work: Mapping[fx.Node, Work]) -> tuple[list[tupl
 def events_of(
     order: Iterable[Unit], work: Mapping[fx.Node, Work], members: Sequence[fx.Node]
 ) -> tuple[tuple[Event, ...], bool]:
-    """`order`, in which each of `members` stands where it is ready, as events for mode overlap; and whether a
+    """`order`, in which each of `members` stands where it is ready, as events; and whether a
     member reads another one, of which events know nothing.
     """
     position = {node: index for index, node in enumerate(members)}
@@ -229,6 +231,7 @@ class _Meter:
         self._flops: dict[Hashable, int] = {}
 
     def work(self, node: fx.Node) -> Work:
+        """What a node takes."""
         if node.op != "call_function":
             return _FREE
         if node.target is operator.getitem:

@@ -47,6 +47,7 @@ class Span:
 
     @property
     def end(self) -> float:
+        """When it ended, in seconds since the step began."""
         return self.start + self.seconds
 
 
@@ -61,12 +62,12 @@ def save_chrome_trace(path: str | Path, sources: Mapping[str, Iterable[Span]]) -
 
 
 def _checked(sources: Any) -> dict[str, list[Span]]:
-    found = dict(sources) if isinstance(sources, Mapping) else {"what is saved": sources}
-    for name, spans in found.items():
-        found[name] = list(spans) if isinstance(spans, Iterable) and getattr(spans, "ndim", 1) != 0 else [spans]
-        if not isinstance(sources, Mapping) or not all(isinstance(span, Span) for span in found[name]):
+    named = dict(sources) if isinstance(sources, Mapping) else {"what is saved": sources}
+    for name, spans in named.items():
+        named[name] = list(spans) if isinstance(spans, Iterable) and getattr(spans, "ndim", 1) != 0 else [spans]
+        if not isinstance(sources, Mapping) or not all(isinstance(span, Span) for span in named[name]):
             raise StrategyError(f"{shown(name)} is {shown(spans)}; write a dict from names to lists of Spans")
-    return found
+    return named
 
 
 def _events(pid: int, source: str, spans: Iterable[Span]) -> Iterator[dict[str, Any]]:

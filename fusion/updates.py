@@ -16,32 +16,32 @@ from ..propagation.graph.port import Role
 from ..propagation.ops.collectives import convert, kind_of
 from ..propagation.program.step import Step, returned_by
 from ..strategy.placement import Kind
-from .fuse import group, member, rebuild
-from .policy import Fusion, FusionMode, Groups
+from .fuse import member, rebuild
+from .members import Groups
+from .modes import Fusion
 from .schedule import Unit, with_values
 
 
-def updates_last(step: Step, policy: Fusion | None) -> Step:
+def updates_last(step: Step, fusion: Fusion | None) -> Step:
     """`step` with what only buffer updates read of an AllReduce behind all else in its forward.
 
-    These AllReduces are grouped as `policy` says. Its indices are about gradients, and so is what it hides them behind:
-    of the modes index and overlap the groups are those of auto.
+    These AllReduces are grouped as the `updates` of `fusion`'s policy says. Indices are about gradients, and so is what
+    gradients are hidden behind: for the modes index and overlap the groups are those of auto.
     """
     if not _update_collectives(step):
         return step
-    if policy:
+    if fusion:
         step = with_values(step)
-    found = _update_collectives(step)
-    forward = Text(step.forward, rebuild(_ordered(step.forward.graph, found, _groups(found, policy))))
+    collectives = _update_collectives(step)
+    forward = Text(step.forward, rebuild(_ordered(step.forward.graph, collectives, _groups(collectives, fusion))))
     forward.meta.update(step.forward.meta)
     return replace(step, forward=forward)
 
 
-def _groups(found: list[fx.Node], policy: Fusion | None) -> Groups:
-    if policy is None:
-        return tuple((position,) for position in range(len(found)))
-    sized = policy if policy.mode is FusionMode.SIZE else Fusion(FusionMode.AUTO)
-    return group([member(node) for node in found], sized)
+def _groups(collectives: list[fx.Node], fusion: Fusion | None) -> Groups:
+    if fusion is None:
+        return tuple((position,) for position in range(len(collectives)))
+    return fusion.policy.updates([member(node) for node in collectives], fusion.config)
 
 
 def _update_collectives(step: Step) -> list[fx.Node]:
@@ -56,21 +56,21 @@ def _update_collectives(step: Step) -> list[fx.Node]:
         only = all(user.op == "output" or user in aside for user in node.users)
         if node.op == "call_function" and node not in kept and only:
             aside.add(node)
-    found: dict[fx.Node, None] = {}
+    updates: dict[fx.Node, None] = {}
     late: set[fx.Node] = set()
     for node in graph.nodes:
-        if any(operand in found or operand in late for operand in node.all_input_nodes):
+        if any(operand in updates or operand in late for operand in node.all_input_nodes):
             late.add(node)
         elif node in aside and node.target is convert and kind_of(*map(str, node.args[1:3])) is Kind.ALL_REDUCE:
-            found[node] = None
-    return list(found)
+            updates[node] = None
+    return list(updates)
 
 
-def _ordered(graph: fx.Graph, found: list[fx.Node], groups: Groups) -> Iterator[Unit]:
+def _ordered(graph: fx.Graph, collectives: list[fx.Node], groups: Groups) -> Iterator[Unit]:
     """The nodes of `graph` with each group where its last member is, and what reads one behind all others."""
-    ends = {found[positions[-1]]: tuple(found[i] for i in positions) for positions in groups}
-    members, late = set(found), list[fx.Node]()
-    behind = set(found)
+    ends = {collectives[positions[-1]]: tuple(collectives[i] for i in positions) for positions in groups}
+    members, late = set(collectives), list[fx.Node]()
+    behind = set(collectives)
     for node in graph.nodes:
         if node in members:
             if node in ends:

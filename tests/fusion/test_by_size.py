@@ -60,3 +60,18 @@ def test_each_member_once_in_order_within_the_limit_and_no_group_ends_early(draw
         own = [each for each in zip(groups, total, strict=True) if found[each[0][0]].axes == (axis,)]
         for (_, size), (after, _) in pairwise(own):
             assert size + found[after[0]].bytes > limit
+
+
+def test_sizes_are_proposed_from_each_alone_to_all_in_one():
+    found = members(*[3 * MB] * 5)
+    proposed = set(by_size.powers(found))
+    assert {by_size.group(found, size << 20) for size in range(64)} >= proposed
+    assert {tuple((i,) for i in range(5)), (tuple(range(5)),)} <= proposed
+
+
+@given(st.lists(st.tuples(st.integers(1, 3 << 20), st.sampled_from("ab")), min_size=1, max_size=12))
+def test_sizes_are_those_of_all_whole_numbers_of_megabytes_each_once(drawn):
+    sizes, axes = zip(*drawn, strict=True)
+    found = members(*sizes, axes=axes)
+    every = [by_size.group(found, size << 20) for size in range(1, 40)]
+    assert list(by_size.every(found)) == list(dict.fromkeys(every))

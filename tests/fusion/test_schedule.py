@@ -15,7 +15,7 @@ from torch import fx, nn
 
 import partway as pw
 from partway.fusion import Fusion, FusionMode, FusionPolicies, predict
-from partway.fusion.by_overlap import Compute, Offer, Send
+from partway.fusion.events import Compute, Offer, Send
 from partway.fusion.program import make_program
 from partway.fusion.schedule import UNHEARD, Work, events_of, play, work_of
 from partway.propagation.cost.cost import collective_seconds, operator_seconds

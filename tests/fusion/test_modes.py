@@ -3,9 +3,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from partway import fusion
-from partway.fusion import Fusion, FusionMode, FusionPolicies
+from partway.fusion import Fusion, FusionMode, FusionPolicies, Member, group
+from partway.fusion.modes import POLICIES, modes_of
+from partway.fusion.policy import COLLECTIVES
 from partway.strategy.errors import ContextError
 
 KEYS = r'^takes \{"mode": ..., "config": ...\} with no other keys, or a list of indices, not '
@@ -28,6 +31,25 @@ def test_public_names_are_pinned():
         "save_chrome_trace",
         "weight_gathers",
     ]
+
+
+def test_every_mode_has_a_row_and_every_collective_of_the_rows_an_option():
+    assert list(POLICIES) == list(FusionMode)
+    assert {name for policy in POLICIES.values() for name in policy.collectives} <= set(COLLECTIVES)
+    assert tuple(field.name for field in dataclasses.fields(FusionPolicies)) == COLLECTIVES
+
+
+def test_at_most_one_mode_of_a_collective_is_written_as_a_list():
+    for collective in COLLECTIVES:
+        assert sum(bool(POLICIES[mode].shorthand) for mode in modes_of(collective)) <= 1
+
+
+@pytest.mark.parametrize("mode", FusionMode)
+def test_every_mode_groups_each_member_once(mode):
+    members = [Member(i, "P", "R", ("dp",), torch.float32, 1 << 20) for i in range(6)]
+    fusion = Fusion(mode, {FusionMode.SIZE: 2, FusionMode.INDEX: (2, 3)}.get(mode))
+    for groups in (group(members, fusion), fusion.policy.updates(members, fusion.config)):
+        assert sorted(i for positions in groups for i in positions) == list(range(6))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,163 @@
+"""A backward as events, and how long it takes with some groups of its gradients.
+
+Computing, other collectives and the order of both are the same whatever the groups are, but for what reads a gradient.
+So the events are read off the graph once (`schedule.events_of`), and any number of groupings is played on them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .members import Groups, Key, Member
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+ROUNDING = 1 + 1e-12  # sums of the same seconds in another order
+
+Costs = Mapping[Key, tuple[float, float]]  # of a key's collectives: the seconds of one, and what each byte adds
+
+
+class Compute(NamedTuple):
+    """Computing waits for the collectives `others` and for those of `members`, and then takes `seconds`. What reads
+    members stands back until their groups have been issued."""
+
+    seconds: float
+    others: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
+
+
+class Send(NamedTuple):
+    """Another collective is issued and takes `seconds`; one that reads `members` stands back as computing does."""
+
+    number: int
+    seconds: float
+    members: tuple[int, ...] = ()
+
+
+class Offer(NamedTuple):
+    """A member is ready. Computing waits for the collectives `others` when its group is issued."""
+
+    member: int
+    others: tuple[int, ...] = ()
+
+
+Event = Compute | Send | Offer
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What is played: the members, what their keys cost, and the events in which each member is offered once, in order.
+
+    Computing, sending and the order of both are the same whatever the groups are, but for what reads a member.
+    """
+
+    members: Sequence[Member]
+    costs: Costs
+    events: Sequence[Event]
+
+    @cached_property
+    def keys(self) -> tuple[Key, ...]:
+        """The keys of all members, in the order of their first ones."""
+        return tuple(dict.fromkeys(member.key for member in self.members))
+
+    @cached_property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """For each member the number of its key, and its place among the members of that key."""
+        count: dict[Key, int] = defaultdict(int)
+        places = []
+        for member in self.members:
+            places.append((self.keys.index(member.key), count[member.key]))
+            count[member.key] += 1
+        return tuple(places)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """The number of members of each key."""
+        return tuple(sum(key == of for of, _ in self.places) for key in range(len(self.keys)))
+
+    @cached_property
+    def bytes_before(self) -> tuple[Floats, ...]:
+        """For each key, by count of its members, the bytes of those before."""
+        sizes: list[list[int]] = [[0] for _ in self.keys]
+        for member, (key, _) in zip(self.members, self.places, strict=True):
+            sizes[key].append(member.bytes)
+        return tuple(np.cumsum(np.array(each, dtype=np.float64)) for each in sizes)
+
+    @cached_property
+    def levels(self) -> tuple[Ints, ...]:
+        """For each key, by count of its members, how many of those before are read."""
+        read = {member for event in self.events if not isinstance(event, Offer) for member in event.members}
+        counts: list[list[int]] = [[0] for _ in self.keys]
+        for member, (key, _) in enumerate(self.places):
+            counts[key].append(counts[key][-1] + (member in read))
+        return tuple(map(np.array, counts))
+
+    @cached_property
+    def waits(self) -> dict[int, tuple[int, ...]]:
+        """The collectives that members wait for."""
+        return {event.member: event.others for event in self.events if isinstance(event, Offer) and event.others}
+
+    @cached_property
+    def last_read(self) -> dict[tuple[bool, int], int]:
+        """For each collective (a member's: True) the last event that reads it. (What a member waits for is read when
+        its group ends, perhaps at the last member of its key.)"""
+        last: dict[tuple[bool, int], int] = {}
+        ends: dict[int, int] = {}
+        for position, event in enumerate(self.events):
+            if isinstance(event, Compute):
+                last |= {(False, other): position for other in event.others}
+                last |= {(True, member): position for member in event.members}
+            elif isinstance(event, Offer):
+                ends[self.places[event.member][0]] = position
+        for event in self.events:
+            if isinstance(event, Send) and event.members and (False, event.number) in last:
+                last[False, event.number] = len(self.events)  # its readers may stand back with it
+        for member, others in self.waits.items():
+            for other in others:
+                last[False, other] = max(last.get((False, other), 0), ends[self.places[member][0]])
+        return last
+
+
+def seconds(problem: Gradients, groups: Groups) -> float:
+    """How long the schedule with `groups` takes; each member is in one of them."""
+    group_of = {member: group for group in groups for member in group}
+    clock = lane = 0.0
+    others: dict[int, float] = {}
+    over: dict[int, float] = {}  # of the members that have been sent
+    waits: dict[int, float] = {}  # when everything that a member waits for is over
+    late: list[Compute | Send] = []
+    for event in problem.events:
+        now: list[Compute | Send] = []
+        if not isinstance(event, Offer):
+            (now if all(member in over for member in event.members) else late).append(event)
+        else:
+            group = group_of[event.member]
+            waits[event.member] = max((others[other] for other in event.others), default=0.0)
+            if event.member == group[-1]:
+                waiting, per_byte = problem.costs[problem.members[event.member].key]
+                clock = max(clock, *(waits[member] for member in group))
+                lane = max(lane, clock) + waiting + per_byte * sum(problem.members[member].bytes for member in group)
+                over.update(dict.fromkeys(group, lane))
+                now = [each for each in late if all(member in over for member in each.members)]
+                late = [each for each in late if each not in now]
+        for each in now:
+            if isinstance(each, Send):
+                lane = others[each.number] = max(lane, clock) + each.seconds
+            else:
+                read = [over[member] for member in each.members] + [others[other] for other in each.others]
+                clock = max(clock, *read) + each.seconds if read else clock + each.seconds
+    return max(clock, lane)
+
+
+def best(proposals: Iterable[Groups], predicted: Callable[[Groups], float]) -> Groups:
+    """Of `proposals` the first with the least `predicted` seconds, but for rounding."""
+    seconds = {groups: predicted(groups) for groups in proposals}
+    least = min(seconds.values()) * ROUNDING
+    return next(groups for groups, taken in seconds.items() if taken <= least)
