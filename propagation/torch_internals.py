@@ -1,4 +1,7 @@
-"""The only file of this stage that imports private modules of PyTorch.
+"""The only file of this stage that uses private modules, names and attributes of PyTorch.
+
+`tests/test_torch_internals.py` tests what is relied on for each of them, so that a new version of PyTorch names what it
+broke within seconds.
 
 Each name, and why:
 
@@ -26,6 +29,15 @@ Each name, and why:
                                        which overrides 500 operators anew each time (written_out.py)
     torch._functorch.aot_autograd.preserve_rng_state   what it does around its tracing: see `decompose`
     torch.nn.modules.module._global_...    the hooks of all modules; there is no public name that lists them
+    Tensor._version                    how often a tensor was written in place; autograd itself goes by it
+    UntypedStorage._cdata              which memory a tensor has; `data_ptr` is 0 for fake tensors and for empty ones
+    OpOverload._schema, _overloadname  what an operator takes and gives; there is no public name
+    Module._parameters, _buffers, _modules, _forward_pre_hooks, ...   where a module keeps what is its own, to be looked
+                                       at on every call and written to; public methods make new dicts and lists
+    Module._is_full_backward_hook      whether backward hooks were registered in the old way
+    Module._apply                      what `module.to(dtype)` calls, which swaps parameters
+    _BatchNorm._check_input_dim        the error for an input of the wrong rank
+    Distribution._validate_args        whether distributions look at values; only setting it is public
     torch.ops.torch_nn                 the operators of linear_cross_entropy in chunks, which the first import of
                                        their module registers; not in 2.11
 """
@@ -34,7 +46,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -89,6 +102,14 @@ try:
 except ImportError:
     chunked_losses = ()
 
+# The attributes are read by C code, which costs no frame of Python: some are read for each parameter on every call.
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+overload_name_of: Callable[[Any], str] = attrgetter("_overloadname")
+parameters_in: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_parameters")  # of the module itself
+buffers_in: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_buffers")
+modules_in: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_modules")
+
 data_dependent = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -124,6 +145,34 @@ def function_modes() -> list[Any]:
 def dispatch_modes() -> list[Any]:
     """The TorchDispatchModes that are on in this thread."""
     return [_get_dispatch_stack_at(i) for i in range(_len_torch_dispatch_stack())]
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number for the memory of a tensor: equal for tensors that share it, as long as one of them lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def hooks_in(module: torch.nn.Module, kind: str) -> dict[int, Any]:
+    """The hooks of a module itself, of a kind such as "forward_pre", by the ids of their handles."""
+    hooks: dict[int, Any] = getattr(module, f"_{kind}_hooks")
+    return hooks
+
+
+def has_old_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether the backward hooks of a module were registered with register_backward_hook."""
+    return module._is_full_backward_hook is False
+
+
+def check_input_dim(norm: torch.nn.modules.batchnorm._BatchNorm, x: torch.Tensor) -> None:
+    """Raise ValueError for an input of a rank that a BatchNorm does not take."""
+    norm._check_input_dim(x)
+
+
+def distributions_validate() -> bool:
+    """Whether torch.distributions look at values where nobody asked them to or not to."""
+    validates: bool = torch.distributions.Distribution._validate_args
+    return validates
 
 
 def global_hooks(kind: str) -> dict[int, Any]:
@@ -215,24 +264,35 @@ __all__ = [
     "TreeSpec",
     "UnsupportedOperatorException",
     "all_operator_names",
+    "buffers_in",
+    "check_input_dim",
     "chunked_losses",
     "data_dependent",
     "decompose",
     "defined_by",
     "dispatch_modes",
+    "distributions_validate",
     "function_modes",
     "global_hooks",
+    "has_old_backward_hooks",
     "hook_flags",
+    "hooks_in",
     "is_composite",
     "is_transformed",
     "make_fx",
     "makes_memory",
     "module_hooks",
+    "modules_in",
+    "overload_name_of",
+    "parameters_in",
+    "schema_of",
     "set_grad_enabled",
     "split_decompositions",
+    "storage_key",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
+    "version_of",
     "with_autograd",
     "without_dispatch_modes",
     "without_modes",

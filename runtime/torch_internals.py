@@ -1,4 +1,7 @@
-"""The only file of this stage that imports private modules of PyTorch.
+"""The only file of this stage that uses private modules, names and attributes of PyTorch.
+
+`propagation/torch_internals.py` has more, which this stage may use too; `tests/test_torch_internals.py` tests what is
+relied on.
 
 Each name, and why:
 
@@ -10,6 +13,9 @@ Each name, and why:
                                                              `set_timeout`, and would be `timeout`
     Tensor._backward_hooks, _post_accumulate_grad_hooks      the hooks of a tensor, which handles refer to; no public
                                                              name moves them to another tensor
+    DTensor._spec, _local_tensor                             how a DTensor is placed, and its part: what makes another
+                                                             like it without asking the mesh or recording for autograd
+    Tensor._is_view, _base                                   what a tensor is a view of; there is no public name
     torch._inductor.compile                                  takes a graph of ATen operators without tracing it again or
                                                              guarding it, which `torch.compile` does on every call
     torch.autograd.forward_ad._current_level                 whether tensors may have tangents: to ask each of them on
@@ -22,6 +28,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -32,16 +39,24 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 
 __all__ = [
+    "base_of",
     "coalescing_manager",
     "default_store",
     "forward_level",
     "give_hooks",
     "inductor",
+    "is_view",
+    "local_part_of",
+    "spec_of",
     "take_hooks",
     "timeout_of",
 ]
 
 Hooks = tuple[Any, Any]
+spec_of: Callable[[Tensor], Any] = attrgetter("_spec")  # of a DTensor
+local_part_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 
 
 def take_hooks(tensor: Tensor) -> Hooks:

@@ -298,9 +298,10 @@ def _upper_only(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
 
 _LIKE, _SCALAR, _VECTOR = "... 1 1 -> ... 1 1", "... 1 1 -> ...", "... 1 1 -> ... 1"
 
+_UNTIL_2_13 = {"cholesky": _LIKE, "qr": "... 1 1 -> ... 1 1, ... 1 1"}  # later versions of PyTorch do not have them
 _BATCHED = {
+    **{getattr(aten, name).default: row for name, row in _UNTIL_2_13.items() if hasattr(aten, name)},
     aten._lu_with_info.default: "... 1 1 -> ... 1 1, ... 1, ...",
-    aten.cholesky.default: _LIKE,
     aten.cholesky_inverse.default: _LIKE,
     aten.det.default: _SCALAR,
     aten.geqrf.default: "... 1 1 -> ... 1 1, ... 1",
@@ -341,7 +342,6 @@ _BATCHED = {
     aten.matrix_power.default: _LIKE,
     aten.orgqr.default: "... 1 1, ... 1 -> ... 1 1",
     aten.pinverse.default: _LIKE,
-    aten.qr.default: "... 1 1 -> ... 1 1, ... 1 1",
     aten.slogdet.default: "... 1 1 -> ..., ...",
     aten.svd.default: "... 1 1 -> ... 1 1, ... 1, ... 1 1",
     aten.triangular_solve.default: "... 1 1, ... 1 1 -> ... 1 1, ... 1 1",

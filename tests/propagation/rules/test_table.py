@@ -576,8 +576,8 @@ CASES = [
     case(aten.ormqr.default, "_1 n", torch.ormqr, fixed(2, 3, 3), fixed(2, 3), real(2, 3, 4), linear=1),
     ),
     *like_others(*(case(target, "_1", fn, definite(4, 3)) for target, fn in (
+        *((getattr(aten, name).default, getattr(torch, name)) for name in ("cholesky", "qr") if hasattr(aten, name)),
         (aten._lu_with_info.default, torch.lu),
-        (aten.cholesky.default, torch.cholesky),
         (aten.cholesky_inverse.default, torch.cholesky_inverse),
         (aten.det.default, torch.det),
         (aten.inverse.default, torch.inverse),
@@ -607,7 +607,6 @@ CASES = [
         (aten.matrix_exp.default, torch.matrix_exp),
         (aten.matrix_power.default, lambda a: torch.matrix_power(a, 3)),
         (aten.pinverse.default, torch.pinverse),
-        (aten.qr.default, torch.qr),
         (aten.slogdet.default, torch.slogdet),
         (aten.svd.default, torch.svd),
         (aten.triangular_solve.default, lambda a: torch.triangular_solve(a, a)[0]),

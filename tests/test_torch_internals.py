@@ -1,0 +1,328 @@
+"""What Partway relies on of PyTorch's private names, one test each: a new PyTorch names here what it broke.
+
+`USED` in `test_layers.py` finds the names; a name without a test of it here fails there.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+from partway.propagation import torch_internals as planning
+from partway.runtime import torch_internals as running
+
+aten = torch.ops.aten
+pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`:FutureWarning")  # torch.export's own
+
+
+def test_a_version_counts_writes_in_place() -> None:
+    x = torch.zeros(2)
+    before = planning.version_of(x)
+    x.add_(1)
+    assert planning.version_of(x) == before + 1
+    x.detach().add_(1)  # shared with what is detached
+    assert planning.version_of(x) == before + 2
+    x.data.add_(1)  # and not with what `.data` gives
+    assert planning.version_of(x) == before + 2
+
+
+def test_tensors_that_share_memory_have_one_storage_key() -> None:
+    x, other = torch.zeros(4), torch.zeros(4)
+    assert planning.storage_key(x) == planning.storage_key(x[1:].view(3, 1))
+    assert planning.storage_key(x) != planning.storage_key(other)
+    with planning.FakeTensorMode():
+        fake = torch.zeros(4)
+        assert planning.storage_key(fake) == planning.storage_key(fake.view(2, 2))
+        assert planning.storage_key(fake) != planning.storage_key(torch.zeros(4))
+
+
+def test_a_schema_names_arguments_aliases_and_results() -> None:
+    schema = planning.schema_of(aten.add_.Tensor)
+    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
+    assert schema.arguments[0].alias_info.is_write
+    assert schema.arguments[2].kwarg_only
+    assert schema.arguments[2].has_default_value()
+    assert schema.arguments[2].default_value == 1
+    assert schema.is_mutable
+    assert not planning.schema_of(aten.add.Tensor).is_mutable
+    assert (schema.name, planning.overload_name_of(aten.add_.Tensor)) == ("aten::add_", "Tensor")
+    assert str(planning.schema_of(aten.split.Tensor).returns[0].type) == "List[Tensor]"
+    assert planning.schema_of(aten.view.default).arguments[0].alias_info is not None
+
+
+def test_an_operator_is_an_op_overload_with_tags_and_a_namespace() -> None:
+    assert isinstance(aten.add.Tensor, planning.OpOverload)
+    assert isinstance(aten.add, planning.OpOverloadPacket)
+    assert torch.Tag.pointwise in aten.add.Tensor.tags
+    assert torch.Tag.nondeterministic_seeded in aten.bernoulli.default.tags
+    assert aten.add.Tensor.namespace == "aten"
+
+
+def test_composite_operators_are_told_from_others() -> None:
+    assert planning.is_composite(aten.dropout.default)
+    assert not planning.is_composite(aten.mm.default)
+    assert planning.makes_memory(aten.mm.default)
+    assert not planning.makes_memory(aten.view.default)
+    assert not planning.makes_memory(aten.dropout.default)
+
+
+def test_every_operator_has_a_name_in_the_registry() -> None:
+    assert {"aten::add.Tensor", "aten::mm"} <= set(planning.all_operator_names())
+
+
+def test_fake_tensors_have_shapes_and_no_data() -> None:
+    with planning.FakeTensorMode():
+        x = torch.ones(2, 3) @ torch.ones(3, 4)
+    assert isinstance(x, planning.FakeTensor)
+    assert (x.shape, x.stride()) == ((2, 4), (4, 1))
+    with pytest.raises(planning.data_dependent), planning.FakeTensorMode():
+        torch.ones(1).item()
+
+
+def test_an_operator_without_a_fake_implementation_is_named_by_its_error() -> None:
+    library = torch.library.Library("partway_canary", "FRAGMENT")
+    library.define("bare(Tensor x) -> Tensor")
+    with pytest.raises(planning.UnsupportedOperatorException), planning.FakeTensorMode():
+        torch.ops.partway_canary.bare(torch.ones(2))
+
+
+def test_containers_are_flattened_in_order() -> None:
+    leaves, spec = planning.tree_flatten({"a": [1, (2, None)], "b": 3})
+    assert isinstance(spec, planning.TreeSpec)
+    assert leaves == [1, 2, None, 3]
+    assert planning.tree_unflatten([4, 5, 6, 7], spec) == {"a": [4, (5, 6)], "b": 7}
+    assert planning.tree_map(lambda leaf: leaf, {"a": (1,)}) == {"a": (1,)}
+
+
+def test_transformed_and_batched_tensors_are_told() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append((planning.is_transformed(x), planning.is_batched(x)))
+        return x * 2
+
+    torch.func.vmap(f)(torch.ones(3))
+    assert seen == [(True, True)]
+    assert not planning.is_transformed(torch.ones(1))
+
+
+def test_modes_are_listed_and_left_out() -> None:
+    class Doubling(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {})) * 2 if func is torch.add else func(*args, **(kwargs or {}))
+
+    class Counting(planning.TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(1)
+    with Doubling() as doubling, Counting() as counting:
+        assert planning.function_modes() == [doubling]
+        assert planning.dispatch_modes() == [counting]
+        assert torch.add(x, x) == 4
+        before = counting.count
+        with planning.without_modes():
+            assert torch.add(x, x) == 2
+        with planning.without_dispatch_modes():
+            torch.add(x, x)
+        assert counting.count == before
+    assert planning.function_modes() == []
+    assert planning.dispatch_modes() == []
+
+
+def test_autograd_records_inside_an_operator() -> None:
+    seen = []
+
+    @torch.library.custom_op("partway_canary::inside", mutates_args=())
+    def inside(x: Tensor) -> Tensor:
+        with planning.with_autograd():
+            leaf = x.detach().requires_grad_()
+            seen.append(torch.autograd.grad((leaf * leaf).sum(), leaf)[0])
+        return x.clone()
+
+    inside(torch.tensor([3.0]))
+    assert seen == [torch.tensor([6.0])]
+    assert planning.defined_by(inside) is torch.ops.partway_canary.inside.default
+    assert isinstance(inside, planning.CustomOpDef)
+
+
+def test_no_grad_goes_through_one_function() -> None:
+    calls: list[Any] = []
+
+    class Noting(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Noting(), torch.no_grad():
+        pass
+    assert planning.set_grad_enabled in calls
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "backward", "backward_pre"])
+def test_hooks_of_modules_are_dicts_by_the_ids_of_their_handles(kind: str) -> None:
+    module = nn.Linear(1, 1)
+    name = {"backward": "full_backward", "backward_pre": "full_backward_pre"}.get(kind, kind)
+    handle = getattr(module, f"register_{name}_hook")(print)
+    assert planning.hooks_in(module, kind) == {handle.id: print}
+    assert (module, "") not in planning.module_hooks(module)
+    everywhere = getattr(nn.modules.module, f"register_module_{name}_hook")(print)
+    try:
+        assert planning.global_hooks(kind)[everywhere.id] is print
+    finally:
+        everywhere.remove()
+    if kind in ("forward_pre", "forward"):
+        handle = getattr(module, f"register_{name}_hook")(print, with_kwargs=True)
+        assert planning.hook_flags(module, kind) == {handle.id: True}
+
+
+def test_backward_hooks_of_the_old_kind_are_told() -> None:
+    module = nn.Linear(1, 1)
+    assert not planning.has_old_backward_hooks(module)
+    module.register_backward_hook(print)
+    assert planning.has_old_backward_hooks(module)
+
+
+def test_a_module_keeps_what_is_its_own_in_three_dicts() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    norm = planning.modules_in(module)["0"]
+    assert set(planning.parameters_in(norm)) == {"weight", "bias"}
+    assert set(planning.buffers_in(norm)) == {"running_mean", "running_var", "num_batches_tracked"}
+    planning.buffers_in(norm)["running_mean"] = new = torch.ones(2)
+    assert norm.running_mean is new
+    planning.parameters_in(norm)["weight"] = weight = nn.Parameter(torch.ones(2))
+    assert norm.weight is weight
+
+
+def test_conversions_of_a_module_go_through_one_method() -> None:
+    class Model(nn.Module):
+        asked = 0
+
+        def _apply(self, fn: Any, recurse: bool = True) -> Model:
+            self.asked += 1
+            return self
+
+    model = Model()
+    model.to(torch.float64)
+    assert model.asked == 1
+
+
+def test_a_batch_norm_refuses_an_input_of_another_rank() -> None:
+    with pytest.raises(ValueError, match="expected 4D input"):
+        planning.check_input_dim(nn.BatchNorm2d(1), torch.ones(2, 1))
+
+
+def test_whether_distributions_validate_can_be_asked() -> None:
+    torch.distributions.Distribution.set_default_validate_args(False)
+    assert not planning.distributions_validate()
+    torch.distributions.Distribution.set_default_validate_args(True)
+    assert planning.distributions_validate()
+    assert "_validate_args" in vars(torch.distributions.Normal(0.0, 1.0, validate_args=False))
+    assert "_validate_args" not in vars(torch.distributions.Normal(0.0, 1.0))
+
+
+def test_a_trace_has_a_call_for_each_operator() -> None:
+    traced = planning.make_fx(lambda x: x.sin() + 1)(torch.ones(2))
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [
+        aten.sin.default,
+        aten.add.Tensor,
+    ]
+
+
+def test_an_exported_program_is_decomposed_but_for_the_operators_that_are_to_stay(
+    exported: torch.export.ExportedProgram,
+) -> None:
+    table = torch.export.default_decompositions()
+    del table[aten.linear.default]  # it stays what it is
+    composite, _ = planning.split_decompositions(dict(table))
+    linear = {aten.linear.default: composite[aten.linear.default]}
+    kept, written = (planning.decompose(exported, stays, {}) for stays in (linear, {}))
+    assert aten.linear.default in {node.target for node in kept.graph.nodes}
+    assert aten.addmm.default in {node.target for node in written.graph.nodes}
+
+
+def test_decomposing_leaves_the_random_generators_alone(exported: torch.export.ExportedProgram) -> None:
+    before = torch.get_rng_state()
+    planning.decompose(exported, {}, {})
+    assert torch.equal(torch.get_rng_state(), before)
+    assert threading.current_thread() is threading.main_thread()
+
+
+def test_losses_in_chunks_are_operators_where_there_are_any() -> None:
+    assert all(isinstance(operator, planning.OpOverload) for operator in planning.chunked_losses)
+
+
+# -- What runs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exported() -> torch.export.ExportedProgram:
+    return torch.export.export(nn.Linear(2, 3), (torch.ones(1, 2),))
+
+
+@pytest.fixture
+def one_process(tmp_path: Any) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_dtensor_has_its_part_and_its_spec(one_process: Any) -> None:
+    held = DTensor.from_local(torch.ones(2), one_process, [Replicate()])
+    assert running.local_part_of(held).shape == (2,)
+    assert type(running.local_part_of(held)) is Tensor
+    again = DTensor(torch.zeros(2), running.spec_of(held), requires_grad=False)
+    assert (again.placements, again.device_mesh, again.shape) == (held.placements, one_process, held.shape)
+    assert running.spec_of(held) == running.spec_of(again)
+
+
+def test_groups_have_a_store_a_timeout_and_coalescing(one_process: Any) -> None:
+    running.default_store().set("canary", "sings")
+    assert running.default_store().get("canary") == b"sings"
+    assert running.timeout_of(dist.group.WORLD).total_seconds() == 1800
+    assert callable(running.coalescing_manager)
+
+
+def test_hooks_of_a_tensor_move_with_their_handles() -> None:
+    x, y, seen = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True), []
+    handle = x.register_hook(seen.append)
+    x.register_post_accumulate_grad_hook(seen.append)
+    running.give_hooks(y, running.take_hooks(x))
+    (y * 2).sum().backward()
+    assert len(seen) == 2
+    handle.remove()
+    (y * 2).sum().backward()
+    assert len(seen) == 3
+
+
+def test_views_know_their_base() -> None:
+    x = torch.ones(4)
+    assert running.is_view(x[1:])
+    assert running.base_of(x[1:]) is x
+    assert not running.is_view(x.clone())
+    assert running.base_of(x) is None
+
+
+def test_a_level_of_forward_derivatives_is_told() -> None:
+    assert running.forward_level() == -1
+    with torch.autograd.forward_ad.dual_level():
+        assert running.forward_level() == 0
+
+
+def test_inductor_takes_a_graph_of_operators() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(aten.add.Tensor, (x, 1))
+    x.meta["val"] = y.meta["val"] = torch.ones(2)
+    graph.output((y,))
+    compiled = running.inductor(fx.GraphModule(nn.Module(), graph), [torch.ones(2)])
+    assert torch.equal(compiled(torch.ones(2))[0], torch.full((2,), 2.0))
