@@ -48,7 +48,8 @@ from partway.propagation.program.lower import lower
 from partway.propagation.program.precision import reduce_in_float32
 from partway.propagation.program.recompute import checkpointed, gathered_weights, recompute, within_windows
 from partway.propagation.program.step import Step, scale_parameter_gradients
-from partway.propagation.search.problem import SearchProblem, Settings, formulate, warn_of_unknown
+from partway.propagation.search.formulate import formulate, warn_of_unknown
+from partway.propagation.search.problem import SearchProblem, Settings
 from partway.propagation.search.search import SearchMode, search
 from partway.propagation.search.solution import Solution, verify_solution
 from partway.propagation.torch_internals import is_transformed

@@ -21,7 +21,8 @@ from partway.propagation.graph.graph import Graph
 from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
-from partway.propagation.search.problem import Fallback, Settings, formulate
+from partway.propagation.search.formulate import formulate
+from partway.propagation.search.problem import Fallback, Settings
 from partway.propagation.search.search import SearchMode, search
 from partway.runtime.step import CompiledStep
 from partway.strategy import Layout, RuntimeStateError, VerifyError

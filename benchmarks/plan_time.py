@@ -51,7 +51,7 @@ from partway.propagation.graph.queries import differentiated
 from partway.propagation.plan.plan import make_plan
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
-from partway.propagation.search.problem import formulate
+from partway.propagation.search.formulate import formulate
 from partway.propagation.search.search import SearchMode, search
 from partway.request import Request
 from partway.strategy import Mesh

@@ -27,7 +27,8 @@ from ..graph.queries import beside_losses
 from ..program.collective import Collective, collectives_of
 from ..program.local_program import LocalProgram
 from ..program.lower import lower, tensor_name
-from ..search.problem import SearchProblem, Vertex, formulate
+from ..search.formulate import formulate
+from ..search.problem import SearchProblem, Vertex
 from ..search.search import SEARCHES, SearchMode, search
 from ..search.solution import Solution
 from .units import human, lasting

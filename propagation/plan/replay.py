@@ -16,12 +16,12 @@ from torch import fx
 from ...strategy.errors import Problem, StrategyError
 from ...strategy.layout import Layout, layout
 from ...strategy.placement import placement_from_code
-from ..cost.conversion import ConversionTable
+from ..cost.conversion import ConversionTable, Mask
 from ..graph.graph import Graph
 from ..graph.nodes import describe, is_tensor, module_path, operator_name
 from ..graph.port import Port
 from ..graph.queries import constant_nodes
-from ..search.problem import Edge, Mask, Options, SearchProblem, Vertex, VertexKind
+from ..search.problem import Edge, Options, SearchProblem, Vertex, VertexKind
 from ..search.solution import Solution
 from .plan import OperatorPlan, Plan, TensorPlan
 

@@ -58,7 +58,8 @@ from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.local_program import verify_program
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.problem import SearchProblem, Settings, VertexKind, formulate
+from partway.propagation.search.formulate import formulate
+from partway.propagation.search.problem import SearchProblem, Settings, VertexKind
 from partway.runtime.simulate import Simulator
 from partway.runtime.step import CompiledStep
 from partway.strategy import Layout, Mesh, Shard

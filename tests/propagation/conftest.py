@@ -16,7 +16,8 @@ from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.local_program import verify_program
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.problem import Settings, VertexKind, formulate
+from partway.propagation.search.formulate import formulate
+from partway.propagation.search.problem import Settings, VertexKind
 from partway.propagation.search.solution import verify_solution
 from partway.runtime.simulate import Simulator
 from partway.runtime.step import CompiledStep

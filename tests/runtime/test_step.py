@@ -20,7 +20,8 @@ from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.local_program import verify_program
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.problem import Settings, formulate
+from partway.propagation.search.formulate import formulate
+from partway.propagation.search.problem import Settings
 from partway.runtime import (
     CompiledStep,
     Simulator,

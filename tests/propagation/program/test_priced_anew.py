@@ -36,8 +36,9 @@ from partway.propagation.program.local_program import Conversion, LocalProgram, 
 from partway.propagation.program.lower import lower
 from partway.propagation.search.eliminate import eliminate
 from partway.propagation.search.exact import dynamic_programming
+from partway.propagation.search.formulate import formulate
 from partway.propagation.search.network import Costs, costs_of
-from partway.propagation.search.problem import Option, SearchProblem, Settings, Vertex, VertexKind, formulate
+from partway.propagation.search.problem import Option, SearchProblem, Settings, Vertex, VertexKind
 from partway.propagation.search.propagate import sharding_propagation
 from partway.propagation.search.recursive import recursive_programming
 from partway.propagation.search.solution import Solution, verify_solution

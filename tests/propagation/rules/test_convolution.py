@@ -21,7 +21,7 @@ from partway.propagation.graph.port import Port, Role
 from partway.propagation.graph.structure import flatten
 from partway.propagation.rules.padded_convolution import padded_convolution
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.problem import formulate
+from partway.propagation.search.formulate import formulate
 from partway.propagation.torch_internals import FakeTensorMode
 from partway.strategy import Mesh
 

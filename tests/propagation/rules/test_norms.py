@@ -26,7 +26,7 @@ from partway.propagation.ops.batch_norm import (
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.problem import formulate
+from partway.propagation.search.formulate import formulate
 from partway.strategy import Layout, Mesh, Replicate, Shard
 from partway.strategy.placement import Kind, kind
 

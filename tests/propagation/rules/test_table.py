@@ -27,7 +27,7 @@ from partway.propagation.rules.padded_convolution import padded_convolution
 from partway.propagation.rules.rule import axis_options
 from partway.propagation.rules.table import RULES, rule_of
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.problem import formulate
+from partway.propagation.search.formulate import formulate
 from partway.strategy import Layout, Mesh, Partial, Replicate, Shard
 
 aten = torch.ops.aten

@@ -15,8 +15,9 @@ from partway.propagation.capture.capture import capture
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.search.exact import dynamic_programming
+from partway.propagation.search.formulate import formulate
 from partway.propagation.search.network import costs_of
-from partway.propagation.search.problem import Settings, formulate
+from partway.propagation.search.problem import Settings
 from partway.strategy import REPLICATE, Layout, Mesh, Shard
 
 WIDTH = 24

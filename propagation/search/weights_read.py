@@ -1,0 +1,56 @@
+"""Which parameters the backward reads: what is kept of them, or gathered again, counts."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+from torch import fx
+
+from ..graph.graph import Graph
+from ..graph.nodes import Value, operands, operator_name, rearranges, source_of, values_of
+from ..graph.port import Role
+from ..graph.queries import recomputed
+from ..rules.custom import Rows
+from ..rules.table import rule_of
+
+
+def weights_read(graph: Graph, flows: frozenset[Value], own: Rows) -> frozenset[Value]:
+    """The parameters, and what is made of them by `rearranges` alone, that the backward reads. (A bias or a table of
+    embeddings only takes a gradient.) What is computed again reads all its operands again."""
+    again = recomputed(graph)
+    weights = {Value(port.node) for port in graph.inputs if port.role is Role.PARAMETER}
+    users = []
+    for node in graph.nodes:
+        sources = [source_of(operand) for operand in operands(node)]
+        if node.target is not operator.getitem and not weights.isdisjoint(sources):
+            users.append((node, sources))
+            if rearranges(node) and weights.issuperset(sources):
+                weights.update(values_of(node))
+    read: set[Value] = set()
+    for node, sources in reversed(users):
+        made = values_of(node)
+        if weights.issuperset(made):
+            read.update(sources if not read.isdisjoint(made) else ())
+        elif not flows.isdisjoint(made):
+            reads = _reads(node, [source in flows for source in sources], own)
+            read.update(s for i, s in enumerate(sources) if s in weights and (node in again or reads(i)))
+    return frozenset(read)
+
+
+def _reads(node: fx.Node, flows: list[bool], own: Rows) -> Callable[[int], bool]:
+    """Whether the backward of `node` reads operand i: unless it is linear in it, and with it in all operands to which
+    a gradient goes (`flows`)."""
+    rule = rule_of(node, own)
+    # `convolution_backward` wants all for its sizes
+    given_all = operator_name(node).startswith(("aten.conv", "partway.padded_conv"))
+
+    def reads(i: int) -> bool:
+        if rule is None:
+            return True
+        if i in rule.additive:
+            return False
+        together = max((linear for linear in rule.linear if i in linear), key=len, default=None)
+        return given_all or together is None or any(flow for j, flow in enumerate(flows) if j not in together)
+
+    return reads
