@@ -23,7 +23,7 @@ from ..propagation.ops.indexing import position
 from ..propagation.program.step import returned_by
 from ..propagation.torch_internals import FakeTensorMode
 from ..strategy.placement import Kind
-from .instructions import members_late
+from .assemble import members_late
 from .strides import strides_of
 from .torch_internals import inductor
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from ..fusion.timeline import COMMUNICATION, COMPUTE, Span
 from ..propagation.cost.cost import wire_bytes
 from ..strategy.placement import Kind
-from .instructions import Code, Conversion, Instruction, Mark
+from .instructions import Code, Instruction, Mark, Relayout
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One collective that ran. Bytes are those of one rank, as in `propagation.lower.Collective`."""
+    """One collective that ran. Bytes are those of one rank, as in `propagation.program.collective.Collective`."""
 
     kind: Kind
     axes: tuple[str, ...]
@@ -49,7 +49,7 @@ def record_collectives() -> Iterator[list[Event]]:
         _listeners[:] = [listener for listener in _listeners if listener is not events]
 
 
-def note(c: Conversion, parts: Sequence[Tensor]) -> None:
+def note(c: Relayout, parts: Sequence[Tensor]) -> None:
     """Tell the listeners that `c` communicates the local tensors `parts`, all in one collective."""
     if _listeners and c.kind.communicates:
         payload = sum(c.payload(part.shape, part.element_size()) for part in parts)
@@ -92,7 +92,7 @@ class _Timeline:
     def mark(self, phase: str, step: Instruction, value: Any, awaited: bool) -> None:
         """An instruction has run and given `value`, or (`awaited`) it has been waited for."""
         before, self._last = self._last, self._now()
-        c = step.conversion
+        c = step.relayout
         if c is None or not c.kind.communicates:
             self._add(step, phase, COMPUTE, before, self._last, {})
         elif awaited:

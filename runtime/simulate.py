@@ -3,8 +3,8 @@ process group, no second device.
 
 Ranks run one after another from one conversion to the next (`stretches`), each through the same straight-line code as a
 process, so that of what a rank computes on the way only one rank's is there at a time. Where they meet for a reduction,
-a rank's part is added to the total of its group when it is handed in: in data parallelism a gradient is there twice,
-not once for each rank. What is the same on several ranks they share.
+a rank's part is added to the total of its group when it is handed in (`meetings.py`): in data parallelism a gradient is
+there twice, not once for each rank. What is the same on several ranks they share.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ import torch
 from torch import Tensor
 
 from ..propagation.program.local_program import PlacedPort
-from ..strategy.cut import SliceWindow, Strip
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
-from ..strategy.placement import PARTIAL_MAX, Kind, Partial, Shard
-from .instructions import Bind, Code, Conversion, Instruction, Mark, Run, compile_steps, local_conversion
-from .record import note, resume
-from .slices import Placed, addends_of, first_row, joined, part_of, pieces, slice_of, window_of
+from ..strategy.placement import PARTIAL_MAX, Partial, Shard
+from .functions import Bind, Run, compile_steps
+from .instructions import Code, Instruction, Mark, Relayout
+from .local_conversions import LOCAL
+from .meetings import Meeting
+from .record import resume
+from .slices import Placed, part_of
 from .stretches import Stretch, is_common, stretches_of
-from .strides import Strides, contiguous, contiguous_strides, laid_out
+from .strides import Strides, contiguous_strides, laid_out
 
 Parts = list[Tensor]
 
@@ -76,13 +78,13 @@ class Simulator:
         """The outputs of `code` on every rank."""
         return self.load(code)(list(inputs))
 
-    def ranks(self, c: Conversion) -> tuple[int, ...]:
+    def ranks(self, c: Relayout) -> tuple[int, ...]:
         """None: all ranks are in this process."""
         return ()
 
     def express(self, step: Instruction, bind: Bind) -> str:
         """`step` for the rank called `rank`; for a conversion for which ranks meet it hands in its parts."""
-        c = step.conversion
+        c = step.relayout
         if c is not None:
             operands = ", ".join(f"v{slot}" for slot in step.operands)
             return f"{f'meetings[{step.out}]' if step.communicates else bind(self._local(c))}(rank, {operands})"
@@ -121,7 +123,7 @@ class Simulator:
                     mark(step, values[step.out], False)
         return [None if slot is None else values[slot] for slot in outputs]
 
-    def _run_ranks(self, loaded: _Loaded, meetings: Mapping[int, _Meeting], values: dict[int, list[Any]]) -> None:
+    def _run_ranks(self, loaded: _Loaded, meetings: Mapping[int, Meeting], values: dict[int, list[Any]]) -> None:
         """Run a stretch on one rank after another. A part that nobody reads later is let go when its rank has run."""
         stretch, ranks = loaded.stretch, range(self.mesh.device_num)
         freed = [values.pop(slot)[::-1] for slot in stretch.frees]  # one rank's after another's is taken off the end
@@ -140,19 +142,20 @@ class Simulator:
             if slot in stretch.gives:
                 values[slot] = [part] * len(ranks)
 
-    def _local(self, c: Conversion) -> Callable[..., Any]:
+    def _local(self, c: Relayout) -> Callable[..., Any]:
         """A conversion that needs no other rank, of the rank that is its first argument."""
         positions = [self.mesh.position(rank, *c.axes) for rank in range(self.mesh.device_num)]
+        local = LOCAL[c.kind]
         if c.grouped:
-            return lambda rank, *parts: [local_conversion(c, part, positions[rank]) for part in parts]
-        return lambda rank, part: local_conversion(c, part, positions[rank])
+            return lambda rank, *parts: [local(c, part, positions[rank]) for part in parts]
+        return lambda rank, part: local(c, part, positions[rank])
 
-    def _meeting(self, step: Instruction) -> _Meeting:
-        assert step.conversion is not None
-        axes = step.conversion.axes
+    def _meeting(self, step: Instruction) -> Meeting:
+        assert step.relayout is not None
+        axes = step.relayout.axes
         if axes not in self._groups:
             self._groups[axes] = self.mesh.groups(*axes)
-        return _Meeting(step.conversion, self._groups[axes])
+        return Meeting(step.relayout, self._groups[axes])
 
 
 _NAMES = ("rank", "meetings")  # what the texts of instructions call the rank that runs, and the meetings of its stretch
@@ -177,95 +180,6 @@ def _of_operators(mark: Mark) -> Mark:
             mark(step, value, awaited)
 
     return heard
-
-
-class _Meeting:
-    """One conversion, of one or several tensors: the ranks hand in their parts one after another, in order, and get
-    their results when all have."""
-
-    def __init__(self, c: Conversion, groups: Sequence[Sequence[int]]) -> None:
-        self._c, self._groups = c, groups
-        handed = _Total if c.kind in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER) else _Row
-        self._handed = [[handed(c, private) for private in c.private] for _ in groups]
-        self._of = {rank: handed for group, handed in zip(groups, self._handed, strict=True) for rank in group}
-
-    def __call__(self, rank: int, *parts: Tensor) -> None:
-        """Hand in the `parts` of `rank`, one of each tensor."""
-        if rank == 0:
-            note(self._c, parts)
-        for handed, part in zip(self._of[rank], parts, strict=True):
-            handed.add(part)
-
-    def results(self) -> list[Any]:
-        """For each rank its result: a tensor, or of a group of conversions a list of them."""
-        found: dict[int, list[Tensor]] = {}
-        for group, handed in zip(self._groups, self._handed, strict=True):
-            each = [one.results(len(group)) for one in handed]
-            found.update(zip(group, map(list, zip(*each, strict=True)), strict=True))
-        ranks = range(len(found))
-        return [found[rank] if self._c.grouped else found[rank][0] for rank in ranks]
-
-
-class _Total:
-    """The parts of one tensor on one group of ranks, added up as they come (of candidates the largest is taken)."""
-
-    def __init__(self, c: Conversion, private: bool) -> None:
-        self._c, self._own = c, private
-        self._total: Tensor | None = None
-
-    def add(self, part: Tensor) -> None:
-        """Take one more rank's `part`. The first becomes the total where its memory is that rank's own."""
-        if self._total is None:
-            self._total = part
-            return
-        reduction = torch.maximum if self._c.source == PARTIAL_MAX else torch.add
-        self._total = reduction(self._total, part, out=self._total if self._own else None)
-        self._own = True
-
-    def results(self, n: int) -> Parts:
-        """What the `n` ranks get, in memory of its own."""
-        assert self._total is not None
-        total = self._total if self._own else self._total.clone()
-        if self._c.kind is Kind.ALL_REDUCE:
-            return [contiguous(total)] * n
-        assert isinstance(self._c.target, Shard)
-        return [contiguous(part) for part in pieces(total, self._c.target, n)]
-
-
-class _Row:
-    """The parts of one tensor on one group of ranks, one after another."""
-
-    def __init__(self, c: Conversion, private: bool) -> None:
-        self._c = c
-        self._parts: Parts = []
-        self.add = self._parts.append
-
-    def results(self, n: int) -> Parts:
-        """What the `n` ranks get, in memory of its own."""
-        if self._c.window is not None:
-            return _exchanged(self._c.window, self._parts)
-        assert isinstance(self._c.source, Shard)
-        found = joined(self._parts, self._c.source)
-        if not isinstance(self._c.target, Shard):
-            return [contiguous(found)] * n
-        return [contiguous(part) for part in pieces(found, self._c.target, n)]
-
-
-def _exchanged(window: SliceWindow, parts: Parts) -> Parts:
-    """The windows of ranks that hold the slices `parts`, or of addends in windows the slices of their sum."""
-    if not window.adds:
-        return [
-            window_of(
-                window, i, part, lambda strip: parts[strip.source].narrow(window.dim, first_row(strip), strip.rows)
-            )
-            for i, part in enumerate(parts)
-        ]
-    received: list[list[tuple[Strip, Tensor]]] = [[] for _ in parts]
-    for i, part in enumerate(parts):
-        for strip in window.strips(i):
-            if strip.source != i:
-                received[strip.source].append((strip, addends_of(window, strip, part)))
-    return [slice_of(window, i, part, received[i]) for i, part in enumerate(parts)]
 
 
 def split(tensor: Tensor, layout: Layout) -> Parts:

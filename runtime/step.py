@@ -27,8 +27,11 @@ from ..propagation.program.step import Step, is_port
 from ..propagation.torch_internals import is_batched
 from ..strategy.choice import Choice
 from ..strategy.errors import RuntimeStateError
+from .assemble import assemble_code
+from .functions import Run
 from .inductor import compile_regions, example
-from .instructions import Code, Mark, Run, assemble_code, memory_of
+from .instructions import Code, Mark
+from .memory import memory_of
 from .parameters import gradient_of
 from .record import begin, marking, timed
 from .slices import Placed

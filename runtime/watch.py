@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError
-from .instructions import trail_of
+from .functions import trail_of
 from .ledger import Ledger
 from .torch_internals import default_store, timeout_of
 

@@ -16,8 +16,8 @@ from partway.propagation.ops.collectives import convert, convert_group
 from partway.propagation.ops.indexing import position
 from partway.propagation.rules.windows import Halo, Strided
 from partway.runtime import Simulator, Worker, broadcast, device_mesh, execute, join, record_collectives, split
+from partway.runtime.assemble import assemble_code
 from partway.runtime.execute import process_group
-from partway.runtime.instructions import assemble_code
 from partway.strategy import (
     BROADCAST,
     PARTIAL,
@@ -206,7 +206,7 @@ def check_in_place(elements):
     outputs.append(graph.call_function(torch.ops.aten.add.Tensor, (made[2], 1)))
     graph.output(tuple(outputs))
     code = assemble_code(fx.GraphModule(torch.nn.Module(), graph), "backward")
-    (conversion,) = (step.conversion for step in code.instructions if step.conversion)
+    (conversion,) = (step.relayout for step in code.instructions if step.relayout)
     assert conversion.owned == (True, True, False, False)
     shapes = [(elements,), (3, 2), (elements,), (elements,)]
     values = [parts_of(shape, torch.float32, 2, torch.Generator().manual_seed(0)) for shape in shapes]

@@ -13,7 +13,7 @@ import partway as pw
 from partway.fusion.timeline import COMMUNICATION, COMPUTE
 from partway.propagation.ops.collectives import convert
 from partway.runtime import Simulator
-from partway.runtime.instructions import assemble_code
+from partway.runtime.assemble import assemble_code
 from partway.runtime.record import begin, marking
 from partway.strategy import Mesh
 

@@ -10,7 +10,7 @@ from torch import fx
 from partway.propagation.cost.cost import wire_bytes
 from partway.propagation.ops.collectives import convert, convert_group
 from partway.runtime import Simulator, join, record_collectives, split
-from partway.runtime.instructions import assemble_code
+from partway.runtime.assemble import assemble_code
 from partway.runtime.slices import Placed
 from partway.strategy import BROADCAST, PARTIAL, REPLICATE, Kind, Layout, Mesh, Partial, Shard, kind
 from partway.strategy.errors import VerifyError

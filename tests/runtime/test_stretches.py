@@ -11,7 +11,8 @@ from torch import fx
 
 from partway.propagation.ops.collectives import convert, convert_group
 from partway.runtime import Simulator, record_collectives
-from partway.runtime.instructions import _in_few_variables, assemble_code
+from partway.runtime.assemble import assemble_code
+from partway.runtime.functions import _in_few_variables
 from partway.runtime.simulate import split
 from partway.runtime.stretches import levels, stretches_of
 from partway.strategy import REPLICATE, Layout, Mesh
@@ -149,7 +150,7 @@ def test_the_first_part_becomes_the_total_where_it_is_that_ranks_own(private):
     x = w.input()
     part = w.call(aten.neg.default, x) if private else w.convert(x, "P", "R", "x")
     code = w.code(w.convert(part, "P", "R", "y"))
-    last = code.instructions[-1].conversion
+    last = code.instructions[-1].relayout
     assert (last.owned, last.private) == ((True,), (private,))
 
 
@@ -258,7 +259,7 @@ def test_ranks_one_after_another_give_bit_for_bit_what_ranks_in_lock_step_give(d
             found = run(list(inputs))
         for parts, others in zip(found, expected, strict=True):
             assert [torch.equal(part, other) for part, other in zip(parts, others, strict=True)] == [True] * n
-        ran = [step.conversion for step in code.instructions if step.communicates]
+        ran = [step.relayout for step in code.instructions if step.communicates]
         assert [(event.kind, event.axes) for event in events] == [(c.kind, c.axes) for c in ran]
     for parts, others in zip(inputs, before, strict=True):
         assert all(torch.equal(part, other) for part, other in zip(parts, others, strict=True))

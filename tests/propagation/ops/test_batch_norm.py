@@ -30,7 +30,7 @@ from partway.propagation.ops.collectives import convert, kind_of
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
-from partway.runtime.instructions import assemble_code
+from partway.runtime.assemble import assemble_code
 from partway.strategy import Layout, Mesh, Replicate, Shard, StrategyError
 from partway.strategy.placement import Kind
 
@@ -330,9 +330,9 @@ def test_a_split_batch_costs_one_allreduce_forward_and_one_backward(lab, sizes, 
 
     def kinds(module, phase):
         return [
-            c.conversion.kind
+            c.relayout.kind
             for c in assemble_code(module, phase).instructions
-            if c.conversion is not None and c.conversion.kind.communicates
+            if c.relayout is not None and c.relayout.kind.communicates
         ]
 
     assert kinds(step.forward, "forward") == [Kind.ALL_REDUCE] * (2 if dtype is torch.float64 else 1)

@@ -1,0 +1,137 @@
+"""From a flat graph to instructions: a slot for each value, and each call of an operator as Python text."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from ..propagation.ops.collectives import convert, convert_group
+from ..propagation.ops.indexing import position
+from ..propagation.program.local_program import Conversion
+from ..strategy.placement import kind, placement_from_code
+from .instructions import Code, Instruction, Relayout
+from .memory import is_identity, is_private, may_share, overwriting, owner_of, runs_once
+from .strides import follows
+
+
+def assemble_code(module: fx.GraphModule, phase: str, reasons: Sequence[Conversion] = ()) -> Code:
+    """The instructions of a flat graph. Constants of the module are inputs of none: they are bound here. `reasons`: its
+    conversions as they were planned."""
+    nodes = members_late(list(module.graph.nodes))
+    same = {node: node.all_input_nodes[0] for node in nodes if is_identity(node)}
+    slots: dict[fx.Node, int] = {}
+    for node in nodes:
+        if node.op == "placeholder":
+            slots[node] = len(slots)
+    inputs = len(slots)
+    returned: Any = ()
+    instructions: list[Instruction] = []
+    constants = _Constants()
+    for node in nodes:
+        if node.op == "output":
+            (returned,) = node.args
+        if node in same:
+            slots[node] = slots[same[node]]
+        if node.op not in ("get_attr", "call_function") or node in same:
+            continue
+        slots[node] = len(slots)
+        used = _operands(node)
+        operands = tuple(slots[o] for o in used)
+        if node.target is not convert_group:
+            operands = tuple(dict.fromkeys(operands))
+        text = ""
+        if node.op == "get_attr":
+            text = constants.name(getattr(module, str(node.target)))
+        elif node.target not in (convert, convert_group, position):
+            text = _written(node.target, node.args, node.kwargs, slots, constants)
+        in_place, private = "", False
+        if found := overwriting(node):
+            in_place = _written(found.target, found.args, found.kwargs, slots, constants)
+            private = is_private(found.owner)
+        instructions.append(
+            Instruction(
+                slots[node], operands, text, in_place, private, _relayout(node, phase),
+                runs_once(node), node.name, _along(node), follows(node),
+            )
+        )  # fmt: skip
+    outputs = tuple(slots[o] if isinstance(o, fx.Node) else None for o in returned)
+    traced = {slot: val for node, slot in slots.items() if isinstance(val := node.meta.get("val"), Tensor)}
+    return Code(tuple(instructions), inputs, outputs, may_share(returned), constants.values, phase, traced, reasons)
+
+
+def members_late(nodes: list[fx.Node]) -> list[fx.Node]:
+    """`nodes` with what takes one tensor out of a group of conversions moved to just before its first use: an
+    executor may go on while the group is under way, and waits where a result is read."""
+    place = {node: i for i, node in enumerate(nodes)}
+
+    def when(node: fx.Node) -> tuple[int, int]:
+        if node.target is operator.getitem and node.all_input_nodes[0].target is convert_group and node.users:
+            return min(place[user] for user in node.users), 0
+        return place[node], 1
+
+    return sorted(nodes, key=when)
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, ...]:
+    arguments: tuple[Any, ...] = node.args
+    return tuple(arguments[0]) if node.target is convert_group else tuple(node.all_input_nodes)
+
+
+class _Constants:
+    """What a text refers to by name: operators, and arguments that have no text of their own."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self._names: dict[int, str] = {}
+
+    def name(self, value: Any) -> str:
+        if id(value) not in self._names:
+            self._names[id(value)] = name = f"k{len(self.values)}"
+            self.values[name] = value
+        return self._names[id(value)]
+
+
+def _written(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], slots: Mapping[fx.Node, int], constants: _Constants
+) -> str:
+    """A call as Python."""
+    texts = [_argument(a, slots, constants) for a in args]
+    if target is operator.getitem:
+        return f"{texts[0]}[{texts[1]}]"
+    texts += [f"{name}={_argument(a, slots, constants)}" for name, a in kwargs.items()]
+    return f"{constants.name(target)}({', '.join(texts)})"
+
+
+def _argument(value: Any, slots: Mapping[fx.Node, int], constants: _Constants) -> str:
+    if isinstance(value, fx.Node):
+        return f"v{slots[value]}"
+    if isinstance(value, list | tuple):
+        inside = [_argument(v, slots, constants) for v in value]
+        return f"[{', '.join(inside)}]" if isinstance(value, list) else f"({''.join(f'{v}, ' for v in inside)})"
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return repr(value)
+    assert not isinstance(value, slice | dict), f"an argument is a {type(value).__name__}: {value}"
+    return constants.name(value)
+
+
+def _relayout(node: fx.Node, phase: str) -> Relayout | None:
+    if node.target not in (convert, convert_group):
+        return None
+    arguments: tuple[Any, ...] = node.args
+    _, source, target, axes, size, tags = arguments
+    before, after = placement_from_code(source), placement_from_code(target)
+    grouped = node.target is convert_group
+    owners = [owner_of(operand, node) for operand in _operands(node)]
+    owned = tuple(owner is not None for owner in owners)
+    private = tuple(map(is_private, owners))
+    tags = tuple(tags) if grouped else (tags,)
+    return Relayout(kind(before, after), before, after, tuple(axes), size, phase, tags, grouped, owned, private)
+
+
+def _along(node: fx.Node) -> tuple[str, ...]:
+    arguments: tuple[Any, ...] = node.args
+    return tuple(arguments[0]) if node.target is position else ()
