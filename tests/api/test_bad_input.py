@@ -1264,9 +1264,6 @@ WRONG = [
 @pytest.fixture(autouse=True)
 def own_context_and_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    yield
-    pw.reset_auto_parallel_context()
-    pw.reset_algo_parameters()
 
 
 def state(model: nn.Module) -> dict[str, Any]:

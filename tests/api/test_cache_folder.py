@@ -37,8 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("PARTWAY_CACHE", raising=False)
     monkeypatch.delenv("PARTWAY_VERIFY", raising=False)
     pw.set_auto_parallel_context(compile_cache_path=str(tmp_path))
-    yield tmp_path
-    pw.reset_auto_parallel_context()
+    return tmp_path
 
 
 def step(fn: Callable[..., Any] = f) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,6 @@ ALGO_DEFAULTS = {
     "memory_limit": None,
     "optimizer_states": 2.0,
 }
-
-
-@pytest.fixture(autouse=True)
-def defaults() -> Iterator[None]:
-    yield
-    reset_auto_parallel_context()
-    reset_algo_parameters()
 
 
 def message_of(call: Callable[..., Any], **options: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +103,6 @@ def nested(x: Tensor) -> tuple[Tensor, list[Tensor]]:
 @nested.register_fake
 def _(x: Tensor) -> tuple[Tensor, list[Tensor]]:
     return torch.empty_like(x), [torch.empty_like(x)]
-
-
-@pytest.fixture(autouse=True)
-def _defaults() -> Iterator[None]:
-    torch.manual_seed(0)
-    pw.reset_auto_parallel_context()
-    yield
-    pw.reset_auto_parallel_context()
 
 
 def random(*size: int) -> Tensor:

@@ -25,13 +25,6 @@ from partway.context import current, current_algo
 from partway.planning import planning
 
 
-@pytest.fixture(autouse=True)
-def _defaults() -> Iterator[None]:
-    reset_auto_parallel_context()
-    yield
-    reset_auto_parallel_context()
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

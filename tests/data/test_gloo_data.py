@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+from checks import whole
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 import partway as pw
@@ -68,27 +68,22 @@ def train(model: Any, folder: Path, part: pw.data.Part, labels: pw.data.Part, gi
             losses.append(loss.item())
             samples += label.tolist()
     weight = model.weight.detach()
-    return losses, weight.full_tensor() if isinstance(weight, DTensor) else weight, samples
+    return losses, whole(weight), samples
 
 
 def on_a_rank(folder: Path, strategy: Any) -> Any:
     """A process of two that is given its part, as the dataset_strategy says."""
-    pw.reset_auto_parallel_context()
-    torch.manual_seed(0)
     pw.set_auto_parallel_context(dataset_strategy=strategy)
     part, labels = (pw.data.part_of(entry) for entry in strategy)
     model = pw.shard(Net())
     result = train(model, folder, part, labels)
     assert pw.data.planned_part(model, "image") == part
     assert pw.data.planned_part(model, "label") == labels
-    pw.reset_auto_parallel_context()
     return result
 
 
 def with_global_tensors(folder: Path) -> Any:
     """A process of two that hands over its part as a DTensor, as axis names say."""
-    pw.reset_auto_parallel_context()
-    torch.manual_seed(0)
     mesh, strategy = {"dp": 1, "w": 2}, ("dp", None, None, "w")
     part = pw.data.part_of(strategy, mesh=mesh)
     model = pw.shard(Net(), mesh=mesh, in_strategy=(strategy, ("dp",)))

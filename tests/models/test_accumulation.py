@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from checks import whole
 from torch import nn
 
 import partway as pw
@@ -21,12 +22,6 @@ BATCHES = [torch.linspace(-1, 1, rows * 16, dtype=torch.float64).view(rows, 16) 
 Ranks = Callable[..., Any]
 
 
-@pytest.fixture(autouse=True)
-def _as_before() -> Iterator[None]:
-    yield
-    pw.reset_auto_parallel_context()
-
-
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).double()
@@ -34,10 +29,6 @@ def network() -> nn.Module:
 
 def sharded(module: nn.Module, **plan: Any) -> Any:
     return pw.shard(module, mesh={"dp": 2}, in_strategy=(("dp", None),), out_strategy=(("dp", None),), **plan)
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def loss(output: Any) -> torch.Tensor:

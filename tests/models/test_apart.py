@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,12 +49,7 @@ class Heads(nn.Module):
         return self.a(h).pow(2).mean(), nn.functional.dropout(self.b(h), 0.25).pow(2).mean()
 
 
-def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def pair(kind: type[nn.Module], inputs: int, **annotations: Any) -> tuple[nn.Module, Any]:
-    pw.reset_auto_parallel_context()
     torch.manual_seed(0)
     plain = kind().double()
     n = pw.init(simulate=4)

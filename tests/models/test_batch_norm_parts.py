@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import assert_same_gradients, assert_same_loss, gradients
+from checks import assert_same_gradients, assert_same_loss, gradients, whole
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
 from zoo import CASES
 
 import partway as pw
 from partway.compile import compile
-from partway.context import reset_auto_parallel_context
 from partway.measure.workloads import Workload, tiny
 from partway.propagation.ops.collectives import convert, convert_group, kind_of
 
@@ -24,12 +22,6 @@ aten = torch.ops.aten
 Ranks = Callable[..., list[Any]]
 EXACT = 1e-10
 CASE = CASES["convnet"]
-
-
-@pytest.fixture(autouse=True)
-def defaults() -> Iterator[None]:
-    yield
-    reset_auto_parallel_context()
 
 
 class ByParts(nn.Module):
@@ -203,12 +195,7 @@ def test_computing_waits_for_joint_statistics() -> None:
 # -- on processes
 
 
-def whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def trains() -> None:
-    pw.reset_auto_parallel_context()
     fusion = {"allreduce": {"mode": "auto"}}
     pw.set_auto_parallel_context(parallel_mode="data_parallel", batch_norm_parts=2, comm_fusion=fusion)
     plain, model = by_parts(CASE.build(), 2), pw.shard(CASE.build())

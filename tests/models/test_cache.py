@@ -30,9 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("PARTWAY_CACHE", raising=False)
     monkeypatch.delenv("PARTWAY_VERIFY", raising=False)
     pw.set_auto_parallel_context(compile_cache_path=str(tmp_path))
-    yield tmp_path
-    pw.reset_auto_parallel_context()
-    pw.reset_algo_parameters()
+    return tmp_path
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import whole
 from torch import Tensor, nn
 
 import partway as pw
@@ -27,13 +28,8 @@ class Deep(nn.Module):
         return x
 
 
-def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def a_parameter_is_changed() -> dict[str, str]:
     """What the backward says when a parameter was changed, or how far the first gradient is off, by parameter."""
-    pw.reset_auto_parallel_context()
     plain = Deep()
     plain(X).sum().backward()
     said = {}
@@ -83,7 +79,6 @@ STRATEGIES: list[Any] = [None, ((2, 1),), ((1, 2),)]
 
 def results_are_changed() -> list[str]:
     """Where the gradient is another one than that of the result as it was, times two, or what is left is not."""
-    pw.reset_auto_parallel_context()
     wrong = []
     for name, fn in FUNCTIONS.items():
         for strategy in STRATEGIES:

@@ -272,7 +272,6 @@ def _own_scale(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def stale(names: Any) -> list[str]:
     """The cases in which a call that follows a change does not see it."""
-    pw.reset_auto_parallel_context()
     found = []
     for name in names:
         fn, change = CASES[name]()

@@ -18,11 +18,6 @@ from partway.attached import engine_of
 MESH = {"x": 4}
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> None:
-    torch.manual_seed(0)
-
-
 def outcome(fn: Callable[..., Any], *given: Tensor) -> Any:
     """What a call gives, and the gradients of its inputs and parameters; or what it raises."""
     inputs = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in given]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_same_gradients, assert_same_loss, gradients, gradients_of
+from checks import assert_same_gradients, assert_same_loss, gradients, gradients_of, whole
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from zoo import CASES
@@ -171,16 +171,13 @@ def test_a_saved_plan_brings_its_mesh(tmp_path: Path) -> None:
 
 def processes_agree() -> tuple[Any, ...]:
     """What a rank planned for itself; its parameters lie on the mesh that it chose, and stay there."""
-    pw.reset_auto_parallel_context()
-    pw.reset_algo_parameters()
-    torch.manual_seed(0)
     model: Any = pw.shard(CASES["mlp"].build(), in_strategy={"x": (4, 1)})
     planned = []
     for size in (8, 64):
         expected_loss, expected = gradients(CASES["mlp"].build(), rows(size))
         loss, found = gradients(model, rows(size))
         assert_same_loss(loss, expected_loss, EXACT)
-        assert_same_gradients({name: _whole(g) for name, g in found.items()}, expected, EXACT)
+        assert_same_gradients(whole(found), expected, EXACT)
         plan = model.plan
         for name, held in model.named_parameters():
             assert isinstance(held, DTensor)
@@ -191,10 +188,6 @@ def processes_agree() -> tuple[Any, ...]:
     assert planned[0][0] == planned[1][0]
     assert all(g is not None for g in gradients_of(model).values())
     return tuple(planned)
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @pytest.mark.gloo

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from checks import (
-    assert_same_gradients,
-    assert_same_loss,
-    assert_sends_as_planned,
-    curve,
-    gradients,
-    tolerance,
-)
+from checks import assert_same_gradients, assert_same_loss, assert_sends_as_planned, curve, gradients, tolerance, whole
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from zoo import CASES, Case
@@ -61,20 +54,7 @@ def split(case: Case, how: str, n: int) -> dict[str, Any]:
     return {"mesh": BOTH[n], "in_strategy": case.batch_split("dp"), "parameter_plan": case.block_split("tp")}
 
 
-def whole(found: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    return {name: g.full_tensor() if isinstance(g, DTensor) else g for name, g in found.items()}
-
-
-def fresh(**options: Any) -> None:
-    """The context of a rank, which the test before may have left in any state."""
-    pw.reset_auto_parallel_context()
-    pw.reset_algo_parameters()
-    torch.manual_seed(0)
-    pw.set_auto_parallel_context(**options)
-
-
 def trains_as(name: str, dtype: torch.dtype, how: str, n: int, expected: Reference) -> None:
-    fresh()
     case = CASES[name]
     expected_loss, expected_gradients, expected_curves = expected
     relative = tolerance(dtype, case.single)
@@ -128,7 +108,7 @@ def test_processes_train_as_one_device_in_float32(on_ranks: Ranks) -> None:
 
 
 def fuses(name: str, options: dict[str, Any], expected: Reference) -> list[int]:
-    fresh(parallel_mode="data_parallel", **options)
+    pw.set_auto_parallel_context(parallel_mode="data_parallel", **options)
     case = CASES[name]
     model: Any = pw.shard(case.build())
     loss, found = gradients(model, case.batch())

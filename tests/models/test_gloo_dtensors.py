@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,14 +28,8 @@ EXACT = 1e-10
 
 def net() -> nn.Sequential:
     """The same on every rank, after a start as that of a new process."""
-    pw.reset_auto_parallel_context()
-    pw.reset_algo_parameters()
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)).double()
-
-
-def whole(value: Any) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def assert_trains(plain: nn.Module, model: Any, given: Callable[[Tensor], Tensor] = lambda x: x) -> None:
@@ -73,7 +68,6 @@ def test_parameters_that_were_distributed_keep_their_placements(on_ranks: Ranks)
 
 
 def _on_an_axis_of_one() -> bool:
-    pw.reset_auto_parallel_context()
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1)).double()
     model, mesh = copy.deepcopy(plain), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))

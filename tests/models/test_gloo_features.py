@@ -23,6 +23,7 @@ from checks import (
     gradients,
     gradients_of,
     loss_of,
+    whole,
 )
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -46,30 +47,13 @@ Ranks = Callable[..., list[Any]]
 EXACT = 1e-10
 
 
-def fresh(**options: Any) -> None:
-    """A rank as it starts: the test before may have left its context and its generator in any state."""
-    pw.reset_auto_parallel_context()
-    pw.reset_algo_parameters()
-    torch.manual_seed(0)
-    pw.set_auto_parallel_context(**options)
-
-
 def pair(name: str, block: bool = True) -> tuple[nn.Module, Any]:
     """A model on one device, and the same split over two: the first block over `tp`, or the batch over `dp`."""
-    fresh()
     case = CASES[name]
     given: dict[str, Any] = {"mesh": {"dp": 2, "tp": 1}, "in_strategy": case.batch_split("dp")}
     if block:
         given = {"mesh": {"dp": 1, "tp": 2}, "parameter_plan": case.block_split("tp")}
     return case.build(), pw.shard(case.build(), **given)
-
-
-def whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def whole_gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: whole(found) for name, found in gradients_of(model).items()}
 
 
 def assert_equal(found: Any, expected: Any, relative: float = EXACT) -> None:
@@ -83,7 +67,7 @@ def assert_same_step(plain: nn.Module, model: Any, batch: Any, relative: float =
     torch.manual_seed(7)
     found_loss, found = gradients(model, batch if given is None else given)
     assert_same_loss(whole(found_loss), loss, relative)
-    assert_same_gradients({name: whole(g) for name, g in found.items()}, expected, relative)
+    assert_same_gradients(whole(found), expected, relative)
 
 
 # -- the module stays the module it was
@@ -123,7 +107,6 @@ def test_a_deep_copy_plans_anew_and_trains_apart(on_ranks: Ranks) -> None:
 
 
 def nests() -> None:
-    fresh()
     case = CASES["mlp"]
     model: Any = case.build()
     model.fc2 = pw.shard(model.fc2, in_strategy=((None, "tp"),))
@@ -144,7 +127,7 @@ def recomputes() -> None:
     for _ in range(2):  # planned inside, then only run
         model.zero_grad()
         checkpoint(model, *batch.values(), use_reentrant=False).backward()
-        assert_same_gradients(whole_gradients(model), expected, EXACT)
+        assert_same_gradients(whole(gradients_of(model)), expected, EXACT)
 
 
 def test_activation_checkpointing_runs_a_sharded_module_again(on_ranks: Ranks) -> None:
@@ -152,7 +135,7 @@ def test_activation_checkpointing_runs_a_sharded_module_again(on_ranks: Ranks) -
 
 
 def checkpoints_layers() -> None:
-    fresh(random_numbers="torch")
+    pw.set_auto_parallel_context(random_numbers="torch")
     case = CASES["gpt2"]
     split = {"mesh": {"dp": 1, "tp": 2}, "parameter_plan": case.block_split("tp")}
     model = gpt2(resid_pdrop=0.3, embd_pdrop=0.3).double().train()
@@ -234,7 +217,6 @@ def test_no_grad_and_a_second_shape(on_ranks: Ranks) -> None:
 
 def ends_an_epoch() -> None:
     """Batches that two ranks cannot share evenly, with a gradient of the input and an output that stays split."""
-    fresh()
     plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 5)).double()
     split = {"mesh": {"dp": 2}, "in_strategy": (("dp", None),), "out_strategy": (("dp", None),)}
     model: Any = pw.shard(copy.deepcopy(plain), **split)
@@ -250,7 +232,7 @@ def ends_an_epoch() -> None:
         expected.pow(3).sum().backward()
         found.pow(3).sum().backward()
         assert_equal(whole(again.grad), x.grad)
-        assert_same_gradients(whole_gradients(model), gradients_of(plain), EXACT)
+        assert_same_gradients(whole(gradients_of(model)), gradients_of(plain), EXACT)
 
 
 def test_the_last_batch_of_an_epoch_may_be_cut_unevenly(on_ranks: Ranks) -> None:
@@ -259,7 +241,6 @@ def test_the_last_batch_of_an_epoch_may_be_cut_unevenly(on_ranks: Ranks) -> None
 
 def ends_with_one() -> None:
     """A batch of one has nothing to split: it is whole on every rank, and so is what comes out."""
-    fresh()
     plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1), nn.Flatten(0)).double()
     split = {"mesh": {"dp": 2}, "in_strategy": (("dp", None),), "out_strategy": (("dp",),)}
     model: Any = pw.shard(copy.deepcopy(plain), **split)
@@ -274,7 +255,7 @@ def ends_with_one() -> None:
         expected.pow(3).sum().backward()
         found.pow(3).sum().backward()
         assert_equal(whole(again.grad), x.grad)
-        assert_same_gradients(whole_gradients(model), gradients_of(plain), EXACT)
+        assert_same_gradients(whole(gradients_of(model)), gradients_of(plain), EXACT)
 
 
 def test_the_last_batch_of_an_epoch_may_be_a_single_sample(on_ranks: Ranks) -> None:
@@ -298,7 +279,7 @@ class Normed(nn.Module):
 
 def normalises_again() -> None:
     """PyTorch on one device moves the running statistics twice; so does the momentum that the warning tells."""
-    fresh(random_numbers="torch")
+    pw.set_auto_parallel_context(random_numbers="torch")
     plain, other = Normed(), Normed(1 - 0.9**2)
     other.load_state_dict(plain.state_dict())
     model: Any = pw.shard(other, mesh={"dp": 2}, in_strategy=(("dp", None),))
@@ -315,7 +296,7 @@ def normalises_again() -> None:
             assert len(told) == (each is model and step == 0)
             found.append(torch.get_rng_state())
         assert torch.equal(*found)
-        assert_same_gradients(whole_gradients(model), gradients_of(plain), EXACT)
+        assert_same_gradients(whole(gradients_of(model)), gradients_of(plain), EXACT)
         for name in ("running_mean", "running_var"):
             assert_equal(model.norm.get_buffer(name), plain.norm.get_buffer(name))
 
@@ -328,9 +309,9 @@ def test_a_checkpointed_batch_norm_with_dropout_is_that_of_one_device_but_for_it
 
 def drops() -> None:
     case, options = CASES["gpt2"], {"resid_pdrop": 0.2, "embd_pdrop": 0.1, "attn_pdrop": 0.3, "n_layer": 1}
-    fresh()
     plain = gpt2(**options).double()
-    fresh(random_numbers="torch")
+    torch.manual_seed(0)
+    pw.set_auto_parallel_context(random_numbers="torch")
     model: Any = pw.shard(gpt2(**options).double(), mesh={"dp": 2}, in_strategy=case.batch_split("dp"))
     for _ in range(2):  # planned, then only run: the generator stands where one device leaves it
         assert_same_step(plain, model, case.batch())
@@ -349,14 +330,14 @@ def accumulates(block: bool) -> None:
     for each in (plain, model):
         for step in range(2):
             loss_of(each(**case.batch(step=step))).backward()
-    assert_same_gradients(whole_gradients(model), whole_gradients(plain), EXACT)
+    assert_same_gradients(whole(gradients_of(model)), whole(gradients_of(plain)), EXACT)
     norms = [whole(nn.utils.clip_grad_norm_(each.parameters(), 0.1)) for each in (plain, model)]
     assert_equal(norms[1], norms[0])
-    assert_same_gradients(whole_gradients(model), whole_gradients(plain), EXACT)
+    assert_same_gradients(whole(gradients_of(model)), whole(gradients_of(plain)), EXACT)
     for each in (plain, model):
         each.zero_grad()
         (loss_of(each(**case.batch(step=0))) + 2 * loss_of(each(**case.batch(step=1)))).backward()
-    assert_same_gradients(whole_gradients(model), whole_gradients(plain), EXACT)
+    assert_same_gradients(whole(gradients_of(model)), whole(gradients_of(plain)), EXACT)
 
 
 @pytest.mark.parametrize("block", [False, True], ids=["batch", "block"])
@@ -370,7 +351,7 @@ def test_gradients_accumulate_and_their_norm_is_clipped(on_ranks: Ranks, block: 
 def reads(name: str, strategy: Any, cut: dict[str, int]) -> None:
     """`cut`: the dim along which each rank reads its part of an input."""
     case = CASES[name]
-    fresh(parallel_mode="semi_auto_parallel", dataset_strategy=strategy)
+    pw.set_auto_parallel_context(parallel_mode="semi_auto_parallel", dataset_strategy=strategy)
     model: Any = pw.shard(case.build())
     batch = case.batch()
     part = {n: t.chunk(2, cut[n])[pw.get_rank()] if n in cut else t for n, t in batch.items()}
@@ -405,7 +386,6 @@ def test_a_dataset_strategy_says_which_part_of_the_batch_a_rank_reads(
 
 def takes_dtensors() -> None:
     case = CASES["mlp"]
-    fresh()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model: Any = pw.shard(case.build(), mesh=mesh, in_strategy=case.batch_split("dp"))
     batch = case.batch()
@@ -429,7 +409,6 @@ def double_layer(x: Tensor, w: Tensor) -> Tensor:
 
 
 def returns_parts() -> None:
-    fresh()
     x, w = torch.randn(8, 4, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
     expected = [t.clone().requires_grad_() for t in (x, w)]
     result = double_layer(*expected)
@@ -485,7 +464,7 @@ def returns_logits() -> None:
     assert_equal(found.logits.detach(), expected.logits.detach())
     (found.loss + found.logits.square().mean().full_tensor()).backward()
     (expected.loss + expected.logits.square().mean()).backward()
-    assert_same_gradients(whole_gradients(model), whole_gradients(plain), EXACT)
+    assert_same_gradients(whole(gradients_of(model)), whole(gradients_of(plain)), EXACT)
 
 
 def test_what_is_returned_beside_a_loss_stays_split(on_ranks: Ranks) -> None:
@@ -496,7 +475,7 @@ def test_what_is_returned_beside_a_loss_stays_split(on_ranks: Ranks) -> None:
 
 
 def optimizes_in_parallel(ranks: int, reshard: bool) -> None:
-    fresh(
+    pw.set_auto_parallel_context(
         enable_parallel_optimizer=True,
         parallel_optimizer_config={"parallel_optimizer_threshold": 0},
         reshard_after_forward=reshard,
@@ -532,7 +511,7 @@ def test_the_parallel_optimizer_keeps_parameters_and_states_split(on_ranks: Rank
 
 def disagrees(seed_model: bool, seed_after: bool, options: dict[str, Any]) -> str:
     """The error that sharding gives if ranks seed their generators differently before or after building the model."""
-    fresh(**options)
+    pw.set_auto_parallel_context(**options)
     case = CASES["convnet"]
     if seed_model:
         torch.manual_seed(dist.get_rank())
@@ -563,7 +542,6 @@ def test_ranks_that_differ_are_refused_on_every_rank(on_ranks: Ranks) -> None:
 
 def reads_its_own_batch() -> str:
     """The error of a first call in which every rank gives another batch, none of them said to be a part."""
-    fresh()
     case = CASES["mlp"]
     model: Any = pw.shard(case.build(), mesh={"dp": 2}, in_strategy=case.batch_split("dp"))
     with pytest.raises(pw.RuntimeStateError) as error:
@@ -646,7 +624,6 @@ def test_a_checkpoint_of_one_device_is_loaded(on_ranks: Ranks) -> None:
 
 def refused(what: str) -> str:
     case = CASES["mlp"]
-    fresh()
     model: Any = case.build()
     held: list[Any] = []
     if what == "an optimizer":
@@ -694,7 +671,6 @@ class Asks(nn.Module):
 
 
 def takes_courses() -> None:
-    fresh()
     plain = Asks().double()
     given: dict[str, Any] = {"in_strategy": (("dp", None),), "parameter_plan": {"up.weight": ("tp", None)}}
     model = pw.shard(copy.deepcopy(plain), mesh={"dp": 1, "tp": 2}, **given)
@@ -704,7 +680,7 @@ def takes_courses() -> None:
     with pytest.raises(FloatingPointError, match="x is not a number"):
         model(x * torch.nan)
     assert_same_step(plain, model, {"x": x.abs()})
-    fresh(parallel_mode="semi_auto_parallel", dataset_strategy="data_parallel")
+    pw.set_auto_parallel_context(parallel_mode="semi_auto_parallel", dataset_strategy="data_parallel")
     with pytest.raises(pw.CaptureError, match="input 'x', of which each process has a part"):
         pw.shard(Asks().double(), mesh={"dp": 2})(x)
 

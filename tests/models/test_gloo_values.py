@@ -11,8 +11,8 @@ import test_courses
 import test_data_dependent_sizes
 import test_numbers
 import torch
+from checks import whole
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import partway as pw
 
@@ -20,15 +20,6 @@ pytestmark = pytest.mark.gloo
 
 Ranks = Callable[..., list[Any]]
 SPLIT = {"mesh": {"x": 2}, "in_strategy": (("x", None),)}
-
-
-def whole(value: Any) -> Any:
-    """A result with plain tensors for DTensors."""
-    if isinstance(value, DTensor):
-        return value.full_tensor()
-    if isinstance(value, dict):
-        return {key: whole(part) for key, part in value.items()}
-    return type(value)(map(whole, value)) if isinstance(value, list | tuple) else value
 
 
 def difference(name: str, fn: Any, f: Any, given: tuple[Tensor, ...]) -> list[str]:

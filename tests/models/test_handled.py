@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import whole
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
@@ -51,17 +52,12 @@ W = torch.linspace(-1, 1, 16 * 4, dtype=torch.float64).view(16, 4).cos()
 
 
 def pair() -> tuple[Any, Any]:
-    pw.reset_auto_parallel_context()
     torch.manual_seed(0)
     plain = Net().double()
     n = pw.init(simulate=4)
     model = pw.shard(copy.deepcopy(plain), mesh={"dp": 2, "tp": n // 2}, in_strategy=(("dp", None),),
                      parameter_plan={"up.weight": ("tp", None)})  # fmt: skip
     return plain, model
-
-
-def whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def assert_trains_alike(model: Any, plain: Any, calls: int = 2) -> None:

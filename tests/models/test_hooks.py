@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import whole
 from torch import Tensor, nn
 
 import partway as pw
@@ -35,22 +36,21 @@ class Model(nn.Module):
         return self.second(self.first(x), scale=2.0).square().sum(1)
 
 
-def whole(value: Any) -> Any:
+def snapshot(value: Any) -> Any:
     """What a hook was given, in plain tensors that stay as they are."""
     if isinstance(value, Tensor):
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return value.detach().clone()
-    return tuple(map(whole, value)) if isinstance(value, tuple | list) else value
+        return whole(value).detach().clone()
+    return tuple(map(snapshot, value)) if isinstance(value, tuple | list) else value
 
 
 # A hook of each kind: what registers it on a module, given where to note what it sees.
 def _forward(m: Any, seen: Seen) -> Any:
-    return m.register_forward_hook(lambda _, args, out: seen.append(("forward", whole((args, out)))))
+    return m.register_forward_hook(lambda _, args, out: seen.append(("forward", snapshot((args, out)))))
 
 
 def _forward_always(m: Any, seen: Seen) -> Any:
     def hook(module: Any, args: Any, kwargs: Any, out: Tensor) -> None:
-        seen.append(("forward", whole((args, tuple(kwargs.values()), out))))
+        seen.append(("forward", snapshot((args, tuple(kwargs.values()), out))))
 
     return m.register_forward_hook(hook, with_kwargs=True, always_call=True, prepend=True)
 
@@ -60,7 +60,7 @@ def _forward_new(m: Any, seen: Seen) -> Any:
 
 
 def _pre(m: Any, seen: Seen) -> Any:
-    return m.register_forward_pre_hook(lambda _, args: seen.append(("pre", whole(args))))
+    return m.register_forward_pre_hook(lambda _, args: seen.append(("pre", snapshot(args))))
 
 
 def _pre_new(m: Any, seen: Seen) -> Any:
@@ -68,7 +68,7 @@ def _pre_new(m: Any, seen: Seen) -> Any:
 
 
 def _full(m: Any, seen: Seen) -> Any:
-    return m.register_full_backward_hook(lambda _, into, out: seen.append(("full", whole((into, out)))))
+    return m.register_full_backward_hook(lambda _, into, out: seen.append(("full", snapshot((into, out)))))
 
 
 def _full_new(m: Any, seen: Seen) -> Any:
@@ -76,15 +76,15 @@ def _full_new(m: Any, seen: Seen) -> Any:
 
 
 def _backward_pre(m: Any, seen: Seen) -> Any:
-    return m.register_full_backward_pre_hook(lambda _, out: (seen.append(("pre", whole(out))), (out[0] * 2,))[1])
+    return m.register_full_backward_pre_hook(lambda _, out: (seen.append(("pre", snapshot(out))), (out[0] * 2,))[1])
 
 
 def _parameter(m: Any, seen: Seen) -> Any:
-    return next(m.parameters()).register_hook(lambda g: (seen.append(("gradient", whole(g))), g * 2)[1])
+    return next(m.parameters()).register_hook(lambda g: (seen.append(("gradient", snapshot(g))), g * 2)[1])
 
 
 def _accumulated(m: Any, seen: Seen) -> Any:
-    hook = lambda p: seen.append(("accumulated", whole(p.grad)))  # noqa: E731
+    hook = lambda p: seen.append(("accumulated", snapshot(p.grad)))  # noqa: E731
     return next(m.parameters()).register_post_accumulate_grad_hook(hook)
 
 
@@ -107,7 +107,7 @@ def story(kind: str, place: str, time: str, shard: Callable[[Any], Any]) -> tupl
         x = X.clone().requires_grad_()
         y = model(x)
         y.sum().backward()
-        found.extend([whole(y), whole(x.grad), *(whole(p.grad) for p in model.parameters())])
+        found.extend([snapshot(y), snapshot(x.grad), *(snapshot(p.grad) for p in model.parameters())])
 
     handle: Any = KINDS[kind](PLACES[place](model), seen) if time == "before shard" else None
     model = shard(model)
@@ -219,7 +219,7 @@ def steps(model: Any, more: Callable[[], Any] = lambda: 0.0, count: int = 3) -> 
         (y.square().sum() + more()).backward()
         found += [y, x.grad, *(p.grad for p in model.parameters()), *model.buffers()]
         found += [*getattr(model, "seen", []), *([model.gradient] if hasattr(model, "gradient") else [])]
-    return [whole(tensor) for tensor in found]
+    return [snapshot(tensor) for tensor in found]
 
 
 def split(model: Any) -> Any:

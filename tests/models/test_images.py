@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_same_gradients, assert_same_loss, assert_sends_as_planned
+from checks import assert_same_gradients, assert_same_loss, assert_sends_as_planned, whole
 from images import NETS
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import partway as pw
 from partway.propagation.cost.profile import profile_of
@@ -104,15 +103,12 @@ def test_slices_that_are_short_give_the_numbers_of_one_device(name: str, devices
 
 
 def trains_in_slices(name: str, profile: str, expected: Reference, size: tuple[int, int]) -> None:
-    pw.reset_auto_parallel_context()
     pw.set_auto_parallel_context(device_profile=profile)
     torch.manual_seed(0)
     net = NETS[name]
     model: Any = pw.shard(net.model(), in_strategy={"image": (None, None, "h", "w")}, mesh={"h": 2, "w": 2})
     found = results(model, net.batch(size))
-    whole = {key: g.full_tensor() if isinstance(g, DTensor) else g for key, g in found[1].items()}
-    buffers = {key: b.full_tensor() if isinstance(b, DTensor) else b for key, b in found[2].items()}
-    assert_same((found[0], whole, buffers), expected)
+    assert_same((found[0], whole(found[1]), whole(found[2])), expected)
     assert "exchange" in {str(c.kind) for c in model.plan.collectives}
     assert_sends_as_planned(model, net.batch(size))
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from checks import whole
 from torch import Tensor, nn
 
 import partway as pw
@@ -149,10 +150,6 @@ def test_hooks_are_not_run_for_an_answer_that_was_assumed() -> None:
     model.mean.register_forward_hook(lambda module, args, output: seen.append(output.sum().item()))
     with pytest.raises(pw.CaptureError, match=r"Asserts asks for values behind a matrix product .* and has hooks"):
         split(model)(numbers(0))
-
-
-def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def branches_on_ranks() -> str:

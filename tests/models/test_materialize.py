@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import whole
 from torch import Tensor, nn
 from zoo import CASES, gpt2
 
@@ -91,10 +92,6 @@ def on_meta(kind: Callable[[], nn.Module], mesh: dict[str, int], plan: dict[str,
 def values(model: nn.Module) -> dict[str, Tensor]:
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: whole(tensor.detach()).clone() for name, tensor in named.items()}
-
-
-def whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def made(model: Any, seed: int = 1, **options: Any) -> dict[str, Tensor]:
@@ -241,9 +238,6 @@ def test_a_tensor_that_no_initialiser_writes_is_an_error() -> None:
 
 
 def on_processes(n: int) -> Any:
-    pw.reset_auto_parallel_context()
-    pw.reset_algo_parameters()
-    torch.manual_seed(0)
     model = on_meta(Net, *SPLIT[n == 4])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = made(model)
@@ -286,8 +280,6 @@ def peak() -> int:
 
 def measures(width: int, layers: int, n: int) -> tuple[int, int]:
     """The bytes of a model, and by how many a process's memory grew at most while it was made."""
-    pw.reset_auto_parallel_context()
-    torch.manual_seed(0)
     with torch.device("meta"):
         model: Any = Wide(width, layers)
     held = sum(p.nbytes for p in model.parameters())

@@ -176,8 +176,6 @@ def _as_before() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
-    pw.reset_auto_parallel_context()
-    pw.reset_algo_parameters()
 
 
 def parts_of(row: Row) -> int:

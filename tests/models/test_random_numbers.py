@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import assert_same_gradients
+from checks import assert_same_gradients, whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -62,10 +62,6 @@ def step(model: nn.Module, x: Tensor, seed: int = 3) -> tuple[list[Tensor], dict
     y.square().mean().backward()
     gradients = {name.removeprefix("block."): whole(p.grad) for name, p in model.named_parameters()}
     return [whole(t.detach()) for t in (y, *masks)], gradients
-
-
-def whole(tensor: Any) -> Any:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def on_one() -> tuple[list[Tensor], dict[str, Tensor | None]]:
@@ -155,8 +151,6 @@ def test_ranks_that_hold_the_same_part_have_the_same_stream() -> None:
 
 
 def on_processes(n: int) -> Any:
-    pw.reset_auto_parallel_context()
-    pw.reset_algo_parameters()
     block, x = example()
     mesh = {"dp": 2, "tp": n // 2} if n > 2 else {"dp": 2}
     plan = HIDDEN if n > 2 else {}

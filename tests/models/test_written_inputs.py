@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks import whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard as Split
@@ -91,8 +92,6 @@ def test_a_cache_that_is_written_without_gradients() -> None:
 
 
 def _launched() -> None:
-    pw.reset_auto_parallel_context()
-    torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     x, w, seen = drawn(8, 8), drawn(8, 8), drawn(8, 8)
     rank, after = pw.get_rank(), seen.clone()
@@ -129,8 +128,6 @@ class Aliases(nn.Module):
 
 def _apart(split: Any, out: Any = None) -> None:
     """Each result has memory of its own, in which nothing else shows, however it lies."""
-    pw.reset_auto_parallel_context()
-    torch.manual_seed(0)
     plain, x = Aliases(), torch.ones(4, 2)
     model = pw.shard(Aliases(), mesh={"dp": 2}, in_strategy=(split,), out_strategy=out)
     results = model(x)
@@ -139,9 +136,8 @@ def _apart(split: Any, out: Any = None) -> None:
         with torch.no_grad():
             result.fill_(float(i + 2))
         before[i] = torch.full_like(before[i], float(i + 2))
-        now = [*results, x, *model.state_dict().values()]
-        whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in now]
-        torch.testing.assert_close([t.detach() for t in whole], before, rtol=0, atol=0)
+        now = whole([*results, x, *model.state_dict().values()])
+        torch.testing.assert_close([t.detach() for t in now], before, rtol=0, atol=0)
 
 
 SPLITS = [(("dp", None), None), ((None, "dp"), None), (None, None), (("dp", None), (("dp", None), ("dp", None)))]

@@ -11,14 +11,6 @@ import partway as pw
 from partway.propagation.cost.profile import profile_of
 
 
-@pytest.fixture(autouse=True)
-def _defaults():
-    torch.manual_seed(0)
-    pw.reset_auto_parallel_context()
-    yield
-    pw.reset_auto_parallel_context()
-
-
 def profile_in(folder, bandwidth, latency):
     """A device profile whose network is all that costs anything."""
     figures = profile_of("cpu").model_dump(mode="json")

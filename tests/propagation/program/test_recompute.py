@@ -33,15 +33,6 @@ MESH = {"dp": 2, "tp": 2}
 SAVED = functools.partial(checkpoint, use_reentrant=False)
 
 
-@pytest.fixture(autouse=True)
-def _defaults():
-    pw.reset_auto_parallel_context()
-    pw.reset_algo_parameters()
-    yield
-    pw.reset_auto_parallel_context()
-    pw.reset_algo_parameters()
-
-
 class Net(nn.Module):
     """Blocks of two layers; `run` runs a block."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import partway as pw
 
@@ -25,6 +26,15 @@ def gradients(model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor 
     loss = loss_of(model(**batch))
     loss.backward()
     return loss.detach(), gradients_of(model)
+
+
+def whole(value: Any) -> Any:
+    """`value` with a plain tensor of all values for each DTensor, in lists, tuples and dicts too."""
+    if isinstance(value, dict):
+        return {key: whole(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(whole, value))
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:

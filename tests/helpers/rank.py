@@ -1,4 +1,4 @@
-"""One rank of a pool (see conftest.py): a script that runs what the tests send it until the connection closes.
+"""One rank of a pool (see pool.py): a script that runs what the tests send it until the connection closes.
 
 It prints what it has to say on stderr, which the pool shows when something fails.
 """
@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
+import partway as pw
 from partway.runtime import init, shutdown
 
 
@@ -26,6 +27,13 @@ def module_of(path):
     return module
 
 
+def start_afresh():
+    """The options and the seed that a new process has: the test before may have left them in any state."""
+    torch.manual_seed(0)
+    pw.reset_auto_parallel_context()
+    pw.reset_algo_parameters()
+
+
 def serve(connection):
     while True:
         try:
@@ -35,6 +43,7 @@ def serve(connection):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
+                start_afresh()
                 answer = None, getattr(module_of(path), name)(*arguments)
         except Exception:
             answer = traceback.format_exc(), None

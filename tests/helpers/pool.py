@@ -1,0 +1,94 @@
+"""A pool of ranks: processes that wait for functions to run, so that all tests of a session share their start.
+
+`rank.py` is what each of them runs.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import Pipe
+from pathlib import Path
+
+import torch.distributed as dist
+
+SECONDS = 100  # for one call, with all that its ranks wait for each other
+
+
+class Pool:
+    """`n` processes with one rank each. The rendezvous is a store of this process, so no two pools can meet."""
+
+    def __init__(self, n):
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.logs, self.processes, self.connections = [], [], []
+        for rank in range(n):
+            ours, theirs = Pipe()
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(n),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self.store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 need not listen itself
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join(sys.path),  # pytest's `pythonpath` too
+            }
+            log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
+            command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(theirs.fileno())]
+            with theirs:
+                self.processes.append(
+                    subprocess.Popen(
+                        command, env=environment, pass_fds=[theirs.fileno()], stdout=log, stderr=subprocess.STDOUT
+                    )
+                )
+            self.logs.append(log)
+            self.connections.append(ours)
+
+    def call(self, function, arguments):
+        """What `function(*arguments)` returns on each rank. Raises AssertionError with what the ranks said."""
+        asked = pickle.dumps((function.__code__.co_filename, function.__name__, arguments))
+        end = time.monotonic() + SECONDS
+        errors, results = {}, {}
+        for rank, connection in enumerate(self.connections):
+            try:
+                connection.send_bytes(asked)
+            except OSError:
+                errors[rank] = "ended"
+        waiting = [rank for rank in range(len(self.connections)) if rank not in errors]
+        while waiting and time.monotonic() < end:
+            for rank in list(waiting):
+                try:
+                    if not self.connections[rank].poll(0.005):
+                        continue
+                    error, results[rank] = pickle.loads(self.connections[rank].recv_bytes())
+                except (EOFError, OSError):
+                    error = "ended"
+                waiting.remove(rank)
+                if error:
+                    errors[rank] = error
+                    end = min(end, time.monotonic() + 5)  # the others may wait for it in a collective
+        errors |= dict.fromkeys(waiting, "did not answer")
+        if errors:
+            said = {rank: self._said(rank) for rank in errors}
+            raise AssertionError(
+                "\n".join(f"rank {rank}: {error}\n{said[rank]}" for rank, error in sorted(errors.items()))
+            )
+        return [results[rank] for rank in range(len(self.connections))]
+
+    def _said(self, rank):
+        self.logs[rank].seek(0)
+        return self.logs[rank].read()[-2000:]
+
+    def close(self):
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for log in self.logs:
+            log.close()
