@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 
 from partway.propagation.rules.custom import Rows, schema_problems, text_problems
-from partway.propagation.rules.expand import EXPANSIONS
-from partway.propagation.rules.rule import Localize, Row
-from partway.propagation.rules.table import has_row
+from partway.propagation.rules.row import Row
+from partway.propagation.rules.rule import Localize
+from partway.propagation.rules.table import EXPANSIONS, has_row
 from partway.propagation.torch_internals import (
     CustomOpDef,
     OpOverload,

@@ -52,8 +52,8 @@ from ..graph.nodes import marked, module_path, operands, operator_name, region_o
 from ..graph.port import Port, Role
 from ..graph.question import Answer, Leaf, Values
 from ..graph.structure import Call, Structure, flatten, flatten_call, name_of
+from ..ops.ctc import ctc_loss
 from ..ops.random_numbers import RandomNumbers
-from ..rules.ctc import ctc_loss
 from ..rules.expand import expand
 from ..rules.padded_convolution import absorb
 from ..rules.recurrent import lstm, true_states

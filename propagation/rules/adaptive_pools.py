@@ -16,6 +16,8 @@ from torch import fx
 
 from ..graph.nodes import argument, operands, shape, value
 from .builder import Builder, Expansion
+from .dims import last_dims_whole
+from .row import Row, RowFunction
 
 aten = torch.ops.aten
 
@@ -69,7 +71,13 @@ def _maximum(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
     return (b(_LARGEST[len(places)], x, windows, windows), None)
 
 
-POOLS: dict[Any, Expansion] = {
+ROWS: dict[Any, Row | RowFunction] = {
+    aten.adaptive_max_pool1d.default: last_dims_whole(1),
+    aten.adaptive_max_pool2d.default: last_dims_whole(2),
+    aten.adaptive_max_pool3d.default: last_dims_whole(3),
+}
+
+EXPANSIONS: dict[Any, Expansion] = {
     aten._adaptive_avg_pool2d.default: _average,
     aten._adaptive_avg_pool3d.default: _average,
     aten.adaptive_avg_pool1d.default: _average,

@@ -1,92 +1,37 @@
-"""Rules of operators that work along some dims, which stay whole, while the others are independent: sorting, cumulative
-sums, quantiles, diagonals, and what is written into a slice."""
+"""Operators that work along some dims, which stay whole, while the others are independent: sorting, cumulative sums,
+softmax, quantiles, diagonals, and what is written into a slice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from torch import fx
 
-from ..graph.nodes import argument, argument_names, operands, results_of, shape
-from .convolution import replaced
-from .rule import Dims, Emitter, Rule, letters_of, sizes_of, without
+from ..graph.nodes import argument, argument_names, operands, shape, value
+from .builder import Builder, Expansion
+from .dims import along, letters_of, sizes_of, unsplit, whole_dims, without
+from .row import Row, RowFunction
+from .rule import Dims, Rule
 
-Function = Callable[[fx.Node], Rule | None]
-
-
-def along(*names: str, linear: bool = False, fill: float = 0.0) -> Function:
-    """Operators that work along the dims of their first operand which the arguments `names` say, all without names, or
-    where an argument says None.
-
-    Another operand or result either has all dims, or those that are independent and behind them dims of its own.
-    `fill`: a number of which the operator makes one, with a finite derivative.
-    """
-
-    def rule(node: fx.Node) -> Rule | None:
-        inputs, results = [shape(o) for o in operands(node)], [tuple(t.shape) for t in results_of(node)]
-        size = inputs[0]
-        whole = whole_dims(node, names, len(size))
-        letters = without(letters_of(size), whole)
-        rest = tuple(parts for d, parts in enumerate(letters) if d not in whole)
-
-        def dims(extents: tuple[int, ...]) -> Dims:
-            return letters if len(extents) == len(size) else (*rest, *((),) * (len(extents) - len(rest)))
-
-        every = frozenset(range(len(inputs)))
-        return Rule(
-            tuple(map(dims, inputs)), tuple(map(dims, results)), sizes_of(letters, size),
-            linear=(every,) if linear else (), fill=None if linear else fill,
-        )  # fmt: skip
-
-    return rule
+aten = torch.ops.aten
 
 
-def whole_dims(node: fx.Node, names: Collection[str], count: int) -> set[int]:
-    """The dims that the arguments called `names` say, of so many."""
-    given = [argument(node, name) for name in names]
-    if not names or any(dims is None for dims in given):
-        return set(range(count))
-    flat = [dim for dims in given for dim in (dims if isinstance(dims, list | tuple) else [dims])]
-    return {dim % max(count, 1) for dim in flat}
-
-
-def diag_embed(node: fx.Node) -> Rule:
-    """The last dim becomes the diagonal of two new ones."""
-    (x,) = operands(node)
-    size, out = shape(x), shape(node)
-    letters = without(letters_of(size), {len(size) - 1})
-    new, rest = whole_dims(node, ("dim1", "dim2"), len(out)), list(letters[:-1])
-    dims = tuple(() if d in new else rest.pop(0) for d in range(len(out)))
-    return Rule((letters,), (dims,), sizes_of(letters, size), linear=(frozenset({0}),))
-
-
-def complex_parts(node: fx.Node) -> Rule:
-    """view_as_complex and view_as_real: real and imaginary parts are in a last dim, which stays whole."""
-    (x,) = operands(node)
-    size, out = shape(x), shape(node)
-    letters = letters_of(size[: min(len(size), len(out))])
-    linear = (frozenset({0}),)
-    dims = [(*letters, *((),) * (len(extents) - len(letters))) for extents in (size, out)]
-    return Rule((dims[0],), (dims[1],), sizes_of(letters, size[: len(letters)]), linear=linear)
-
-
-def quantile(node: fx.Node) -> Rule:
+def _quantile_rule(node: fx.Node) -> Rule:
     """The quantiles of one dim, or of all elements; several of them are in a first dim."""
-    x, *given = operands(node)
-    size, dim = shape(x), argument(node, "dim")
-    whole = whole_dims(node, ("dim",), len(size))
-    letters = without(letters_of(size), whole)
-    several = len(shape(given[0])) if given else 0
-    kept = letters if argument(node, "keepdim") else tuple(p for d, p in enumerate(letters) if d not in whole)
-    out = ((),) * several + (kept if dim is not None or argument(node, "keepdim") else ())
-    rest = tuple(((),) * len(shape(o)) for o in given)
-    return Rule((letters, *rest), (out,), sizes_of(letters, size), fill=0.0)
+    x, *fractions = operands(node)
+    size, dim, keep = shape(x), argument(node, "dim"), argument(node, "keepdim")
+    worked_along = whole_dims(node, ("dim",), len(size))
+    letters = without(letters_of(size), worked_along)
+    several = len(shape(fractions[0])) if fractions else 0
+    kept = letters if keep else tuple(parts for d, parts in enumerate(letters) if d not in worked_along)
+    out = ((),) * several + (kept if dim is not None or keep else ())
+    return Rule((letters, *map(unsplit, fractions)), (out,), sizes_of(letters, size), fill=0.0)
 
 
-def searchsorted(node: fx.Node) -> Rule | None:
-    """searchsorted and bucketize: places in a sorted last dim, which stays whole, of values that are independent. Of
-    one series for all of them, or of one for each leading index."""
+def _searchsorted_rule(node: fx.Node) -> Rule | None:
+    """searchsorted and bucketize: the places of values, which are independent, in a sorted last dim, which stays whole.
+    There is one series for all values, or one for each leading index."""
     x = argument(node, "self")
     if not isinstance(x, fx.Node):
         return None
@@ -96,49 +41,81 @@ def searchsorted(node: fx.Node) -> Rule | None:
         count = len(shape(operand))
         return ((),) if count == 1 else (*letters[: count - 1], ())
 
-    given = {name: argument(node, name) for name in argument_names(node)}
-    found = tuple(letters if name == "self" else dims(o) for name, o in given.items() if isinstance(o, fx.Node))
-    # behind the end of a short slice a value may be any number
-    return Rule(found, (letters,), sizes_of(letters, shape(x)), fill=0.0)
+    arguments = {name: argument(node, name) for name in argument_names(node)}
+    tensors = tuple(letters if name == "self" else dims(o) for name, o in arguments.items() if isinstance(o, fx.Node))
+    # in the padding of an uneven shard a value may be any number
+    return Rule(tensors, (letters,), sizes_of(letters, shape(x)), fill=0.0)
 
 
-def members(node: fx.Node) -> Rule:
+def _members_rule(node: fx.Node) -> Rule:
     """isin: each element by itself, with all test elements."""
     elements, *tests = operands(node)
     letters = letters_of(shape(elements))
-    rest = tuple(((),) * len(shape(o)) for o in tests)
-    return Rule((letters, *rest), (letters,), sizes_of(letters, shape(elements)))
+    return Rule((letters, *map(unsplit, tests)), (letters,), sizes_of(letters, shape(elements)))
 
 
-def histogram(node: fx.Node) -> Rule:
-    """histc: how many elements are in each bin. Between given ends every part has addends; else all are looked at."""
-    (x,) = operands(node)
-    every = () if argument(node, "min") < argument(node, "max") else range(len(shape(x)))
-    letters = without(letters_of(shape(x)), every)
-    sizes = sizes_of(letters, shape(x))
-    return Rule((letters,), (((),),), sizes, reduce=frozenset(sizes), even=frozenset(sizes))
+def _triangle_rule(node: fx.Node) -> Rule | None:
+    """tril, triu: whether an element is kept follows from its place in the last two dims."""
+    size = shape(node)
+    letters = without(letters_of(size), range(len(size) - 2, len(size)))
+    return Rule((letters,), (letters,), sizes_of(letters, size), linear=(frozenset({0}),))
 
 
-def native_norm(node: fx.Node) -> Rule:
-    """native_layer_norm and native_group_norm: the dims that are no statistics' are independent."""
-    x, *vectors = operands(node)
-    size = shape(x)
-    layer = "normalized_shape" in argument_names(node)
-    first = len(size) - len(argument(node, "normalized_shape")) if layer else 1
-    letters = without(letters_of(size), range(first, len(size)))
-    affine = tuple(((),) * len(shape(o)) for o in vectors)
-    statistics = tuple((*letters[:first], *((),) * (len(t.shape) - first)) for t in results_of(node)[1:])
-    local = None if layer else _local_group_norm
-    return Rule((letters, *affine), (letters, *statistics), sizes_of(letters, size), local=local)
+def _expand_write_into_slice(b: Builder, node: fx.Node) -> fx.Node | None:
+    """A write into a slice of a complex tensor, which has no derivative in PyTorch: into real and imaginary parts."""
+    x, source = operands(node)
+    if not value(x).is_complex():
+        return None
+    where = [argument(node, name) for name in argument_names(node)[3:]]
+    dim = argument(node, "dim") % len(shape(x))
+    parts = [b(aten.view_as_real.default, b.cast(part, value(x).dtype)) for part in (x, source)]
+    return b(aten.view_as_complex.default, b(node.target, *parts, dim, *where))
 
 
-def _local_group_norm(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    args, kwargs = replaced(emit.node, args, kwargs, N=emit.shapes.operands[0][0])
-    return emit.call(emit.node.target, *args, **kwargs)
+ROWS: dict[Any, Row | RowFunction] = {
+    aten._safe_softmax.default: along("dim"),
+    aten._softmax.default: along("dim"),
+    aten._softmax_backward_data.default: along("dim"),
+    aten.aminmax.default: along("dim"),
+    aten.argmax.default: along("dim"),
+    aten.argmin.default: along("dim"),
+    aten.bucketize.Tensor: _searchsorted_rule,
+    aten.cummax.default: along("dim"),
+    aten.cummin.default: along("dim"),
+    aten.cumprod.default: along("dim"),
+    aten.cumsum.default: along("dim", linear=True),
+    aten.diagonal.default: along("dim1", "dim2", linear=True),
+    aten.diagonal_scatter.default: along("dim1", "dim2", linear=True),
+    aten.flip.default: along("dims", linear=True),
+    aten.glu.default: along("dim"),
+    aten.isin.Tensor_Scalar: _members_rule,
+    aten.isin.Tensor_Tensor: _members_rule,
+    aten.kthvalue.default: along("dim"),
+    aten.log_softmax.int: along("dim"),
+    aten.logcumsumexp.default: along("dim"),
+    aten.max.dim: along("dim"),
+    aten.median.default: along(),
+    aten.median.dim: along("dim"),
+    aten.min.dim: along("dim"),
+    aten.mode.default: along("dim"),
+    aten.nanmedian.default: along(),
+    aten.nanmedian.dim: along("dim"),
+    aten.nanquantile.default: _quantile_rule,
+    aten.nanquantile.scalar: _quantile_rule,
+    aten.quantile.default: _quantile_rule,
+    aten.quantile.scalar: _quantile_rule,
+    aten.searchsorted.Tensor: _searchsorted_rule,
+    aten.select_scatter.default: along("dim", linear=True),
+    aten.slice_scatter.default: along("dim", linear=True),
+    aten.softmax.int: along("dim"),
+    aten.sort.default: along("dim"),
+    aten.sort.stable: along("dim"),
+    aten.topk.default: along("dim"),
+    aten.tril.default: _triangle_rule,
+    aten.triu.default: _triangle_rule,
+}
 
-
-def rows_of_classes(node: fx.Node) -> Rule:
-    """multilabel_margin_loss of each sample: its classes belong together."""
-    size = shape(operands(node)[0])
-    letters = without(letters_of(size), {len(size) - 1})
-    return Rule((letters, letters), (letters[:-1],), sizes_of(letters, size), fill=0.0)
+EXPANSIONS: dict[Any, Expansion] = {
+    aten.select_scatter.default: _expand_write_into_slice,
+    aten.slice_scatter.default: _expand_write_into_slice,
+}

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.nodes import argument, operands, shape
+from ..graph.nodes import argument, operands, shape, value
 from ..ops.by_rank import causal_mask
-from .convolution import replaced
-from .rule import Emitter, Row, Rule, parse_row
+from .builder import Builder, Expansion
+from .local_forms import replaced
+from .random import dropped
+from .row import Row, RowFunction, parse_row
+from .rule import Emitter, Rule
 
 aten = torch.ops.aten
 
@@ -54,3 +57,41 @@ def _local_causal(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         mask = emit.call(causal_mask, args[0], place, starts, emit.whole[1][-2])
         args, kwargs = replaced(emit.node, args, kwargs, attn_mask=mask, is_causal=False)
     return emit.call(emit.node.target, *args, **kwargs)
+
+
+def _expand_attention(b: Builder, node: fx.Node) -> fx.Node | None:
+    """With dropout, attention is written out: its mask is then one for all layouts, as in `_expand_native_dropout`."""
+    p = argument(node, "dropout_p")
+    q, k, v = operands(node)[:3]
+    if not p:
+        return None
+    if argument(node, "enable_gqa"):
+        k, v = (_repeated(b, x, shape(q)[-3]) for x in (k, v))
+    mask, scale = argument(node, "attn_mask"), argument(node, "scale")
+    scores = b(aten.matmul.default, q, b(aten.transpose.int, k, len(shape(k)) - 2, len(shape(k)) - 1))
+    scores = b(aten.mul.Scalar, scores, shape(q)[-1] ** -0.5 if scale is None else scale)
+    if argument(node, "is_causal"):
+        ones = b(aten.ones.default, list(shape(scores)[-2:]), dtype=torch.bool, device=value(q).device)
+        mask = b(aten.tril.default, ones)
+    if mask is not None and value(mask).dtype is torch.bool:
+        scores = b(aten.masked_fill.Scalar, scores, b(aten.logical_not.default, mask), float("-inf"))
+    elif mask is not None:
+        scores = b(aten.add.Tensor, scores, mask)
+    weights = b(aten._safe_softmax.default, scores, len(shape(scores)) - 1)  # zeros where a mask hides all
+    return b(aten.matmul.default, dropped(b, weights, p)[0], v)
+
+
+def _repeated(b: Builder, x: fx.Node, heads: int) -> fx.Node:
+    """Keys or values with each of their heads so often that there are as many as `heads`."""
+    *batch, own, length, width = shape(x)
+    each = b(aten.expand.default, b(aten.unsqueeze.default, x, -3), [*batch, own, heads // own, length, width])
+    return b(aten.reshape.default, each, [*batch, heads, length, width])
+
+
+ROWS: dict[Any, Row | RowFunction] = {
+    aten.scaled_dot_product_attention.default: attention,
+}
+
+EXPANSIONS: dict[Any, Expansion] = {
+    aten.scaled_dot_product_attention.default: _expand_attention,
+}

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from ..graph.nodes import value
+from ..ops.random_numbers import keys
 from ..torch_internals import tree_map
-
-if TYPE_CHECKING:
-    from .random import Keys
 
 
 class Builder:
@@ -21,7 +20,7 @@ class Builder:
     batch_norm_parts   into how many parts of the batch, each with its own statistics, a BatchNorm in training goes
     written            what became of the tensors that operators so far wrote to
     keys               what random numbers are made of; None: PyTorch draws them
-    made               the nodes added so far
+    added              the nodes added so far
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class Builder:
     ) -> None:  # fmt: skip
         self._graph, self._before, self.batch_norm_parts, self._written = graph, before, batch_norm_parts, written
         self.keys = keys
-        self.made: list[fx.Node] = []
+        self.added: list[fx.Node] = []
         self._mode = next(
             val.fake_mode
             for node in graph.nodes
@@ -40,7 +39,7 @@ class Builder:
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(target, args, kwargs)
-        self.made.append(node)
+        self.added.append(node)
         node.meta = {k: v for k, v in self._before.meta.items() if k in ("stack_trace", "nn_module_stack", "custom")}
         node.meta["val"] = self.value_of(target, *args, **kwargs)
         return node
@@ -65,6 +64,25 @@ class Builder:
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in before)
         origin = next((first for first, last in self._written.items() if last is old), old)
         self._written[origin] = new
+
+
+class Keys:
+    """Gives each operator of a graph that draws a key of its own, in the order of their calls."""
+
+    def __init__(self, graph: fx.Graph, stream: bool) -> None:
+        self._graph, self.stream = graph, stream
+        self._node: fx.Node | None = None
+
+    def take(self, b: Builder) -> fx.Node:
+        """The next key."""
+        if self._node is None:
+            first = next(node for node in self._graph.nodes if node.op != "placeholder")
+            with self._graph.inserting_before(first):
+                self._node = self._graph.call_function(keys, (0,))
+            self._node.meta["val"] = []
+        count = len(value(self._node)) + 1
+        self._node.args, self._node.meta["val"] = (count,), b.value_of(keys, count)
+        return b(operator.getitem, self._node, count - 1)
 
 
 # (builder, call) -> what stands for its result, or for each of its results that something may read; None: it stays

@@ -18,9 +18,10 @@ from ...strategy.errors import OperatorError
 from ..graph.nodes import describe, module_path, name_of_call, operator_name, shape, source_line, tensor_of, values_of
 from ..ops.functions import run
 from ..torch_internals import OpOverload
-from .rule import Row, Rule, parse_row, schema_tensors, specified_results, specs_of, tokens_of
+from .row import Row, parse_row, schema_tensors, specified_results, specs_of, tokens_of
+from .rule import Rule
 
-Rows = Mapping[Any, Row]  # by operator
+Rows = Mapping[Any, Row]  # the rows that users gave, by operator
 _FACTOR = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 

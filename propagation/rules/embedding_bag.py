@@ -13,8 +13,11 @@ from torch import fx
 
 from ..graph.nodes import argument, argument_names, operands, shape, value
 from .builder import Builder, Expansion
+from .dims import whole
+from .row import Row, RowFunction
 
 aten = torch.ops.aten
+
 _SUM, _MEAN, _MAX = range(3)
 
 
@@ -77,7 +80,12 @@ def _summed(b: Builder, rows: fx.Node, offsets: fx.Node, length: int | None) -> 
     return b(aten.index_add.default, none, 0, bag, rows)
 
 
-BAGS: dict[Any, Expansion] = {
+ROWS: dict[Any, Row | RowFunction] = {
+    aten.embedding_bag.default: whole,
+    aten.embedding_bag.padding_idx: whole,
+}
+
+EXPANSIONS: dict[Any, Expansion] = {
     aten.embedding_bag.default: _bags,
     aten.embedding_bag.padding_idx: _bags,
 }

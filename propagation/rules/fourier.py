@@ -9,8 +9,9 @@ from torch import fx
 
 from ..graph.nodes import argument, argument_names, operands, shape, value
 from .builder import Builder, Expansion
-from .convolution import over_dims
-from .rule import Row, Rule, parse_row
+from .dims import over_dims
+from .row import Row, RowFunction, parse_row
+from .rule import Rule
 
 aten = torch.ops.aten
 
@@ -69,13 +70,13 @@ def _overlapped(b: Builder, node: fx.Node) -> fx.Node:
 
 _KINDS = ("fft", "hfft", "ifft", "ihfft", "irfft", "rfft")
 
-FOURIER: dict[Any, Any] = {
+ROWS: dict[Any, Row | RowFunction] = {
     **{getattr(aten, f"fft_{kind}{many}").default: transform for kind in _KINDS for many in ("", "2", "n")},
     aten.stft.center: frames,
     aten.stft.default: frames,
 }
 
-FOURIER_EXPANSIONS: dict[Any, Expansion] = {
+EXPANSIONS: dict[Any, Expansion] = {
     aten.fft_fftshift.default: _shift,
     aten.fft_ifftshift.default: _shift,
     aten.istft.default: _overlapped,

@@ -14,9 +14,10 @@ from torch import fx
 
 from ..graph.nodes import argument, operands, shape
 from ..ops.by_rank import others_rows, part_slice
-from .convolution import constants
-from .indexing import whole
-from .rule import Emitter, Row, Rule, parse_row
+from .dims import whole
+from .local_forms import constants
+from .row import Row, RowFunction, parse_row
+from .rule import Emitter, Rule
 
 aten = torch.ops.aten
 
@@ -55,3 +56,8 @@ def _own_groups(
     x = emit.call(aten.masked_fill.Scalar, x, hidden, 0.0)
     made = emit.call(emit.node.target, x, weight, own, *rest, **kwargs)
     return emit.call(aten.masked_fill.Scalar, made, hidden, 0.0)
+
+
+ROWS: dict[Any, Row | RowFunction] = {
+    aten._grouped_mm.default: grouped_mm,
+}

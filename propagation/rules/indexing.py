@@ -18,21 +18,17 @@ import torch
 from torch import fx
 
 from ...strategy.errors import CaptureError
-from ..graph.nodes import argument, argument_names, module_path, operands, results_of, shape, value
+from ..graph.nodes import argument, argument_names, module_path, operands, shape, value
 from ..ops.indexing import behind, part_index
 from .builder import Builder, Expansion
-from .rule import Emitter, Localize, Row, Rule, parse_row
+from .dims import whole
+from .row import Row, RowFunction, parse_row
+from .rule import Emitter, Localize, Rule
 
 aten = torch.ops.aten
-Function = Callable[[fx.Node], Rule | None]
+
 _ADDS = frozenset({"sum", "add"})
 _WRAPS = frozenset({"_unsafe_index", "_unsafe_index_put", "index", "index_fill", "index_put"})  # take negative indices
-
-
-def whole(node: fx.Node) -> Rule:
-    """No dim can be split."""
-    made = tuple(((),) * t.ndim for t in results_of(node))
-    return Rule(tuple(((),) * len(shape(o)) for o in operands(node)), made, {})
 
 
 def _row(operand_dims: Sequence[Sequence[str]], result: Sequence[str], **what: Any) -> Row:
@@ -214,7 +210,7 @@ def index_select(node: fx.Node) -> Rule | None:
     return _reading(node, [dims, count], _replaced(dims, _dim(node), ["i"]), "v", local)
 
 
-def _writes_slices(adds: bool, *linear: str) -> Function:
+def _writes_slices(adds: bool, *linear: str) -> RowFunction:
     """Slices of one dim, one for each index, or a number for all of them, that are written or added."""
 
     def rule(node: fx.Node) -> Rule | None:
@@ -464,7 +460,42 @@ def _as_strided(b: Builder, node: fx.Node) -> fx.Node | None:
     return b(aten.reshape.default, picked, size)
 
 
-LOOKUPS: dict[Any, Function] = {
+def _embedding_rule(node: fx.Node) -> Rule | None:
+    """Rows that are split give addends. A sparse gradient takes all rows, one scaled by a row's uses also all uses."""
+    row = Row("v d, ... -> ... d", reduce="v", linear=("0",), local=_local_embedding)
+    if argument(node, "scale_grad_by_freq"):
+        uses = (f"_{i + 1}" for i in range(len(shape(operands(node)[1]))))
+        row = replace(row, whole=" ".join(["v", *uses]))
+    elif argument(node, "sparse"):
+        row = replace(row, whole="v")
+    return replace(parse_row(row, node), masks=True)
+
+
+def _local_embedding(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """A rank that holds a part of the rows looks up those, and has zeros for the others."""
+    (weight, index, *rest), place = args, emit.position("v")
+    for mask in emit.behind(1, index):  # there it may be any number
+        index = emit.call(aten.masked_fill.Scalar, index, mask, 0)
+    if place is None:
+        return emit.call(aten.embedding.default, weight, index, *rest, **kwargs)
+    padding = argument(emit.node, "padding_idx")
+    local = emit.call(part_index, index, place, emit.bounds("v"))
+    found = emit.call(aten.embedding.default, weight, emit.call(aten.clamp.default, local, 0))
+    if padding >= 0:  # that row gets no gradient; where it is depends on the rank, so no local padding_idx can say it
+        padded = emit.call(aten.unsqueeze.default, emit.call(aten.eq.Scalar, index, padding), -1)
+        found = emit.call(aten.where.self, padded, emit.call(aten.detach.default, found), found)
+    others = emit.call(aten.unsqueeze.default, emit.call(aten.lt.Scalar, local, 0), -1)
+    return emit.call(aten.masked_fill.Scalar, found, others, 0.0)
+
+
+def _expand_one_hot(b: Builder, node: fx.Node) -> fx.Node:
+    """Whether the index is each class's number."""
+    x, count = operands(node)[0], shape(node)[-1]
+    classes = b(aten.arange.default, count, dtype=value(x).dtype, device=value(x).device)
+    return b(aten._to_copy.default, b(aten.eq.Tensor, b(aten.unsqueeze.default, x, -1), classes), dtype=torch.int64)
+
+
+ROWS: dict[Any, Row | RowFunction] = {
     aten._unsafe_index.Tensor: index,
     aten._unsafe_index_put.default: index_put,
     aten.gather.default: gather,
@@ -483,9 +514,10 @@ LOOKUPS: dict[Any, Function] = {
     aten.scatter_add.default: scatter,
     aten.scatter_reduce.two: scatter,
     aten.select.int: select,
+    aten.embedding.default: _embedding_rule,
 }
 
-LOOKUP_EXPANSIONS: dict[Any, Expansion] = {
+EXPANSIONS: dict[Any, Expansion] = {
     aten._unsafe_masked_index.default: _masked_index,
     aten._unsafe_masked_index_put_accumulate.default: _masked_accumulate,
     aten.as_strided.default: _as_strided,
@@ -496,4 +528,5 @@ LOOKUP_EXPANSIONS: dict[Any, Expansion] = {
     aten.put.default: _put,
     aten.take.default: _take,
     aten.take_along_dim.default: _take_along_dim,
+    aten.one_hot.default: _expand_one_hot,
 }

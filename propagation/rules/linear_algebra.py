@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,16 +20,17 @@ from torch import fx
 from ..graph.nodes import argument, operands, shape, value
 from ..ops.by_rank import regular
 from .builder import Builder, Expansion
-from .indexing import whole
-from .rule import Emitter, Row, Rule, parse_row
+from .dims import whole
+from .row import Row, RowFunction, parse_row
+from .rule import Emitter, Rule
 
 aten = torch.ops.aten
-Function = Callable[[fx.Node], Rule | None]
+
 
 # -- Products
 
 
-def with_addend(text: str, reduce: str, linear: Sequence[str]) -> Function:
+def with_addend(text: str, reduce: str, linear: Sequence[str]) -> RowFunction:
     """A product to which the first operand, of any shape that broadcasts to the result, is added."""
     factors, _, result = text.partition("->")
 
@@ -250,7 +251,7 @@ def _sides(node: fx.Node) -> str:
     return "... 1 n" if argument(node, "left") else "... n 1"
 
 
-def _for_sides(text: str, linear: str) -> Function:
+def _for_sides(text: str, linear: str) -> RowFunction:
     """A row in which X stands for what is solved for."""
 
     def rule(node: fx.Node) -> Rule:
@@ -264,28 +265,6 @@ def _unpacked(node: fx.Node) -> Rule:
     if any(v.ndim < 2 for v in value(node)):
         return whole(node)
     return parse_row(_batched("... 1 1, ... 1 -> ... 1 1, ... 1 1, ... 1 1"), node)
-
-
-def matrix_norm(node: fx.Node) -> Rule:
-    """Norms over two dims, or by a number over any: those stay whole."""
-    size, dims = shape(operands(node)[0]), argument(node, "dim")
-    reduced = (
-        {d % len(size) for d in ([dims] if isinstance(dims, int) else dims)}
-        if dims is not None
-        else set(range(len(size)))
-    )
-    factors = ["1" if d in reduced else f"f{d}" for d in range(len(size))]
-    result = factors if argument(node, "keepdim") else [f for f in factors if f != "1"]
-    return parse_row(Row(f"{' '.join(factors)} -> {' '.join(result)}", even=True), node)
-
-
-def _frobenius(b: Builder, node: fx.Node) -> fx.Node | None:
-    """As the norm of a vector."""
-    if argument(node, "ord") != "fro":
-        return None
-    x, dims = operands(node)[0], argument(node, "dim")
-    every = list(range(len(shape(x)))) if dims is None else list(dims)
-    return b(aten.linalg_vector_norm.default, x, 2, every, argument(node, "keepdim"), dtype=argument(node, "dtype"))
 
 
 def _upper_only(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
@@ -347,16 +326,12 @@ _BATCHED = {
     aten.triangular_solve.default: "... 1 1, ... 1 1 -> ... 1 1, ... 1 1",
 }
 
-MATRICES: dict[Any, Row | Function] = {
+ROWS: dict[Any, Row | RowFunction] = {
     **{target: _batched(text) for target, text in _BATCHED.items()},
     # solvers, that split what they solve for, and norms
     aten.cholesky_solve.default: _batched("... 1 n, ... 1 1 -> ... 1 n", linear=("0",)),
     aten.linalg_ldl_solve.default: _batched("... 1 1, ... 1, ... 1 n -> ... 1 n", linear=("2",)),
     aten.linalg_lu_solve.default: _for_sides("... 1 1, ... 1, X -> X", "2"),
-    aten.linalg_matrix_norm.default: matrix_norm,
-    aten.linalg_matrix_norm.str_ord: matrix_norm,
-    aten.linalg_norm.default: matrix_norm,
-    aten.linalg_norm.ord_str: matrix_norm,
     aten.linalg_solve.default: _solve,
     aten.linalg_solve_ex.default: _solve,
     aten.linalg_solve_triangular.default: _for_sides("... 1 1, X -> X", "1"),
@@ -382,18 +357,17 @@ MATRICES: dict[Any, Row | Function] = {
     aten.mv.default: Row("m k, k -> m", reduce="k", linear=("0", "1"), contraction=True),
     aten.pdist.default: Row("1 1 -> 1"),
     aten.vdot.default: Row("k, k ->", reduce="k", linear=("0", "1"), contraction=True),
+    aten.linear.default: Row("... k, n k, +n -> ... n", reduce="k", linear=("0 2", "1 2"), contraction=True),
 }
 
-MATRIX_EXPANSIONS: dict[Any, Expansion] = {
+EXPANSIONS: dict[Any, Expansion] = {
     aten.bilinear.default: _bilinear,
     aten.chain_matmul.default: _chain,
     aten.cross.default: _named_cross,
     aten.einsum.default: _plain,
     aten.inner.default: _inner,
     aten.kron.default: _kron,
-    aten.linalg_matrix_norm.str_ord: _frobenius,
     aten.linalg_multi_dot.default: _chain,
-    aten.linalg_norm.ord_str: _frobenius,
     aten.linalg_qr.default: _upper_only,
     aten.linalg_solve.default: _columns,
     aten.linalg_solve_ex.default: _columns,

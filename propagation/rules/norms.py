@@ -15,34 +15,56 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.nodes import argument, operands, shape, value
+from ..graph.nodes import argument, argument_names, operands, results_of, shape, value
 from ..ops.batch_norm import normalise, sample_moments, statistics
 from ..ops.dtypes import wide
 from .builder import Builder, Expansion
+from .dims import letters_of, sizes_of, without
+from .local_forms import replaced
+from .row import Row, RowFunction
+from .rule import Emitter, Rule
 
 aten = torch.ops.aten
 
-# What leads from moments of channels to the statistics of their group.
-_BETWEEN = frozenset({
-    aten.expand.default, aten.reshape.default, aten.sum.dim_IntList, aten.unbind.int, aten.unsqueeze.default, statistics
-})  # fmt: skip
+# -- Rules
 
 
-def whole_groups(x: fx.Node, mean: fx.Node, var: fx.Node, channels: int) -> int | None:
-    """Into how many groups the local `normalise` of `x` takes its channels, or None if the statistics are not those of
-    the very same part of x: other ranks have a part of each group too, or it is another norm."""
-    groups, pair = channels, (mean, var)
-    if any(node.target is not operator.getitem for node in pair) or mean.args[0] is not var.args[0]:
-        return None
-    node: Any = mean.args[0]
-    while node.target in _BETWEEN:
-        if node.target is aten.reshape.default and len(node.args[1]) == 4:
-            groups = node.args[1][2]
-        node = node.args[0]
-    return groups if node.target is sample_moments and node.args[0] is x else None
+def _layer_norm_rule(node: fx.Node) -> Rule | None:
+    x = operands(node)[0]
+    size, count = shape(x), len(argument(node, "normalized_shape"))
+    letters = without(letters_of(size), range(len(size) - count, len(size)))
+    affine = tuple(((),) * count for _ in operands(node)[1:])
+    return Rule((letters, *affine), (letters,), sizes_of(letters, size))
 
 
-def _statistics(b: Builder, x: fx.Node, groups: int) -> fx.Node:
+def _group_norm_rule(node: fx.Node) -> Rule | None:
+    x = operands(node)[0]
+    letters = without(letters_of(shape(x)), range(1, len(shape(x))))
+    return Rule((letters, *(((),) for _ in operands(node)[1:])), (letters,), sizes_of(letters, shape(x)))
+
+
+def _native_norm_rule(node: fx.Node) -> Rule:
+    """native_layer_norm and native_group_norm: the dims that are no statistics' are independent."""
+    x, *vectors = operands(node)
+    size = shape(x)
+    layer = "normalized_shape" in argument_names(node)
+    first = len(size) - len(argument(node, "normalized_shape")) if layer else 1
+    letters = without(letters_of(size), range(first, len(size)))
+    affine = tuple(((),) * len(shape(o)) for o in vectors)
+    statistics = tuple((*letters[:first], *((),) * (len(t.shape) - first)) for t in results_of(node)[1:])
+    local = None if layer else _local_group_norm
+    return Rule((letters, *affine), (letters, *statistics), sizes_of(letters, size), local=local)
+
+
+def _local_group_norm(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    args, kwargs = replaced(emit.node, args, kwargs, N=emit.shapes.operands[0][0])
+    return emit.call(emit.node.target, *args, **kwargs)
+
+
+# -- Expansions
+
+
+def _group_statistics(b: Builder, x: fx.Node, groups: int) -> fx.Node:
     """[2, N, groups]: the means and (biased) variances of each group of each sample."""
     channels, dtype = shape(x)[1], wide(value(x).dtype)
     count = channels // groups * math.prod(shape(x)[2:])
@@ -83,20 +105,20 @@ def _splits(x: fx.Node) -> bool:
     return math.prod(shape(x)[2:]) > 1 and math.prod(shape(x)) > 0
 
 
-def _group_norm(b: Builder, node: fx.Node) -> fx.Node | None:
+def _expand_group_norm(b: Builder, node: fx.Node) -> fx.Node | None:
     x = operands(node)[0]
     if not _splits(x):
         return None
-    found = _statistics(b, x, argument(node, "num_groups"))
+    found = _group_statistics(b, x, argument(node, "num_groups"))
     return _normalised(b, x, found, argument(node, "weight"), argument(node, "bias"), argument(node, "eps"))
 
 
-def _native_group_norm(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
+def _expand_native_group_norm(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
     """(y, mean, rstd)."""
     x, eps = operands(node)[0], argument(node, "eps")
     if not _splits(x):
         return None
-    found = _statistics(b, x, argument(node, "group"))
+    found = _group_statistics(b, x, argument(node, "group"))
     y = _normalised(b, x, found, argument(node, "weight"), argument(node, "bias"), eps)
     both = b(aten.unbind.int, found)
     mean, var = b(operator.getitem, both, 0), b(operator.getitem, both, 1)
@@ -104,7 +126,7 @@ def _native_group_norm(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] 
     return (y, *(b.cast(kept, value(node)[1].dtype) for kept in (mean, rstd)))
 
 
-def _instance_norm(b: Builder, node: fx.Node) -> fx.Node | None:
+def _expand_instance_norm(b: Builder, node: fx.Node) -> fx.Node | None:
     """In training by the statistics of each sample's channel, else by the running ones. What torch.export does not see:
     the running statistics move, by the means over the samples of their means and of their unbiased variances."""
     x, eps = operands(node)[0], argument(node, "eps")
@@ -113,7 +135,7 @@ def _instance_norm(b: Builder, node: fx.Node) -> fx.Node | None:
     if not argument(node, "use_input_stats"):
         return b(normalise, x, old_mean, old_var, weight, bias, eps)
     samples, channels, *space = shape(x)
-    found, count = _statistics(b, x, channels), math.prod(space)
+    found, count = _group_statistics(b, x, channels), math.prod(space)
     if old_mean is not None and argument(node, "momentum"):
         both = b(aten.unbind.int, b(aten.detach.default, found))
         unbiased = b(aten.mul.Scalar, b(operator.getitem, both, 1), count / max(count - 1, 1))
@@ -123,7 +145,7 @@ def _instance_norm(b: Builder, node: fx.Node) -> fx.Node | None:
     return _normalised(b, x, found, weight, bias, eps)
 
 
-def _layer_norm(b: Builder, node: fx.Node) -> fx.Node | None:
+def _expand_layer_norm(b: Builder, node: fx.Node) -> fx.Node | None:
     """Of several dims a GroupNorm, and weight and bias for each element. Of the last dim alone, as in transformers, it
     stays: PyTorch's operator is faster, and nobody splits that dim."""
     x, dims = operands(node)[0], len(argument(node, "normalized_shape"))
@@ -132,7 +154,7 @@ def _layer_norm(b: Builder, node: fx.Node) -> fx.Node | None:
     outer, inner = shape(x)[:-dims], shape(x)[-dims:]
     lead = outer if len(outer) in (1, 2) else (math.prod(outer[:-1]), *outer[-1:]) if outer else (1,)
     y = _as(b, b.cast(x, wide(value(x).dtype)), (*lead, *inner))
-    y = _normalised(b, y, _statistics(b, y, lead[1] if lead[1:] else 1), None, None, argument(node, "eps"))
+    y = _normalised(b, y, _group_statistics(b, y, lead[1] if lead[1:] else 1), None, None, argument(node, "eps"))
     y = _as(b, y, shape(x))
     if argument(node, "weight") is not None:
         y = b(aten.mul.Tensor, y, argument(node, "weight"))
@@ -141,7 +163,7 @@ def _layer_norm(b: Builder, node: fx.Node) -> fx.Node | None:
     return b.cast(y, value(node).dtype)
 
 
-def _rms_norm(b: Builder, node: fx.Node) -> fx.Node | None:
+def _expand_rms_norm(b: Builder, node: fx.Node) -> fx.Node | None:
     """Of several dims x / sqrt(mean of squares + eps) * weight; of the last dim alone it stays, as a LayerNorm does."""
     x, weight, eps = operands(node)[0], argument(node, "weight"), argument(node, "eps")
     dims = len(argument(node, "normalized_shape"))
@@ -159,10 +181,18 @@ def _as(b: Builder, x: fx.Node, size: tuple[int, ...]) -> fx.Node:
     return x if shape(x) == size else b(aten.reshape.default, x, list(size))
 
 
-NORMS: dict[Any, Expansion] = {
-    aten.group_norm.default: _group_norm,
-    aten.instance_norm.default: _instance_norm,
-    aten.layer_norm.default: _layer_norm,
-    aten.native_group_norm.default: _native_group_norm,
-    aten.rms_norm.default: _rms_norm,
+ROWS: dict[Any, Row | RowFunction] = {
+    aten.group_norm.default: _group_norm_rule,
+    aten.layer_norm.default: _layer_norm_rule,
+    aten.native_group_norm.default: _native_norm_rule,
+    aten.native_layer_norm.default: _native_norm_rule,
+    aten.rms_norm.default: _layer_norm_rule,
+}
+
+EXPANSIONS: dict[Any, Expansion] = {
+    aten.group_norm.default: _expand_group_norm,
+    aten.instance_norm.default: _expand_instance_norm,
+    aten.layer_norm.default: _expand_layer_norm,
+    aten.native_group_norm.default: _expand_native_group_norm,
+    aten.rms_norm.default: _expand_rms_norm,
 }

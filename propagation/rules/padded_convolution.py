@@ -13,36 +13,16 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 
 from ..graph.nodes import argument, argument_names, per_dim, shape
+from ..ops.padded_convolution import padded_convolution
 from .builder import Builder
 
 aten = torch.ops.aten
 
-_LIBRARY = torch.library.Library("partway", "FRAGMENT")
-_LIBRARY.define(
-    "padded_convolution(Tensor x, Tensor weight, Tensor? bias, int[] pad, str mode, float value, int[] stride, "
-    "int[] dilation, int groups) -> Tensor"
-)
-padded_convolution = torch.ops.partway.padded_convolution.default
-
 _PADS = (aten.pad.default, aten.constant_pad_nd.default)
 _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
-
-
-def _padded_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, pad: list[int], mode: str, value: float, stride: list[int],
-    dilation: list[int], groups: int,
-) -> Tensor:  # fmt: skip
-    x = F.pad(x, pad, mode, value if mode == "constant" else None)
-    run: Any = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
-    made: Tensor = run(x, weight, bias, stride, 0, dilation, groups)
-    return made
-
-
-_LIBRARY.impl("padded_convolution", _padded_convolution, "CompositeImplicitAutograd")
 
 
 def absorb(module: fx.GraphModule) -> None:

@@ -1,13 +1,12 @@
 """What PyTorch draws, written with the operators of `random_numbers.py`.
 
 Each operator of the graph has a key of its own; distributions without a kind of their own are functions of uniform
-numbers. What `RANDOM` lacks (multinomial, randperm, poisson) draws from torch's generator, whole.
+numbers. What has no expansion here (multinomial, randperm, poisson) draws from torch's generator, whole.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,29 +15,40 @@ from torch import fx
 
 from ..graph.nodes import argument, argument_names, operands, shape, value
 from ..ops.dtypes import wide
-from ..ops.random_numbers import DIGITS, bernoulli, draw, keys
+from ..ops.random_numbers import DIGITS, bernoulli, draw
 from .builder import Builder, Expansion
+from .dims import letters_of, sizes_of
+from .row import Row, RowFunction
+from .rule import Emitter, Rule
 
 aten = torch.ops.aten
 
+# Operators that draw what the values of their operands say.
+_OF_VALUES = frozenset({
+    aten.bernoulli.Tensor, aten.bernoulli.default, aten.normal.Tensor_Tensor, aten.normal.Tensor_float,
+    aten.normal.float_Tensor, aten.rrelu.default,
+})  # fmt: skip
+_LAID = "partway_laid"  # marks a call whose operands lie in memory as on one device
 
-class Keys:
-    """Gives each operator of a graph that draws a key of its own, in the order of their calls."""
+# -- The rule
 
-    def __init__(self, graph: fx.Graph, stream: bool) -> None:
-        self._graph, self.stream = graph, stream
-        self._node: fx.Node | None = None
 
-    def take(self, b: Builder) -> fx.Node:
-        """The next key."""
-        if self._node is None:
-            first = next(node for node in self._graph.nodes if node.op != "placeholder")
-            with self._graph.inserting_before(first):
-                self._node = self._graph.call_function(keys, (0,))
-            self._node.meta["val"] = []
-        count = len(value(self._node)) + 1
-        self._node.args, self._node.meta["val"] = (count,), b.value_of(keys, count)
-        return b(operator.getitem, self._node, count - 1)
+def _draw_rule(node: fx.Node) -> Rule | None:
+    """Random numbers: each is drawn by itself."""
+    letters = letters_of(shape(node))
+    return Rule(((),), (letters,), sizes_of(letters, shape(node)), local=_local_draw)
+
+
+def _local_draw(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """A rank is told which part is its own."""
+    key, _, _, _, *rest = args
+    split = {dim: parts[0] for dim, parts in enumerate(emit.rule.results[0]) if parts and parts[0] in emit.split}
+    places = [emit.position(factor) for factor in split.values()]
+    cuts = [str(emit.cut(factor)) for factor in split.values()]
+    return emit.call(draw, key, places, list(split), cuts, *rest, **kwargs)
+
+
+# -- Expansions
 
 
 def drawn(
@@ -93,9 +103,6 @@ def _drawn_by_torch(b: Builder, node: fx.Node) -> fx.Node | None:
     made = b(node.target, *args, **kwargs)
     made.meta[_LAID] = True
     return made
-
-
-_LAID = "partway_laid"  # marks a call whose operands lie in memory as on one device
 
 
 def _of(kind: str, *given: str | float) -> Expansion:
@@ -175,7 +182,30 @@ def _integers(b: Builder, node: fx.Node) -> fx.Node:
     return b.cast(drawn(b, "integers", [low, high], shape(node), torch.int64, node), dtype)
 
 
-RANDOM: dict[Any, Expansion] = {
+def _expand_native_dropout(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
+    """The mask depends on nothing of x, so that every layout of x has its part of the same one."""
+    x, p, train = operands(node)[0], argument(node, "p"), argument(node, "train")
+    if not train or p == 0:
+        return (x, b(aten.ones.default, list(shape(x)), dtype=torch.bool, device=value(x).device))
+    return dropped(b, x, p)
+
+
+def dropped(b: Builder, x: fx.Node, p: float) -> tuple[fx.Node, fx.Node]:
+    """x * mask / (1 - p), and the mask."""
+    if b.keys is None:  # the numbers that PyTorch itself would draw
+        kept = b(bernoulli, fresh(b, value(x), value(x).dtype), 1 - p)
+        return b(aten.mul.Tensor, x, b(aten.div.Scalar, kept, 1 - p if p < 1 else 1)), b(aten.ne.Scalar, kept, 0)
+    mask = drawn(b, "bernoulli", [1 - p], shape(x), torch.bool, x)
+    return b(aten.mul.Scalar, b(aten.mul.Tensor, x, mask), 1 / (1 - p) if p < 1 else 0.0), mask
+
+
+def _by_keys_or_torch(expansion: Expansion) -> Expansion:
+    """`expansion` where there are keys; with `random_numbers="torch"` the numbers that PyTorch itself would draw."""
+    return lambda b, node: _drawn_by_torch(b, node) if b.keys is None else expansion(b, node)
+
+
+# By the operators of `random_numbers.py`; where there are no keys, PyTorch draws (`_drawn_by_torch`).
+_DRAWN: dict[Any, Expansion] = {
     aten.bernoulli.Tensor: _bernoulli,
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.p: _of("bernoulli", "p"),
@@ -202,12 +232,11 @@ RANDOM: dict[Any, Expansion] = {
     aten.uniform.default: _of("uniform", "from", "to"),
 }
 
-_OF_VALUES = frozenset(
-    {
-        aten.bernoulli.Tensor, aten.bernoulli.default, aten.normal.Tensor_Tensor, aten.normal.Tensor_float,
-        aten.normal.float_Tensor, aten.rrelu.default,
-    }
-)  # fmt: skip
+ROWS: dict[Any, Row | RowFunction] = {
+    draw: _draw_rule,
+}
 
-# With `random_numbers="torch"`: the numbers that PyTorch itself would draw.
-DRAWN_BY_TORCH: dict[Any, Expansion] = dict.fromkeys(RANDOM, _drawn_by_torch)
+EXPANSIONS: dict[Any, Expansion] = {
+    **{operator: _by_keys_or_torch(expansion) for operator, expansion in _DRAWN.items()},
+    aten.native_dropout.default: _expand_native_dropout,
+}

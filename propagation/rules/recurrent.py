@@ -10,7 +10,8 @@ from torch import fx
 
 from ..graph.nodes import argument, operands, results_of, shape, value
 from .builder import Builder, Expansion
-from .rule import Row, Rule, parse_row
+from .row import Row, RowFunction, parse_row
+from .rule import Rule
 
 aten = torch.ops.aten
 
@@ -86,9 +87,9 @@ def _over_batch(node: fx.Node, x: str, state: str, weights: list[str]) -> Rule:
 _LAYERS = (aten.gru.input, aten.lstm.input, aten.rnn_relu.input, aten.rnn_tanh.input)
 _CELLS = (aten.gru_cell.default, aten.lstm_cell.default, aten.rnn_relu_cell.default, aten.rnn_tanh_cell.default)
 
-RECURRENT: dict[Any, Any] = {
+ROWS: dict[Any, Row | RowFunction] = {
     **dict.fromkeys(_CELLS, cell),
     **dict.fromkeys(_LAYERS, recurrent),
 }
 
-RECURRENT_EXPANSIONS: dict[Any, Expansion] = dict.fromkeys(_LAYERS, _layer_by_layer)
+EXPANSIONS: dict[Any, Expansion] = dict.fromkeys(_LAYERS, _layer_by_layer)

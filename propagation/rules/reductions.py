@@ -1,4 +1,5 @@
-"""Reductions that are not linear, by sums: variances, norms, and the logarithm of a sum of exponentials.
+"""Reductions: sums, maxima, and what expansion makes of them: means, variances, norms, and the logarithm of a sum of
+exponentials. A mean is a sum divided by the *global* count, so the count of a rank's elements never enters.
 
 They are computed in float32 where the tensor is of a lower precision, as PyTorch's kernels do inside. At zero, where a
 square root has no derivative, a standard deviation and a norm have a gradient of zeros, as PyTorch's have.
@@ -15,6 +16,9 @@ from torch import fx
 from ..graph.nodes import argument, argument_names, operands, shape, value
 from ..ops.dtypes import wide
 from .builder import Builder, Expansion
+from .dims import along, letters_of, sizes_of, without
+from .row import Row, RowFunction, parse_row
+from .rule import Rule
 
 aten = torch.ops.aten
 
@@ -31,12 +35,69 @@ def _keeps(node: fx.Node) -> bool:
     return bool("keepdim" in argument_names(node) and argument(node, "keepdim"))
 
 
+# -- Rules
+
+# Operators whose result is the largest of what they reduce.
+MAXIMA = frozenset({aten.amax.default})
+
+
+def _reduction_rule(node: fx.Node) -> Rule | None:
+    """Sums and maxima over dims: a split of a summed dim leaves addends, or candidates for the maximum."""
+    x = operands(node)[0]
+    size, dims = shape(x), argument(node, "dim") if "dim" in argument_names(node) else None
+    letters = letters_of(size)
+    summed = {d % len(size) for d in dims} if dims and size else set(range(len(size)))
+    keep = bool(len(shape(node))) and len(shape(node)) == len(size)
+    out = without(letters, summed) if keep else tuple(p for d, p in enumerate(letters) if d not in summed)
+    largest = node.target in MAXIMA
+    return Rule(
+        (letters,), (out,), sizes_of(letters, size), reduce=frozenset(f for d in summed for f in letters[d]),
+        reduce_by="max" if largest else "sum", linear=() if largest else (frozenset({0}),),
+    )  # fmt: skip
+
+
+def _histogram_rule(node: fx.Node) -> Rule:
+    """histc: how many elements are in each bin. Between ends that the call names every part has addends; otherwise the
+    ends are those of all elements."""
+    (x,) = operands(node)
+    every = () if argument(node, "min") < argument(node, "max") else range(len(shape(x)))
+    letters = without(letters_of(shape(x)), every)
+    sizes = sizes_of(letters, shape(x))
+    return Rule((letters,), (((),),), sizes, reduce=frozenset(sizes), even=frozenset(sizes))
+
+
+def _matrix_norm_rule(node: fx.Node) -> Rule:
+    """Norms over two dims, or by a number over any: those stay whole."""
+    size, dims = shape(operands(node)[0]), argument(node, "dim")
+    reduced = (
+        {d % len(size) for d in ([dims] if isinstance(dims, int) else dims)}
+        if dims is not None
+        else set(range(len(size)))
+    )
+    factors = ["1" if d in reduced else f"f{d}" for d in range(len(size))]
+    result = factors if argument(node, "keepdim") else [f for f in factors if f != "1"]
+    return parse_row(Row(f"{' '.join(factors)} -> {' '.join(result)}", even=True), node)
+
+
+# -- Expansions
+
+
+def _expand_mean(b: Builder, node: fx.Node) -> fx.Node:
+    x = operands(node)[0]
+    dims = argument(node, "dim") if "dim" in argument_names(node) else None
+    every = tuple(range(len(shape(x))))
+    dims = [d % len(every) for d in dims] if dims and every else list(every)
+    keep = argument(node, "keepdim") if "keepdim" in argument_names(node) else False
+    total = b(aten.sum.dim_IntList, x, dims, keep, dtype=argument(node, "dtype"))
+    return b(aten.div.Scalar, total, math.prod(shape(x)[d] for d in dims))
+
+
 def _correction(node: fx.Node) -> float:
     """By how much the divisor of a variance is less than the count."""
     if "unbiased" in argument_names(node):
         return float(argument(node, "unbiased"))
-    given = argument(node, "correction")
-    return 1.0 if given is None else float(given)
+    correction = argument(node, "correction")
+    return 1.0 if correction is None else float(correction)
 
 
 def _root(b: Builder, x: fx.Node) -> fx.Node:
@@ -45,7 +106,7 @@ def _root(b: Builder, x: fx.Node) -> fx.Node:
     return b(aten.masked_fill.Scalar, b(aten.sqrt.default, b(aten.masked_fill.Scalar, x, zero, 1.0)), zero, 0.0)
 
 
-def _moments(b: Builder, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _variance_and_mean(b: Builder, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Variance and mean. The squares are about the mean as a constant: a variance does not change with what it is
     about, so that its gradient needs no sum over the ranks."""
     x = operands(node)[0]
@@ -63,24 +124,24 @@ def _moments(b: Builder, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     return var, mean if keep or not dims else b(aten.squeeze.dims, mean, dims)
 
 
-def _var(b: Builder, node: fx.Node) -> fx.Node:
-    return b.cast(_moments(b, node)[0], value(node).dtype)
+def _expand_var(b: Builder, node: fx.Node) -> fx.Node:
+    return b.cast(_variance_and_mean(b, node)[0], value(node).dtype)
 
 
-def _std(b: Builder, node: fx.Node) -> fx.Node:
-    return b.cast(_root(b, _moments(b, node)[0]), value(node).dtype)
+def _expand_std(b: Builder, node: fx.Node) -> fx.Node:
+    return b.cast(_root(b, _variance_and_mean(b, node)[0]), value(node).dtype)
 
 
-def _var_mean(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
-    return tuple(b.cast(v, like.dtype) for v, like in zip(_moments(b, node), value(node), strict=True))
+def _expand_var_mean(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
+    return tuple(b.cast(v, like.dtype) for v, like in zip(_variance_and_mean(b, node), value(node), strict=True))
 
 
-def _std_mean(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
-    var, mean = _moments(b, node)
+def _expand_std_mean(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
+    var, mean = _variance_and_mean(b, node)
     return tuple(b.cast(v, like.dtype) for v, like in zip((_root(b, var), mean), value(node), strict=True))
 
 
-def _norm(b: Builder, node: fx.Node) -> fx.Node | None:
+def _expand_norm(b: Builder, node: fx.Node) -> fx.Node | None:
     """The norms that are a sum or a maximum of magnitudes: of order 1, 2 and infinity."""
     x, order = operands(node)[0], argument(node, "ord")
     order = 2.0 if order is None else float(order)
@@ -94,15 +155,15 @@ def _norm(b: Builder, node: fx.Node) -> fx.Node | None:
     x = b(aten.abs.default, x) if value(x).is_complex() else x
     x = b.cast(x, wide(dtype.to_real()))
     if order == 2:
-        found = _root(b, b(aten.sum.dim_IntList, b(aten.mul.Tensor, x, x), dims, keep))
+        norm = _root(b, b(aten.sum.dim_IntList, b(aten.mul.Tensor, x, x), dims, keep))
     elif order == 1:
-        found = b(aten.sum.dim_IntList, b(aten.abs.default, x), dims, keep)
+        norm = b(aten.sum.dim_IntList, b(aten.abs.default, x), dims, keep)
     else:
-        found = b(aten.amax.default, b(aten.abs.default, x), dims, keep)
-    return b.cast(found, value(node).dtype)
+        norm = b(aten.amax.default, b(aten.abs.default, x), dims, keep)
+    return b.cast(norm, value(node).dtype)
 
 
-def _logsumexp(b: Builder, node: fx.Node) -> fx.Node | None:
+def _expand_logsumexp(b: Builder, node: fx.Node) -> fx.Node | None:
     """log(sum of exp(x - m)) + m with m the largest, a constant; an infinite m is no help."""
     x, dims, keep = operands(node)[0], list(_dims(node)), _keeps(node)
     if not value(x).is_floating_point() or not shape(x):
@@ -113,7 +174,7 @@ def _logsumexp(b: Builder, node: fx.Node) -> fx.Node | None:
     return b(aten.add.Tensor, b(aten.log.default, total), largest if keep else b(aten.squeeze.dims, largest, dims))
 
 
-def _weight_norm(b: Builder, node: fx.Node) -> fx.Node:
+def _expand_weight_norm(b: Builder, node: fx.Node) -> fx.Node:
     """v * g / |v|, with the norm over all dims but one."""
     (v, g), dim = operands(node), argument(node, "dim")
     kept = dim % len(shape(v)) if dim != -1 else None
@@ -124,18 +185,18 @@ def _weight_norm(b: Builder, node: fx.Node) -> fx.Node:
     return b(aten.mul.Tensor, v, b.cast(scale, value(node).dtype))
 
 
-def _extreme(target: Any) -> Expansion:
+def _expand_extreme(target: Any) -> Expansion:
     """The largest or least of all elements, of which equal ones share the gradient."""
     return lambda b, node: b(target, operands(node)[0], [])
 
 
-def _any(b: Builder, node: fx.Node) -> fx.Node | None:
+def _expand_any(b: Builder, node: fx.Node) -> fx.Node | None:
     """Whether some element is not zero: the largest of ones and zeros."""
     x = operands(node)[0]
     return None if 0 in shape(x) else b.cast(_some(b, node, b(aten.ne.Scalar, x, 0)), value(node).dtype)
 
 
-def _all(b: Builder, node: fx.Node) -> fx.Node | None:
+def _expand_all(b: Builder, node: fx.Node) -> fx.Node | None:
     """Whether no element is zero."""
     x = operands(node)[0]
     if 0 in shape(x):
@@ -147,37 +208,66 @@ def _some(b: Builder, node: fx.Node, mask: fx.Node) -> fx.Node:
     return b(aten.amax.default, b.cast(mask, torch.int8), list(_dims(node)), _keeps(node))
 
 
-def _count_nonzero(b: Builder, node: fx.Node) -> fx.Node:
+def _expand_count_nonzero(b: Builder, node: fx.Node) -> fx.Node:
     return b(aten.sum.dim_IntList, b(aten.ne.Scalar, operands(node)[0], 0), list(_dims(node)))
 
 
-REDUCTIONS: dict[Any, Expansion] = {
-    aten._is_all_true.default: _all,
-    aten._is_any_true.default: _any,
-    aten._weight_norm.default: _weight_norm,
-    aten.all.default: _all,
-    aten.all.dim: _all,
-    aten.all.dims: _all,
-    aten.any.default: _any,
-    aten.any.dim: _any,
-    aten.any.dims: _any,
-    aten.count_nonzero.default: _count_nonzero,
-    aten.count_nonzero.dim_IntList: _count_nonzero,
-    aten.linalg_norm.default: _norm,
-    aten.linalg_vector_norm.default: _norm,
-    aten.logsumexp.default: _logsumexp,
-    aten.max.default: _extreme(aten.amax.default),
-    aten.min.default: _extreme(aten.amin.default),
-    aten.std.correction: _std,
-    aten.std.default: _std,
-    aten.std.dim: _std,
-    aten.std_mean.correction: _std_mean,
-    aten.std_mean.default: _std_mean,
-    aten.std_mean.dim: _std_mean,
-    aten.var.correction: _var,
-    aten.var.default: _var,
-    aten.var.dim: _var,
-    aten.var_mean.correction: _var_mean,
-    aten.var_mean.default: _var_mean,
-    aten.var_mean.dim: _var_mean,
+def _expand_frobenius(b: Builder, node: fx.Node) -> fx.Node | None:
+    """As the norm of a vector."""
+    if argument(node, "ord") != "fro":
+        return None
+    x, dims = operands(node)[0], argument(node, "dim")
+    every = list(range(len(shape(x)))) if dims is None else list(dims)
+    return b(aten.linalg_vector_norm.default, x, 2, every, argument(node, "keepdim"), dtype=argument(node, "dtype"))
+
+
+ROWS: dict[Any, Row | RowFunction] = {
+    aten.linalg_matrix_norm.default: _matrix_norm_rule,
+    aten.linalg_matrix_norm.str_ord: _matrix_norm_rule,
+    aten.linalg_norm.default: _matrix_norm_rule,
+    aten.linalg_norm.ord_str: _matrix_norm_rule,
+    aten.amax.default: _reduction_rule,
+    aten.amin.default: along("dim"),
+    aten.histc.default: _histogram_rule,
+    aten.linalg_vector_norm.default: along("dim", fill=1.0),  # the norms that expansion leaves
+    aten.logsumexp.default: along("dim"),
+    aten.prod.default: along(),
+    aten.prod.dim_int: along("dim", fill=1.0),
+    aten.sum.default: _reduction_rule,
+    aten.sum.dim_IntList: _reduction_rule,
+}
+
+EXPANSIONS: dict[Any, Expansion] = {
+    aten.linalg_matrix_norm.str_ord: _expand_frobenius,
+    aten.linalg_norm.ord_str: _expand_frobenius,
+    aten._is_all_true.default: _expand_all,
+    aten._is_any_true.default: _expand_any,
+    aten._weight_norm.default: _expand_weight_norm,
+    aten.all.default: _expand_all,
+    aten.all.dim: _expand_all,
+    aten.all.dims: _expand_all,
+    aten.any.default: _expand_any,
+    aten.any.dim: _expand_any,
+    aten.any.dims: _expand_any,
+    aten.count_nonzero.default: _expand_count_nonzero,
+    aten.count_nonzero.dim_IntList: _expand_count_nonzero,
+    aten.linalg_norm.default: _expand_norm,
+    aten.linalg_vector_norm.default: _expand_norm,
+    aten.logsumexp.default: _expand_logsumexp,
+    aten.max.default: _expand_extreme(aten.amax.default),
+    aten.min.default: _expand_extreme(aten.amin.default),
+    aten.std.correction: _expand_std,
+    aten.std.default: _expand_std,
+    aten.std.dim: _expand_std,
+    aten.std_mean.correction: _expand_std_mean,
+    aten.std_mean.default: _expand_std_mean,
+    aten.std_mean.dim: _expand_std_mean,
+    aten.var.correction: _expand_var,
+    aten.var.default: _expand_var,
+    aten.var.dim: _expand_var,
+    aten.var_mean.correction: _expand_var_mean,
+    aten.var_mean.default: _expand_var_mean,
+    aten.var_mean.dim: _expand_var_mean,
+    aten.mean.default: _expand_mean,
+    aten.mean.dim: _expand_mean,
 }

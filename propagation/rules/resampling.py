@@ -23,7 +23,9 @@ from torch import fx
 from ...strategy.cut import REPEATS, Span
 from ..graph.nodes import argument, argument_names, operands, shape, value
 from ..ops.dtypes import wide
-from .convolution import constants, cropped, over_dims, split_dims
+from .dims import last_dims_whole, over_dims
+from .local_forms import constants, cropped, split_dims
+from .row import Row, RowFunction
 from .rule import Emitter, Rule
 from .windows import Reach, Strided
 
@@ -346,3 +348,27 @@ def _local_roll(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return emit.call(emit.node.target, *args, **kwargs)
     left = {d: n for d, n in _shifts(emit.node).items() if d not in split}
     return emit.call(aten.roll.default, args[0], list(left.values()), list(left)) if left else _window(args)
+
+
+ROWS: dict[Any, Row | RowFunction] = {
+    aten._upsample_bicubic2d_aa.default: last_dims_whole(2),
+    aten._upsample_bicubic2d_aa.vec: last_dims_whole(2),
+    aten._upsample_bilinear2d_aa.default: last_dims_whole(2),
+    aten._upsample_bilinear2d_aa.vec: last_dims_whole(2),
+    aten._upsample_nearest_exact1d.vec: interpolation,
+    aten._upsample_nearest_exact2d.vec: interpolation,
+    aten._upsample_nearest_exact3d.vec: interpolation,
+    aten.constant_pad_nd.default: pad,
+    aten.grid_sampler_2d.default: Row("n c i j, n h w t -> n c h w", whole="i j t", linear=("0",), fill=0.0),
+    aten.grid_sampler_3d.default: Row("n c i j k, n d h w t -> n c d h w", whole="i j k t", linear=("0",), fill=0.0),
+    aten.pad.default: pad,
+    aten.roll.default: roll,
+    aten.slice.Tensor: sliced,
+    aten.upsample_bicubic2d.vec: interpolation,
+    aten.upsample_bilinear2d.vec: interpolation,
+    aten.upsample_linear1d.vec: interpolation,
+    aten.upsample_nearest1d.vec: interpolation,
+    aten.upsample_nearest2d.vec: interpolation,
+    aten.upsample_nearest3d.vec: interpolation,
+    aten.upsample_trilinear3d.vec: interpolation,
+}

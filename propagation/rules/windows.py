@@ -54,7 +54,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class WholeRows:
     """The reach `each` of rows, in a dim that has all rows of `length` elements one after another."""
 
     each: Reach

@@ -32,8 +32,8 @@ from ..graph.graph import Graph
 from ..graph.nodes import Value, tensor_of
 from ..graph.port import Port
 from ..rules.custom import Rows
+from ..rules.reductions import MAXIMA
 from ..rules.rule import Rule
-from ..rules.table import MAXIMA
 
 AMONG = " among the strategies that enable_algo_approxi leaves"  # what the bound of an approximate problem holds for
 

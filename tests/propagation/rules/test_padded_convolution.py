@@ -7,7 +7,7 @@ from torch import nn
 
 import partway as pw
 from partway.propagation.capture.capture import capture
-from partway.propagation.rules.padded_convolution import padded_convolution
+from partway.propagation.ops.padded_convolution import padded_convolution
 
 aten = torch.ops.aten
 

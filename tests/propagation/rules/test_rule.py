@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import fx
 
-from partway.propagation.rules.rule import Row, Rule, axis_options, parse_row
+from partway.propagation.rules.row import Row, parse_row
+from partway.propagation.rules.rule import Rule, axis_options
 
 aten = torch.ops.aten
 

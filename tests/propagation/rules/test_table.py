@@ -19,13 +19,13 @@ from partway.propagation.graph.nodes import shape
 from partway.propagation.ops.batch_norm import moments, normalise, part_norm, sample_moments, statistics
 from partway.propagation.ops.collectives import constrain
 from partway.propagation.ops.cross_entropy import class_terms
+from partway.propagation.ops.ctc import ctc
 from partway.propagation.ops.hooked import HOOKS
+from partway.propagation.ops.padded_convolution import padded_convolution
 from partway.propagation.ops.random_numbers import draw
 from partway.propagation.program.lower import lower
-from partway.propagation.rules.ctc import ctc
-from partway.propagation.rules.padded_convolution import padded_convolution
 from partway.propagation.rules.rule import axis_options
-from partway.propagation.rules.table import RULES, rule_of
+from partway.propagation.rules.table import ROWS, rule_of
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.formulate import formulate
 from partway.strategy import Layout, Mesh, Partial, Replicate, Shard
@@ -878,7 +878,7 @@ def test_the_sizes_of_the_whole_say_what_a_call_means(one, lab):
 
 def test_every_row_has_a_case():
     covered = {one.target for one in CASES} | {aten._grouped_mm.default, draw, *HOOKS}  # which have tests of their own
-    missing = [str(target) for target in RULES if target not in covered]
+    missing = [str(target) for target in ROWS if target not in covered]
     assert not missing, f"no case calls {', '.join(missing)}"
 
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from partway.propagation.rules.windows import Halo, Rows, Spread, Strided, by_dim, own_slice, place_in, united
+from partway.propagation.rules.windows import Halo, Spread, Strided, WholeRows, by_dim, own_slice, place_in, united
 from partway.strategy.cut import Cut, SliceWindow
 
 SMALL = st.integers(1, 4)
@@ -64,7 +64,7 @@ def test_the_reach_of_some_ranges():
     assert Spread(3, 2, 1)(16, 32) == (8, 17)
     assert Spread(2, 2)(4, 8) == (2, 4)
     assert Spread(1, 3)(4, 6) == (1, 3)
-    assert Rows(Spread(2, 2), 5)(4, 8) == (10, 20)
+    assert WholeRows(Spread(2, 2), 5)(4, 8) == (10, 20)
 
 
 # -- Windows of a halo

@@ -14,10 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-
-from ..graph.nodes import operands, shape
-from .rule import Row, Rule, parse_row
+from torch import Tensor
 
 aten = torch.ops.aten
 
@@ -93,12 +90,3 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd("partway::ctc", _backward, setup_context=_keep)
-
-
-def _rule(node: fx.Node) -> Rule:
-    """Sequences split, unless their labels are all in a row."""
-    in_a_row = len(shape(operands(node)[1])) == 1
-    return parse_row(Row("1 1 1, 1, 1, 1 -> 1" if in_a_row else "1 n 1, n 1, n, n -> n"), node)
-
-
-CTC = {ctc: _rule}

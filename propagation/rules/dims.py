@@ -1,0 +1,121 @@
+"""What the rules of many families share: factors for the dims of a tensor, and rules by what happens to each dim.
+
+whole              no dim can be split
+along              the dims that arguments name stay whole, the others are independent
+last_dims_whole    the last dims stay whole, the others are independent
+over_dims          some dims are made of windows (`windows.py`), the others are independent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import fx
+
+from ..graph.nodes import argument, operands, results_of, shape
+from .row import RowFunction
+from .rule import Dims, Localize, Rule
+from .windows import Halo, Reach
+
+# -- Factors of one tensor
+
+
+def letters_of(size: Iterable[int]) -> Dims:
+    """One factor for each dim, none for a dim of size 1."""
+    return tuple((f"f{d}",) if extent != 1 else () for d, extent in enumerate(size))
+
+
+def sizes_of(dims: Dims, size: tuple[int, ...]) -> dict[str, int]:
+    """The size of each factor of a tensor's dims."""
+    return {parts[0]: extent for parts, extent in zip(dims, size, strict=True) if len(parts) == 1}
+
+
+def without(dims: Dims, whole: Iterable[int]) -> Dims:
+    """The dims of a tensor, of which those in `whole` cannot be split."""
+    dropped = set(whole)
+    return tuple(() if d in dropped else parts for d, parts in enumerate(dims))
+
+
+def broadcast(letters: Dims, size: tuple[int, ...]) -> Dims:
+    """The factors of a tensor of `size` that broadcasts to one whose dims have the factors `letters`."""
+    aligned = letters[len(letters) - len(size) :]
+    return tuple(parts if extent != 1 else () for parts, extent in zip(aligned, size, strict=True))
+
+
+def unsplit(node: fx.Node) -> Dims:
+    """The dims of the tensor of `node`, none of which can be split."""
+    return ((),) * len(shape(node))
+
+
+# -- Rules
+
+
+def whole(node: fx.Node) -> Rule:
+    """No dim can be split."""
+    return Rule(tuple(map(unsplit, operands(node))), tuple(((),) * t.ndim for t in results_of(node)), {})
+
+
+def whole_dims(node: fx.Node, names: Collection[str], count: int) -> set[int]:
+    """Which of `count` dims the arguments called `names` name: all without names, or where an argument is None."""
+    values = [argument(node, name) for name in names]
+    if not names or any(dims is None for dims in values):
+        return set(range(count))
+    flat = [dim for dims in values for dim in (dims if isinstance(dims, list | tuple) else [dims])]
+    return {dim % max(count, 1) for dim in flat}
+
+
+def along(*names: str, linear: bool = False, fill: float = 0.0) -> RowFunction:
+    """Operators that work along the dims of their first operand that the arguments `names` name (see `whole_dims`).
+
+    Another operand or result either has all dims, or those that are independent and then dims of its own.
+    `fill`: a number that the operator maps to a number, with a finite derivative.
+    """
+
+    def rule(node: fx.Node) -> Rule | None:
+        inputs, results = [shape(o) for o in operands(node)], [tuple(t.shape) for t in results_of(node)]
+        size = inputs[0]
+        worked_along = whole_dims(node, names, len(size))
+        letters = without(letters_of(size), worked_along)
+        rest = tuple(parts for d, parts in enumerate(letters) if d not in worked_along)
+
+        def dims(extents: tuple[int, ...]) -> Dims:
+            return letters if len(extents) == len(size) else (*rest, *((),) * (len(extents) - len(rest)))
+
+        every = frozenset(range(len(inputs)))
+        return Rule(
+            tuple(map(dims, inputs)), tuple(map(dims, results)), sizes_of(letters, size),
+            linear=(every,) if linear else (), fill=None if linear else fill,
+        )  # fmt: skip
+
+    return rule
+
+
+def last_dims_whole(count: int) -> RowFunction:
+    """Operators whose last `count` dims stay whole: others are independent, the same in all operands."""
+
+    def rule(node: fx.Node) -> Rule | None:
+        size = shape(operands(node)[0])
+        letters = without(letters_of(size), range(len(size) - count, len(size)))
+        sizes = sizes_of(letters, size)
+        several = len(operands(node)) > 1  # the second holds indices, and the padding of uneven shards holds none
+        even = frozenset(sizes) if several else frozenset[str]()
+        return Rule((letters,) * len(operands(node)), (letters,) * len(results_of(node)), sizes, even=even)
+
+    return rule
+
+
+def over_dims(
+    node: fx.Node, reaches: Mapping[int, Reach], fill: float | str = 0.0, linear: bool = True,
+    local: Localize | None = None, whole: Collection[int] = (),
+) -> Rule:  # fmt: skip
+    """The rule of an operator whose results have the dims of its operand: slices of those in `reaches` are made of a
+    window, others are independent. Those in `whole` stay whole, and those of size 1 before or after."""
+    before, results = shape(operands(node)[0]), results_of(node)
+    after = tuple(results[0].shape)
+    sides = enumerate(zip(before, after, strict=False))
+    dims: Dims = tuple((f"f{d}",) if 1 not in both and d not in whole else () for d, both in sides)
+    sizes = {parts[0]: extent for parts, extent in zip(dims, after, strict=False) if parts}
+    halos = tuple(Halo(0, dims[d][0], reach, fill) for d, reach in reaches.items() if dims[d])
+    out = (*dims, *((),) * (len(after) - len(before)))
+    sets = (frozenset({0}),) if linear else ()
+    return Rule((dims,), (out,) * len(results), sizes, linear=sets, windows=halos, local=local)

@@ -1,0 +1,129 @@
+"""TODO."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from ..graph.nodes import is_tensor, results_of, shape, value
+from .rule import Dims, Localize, Rule
+
+# A row that is not text: the rule of a call, or None for a call that stays replicated
+RowFunction = Callable[[fx.Node], Rule | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the rule table: the factors as text, and what is not plain about them."""
+
+    text: str
+    reduce: str = ""
+    whole: str = ""
+    linear: tuple[str, ...] = ()
+    contraction: bool = False
+    local: Localize | None = field(default=None, compare=False, repr=False)
+    even: bool = False  # slices must be full
+    fill: float | None = None
+
+
+def parse_row(row: Row, node: fx.Node) -> Rule:
+    """The Rule of `row` for one call: names become sizes, absent optional operands drop out, and what is said of a list
+    of tensors is said of each, unless something is said of every one."""
+    specs, result_specs = specs_of(row.text)
+    places = [tensors for _, tensors in schema_tensors(node)]
+    if len(specs) > len(places):
+        places = [given[i : i + 1] for given in places for i in range(max(len(given), 1))]
+    present = [
+        (spec, tensor, position)
+        for position, (spec, tensors) in enumerate(zip(specs, places, strict=False))
+        for tensor in tensors
+    ]
+    sizes: dict[str, int] = {}
+    dims = tuple(_dims(spec.lstrip("+"), shape(tensor), sizes) for spec, tensor, _ in present)
+    results = tuple(_dims(spec, found, sizes) for spec, found in specified_results(result_specs, node))
+    dims = tuple(_spread(d, shape(tensor), sizes) for d, (_, tensor, _) in zip(dims, present, strict=True))
+    flops = 2.0 * math.prod(sizes.values()) if row.contraction else 0.0
+    reduce, whole = (_named(text, sizes) for text in (row.reduce, row.whole))
+    linear = [
+        frozenset(i for i, (_, _, position) in enumerate(present) if position in map(int, text.split()))
+        for text in row.linear
+    ]
+    return Rule(
+        operands=tuple(_without(d, whole) for d in dims),
+        results=tuple(_without(d, whole) for d in results),
+        sizes={name: size for name, size in sizes.items() if name not in whole},
+        reduce=reduce,
+        additive=frozenset(i for i, (spec, _, _) in enumerate(present) if spec.startswith("+")),
+        linear=tuple(together for together in linear if together),
+        flops=flops,
+        local=row.local,
+        even=frozenset(sizes) - whole if row.even else frozenset(),
+        fill=row.fill,
+    )
+
+
+def specs_of(text: str) -> tuple[list[str], list[str]]:
+    """What the text of a row says of each operand, and of each result."""
+    operands, _, results = text.partition("->")
+    return [spec.strip() for spec in operands.split(",")], [spec.strip() for spec in results.split(",")]
+
+
+def tokens_of(spec: str) -> list[str]:
+    """The dims that a row names for one tensor."""
+    return re.findall(r"\.\.\.|\([^)]*\)|\S+", spec)
+
+
+def _named(text: str, sizes: Mapping[str, int]) -> frozenset[str]:
+    leading = {name for name in sizes if name.startswith("_")} if "..." in text.split() else set[str]()
+    return frozenset(text.split()) - {"..."} | leading
+
+
+def _without(dims: Dims, whole: frozenset[str]) -> Dims:
+    return tuple(() if whole & set(parts) else parts for parts in dims)
+
+
+def schema_tensors(node: fx.Node) -> list[tuple[str, tuple[fx.Node, ...]]]:
+    """The tensor arguments of the operator's schema: the name of each, and the tensors that a call gives for it (none
+    for an absent optional one)."""
+    found: list[tuple[str, tuple[fx.Node, ...]]] = []
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if "Tensor" in str(argument.type):
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            every: Any = given if isinstance(given, list | tuple) else (given,)
+            found.append((argument.name, tuple(one for one in every if is_tensor(one))))
+    return found
+
+
+def specified_results(specs: Sequence[str], node: fx.Node) -> list[tuple[str, tuple[int, ...]]]:
+    """What is said of each result of a call, and its size; what is said of a list is said of each of it."""
+    found = results_of(node)
+    if isinstance(value(node), list) and len(specs) == 1:
+        specs = [*specs] * len(found)
+    return [(spec, tuple(t.shape)) for spec, t in zip(specs, found, strict=False)]
+
+
+def _dims(spec: str, size: tuple[int, ...], sizes: dict[str, int]) -> Dims:
+    tokens = tokens_of(spec)
+    named = len([t for t in tokens if t != "..."])
+    dims: list[tuple[str, ...]] = []
+    for token in tokens:
+        if token == "...":
+            leading = len(size) - named
+            dims += [(f"_{leading - i}",) for i in range(leading)]
+        else:
+            dims.append(() if token == "1" else tuple(token.strip("()").split()))
+    for parts, extent in zip(dims, size, strict=True):
+        if len(parts) == 1 and sizes.setdefault(parts[0], extent) == 1:
+            sizes[parts[0]] = extent
+    return tuple(dims)
+
+
+def _spread(dims: Dims, size: tuple[int, ...], sizes: Mapping[str, int]) -> Dims:
+    """`dims` of an operand without those of size 1 that broadcast."""
+    same = (extent != 1 or len(parts) != 1 or sizes[parts[0]] == 1 for parts, extent in zip(dims, size, strict=True))
+    return tuple(parts if kept else () for parts, kept in zip(dims, same, strict=True))
