@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
-from partway.annotate import Annotations, annotate, meshes_to_try
+from partway.annotations.annotate import Annotations, annotate
+from partway.annotations.constrain import constrained_modules
+from partway.annotations.meshes import meshes_to_try
 from partway.cache import Entry, cache_folder
-from partway.constrain import constrained_modules
 from partway.context import AlgoParameters, ParallelContext, ParallelMode, current, current_algo
 from partway.dtensors import brought, has_other_data, inputs_on, parameters_on, plain
 from partway.fusion.program import Program, make_program

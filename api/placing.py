@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from partway.alike import SEED, asked, draws, modes, of_plan, options, versions
-from partway.annotate import dataset_was_set
+from partway.annotations.statements import dataset_was_set
 from partway.compile import Compiled
 from partway.context import DatasetMode, ParallelContext, current_algo
 from partway.dtensors import drop_hooks, is_dtensor, plain

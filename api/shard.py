@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partway.annotate import dataset_applies, dataset_was_set
+from partway.annotations.constrain import constrained_arguments, constrained_results
+from partway.annotations.statements import dataset_applies, dataset_was_set
 from partway.attached import engine_of, set_engine
 from partway.compile import Compiled, check_parameters, check_target, check_tensors, compile_call, settings_of
-from partway.constrain import constrained_arguments, constrained_results
 from partway.context import ParallelContext, ParallelMode, current, current_algo
 from partway.dtensors import brought, inputs_on, parameters_on, placed_as
 from partway.fusion.program import Program

@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from partway.annotate import annotate
+from partway.annotations.annotate import annotate
 from partway.compile import device_profile, settings_of, uncollected
 from partway.context import AlgoParameters, ParallelContext
 from partway.plan_inputs import PlanInputs

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import by_index, by_size
+from ..fusion import by_index, by_size
 from .events import Gradients, best
 from .gradient_overlap import best_groups
 from .members import Groups

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import by_size
+from ..fusion import by_size
 from .events import ROUNDING, Compute, Floats, Gradients, Ints, Offer, Send, best, seconds
 from .members import Groups
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from partway.annotate import by_argument, check_out_strategy, constraint_text
+from partway.annotations.constraint_text import constraint_text
+from partway.annotations.names import by_argument, check_out_strategy
 from partway.propagation.graph.structure import flatten, flatten_call
 from partway.propagation.ops.collectives import constrain
 from partway.request import Request, requests
