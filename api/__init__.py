@@ -9,6 +9,7 @@ Annotate a few tensors, and train as before:
 
 from __future__ import annotations
 
+import partway.versions  # noqa: F401 - first: it warns of a PyTorch that Partway is not tested with
 from partway import data
 from partway.compile import Compiled, compile
 from partway.context import (
@@ -41,6 +42,7 @@ from partway.strategy import (
     Shard,
     StrategyError,
     UnknownOperatorWarning,
+    UntestedTorchWarning,
     VerifyError,
     WholeReadWarning,
 )
@@ -62,6 +64,7 @@ __all__ = [
     "Shard",
     "StrategyError",
     "UnknownOperatorWarning",
+    "UntestedTorchWarning",
     "VerifyError",
     "WholeReadWarning",
     "auto_parallel_context",

@@ -9,8 +9,9 @@
     ├── DataError (ValueError)          an image, a window, a part or a list of shards that cannot be read or cut so
     └── RuntimeStateError (RuntimeError) processes, devices or parameters are not as the plan needs them
 
-`UnknownOperatorWarning` (UserWarning) names an operator that runs replicated for want of a rule, and
-`WholeReadWarning` (UserWarning) an image that is stored so that a part of it cannot be read without the rest.
+Warnings are UserWarnings: `UnknownOperatorWarning` names an operator that has no rule and is replicated,
+`WholeReadWarning` an image that is stored so that no part of it can be read without the rest, and
+`UntestedTorchWarning` a version of PyTorch that Partway is not tested with.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class UnknownOperatorWarning(UserWarning):
 
 class WholeReadWarning(UserWarning):
     """An image is stored so that reading a part of it reads much more than that part."""
+
+
+class UntestedTorchWarning(UserWarning):
+    """The installed version of PyTorch is older or newer than those that Partway is tested with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ PUBLIC = [
     "Shard",
     "StrategyError",
     "UnknownOperatorWarning",
+    "UntestedTorchWarning",
     "VerifyError",
     "WholeReadWarning",
     "auto_parallel_context",

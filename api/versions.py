@@ -1,0 +1,33 @@
+"""The versions of PyTorch that Partway is tested with.
+
+Imported before all else of the package: where a new version of PyTorch has changed something that Partway relies on,
+the warning stands before the error that follows from it.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from partway.strategy.errors import UntestedTorchWarning
+
+OLDEST, NEWEST = (2, 11), (2, 15)  # tests/test_torch_internals.py passes with these, and all tests with 2.13
+
+
+def warn_if_untested(installed: str) -> None:
+    """Warn if `installed`, a version such as "2.13.0+cpu", is not one that Partway is tested with."""
+    major, minor = (int(part) for part in installed.split(".")[:2])
+    if OLDEST <= (major, minor) <= NEWEST:
+        return
+    oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+    age = "newer" if (major, minor) > NEWEST else "older"
+    warnings.warn(
+        f"PyTorch {installed} is {age} than the versions that Partway is tested with, {oldest} to {newest}; if "
+        f"something fails that should not, install one of these, for example with pip install 'torch=={newest}.*'",
+        UntestedTorchWarning,
+        stacklevel=2,
+    )
+
+
+warn_if_untested(torch.__version__)
