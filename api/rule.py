@@ -1,4 +1,8 @@
-"""`rule`: how an operator of the user's own splits. As operators are, their rules are one table for the process."""
+"""`rule`: how an operator of the user's own splits. Like operators, their rules are one table for the process.
+
+A rule is settled when it is given: its operators are found and it is checked against them. Only a rule whose operator
+is defined later is looked up by name whenever rules are read, which changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,7 @@ def rule(
         def bmm(x: Tensor, w: Tensor) -> Tensor: ...
 
     operator     "my::op" (every overload that the text fits), "my::op.overload", a torch.library.custom_op or an
-                 operator of torch.ops; a name may be defined later, before the first call that needs the rule
+                 operator of torch.ops; a name may be that of an operator defined later, before the first plan
     text         a spec for each tensor argument, and for each result: a letter or name for each dim. Dims of one name
                  are split together. `1`: a dim that cannot be split; `...`: any leading dims, which may broadcast;
                  `(b s)`: a dim merged of two, major first; `+n`: an operand that enters a sum once, as a bias does.
@@ -58,8 +62,8 @@ def rule(
     linear       the operands in which the operator is linear, so that addends may pass through it: `(0, 1)` for a
                  product; ("0 1",) for one that is linear in both together, as a sum is
     contraction  it multiplies and adds over all its dims, and is priced so
-    local        writes what a rank runs where that is another call than the global one, as for an argument that holds
-                 a size: a function of an Emitter (`emit.call`, `emit.shapes`, `emit.split`, `emit.position`) and of
+    local        writes what a rank runs where that differs from the global call, as for an argument that holds a
+                 size: a function of an Emitter (`emit.call`, `emit.shapes`, `emit.split`, `emit.position`) and of
                  the args and kwargs of the call on local parts
     replace      the operator has a rule already, and this one takes its place
 
@@ -67,7 +71,7 @@ def rule(
     decorates. In a `with` statement the rule holds in its block; `.remove()` takes it back.
 
     On what a rank holds, the operator must compute that part of the whole result, and its derivative
-    (register_autograd) that part of the whole gradient. Slices are full: a size that an axis does not divide stays
+    (register_autograd) that part of the whole gradient. Shards are full: a size that an axis does not divide stays
     whole.
 
     Raises StrategyError with all that is wrong with it; a name that no operator has is refused by the next plan.
@@ -77,11 +81,11 @@ def rule(
     row = Row(text, reduce, whole, tuple(map(str, linear)), contraction, local)
     name = operator if isinstance(operator, str) else str(_overloads(operator)[0]._schema.name)
     raise_problems(f"the rule of {name} is wrong:", (Problem(repr(text), what, _SEE) for what in text_problems(row)))
-    made = OperatorRule(operator, row, replace)
-    made._settle()
-    _every.append(made)
+    new = OperatorRule(operator, row, replace)
+    new._settle()
+    _every.append(new)
     _changed()
-    return made
+    return new
 
 
 _SEE = "see the docstring of partway.rule"
@@ -133,34 +137,50 @@ class OperatorRule:
             _every.remove(self)
             _changed()
 
-    def _settle(self) -> None:
-        """Find the operators; of a name that there is not yet, none. Raises StrategyError for a rule that fits none."""
-        if self._operators or not (every := _overloads(self.operator)):
-            return
-        fits, problems = [], []
-        for one in every:
-            wrong = [*schema_problems(self.row, one)]
-            problems += [Problem(str(one), what, f"it is {one._schema}") for what in wrong]
-            fits += [one] if not wrong else []
-        if fits:
-            earlier = [one for one in fits if self._meets_another(one)] if not self._replace else []
+    def operators(self) -> tuple[OpOverload, ...]:
+        """The operators that it is the rule of; none while no operator has its name. Raises StrategyError for a rule
+        that fits none of them, or that meets another rule without `replace`."""
+        if self._operators:
+            return self._operators
+        fits, problems = self._fits()
+        earlier = [one for one in fits if self._meets_another(one)] if not self._replace else []
+        if earlier:
             problems = [Problem(str(one), "has a rule already", "pass replace=True") for one in earlier]
-        if problems and (not fits or earlier):
-            self.remove()
+        if problems and (earlier or not fits):
             raise_problems(f"{self.row.text!r} cannot be the rule of {self.operator}:", problems)
-        self._operators = tuple(fits)
-        _changed()
+        return fits
+
+    def _settle(self) -> None:
+        """Keep the operators that there are by now. Raises StrategyError, and is no rule, as `operators` does."""
+        try:
+            operators = self.operators()
+        except StrategyError:
+            self.remove()
+            raise
+        if operators != self._operators:
+            self._operators = operators
+            _changed()
+
+    def _fits(self) -> tuple[tuple[OpOverload, ...], list[Problem]]:
+        """The operators whose schema it fits, and why it does not fit the others."""
+        problems = {one: [*schema_problems(self.row, one)] for one in _overloads(self.operator)}
+        return (
+            tuple(one for one, wrong in problems.items() if not wrong),
+            [Problem(str(one), what, f"it is {one._schema}") for one, wrong in problems.items() for what in wrong],
+        )
 
     def _meets_another(self, operator: OpOverload) -> bool:
-        others = [made.row for made in _every if made is not self and operator in made._operators]
-        return any(row != self.row for row in others) if others else has_row(operator) or operator in EXPANSIONS
+        others = [other for other in _every if other is not self]
+        rows = [other.row for other in others if operator in (other._operators or other._fits()[0])]
+        return any(row != self.row for row in rows) if rows else has_row(operator) or operator in EXPANSIONS
 
     def __repr__(self) -> str:
         return f"<rule {self.row.text!r} of {', '.join(map(str, self._operators)) or self.operator}>"
 
 
 def _overloads(operator: Any) -> list[OpOverload]:
-    """The operators that are meant; none for a name that there is not yet. Raises StrategyError for what is none."""
+    """The operators that `operator` means; none for a name that is not defined yet. Raises StrategyError for anything
+    that is not an operator."""
     if isinstance(operator, OpOverload):
         return [operator]
     if isinstance(operator, OpOverloadPacket):
@@ -181,7 +201,7 @@ def _overloads(operator: Any) -> list[OpOverload]:
         return []
 
 
-# -- what holds in this process
+# -- The rules of this process
 
 _every: list[OperatorRule] = []
 _changes: list[None] = []
@@ -198,20 +218,22 @@ def version() -> int:
 
 def rules() -> Rows:
     """The rows of all operators that were given one; the latest holds. Raises StrategyError for a rule whose operator
-    does not exist."""
-    for made in [*_every]:
-        made._settle()
-    problems = []
-    for made in _every:
-        if not made._operators:
-            fix = did_you_mean(made.operator, all_operator_names(), "define it, or remove() the rule")
-            problems.append(Problem(f"rule of {made.operator!r}", "there is no such operator", fix))
+    does not exist, or does not fit it.
+
+    It changes nothing: a rule for an operator that is defined later is looked up by its name each time."""
+    operators = {each: each.operators() for each in _every}
+    names = [each.operator for each, overloads in operators.items() if not overloads]
+    problems = [Problem(f"rule of {name!r}", "there is no such operator", _suggestion(name)) for name in names]
     raise_problems("rules were given to operators that do not exist:", problems)
-    return {operator: made.row for made in _every for operator in made._operators}
+    return {operator: each.row for each, overloads in operators.items() for operator in overloads}
+
+
+def _suggestion(name: str) -> str:
+    return did_you_mean(name, all_operator_names(), "define it, or remove() the rule")
 
 
 def text_of(rows: Mapping[Any, Row]) -> str:
-    """All that a plan follows from in `rows`, the code of local forms included."""
+    """All that a plan follows from in `rows`, with the code of local forms."""
     return "\n".join(sorted(f"{operator} {row!r} {_code(row.local)}" for operator, row in rows.items()))
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import partway as pw
+from partway.rule import rules, version
 
 MESH = {"dp": 2, "tp": 2}
 EXACT = 1e-12
@@ -210,6 +211,20 @@ def test_a_rule_may_come_before_its_operator_and_decorate_it() -> None:
         assert isinstance(late, torch.library.CustomOpDef)
         plan = assert_same(late, [random(4, 4).detach()], in_strategy=(("dp", "tp"),))
     assert strategy_of(plan, "late") == "(dp:a tp:b)"
+
+
+def test_reading_the_rules_changes_nothing() -> None:
+    with pw.rule("partway_tests::later", "a -> a") as rule:
+        with pytest.raises(pw.StrategyError, match="there is no such operator"):
+            rules()
+
+        @torch.library.custom_op("partway_tests::later", mutates_args=())
+        def later(x: Tensor) -> Tensor:
+            return x * 2
+
+        before = version(), repr(rule)
+        assert rules() == rules() == {torch.ops.partway_tests.later.default: rule.row}
+        assert (version(), repr(rule)) == before
 
 
 def test_a_rule_that_comes_after_the_first_call_is_used_by_the_next() -> None:
