@@ -11,7 +11,8 @@ from torch import nn
 
 from partway.cache import software, text_of_graph
 from partway.compile import Compiled
-from partway.context import AlgoParameters, ParallelContext
+from partway.options.algo import AlgoParameters
+from partway.options.parallel import ParallelContext
 from partway.propagation.graph.nodes import draws_random_numbers
 from partway.request import Request
 from partway.rule import rules

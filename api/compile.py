@@ -25,9 +25,12 @@ from partway.annotations.annotate import Annotations, annotate
 from partway.annotations.constrain import constrained_modules
 from partway.annotations.meshes import meshes_to_try
 from partway.cache import Entry, cache_folder
-from partway.context import AlgoParameters, ParallelContext, ParallelMode, current, current_algo
+from partway.context import current, current_algo
 from partway.dtensors import brought, has_other_data, inputs_on, parameters_on, plain
 from partway.fusion.program import Program, make_program
+from partway.options.algo import AlgoParameters
+from partway.options.fields import ParallelMode
+from partway.options.parallel import ParallelContext
 from partway.plan_inputs import PlanInputs
 from partway.planning import planning
 from partway.propagation.capture.capture import CaptureOptions, capture, state_of

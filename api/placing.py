@@ -12,8 +12,10 @@ from torch import Tensor
 from partway.alike import SEED, asked, draws, modes, of_plan, options, versions
 from partway.annotations.statements import dataset_was_set
 from partway.compile import Compiled
-from partway.context import DatasetMode, ParallelContext, current_algo
+from partway.context import current_algo
 from partway.dtensors import drop_hooks, is_dtensor, plain
+from partway.options.fields import DatasetMode
+from partway.options.parallel import ParallelContext
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import Call, name_of
 from partway.propagation.program.local_program import PlacedPort

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from partway.context import AlgoParameters, ParallelContext
+from partway.options.algo import AlgoParameters
+from partway.options.parallel import ParallelContext
 from partway.propagation.cost.profile import DeviceProfile
 from partway.propagation.graph.graph import Graph
 from partway.propagation.plan.plan import Plan

@@ -23,10 +23,12 @@ from partway.annotations.constrain import constrained_arguments, constrained_res
 from partway.annotations.statements import dataset_applies, dataset_was_set
 from partway.attached import engine_of, set_engine
 from partway.compile import Compiled, check_parameters, check_target, check_tensors, compile_call, settings_of
-from partway.context import ParallelContext, ParallelMode, current, current_algo
+from partway.context import current, current_algo
 from partway.dtensors import brought, inputs_on, parameters_on, placed_as
 from partway.fusion.program import Program
 from partway.materialize import Init, check_materialized, materialize
+from partway.options.fields import ParallelMode
+from partway.options.parallel import ParallelContext
 from partway.placing import Change, Placing, placing
 from partway.planning import begin_call, calls, planning
 from partway.propagation.capture.capture import capturing, state_of

@@ -44,7 +44,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from partway.annotations.annotate import annotate
 from partway.compile import device_profile, settings_of, uncollected
-from partway.context import AlgoParameters, ParallelContext
+from partway.options.algo import AlgoParameters
+from partway.options.parallel import ParallelContext
 from partway.plan_inputs import PlanInputs
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.queries import differentiated

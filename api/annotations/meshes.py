@@ -7,7 +7,7 @@ from typing import Any
 
 from partway.annotations.constraint_text import constraint_of
 from partway.annotations.statements import dataset_applies
-from partway.context import ParallelMode
+from partway.options.fields import ParallelMode
 from partway.plan_inputs import PlanInputs
 from partway.propagation.ops.collectives import constrain
 from partway.request import requests

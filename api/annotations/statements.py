@@ -11,7 +11,8 @@ import torch
 
 from partway.annotations.constraint_text import constraint_of
 from partway.annotations.names import by_argument, check_out_strategy
-from partway.context import DatasetMode, ParallelContext, ParallelMode
+from partway.options.fields import DatasetMode, ParallelMode
+from partway.options.parallel import ParallelContext
 from partway.plan_inputs import PlanInputs
 from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.nodes import shape

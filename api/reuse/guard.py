@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from partway.context import ParallelContext, current_algo
+from partway.context import current_algo
+from partway.options.parallel import ParallelContext
 from partway.propagation.capture.stand_ins import attributes_of
 from partway.propagation.graph.structure import Structure, flatten
 from partway.propagation.ops.random_numbers import RandomNumbers

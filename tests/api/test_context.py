@@ -10,10 +10,6 @@ from typing import Any
 import pytest
 
 from partway.context import (
-    AlgoParameters,
-    DatasetMode,
-    ParallelContext,
-    ParallelMode,
     auto_parallel_context,
     current,
     current_algo,
@@ -25,6 +21,9 @@ from partway.context import (
     set_auto_parallel_context,
 )
 from partway.fusion import Fusion, FusionMode, FusionPolicies
+from partway.options.algo import AlgoParameters
+from partway.options.fields import DatasetMode, ParallelMode
+from partway.options.parallel import ParallelContext
 from partway.strategy.errors import ContextError
 
 KINDS = ("allreduce", "allgather", "reducescatter")

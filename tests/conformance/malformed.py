@@ -35,7 +35,8 @@ from typer.testing import CliRunner
 import partway as pw
 from partway import data
 from partway.cli import app
-from partway.context import AlgoParameters, ParallelContext
+from partway.options.algo import AlgoParameters
+from partway.options.parallel import ParallelContext
 from partway.propagation.cost.profile import profile_of
 from partway.strategy.errors import shown
 

@@ -17,7 +17,8 @@ from checks import assert_same_gradients
 from torch import Tensor, nn
 
 import partway as pw
-from partway.context import AlgoParameters, ParallelContext
+from partway.options.algo import AlgoParameters
+from partway.options.parallel import ParallelContext
 
 Row = dict[str, Any]
 PARTS = {"mesh dp=2, tp=2": 2, "mesh dp=4": 4, "number": 4}  # into which `devices` cut the batch
