@@ -19,7 +19,8 @@ from torch import fx
 
 from ..propagation.cost.profile import DeviceProfile
 from ..propagation.graph.graph import Text
-from ..propagation.ops.collectives import convert, convert_group, kind_of, payload_bytes
+from ..propagation.ops.collectives import convert, convert_group, kind_of
+from ..propagation.ops.kinds import COLLECTIVES, is_gather, payload_bytes
 from ..strategy.mesh import Mesh
 from ..strategy.placement import Kind, placement_from_code
 from .cycles import split_cycles
@@ -61,11 +62,12 @@ def gradient_collectives(graph: fx.Graph, parameters: Parameters, kind: Kind) ->
     return tuple(sorted(gradients, key=lambda node: (place[node.all_input_nodes[0]], place[node])))
 
 
-def weight_gathers(graph: fx.Graph, parameters: Parameters) -> tuple[fx.Node, ...]:
-    """The all_gathers of parameters, in the order in which they are first used: those of the forward, and where the
-    backward gathers weights again those too. (The gradient of a parameter may be gathered as well; it is no weight.)"""
+def weight_gathers(graph: fx.Graph, parameters: Parameters, kind: Kind = Kind.ALL_GATHER) -> tuple[fx.Node, ...]:
+    """The gathers of parameters, of `kind`, in the order in which they are first used: those of the forward, and where
+    the backward gathers weights again those too. (The gradient of a parameter may be gathered as well; it is not a
+    weight.)"""
     place = _places(graph)
-    weights = [node for node in _converts(graph, parameters, Kind.ALL_GATHER) if _is_weight(node, parameters)]
+    weights = [node for node in _converts(graph, parameters, kind) if _is_weight(node, parameters)]
     return tuple(sorted(weights, key=lambda node: (_first_use(node, place), place[node])))
 
 
@@ -127,14 +129,12 @@ class _Grouping:
         self, graph: fx.Graph, parameters: Parameters, policies: FusionPolicies, mesh: Mesh, profile: DeviceProfile
     ) -> None:
         self.graph, self.mesh, self.profile = graph, mesh, profile
-        by_kind = {
-            Kind.ALL_REDUCE: policies.allreduce,
-            Kind.REDUCE_SCATTER: policies.reducescatter,
-            Kind.ALL_GATHER: policies.allgather,
+        by_kind: dict[Kind, Fusion | None] = {
+            kind: getattr(policies, row.fusion) for kind, row in COLLECTIVES.items() if row.fusion
         }
         self.nodes = {
-            kind: weight_gathers(graph, parameters)
-            if kind is Kind.ALL_GATHER
+            kind: weight_gathers(graph, parameters, kind)
+            if is_gather(kind)
             else gradient_collectives(graph, parameters, kind)
             for kind, fusion in by_kind.items()
             if fusion
@@ -173,7 +173,7 @@ class _Grouping:
         return [tuple(nodes[i] for i in piece) for piece in split_cycles(tuple(together), self.needs[gathers])]
 
     def _kinds(self, gathers: bool) -> list[Kind]:
-        return [kind for kind in self.fusions if (kind is Kind.ALL_GATHER) == gathers]
+        return [kind for kind in self.fusions if is_gather(kind) is gathers]
 
     def _nodes(self, gathers: bool) -> list[fx.Node]:
         return [node for kind in self._kinds(gathers) for node in self.nodes[kind]]
@@ -200,7 +200,7 @@ class _Outlook:
     def __init__(self, grouping: _Grouping, kind: Kind, others: Mapping[Kind, Groups]) -> None:
         self.grouping, self.kind, self.others = grouping, kind, dict(others)
         self.members, self.nodes = grouping.members[kind], grouping.nodes[kind]
-        self.weights = kind is Kind.ALL_GATHER
+        self.weights = is_gather(kind)
 
     @cached_property
     def costs(self) -> Costs:

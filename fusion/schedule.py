@@ -25,7 +25,8 @@ from ..propagation.cost.cost import collective_cost, operator_seconds
 from ..propagation.cost.profile import DeviceProfile
 from ..propagation.graph.graph import Text
 from ..propagation.graph.nodes import is_view
-from ..propagation.ops.collectives import convert, convert_group, kind_of, payload_bytes
+from ..propagation.ops.collectives import convert, convert_group, kind_of
+from ..propagation.ops.kinds import payload_bytes
 from ..propagation.program.segments import Like, pieces_of
 from ..propagation.program.step import Step
 from ..propagation.torch_internals import FakeTensorMode

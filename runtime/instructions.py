@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..propagation.ops.collectives import payload_bytes
+from ..propagation.ops.kinds import payload_bytes
 from ..propagation.program.local_program import Conversion
 from ..strategy.cut import SliceWindow
 from ..strategy.placement import Kind, Placement, Shard

@@ -82,7 +82,8 @@ PARTIAL_MAX = Partial("max")
 
 
 class Kind(StrEnum):
-    """What a conversion does along its axes. The first five are collectives; the rest need no other rank."""
+    """What a conversion does along its axes. Those of `LOCAL` need no other rank; the others are collectives, each with
+    a row in `propagation/ops/kinds.py`."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -96,10 +97,11 @@ class Kind(StrEnum):
 
     @property
     def communicates(self) -> bool:
-        return self in COLLECTIVES
+        """Whether it is a collective."""
+        return self not in LOCAL
 
 
-COLLECTIVES = frozenset({Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.EXCHANGE})
+LOCAL = frozenset({Kind.SLICE, Kind.PAD, Kind.KEEP, Kind.NOTHING})
 
 # (from, to) by type. Only the forward kind is written: `transpose` derives the backward from the duals.
 _KINDS: dict[tuple[type, type], Kind] = {

@@ -11,6 +11,7 @@ step of each kind, and bandwidths by group size:
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -30,10 +31,12 @@ import torch.distributed as dist
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from partway.propagation.cost.cost import steps
 from partway.propagation.cost.profile import ByKind, DeviceProfile, NetworkLevel, Peak, Sources, profile_of
+from partway.runtime.issue import all_gather, reduce_scatter
 from partway.strategy.errors import RuntimeStateError
 from partway.strategy.notation import counted
 from partway.strategy.placement import Kind
@@ -281,20 +284,17 @@ def _collectives(size: int, group: Any, device: str, effort: Effort) -> Iterable
 
 def _collective(kind: Kind, count: int, size: int, group: Any, device: str) -> Callable[[], Any]:
     """A call of one collective whose payload is `count` float32 numbers."""
-    whole, part = torch.zeros(count, device=device), torch.zeros(count // size, device=device)
-    # torch 2.13 renamed these two and warns about the old names.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    match kind:
-        case Kind.ALL_REDUCE:
-            return lambda: dist.all_reduce(whole, group=group)
-        case Kind.ALL_GATHER:
-            return lambda: gather(whole, part, group=group)
-        case Kind.REDUCE_SCATTER:
-            return lambda: scatter(part, whole, group=group)
-        case _:
-            received = torch.empty_like(whole)
-            return lambda: dist.all_to_all_single(received, whole, group=group)
+    whole, other, part = (torch.zeros(n, device=device) for n in (count, count, count // size))
+    return functools.partial(CALLS[kind], whole, other, part, group)
+
+
+CALLS: Mapping[Kind, Callable[[Tensor, Tensor, Tensor, Any], Any]] = {
+    Kind.ALL_REDUCE: lambda whole, other, part, group: dist.all_reduce(whole, group=group),
+    Kind.ALL_GATHER: lambda whole, other, part, group: all_gather(whole, part, group=group),
+    Kind.REDUCE_SCATTER: lambda whole, other, part, group: reduce_scatter(part, whole, group=group),
+    Kind.ALL_TO_ALL: lambda whole, other, part, group: dist.all_to_all_single(other, whole, group=group),
+}
+"""For each kind with figures of its own a call, of two whole values and one rank's part, on a group."""
 
 
 def _mean(found: Sequence[DeviceSpeed]) -> DeviceSpeed:

@@ -22,6 +22,7 @@ from ...strategy.cut import Cut
 from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement, Shard, converts, kind, transpose
+from ..ops.kinds import COLLECTIVES, is_gather, share
 from .cost import Weights, collective_cost
 from .profile import DeviceProfile
 
@@ -161,8 +162,8 @@ class ConversionTable:
     def kinds(self, source: Placement, target: Placement, phase: str) -> tuple[Kind, ...]:
         """What a step does in the "forward" or the "backward"."""
         found = step_kind(source, target, phase, self.gradient)
-        repeats = self.again and phase == "backward" and kind(source, target) is Kind.ALL_GATHER
-        return (found, Kind.ALL_GATHER) if repeats else (found,)
+        repeats = self.again and phase == "backward" and is_gather(kind(source, target))
+        return (found, kind(source, target)) if repeats else (found,)
 
     @cached_property
     def cost(self) -> Floats:
@@ -365,10 +366,10 @@ def _coefficients(
         if not converts(source, target):
             continue
         ways = [kind(source, target)] + ([kind(*transpose(source, target))] if gradient else [])
-        ways += [Kind.ALL_GATHER] if again and ways[0] is Kind.ALL_GATHER else []
+        ways += [ways[0]] if again and is_gather(ways[0]) else []
         if len(axes) > 1 and not any(way.communicates for way in ways):
             continue
-        if stays and any(way.communicates and way is not Kind.ALL_REDUCE for way in ways):
+        if stays and any(way.communicates and not COLLECTIVES[way].settled for way in ways):
             continue
         if stays and ways[0] is Kind.PAD:  # what is padded and then added up has been gathered
             continue
@@ -376,9 +377,8 @@ def _coefficients(
         for way in ways:
             if way.communicates:
                 seconds, per_byte = collective_cost(way, mesh, axes, profile)
-                share = 1 / size if way is Kind.ALL_TO_ALL else 1.0
                 fixed[i, j] += weights.latency * seconds
-                linear[i, j] += weights.wire * share * per_byte
+                linear[i, j] += weights.wire * share(way, size) * per_byte
             elif way in (Kind.PAD, Kind.KEEP):
                 linear[i, j] += weights.compute / profile.memory_bandwidth
     return fixed, linear

@@ -1,13 +1,8 @@
 """What things cost: collectives by alpha-beta on each level of the network, operators by a roofline.
 
 A collective takes `launch + steps * latency + wire / bandwidth`, with `wire` the bytes that one of n ranks sends in a
-ring (Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005):
-
-    all_reduce       2 (n - 1) / n * bytes             2 (n - 1) steps
-    all_gather       (n - 1) / n * bytes of the whole  (n - 1) steps
-    reduce_scatter   (n - 1) / n * bytes of the whole  (n - 1) steps
-    all_to_all       (n - 1) / n * bytes held          (n - 1) steps
-    exchange         the bytes that the busiest one sends to its neighbours, in one step, at the pace of an all_to_all
+ring (Thakur et al., "Optimization of Collective Communication Operations in MPICH", 2005). The table of kinds
+(`propagation/ops/kinds.py`) says the bytes and the steps of each.
 
 A group with n ranks in each of m nodes is done in phases (Cho et al., "BlueConnect", MLSys 2019), level by level:
 
@@ -42,6 +37,7 @@ from numpy.typing import ArrayLike, NDArray
 from ...strategy.errors import StrategyError
 from ...strategy.mesh import Mesh
 from ...strategy.placement import Kind
+from ..ops.kinds import COLLECTIVES, figures_of
 from .profile import DeviceProfile, NetworkLevel
 
 # Forward plus backward of an operator, in units of the forward: each operand's gradient costs about as much.
@@ -76,21 +72,12 @@ WEIGHTS = {
 def wire_bytes(kind: Kind, payload: float, size: int) -> float:
     """Bytes that one of `size` ranks sends. `payload`: the whole value's bytes; all_to_all: the bytes held; exchange:
     the bytes sent."""
-    if not kind.communicates:
-        return 0.0
-    if kind is Kind.EXCHANGE:
-        return payload
-    once = (size - 1) / size * payload
-    return 2 * once if kind is Kind.ALL_REDUCE else once
+    return COLLECTIVES[kind].wire(payload, size) if kind.communicates else 0.0
 
 
 def steps(kind: Kind, size: int) -> int:
     """How many messages follow one another."""
-    if not kind.communicates:
-        return 0
-    if kind is Kind.EXCHANGE:
-        return 1
-    return (2 if kind is Kind.ALL_REDUCE else 1) * (size - 1)
+    return COLLECTIVES[kind].steps(size) if kind.communicates else 0
 
 
 def collective_seconds(kind: Kind, payload: float, mesh: Mesh, axes: tuple[str, ...], profile: DeviceProfile) -> float:
@@ -122,7 +109,7 @@ def collective_cost(kind: Kind, mesh: Mesh, axes: tuple[str, ...], profile: Devi
             launch = level.launch  # of the outermost level: the phases are one call
             waiting += steps(kind, size) * level.latency.of(kind)
             per_byte = max(per_byte, share * wire_bytes(kind, 1, size) / _bandwidth(level, kind, size))
-            share /= 1 if kind in (Kind.ALL_TO_ALL, Kind.EXCHANGE) else size
+            share /= size if COLLECTIVES[kind].narrows else 1
     return launch + waiting, per_byte
 
 
@@ -157,7 +144,7 @@ def _evenly(units: np.ndarray) -> int:
 
 def _bandwidth(level: NetworkLevel, kind: Kind, size: int) -> float:
     """Bytes/s that one of `size` ranks sends: between sizes of a table by their logarithm, beyond as at its ends."""
-    kind = Kind.ALL_TO_ALL if kind is Kind.EXCHANGE else kind
+    kind = figures_of(kind)
     figure = level.bandwidth.of(kind)
     if isinstance(figure, float):
         return figure

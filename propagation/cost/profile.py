@@ -26,6 +26,7 @@ from pydantic_core import ErrorDetails
 from ...strategy.errors import Problem, StrategyError, shown
 from ...strategy.files import read, save
 from ...strategy.placement import Kind
+from ..ops.kinds import figures_of
 
 # -- Figures for each kind of collective -----------------------------------------------------------------------------
 
@@ -35,7 +36,7 @@ BySize = tuple[tuple[int, float], ...]  # (group size, figure), by ascending siz
 
 @dataclass(frozen=True, slots=True)
 class ByKind(Generic[T]):
-    """One figure for each kind of collective."""
+    """One figure for each kind of collective that has its own."""
 
     all_reduce: T
     all_gather: T
@@ -43,9 +44,9 @@ class ByKind(Generic[T]):
     all_to_all: T
 
     def of(self, kind: Kind) -> T:
-        """The figure of a collective. An exchange, which sends to some ranks what all_to_all sends to all, has its."""
-        found: T = self.all_to_all if kind is Kind.EXCHANGE else getattr(self, kind.value)
-        return found
+        """The figure of a collective, which some kinds share (`figures_of`)."""
+        figure: T = getattr(self, figures_of(kind).value)
+        return figure
 
 
 _KINDS = tuple(field.name for field in fields(ByKind))
@@ -69,7 +70,7 @@ def _by_kind(value: object, read: Callable[[str, Any], T]) -> ByKind[T]:
     """One figure for all kinds, or a mapping with a figure for each."""
     if not isinstance(value, Mapping):
         figure = read("", value)
-        return ByKind(figure, figure, figure, figure)
+        return ByKind(**dict.fromkeys(_KINDS, figure))
     for key in [*value, *_KINDS]:
         if key not in value or key not in _KINDS:
             what = "is missing" if key in _KINDS else "is no kind of collective"

@@ -11,15 +11,13 @@ their meaning; calling one outside an executor is an error.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...strategy.cut import SliceWindow
-from ...strategy.placement import Kind, Placement, Shard, kind, placement_from_code, transpose
+from ...strategy.placement import Kind, Shard, kind, placement_from_code, transpose
 
 _LIBRARY = torch.library.Library("partway", "DEF")
 _LIBRARY.define("convert(Tensor x, str source, str target, str[] axes, int size, int tag) -> Tensor")
@@ -44,17 +42,6 @@ def converted_shape(shape: tuple[int, ...], source: str, target: str, size: int)
             if isinstance(after, Shard):
                 out[after.dim] = after.cut.width if after.cut else out[after.dim] // size
     return tuple(out)
-
-
-def payload_bytes(source: Placement, target: Placement, shape: Sequence[int], itemsize: int, size: int) -> int:
-    """The payload of converting a local tensor of `shape` among `size` ranks, as `wire_bytes` takes it."""
-    held = math.prod(shape) * itemsize
-    match source, target:
-        case (Shard(), SliceWindow() as window) | (SliceWindow() as window, _):
-            return held // shape[window.dim] * window.rows[window.adds]
-        case Shard(dim, cut), _ if kind(source, target) is Kind.ALL_GATHER:
-            return held // shape[dim] * cut.size if cut else held * size
-    return held
 
 
 def kind_of(source: str, target: str) -> Kind:

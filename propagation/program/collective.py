@@ -17,9 +17,8 @@ PHASES = ("forward", "backward")
 class Collective:
     """One collective of a program. Bytes are those of one rank; `members` are the tensors of a fused one.
 
-    payload_bytes   all_reduce, all_gather, reduce_scatter: the whole value; all_to_all: the part held; exchange: what
-                    the busiest rank sends
-    wire_bytes      what one rank sends, in a ring
+    payload_bytes   those that `propagation/ops/kinds.py` says for the kind
+    wire_bytes      what one rank sends
     predicted_time  seconds, by the device profile
     where, path     the operator that wanted the conversion, and the module it is in
     """

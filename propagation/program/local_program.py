@@ -20,6 +20,7 @@ from ..cost.conversion import step_kind
 from ..graph.nodes import operator_name
 from ..graph.port import Port
 from ..ops.collectives import convert
+from ..ops.kinds import COLLECTIVES, Payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +59,19 @@ class Conversion:
         return step_kind(self.source, self.target, phase, self.gradient)
 
     def payload(self, phase: str) -> int:
-        """See `Collective.payload_bytes`."""
+        """The payload of the collective that it is in a phase: see `Collective.payload_bytes`."""
         forward = self.again or phase == "forward"
-        if isinstance(self.target, SliceWindow):
-            return self.whole_bytes // self.target.cut.size * self.target.rows[not forward]
-        if self.kind(phase) is not Kind.ALL_TO_ALL:
-            return self.whole_bytes
-        held = self.source if forward else self.target
-        if isinstance(held, Shard) and held.cut:
-            return self.whole_bytes // held.cut.size * held.cut.width
-        return self.whole_bytes // self.size
+        match COLLECTIVES[self.kind(phase)].payload:
+            case Payload.WHOLE:
+                return self.whole_bytes
+            case Payload.HELD:
+                held = self.source if forward else self.target
+                if isinstance(held, Shard) and held.cut:
+                    return self.whole_bytes // held.cut.size * held.cut.width
+                return self.whole_bytes // self.size
+            case Payload.SENT:
+                assert isinstance(self.target, SliceWindow)
+                return self.whole_bytes // self.target.cut.size * self.target.rows[not forward]
 
 
 @dataclass(frozen=True)

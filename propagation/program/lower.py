@@ -34,6 +34,7 @@ from ..graph.nodes import (
 )
 from ..graph.port import Port, Role
 from ..ops.collectives import constrain, convert
+from ..ops.kinds import is_gather
 from ..rules.rule import Emitter, LocalShapes, Rule, windows_of
 from ..rules.windows import by_dim, own_slice, place_in, united
 from ..search.problem import Option, SearchProblem, Vertex, VertexKind, table_of
@@ -247,7 +248,7 @@ class _Lowering:
         at: fx.Node, where: str,
     ) -> fx.Node:  # fmt: skip
         """Write one conversion, of which `at` is the cause, and note it in the list."""
-        size, gathers = self.settings.mesh.size(*step.axes), kind(step.source, step.target) is Kind.ALL_GATHER
+        size = self.settings.mesh.size(*step.axes)
         conversion = Conversion(
             tag=len(self.conversions),
             tensor=tensor_name(self.ports, v),
@@ -264,7 +265,7 @@ class _Lowering:
             where=where,
             path=module_path(at),
             line=source_line(at),
-            kept=gathers and v in self.problem.weights,
+            kept=is_gather(kind(step.source, step.target)) and v in self.problem.weights,
         )
         self.conversions.append(conversion)
         return self.graph.call_function(

@@ -7,10 +7,11 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ...strategy.placement import PARTIAL, Kind, placement_from_code
+from ...strategy.placement import PARTIAL, placement_from_code
 from ..graph.graph import Text
 from ..graph.port import Role
 from ..ops.collectives import convert, kind_of
+from ..ops.kinds import is_reduction
 from .step import Step, is_port, returned_by
 
 aten = torch.ops.aten
@@ -64,8 +65,8 @@ def _reductions(graph: fx.Graph, step: Step) -> list[fx.Node]:
 
 def _adds_narrow(node: fx.Node) -> bool:
     source, target = str(node.args[1]), str(node.args[2])
-    adds = kind_of(source, target) in (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
-    return adds and placement_from_code(source) == PARTIAL and node.meta["val"].dtype in _NARROW
+    sums = is_reduction(kind_of(source, target)) and placement_from_code(source) == PARTIAL
+    return sums and node.meta["val"].dtype in _NARROW
 
 
 def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:

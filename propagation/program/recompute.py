@@ -23,6 +23,7 @@ from ..graph.graph import Text
 from ..graph.nodes import draws_random_numbers, rearranges, region_of
 from ..graph.port import Role
 from ..ops.collectives import convert, kind_of
+from ..ops.kinds import is_gather
 from ..ops.random_numbers import draw
 from ..rules.windows import own_slice, place_in
 from .local_program import Conversion
@@ -125,7 +126,7 @@ def gathered_weights(step: Step) -> frozenset[fx.Node]:
     for node in calls_of(graph):
         if node.all_input_nodes and all(o in weights for o in node.all_input_nodes) and _is_weight(node):
             weights.add(node)
-            if _conversion_kind(node) is Kind.ALL_GATHER or any(o in gathered for o in node.all_input_nodes):
+            if is_gather(_conversion_kind(node)) or any(o in gathered for o in node.all_input_nodes):
                 gathered.add(node)
     return frozenset(gathered)
 
@@ -133,7 +134,7 @@ def gathered_weights(step: Step) -> frozenset[fx.Node]:
 def _is_weight(node: fx.Node) -> bool:
     """Whether `node` has the numbers of its operand, or their parts that other ranks hold, in another form."""
     if node.target is convert:
-        return _conversion_kind(node) is Kind.ALL_GATHER or not _conversion_kind(node).communicates
+        return is_gather(_conversion_kind(node)) or not _conversion_kind(node).communicates
     return rearranges(node) or node.target is operator.getitem
 
 

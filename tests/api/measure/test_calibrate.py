@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import partway as pw
 from partway.cli import app
 from partway.measure import calibrate as module
-from partway.measure.calibrate import KINDS, Fit, Sample, calibrate, fit, group_sizes
+from partway.measure.calibrate import CALLS, KINDS, Fit, Sample, calibrate, fit, group_sizes
 from partway.propagation.cost.cost import collective_seconds, steps
 from partway.propagation.cost.profile import DeviceProfile, profile_of
 from partway.strategy import Mesh, RuntimeStateError, StrategyError
@@ -30,6 +30,10 @@ def sample(kind: Kind, size: int, payload: int) -> Sample:
 
 def samples(*sizes: int) -> list[Sample]:
     return [sample(kind, size, payload) for kind in KINDS for size in sizes for payload in PAYLOADS]
+
+
+def test_every_kind_with_figures_of_its_own_can_be_measured() -> None:
+    assert set(CALLS) == set(KINDS)
 
 
 def priced(**mesh: int) -> DeviceProfile:

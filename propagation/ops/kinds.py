@@ -1,0 +1,120 @@
+"""What planning knows of each kind of collective: one row for each.
+
+    kind             payload                 one of n ranks sends   messages   its transpose
+    all_reduce       the whole value         2 (n - 1) / n of it    2 (n - 1)  nothing, or all_reduce
+    all_gather       the whole value         (n - 1) / n of it      n - 1      slice, or reduce_scatter
+    reduce_scatter   the whole value         (n - 1) / n of it      n - 1      all_gather
+    all_to_all       what a rank holds       (n - 1) / n of it      n - 1      all_to_all
+    exchange         what the busiest sends  all of it              1          exchange
+
+The kinds themselves, and which conversion takes which, are in `strategy/placement.py`: the transpose of a conversion
+follows from the duals of its placements. How a kind runs is in `runtime/issue.py` and `runtime/meetings.py`. A kind is
+printed as its value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ...strategy.cut import SliceWindow
+from ...strategy.placement import Kind, Placement, Shard, kind
+
+
+class Payload(Enum):
+    """Which bytes the payload of a collective is, on one rank."""
+
+    WHOLE = "whole"  # those of the value, if no axis of the collective split it
+    HELD = "held"  # those that the rank holds before
+    SENT = "sent"  # those that the busiest rank sends
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of collective.
+
+    payload    which bytes of the value count
+    wire       the bytes that one of n ranks sends, of the payload and n
+    steps      how many messages follow one another among n ranks
+    narrows    between nodes each rank sends only its share of what the ranks of a node have together
+    adds       values of ranks are added up (or the largest is taken)
+    gathers    every rank gets the whole of what ranks hold parts of
+    settled    every rank holds the part before that it holds after
+    figures    the kind by whose figures in a device profile it is predicted; None: it has its own
+    fusion     the key of the option comm_fusion that groups those of parameters; None: they are never grouped
+    """
+
+    payload: Payload
+    wire: Callable[[float, int], float]
+    steps: Callable[[int], int]
+    narrows: bool = False
+    adds: bool = False
+    gathers: bool = False
+    settled: bool = False
+    figures: Kind | None = None
+    fusion: str | None = None
+
+
+def _once(payload: float, n: int) -> float:
+    """A ring: each rank sends all but one of n parts."""
+    return (n - 1) / n * payload
+
+
+def _twice(payload: float, n: int) -> float:
+    return 2 * _once(payload, n)
+
+
+COLLECTIVES: Mapping[Kind, Row] = {
+    Kind.ALL_REDUCE: Row(
+        Payload.WHOLE, _twice, lambda n: 2 * (n - 1), narrows=True, adds=True, settled=True, fusion="allreduce"
+    ),
+    Kind.REDUCE_SCATTER: Row(Payload.WHOLE, _once, lambda n: n - 1, narrows=True, adds=True, fusion="reducescatter"),
+    Kind.ALL_GATHER: Row(Payload.WHOLE, _once, lambda n: n - 1, narrows=True, gathers=True, fusion="allgather"),
+    Kind.ALL_TO_ALL: Row(Payload.HELD, _once, lambda n: n - 1),
+    # It sends to some ranks what all_to_all sends to all.
+    Kind.EXCHANGE: Row(Payload.SENT, lambda payload, n: payload, lambda n: 1, figures=Kind.ALL_TO_ALL),
+}
+
+
+def is_gather(kind: Kind) -> bool:
+    """Whether every rank gets the whole of what ranks hold parts of."""
+    return kind.communicates and COLLECTIVES[kind].gathers
+
+
+def is_reduction(kind: Kind) -> bool:
+    """Whether values of ranks are added up (or the largest is taken)."""
+    return kind.communicates and COLLECTIVES[kind].adds
+
+
+def figures_of(kind: Kind) -> Kind:
+    """The kind by whose figures in a device profile a collective is predicted."""
+    return COLLECTIVES[kind].figures or kind
+
+
+def share(kind: Kind, size: int) -> float:
+    """The payload of a collective among `size` ranks, in units of the whole value; of a kind whose payload does not
+    depend on the placements alone an error."""
+    match COLLECTIVES[kind].payload:
+        case Payload.WHOLE:
+            return 1.0
+        case Payload.HELD:
+            return 1 / size
+        case Payload.SENT:
+            raise ValueError(f"the payload of {kind} is not a share of the whole value")
+
+
+def payload_bytes(source: Placement, target: Placement, shape: Sequence[int], itemsize: int, size: int) -> int:
+    """The payload of converting a local tensor of `shape` among `size` ranks."""
+    held = math.prod(shape) * itemsize
+    match COLLECTIVES[kind(source, target)].payload:
+        case Payload.HELD:
+            return held
+        case Payload.WHOLE if isinstance(source, Shard):
+            return held // shape[source.dim] * source.cut.size if source.cut else held * size
+        case Payload.WHOLE:
+            return held
+        case Payload.SENT:
+            window = next(side for side in (source, target) if isinstance(side, SliceWindow))
+            return held // shape[window.dim] * window.rows[window.adds]
