@@ -5,18 +5,21 @@ It is an attribute of the object alone, in its `__dict__`, so that it travels wi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
+
+if TYPE_CHECKING:  # it imports those who look for it
+    from partway.engine import Engine
 
 ATTRIBUTE = "_partway"
 
 
-def engine_of(module: nn.Module) -> Any:
-    """The engine (`partway.engine.Engine`) of a module that was sharded; None of another."""
+def engine_of(module: nn.Module) -> Engine | None:
+    """The engine of a module that was sharded; None of another."""
     return module.__dict__.get(ATTRIBUTE)
 
 
-def set_engine(module: nn.Module, engine: Any) -> None:
+def set_engine(module: nn.Module, engine: Engine) -> None:
     """From now on `engine` runs the calls of `module`."""
     module.__dict__[ATTRIBUTE] = engine

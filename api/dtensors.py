@@ -29,11 +29,11 @@ def has_other_data(tensor: Tensor) -> bool:
     return is_dtensor(tensor) and tensor.data_ptr() != 0
 
 
-def brought(module: nn.Module) -> frozenset[str]:
-    """The names of the parameters of `module` that are DTensors of a person's own. (Those of a module inside that is
-    sharded already are ours, but for those that it was brought.)"""
+def own_dtensors(module: nn.Module) -> frozenset[str]:
+    """The names of the parameters of `module` that the user made DTensors. (Those of a module inside that is sharded
+    already are ours, but for those that were DTensors before it was sharded.)"""
     ours = {path: engine for path, child in module.named_modules() if (engine := engine_of(child))}
-    found = {f"{path}.{name}" for path, engine in ours.items() for name in engine.brought}
+    found = {f"{path}.{name}" for path, engine in ours.items() for name in engine.own_dtensors}
     for name, held in module.named_parameters(remove_duplicate=False):
         if is_dtensor(held) and not any(name.startswith(f"{path}.") for path in ours):
             found.add(name)

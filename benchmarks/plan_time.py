@@ -43,9 +43,10 @@ from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from partway.annotations.annotate import annotate
-from partway.compile import device_profile, settings_of, uncollected
+from partway.compile import device_profile
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
+from partway.passes import settings_of
 from partway.plan_inputs import PlanInputs
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.queries import differentiated
@@ -56,6 +57,7 @@ from partway.propagation.search.formulate import formulate
 from partway.propagation.search.search import SearchMode, search
 from partway.request import Request
 from partway.strategy import Mesh
+from partway.strategy.afterwards import uncollected
 
 MODE = SearchMode.DYNAMIC_PROGRAMMING
 PASSES = ("capture", "formulate", "solve", "lower", "plan", "differentiate")

@@ -202,9 +202,9 @@ def test_blocks_of_no_sync_that_overlap_end_both() -> None:
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert engine_of(model)._waiting.blocks
+    assert engine_of(model).waiting.blocks
     second.__exit__(None, None, None)
-    assert not engine_of(model)._waiting.blocks
+    assert not engine_of(model).waiting.blocks
 
 
 # -- Random numbers

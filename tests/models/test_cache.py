@@ -17,12 +17,11 @@ from torch import nn
 from zoo import CASES
 
 import partway as pw
+from partway import passes
 from partway.cache import named
 from partway.fusion.program import Program
 from partway.propagation.capture.capture import capture
 from partway.propagation.plan.stored import dump, load
-
-compile_module = sys.modules["partway.compile"]  # `partway.compile` is the function
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     count: dict[str, int] = {"search": 0, "lower": 0, "differentiate": 0, "make_program": 0}
 
     def counted(name: str) -> Any:
-        plain = getattr(compile_module, name)
+        plain = getattr(passes, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             count[name] += 1
@@ -48,7 +47,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         return run
 
     for name in count:
-        monkeypatch.setattr(compile_module, name, counted(name))
+        monkeypatch.setattr(passes, name, counted(name))
     return count
 
 
@@ -200,8 +199,8 @@ def test_the_folder_is_what_the_option_or_the_environment_says(monkeypatch: pyte
 def test_another_process_finds_what_this_one_made(folder: Path) -> None:
     script = textwrap.dedent(
         f"""
-        import sys, torch, partway as pw
-        passes = sys.modules["partway.compile"]
+        import torch, partway as pw
+        from partway import passes
         counts = []
         plain = passes.search
         passes.search = lambda *args: counts.append(1) or plain(*args)

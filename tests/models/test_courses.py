@@ -45,7 +45,9 @@ def assert_takes_every_course(fn: Any, calls: list[tuple[Tensor, ...]], courses:
             assert found == expected
         else:
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    assert len(engine_of(sharded)._last[1] if isinstance(fn, nn.Module) else sharded._engine._last[1]) == courses
+    assert (
+        len(engine_of(sharded).last.courses if isinstance(fn, nn.Module) else sharded._engine.last.courses) == courses
+    )
     return sharded
 
 

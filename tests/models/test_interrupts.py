@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import partway as pw
 from partway import fusion, propagation, runtime, strategy
 from partway.attached import engine_of
-from partway.shard import ShardedModule
+from partway.sharded import ShardedModule
 
 OURS = tuple(
     os.path.dirname(str(package.__file__)) + os.sep for package in (pw, fusion, propagation, runtime, strategy)
@@ -121,7 +121,7 @@ class Trained:
         return (
             modules, tensors, loggers, gc.isenabled(), list(warnings.filters), sys.stderr, torch.is_grad_enabled(),
             torch.distributions.Distribution._validate_args, torch.autograd.Function.__dict__["apply"],
-            nn.Module.__call__, nn.Module.__getattr__, bool(engine_of(self.model)._waiting.blocks),
+            nn.Module.__call__, nn.Module.__getattr__, bool(engine_of(self.model).waiting.blocks),
         )  # fmt: skip
 
     def check(self) -> None:

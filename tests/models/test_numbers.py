@@ -82,7 +82,7 @@ def test_a_number_of_a_module_trains_beside_its_loss() -> None:
         for loss in (found[0], expected[0]):
             loss.backward()
         torch.testing.assert_close(model.l.weight.grad, plain.l.weight.grad, rtol=1e-12, atol=0)
-    assert len(engine_of(model)._last[1]) == 1
+    assert len(engine_of(model).last.courses) == 1
 
 
 def test_float_of_a_tensor_is_refused_saying_what_works() -> None:

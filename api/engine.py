@@ -1,0 +1,303 @@
+"""The engine behind a sharded function or module: plans each signature of it once, and runs its calls.
+
+A call like the last one only runs (guard.py says whether it is). Another one is looked up by its signature, and by
+what the function asked of values and reads beside its arguments (courses.py); the first of its kind is planned.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from operator import attrgetter
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from partway.annotations.constrain import constrained_arguments, constrained_results
+from partway.annotations.statements import dataset_applies, dataset_was_set
+from partway.attached import engine_of
+from partway.checks import check_parameters, check_tensors
+from partway.compile import CallInputs, Compiled, compile_call
+from partway.context import current, current_algo
+from partway.dtensors import inputs_on, placed_as
+from partway.materialize import Init, check_materialized, materialize
+from partway.options.fields import ParallelMode
+from partway.options.parallel import ParallelContext
+from partway.passes import settings_of
+from partway.placing import placing
+from partway.planning import begin_call, calls, planning
+from partway.propagation.capture.capture import capturing, state_of
+from partway.propagation.capture.stand_ins import attributes_of
+from partway.propagation.graph.question import Answer
+from partway.propagation.graph.structure import Call, check_call, flatten, flatten_call, name_of
+from partway.request import Request
+from partway.reuse.courses import Courses, MistakenError, PlannedCalls, values_of
+from partway.reuse.facts import fact
+from partway.reuse.guard import Guard, asked, modes, warn_of_modes
+from partway.reuse.names import Asks
+from partway.rule import rules, version
+from partway.runner import Runner
+from partway.runtime.process import launched
+from partway.runtime.step import Waiting
+from partway.strategy import Layout, Problem, RuntimeStateError, StrategyError, raise_problems
+from partway.strategy.afterwards import afterwards
+
+_captured: ContextVar[Engine | None] = ContextVar("captured", default=None)  # whose function is planned right now
+
+
+class LastCall(NamedTuple):
+    """What ran the last call, and what tells whether a call is like it."""
+
+    guard: Guard
+    courses: Courses[Runner]
+    runner: Runner
+
+
+class Engine:
+    """Plans each signature of one function once, and runs it.
+
+    fn             the function or module
+    request        the arguments of `shard`
+    own_dtensors   the names of the parameters that were DTensors before: the user laid them out
+    waiting        the gradients whose reduction is put off (no_sync)
+    last           what ran the last call
+    """
+
+    def __init__(self, fn: Callable[..., Any], request: Request, layouts: Mapping[str, Layout] | None = None) -> None:
+        """`layouts`: those of the parameters that are DTensors."""
+        self.fn, self.request, self.own_dtensors = fn, request, frozenset(layouts or ())
+        self.waiting = Waiting()
+        self.last: LastCall | None = None
+        self._planned: PlannedCalls[Runner] = PlannedCalls()
+        # of the parameters: those of DTensors, and those that a plan has split
+        self._layouts: dict[str, Layout] = dict(layouts or {})
+        self._settled: set[str] = set()
+        self._refused = False
+        self._asks = Asks()  # of every plan so far: signatures have the answers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        """A copy of the module plans anew."""
+        return self.of(copy.deepcopy(self.fn, memo))
+
+    def __reduce__(self) -> Any:
+        if launched():
+            raise RuntimeStateError(
+                f"{name_of(self.fn)} is not pickled as a whole, since each process has parts of it; keep its "
+                "state_dict(), with torch.distributed.checkpoint"
+            )
+        return Engine, (self.fn, self.request)
+
+    def of(self, fn: Callable[..., Any]) -> Engine:
+        """A new one for `fn`, a copy, with the same request."""
+        return Engine(fn, self.request, {name: self._layouts[name] for name in self.own_dtensors})
+
+    @property
+    def kind(self) -> type:
+        """The class of the module before it was sharded."""
+        bases: tuple[type, ...] = type(self.fn).__bases__
+        return bases[1]
+
+    @property
+    def refused(self) -> bool:
+        """Whether every call so far was refused before there was a plan."""
+        return self._refused and not self._planned
+
+    def latest(self) -> Compiled:
+        """What runs the last call. Raises RuntimeStateError before the first one."""
+        if self.last is None:
+            raise RuntimeStateError(
+                "there is no plan yet: it is made by the first call; partway.compile plans without running"
+            )
+        return self.last.runner.compiled
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], plain: Callable[..., Any] | None = None) -> Any:
+        """Run one call: split, as a constraint (inside another capture), or plainly (stand_alone)."""
+        original = plain or self.fn
+        context = current()
+        if _captured.get() is self:
+            return original(*args, **kwargs)
+        if capturing():
+            return self._constrained(original, args, kwargs)
+        if stands_alone(context):
+            return original(*args, **kwargs)
+        thread = get_ident()
+        outer = calls.get(thread, 0)
+        try:
+            begin_call(thread, outer)
+            return self._split(args, kwargs, context)
+        finally:
+            calls[thread] = outer
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> Any:
+        """Run a call split, with what ran the last one if it is like it."""
+        last = self.last
+        tensors = last.guard.admits(args, kwargs, context) if last else None
+        if tensors is None or last is None:
+            return self._first(args, kwargs, context)
+        guard, courses, runner = last
+        if runner.asked:
+            runner = self._course(courses, tensors) or self._new_course(
+                courses, flatten_call(self.fn, args, kwargs), context
+            )
+            if runner is not last.runner:
+                runner.bind(self.fn)
+                self.last = LastCall(guard, courses, runner)
+        return self._run(guard, courses, runner, tensors, args, kwargs, context)
+
+    def _run(
+        self, guard: Guard, courses: Courses[Runner], runner: Runner, tensors: Sequence[Tensor],
+        args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext,
+    ) -> Any:  # fmt: skip
+        """Run a call; again, on another of its courses, where this one assumed what turns out to be not so."""
+        while True:
+            try:
+                return runner(tensors)
+            except MistakenError as mistake:
+                answers = mistake.answers
+            runner = self._course(courses, tensors, answers) or self._new_course(
+                courses, flatten_call(self.fn, args, kwargs), context, answers
+            )
+            courses.called(runner)
+            runner.bind(self.fn)
+            self.last = LastCall(guard, courses, runner)
+
+    def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> Any:
+        """Run a call that is unlike the last one."""
+        if isinstance(self.fn, torch.nn.Module) and not all(t.is_meta for t in flatten((args, kwargs))[0]):
+            check_materialized(self.fn)
+        try:
+            courses, runner = self._runner(args, kwargs, context)
+        except Exception:
+            for engine in self.engines():
+                engine._refused = True
+            raise
+        runner.bind(self.fn)
+        guard = Guard(self.fn, args, kwargs, context, courses.state)
+        self.last = LastCall(guard, courses, runner)
+        return self._run(guard, courses, runner, flatten((args, kwargs))[0], args, kwargs, context)
+
+    def materialize(self, args: tuple[Any, ...], kwargs: dict[str, Any], init: Init | None) -> None:
+        """See `ShardedModule.materialize`."""
+        assert isinstance(self.fn, torch.nn.Module)
+        context, place = current(), placing()
+        given = [tensor for tensor in flatten((args, kwargs))[0] if not tensor.is_meta]
+        if not given:
+            raise StrategyError(
+                "materialize was given no tensor that lies on a device, so that it is not known where parameters "
+                "should lie; give the arguments of a call, such as model.materialize((x,))"
+            )
+        if stands_alone(context):
+            raise StrategyError("materialize needs a plan, and in stand_alone mode there is none; set another mode")
+        compiled = self._runner(args, kwargs, context)[1].compiled
+        settings = replace(settings_of(compiled.inputs, compiled.mesh), rules=rules())
+        tied = {other: name for other, name in compiled.graph.aliases.items() if name in self._layouts}
+        layouts = self._layouts | {other: self._layouts[name] for other, name in tied.items()}
+        materialize(self.fn, layouts, place, settings, given[0].device, context.random_numbers, init)
+        self.last = None  # it holds what the tensors were
+
+    def engines(self) -> Iterator[Engine]:
+        """This one, and those of the sharded modules inside it."""
+        yield self
+        if isinstance(self.fn, torch.nn.Module):
+            for module in self.fn.modules():
+                if (engine := engine_of(module)) is not None:
+                    yield engine
+
+    def _runner(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext
+    ) -> tuple[Courses[Runner], Runner]:
+        """What runs a call, and all that run calls of its signature; it is planned if it is the first of its course."""
+        call = flatten_call(self.fn, args, kwargs)
+        check_call(self.fn, args, kwargs)
+        warn_of_modes(name_of(self.fn))
+        check_tensors(call, self.request.device)
+        check_parameters(self.fn)
+        with planning():
+            key = self._signature(call, context)
+            courses = self._planned.find(self.fn, key)
+            runner = self._course(courses, call.tensors) or self._new_course(courses, call, context)
+            if (asks := self._asks | courses.state.reached.asks) != self._asks:
+                self._asks = asks
+                key = self._signature(call, context)
+            self._planned.keep(key, courses)
+            return courses, runner
+
+    def _course(
+        self, courses: Courses[Runner], tensors: Sequence[Tensor], late: Sequence[Answer] = ()
+    ) -> Runner | None:
+        """What runs a call of `tensors`, or None if no call was answered like it."""
+        return courses.of(values_of(tensors, lambda name: attrgetter(name)(self.fn)), late)
+
+    def _new_course(
+        self, courses: Courses[Runner], call: Call, context: ParallelContext, late: Sequence[Answer] = ()
+    ) -> Runner:
+        with planning():
+            runner = self._plan(call, context, late)
+            courses.add(runner, name_of(self.fn))
+        if any(question.draws for question, _ in runner.asked):  # planning drew for nothing, as it always does
+            self._course(courses, call.tensors)
+        return runner
+
+    def _signature(self, call: Call, context: ParallelContext) -> tuple[Any, ...]:
+        """All that a plan depends on. Parameters count by what may change: flags, dtypes and shapes."""
+        tensors = tuple(
+            (tuple(t.shape), t.dtype, t.device, t.requires_grad, placed_as(t), fact(attributes_of(t)))
+            for t in call.tensors
+        )
+        flags: tuple[Any, ...] = ()
+        if isinstance(self.fn, torch.nn.Module):
+            flags = (
+                tuple(module.training for module in self.fn.modules()),
+                tuple((type(p), p.requires_grad, p.dtype, tuple(p.shape)) for p in self.fn.parameters()),
+            )
+        answers = asked(self._asks, context).answers(call.tensors)
+        return call.structure.key(), tensors, answers, flags, modes(), context, current_algo(), version()
+
+    def _plan(self, call: Call, context: ParallelContext, late: Sequence[Answer]) -> Runner:
+        local = dataset_was_set(context) and dataset_applies(self.request, context)
+        place = placing()
+        meshes = [self.request.own_mesh, *(found.mesh for found in self._layouts.values())]
+        placed = inputs_on(call, next((mesh for mesh in meshes if mesh is not None), None))
+        args, kwargs = place.whole_call(self.fn, self.request, call, context, local)
+        values = values_of(call.tensors, state_of(self.fn).__getitem__, local)
+        before = _captured.get()
+        with afterwards(lambda: _captured.set(before)):
+            _captured.set(self)
+            inputs = CallInputs(
+                self.fn, args, kwargs, self.request, context, current_algo(), place.processes, self._layouts, placed,
+                values, tuple(late),
+            )  # fmt: skip
+            compiled = place.planned(self.fn, call, local, lambda: compile_call(inputs))
+        if isinstance(self.fn, torch.nn.Module):
+            # not what functional_call gave for this call
+            own = {name for name, held in state_of(self.fn).items() if isinstance(held, torch.nn.Parameter)}
+            fresh = {name: found for name, found in compiled.plan.parameters.items() if name in own - self._settled}
+            place.settle(self.fn, fresh)
+            self._settled.update(fresh)
+            self._layouts.update(fresh)
+        return Runner(self.fn, compiled, place, local, self.waiting)
+
+    def _constrained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Inside a capture: mark the arguments and results that were annotated, and go on."""
+        name, problems = name_of(self.fn), list[Problem]()
+        args, kwargs = constrained_arguments(self.fn, name, self.request, args, kwargs, problems)
+        raise_problems(f"the constraint {name} cannot be met:", problems)
+        result = constrained_results(name, self.request, original(*args, **kwargs), problems)
+        raise_problems(f"the constraint {name} cannot be met:", problems)
+        return result
+
+
+@functools.partial(torch.compiler.disable, reason="a sharded call is planned and compiled by Partway")
+def uncompiled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call inside what torch.compile compiles, which is not looked into."""
+    return fn(*args, **kwargs)
+
+
+def stands_alone(context: ParallelContext) -> bool:
+    """Whether the user chose stand_alone: everything runs as if `shard` were not there."""
+    return context.mode_was_set and context.parallel_mode == ParallelMode.STAND_ALONE

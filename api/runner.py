@@ -1,0 +1,205 @@
+"""The runner of one signature: gathers the tensors of a call, runs the step, writes buffers and builds the result."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partway.compile import Compiled
+from partway.fusion.program import Program
+from partway.placing import Change, Placing
+from partway.planning import planning
+from partway.propagation.capture.capture import state_of
+from partway.propagation.capture.overlap import Memory, shared
+from partway.propagation.graph.port import Role
+from partway.propagation.graph.structure import name_of
+from partway.propagation.program.accumulate import Accumulation
+from partway.reuse.courses import MistakenError
+from partway.runtime.step import CompiledStep, Generators, Waiting, generators, put_back
+from partway.strategy import RuntimeStateError
+
+Source = Callable[[], Tensor]
+_STEPPED = 4  # parameters that show whether an optimizer has stepped
+
+
+class Runner:
+    """One planned signature: gathers the tensors of a call, runs the step, writes buffers, builds the result."""
+
+    def __init__(self, fn: Any, compiled: Compiled, place: Placing, local: bool, waiting: Waiting) -> None:
+        self.compiled, self._waiting, self._name, self._place = compiled, waiting, name_of(fn), place
+        self.state = compiled.state
+        graph = compiled.graph
+        self.asked = graph.asked
+        self._assumed = tuple(bool(answer) for question, answer in graph.asked if question.late)
+        self._leaves = bool(self._assumed or compiled.effects.writes)
+        self._result, self._left = graph.result, graph.left
+        updates = (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
+        self._updated = {port.name for port in graph.outputs if port.role in updates}
+        places = self._inputs = [port.name for port in graph.inputs if port.role is Role.INPUT]
+        self._written = [
+            (places.index(p.port.name), functools.partial(place.write, p, local))
+            if p.port.role is Role.INPUT_UPDATE
+            else None
+            for p in compiled.local.outputs
+        ]
+        self._learned = next((p.name for p in graph.outputs if p.role is Role.INPUT_UPDATE and p.requires_grad), None)
+        self._executor = place.executor(compiled.mesh)
+        self._see = place.given(fn, local, compiled)
+        self._enter = [place.enter(placed, local) for placed in compiled.local.inputs]
+        self._leave = [place.leave(placed) for placed in compiled.local.outputs]
+        self._step: CompiledStep | None = None
+        self._memory = Memory()  # of state
+        self._others: dict[tuple[bool, ...], CompiledStep] = {}  # by the outputs that they differentiate
+
+    def bind(self, fn: Callable[..., Any]) -> None:
+        """Take parameters and buffers from where they are in `fn` now: a module inside may have been replaced. The
+        parameters that are what the executor takes stay until the next `bind`, and so does all that makes them so."""
+        constants, local = self.compiled.graph.constants, self.compiled.local
+        given: list[Any] = []
+        changing: list[tuple[int, Source | None, Change | None, bool]] = []
+        learned: list[Source] = []
+        for i, (placed, enter) in enumerate(zip(local.inputs, self._enter, strict=True)):
+            name, role = placed.port.name, placed.port.role
+            source = _source(fn, constants, role, name)
+            held = source() if source and role is Role.PARAMETER else None
+            if source and held is not None and held.requires_grad and not held.is_inference():
+                learned.append(source)
+            stays = held is not None and (enter is None or enter(held) is held)
+            given.append(held if stays else None)
+            if not stays:
+                changing.append((i, source, enter, name in self._updated))
+        buffers = [
+            _source(fn, constants, Role.BUFFER, p.port.name) if p.port.role is Role.BUFFER_UPDATE else None
+            for p in local.outputs
+        ]
+        if self._updated:
+            self._check_apart(fn)
+        self._stepped = learned[:: -(-len(learned) // _STEPPED) or 1]
+        self._bound = given, changing, buffers  # at once: another thread may be in a call
+
+    def _check_apart(self, fn: Callable[..., Any]) -> None:
+        """Raise RuntimeStateError if a buffer that a call writes shares memory with other state."""
+        state = state_of(fn)
+        for one, other in shared(state.items()):
+            if self._updated & {one, other} and state[one] is not state[other]:
+                self._refuse(one, other)
+        self._memory = Memory((name, tensor, name in self._updated) for name, tensor in state.items())
+
+    def _check_inputs_apart(self, given: Sequence[Tensor]) -> None:
+        """Raise RuntimeStateError if a tensor of the call and another one share memory, and the call writes to one."""
+        memory = Memory(more=self._memory)
+        for place, tensor in zip(self._inputs, given, strict=True):
+            if (other := memory.take(place, tensor, place in self._updated)) is not None:
+                self._refuse(other, place)
+
+    def _refuse(self, one: str, other: str) -> None:
+        raise RuntimeStateError(
+            f"{self._name} writes in place to one of {one!r} and {other!r}, which share memory: a plan would not see "
+            "the write in the other; give it a copy, with clone()"
+        )
+
+    def _load(self) -> CompiledStep:
+        """The step, assembled by the first call. (A cached_property would hold its lock while it waits for others.)"""
+        with planning():
+            self._step = self._step or self._step_of(self.compiled.program)
+            return self._step
+
+    def _build(self, wanted: tuple[bool, ...]) -> CompiledStep:
+        if wanted not in self._others:
+            purpose = f"differentiate other results of {self._name}"
+            program = self._place.same(purpose, lambda: self.compiled.program_for(wanted), str)
+            self._others[wanted] = self._step_of(program)
+        return self._others[wanted]
+
+    def _step_of(self, program: Program) -> CompiledStep:
+        return CompiledStep(
+            program.step, self._executor, self._build,
+            self._accumulation, self._waiting, self.compiled.context.backend,
+        )  # fmt: skip
+
+    def _accumulation(self, wanted: tuple[bool, ...]) -> Accumulation | None:
+        purpose = f"put off the reductions of {self._name}"
+        return self._place.same(purpose, lambda: self.compiled.accumulation_for(wanted), str)
+
+    def __call__(self, given: Sequence[Tensor]) -> Any:
+        if self._learned is not None and torch.is_grad_enabled():
+            raise RuntimeStateError(
+                f"the function writes to {self._learned!r} in place what depends on a tensor that needs a gradient, "
+                "which would not reach it; return the new value, write a detached one, or call it under torch.no_grad()"
+            )
+        if self._updated:
+            self._check_inputs_apart(given)
+        if self._see is not None:
+            self._see(given, [source() for source in self._stepped])
+        rest = iter(given)
+        bound, changing, buffers = self._bound
+        tensors = bound.copy()
+        for i, source, enter, updated in changing:
+            tensor = next(rest) if source is None else source()
+            # a buffer or input that this call overwrites must stay as it was for the backward
+            tensor = tensor.clone() if updated else tensor
+            tensors[i] = enter(tensor) if enter else tensor
+        results: list[Any] = []
+        writes: list[tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]] = []
+        step = self._step or self._load()
+        before = generators(tensors[0].device) if self._assumed and step.random else None
+        for value, leave, buffer, written in zip(step(tensors), self._leave, buffers, self._written, strict=True):
+            if written is not None:
+                place, write = written
+                writes.append((write, given[place], value))
+            elif buffer is not None:
+                writes.append((Tensor.copy_, buffer(), value))
+            else:
+                results.append(leave(value) if leave else value)
+        result = self._result.build(results)  # takes what it needs from the front
+        left: Sequence[Any] = ()
+        if self._leaves:
+            assert self._left is not None
+            left, read = self._left.build(results)
+            if self._assumed:
+                self._check_assumed(read, before)
+        if writes:
+            _write(writes)
+        if left:
+            self.compiled.effects.put(left)
+        return result
+
+    def _check_assumed(self, read: Sequence[Tensor], before: Generators | None) -> None:
+        """Raise MistakenError unless what was asked late has the answers that this course assumed; random numbers are
+        then as they were `before`."""
+        answers = tuple(bool(tensor) for tensor in read)
+        if answers != self._assumed:
+            if before is not None:
+                put_back(before, read[0].device)
+            differing = next(i for i, pair in enumerate(zip(answers, self._assumed, strict=True)) if pair[0] != pair[1])
+            raise MistakenError(answers[: differing + 1])
+
+
+def _write(writes: Sequence[tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]]) -> None:
+    """Write values into buffers and inputs: all of them, also where an interrupt comes in between, so that none is of
+    another call than the rest."""
+    with torch.no_grad():
+        try:
+            for write, place, value in writes:
+                write(place, value)
+        except BaseException:
+            for write, place, value in writes:
+                write(place, value)
+            raise
+
+
+def _source(fn: Any, constants: Mapping[str, Tensor], role: Role, name: str) -> Source | None:
+    """Where a tensor of a call comes from: a place in the module, a constant, or (None) the call itself."""
+    if role is Role.INPUT:
+        return None
+    if role is Role.CONSTANT:
+        constant = constants[name]
+        return lambda: constant
+    path, _, attribute = name.rpartition(".")
+    module = fn.get_submodule(path)
+    store = module._parameters if role is Role.PARAMETER else module._buffers
+    return functools.partial(store.__getitem__, attribute)

@@ -1,0 +1,156 @@
+"""What a module becomes when it is sharded: an object of a class of the same name whose forward its engine runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+
+from partway.attached import engine_of, set_engine
+from partway.context import current
+from partway.engine import Engine, stands_alone, uncompiled
+from partway.fusion.program import Program
+from partway.materialize import Init
+from partway.planning import begin_call, calls
+from partway.propagation.capture.hooks import rest_outside
+from partway.propagation.plan.plan import Plan
+from partway.strategy import RuntimeStateError
+from partway.strategy.afterwards import afterwards
+
+
+class ShardedModule:
+    """What `shard` adds to the class of a module. `plan` and `program` are those of its last call."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A module is pickled, and copied, with what was said of it; another plans anew."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, args, *rest = reduced
+        if args[:1] != (type(self),):
+            raise RuntimeStateError(
+                f"{type(self).__name__} is pickled and copied by a __reduce__ of its own, which knows no shard; "
+                "keep its state_dict(), or copy it before shard"
+            )
+        return _remade, (make, _engine(self).kind, *args[1:]), *rest
+
+    def __copy__(self) -> Any:
+        make, args, state, *_ = self.__reduce_ex__(4)
+        copied = make(*args)
+        copied.__dict__.update(state)
+        set_engine(copied, _engine(self).of(copied))
+        return copied
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Put off the reduction of gradients: calls inside the block leave those of parameters unreduced, and the next
+        backward of a call outside of it reduces their sum with its own, in the collectives of one step.
+
+            with model.no_sync():
+                for batch in batches[:-1]:
+                    model(batch).backward()
+            model(batches[-1]).backward()
+
+        As with DistributedDataParallel, whose name this is, the call has to be inside, and `.grad` is right after the
+        last backward only: of what waits it is a zero. Gradients that need no reduction come at once, as always.
+
+        What waits stays until it is reduced, after an exception too; who drops gradients (zero_grad, or `.grad = None`)
+        drops what waits of them. A step of the optimizer before the last backward does not see what waits.
+        """
+        waiting, block = [engine.waiting for engine in _engine(self).engines()], object()
+
+        def leave() -> None:
+            for w in waiting:
+                w.blocks.discard(block)
+
+        with afterwards(leave):
+            for w in waiting:
+                w.blocks.add(block)
+            yield
+
+    def materialize(
+        self, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, *, init: Init | None = None
+    ) -> None:
+        """Give parameters and buffers of the meta device memory and values: on every rank its part, of the numbers that
+        one device would have, whatever the layout. So a model can be larger than a device:
+
+            with torch.device("meta"):
+                model = Model()
+            pw.shard(model, ...)
+            model.materialize((x,))
+
+        The call of `args` and `kwargs` is planned (not run), and says how parameters are split and on what device.
+        Each module is initialised by `init(module)`, inner ones first as in Module.apply; by default by the model's
+        `_init_weights` (transformers), else by its own `reset_parameters`. Random numbers follow torch.manual_seed as
+        the option random_numbers says.
+
+        Raises RuntimeStateError where no initialiser writes a tensor, and what the first call would raise.
+        """
+        _engine(self).materialize(tuple(args), dict(kwargs or {}), init)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last call."""
+        return _engine(self).latest().plan
+
+    @property
+    def program(self) -> Program:
+        """The program of the last call."""
+        return _engine(self).latest().program
+
+
+def _engine(module: Any) -> Engine:
+    engine = engine_of(module)
+    assert engine is not None, "a sharded module has an engine"
+    return engine
+
+
+@functools.cache
+def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """`cls` with a forward that runs split: same name, same signature, an instance of both."""
+
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _engine(self).call(args, kwargs, functools.partial(cls.forward, self))
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return uncompiled(self, args, kwargs)
+        thread = get_ident()
+        outer = calls.get(thread, 0)
+        try:
+            begin_call(thread, outer)  # here, since while another thread plans nn.Module.__call__ is a tracer's
+            if self._forward_pre_hooks:
+                rest_outside(self._forward_pre_hooks, not stands_alone(current()))
+            return cls.__call__(self, *args, **kwargs)
+        finally:
+            calls[thread] = outer
+
+    kind: Any = type(cls)
+    made = False
+
+    class Kind(kind):  # type: ignore[misc]
+        """What code sets of `type(self)` is set of the user's class, for all its instances."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if made:
+                setattr(cls, name, value)
+            else:  # by what makes classes
+                super().__setattr__(name, value)
+
+        def __delattr__(self, name: str) -> None:
+            delattr(cls, name)
+
+    body = {"forward": forward, "__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    sharded: type[torch.nn.Module] = Kind(cls.__name__, (ShardedModule, cls), body)
+    made = True
+    return sharded
+
+
+def _remade(make: Callable[..., Any], kind: Any, *args: Any) -> Any:
+    """An empty sharded module of the class `kind`, for its state to be put in."""
+    module = make(kind, *args)
+    module.__class__ = sharded_class(kind)
+    return module
