@@ -41,12 +41,12 @@ from partway.passes import (
 )
 from partway.plan_inputs import PlanInputs
 from partway.planning import planning
-from partway.propagation.capture.capture import CaptureOptions, capture, state_of
+from partway.propagation.capture.capture import CaptureOptions, capture
 from partway.propagation.cost.profile import DeviceProfile, profile_of
 from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.graph.question import Answer, Values
-from partway.propagation.graph.structure import check_call, flatten_call, name_of
+from partway.propagation.graph.structure import check_call, flatten_call, name_of, state_of
 from partway.propagation.plan.explain import Alternatives, outcome
 from partway.propagation.plan.plan import Plan
 from partway.propagation.plan.replay import differences
@@ -275,7 +275,7 @@ def capture_call(call: CallInputs) -> Captured:
         options = CaptureOptions(context.batch_norm_parts, context.random_numbers, rules(), gradients, call.late)
         graph = capture(fn, call.args, call.kwargs, options, call.values, effects)
     effects.check(graph.constants)
-    observers = frozenset(graph.hooks.observers)
+    observers = frozenset(map(id, graph.hooks.observers))
     if effects.kept or observers or graph.read or not state.holds():  # hooks may have been added
         state = State(fn, observers, effects.kept, graph.read)
     return Captured(graph, state, effects)
@@ -302,7 +302,7 @@ def _plan_inputs(call: CallInputs, graph: Graph, loaded: Plan | None) -> PlanInp
 def _entry(inputs: PlanInputs, kept: bool) -> Entry:
     """Where the plan and its programs are found again, if they are `kept` at all."""
     graph, context = inputs.graph, inputs.context
-    folder = cache_folder(context.compile_cache_path) if kept and not graph.hooks.made else None
+    folder = cache_folder(context.compile_cache_path) if kept and not graph.hooks.by_number else None
     return Entry(
         graph, folder, name_of(inputs.fn), inputs.request, _options(context), _options(inputs.algo), inputs.processes,
         inputs.parameters, inputs.inputs, inputs.profile.model_dump(), text_of(inputs.rules),

@@ -31,10 +31,10 @@ from partway.options.parallel import ParallelContext
 from partway.passes import settings_of
 from partway.placing import placing
 from partway.planning import begin_call, calls, planning
-from partway.propagation.capture.capture import capturing, state_of
 from partway.propagation.capture.stand_ins import attributes_of
+from partway.propagation.capture.tracing import capturing
 from partway.propagation.graph.question import Answer
-from partway.propagation.graph.structure import Call, check_call, flatten, flatten_call, name_of
+from partway.propagation.graph.structure import Call, check_call, flatten, flatten_call, name_of, state_of
 from partway.request import Request
 from partway.reuse.courses import Courses, MistakenError, PlannedCalls, values_of
 from partway.reuse.facts import fact

@@ -22,7 +22,7 @@ from partway.annotations.annotate import Annotations, annotate
 from partway.fusion.program import Program, make_program
 from partway.options.fields import ParallelMode
 from partway.plan_inputs import PlanInputs
-from partway.propagation.capture.hooks import none_of_all_modules
+from partway.propagation.capture.resting_hooks import none_of_all_modules
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.graph.graph import verify
 from partway.propagation.graph.queries import differentiated

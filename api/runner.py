@@ -13,10 +13,9 @@ from partway.compile import Compiled
 from partway.fusion.program import Program
 from partway.placing import Change, Placing
 from partway.planning import planning
-from partway.propagation.capture.capture import state_of
 from partway.propagation.capture.overlap import Memory, shared
 from partway.propagation.graph.port import Role
-from partway.propagation.graph.structure import name_of
+from partway.propagation.graph.structure import name_of, state_of
 from partway.propagation.program.accumulate import Accumulation
 from partway.reuse.courses import MistakenError
 from partway.runtime.step import CompiledStep, Generators, Waiting, generators, put_back

@@ -18,7 +18,7 @@ from partway.dtensors import own_dtensors, parameters_on
 from partway.engine import Engine, stands_alone, uncompiled
 from partway.fusion.program import Program
 from partway.placing import placing
-from partway.propagation.capture.capture import capturing
+from partway.propagation.capture.tracing import capturing
 from partway.propagation.graph.structure import name_of
 from partway.propagation.plan.plan import Plan
 from partway.request import Request

@@ -16,7 +16,7 @@ from partway.engine import Engine, stands_alone, uncompiled
 from partway.fusion.program import Program
 from partway.materialize import Init
 from partway.planning import begin_call, calls
-from partway.propagation.capture.hooks import rest_outside
+from partway.propagation.capture.resting_hooks import rest_outside
 from partway.propagation.plan.plan import Plan
 from partway.strategy import RuntimeStateError
 from partway.strategy.afterwards import afterwards

@@ -20,9 +20,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from partway.attached import ATTRIBUTE
-from partway.propagation.capture.capture import state_of
-from partway.propagation.capture.hooks import tracks
-from partway.propagation.graph.structure import name_of
+from partway.propagation.capture.hook_kinds import tracks
+from partway.propagation.graph.structure import name_of, state_of
 from partway.propagation.torch_internals import module_hooks
 from partway.reuse.contents import contents_of, is_unwatched
 from partway.reuse.facts import CONTAINERS, OPEN_TYPES, PLAIN

@@ -20,7 +20,7 @@ from ..graph.structure import flatten
 from ..ops.random_numbers import RandomNumbers
 from ..rules.expand import expand
 from ..torch_internals import FakeTensorMode, make_fx
-from .capture import prune
+from .cleanup import prune
 
 aten = torch.ops.aten
 

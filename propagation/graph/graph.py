@@ -10,7 +10,8 @@ output; no operator writes to its operands; every tensor has `meta["val"]` with 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 
 from ...strategy.errors import VerifyError
+from ..ops.hooked import Hook
 from ..torch_internals import OpOverload
 from .nodes import Value, describe, operands, operator_name, source_of, tensor_of, values_of
 from .port import Port
@@ -30,6 +32,7 @@ class Text(fx.GraphModule):
     its `forward`, which for a deep model takes longer than all that is done with its graph.)"""
 
     def recompile(self) -> fx.graph.PythonCode:
+        """Nothing: there is no text."""
         return fx.graph.PythonCode(src="", globals={}, _lineno_map=None, _prologue_start=0)
 
     def __str__(self) -> str:
@@ -37,12 +40,28 @@ class Text(fx.GraphModule):
 
 
 @dataclass(frozen=True)
+class CalledHooks:
+    """The hooks that a graph calls. It keeps them alive: operators know them by their numbers only.
+
+    by_number   what the operators call
+    observers   the hooks of modules that only look: a plan does not depend on them
+    """
+
+    by_number: Mapping[int, Hook] = field(default_factory=dict)
+    observers: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Graph:
-    """A captured function. `aliases` maps the other names of a tied parameter to the one that is an input;
-    `device` is the type of device of the call's tensors ("meta" ones are planned as on the CPU);
-    `asked` is what the function asked of values in its course, with the answers of this one; `left` is like `result`,
-    of what the function leaves behind; `hooks` are those that it calls (hooks.py); `read` are the tensors from outside
-    of which values became numbers of the graph."""
+    """A captured function.
+
+    result    the structure of what the function returns; `left`: of what it leaves behind
+    aliases   the other names of a tied parameter, with the one that is an input
+    device    the type of device of the call's tensors ("meta" ones are planned as on the CPU)
+    asked     what the function asked of values in its course, with the answers of this one
+    hooks     those that it calls (capture/hooks.py)
+    read      the tensors from outside whose values became numbers of the graph
+    """
 
     module: fx.GraphModule
     inputs: tuple[Port, ...]
@@ -53,7 +72,7 @@ class Graph:
     device: str = "cpu"
     asked: tuple[tuple[Question, bool | int], ...] = ()
     left: Structure | None = None
-    hooks: Any = None
+    hooks: CalledHooks = field(default_factory=CalledHooks)
     read: tuple[torch.Tensor, ...] = ()
 
     @property
@@ -92,7 +111,7 @@ def verify(graph: Graph) -> Graph:
         if node.target is operator.getitem:
             continue
         if not isinstance(node.target, OpOverload):
-            raise VerifyError(f"node {node.name} calls {node.target}, which is no operator")
+            raise VerifyError(f"node {node.name} calls {node.target}, which is not an operator")
         if node.target._schema.is_mutable:
             raise VerifyError(f"node {node.name} calls {node.target}, which writes to its operands")
         if "val" not in node.meta:

@@ -185,3 +185,9 @@ def is_view(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     aliases = schema is not None and any(a.alias_info is not None for a in schema.arguments)
     return aliases or node.target is constrain
+
+
+def at_source(node: fx.Node) -> str:
+    """The source line of `node` as the end of a message, or nothing."""
+    line = source_line(node)
+    return f"\n  at {line}" if line else ""

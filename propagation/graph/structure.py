@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from ...strategy.errors import StrategyError
 from ..torch_internals import TreeSpec, tree_flatten, tree_unflatten
@@ -267,3 +268,12 @@ def check_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple[str, Any]]:
     known = place_names(fn, len(args))
     return [(known[i] if i < len(known) else f"arg{i}", value) for i, value in enumerate(args)]
+
+
+def state_of(fn: Callable[..., Any]) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module by all of their names; none of a function."""
+    if not isinstance(fn, torch.nn.Module):
+        return {}
+    named: dict[str, torch.Tensor] = dict(fn.named_buffers(remove_duplicate=False))
+    named.update(fn.named_parameters(remove_duplicate=False))
+    return named

@@ -382,7 +382,7 @@ def test_a_rule_that_does_not_fit_a_call_says_where(text: str, words: str) -> No
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
-        (shapeless, "operator partway_tests::shapeless has no implementation that says the shapes"),
+        (shapeless, "operator partway_tests::shapeless has no implementation that tells the shapes"),
         (lambda x: nested(x)[0], "operator partway_tests.nested.default returns lists of tensors beside others"),
     ],
 )

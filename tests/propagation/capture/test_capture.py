@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import partway as pw
-from partway.propagation.capture.capture import capture, capturing
+from partway.propagation.capture.capture import capture
+from partway.propagation.capture.tracing import capturing
 from partway.propagation.graph.graph import verify
 from partway.propagation.graph.nodes import describe, module_path, operator_name, source_line
 from partway.propagation.graph.port import Role
@@ -429,7 +430,7 @@ def test_verify_refuses_a_graph_with_other_calls():
     graph = capture(lambda x: x + 1, (torch.ones(2),), {})
     (node,) = graph.nodes
     node.target = torch.add
-    with pytest.raises(VerifyError, match="which is no operator"):
+    with pytest.raises(VerifyError, match="which is not an operator"):
         verify(graph)
     node.target = aten.add_.Tensor
     with pytest.raises(VerifyError, match="writes to its operands"):
@@ -517,7 +518,7 @@ def test_a_write_to_what_was_expanded_is_refused(fn):
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single"):
         fn(torch.ones(8, 4))
     with pytest.raises(
-        CaptureError, match=r"writes in place .* to a tensor that was expanded, of which several elements"
+        CaptureError, match=r"writes in place .* to a tensor that was expanded, whose elements share memory"
     ):
         capture(fn, (torch.ones(8, 4),), {})
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from strided import strided
 from torch import fx
 
-from partway.propagation.capture.capture import capture, capturing
+from partway.propagation.capture.capture import capture
+from partway.propagation.capture.tracing import capturing
 from partway.propagation.graph.nodes import shape
 from partway.propagation.ops.batch_norm import moments, normalise, part_norm, sample_moments, statistics
 from partway.propagation.ops.collectives import constrain

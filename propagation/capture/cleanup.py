@@ -1,0 +1,38 @@
+"""The first and the last pass over a captured module: tensors of the meta device, and what nothing needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..torch_internals import FakeTensor, tree_map
+
+
+def leave_meta(module: fx.GraphModule) -> None:
+    """Plan tensors of the meta device as if they were on the CPU: kernels and constants have to agree on one."""
+
+    def moved(val: Any) -> Any:
+        if isinstance(val, FakeTensor) and val.device.type == "meta":
+            with val.fake_mode:
+                return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="cpu")
+        return val
+
+    for node in module.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = tree_map(moved, node.meta["val"])
+        if str(node.kwargs.get("device")) == "meta":
+            node.kwargs = {**node.kwargs, "device": torch.device("cpu")}
+
+
+def prune(module: fx.GraphModule) -> None:
+    """Drop asserts on meta data (they hold for the captured signature) and what nothing uses. Views become
+    reshapes: whether one needs a copy depends on strides, and a local part has strides of its own."""
+    for node in reversed(list(module.graph.nodes)):
+        if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+            node.target = torch.ops.aten.reshape.default
+        if node.op == "call_function" and "_assert" in str(node.target):
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    module.recompile()
