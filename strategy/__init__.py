@@ -1,7 +1,18 @@
-"""How tensors may be laid out on a device mesh, and what users write to say so.
+"""How tensors may be laid out on a device mesh, and what users write for it.
+
+In goes a strategy in any of three notations, with a mesh and a shape. Out comes an `Annotation`, which gives the
+`Layout`s that are allowed, or one StrategyError that lists all that is wrong. All values are frozen and checked once.
+
+    mesh, placement, layout   the device mesh, the state of a tensor on one axis, and its state on all axes
+    cut                       how ranks cut one dim: slices that may be short, windows that reach into other slices
+    notation                  reads the three notations, and writes them; meshes that strategies can be written on
+    validate                  what is wrong with what users wrote
+    errors, suggest           the tree of exceptions, `Problem`, and the names that a person may have meant
+    files, afterwards, choice files that are whole or not there, blocks that clean up, enums that are strings
+    torch_mesh                our mesh as torch's DeviceMesh
 
 Two names are not re-exported: the factory `layout.layout`, which would hide its module, and `torch_mesh`, which
-imports torch.distributed, while planning does without.
+imports torch.distributed, which planning does not need.
 """
 
 from .errors import (

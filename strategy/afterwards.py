@@ -1,4 +1,4 @@
-"""What is put back after a block, whatever ends it."""
+"""Blocks that restore something when they end, whatever ends them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def afterwards(restore: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Puts garbage collection off. What capture leaves of a deep model, and what a large file is read into, is millions
-    of objects that are in use, and looking through all of them again and again would take longer than the work does."""
+    """Turns garbage collection off. Capturing a deep model and reading a large file make millions of objects that stay
+    in use, and going through all of them again and again would take longer than the work itself."""
     enabled = gc.isenabled()
     with afterwards(lambda: gc.enable() if enabled else None):
         gc.disable()

@@ -1,9 +1,9 @@
-"""How ranks cut one dim where their parts are unlike: slices that are not all full, and windows that reach over the
-edges of slices.
+"""How ranks cut one dim where their parts differ: slices that are not all full, and windows that reach beyond slices.
 
-A dim of 28 over 8 ranks is cut into slices of 4, as `torch.chunk` would, and the last rank has none. All ranks hold
-tensors of one shape all the same, so that they run one program: what is behind the end of a short slice means nothing,
-and what reads over a dim fills it in first. A dim that several axes cut is cut by one after another, major first.
+A dim of 28 over 8 ranks is cut into slices of 4, as `torch.chunk` does, and the last rank has none. All ranks hold
+tensors of the same shape, so that they run one program: a short slice is padded, the padding means nothing, and
+an operator that reads along the dim fills it first. A dim that several axes cut is cut by one after another, major
+first.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Cut:
 
     @property
     def width(self) -> int:
-        """The elements that each rank holds, those that mean nothing included."""
+        """The elements that each rank holds, with the padding of a short slice."""
         return _cut(self)[0]
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """What each rank has of the dim, in the order of their positions; (end, end) where that is nothing."""
+        """The elements of the dim that each rank has, by position; (end, end) for a rank that has none."""
         return _cut(self)[1]
 
     @property
@@ -39,8 +39,8 @@ class Cut:
 
     @property
     def chunked(self) -> bool:
-        """Whether one axis after another cuts what the ones before left as `torch.chunk` does, and so DTensor. (Behind
-        several axes of which the first leaves a short slice, it does not.)"""
+        """Whether each axis cuts the slices of the axes before it as `torch.chunk` does, and so DTensor. (It does not
+        where a slice of an earlier axis is short.)"""
         spans: list[Span] = [(0, self.size)]
         for count in self.axes:
             spans = [own for span in spans for own in _chunks(*span, count)]
@@ -57,7 +57,12 @@ class Cut:
 
 
 def _chunks(start: int, stop: int, count: int) -> list[Span]:
-    width = -(-(stop - start) // count)
+    return _pieces((start, stop), -(-(stop - start) // count), count)
+
+
+def _pieces(span: Span, width: int, count: int) -> list[Span]:
+    """`span` in `count` pieces of `width`, of which the last may be short or empty."""
+    start, stop = span
     return [(min(start + i * width, stop), min(start + (i + 1) * width, stop)) for i in range(count)]
 
 
@@ -66,19 +71,15 @@ def _cut(cut: Cut) -> tuple[int, tuple[Span, ...]]:
     width, spans = cut.size, [(0, cut.size)]
     for count in cut.axes:
         width = -(-width // count)
-        spans = [
-            (min(start + i * width, stop), min(start + (i + 1) * width, stop))
-            for start, stop in spans
-            for i in range(count)
-        ]
+        spans = [piece for span in spans for piece in _pieces(span, width, count)]
     return width, tuple(spans)
 
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Neighbouring elements of a window: `count` of them, from place `at` of the window on, are those that the rank at
-    position `source` holds from place `start` on: in order (`step` 1), from the last to the first (-1), or the one
-    element over and over (0)."""
+    """Neighbouring elements of a window that come from one rank: `count` elements from place `at` of the window on are
+    those that the rank at position `source` holds from place `start` on: in order (`step` 1), in reverse order (-1), or
+    one element repeated (0)."""
 
     source: int
     start: int
@@ -88,19 +89,19 @@ class Strip:
 
     @property
     def rows(self) -> int:
-        """How many different elements that are."""
+        """How many different elements these are."""
         return self.count if self.step else 1
 
 
 @dataclass(frozen=True, slots=True)
 class SliceWindow:
-    """Every rank holds a window of dim `dim`: its slice and some of what lies next to it, or any other range.
+    """Every rank holds a window of dim `dim`: its slice with some of its neighbours', or any other range.
 
     cut     how the dim is cut into the slices that windows are made of
-    spans   the window of each rank; it may begin before the dim and end behind it
-    width   the elements that each rank holds, at least those of its span; what is behind that is zero
+    spans   the window of each rank; it may begin before the dim and end after it
+    width   the elements that each rank holds, at least those of its span; those after the span are zero
     fill    what is beyond the ends of the dim: a number, or how the dim goes on there (see `REPEATS`)
-    adds    what ranks hold are addends, and windows overlap: the placement of the gradient of a window
+    adds    whether ranks hold addends of overlapping windows: the placement of the gradient of a window
     """
 
     dim: int
@@ -123,7 +124,7 @@ class SliceWindow:
         return cls(int(dim[1:]), Cut.of_text(cut), pairs, int(width), beyond, text.endswith("+"))
 
     def strips(self, position: int) -> tuple[Strip, ...]:
-        """What the window of the rank at `position` is made of; the rest of it is filled."""
+        """The strips of the window of the rank at `position`; the rest of it is filled."""
         return _strips(self.cut, self.spans[position], self.fill)
 
     @property
@@ -133,17 +134,17 @@ class SliceWindow:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """How many elements of the dim the busiest rank sends to have windows made, and to have their addends added."""
+        """How many elements of the dim the busiest rank sends to make the windows, and to add their addends."""
         return _rows(self)[:2]
 
     @property
     def offsets(self) -> int:
-        """How many different neighbours there are: how often all ranks pass something on to the one so much further."""
+        """How many different distances there are between ranks that exchange elements."""
         return _rows(self)[2]
 
     @property
     def local(self) -> int | None:
-        """Where in its own slice each rank finds its window, if it is one place for all; else None."""
+        """Where the window of each rank begins in its own slice, if that is the same for all ranks; else None."""
         pairs = [(span, own) for span, own in zip(self.spans, self.cut.spans, strict=True) if span[0] < span[1]]
         starts = {span[0] - own[0] for span, own in pairs}
         inside = all(own[0] <= span[0] and span[1] <= own[1] for span, own in pairs)
@@ -153,7 +154,7 @@ class SliceWindow:
 
 @lru_cache(maxsize=65536)
 def _strips(cut: Cut, span: Span, fill: float | str) -> tuple[Strip, ...]:
-    found: list[Strip] = []
+    strips: list[Strip] = []
     size, width, slices = cut.size, cut.width, cut.spans
     for place, index in enumerate(range(*span)):
         element = _element(index, size, fill)
@@ -161,18 +162,18 @@ def _strips(cut: Cut, span: Span, fill: float | str) -> tuple[Strip, ...]:
             continue
         source = _holder(slices, element, min(element // width, len(slices) - 1) if width else 0)
         start = element - slices[source][0]
-        last = found[-1] if found else None
+        last = strips[-1] if strips else None
         if last and last.source == source and last.at + last.count == place:
             step = start - (last.start + last.step * (last.count - 1))
             if abs(step) <= 1 and (last.count == 1 or step == last.step):
-                found[-1] = Strip(source, last.start, last.count + 1, last.at, step)
+                strips[-1] = Strip(source, last.start, last.count + 1, last.at, step)
                 continue
-        found.append(Strip(source, start, 1, place, 1))
-    return tuple(found)
+        strips.append(Strip(source, start, 1, place, 1))
+    return tuple(strips)
 
 
 def _holder(slices: tuple[Span, ...], element: int, guess: int) -> int:
-    """The position of the slice that has `element`, sought from `guess` on: short slices lie before it, at most."""
+    """The position of the slice that has `element`. `guess` is right unless slices before it are short."""
     while not slices[guess][0] <= element < slices[guess][1]:
         guess += 1 if element >= slices[guess][1] else -1
     return guess
@@ -197,9 +198,9 @@ def _element(index: int, size: int, fill: float | str) -> int | None:
 def _rows(window: SliceWindow) -> tuple[int, int, int]:
     sent, returned, offsets = [0] * len(window.spans), [0] * len(window.spans), set()
     for position in range(len(window.spans)):
-        for run in window.strips(position):
-            if run.source != position:
-                sent[run.source] += run.rows
-                returned[position] += run.rows
-                offsets.add(position - run.source)
+        for strip in window.strips(position):
+            if strip.source != position:
+                sent[strip.source] += strip.rows
+                returned[position] += strip.rows
+                offsets.add(position - strip.source)
     return max(sent), max(returned), len(offsets)

@@ -6,7 +6,7 @@
     ├── CaptureError (RuntimeError)     a function that cannot be captured as one static graph
     ├── OperatorError (ValueError)      an operator without a rule where that is not allowed
     ├── VerifyError (AssertionError)    a broken invariant: a bug in Partway, not in the caller's code
-    ├── DataError (ValueError)          an image, a window, a part or a list of shards that cannot be read or cut so
+    ├── DataError (ValueError)          an image, a window, a part or a list of shards that cannot be read or cut
     └── RuntimeStateError (RuntimeError) processes, devices or parameters are not as the plan needs them
 
 Warnings are UserWarnings: `UnknownOperatorWarning` names an operator that has no rule and is replicated,
@@ -49,7 +49,7 @@ class VerifyError(PartwayError, AssertionError):
 
 
 class DataError(PartwayError, ValueError):
-    """An image, a window of it, a rank's part or a list of shards cannot be read or cut as it is asked."""
+    """An image, a window of it, a rank's part or a list of shards cannot be read or cut as asked."""
 
 
 class RuntimeStateError(PartwayError, RuntimeError):
@@ -82,13 +82,13 @@ class Problem:
 
 def raise_problems(title: str, problems: Iterable[Problem]) -> None:
     """Raise one StrategyError that lists all `problems`, or return if there are none."""
-    found = tuple(problems)
-    if found:
-        raise StrategyError(title, found)
+    every = tuple(problems)
+    if every:
+        raise StrategyError(title, every)
 
 
 def shown(value: object, most: int = 200) -> str:
-    """The repr of what a person wrote, for a message: its middle is left out where it is long."""
+    """The repr of what a person wrote, for a message; the middle of a long one is left out."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # an int of more digits than Python writes, or lists in lists in lists

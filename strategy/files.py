@@ -1,5 +1,5 @@
-"""Files that are whole or are not there: what is written stands aside until it is complete, and then takes the place of
-what was there before. A disk that is full, a kill, or a reader at the same time find the old file."""
+"""Files that are complete or not there: a new file is written under another name, and renamed when it is complete.
+After a full disk or a kill, and for a reader meanwhile, the old file is still there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGEST = 2**30  # bytes that are read of a file
 
 
 def read(what: str, path: Any) -> bytes:
-    """What is in a file. Raises StrategyError, that `what` (such as "a plan from") and the path could not be read."""
+    """The content of a file. Raises StrategyError, which says that `what` (such as "a plan from") could not be read."""
     try:
         with open(_path(path), "rb") as file:
             data = file.read(_LARGEST + 1)
@@ -38,12 +38,12 @@ def read(what: str, path: Any) -> bytes:
 
 
 def save(what: str, path: Any, text: str | bytes) -> None:
-    """Write a file, all of it or nothing; folders on the way are made. Raises StrategyError, that `what` (such as "the
-    plan") and the path could not be written."""
+    """Write a file, all of it or nothing, and the folders above it. Raises StrategyError: `what` (such as "the plan")
+    could not be written."""
     try:
-        found = _path(path)
-        found.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(found, text)
+        file = _path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, text)
     except (OSError, ValueError, TypeError) as error:
         raise StrategyError(f"could not write {what} to {_shown(path)}: {_reason(error)}") from error
 
@@ -65,11 +65,11 @@ def _reason(error: Exception) -> str:
 def write_whole(path: str | PathLike[str], data: str | bytes, mode: int = 0o666) -> None:
     """Write `data` to the file `path`, all of it or nothing; text is written in UTF-8. Raises OSError.
 
-    A new file has `mode`, less the umask; one that was there keeps its own. What is no file, such as a pipe, is written
-    to as it is.
+    A new file has `mode`, less the umask; one that was there keeps its own. What is not a file, such as a pipe, is
+    written to directly.
     """
     content = data.encode() if isinstance(data, str) else data
-    target = Path(os.path.realpath(path))  # of a link the file that it stands for
+    target = Path(os.path.realpath(path))  # the file that a link points to
     if target.exists() and not target.is_file():
         target.write_bytes(content)
         return
@@ -90,30 +90,30 @@ def write_whole(path: str | PathLike[str], data: str | bytes, mode: int = 0o666)
 
 
 def remove_abandoned(folder: str | PathLike[str], prefix: str = ".") -> None:
-    """Remove what stands aside in `folder`, under names that begin with `prefix`, and nobody writes any more."""
-    with suppress(OSError), os.scandir(folder) as found:
-        for entry in found:
+    """Remove the unfinished files in `folder` whose names begin with `prefix` and whose writers have ended."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
             if entry.name.startswith(prefix) and entry.name.endswith(_ASIDE) and _is_abandoned(entry.path):
                 with suppress(OSError):
                     os.unlink(entry.path)
 
 
 def _is_abandoned(path: str) -> bool:
-    """Whether no process holds the lock of a file; who writes one does, until it is complete."""
+    """Whether no process holds the lock of a file; its writer does, until it is complete."""
     try:
         number = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError:
         return False
     try:
-        found = os.fstat(number)
-        fresh = time.time() - found.st_mtime < _FRESH
-        return stat.S_ISREG(found.st_mode) and not fresh and _lock(number)
+        status = os.fstat(number)
+        fresh = time.time() - status.st_mtime < _FRESH
+        return stat.S_ISREG(status.st_mode) and not fresh and _lock(number)
     finally:
         os.close(number)
 
 
 def _lock(number: int) -> bool:
-    """Lock an open file, for as long as it is open. False: another has, or there are no locks here."""
+    """Lock an open file until it is closed. False: another process has locked it, or this system has no locks."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (OSError, AttributeError):  # None has no flock

@@ -20,7 +20,7 @@ class Layout:
     A dim that several axes split is cut by the first of them into the largest pieces (mesh order is
     major to minor). Layouts compare by value; `layout()` returns the one interned object for a value.
 
-    `cuts` says whether it splits a tensor at all, `adds` whether ranks have addends (or candidates). Raises
+    `cuts`: whether it splits a tensor; `adds`: whether ranks hold addends (or candidates). Raises
     StrategyError when the number of placements is not the number of axes.
     """
 
@@ -44,7 +44,7 @@ class Layout:
         for placement in self.placements:
             if not isinstance(placement, Shard | Replicate | Broadcast | Partial):
                 raise StrategyError(
-                    f"{shown(placement)} is no placement; write Shard(dim), Replicate(), Broadcast() or Partial()"
+                    f"{shown(placement)} is not a placement; write Shard(dim), Replicate(), Broadcast() or Partial()"
                 )
         object.__setattr__(self, "cuts", any(isinstance(placement, Shard) for placement in self.placements))
         object.__setattr__(self, "adds", any(isinstance(placement, Partial) for placement in self.placements))
@@ -96,16 +96,16 @@ class Layout:
         return tuple(self.cut(dim, size).width for dim, size in enumerate(shape))
 
     def global_shape(self, local: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the tensor of which one rank holds a full part of shape `local`."""
+        """The shape of a tensor whose full parts, one on each rank, have the shape `local`."""
         return tuple(size * parts for size, parts in zip(local, self.splits(len(local)), strict=True))
 
     def slices(self, shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
-        """Where `rank`'s part lies in a tensor of global `shape`. Raises StrategyError as `local_shape` does."""
+        """The part of a tensor of global `shape` that `rank` holds. Raises StrategyError as `local_shape` does."""
         return _slices(self, shape, rank)
 
     def _check(self, shape: tuple[int, ...]) -> None:
         if not isinstance(shape, tuple | list) or not all(isinstance(size, int) and size >= 0 for size in shape):
-            raise StrategyError(f"{shown(shape)} is no shape; write a tuple of sizes of 0 or more")
+            raise StrategyError(f"{shown(shape)} is not a shape; write a tuple of sizes of 0 or more")
         missing = [p.dim for p in self.placements if isinstance(p, Shard) and p.dim >= len(shape)]
         if missing:
             raise StrategyError(f"the layout {self} splits dim {missing[0]}, which the shape {list(shape)} lacks")
@@ -125,12 +125,12 @@ class Layout:
         return layout(self.mesh, tuple(REPLICATE if split else p for p, split in pairs)) if dims else self
 
     def without_single(self, shape: tuple[int, ...]) -> Layout:
-        """This layout without the splits of dims that have one element, of which there is nothing to split."""
+        """This layout without the splits of dims that have one element."""
         return self.whole_along({dim for dim, size in enumerate(shape) if size == 1})
 
     def with_broadcasts(self) -> tuple[Layout, ...]:
-        """This layout first, then those that have Broadcast for some of its Replicate: every rank holds the same, and
-        only the gradient lies otherwise."""
+        """This layout first, then those with Broadcast for some of its Replicate: every rank holds the same, and only
+        the layout of the gradient differs."""
         choices = [(REPLICATE, BROADCAST) if p == REPLICATE else (p,) for p in self.placements]
         return tuple(layout(self.mesh, chosen) for chosen in itertools.product(*choices))
 
@@ -139,13 +139,13 @@ class Layout:
 
 
 @lru_cache(maxsize=65536)
-def _slices(found: Layout, shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
-    found._check(shape)
+def _slices(of: Layout, shape: tuple[int, ...], rank: int) -> tuple[slice, ...]:
+    of._check(shape)
     slices = []
     for dim, size in enumerate(shape):
-        axes = found.axes_of(dim)
-        position = found.mesh.position(rank, *axes) if axes else 0
-        slices.append(slice(*found.cut(dim, size).spans[position]))
+        axes = of.axes_of(dim)
+        position = of.mesh.position(rank, *axes) if axes else 0
+        slices.append(slice(*of.cut(dim, size).spans[position]))
     return tuple(slices)
 
 

@@ -16,7 +16,7 @@ MOST_DEVICES = 2**24  # more than there are anywhere: a number that is larger is
 class Mesh:
     """Named axes and their sizes, outermost first: `Mesh({"dp": 2, "tp": 4})` has 8 devices.
 
-    Rank r stands at the row-major coordinate of r, so the last axis joins neighbouring ranks.
+    Rank r is at the row-major coordinate of r, so the last axis joins neighbouring ranks.
 
     Raises StrategyError for no axes, an empty or repeated name, or a size below 1.
     """
@@ -59,6 +59,7 @@ class Mesh:
 
     @cached_property
     def device_num(self) -> int:
+        """How many devices it has."""
         return math.prod(self.sizes)
 
     def size(self, *axes: str) -> int:
@@ -73,7 +74,7 @@ class Mesh:
         return self.axes.index(axis)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Where `rank` stands on each axis."""
+        """The place of `rank` on each axis."""
         if not isinstance(rank, int) or not 0 <= rank < self.device_num:
             raise StrategyError(
                 f"rank {shown(rank)} is not on the mesh {self}; its ranks are 0 to {self.device_num - 1}"
@@ -85,7 +86,7 @@ class Mesh:
         return tuple(reversed(coordinate))
 
     def rank(self, coordinate: tuple[int, ...]) -> int:
-        """The rank that stands at `coordinate`. Raises StrategyError for what is no place on each axis."""
+        """The rank at `coordinate`. Raises StrategyError unless that has a place on each axis."""
         rank = 0
         try:
             for position, size in zip(coordinate, self.sizes, strict=True):
@@ -93,7 +94,7 @@ class Mesh:
                     raise ValueError
                 rank = rank * size + position
         except (TypeError, ValueError):
-            where = f"{shown(coordinate)} is no coordinate on the mesh {self}"
+            where = f"{shown(coordinate)} is not a coordinate on the mesh {self}"
             raise StrategyError(f"{where}; write a place on each axis") from None
         return rank
 
@@ -127,15 +128,15 @@ class Mesh:
         return position
 
     def _indices(self, axes: tuple[str, ...]) -> list[int]:
-        """Where `axes` stand. Raises StrategyError unless they are in the order of the mesh, each once."""
-        found = [self.index(axis) for axis in axes]
-        ordered = sorted(set(found))
-        if found != ordered:
+        """The positions of `axes`. Raises StrategyError unless they are in the order of the mesh, each once."""
+        indices = [self.index(axis) for axis in axes]
+        ordered = sorted(set(indices))
+        if indices != ordered:
             raise StrategyError(
                 f"the axes {', '.join(axes)} of a group are not in the order of the mesh {self}, each once; write "
                 f"{', '.join(self.axes[index] for index in ordered)}"
             )
-        return found
+        return indices
 
     def __str__(self) -> str:
         return ", ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.sizes, strict=True))

@@ -39,8 +39,8 @@ class Form(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """What a person said of one tensor on one mesh: one layout, or split counts with the axes left open. `chunked`:
-    a DTensor has to be cut the same. `varies`: a dim of one element is whole, whatever is said of it."""
+    """What a person wrote for one tensor on one mesh: one layout, or split counts with the axes left open. `chunked`:
+    it must be cut as a DTensor is. `varies`: a dim of one element is whole, whatever is written for it."""
 
     mesh: Mesh
     meaning: Layout | tuple[int, ...]
@@ -49,7 +49,7 @@ class Annotation:
     varies: bool = False
 
     def layouts(self, shape: Sequence[int]) -> tuple[Layout, ...]:
-        """All layouts it allows for a tensor of `shape`; none if the shape is not one it can be met on."""
+        """All layouts that it allows for a tensor of `shape`; none if no tensor of that shape can be laid out so."""
         size = tuple(shape)
         cuts = (one.without_single(size) for one in self.cuts(len(size)) if self.varies or one.fits(size))
         fitting = dict.fromkeys(one for one in cuts if one.fits(size))
@@ -60,7 +60,7 @@ class Annotation:
         return layout in self.cuts(ndim)
 
     def cuts(self, ndim: int) -> tuple[Layout, ...]:
-        """All layouts that are written so, of a tensor of `ndim` dims."""
+        """All layouts that it may mean for a tensor of `ndim` dims, whatever its sizes."""
         if isinstance(self.meaning, Layout):
             return (self.meaning,)
         return layouts_of_counts(self.mesh, self.meaning) if len(self.meaning) == ndim else ()
@@ -70,7 +70,7 @@ class Annotation:
 
 
 def form_of(strategy: object) -> Form | None:
-    """The one notation that all entries of `strategy` belong to, or None if there is none."""
+    """The notation that all entries of `strategy` belong to, or None."""
     if isinstance(strategy, Layout):
         return Form.PLACEMENTS
     if not isinstance(strategy, tuple | list):
@@ -81,7 +81,7 @@ def form_of(strategy: object) -> Form | None:
 
 
 def forms_of_entry(entry: object) -> frozenset[Form]:
-    """The notations in which `entry` can stand; None stands in two, where it means a whole dim."""
+    """The notations that `entry` can be of; None is of two, in which it means a whole dim."""
     match entry:
         case None:
             return frozenset({Form.NAMES, Form.INTS})
@@ -99,7 +99,7 @@ def forms_of_entry(entry: object) -> frozenset[Form]:
 
 
 def read(strategy: Any, mesh: Mesh, ndim: int, chunked: bool = False, varies: bool = False) -> Annotation:
-    """The annotation that a valid `strategy` is."""
+    """The annotation that a valid `strategy` stands for."""
     meaning: Layout | tuple[int, ...]
     match form_of(strategy):
         case Form.INTS:
@@ -129,7 +129,7 @@ def placements_of(strategy: Layout | Sequence[Any]) -> tuple[Any, ...]:
 
 
 def read_placement(where: str, placement: Any, ndim: int) -> Placement | Problem:
-    """Our placement for one of ours or of DTensor's, on a tensor of `ndim` dims; or the reason why there is none."""
+    """Our placement for one of ours or of DTensor's, on a tensor of `ndim` dims; or the reason why not."""
     if _is_torch(placement):
         from torch.distributed import tensor as dt
 
@@ -138,7 +138,7 @@ def read_placement(where: str, placement: Any, ndim: int) -> Placement | Problem
         if type(placement) is dt.Partial and placement.reduce_op in ("sum", "max"):
             return Partial(placement.reduce_op)
         if type(placement) is not dt.Shard:
-            return Problem(where, f"{placement!r} has no equal in Partway", "write Shard(dim) or Replicate()")
+            return Problem(where, f"{placement!r} has no equivalent in Partway", "write Shard(dim) or Replicate()")
     elif not isinstance(placement, Shard):
         assert isinstance(placement, Replicate | Broadcast | Partial)
         return placement
@@ -151,7 +151,7 @@ def read_placement(where: str, placement: Any, ndim: int) -> Placement | Problem
 def from_dtensor(placements: Sequence[Any], mesh: Mesh, ndim: int) -> Layout:
     """The layout with DTensor's placements (negative dims count from the end), on a tensor of `ndim` dims.
 
-    Raises StrategyError for a wrong number of placements, a dim that is not there, or a placement without an equal.
+    Raises StrategyError for a wrong number of placements, a missing dim, or a placement that Partway does not have.
     """
     ours = tuple(read_placement(f"placement {i}", one, ndim) for i, one in enumerate(placements))
     raise_problems("the placements cannot be read:", (one for one in ours if isinstance(one, Problem)))
@@ -172,7 +172,8 @@ def to_dtensor(layout: Layout) -> tuple[TorchPlacement, ...]:
             case Partial(reduce):
                 return dt.Partial(reduce)
         raise StrategyError(
-            f"the layout {layout} has a Broadcast, which DTensor cannot say; convert the tensor to Replicate() first"
+            f"the layout {layout} has a Broadcast, which DTensor cannot express; convert the tensor to Replicate() "
+            "first"
         )
 
     return tuple(map(convert, layout.placements))
@@ -205,13 +206,15 @@ def coarsest_mesh(device_num: int, strategies: Iterable[tuple[int | None, ...]])
     finest, wanted, problems = Mesh.flat(device_num), set(), []
     for strategy in strategies:
         if not all(Form.INTS in forms_of_entry(entry) for entry in strategy):
-            problems.append(Problem(f"strategy {strategy!r}", "it is not of ints", "write one split count a dim"))
+            problems.append(
+                Problem(f"strategy {strategy!r}", "it is not a tuple of ints", "write one split count per dim")
+            )
             continue
         counts = counts_of(strategy)
         wanted.add(counts)
         if min(counts, default=1) < 1 or device_num % math.prod(counts):
             fix = f"write a tuple of split counts whose product divides {device_num}"
-            problems.append(Problem(f"strategy {strategy!r}", f"no mesh of {device_num} devices can write it", fix))
+            problems.append(Problem(f"strategy {strategy!r}", f"no mesh of {device_num} devices allows it", fix))
     raise_problems(f"no mesh of {device_num} devices fits:", problems)
     # Which axes can write a strategy does not depend on their order, so ascending sizes stand for all orders.
     candidates = sorted(_ascending_factors(device_num), key=lambda sizes: (len(sizes), sizes))
@@ -295,7 +298,7 @@ def _check_only_splits(layout: Layout, ndim: int, form: Form) -> None:
         if isinstance(placement, Broadcast | Partial):
             raise StrategyError(
                 f"the layout {layout} is {type(placement).__name__} on axis {axis!r}, "
-                f"which {form.value} cannot say; write placements"
+                f"which {form.value} cannot express; write placements"
             )
         if isinstance(placement, Shard) and placement.dim >= ndim:
             raise StrategyError(

@@ -147,7 +147,7 @@ def kind(source: Placement, target: Placement) -> Kind:
     """What turns a value placed as `source` into one placed as `target`. Raises StrategyError if no one step does."""
     found = _kind(source, target)
     if found is None:
-        raise StrategyError(f"no one step turns {source} into {target}; convert to R first")
+        raise StrategyError(f"no single step turns {source} into {target}; convert to R first")
     return found
 
 
@@ -188,7 +188,7 @@ def placement_from_code(code: str) -> Placement:
             return SliceWindow.of_text(code)
     except ValueError:  # no number, or one of more digits than Python reads
         pass
-    raise StrategyError(f"{shown(code)} is no placement; write S<dim>, R, B, P or Pmax")
+    raise StrategyError(f"{shown(code)} is not a placement; write S<dim>, R, B, P or Pmax")
 
 
 _FIXED: dict[str, Placement] = {str(p): p for p in (REPLICATE, BROADCAST, PARTIAL, PARTIAL_MAX)}

@@ -1,4 +1,4 @@
-"""Our mesh as torch's DeviceMesh and back. The only module of the stage that imports torch when it is imported."""
+"""Our mesh as torch's DeviceMesh and back. The only module of this stage whose import imports torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .mesh import Mesh
 
 def to_device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = None) -> DeviceMesh:
     """The DeviceMesh of all ranks with the axes of `mesh`; every rank calls it. `timeout`: how long collectives along
-    an axis wait (None: as long as PyTorch has it).
+    an axis wait (None: PyTorch's default).
 
-    Raises RuntimeStateError without a process group, or with one that has not one rank a device.
+    Raises RuntimeStateError without a process group, or with one that does not have one rank per device.
     """
     if not dist.is_initialized():
         raise RuntimeStateError("there is no process group; call torch.distributed.init_process_group first")
@@ -26,13 +26,13 @@ def to_device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = Non
     every = {axis: mesh.groups(axis) for axis in mesh.axes}
     # made here, because init_device_mesh takes no timeout
     world: Any = dist.group.WORLD
-    groups = [own_group(found, timeout) if len(found) > 1 else world for found in every.values()]
+    groups = [own_group(ranks, timeout) if len(ranks) > 1 else world for ranks in every.values()]
     ranks = torch.arange(mesh.device_num).view(mesh.sizes)
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.axes)
 
 
 def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None) -> Any:
-    """The process group of this rank, a new one, of those of the ranks `groups`; every rank calls it."""
+    """This rank's process group, of a new one for each of `groups`; every rank calls it."""
     return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=timeout)[0]
 
 
@@ -48,11 +48,11 @@ def check_ranks(mesh: Mesh, ranks: int) -> None:
 def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
     """Our mesh with the axis names and sizes of `device_mesh`; axes without names are d0, d1, ...
 
-    Raises StrategyError if it is no DeviceMesh, or if its ranks are not 0, 1, 2, ... in row-major order, as they are
-    on our meshes.
+    Raises StrategyError if it is not a DeviceMesh, or if its ranks are not 0, 1, 2, ... in row-major order, as they
+    are on our meshes.
     """
     if not isinstance(device_mesh, DeviceMesh):
-        raise StrategyError(f"{device_mesh!r} is no DeviceMesh object")
+        raise StrategyError(f"{device_mesh!r} is not a DeviceMesh")
     ranks = device_mesh.mesh.flatten().tolist()
     if ranks != list(range(len(ranks))):
         raise StrategyError(

@@ -37,10 +37,10 @@ DATASET_STRATEGIES = ("data_parallel", "full_batch")
 
 
 def parse(strategy: object, mesh: Mesh, shape: Sequence[int]) -> Annotation:
-    """The annotation that `strategy` is for a tensor of `shape`. Raises StrategyError with every reason why not."""
+    """The annotation that `strategy` stands for on a tensor of `shape`. Raises StrategyError with all that is wrong."""
     (annotation,) = check_strategies([("the strategy", shape, strategy)], mesh)
     if annotation is None:
-        raise StrategyError("the strategy is None; write one entry a dim, such as (None, None) for a whole tensor")
+        raise StrategyError("the strategy is None; write one entry per dim, such as (None, None) for a whole tensor")
     return annotation
 
 
@@ -52,12 +52,12 @@ def check_strategies(
     chunked: Collection[str] = (),
     varying: Collection[str] = (),
 ) -> tuple[Annotation | None, ...]:
-    """The annotation that each (name, shape, strategy) of `named` is on `mesh`; None for a strategy of None.
+    """The annotation on `mesh` for each (name, shape, strategy) of `named`; None for a strategy of None.
 
     A name is what messages call the tensor: "input 'x'", "output 0". With `fully_use_devices`, split counts that
-    leave some but not all devices without a part of their own are wrong too. Slices may be short or empty; those named
-    in `chunked` may become DTensors, and have to be cut as these are. Those named in `varying` have other sizes in
-    other calls: a dim of one element, as a last batch may have, is whole, whatever is said of it.
+    leave some but not all devices without a part of their own are wrong too. Slices may be short or empty; tensors
+    named in `chunked` may become DTensors, and must be cut as these are. Tensors named in `varying` have other sizes in
+    other calls: a dim of one element, as a last batch may have, is whole, whatever is written for it.
 
     Raises one StrategyError with the problems of all strategies.
     """
@@ -65,38 +65,39 @@ def check_strategies(
     problems: list[Problem] = []
     for where, shape, strategy in named:
         size = tuple(shape)
-        found, varies = list[Problem](), where in varying
+        own_problems, varies = list[Problem](), where in varying
         if strategy is not None:
-            found += _problems(where, size, strategy, mesh, fully_use_devices, varies)
-        annotation = None if strategy is None or found else read(strategy, mesh, len(shape), where in chunked, varies)
+            own_problems += _problems(where, size, strategy, mesh, fully_use_devices, varies)
+        valid = strategy is not None and not own_problems
+        annotation = read(strategy, mesh, len(shape), where in chunked, varies) if valid else None
         if annotation is not None and not annotation.layouts(size):
-            found = list(_chunk_problems(where, size, annotation))
+            own_problems = list(_chunk_problems(where, size, annotation))
         annotations.append(annotation)
-        problems += found
+        problems += own_problems
     raise_problems(f"{counted(len(problems), 'problem')} with strategies on the mesh {mesh}:", problems)
     return tuple(annotations)
 
 
 def _chunk_problems(where: str, shape: tuple[int, ...], annotation: Annotation) -> Iterator[Problem]:
-    """The dims that several axes cut into other slices than a DTensor's."""
-    found = annotation.cuts(len(shape))[0]
+    """The dims that several axes cut into slices other than a DTensor's."""
+    layout = annotation.cuts(len(shape))[0]
     for dim, size in enumerate(shape):
-        cut = found.cut(dim, size)
+        cut = layout.cut(dim, size)
         if not cut.chunked:
-            axes = found.axes_of(dim)
-            cutters, outer = _axes_text(axes, found.mesh), math.prod(cut.axes[:-1])
-            what = f"dim {dim} has size {size}, which {cutters} cut into other slices than a DTensor's"
+            axes = layout.axes_of(dim)
+            cutters, outer = _axes_text(axes, layout.mesh), math.prod(cut.axes[:-1])
+            what = f"dim {dim} has size {size}, which {cutters} cut into slices other than a DTensor's"
             yield Problem(where, what, f"split it over one axis, or pad the dim to {-(-size // outer) * outer}")
 
 
 def form_problems(where: str, strategy: object) -> Iterator[Problem]:
-    """What is wrong with `strategy` whatever the mesh and the tensor are: that it is in none of the notations."""
+    """Why `strategy` is in none of the notations, which is wrong for any mesh and tensor."""
     if strategy is not None and form_of(strategy) is None:
         yield from _type_problems(where, strategy)
 
 
 def is_one_strategy(value: object) -> bool:
-    """Whether `value`, given where a tuple of strategies belongs, is by its entries the strategy of one tensor."""
+    """Whether `value`, written in place of a tuple of strategies, is the strategy of one tensor: its entries tell."""
     if isinstance(value, Layout):
         return True
     return form_of(value) is not None and any(isinstance(entry, int | str) for entry in value)  # type: ignore[attr-defined]
@@ -126,21 +127,21 @@ def _type_problems(where: str, strategy: Any) -> Iterator[Problem]:
     if not isinstance(strategy, tuple):
         one_entry = forms_of_entry(strategy)
         what = f"the strategy {shown(strategy)} is {_a(strategy)}, not a tuple"
-        fix = f"write ({shown(strategy)},)" if one_entry else "write one entry a dim, such as ('dp', None) or (2, 4)"
+        fix = f"write ({shown(strategy)},)" if one_entry else "write one entry per dim, such as ('dp', None) or (2, 4)"
         yield Problem(where, what, fix)
         return
     wrong = [(i, entry) for i, entry in enumerate(strategy) if not forms_of_entry(entry)]
     for i, entry in wrong:
-        fix = "write an axis name, a tuple of names, an int, None, or placements, one for each mesh axis"
+        fix = "write an axis name, a tuple of names, an int, None, or placements, one per mesh axis"
         if isinstance(entry, tuple) and form_of(entry):
-            fix = f"give this one tensor one strategy, such as {shown(entry)}"
+            fix = f"write one strategy for this tensor, such as {shown(entry)}"
         yield Problem(where, f"entry {i} is {shown(entry)}, {_a(entry)}", fix)
     forms = sorted({form.value for entry in strategy if entry is not None for form in forms_of_entry(entry)})
     if len(forms) > 1:
-        fix = "write axis names or split counts, one a dim, or placements, one for each mesh axis"
+        fix = "write axis names or split counts, one per dim, or placements, one per mesh axis"
         yield Problem(where, f"{shown(strategy)} mixes {' and '.join(forms)}", fix)
     elif not wrong:
-        yield Problem(where, f"{shown(strategy)} has None among placements", "write Replicate() in its place")
+        yield Problem(where, f"{shown(strategy)} has None among placements", "write Replicate() instead")
 
 
 def _name_problems(
@@ -149,17 +150,17 @@ def _name_problems(
     owner: dict[str, int] = {}
     for dim, entry in enumerate(entries):
         axes = axes_of(entry)
-        found = []
+        wrong = []
         for axis in axes:
             if axis not in mesh.axes:
                 what = f"dim {dim} names the axis {axis!r}, which the mesh ({mesh}) lacks"
-                found.append(Problem(where, what, _rename(axis, mesh)))
+                wrong.append(Problem(where, what, _rename(axis, mesh)))
             elif axis in owner:
                 twice = f"dim {dim} twice" if owner[axis] == dim else f"both dim {owner[axis]} and dim {dim}"
-                found.append(Problem(where, f"axis {axis!r} splits {twice}", "use an axis once in a tensor"))
+                wrong.append(Problem(where, f"axis {axis!r} splits {twice}", "use each axis at most once per tensor"))
             owner[axis] = dim
-        yield from found
-        if found:
+        yield from wrong
+        if wrong:
             continue
         ordered = tuple(sorted(axes, key=mesh.index))
         if axes != ordered:
@@ -189,7 +190,7 @@ def _count_problems(
     yield from device_problems
     if not device_problems and not can_write(mesh.sizes, counts):
         other = coarsest_mesh(mesh.device_num, [counts])
-        what = f"no choice of axes of the mesh ({mesh}) makes up the split counts {shown(strategy)}"
+        what = f"no combination of axes of the mesh ({mesh}) gives the split counts {shown(strategy)}"
         yield Problem(where, what, f"use products of axis sizes, or another mesh, such as {shown(other)}")
 
 
@@ -203,7 +204,7 @@ def _placement_problems(
     if len(placements) != len(mesh.axes):
         axes_text = counted(len(mesh.axes), "axis", "axes")
         what = f"it has {counted(len(placements), 'placement')} for the {axes_text} of the mesh ({mesh})"
-        yield Problem(where, what, "write one placement for each mesh axis")
+        yield Problem(where, what, "write one placement per mesh axis")
         return
     splitters: dict[int, tuple[str, ...]] = {}
     for axis, written in zip(mesh.axes, placements, strict=True):
@@ -231,7 +232,7 @@ _CHECKS: dict[Form, Callable[[str, tuple[int, ...], Any, Mesh, bool], Iterator[P
 
 
 def _can_cut(size: int, parts: int, varies: bool) -> bool:
-    """Whether a dim of `size` can be cut into so many parts, some of them short or empty, or may stay whole."""
+    """Whether a dim of `size` can be cut into `parts` parts, some of them short or empty, or may stay whole."""
     return size % parts == 0 or size > 1 or varies
 
 
@@ -247,7 +248,7 @@ def _division_problems(
 
 
 def _empty_problem(where: str, dim: int) -> Problem:
-    return Problem(where, f"dim {dim} has size 0, and there is nothing to split", "leave the dim whole")
+    return Problem(where, f"dim {dim} has size 0, so there is nothing to split", "leave the dim whole")
 
 
 def _division_problem(where: str, dim: int, size: int, parts: int, divider: str, mesh: Mesh) -> Problem:
@@ -260,7 +261,7 @@ def _division_problem(where: str, dim: int, size: int, parts: int, divider: str,
 def _rank_problem(where: str, entries: Sequence[object], shape: Sequence[int], whole: int | None) -> Problem:
     entries_text = counted(len(entries), "entry", "entries")
     what = f"{shown(entries)} has {entries_text} for a tensor of {counted(len(shape), 'dim')} {list(shape)}"
-    return Problem(where, what, f"write one entry a dim, such as {(whole,) * len(shape)!r}" if shape else "write ()")
+    return Problem(where, what, f"write one entry per dim, such as {(whole,) * len(shape)!r}" if shape else "write ()")
 
 
 def _device_problems(where: str, counts: tuple[int, ...], device_num: int) -> Iterator[Problem]:
@@ -269,7 +270,7 @@ def _device_problems(where: str, counts: tuple[int, ...], device_num: int) -> It
         what = f"{shown(counts)} takes {shown(total)} devices, but there are {device_num}"
         yield Problem(where, what, f"use split counts whose product is at most {device_num}")
     elif device_num % total:
-        what = f"{shown(counts)} takes {counted(total, 'device')}, which does not divide the {device_num} there are"
+        what = f"{shown(counts)} takes {counted(total, 'device')}, which does not divide the {device_num} available"
         divisors = [n for n in range(device_num, 0, -1) if device_num % n == 0]
         yield Problem(where, what, f"use split counts whose product is {either(divisors)}")
 
@@ -306,7 +307,7 @@ def check_dataset_strategy(
 def _dataset_counts(
     value: object, shapes: Sequence[Sequence[int]], device_num: int
 ) -> tuple[tuple[int, ...], ...] | None:
-    """What a well-typed `value` says as split counts; None for any other."""
+    """A well-typed `value` as split counts; None for any other."""
     match value:
         case "full_batch":
             return tuple((1,) * len(shape) for shape in shapes)
@@ -318,7 +319,7 @@ def _dataset_counts(
 
 
 def check_dataset_form(value: object) -> None:
-    """Check what of a `dataset_strategy` can be checked before the inputs are known. Raises StrategyError."""
+    """Check a `dataset_strategy` as far as that goes before the inputs are known. Raises StrategyError."""
     raise_problems("dataset_strategy cannot be met:", _dataset_form_problems(value))
 
 
@@ -359,13 +360,13 @@ def _dataset_form_problems(value: object) -> Iterator[Problem]:
 
 
 def _dataset_limit_problems(value: tuple[tuple[int, ...], ...]) -> Iterator[Problem]:
-    """The two limits of the reference: one split dim an input, and none split more than that of highest rank."""
+    """The two limits of the reference: one split dim per input, and no input split more than that of highest rank."""
     highest = max(range(len(value)), key=lambda i: len(value[i]), default=0)
     for i, counts in enumerate(value):
         split = [dim for dim, count in enumerate(counts) if count > 1]
         if len(split) > 1:
             what = f"{counts!r} splits {len(split)} dims ({', '.join(map(str, split))})"
-            yield Problem(f"dataset_strategy, input {i}", what, "split one dim of an input at most")
+            yield Problem(f"dataset_strategy, input {i}", what, "split at most one dim of an input")
         most, parts = math.prod(value[highest]), math.prod(counts)
         if parts > most:
             what = (
@@ -402,7 +403,7 @@ def _possible_splits(mesh: Mesh) -> set[int]:
 
 
 def _only_axes(mesh: Mesh, count: int) -> str:
-    """The axes that a split into `count` parts takes, in brackets, where there is no choice."""
+    """The axes that a split into `count` parts takes, in parentheses, if there is only one choice."""
     ways = layouts_of_counts(mesh, (count,))
     return f" ({_axes_text(ways[0].axes_of(0))})" if count > 1 and len(ways) == 1 else ""
 
@@ -423,7 +424,7 @@ def _rename(axis: str, mesh: Mesh) -> str:
 
 
 def _as_tuple(value: object, depth: int = 8) -> object:
-    """`value` with tuples in place of lists, at all depths that a strategy has."""
+    """`value` with tuples in place of lists, down to the depth of any strategy."""
     return tuple(_as_tuple(v, depth - 1) for v in value) if isinstance(value, list | tuple) and depth else value
 
 

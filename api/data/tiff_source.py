@@ -57,7 +57,7 @@ class TiffSource:
         if self.axes not in AXES:
             raise DataError(
                 f"{self.name} has the axes {self.axes} of shape {list(self.shape)}, and {', '.join(AXES)} can be read; "
-                "write one image a file, or its channels as C"
+                "write one image per file, or its channels as C"
             )
         key = image.keyframe
         _, _, self._height, self._width, _ = key.shaped

@@ -230,11 +230,11 @@ def check_schemes(urls: Sequence[str], allow: Sequence[str]) -> None:
         try:
             scheme = urlparse(url).scheme
         except ValueError as error:
-            raise DataError(f"{shown(url)} is no URL: {error}") from error
+            raise DataError(f"{shown(url)} is not a URL: {error}") from error
         if scheme not in (*_READ, *allow):
             raise DataError(
                 f"the shard {shown(url)} is opened by a command ({scheme}:), which may run anything; if you wrote it "
-                f"yourself, say web_dataset(..., allow=({shown(scheme)},))"
+                f"yourself, write web_dataset(..., allow=({shown(scheme)},))"
             )
 
 

@@ -176,7 +176,7 @@ def check_devices(processes: int, device: str) -> None:
     if processes < 1:
         raise RuntimeStateError(f"processes is {processes}; it must be 1 (which measures no collectives) or more")
     if device == "cuda" and not torch.cuda.is_available():
-        raise RuntimeStateError("device is 'cuda', and PyTorch finds no GPU here; use device 'cpu'")
+        raise RuntimeStateError("device is 'cuda', but PyTorch finds no GPU here; use device 'cpu'")
     if device == "cuda" and processes > torch.cuda.device_count():
         raise RuntimeStateError(
             f"{processes} processes take a GPU each, and there are {torch.cuda.device_count()}; use fewer processes (1 "

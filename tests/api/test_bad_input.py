@@ -113,7 +113,7 @@ def nested(*args: Any, **annotations: Any) -> Callable[[Any], object]:
 
 
 IN = "input 'x': "
-NOT_ONE_A_DIM = "write one entry a dim, such as"
+NOT_ONE_A_DIM = "write one entry per dim, such as"
 
 STRATEGIES = [
     Wrong(
@@ -129,7 +129,7 @@ STRATEGIES = [
     Wrong(
         "too_few_placements",
         run(in_strategy=([pw.Shard(0)],)),
-        (IN + "it has 1 placement for the 2 axes of the mesh (dp=2, tp=4)", "one placement for each mesh axis"),
+        (IN + "it has 1 placement for the 2 axes of the mesh (dp=2, tp=4)", "one placement per mesh axis"),
     ),
     Wrong(
         "placement_of_a_dim_that_is_not_there",
@@ -152,7 +152,7 @@ STRATEGIES = [
     Wrong(
         "axis_in_two_dims",
         run(in_strategy=(("dp", "dp"),)),
-        (IN + "axis 'dp' splits both dim 0 and dim 1", "use an axis once in a tensor"),
+        (IN + "axis 'dp' splits both dim 0 and dim 1", "use each axis at most once per tensor"),
     ),
     Wrong("axis_twice_in_a_dim", run(in_strategy=((("dp", "dp"), None),)), (IN + "axis 'dp' splits dim 0 twice",)),
     Wrong(
@@ -168,14 +168,14 @@ STRATEGIES = [
     Wrong(
         "count_that_does_not_divide_the_devices",
         run(in_strategy=((3, 1),), mesh=None),
-        ("(3, 1) takes 3 devices, which does not divide the 8 there are", "product is 8, 4, 2 or 1"),
+        ("(3, 1) takes 3 devices, which does not divide the 8 available", "product is 8, 4, 2 or 1"),
         context={"device_num": 8},
     ),
     Wrong(
         "count_that_no_axes_make_up",
         run(in_strategy=((2, 1),), mesh={"a": 8}),
         (
-            "no choice of axes of the mesh (a=8) makes up the split counts (2, 1)",
+            "no combination of axes of the mesh (a=8) gives the split counts (2, 1)",
             "another mesh, such as Mesh({'d0': 2, 'd1': 4})",
         ),
     ),
@@ -226,7 +226,7 @@ STRATEGIES = [
     Wrong(
         "split_of_an_empty_dim",
         run(torch.ones(0, 8), in_strategy=(("dp", None),)),
-        (IN + "dim 0 has size 0, and there is nothing to split", "leave the dim whole"),
+        (IN + "dim 0 has size 0, so there is nothing to split", "leave the dim whole"),
     ),
     Wrong(
         "layout_with_a_dict_for_a_mesh",
@@ -246,7 +246,7 @@ STRATEGIES = [
     Wrong(
         "layout_with_codes",
         lambda _: pw.Layout(pw.Mesh(MESH), ("S0", "R")),
-        ("'S0' is no placement", "write Shard(dim), Replicate()"),
+        ("'S0' is not a placement", "write Shard(dim), Replicate()"),
     ),
     Wrong("negative_dim", lambda _: pw.Shard(-1), ("takes a dim of 0 or more, not -1", "count dims from the front")),
     Wrong("shard_of_an_axis_name", lambda _: pw.Shard("dp"), ("takes a dim of 0 or more, not 'dp'",)),
@@ -269,7 +269,7 @@ MESHES = [
     Wrong("axis_name_that_is_no_str", run(mesh={0: 2}), ("mesh axis name 0 must be an identifier",)),
     Wrong("mesh_of_a_list", lambda _: pw.Mesh([2, 4]), ("Mesh takes a dict of axis names and sizes", "not [2, 4]")),
     Wrong("device_mesh_class", run(mesh=DeviceMesh), ("mesh: it is <class", "DeviceMesh")),
-    Wrong("no_device_mesh", lambda _: from_device_mesh(MESH), ("is no DeviceMesh object",)),
+    Wrong("no_device_mesh", lambda _: from_device_mesh(MESH), ("is not a DeviceMesh",)),
     Wrong(
         "no_mesh_and_no_device_num",
         run(mesh=None),
@@ -453,7 +453,7 @@ PARAMETERS = [
     Wrong(
         "parameter_that_a_dtensor_is_not_cut_like",
         run(parameter_plan={"up.weight": (("dp", "tp"), None)}, mesh={"dp": 3, "tp": 2}),
-        ("parameter 'up.weight': dim 0 has size 16, which axes 'dp' (3) and 'tp' (2) cut into other slices than",),
+        ("parameter 'up.weight': dim 0 has size 16, which axes 'dp' (3) and 'tp' (2) cut into slices other than",),
     ),
     Wrong(
         "two_patterns_that_contradict",
@@ -546,7 +546,7 @@ NESTED = [
     Wrong(
         "constraint_to_dtensors_avg",
         nested(([dt.Partial("avg"), dt.Replicate()],)),
-        ("argument 'h'", "has no equal in Partway"),
+        ("argument 'h'", "has no equivalent in Partway"),
     ),
 ]
 
@@ -795,7 +795,7 @@ DATASET = [
     Wrong(
         "two_split_dims_of_an_input",
         lambda _: pw.set_auto_parallel_context(dataset_strategy=((1, 1, 4, 2), (1,))),
-        ("dataset_strategy, input 0: (1, 1, 4, 2) splits 2 dims (2, 3)", "split one dim of an input at most"),
+        ("dataset_strategy, input 0: (1, 1, 4, 2) splits 2 dims (2, 3)", "split at most one dim of an input"),
         pw.ContextError,
     ),
     Wrong(

@@ -161,7 +161,7 @@ def test_the_number_of_devices_is_that_of_the_context():
             {"strategy": (1, 2), "mesh": {"a": 2, "b": 2}},
             "chosen with the plan; write axis names in place of the counts, or ask the plan: planned_part(model)",
         ),
-        ({"strategy": (1, 3), "devices": 8}, "(1, 3) takes 3 devices, which does not divide the 8 there are"),
+        ({"strategy": (1, 3), "devices": 8}, "(1, 3) takes 3 devices, which does not divide the 8 available"),
         ({"strategy": (16, 1), "devices": 8}, "(16, 1) takes 16 devices, but there are 8"),
         ({"strategy": (0, 8), "devices": 8}, "the split count 0; write an int of 1 or more"),
         ({"strategy": ("dp", None), "devices": 8}, "dim 0 names the axis 'dp', which the mesh"),

@@ -167,7 +167,7 @@ def test_what_is_no_shard_is_an_error_that_says_so(tmp_path: Path, content: byte
         (lambda d: d.lmdb_cached("x"), r"write mcached\(\)"),
         (lambda d: web_dataset("a.tar", Part.whole(4), seed=0, allow="pipe"), "allow is 'pipe'; write a tuple"),
         (lambda d: web_dataset("{1..}{", Part.whole(4), seed=0), "urls is '{1..}{', whose braces do not match"),
-        (lambda d: web_dataset("http://[a/b.tar", Part.whole(4), seed=0), "is no URL"),
+        (lambda d: web_dataset("http://[a/b.tar", Part.whole(4), seed=0), "is not a URL"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(make: Any, says: str) -> None:

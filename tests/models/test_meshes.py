@@ -100,6 +100,6 @@ def test_counts_that_do_not_divide_the_devices_are_refused() -> None:
         pw.shard(model_of(), in_strategy={"x": (2, 1)})(**batch())
     assert str(refused.value) == (
         "1 problem with strategies on the mesh d0=7:\n"
-        "  - input 'x': (2, 1) takes 2 devices, which does not divide the 7 there are; "
+        "  - input 'x': (2, 1) takes 2 devices, which does not divide the 7 available; "
         "use split counts whose product is 7 or 1"
     )

@@ -32,7 +32,7 @@ def round_trip():
     assert torch.equal(shard_tensor(short, ROWS).full_tensor(), short)
     with pytest.raises(StrategyError, match=r"cuts the shape \[9\] as no DTensor is cut"):
         shard_tensor(torch.zeros(9), Layout(MESH, (Shard(0), Shard(0))))
-    with pytest.raises(StrategyError, match="which DTensor cannot say"):
+    with pytest.raises(StrategyError, match="which DTensor cannot express"):
         shard_tensor(whole, Layout(MESH, (BROADCAST, REPLICATE)))
 
 

@@ -96,7 +96,7 @@ def test_a_wrong_number_of_placements_is_rejected():
 
 
 def test_a_thing_that_is_no_placement_is_rejected():
-    with pytest.raises(StrategyError, match="'dp' is no placement; write Shard"):
+    with pytest.raises(StrategyError, match="'dp' is not a placement; write Shard"):
         Layout(MESH, ("dp", REPLICATE))
 
 

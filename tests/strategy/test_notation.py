@@ -176,7 +176,7 @@ def test_names_of_several_axes_are_tuples():
 
 def test_broadcast_does_not_become_replicate_silently():
     with pytest.raises(
-        StrategyError, match=r"the layout \[dp:B tp:R\] has a Broadcast, which DTensor cannot say; convert"
+        StrategyError, match=r"the layout \[dp:B tp:R\] has a Broadcast, which DTensor cannot express; convert"
     ):
         to_dtensor(Layout(MESH, (BROADCAST, REPLICATE)))
 
@@ -184,7 +184,7 @@ def test_broadcast_does_not_become_replicate_silently():
 @pytest.mark.parametrize(("convert", "form"), [(to_names, "axis names"), (to_ints, "split counts")])
 @pytest.mark.parametrize(("placement", "name"), [(PARTIAL, "Partial"), (BROADCAST, "Broadcast")])
 def test_a_layout_that_a_notation_cannot_say_is_rejected(convert, form, placement, name):
-    with pytest.raises(StrategyError, match=f"is {name} on axis 'tp', which {form} cannot say; write placements"):
+    with pytest.raises(StrategyError, match=f"is {name} on axis 'tp', which {form} cannot express; write placements"):
         convert(Layout(MESH, (Shard(0), placement)), 2)
 
 
@@ -199,7 +199,7 @@ def test_all_unreadable_dtensor_placements_are_reported_together():
         from_dtensor((dt.Partial("avg"), dt.Shard(-3)), MESH, 2)
     assert str(error.value).splitlines() == [
         "the placements cannot be read:",
-        "  - placement 0: Partial(avg) has no equal in Partway; write Shard(dim) or Replicate()",
+        "  - placement 0: Partial(avg) has no equivalent in Partway; write Shard(dim) or Replicate()",
         "  - placement 1: Shard(dim=-3) splits a dim that a tensor of 2 dims does not have; "
         "write a dim of 0 to 1, or Replicate()",
     ]
@@ -216,7 +216,7 @@ def test_parse_reports_through_the_validator():
 
 
 def test_parse_of_none_says_what_to_write():
-    with pytest.raises(StrategyError, match="the strategy is None; write one entry a dim"):
+    with pytest.raises(StrategyError, match="the strategy is None; write one entry per dim"):
         parse(None, MESH, (8, 6))
 
 
@@ -277,10 +277,10 @@ def test_strategies_that_no_mesh_can_write_are_reported_together():
         coarsest_mesh(8, [(3, 1), (2, 4), (0, 2), (4, 4), ("dp", None)])
     assert str(error.value).splitlines() == [
         "no mesh of 8 devices fits:",
-        "  - strategy (3, 1): no mesh of 8 devices can write it; write a tuple of split counts whose product divides 8",
-        "  - strategy (0, 2): no mesh of 8 devices can write it; write a tuple of split counts whose product divides 8",
-        "  - strategy (4, 4): no mesh of 8 devices can write it; write a tuple of split counts whose product divides 8",
-        "  - strategy ('dp', None): it is not of ints; write one split count a dim",
+        "  - strategy (3, 1): no mesh of 8 devices allows it; write a tuple of split counts whose product divides 8",
+        "  - strategy (0, 2): no mesh of 8 devices allows it; write a tuple of split counts whose product divides 8",
+        "  - strategy (4, 4): no mesh of 8 devices allows it; write a tuple of split counts whose product divides 8",
+        "  - strategy ('dp', None): it is not a tuple of ints; write one split count per dim",
     ]
 
 
@@ -353,11 +353,10 @@ def test_meshes_to_search_are_refused_as_the_coarsest_mesh_is():
     assert messages[0] == messages[1]
     assert messages[1].splitlines() == [
         "no mesh of 8 devices fits:",
-        "  - strategy (3, 1): no mesh of 8 devices can write it; write a tuple of split counts whose product divides 8",
-        "  - strategy (None, 3): no mesh of 8 devices can write it; "
-        "write a tuple of split counts whose product divides 8",
-        "  - strategy (0, 2): no mesh of 8 devices can write it; write a tuple of split counts whose product divides 8",
-        "  - strategy ('dp', None): it is not of ints; write one split count a dim",
+        "  - strategy (3, 1): no mesh of 8 devices allows it; write a tuple of split counts whose product divides 8",
+        "  - strategy (None, 3): no mesh of 8 devices allows it; write a tuple of split counts whose product divides 8",
+        "  - strategy (0, 2): no mesh of 8 devices allows it; write a tuple of split counts whose product divides 8",
+        "  - strategy ('dp', None): it is not a tuple of ints; write one split count per dim",
     ]
 
 

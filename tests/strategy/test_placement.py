@@ -210,7 +210,7 @@ def test_codes_and_placements_are_inverse(placement):
 
 @pytest.mark.parametrize("code", ["", "S", "S-1", "Q", "Sx", "r", "Pmin"])
 def test_a_wrong_code_is_rejected(code):
-    with pytest.raises(StrategyError, match="is no placement; write S<dim>, R, B, P or Pmax"):
+    with pytest.raises(StrategyError, match="is not a placement; write S<dim>, R, B, P or Pmax"):
         placement_from_code(code)
 
 
@@ -247,7 +247,7 @@ def test_a_maximum_is_taken_of_whole_values(source, target, found):
 )
 def test_a_maximum_is_no_step_from_a_split_or_a_sum(source, target):
     assert not converts(source, target)
-    with pytest.raises(StrategyError, match=f"no one step turns {source} into {target}; convert to R first"):
+    with pytest.raises(StrategyError, match=f"no single step turns {source} into {target}; convert to R first"):
         kind(source, target)
 
 

@@ -52,16 +52,16 @@ def test_all_failures_of_all_tensors_are_in_one_error():
         ([["dp"], None], ": the strategy [['dp'], None] is a list; write the tuple (('dp',), None)"),
         ("dp", ": the strategy 'dp' is a str, not a tuple; write ('dp',)"),
         (8, ": the strategy 8 is an int, not a tuple; write (8,)"),
-        (True, ": the strategy True is a bool, not a tuple; write one entry a dim, such as ('dp', None) or (2, 4)"),
+        (True, ": the strategy True is a bool, not a tuple; write one entry per dim, such as ('dp', None) or (2, 4)"),
         (
             (2.0, 4),
             ": entry 0 is 2.0, a float; "
-            "write an axis name, a tuple of names, an int, None, or placements, one for each mesh axis",
+            "write an axis name, a tuple of names, an int, None, or placements, one per mesh axis",
         ),
         (
             (True, 4),
             ": entry 0 is True, a bool; "
-            "write an axis name, a tuple of names, an int, None, or placements, one for each mesh axis",
+            "write an axis name, a tuple of names, an int, None, or placements, one per mesh axis",
         ),
     ],
 )
@@ -71,8 +71,8 @@ def test_a_wrong_type_is_rejected_saying_what_to_write(strategy, message):
 
 def test_strategies_of_several_tensors_given_to_one_are_recognised():
     assert problems(((2, 4), (4, 1))) == [
-        ": entry 0 is (2, 4), a tuple; give this one tensor one strategy, such as (2, 4)",
-        ": entry 1 is (4, 1), a tuple; give this one tensor one strategy, such as (4, 1)",
+        ": entry 0 is (2, 4), a tuple; write one strategy for this tensor, such as (2, 4)",
+        ": entry 1 is (4, 1), a tuple; write one strategy for this tensor, such as (4, 1)",
     ]
 
 
@@ -86,13 +86,11 @@ def test_strategies_of_several_tensors_given_to_one_are_recognised():
 )
 def test_notations_are_not_mixed(strategy, mixed):
     (message,) = problems(strategy)
-    assert f"mixes {mixed}; write axis names or split counts, one a dim, or placements" in message
+    assert f"mixes {mixed}; write axis names or split counts, one per dim, or placements" in message
 
 
 def test_none_is_no_placement():
-    assert problems((Shard(0), None)) == [
-        ": (Shard(dim=0), None) has None among placements; write Replicate() in its place"
-    ]
+    assert problems((Shard(0), None)) == [": (Shard(dim=0), None) has None among placements; write Replicate() instead"]
 
 
 @pytest.mark.parametrize(
@@ -101,12 +99,12 @@ def test_none_is_no_placement():
         (
             (2, 4),
             (8, 8, 8),
-            "(2, 4) has 2 entries for a tensor of 3 dims [8, 8, 8]; write one entry a dim, such as (1, 1, 1)",
+            "(2, 4) has 2 entries for a tensor of 3 dims [8, 8, 8]; write one entry per dim, such as (1, 1, 1)",
         ),
         (
             ("dp",),
             (8, 8),
-            "('dp',) has 1 entry for a tensor of 2 dims [8, 8]; write one entry a dim, such as (None, None)",
+            "('dp',) has 1 entry for a tensor of 2 dims [8, 8]; write one entry per dim, such as (None, None)",
         ),
         ((1,), (), "(1,) has 1 entry for a tensor of 0 dims []; write ()"),
     ],
@@ -130,14 +128,14 @@ def test_counts_take_no_more_devices_than_there_are():
 
 def test_the_product_of_counts_divides_the_devices():
     assert problems((3, 1), (9, 8)) == [
-        ": (3, 1) takes 3 devices, which does not divide the 8 there are; "
+        ": (3, 1) takes 3 devices, which does not divide the 8 available; "
         "use split counts whose product is 8, 4, 2 or 1"
     ]
 
 
 def test_counts_that_no_choice_of_axes_makes_up_are_rejected_with_a_mesh_that_would():
     assert problems((2, 4), mesh=Mesh({"all": 8})) == [
-        ": no choice of axes of the mesh (all=8) makes up the split counts (2, 4); "
+        ": no combination of axes of the mesh (all=8) gives the split counts (2, 4); "
         "use products of axis sizes, or another mesh, such as Mesh({'d0': 2, 'd1': 4})"
     ]
 
@@ -185,7 +183,7 @@ def test_what_may_become_a_dtensor_is_cut_as_one():
     strategies = [(X, (50257, 8), (("dp", "tp"), None)), ("input 'w'", (50257, 8), (8, 1)), ("y", (9,), (8,))]
     with pytest.raises(StrategyError) as error:
         check_strategies(strategies, MESH, chunked=[X, "input 'w'"])
-    text = "dim 0 has size 50257, which axes 'dp' (2) and 'tp' (4) cut into other slices than a DTensor's; "
+    text = "dim 0 has size 50257, which axes 'dp' (2) and 'tp' (4) cut into slices other than a DTensor's; "
     fix = "split it over one axis, or pad the dim to 50258"
     assert str(error.value).splitlines()[1:] == [f"  - {X}: {text}{fix}", f"  - input 'w': {text}{fix}"]
 
@@ -205,8 +203,8 @@ def test_none_in_quotes_is_recognised():
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        (("tp", "tp"), ": axis 'tp' splits both dim 0 and dim 1; use an axis once in a tensor"),
-        ((("dp", "dp"), None), ": axis 'dp' splits dim 0 twice; use an axis once in a tensor"),
+        (("tp", "tp"), ": axis 'tp' splits both dim 0 and dim 1; use each axis at most once per tensor"),
+        ((("dp", "dp"), None), ": axis 'dp' splits dim 0 twice; use each axis at most once per tensor"),
     ],
 )
 def test_an_axis_splits_one_dim_once(strategy, message):
@@ -222,7 +220,7 @@ def test_the_axes_of_a_dim_are_in_mesh_order():
 
 def test_there_is_one_placement_for_each_axis():
     assert problems((Shard(0),)) == [
-        ": it has 1 placement for the 2 axes of the mesh (dp=2, tp=4); write one placement for each mesh axis"
+        ": it has 1 placement for the 2 axes of the mesh (dp=2, tp=4); write one placement per mesh axis"
     ]
 
 
@@ -300,7 +298,7 @@ def test_the_dataset_strategies_that_the_reference_supports_are_taken(value, mod
     [
         (
             ((1, 1, 4, 2), (1,)),
-            ", input 0: (1, 1, 4, 2) splits 2 dims (2, 3); split one dim of an input at most",
+            ", input 0: (1, 1, 4, 2) splits 2 dims (2, 3); split at most one dim of an input",
         ),
         (
             ((1, 1, 1, 1), (8,)),
@@ -393,8 +391,9 @@ def test_all_failures_of_a_dataset_strategy_are_in_one_error():
         ": the parallel mode is 'stand_alone', in which inputs are not sliced; "
         "set parallel_mode to 'semi_auto_parallel' or 'auto_parallel', or leave dataset_strategy out",
         ": it has 3 entries for 2 inputs; write one tuple of split counts for each input",
-        ", input 0: (1, 16) has 2 entries for a tensor of 3 dims [16, 3, 64]; write one entry a dim, such as (1, 1, 1)",
+        ", input 0: (1, 16) has 2 entries for a tensor of 3 dims [16, 3, 64]; write one entry per dim, such as "
+        "(1, 1, 1)",
         ", input 0: (1, 16) takes 16 devices, but there are 8; use split counts whose product is at most 8",
-        ", input 1: (5,) takes 5 devices, which does not divide the 8 there are; "
+        ", input 1: (5,) takes 5 devices, which does not divide the 8 available; "
         "use split counts whose product is 8, 4, 2 or 1",
     ]

@@ -158,7 +158,7 @@ def test_a_mesh_larger_than_the_network_of_the_profile_is_an_error_of_the_plan(t
     [
         ({"device": "tpu"}, "device is 'tpu'; it must be 'cpu' or 'cuda'"),
         ({"processes": 0}, "processes is 0; it must be 1 (which measures no collectives) or more"),
-        ({"device": "cuda"}, "device is 'cuda', and PyTorch finds no GPU here; use device 'cpu'"),
+        ({"device": "cuda"}, "device is 'cuda', but PyTorch finds no GPU here; use device 'cpu'"),
     ],
 )
 def test_what_cannot_be_measured_is_an_error(
