@@ -37,7 +37,7 @@ from ..ops.collectives import constrain, convert
 from ..ops.kinds import is_gather
 from ..rules.rule import Emitter, LocalShapes, Rule, windows_of
 from ..rules.windows import by_dim, own_slice, place_in, united
-from ..search.problem import Option, SearchProblem, Vertex, VertexKind, table_of
+from ..search.problem import Option, SearchProblem, Vertex, VertexKind
 from .local_program import Conversion, LocalProgram, PlacedPort
 
 _slice = torch.ops.aten.slice.Tensor
@@ -223,10 +223,7 @@ class _Lowering:
         if (v, target) in self.local:
             return self.local[v, target]
         here, producer = self.base[v]
-        flows = v in self.problem.flows
-        free = bool(where) or (self._is_parameter(v) and self.settings.shard_parameters is not None)
-        weight = v in self.problem.weights
-        table = table_of(v, flows, v in self.differentiable, self.settings, free=free, weight=weight)
+        table = self.problem.table(v, output=bool(where))
         node = self.local[v, here]
         for step in table.path(here, target):
             if (v, step.after) not in self.local:
@@ -258,14 +255,14 @@ class _Lowering:
             target=step.target,
             whole_bytes=whole_bytes,
             dtype=tensor_of(v).dtype,
-            gradient=v in self.problem.flows,
+            gradient=v in self.problem.tensors.flows,
             parameter=self._is_parameter(v),
             producer=producer,
             consumer=consumer,
             where=where,
             path=module_path(at),
             line=source_line(at),
-            kept=is_gather(kind(step.source, step.target)) and v in self.problem.weights,
+            kept=is_gather(kind(step.source, step.target)) and v in self.problem.tensors.weights,
         )
         self.conversions.append(conversion)
         return self.graph.call_function(

@@ -1,4 +1,4 @@
-"""The one description that every search takes: vertices with options, edges with conversion costs.
+"""The problem that every search takes, as data: vertices with options, edges with conversion costs.
 
 A vertex is an input of the graph, an operator, an output, or a *hub*: the identity that stands after each
 tensor with several consumers, so that one conversion into it is paid once and the problem stays pairwise. An
@@ -36,6 +36,7 @@ from ..rules.reductions import MAXIMA
 from ..rules.rule import Rule
 
 AMONG = " among the strategies that enable_algo_approxi leaves"  # what the bound of an approximate problem holds for
+Allowed = Mapping[str, tuple[tuple[Layout, ...], str]]  # port or constraint name -> (layouts, what the person wrote)
 
 
 class Fallback(Choice):
@@ -54,14 +55,14 @@ class Settings:
     batch_by_default    operators next to no annotation split their leading dim (semi_auto_parallel)
     elementwise_follow  no conversion follows an elementwise operator: it has the layout that its consumer takes, or the
                         hub of its consumers
-    keep_cheapest       of an operator only so many options are kept, those that cost least by themselves; None: all
+    keep_cheapest       how many options of an operator are kept, those that cost least by themselves; None: all
     slice_align         contractions keep slices of the last dim to multiples of this (1: no limit)
     shard_parameters    parameters of at least this many bytes are split at rest on every axis that can
                         (enable_parallel_optimizer); None: the search decides
     optimizer_states    how many copies of each parameter the optimizer keeps (Adam: 2)
     memory_limit        bytes that a device may hold: parameters, gradients, optimizer states, activations
     regather            weights that the forward gathers are not kept: the backward gathers them again
-    short               sizes of dims that may be split over more devices than they have elements: a person did so
+    short               sizes of dims that may be split over more devices than they have elements, as a person did
     rules               the rows that people gave to operators
     """
 
@@ -122,12 +123,12 @@ class Options:
     def __getitem__(self, i: int) -> Option:
         if not -len(self) <= i < len(self):
             raise IndexError(i)
-        if i not in self._made:
-            self._made[i] = self._option(i)
-        return self._made[i]
+        if i not in self._known:
+            self._known[i] = self._option(i)
+        return self._known[i]
 
     @cached_property
-    def _made(self) -> dict[int, Option]:
+    def _known(self) -> dict[int, Option]:
         return {}
 
     def _option(self, i: int) -> Option:
@@ -158,20 +159,19 @@ class Options:
             held=self.held[rows], memory=self.memory[rows],
         )  # fmt: skip
 
-    def placed(self, of: str, i: int) -> Codes:
-        """The states of tensor i of the "operands" or "results", one row per option and one column per axis."""
-        tables = self.tables[0] if of == "operands" else self.tables[1]
-        codes = self.operands[i] if of == "operands" else self.results[i]
-        table = tables[i]
-        return table.digits[codes] if table else np.zeros((len(self), len(self.mesh.axes)), dtype=np.intp)
-
-    def whole(self, of: str, i: int) -> int:
-        """The state of tensor i that is whole on every rank."""
-        table = (self.tables[0] if of == "operands" else self.tables[1])[i]
-        return table.states.index(REPLICATE) if table else 0
+    def states(self) -> Iterator[tuple[Codes, int]]:
+        """For each operand and result its states, one row per option and one column per axis, and which of them is
+        whole on every rank."""
+        for table, codes in zip((*self.tables[0], *self.tables[1]), (*self.operands, *self.results), strict=True):
+            if table:
+                yield table.digits[codes], table.states.index(REPLICATE)
+            else:
+                yield np.zeros((len(self), len(self.mesh.axes)), dtype=np.intp), 0
 
 
 class VertexKind(StrEnum):
+    """What a vertex stands for."""
+
     INPUT = "input"
     OPERATOR = "operator"
     HUB = "hub"
@@ -192,14 +192,17 @@ class Vertex:
 
     @property
     def unary(self) -> Floats:
+        """The cost of each option by itself."""
         return self.options.unary
 
     @property
     def seconds(self) -> Floats:
+        """The seconds of each option on one device, forward and backward."""
         return self.options.seconds
 
     @property
     def held(self) -> Floats:
+        """The bytes that each option holds on one device."""
         return self.options.held
 
 
@@ -216,40 +219,86 @@ class Edge:
 
     def codes(self, vertices: tuple[Vertex, ...]) -> tuple[Codes, Codes]:
         """The layouts of the tensor under each option of the producer, and of the consumer."""
-        return vertices[self.producer].options.results[self.result], vertices[self.consumer].options.operands[
-            self.operand
-        ]
+        producer, consumer = vertices[self.producer].options, vertices[self.consumer].options
+        return producer.results[self.result], consumer.operands[self.operand]
 
     def matrix(self, vertices: tuple[Vertex, ...]) -> Floats:
         """The conversion costs [option of the producer, option of the consumer]."""
         rows, columns = self.codes(vertices)
-        return between(self.table, rows, columns)
+        different, places = np.unique(rows, return_inverse=True)  # only rows that are asked for are ever computed
+        costs: Floats = self.table.rows(different.tolist())[:, columns][places]
+        return costs
 
 
-def between(table: ConversionTable, rows: Codes, columns: Codes) -> Floats:
-    """`table.cost[rows][:, columns]`, of which only the rows that are needed are computed."""
-    needed, places = np.unique(rows, return_inverse=True)
-    found: Floats = table.rows(needed.tolist())[:, columns][places]
-    return found
+@dataclass(frozen=True)
+class TensorFacts:
+    """What the cost of a conversion depends on beside shape and dtype, for all tensors of a graph.
+
+    flows            values that a gradient reaches
+    differentiable   values that may have a gradient
+    weights          parameters, and what is made of them alone, that the backward reads
+    parameters       the inputs that are parameters
+    """
+
+    flows: frozenset[Value] = frozenset()
+    differentiable: frozenset[Value] = frozenset()
+    weights: frozenset[Value] = frozenset()
+    parameters: frozenset[fx.Node] = frozenset()
+
+    def table(self, v: Value, settings: Settings, *, output: bool = False) -> ConversionTable:
+        """The costs of converting the tensor `v`; `output`: into the layout that an output has.
+
+        Outputs, and parameters that the parallel optimizer keeps in parts, may be gathered even where the settings
+        say that what is split stays split.
+        """
+        tensor = tensor_of(v)
+        in_parts = settings.shard_parameters is not None and v.node in self.parameters
+        return conversion_table(
+            tuple(tensor.shape),
+            tensor.element_size(),
+            self._partial_of(v),
+            v in self.flows,
+            settings.mesh,
+            settings.profile,
+            settings.weights,
+            settings.stay_split and not (output or in_parts),
+            settings.regather and v in self.weights,
+            settings.short.intersection(tensor.shape),
+        )
+
+    def _partial_of(self, v: Value) -> str | None:
+        """How parts of `v` under Partial make its value: None where there are none, "max" for a maximum without a
+        gradient (Partial(max) has no dual)."""
+        if tensor_of(v).dtype is torch.bool:
+            return None
+        return "max" if v.node.target in MAXIMA and v not in self.differentiable else "sum"
 
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """All choices of one graph on one mesh. `flows` holds the values that a gradient reaches, `weights` what is kept of
-    the parameters for the backward; `allowed` and `as_it_lies` are what `formulate` was given; `approximate`:
-    `keep_cheapest` left options out."""
+    """All choices of one graph on one mesh.
+
+    constants     nodes that depend on no parameter and no input of the call, which have no vertex
+    unknown       the names of operators that have no rule
+    allowed       the layouts that annotations allow, as `formulate` took them
+    as_it_lies    the outputs that may stay split, as `formulate` took them
+    approximate   `keep_cheapest` left options out
+    """
 
     graph: Graph
     settings: Settings
     vertices: tuple[Vertex, ...]
     edges: tuple[Edge, ...]
     constants: frozenset[fx.Node]
-    flows: frozenset[Value]
+    tensors: TensorFacts
     unknown: tuple[str, ...]
     allowed: Allowed = field(repr=False)
     as_it_lies: frozenset[str] = field(repr=False)
     approximate: bool = False
-    weights: frozenset[Value] = frozenset()
+
+    def table(self, v: Value, *, output: bool = False) -> ConversionTable:
+        """The costs of converting the tensor `v`; `output`: into the layout that an output has."""
+        return self.tensors.table(v, self.settings, output=output)
 
     def cost(self, choice: tuple[int, ...]) -> float:
         """The cost of one option per vertex."""
@@ -262,36 +311,3 @@ class SearchProblem:
     def memory(self, choice: tuple[int, ...]) -> float:
         """The bytes on one device under one option per vertex: parameters, gradients, optimizer, activations."""
         return sum(float(v.options.memory[c]) for v, c in zip(self.vertices, choice, strict=True))
-
-
-Allowed = Mapping[str, tuple[tuple[Layout, ...], str]]  # port or constraint name -> (layouts, what the person wrote)
-
-
-def table_of(
-    v: Value, gradient: bool, differentiable: bool, s: Settings, *, free: bool, weight: bool
-) -> ConversionTable:
-    """The costs of converting the tensor `v`. `gradient`: that of its gradient counts too; `differentiable`: it may
-    have one; `free`: its parts may go to other ranks even where the settings say that what is split stays split, as
-    results have to, and parameters that the parallel optimizer keeps in parts; `weight`: it is one that the backward
-    reads."""
-    tensor = tensor_of(v)
-    return conversion_table(
-        tuple(tensor.shape),
-        tensor.element_size(),
-        _partial_of(v, differentiable),
-        gradient,
-        s.mesh,
-        s.profile,
-        s.weights,
-        s.stay_split and not free,
-        s.regather and weight,
-        s.short.intersection(tensor.shape),
-    )
-
-
-def _partial_of(v: Value, differentiable: bool) -> str | None:
-    """How parts of `v` under Partial make its value: None where there are none, "max" for a maximum without a
-    gradient (Partial(max) has no dual)."""
-    if tensor_of(v).dtype is torch.bool:
-        return None
-    return "max" if v.node.target in MAXIMA and not differentiable else "sum"

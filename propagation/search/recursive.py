@@ -53,9 +53,7 @@ class _Axes:
         """For every option a number that says what it does on these axes, and how much it uses the others."""
         options = self.problem.vertices[vertex].options
         if id(options) not in self._seen:
-            sides = [("operands", i) for i in range(len(options.operands))]
-            sides += [("results", i) for i in range(len(options.results))]
-            placed = [(options.placed(of, i), options.whole(of, i)) for of, i in sides]
+            placed = list(options.states())
             columns = [states[:, self.axes] for states, _ in placed]
             used = [(states[:, self.others] != whole).sum(axis=1) for states, whole in placed]
             _, names = np.unique(np.concatenate(columns, axis=1), axis=0, return_inverse=True)

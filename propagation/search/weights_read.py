@@ -1,4 +1,4 @@
-"""Which parameters the backward reads: what is kept of them, or gathered again, counts."""
+"""Which parameters the backward reads, so that what is gathered of them is kept, or gathered again."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from torch import fx
 from ..graph.graph import Graph
 from ..graph.nodes import Value, operands, operator_name, rearranges, source_of, values_of
 from ..graph.port import Role
-from ..graph.queries import recomputed
 from ..rules.custom import Rows
 from ..rules.table import rule_of
 
 
-def weights_read(graph: Graph, flows: frozenset[Value], own: Rows) -> frozenset[Value]:
+def weights_read(graph: Graph, flows: frozenset[Value], recomputed: frozenset[fx.Node], own: Rows) -> frozenset[Value]:
     """The parameters, and what is made of them by `rearranges` alone, that the backward reads. (A bias or a table of
-    embeddings only takes a gradient.) What is computed again reads all its operands again."""
-    again = recomputed(graph)
+    embeddings only takes a gradient.) What is computed again (`recomputed`) reads all its operands again."""
     weights = {Value(port.node) for port in graph.inputs if port.role is Role.PARAMETER}
     users = []
     for node in graph.nodes:
@@ -29,12 +27,12 @@ def weights_read(graph: Graph, flows: frozenset[Value], own: Rows) -> frozenset[
                 weights.update(values_of(node))
     read: set[Value] = set()
     for node, sources in reversed(users):
-        made = values_of(node)
-        if weights.issuperset(made):
-            read.update(sources if not read.isdisjoint(made) else ())
-        elif not flows.isdisjoint(made):
+        results = values_of(node)
+        if weights.issuperset(results):
+            read.update(sources if not read.isdisjoint(results) else ())
+        elif not flows.isdisjoint(results):
             reads = _reads(node, [source in flows for source in sources], own)
-            read.update(s for i, s in enumerate(sources) if s in weights and (node in again or reads(i)))
+            read.update(s for i, s in enumerate(sources) if s in weights and (node in recomputed or reads(i)))
     return frozenset(read)
 
 
@@ -43,7 +41,7 @@ def _reads(node: fx.Node, flows: list[bool], own: Rows) -> Callable[[int], bool]
     a gradient goes (`flows`)."""
     rule = rule_of(node, own)
     # `convolution_backward` wants all for its sizes
-    given_all = operator_name(node).startswith(("aten.conv", "partway.padded_conv"))
+    takes_all = operator_name(node).startswith(("aten.conv", "partway.padded_conv"))
 
     def reads(i: int) -> bool:
         if rule is None:
@@ -51,6 +49,6 @@ def _reads(node: fx.Node, flows: list[bool], own: Rows) -> Callable[[int], bool]
         if i in rule.additive:
             return False
         together = max((linear for linear in rule.linear if i in linear), key=len, default=None)
-        return given_all or together is None or any(flow for j, flow in enumerate(flows) if j not in together)
+        return takes_all or together is None or any(flow for j, flow in enumerate(flows) if j not in together)
 
     return reads

@@ -94,11 +94,12 @@ def computed(problem: SearchProblem, vertex: Vertex, option: Option) -> float:
     for factor, size in vertex.rule.sizes.items() if vertex.rule else ():
         by = [s.mesh.size(axis) for axis, f in zip(s.mesh.axes, option.factors, strict=True) if f == factor]
         split *= size / math.ceil(size / math.prod(by))
-    backward = any(v in problem.flows for v in results)
+    flows = problem.tensors.flows
+    backward = any(v in flows for v in results)
     passes = 1.0
     if backward and flops:  # one product for each operand that needs a gradient; an addend's is the result's
         assert vertex.rule
-        passes += max(sum(v in problem.flows for i, v in enumerate(sources) if i not in vertex.rule.additive), 1)
+        passes += max(sum(v in flows for i, v in enumerate(sources) if i not in vertex.rule.additive), 1)
     elif backward:
         passes += BACKWARD_FACTOR
     dtype = next((tensor_of(v).dtype for v in results if is_tensor(v)), torch.float32)

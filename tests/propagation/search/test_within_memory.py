@@ -16,7 +16,7 @@ from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.memory import within_memory
-from partway.propagation.search.problem import Edge, Options, SearchProblem, Settings, Vertex, VertexKind
+from partway.propagation.search.problem import Edge, Options, SearchProblem, Settings, TensorFacts, Vertex, VertexKind
 from partway.propagation.search.search import SearchMode, search
 from partway.strategy import Mesh, StrategyError
 
@@ -44,7 +44,7 @@ def problem_with(unary, memory, pairs, limit=None):
         vertices.append(Vertex(f"v{i}", VertexKind.OPERATOR if i else VertexKind.INPUT, None, options))
     edges = [Edge(None, a, 0, b, 0, Matrix(matrix)) for (a, b), matrix in pairs.items()]
     given = Settings(MESH, profile_of("cpu"), WEIGHTS[Level.SPEED], memory_limit=limit)
-    return SearchProblem(None, given, tuple(vertices), tuple(edges), frozenset(), frozenset(), (), {}, frozenset())
+    return SearchProblem(None, given, tuple(vertices), tuple(edges), frozenset(), TensorFacts(), (), {}, frozenset())
 
 
 @st.composite
