@@ -5,7 +5,7 @@ It is an attribute of the object alone, in its `__dict__`, so that it travels wi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # it imports those who look for it
 ATTRIBUTE = "_partway"
 
 
-def engine_of(module: nn.Module) -> Engine | None:
-    """The engine of a module that was sharded; None of another."""
-    return module.__dict__.get(ATTRIBUTE)
+def engine_of(value: Any) -> Engine | None:
+    """The engine of `value` if that is a module that was sharded; else None."""
+    return value.__dict__.get(ATTRIBUTE) if isinstance(value, nn.Module) else None
 
 
 def set_engine(module: nn.Module, engine: Engine) -> None:

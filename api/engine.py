@@ -29,7 +29,7 @@ from partway.materialize import Init, check_materialized, materialize
 from partway.options.fields import ParallelMode
 from partway.options.parallel import ParallelContext
 from partway.passes import settings_of
-from partway.placing import placing
+from partway.placing import FirstCall, Placing, placing
 from partway.planning import begin_call, calls, planning
 from partway.propagation.capture.stand_ins import attributes_of
 from partway.propagation.capture.tracing import capturing
@@ -82,7 +82,7 @@ class Engine:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """A copy of the module plans anew."""
-        return self.of(copy.deepcopy(self.fn, memo))
+        return self.renewed(copy.deepcopy(self.fn, memo))
 
     def __reduce__(self) -> Any:
         if launched():
@@ -92,8 +92,8 @@ class Engine:
             )
         return Engine, (self.fn, self.request)
 
-    def of(self, fn: Callable[..., Any]) -> Engine:
-        """A new one for `fn`, a copy, with the same request."""
+    def renewed(self, fn: Callable[..., Any]) -> Engine:
+        """A new engine with the same request, for `fn`, a copy."""
         return Engine(fn, self.request, {name: self._layouts[name] for name in self.own_dtensors})
 
     @property
@@ -153,7 +153,7 @@ class Engine:
         self, guard: Guard, courses: Courses[Runner], runner: Runner, tensors: Sequence[Tensor],
         args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext,
     ) -> Any:  # fmt: skip
-        """Run a call; again, on another of its courses, where this one assumed what turns out to be not so."""
+        """Run a call, and again on another of its courses where this one assumed wrong answers."""
         while True:
             try:
                 return runner(tensors)
@@ -185,8 +185,8 @@ class Engine:
         """See `ShardedModule.materialize`."""
         assert isinstance(self.fn, torch.nn.Module)
         context, place = current(), placing()
-        given = [tensor for tensor in flatten((args, kwargs))[0] if not tensor.is_meta]
-        if not given:
+        tensors = [tensor for tensor in flatten((args, kwargs))[0] if not tensor.is_meta]
+        if not tensors:
             raise StrategyError(
                 "materialize was given no tensor that lies on a device, so that it is not known where parameters "
                 "should lie; give the arguments of a call, such as model.materialize((x,))"
@@ -197,7 +197,7 @@ class Engine:
         settings = replace(settings_of(compiled.inputs, compiled.mesh), rules=rules())
         tied = {other: name for other, name in compiled.graph.aliases.items() if name in self._layouts}
         layouts = self._layouts | {other: self._layouts[name] for other, name in tied.items()}
-        materialize(self.fn, layouts, place, settings, given[0].device, context.random_numbers, init)
+        materialize(self.fn, layouts, place, settings, tensors[0].device, context.random_numbers, init)
         self.last = None  # it holds what the tensors were
 
     def engines(self) -> Iterator[Engine]:
@@ -211,7 +211,7 @@ class Engine:
     def _runner(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext
     ) -> tuple[Courses[Runner], Runner]:
-        """What runs a call, and all that run calls of its signature; it is planned if it is the first of its course."""
+        """What runs a call, among all that run calls of its signature; planned if it is the first of its course."""
         call = flatten_call(self.fn, args, kwargs)
         check_call(self.fn, args, kwargs)
         warn_of_modes(name_of(self.fn))
@@ -230,12 +230,13 @@ class Engine:
     def _course(
         self, courses: Courses[Runner], tensors: Sequence[Tensor], late: Sequence[Answer] = ()
     ) -> Runner | None:
-        """What runs a call of `tensors`, or None if no call was answered like it."""
+        """What runs a call of `tensors`; None if no earlier call had the same answers."""
         return courses.of(values_of(tensors, lambda name: attrgetter(name)(self.fn)), late)
 
     def _new_course(
         self, courses: Courses[Runner], call: Call, context: ParallelContext, late: Sequence[Answer] = ()
     ) -> Runner:
+        """Plan a call that no known course fits."""
         with planning():
             runner = self._plan(call, context, late)
             courses.add(runner, name_of(self.fn))
@@ -259,28 +260,34 @@ class Engine:
         return call.structure.key(), tensors, answers, flags, modes(), context, current_algo(), version()
 
     def _plan(self, call: Call, context: ParallelContext, late: Sequence[Answer]) -> Runner:
+        """Capture and plan a call, and lay out the parameters as the first plan of each says."""
         local = dataset_was_set(context) and dataset_applies(self.request, context)
         place = placing()
-        meshes = [self.request.own_mesh, *(found.mesh for found in self._layouts.values())]
-        placed = inputs_on(call, next((mesh for mesh in meshes if mesh is not None), None))
-        args, kwargs = place.whole_call(self.fn, self.request, call, context, local)
+        meshes = [self.request.own_mesh, *(layout.mesh for layout in self._layouts.values())]
+        inputs = inputs_on(call, next((mesh for mesh in meshes if mesh is not None), None))
+        first = FirstCall(self.fn, self.request, call, context, local)
+        args, kwargs = place.whole_call(first)
         values = values_of(call.tensors, state_of(self.fn).__getitem__, local)
         before = _captured.get()
         with afterwards(lambda: _captured.set(before)):
             _captured.set(self)
-            inputs = CallInputs(
-                self.fn, args, kwargs, self.request, context, current_algo(), place.processes, self._layouts, placed,
+            planned = CallInputs(
+                self.fn, args, kwargs, self.request, context, current_algo(), place.processes, self._layouts, inputs,
                 values, tuple(late),
             )  # fmt: skip
-            compiled = place.planned(self.fn, call, local, lambda: compile_call(inputs))
+            compiled = place.agreed_plan(first, lambda: compile_call(planned))
         if isinstance(self.fn, torch.nn.Module):
-            # not what functional_call gave for this call
-            own = {name for name, held in state_of(self.fn).items() if isinstance(held, torch.nn.Parameter)}
-            fresh = {name: found for name, found in compiled.plan.parameters.items() if name in own - self._settled}
-            place.settle(self.fn, fresh)
-            self._settled.update(fresh)
-            self._layouts.update(fresh)
+            self._settle(self.fn, compiled.plan.parameters, place)
         return Runner(self.fn, compiled, place, local, self.waiting)
+
+    def _settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout], place: Placing) -> None:
+        """Lay out the parameters that no earlier plan laid out."""
+        # not what functional_call gave for this call
+        own = {name for name, tensor in state_of(module).items() if isinstance(tensor, torch.nn.Parameter)}
+        fresh = {name: layout for name, layout in layouts.items() if name in own - self._settled}
+        place.settle(module, fresh)
+        self._settled.update(fresh)
+        self._layouts.update(fresh)
 
     def _constrained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside a capture: mark the arguments and results that were annotated, and go on."""

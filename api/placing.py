@@ -1,9 +1,14 @@
-"""Where a call runs: all ranks simulated in this process, or this rank of a process group."""
+"""Where a call runs: all ranks simulated in this process, or this rank of a process group.
+
+All that differs between the two is a method of `Placing`: `Simulated` has it for one process, `Launched` for many. What
+a rank needs of others' facts to refuse a program that differs between ranks is in alike.py.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -28,7 +33,19 @@ from partway.runtime.step import Executor
 from partway.strategy import Layout, Mesh, Problem, Replicate, RuntimeStateError, StrategyError, raise_problems
 
 Change = Callable[[Tensor], Tensor]
+Observer = Callable[[Sequence[Tensor], Sequence[Tensor]], None]  # of a call's tensors, and some of its parameters
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """The first call of a signature, which is planned. `local`: each rank is given its part of every input."""
+
+    fn: Any
+    request: Request
+    call: Call
+    context: ParallelContext
+    local: bool
 
 
 class Placing(Protocol):
@@ -44,22 +61,17 @@ class Placing(Protocol):
     def adopt(self, module: torch.nn.Module, context: ParallelContext, request: Request) -> None:
         """A module was sharded, as `request` says: before anyone asks for its parameters."""
 
-    def whole_call(
-        self, fn: Any, request: Request, call: Call, context: ParallelContext, local: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call of `fn`, the first like it, with tensors of their global shapes. `local`: a rank is
-        given its part."""
+    def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, with tensors of their global shapes."""
 
-    def planned(self, fn: Any, call: Call, local: bool, plan: Callable[[], Compiled]) -> Compiled:
-        """What `plan` makes of the call; where there are several processes, all have made the same."""
+    def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
+        """What `plan` gives for the call; where there are several processes, it is the same on all."""
 
-    def same(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
-        """What `make` makes for `purpose`, later; where there are several processes, its `text` is the same on all."""
+    def agreed(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
+        """What `make` gives for `purpose`, later; where there are several processes, its `text` is the same on all."""
 
-    def given(
-        self, fn: Any, local: bool, compiled: Compiled
-    ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None:
-        """What is to be told of every call of `fn`, if anything is: its tensors, and some of its parameters."""
+    def observer(self, fn: Any, local: bool, compiled: Compiled) -> Observer | None:
+        """What is told of every call of `fn`, if anything is."""
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         """A plan gave parameters their layouts at rest: put them there."""
@@ -96,21 +108,17 @@ class Simulated:
     def adopt(self, module: torch.nn.Module, context: ParallelContext, request: Request) -> None:
         return None
 
-    def whole_call(
-        self, fn: Any, request: Request, call: Call, context: ParallelContext, local: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = call.structure.build(list(call.tensors))
+    def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = first.call.structure.build(list(first.call.tensors))
         return args, kwargs
 
-    def planned(self, fn: Any, call: Call, local: bool, plan: Callable[[], Compiled]) -> Compiled:
+    def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
         return plan()
 
-    def same(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
+    def agreed(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
         return make()
 
-    def given(
-        self, fn: Any, local: bool, compiled: Compiled
-    ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None:
+    def observer(self, fn: Any, local: bool, compiled: Compiled) -> Observer | None:
         return None
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
@@ -180,36 +188,35 @@ class Launched:
         distribute(module)
         drop_hooks(module)
 
-    def whole_call(
-        self, fn: Any, request: Request, call: Call, context: ParallelContext, local: bool
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        fn, call, context = first.fn, first.call, first.context
         tensors = [plain(tensor) for tensor in call.tensors]
         named = dict(zip((f"input {name!r}" for name in call.names), call.tensors, strict=True))
         with agreement(f"plan a call of {name_of(fn)}", _shapes(named)) as facts:
-            facts += [*versions(), *asked(request), *options(context, current_algo()), *modes(fn)]
-            facts.append(Fact("the arguments that are no tensors", call.structure.text()))
+            facts += [*versions(), *asked(first.request), *options(context, current_algo()), *modes(fn)]
+            facts.append(Fact("the arguments that are not tensors", call.structure.text()))
             facts += [Fact(f"the gradient of {name}", _wanted(tensor)) for name, tensor in named.items()]
-            if local:
+            if first.local:
                 parts = _dataset_parts(tensors, context, self.processes)
                 facts += [Fact(name, f"{t.dtype} with {t.dim()} dims") for name, t in named.items()]
             else:
                 whole = {name: t for name, t in named.items() if not is_dtensor(t)}
-                facts += facts_of(whole, _whole_fix(request, context))
+                facts += facts_of(whole, _whole_fix(first.request, context))
                 facts += [Fact(name, _placed(t)) for name, t in named.items() if is_dtensor(t)]
-        if local:
+        if first.local:
             held = gathered(f"plan a call of {name_of(fn)}", [list(tensor.shape) for tensor in tensors])
             shapes = whole_shapes(list(named), held, parts)
             tensors = [_of_shape(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
         args, kwargs = call.structure.build(tensors)
         return args, kwargs
 
-    def planned(self, fn: Any, call: Call, local: bool, plan: Callable[[], Compiled]) -> Compiled:
+    def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
         from partway.runtime.execute import generators, process_group
 
-        with agreement(f"follow the plan of a call of {name_of(fn)}") as facts:
+        with agreement(f"follow the plan of a call of {name_of(first.fn)}") as facts:
             compiled = plan()
-            if local:
-                _check_parts(call, compiled)
+            if first.local:
+                _check_parts(first.call, compiled)
             facts += of_plan(compiled)
             if draws(compiled):
                 facts += facts_of(generators(), SEED, follows=4)
@@ -217,15 +224,13 @@ class Launched:
             process_group(compiled.mesh, axes)  # all ranks are here
         return compiled
 
-    def same(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
+    def agreed(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
         with agreement(purpose) as facts:
-            made = make()
-            facts.append(Fact("the program", text(made)))
-        return made
+            result = make()
+            facts.append(Fact("the program", text(result)))
+        return result
 
-    def given(
-        self, fn: Any, local: bool, compiled: Compiled
-    ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], None] | None:
+    def observer(self, fn: Any, local: bool, compiled: Compiled) -> Observer | None:
         from partway.runtime.ledger import Written
         from partway.runtime.watch import watch
 
@@ -302,8 +307,9 @@ def _dataset_parts(tensors: list[Tensor], context: ParallelContext, devices: int
 def whole_shapes(
     names: Sequence[str], held: Sequence[Sequence[Sequence[int]]], splits: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """The shapes of the inputs `names` of which ranks hold parts of the shapes `held` (by rank), split into so many
-    parts along each dim. The last part may be shorter, as torch.chunk cuts. Raises StrategyError for other parts."""
+    """The shapes of the inputs `names`. Each rank holds a part of every input: of the shapes `held`, by rank, with as
+    many parts along each dim as `splits` has by input. The last part may be shorter, as torch.chunk cuts. Raises
+    StrategyError for other parts."""
     problems, shapes = list[Problem](), []
     for i, (name, counts) in enumerate(zip(names, splits, strict=True)):
         shape = []
@@ -315,13 +321,13 @@ def whole_shapes(
             if not fits or (short < full and -(-whole // count) != full):
                 what = f"the ranks hold parts of sizes {', '.join(map(str, sizes))} of dim {dim}"
                 fix = (
-                    "give every rank as many, as a loader with drop_last=True does; only the last part may be shorter, "
-                    f"as torch.chunk cuts into {count} parts"
+                    "give every rank equally many, as a loader with drop_last=True does; only the last part may be "
+                    f"shorter, as torch.chunk cuts into {count} parts"
                 )
                 problems.append(Problem(name, what, fix))
             shape.append(whole)
         shapes.append(tuple(shape))
-    raise_problems("the parts that the ranks hold under dataset_strategy make no whole:", problems)
+    raise_problems("the parts that the ranks hold under dataset_strategy do not make a whole:", problems)
     return shapes
 
 
@@ -335,8 +341,8 @@ def _check_parts(call: Call, compiled: Compiled) -> None:
         expected = tuple(s.stop - s.start for s in placed.layout.slices(placed.shape, get_rank()))
         if tuple(tensor.shape) != expected:
             raise RuntimeStateError(
-                f"rank {get_rank()} holds a part of shape {list(tensor.shape)} of input {placed.port.name!r}, of the "
-                f"shape {list(placed.shape)}; under {placed.layout} its part has the shape {list(expected)}"
+                f"rank {get_rank()} holds a part of shape {list(tensor.shape)} of input {placed.port.name!r}, of "
+                f"shape {list(placed.shape)}; under {placed.layout} its part has shape {list(expected)}"
             )
 
 

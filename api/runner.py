@@ -1,4 +1,8 @@
-"""The runner of one signature: gathers the tensors of a call, runs the step, writes buffers and builds the result."""
+"""The runner of one planned signature: from the tensors of a call, through the step, to its result.
+
+It binds parameters and buffers of the module, hands all tensors to the executor as it takes them, and afterwards writes
+buffers and inputs, does again what the function leaves behind in Python, and builds the result.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,12 @@ _STEPPED = 4  # parameters that show whether an optimizer has stepped
 
 
 class Runner:
-    """One planned signature: gathers the tensors of a call, runs the step, writes buffers, builds the result."""
+    """Runs the calls of one course of one planned signature.
+
+    compiled   what was planned
+    state      what it depends on beside the call
+    asked      what the function asked of values, with the answers that this course assumes
+    """
 
     def __init__(self, fn: Any, compiled: Compiled, place: Placing, local: bool, waiting: Waiting) -> None:
         self.compiled, self._waiting, self._name, self._place = compiled, waiting, name_of(fn), place
@@ -34,8 +43,8 @@ class Runner:
         graph = compiled.graph
         self.asked = graph.asked
         self._assumed = tuple(bool(answer) for question, answer in graph.asked if question.late)
-        self._leaves = bool(self._assumed or compiled.effects.writes)
-        self._result, self._left = graph.result, graph.left
+        self._has_effects = bool(self._assumed or compiled.effects.writes)
+        self._result, self._effects = graph.result, graph.left
         updates = (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
         self._updated = {port.name for port in graph.outputs if port.role in updates}
         places = self._inputs = [port.name for port in graph.inputs if port.role is Role.INPUT]
@@ -45,9 +54,11 @@ class Runner:
             else None
             for p in compiled.local.outputs
         ]
-        self._learned = next((p.name for p in graph.outputs if p.role is Role.INPUT_UPDATE and p.requires_grad), None)
+        self._differentiable = next(
+            (p.name for p in graph.outputs if p.role is Role.INPUT_UPDATE and p.requires_grad), None
+        )
         self._executor = place.executor(compiled.mesh)
-        self._see = place.given(fn, local, compiled)
+        self._observe = place.observer(fn, local, compiled)
         self._enter = [place.enter(placed, local) for placed in compiled.local.inputs]
         self._leave = [place.leave(placed) for placed in compiled.local.outputs]
         self._step: CompiledStep | None = None
@@ -58,18 +69,18 @@ class Runner:
         """Take parameters and buffers from where they are in `fn` now: a module inside may have been replaced. The
         parameters that are what the executor takes stay until the next `bind`, and so does all that makes them so."""
         constants, local = self.compiled.graph.constants, self.compiled.local
-        given: list[Any] = []
+        taken: list[Any] = []
         changing: list[tuple[int, Source | None, Change | None, bool]] = []
-        learned: list[Source] = []
+        trained: list[Source] = []
         for i, (placed, enter) in enumerate(zip(local.inputs, self._enter, strict=True)):
             name, role = placed.port.name, placed.port.role
             source = _source(fn, constants, role, name)
             held = source() if source and role is Role.PARAMETER else None
             if source and held is not None and held.requires_grad and not held.is_inference():
-                learned.append(source)
-            stays = held is not None and (enter is None or enter(held) is held)
-            given.append(held if stays else None)
-            if not stays:
+                trained.append(source)
+            is_taken = held is not None and (enter is None or enter(held) is held)
+            taken.append(held if is_taken else None)
+            if not is_taken:
                 changing.append((i, source, enter, name in self._updated))
         buffers = [
             _source(fn, constants, Role.BUFFER, p.port.name) if p.port.role is Role.BUFFER_UPDATE else None
@@ -77,8 +88,8 @@ class Runner:
         ]
         if self._updated:
             self._check_apart(fn)
-        self._stepped = learned[:: -(-len(learned) // _STEPPED) or 1]
-        self._bound = given, changing, buffers  # at once: another thread may be in a call
+        self._stepped = trained[:: -(-len(trained) // _STEPPED) or 1]
+        self._bound = taken, changing, buffers  # at once: another thread may be in a call
 
     def _check_apart(self, fn: Callable[..., Any]) -> None:
         """Raise RuntimeStateError if a buffer that a call writes shares memory with other state."""
@@ -107,33 +118,37 @@ class Runner:
             self._step = self._step or self._step_of(self.compiled.program)
             return self._step
 
-    def _build(self, wanted: tuple[bool, ...]) -> CompiledStep:
+    def _separated(self, wanted: tuple[bool, ...]) -> CompiledStep:
+        """The step whose backward starts from other outputs than planned."""
         if wanted not in self._others:
             purpose = f"differentiate other results of {self._name}"
-            program = self._place.same(purpose, lambda: self.compiled.program_for(wanted), str)
+            program = self._place.agreed(purpose, lambda: self.compiled.program_for(wanted), str)
             self._others[wanted] = self._step_of(program)
         return self._others[wanted]
 
     def _step_of(self, program: Program) -> CompiledStep:
         return CompiledStep(
-            program.step, self._executor, self._build,
+            program.step, self._executor, self._separated,
             self._accumulation, self._waiting, self.compiled.context.backend,
         )  # fmt: skip
 
     def _accumulation(self, wanted: tuple[bool, ...]) -> Accumulation | None:
         purpose = f"put off the reductions of {self._name}"
-        return self._place.same(purpose, lambda: self.compiled.accumulation_for(wanted), str)
+        return self._place.agreed(purpose, lambda: self.compiled.accumulation_for(wanted), str)
 
     def __call__(self, given: Sequence[Tensor]) -> Any:
-        if self._learned is not None and torch.is_grad_enabled():
+        """The result of a call with the tensors `given`. Raises MistakenError where late questions have other answers
+        than this course assumes: then nothing was written."""
+        if self._differentiable is not None and torch.is_grad_enabled():
             raise RuntimeStateError(
-                f"the function writes to {self._learned!r} in place what depends on a tensor that needs a gradient, "
-                "which would not reach it; return the new value, write a detached one, or call it under torch.no_grad()"
+                f"the function writes to {self._differentiable!r} in place what depends on a tensor that needs a "
+                "gradient, which would not reach it; return the new value, write a detached one, or call it under "
+                "torch.no_grad()"
             )
         if self._updated:
             self._check_inputs_apart(given)
-        if self._see is not None:
-            self._see(given, [source() for source in self._stepped])
+        if self._observe is not None:
+            self._observe(given, [source() for source in self._stepped])
         rest = iter(given)
         bound, changing, buffers = self._bound
         tensors = bound.copy()
@@ -156,9 +171,9 @@ class Runner:
                 results.append(leave(value) if leave else value)
         result = self._result.build(results)  # takes what it needs from the front
         left: Sequence[Any] = ()
-        if self._leaves:
-            assert self._left is not None
-            left, read = self._left.build(results)
+        if self._has_effects:
+            assert self._effects is not None
+            left, read = self._effects.build(results)
             if self._assumed:
                 self._check_assumed(read, before)
         if writes:

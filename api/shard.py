@@ -22,7 +22,7 @@ from partway.propagation.capture.tracing import capturing
 from partway.propagation.graph.structure import name_of
 from partway.propagation.plan.plan import Plan
 from partway.request import Request
-from partway.sharded import ShardedModule, sharded_class
+from partway.sharded import sharded_class
 from partway.strategy import StrategyError
 
 
@@ -78,9 +78,7 @@ def shard(
 
 
 def _shard(fn: Any, request: Request) -> Any:
-    before: Engine | None = None
-    if isinstance(fn, ShardedFunction | ShardedModule):
-        before = fn._engine if isinstance(fn, ShardedFunction) else engine_of(fn)
+    before = fn._engine if isinstance(fn, ShardedFunction) else engine_of(fn)
     if before is not None and not before.refused:
         raise StrategyError(f"{name_of(fn)} is sharded already; call shard once, with all annotations")
     check_target("shard", fn)
@@ -115,10 +113,10 @@ class ShardedFunction:
     def __reduce__(self) -> Any:
         """Functions are pickled by name, and so is one that `shard` decorated."""
         path: str = getattr(self, "__qualname__", "")  # that of the function
-        found: Any = sys.modules.get(self.__module__)
+        named: Any = sys.modules.get(self.__module__)
         for name in path.split("."):
-            found = getattr(found, name, None)
-        return path if found is self else (ShardedFunction, (self._engine.fn, self._engine.request))
+            named = getattr(named, name, None)
+        return path if named is self else (ShardedFunction, (self._engine.fn, self._engine.request))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:

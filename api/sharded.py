@@ -26,12 +26,12 @@ class ShardedModule:
     """What `shard` adds to the class of a module. `plan` and `program` are those of its last call."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A module is pickled, and copied, with what was said of it; another plans anew."""
+        """A module is pickled, and copied, with the arguments of its `shard`; the copy plans anew."""
         reduced: Any = super().__reduce_ex__(protocol)
         make, args, *rest = reduced
         if args[:1] != (type(self),):
             raise RuntimeStateError(
-                f"{type(self).__name__} is pickled and copied by a __reduce__ of its own, which knows no shard; "
+                f"{type(self).__name__} is pickled and copied by a __reduce__ of its own, which does not know shard; "
                 "keep its state_dict(), or copy it before shard"
             )
         return _remade, (make, _engine(self).kind, *args[1:]), *rest
@@ -40,7 +40,7 @@ class ShardedModule:
         make, args, state, *_ = self.__reduce_ex__(4)
         copied = make(*args)
         copied.__dict__.update(state)
-        set_engine(copied, _engine(self).of(copied))
+        set_engine(copied, _engine(self).renewed(copied))
         return copied
 
     @contextmanager
@@ -54,10 +54,10 @@ class ShardedModule:
             model(batches[-1]).backward()
 
         As with DistributedDataParallel, whose name this is, the call has to be inside, and `.grad` is right after the
-        last backward only: of what waits it is a zero. Gradients that need no reduction come at once, as always.
+        last backward only: until then it is zero for what waits. Gradients that need no reduction come at once.
 
-        What waits stays until it is reduced, after an exception too; who drops gradients (zero_grad, or `.grad = None`)
-        drops what waits of them. A step of the optimizer before the last backward does not see what waits.
+        What waits stays until it is reduced, after an exception too; dropping gradients (zero_grad, or `.grad = None`)
+        drops what waits of them, too. A step of the optimizer before the last backward does not see what waits.
         """
         waiting, block = [engine.waiting for engine in _engine(self).engines()], object()
 
