@@ -27,6 +27,9 @@ def test_parts_that_several_ranks_hold_count_once() -> None:
 @pytest.mark.parametrize(("sizes", "parts"), [((4, 1), 2), ((2, 2, 1, 1), 4), ((3, 2, 1, 3), 4), ((2, 1, 1, 1), 2)])
 def test_parts_that_no_cut_of_a_whole_gives_are_refused_with_their_sizes(sizes: tuple[int, ...], parts: int) -> None:
     said = rf"input 'x': the ranks hold parts of sizes {', '.join(map(str, sizes))} of dim 0; give every rank "
-    said += rf"equally many, as a loader with drop_last=True does; only the last part may be .*, as torch.chunk cuts into {parts} parts"
+    said += (
+        "equally many, as a loader with drop_last=True does; only the last part may be .*, as torch.chunk cuts into "
+    )
+    said += f"{parts} parts"
     with pytest.raises(StrategyError, match=said):
         whole_shapes(["input 'x'", "input 'y'"], held(*sizes), [(parts, 1), (1,)])
