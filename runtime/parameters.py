@@ -3,14 +3,13 @@
 An optimizer holds parameters as objects, so these must stay the same from when it is made. `distribute` makes the
 parameters DTensors when a module is sharded, before there is a plan: whole on every rank. `redistribute` splits them
 when there is one, in place (`torch.utils.swap_tensors`). An ordinary parameter cannot become a DTensor in place (the
-classes differ in their slots), so an optimizer that was made even earlier would step the old ones: that is an error,
-as it would go wrong silently.
+classes differ in their slots), so an optimizer that was made even earlier would step the old ones: its first step is an
+error (`optimizers.py`), as it would go wrong silently.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from ..strategy.errors import RuntimeStateError, StrategyError
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.notation import to_dtensor
+from . import optimizers
 from .execute import device_mesh
 from .slices import part_of
 from .torch_internals import give_hooks, take_hooks
@@ -32,18 +32,11 @@ def distribute(module: nn.Module) -> None:
     """Make the parameters of `module` DTensors that are whole on every rank. Their values must agree on all ranks.
     DTensors stay as they are.
 
-    Raises RuntimeStateError if an optimizer was made of the old parameters; a gradient that still reaches one of them
-    later raises it too.
+    A step of an optimizer that was made of the old parameters raises RuntimeStateError, and so does a gradient that
+    still reaches one of them.
     """
     layout = Layout.replicated(Mesh.of_sizes((dist.get_world_size(),)))
     old = {id(held): (name, held) for name, held in module.named_parameters() if not isinstance(held, DTensor)}
-    if _holders(old):
-        gc.collect()  # one that is only not collected yet does no harm
-    for optimizer, name in _holders(old):
-        raise RuntimeStateError(
-            f"{optimizer} was made of parameter {name} before its module was sharded, and would step what the module "
-            "no longer uses; call shard first, then make the optimizer of the sharded module's parameters"
-        )
     new = {key: _parameter(held, layout) for key, (_, held) in old.items()}
     for owner in module.modules():
         for name, held in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
@@ -53,11 +46,14 @@ def distribute(module: nn.Module) -> None:
         give_hooks(new[key], take_hooks(held))
         if held.requires_grad:
             held.register_hook(_refusal(name))
+    if old:
+        optimizers.replaced({held: name for name, held in old.values()})
 
 
 def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
     """Give the parameters of `module` the layouts that `layouts` has for their names, in place: they stay the same
-    objects, and so do their gradients' and optimizer states' places. Every rank calls it.
+    objects, and so do their gradients' and optimizer states' places. (A state is laid out like its parameter when its
+    optimizer next steps.) Every rank calls it.
 
     Raises RuntimeStateError for a name that `module` does not have, two layouts for one parameter, one that is no
     DTensor, or one that something else still needs as it is (a graph whose backward has not run, a weak reference).
@@ -77,8 +73,7 @@ def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
                 f"{other} and {name} are one parameter, but their layouts are {before} and {layout}; give them one"
             )
     for name, layout in wanted.values():
-        held: Any = parameters[name]
-        if held.device_mesh == device_mesh(layout.mesh) and held.placements == to_dtensor(layout):
+        if _is_placed(parameters[name], layout):
             continue
         try:
             _swap(parameters[name], _parameter(parameters[name], layout))
@@ -87,11 +82,20 @@ def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
                 f"parameter {name} cannot be split now, because something holds on to it; run backward() of what was "
                 f"computed with it before the first call of the sharded module, and keep no weak references: {error}"
             ) from error
-    for optimizer in _optimizers():
-        for parameter, state in optimizer.state.items():
-            if id(parameter) in wanted:
-                shape, layout = parameter.shape, wanted[id(parameter)][1]
-                state |= {key: shard_tensor(v, layout) for key, v in state.items() if _like(v, shape)}
+    if wanted:
+        optimizers.laid_out(module, dict(wanted.values()), _placed)
+
+
+def _is_placed(tensor: Tensor, layout: Layout) -> bool:
+    """Whether `tensor` is a DTensor that is laid out as `layout` already."""
+    if not isinstance(tensor, DTensor):
+        return False
+    return tensor.device_mesh == device_mesh(layout.mesh) and tensor.placements == to_dtensor(layout)
+
+
+def _placed(tensor: Tensor, layout: Layout) -> Tensor:
+    """`tensor` as a DTensor that is laid out as `layout`."""
+    return tensor if _is_placed(tensor, layout) else shard_tensor(tensor, layout)
 
 
 def hold(module: nn.Module, name: str, part: Tensor) -> None:
@@ -128,28 +132,6 @@ def _parameter(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     for name, attribute in vars(parameter).items():
         setattr(new, name, attribute)
     return new
-
-
-def _holders(parameters: Mapping[int, tuple[str, nn.Parameter]]) -> list[tuple[str, str]]:
-    """The optimizers of any of `parameters` (by id), each with the name of one."""
-    return [
-        (type(optimizer).__name__, parameters[id(held)][0])
-        for optimizer in _optimizers()
-        for group in optimizer.param_groups
-        for held in group["params"]
-        if id(held) in parameters
-    ]
-
-
-def _optimizers() -> Iterator[torch.optim.Optimizer]:
-    """The optimizers that there are."""
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.optim.Optimizer):  # isinstance would ask for its __class__, which may be code
-            yield found
-
-
-def _like(value: object, shape: torch.Size) -> bool:
-    return isinstance(value, Tensor) and value.shape == shape and value.dim() > 0
 
 
 def _refusal(name: str) -> Callable[[Tensor], None]:
