@@ -1,18 +1,18 @@
-"""The backward that a torch.autograd.Function brings along, in a graph of which autograd is to make the backward.
+"""The backward that a torch.autograd.Function defines, in a graph whose backward autograd makes.
 
-torch.export leaves the operators of the Function's forward and nothing of its backward, so that the gradient would be
-another one. A backward is linear in the gradient it is given: g ↦ B g. With Bᵀ its transpose,
+torch.export keeps the operators of the Function's forward and nothing of its backward, so that the gradient would be
+wrong. A backward is linear in the gradient that it takes: g ↦ B g. With Bᵀ its transpose,
 
     y = detach(forward(x)) + Bᵀ (x - detach(x))
 
-has the value of the forward, and its gradient is B g. Plain operators all, they are planned like any others.
+has the value of the forward, and its gradient is B g. These are plain operators, planned like any others.
 
-While a function is captured (`recorded`) the backward is called on a stand-in for the gradient, and two operators note
-where it is; `adopt` then makes Bᵀ of what stands between them.
+While a function is captured (`recorded`) the backward is called on a stand-in for the gradient, and two operators mark
+where it begins and ends; `adopt` then transposes what stands between them.
 
     partway::cotangent(y)        a stand-in for the gradient of y
     partway::with_backward(outputs, cotangents, inputs, gradients)
-                                 the outputs, whose backward makes `gradients` of `cotangents`
+                                 the outputs, whose backward computes `gradients` from `cotangents`
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.autograd import Function
 
 from ...strategy.afterwards import afterwards
 from ...strategy.errors import CaptureError
-from ..graph.nodes import module_path, source_line, source_of, value
+from ..graph.nodes import at_source, module_path, source_of, value
 from ..rules.builder import Builder
 from ..torch_internals import make_fx
 
@@ -53,7 +53,7 @@ def _fake_with_backward(outputs: list[Tensor], *_: Any) -> list[Tensor]:
 
 
 class _Context:
-    """What a Function's forward leaves for its backward."""
+    """What a Function's forward leaves for its backward: the `ctx` that both are given."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -61,19 +61,22 @@ class _Context:
         self.constant: tuple[Tensor, ...] = ()
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors for the backward."""
         self.saved_tensors = tensors
 
     def save_for_forward(self, *tensors: Tensor | None) -> None:
-        pass
+        """Nothing: there is no forward mode."""
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """Note the results that no gradient leaves."""
         self.constant = tensors
 
     def mark_dirty(self, *_: Tensor) -> None:
+        """Raise CaptureError."""
         raise CaptureError("writes to its arguments in place (mark_dirty); let its forward return new tensors")
 
     def set_materialize_grads(self, _: bool) -> None:
-        pass  # the stand-ins are tensors always
+        """Nothing: the stand-ins are always tensors."""
 
 
 @contextlib.contextmanager
@@ -81,8 +84,8 @@ def recorded() -> Iterator[None]:
     """While a function is captured, calls of Functions in this thread are recorded with their backward. (PyTorch's own,
     as those of torch.utils.checkpoint, are left to it.)
 
-    `apply` is replaced meanwhile: PyTorch has nothing that would tell of such a call, neither a mode nor a key of its
-    dispatcher sees it, and without it the gradients would silently be others."""
+    `apply` is replaced meanwhile: neither a mode nor a key of PyTorch's dispatcher sees such a call, and without it
+    the gradients would silently be wrong."""
     plain, thread = Function.__dict__["apply"], threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,15 +110,15 @@ def _record(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound.apply_defaults()
         args = bound.args
         context.needs_input_grad = tuple(isinstance(a, Tensor) and a.is_floating_point() for a in args)
-        found = cls.forward(*args)
-        cls.setup_context(context, args, found)
+        output = cls.forward(*args)
+        cls.setup_context(context, args, output)
     else:
-        found = cls.forward(context, *args, **kwargs)
-    results = found if isinstance(found, tuple) else (found,)
+        output = cls.forward(context, *args, **kwargs)
+    results = output if isinstance(output, tuple) else (output,)
     stand_ins = [cotangent(y) if isinstance(y, Tensor) else None for y in results]
-    made = inspect.unwrap(cls.backward)(context, *stand_ins)
-    made = made if isinstance(made, tuple) else (made,)
-    pairs = [(x, g) for x, g in zip(args, made, strict=False) if isinstance(x, Tensor) and isinstance(g, Tensor)]
+    backward = inspect.unwrap(cls.backward)(context, *stand_ins)
+    backward = backward if isinstance(backward, tuple) else (backward,)
+    pairs = [(x, g) for x, g in zip(args, backward, strict=False) if isinstance(x, Tensor) and isinstance(g, Tensor)]
     able = [i for i, y in enumerate(results) if isinstance(y, Tensor) and y.is_floating_point()]
     able = [i for i in able if not any(results[i] is y for y in context.constant)]
     new = list(results)
@@ -125,11 +128,11 @@ def _record(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for i, y in zip(able, outputs, strict=True):
             new[i] = y
     new = [y.detach() if isinstance(y, Tensor) and i not in able else y for i, y in enumerate(new)]
-    return tuple(new) if isinstance(found, tuple) else new[0]
+    return tuple(new) if isinstance(output, tuple) else new[0]
 
 
 def adopt(module: fx.GraphModule) -> None:
-    """Write every noted backward as its transpose (in place; capture owns the module)."""
+    """Write every recorded backward as its transpose (in place; capture owns the module)."""
     for node in list(module.graph.nodes):
         if node.target is with_backward:
             _transpose(Builder(module.graph, node, 1, {}), node)
@@ -137,6 +140,7 @@ def adopt(module: fx.GraphModule) -> None:
 
 
 def _transpose(b: Builder, node: fx.Node) -> None:
+    """Replace a call of `with_backward` by its outputs, with the transposed backward added."""
     outputs, cotangents, inputs, gradients = (list(part) for part in node.args)  # type: ignore[arg-type]
     moved = [b(aten.sub.Tensor, x, b(aten.detach.default, x)) for x in inputs]
     added: list[fx.Node | None] = [None] * len(outputs)
@@ -154,7 +158,7 @@ def _transpose(b: Builder, node: fx.Node) -> None:
 
 
 def _transposed(b: Builder, cotangents: list[fx.Node], gradient: fx.Node, x: fx.Node) -> list[fx.Node | None]:
-    """For each cotangent: what makes `gradient` of it, transposed, and given x. None: nothing does."""
+    """For each cotangent: what computes `gradient` from it, transposed and applied to x; None if nothing does."""
     inner = _between(cotangents, gradient)
     if not inner:
         return [None] * len(cotangents)
@@ -170,20 +174,19 @@ def _transposed(b: Builder, cotangents: list[fx.Node], gradient: fx.Node, x: fx.
     def transpose(given: list[Tensor], others: list[Tensor], v: Tensor) -> list[Tensor | None]:
         variables = [g.detach().requires_grad_() for g in given]
         with torch.enable_grad():
-            made = fx.Interpreter(backward).run(*variables, *others)
-        v = v.to(made.dtype) if v.shape == made.shape else v.to(made.dtype).expand_as(made)
-        return list(torch.autograd.grad(made, variables, v, allow_unused=True)) if made.requires_grad else []
+            y = fx.Interpreter(backward).run(*variables, *others)
+        v = v.to(y.dtype) if v.shape == y.shape else v.to(y.dtype).expand_as(y)
+        return list(torch.autograd.grad(y, variables, v, allow_unused=True)) if y.requires_grad else []
 
     values = [value(n) for n in cotangents], [value(n).detach() for n in outer], value(x).detach()
     traced = make_fx(transpose)(*values)
     traced.graph.eliminate_dead_code()
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     if any(n.users for n in placeholders[: len(cotangents)]):
-        where, line = module_path(gradient) or "the function", source_line(gradient)
         raise CaptureError(
-            f"a torch.autograd.Function in {where} has a backward that is not linear in the gradient it is given, as "
-            "one that clips it; change the gradient after backward(), or do this part outside the sharded function"
-            + (f"\n  at {line}" if line else "")
+            f"a torch.autograd.Function in {module_path(gradient) or 'the function'} has a backward that is not linear "
+            "in the gradient it is given, as one that clips it; change the gradient after backward(), or do this part "
+            f"outside the sharded function{at_source(gradient)}"
         )
     env: dict[fx.Node, Any] = dict(zip(placeholders, [*cotangents, *outer, x], strict=True))
     for n in traced.graph.nodes:
@@ -195,7 +198,7 @@ def _transposed(b: Builder, cotangents: list[fx.Node], gradient: fx.Node, x: fx.
 
 
 def _between(cotangents: list[fx.Node], gradient: fx.Node) -> list[fx.Node]:
-    """The nodes that `gradient` is made by from `cotangents`, in order."""
+    """The nodes that compute `gradient` from `cotangents`, in order."""
     reached: dict[fx.Node, bool] = dict.fromkeys(cotangents, True)
     order: list[fx.Node] = []
     stack = [(gradient, False)]

@@ -1,19 +1,10 @@
-"""Control flow (torch.cond, while_loop, scan and map), and operators of a person's own that write to their operands, as
+"""Control flow (torch.cond, while_loop, scan and map), and users' operators that write to their operands, as
 torch.export leaves them.
 
-A loop of a known and modest number of steps is unrolled: its operators are then planned like any others. What is left,
-a branch on a value, a loop that ends by one, or an operator that writes, which then writes to copies, becomes one call
-of an operator that every device runs whole:
-
-    partway::run(operands, key)      what the Python functions called `key` make of the operands: `forward` with their
-                                     values, `like` with their shapes alone
-    partway::run_backward(gradients, operands, key)
-                                     the gradients of the operands: `forward` runs again and is differentiated
-
-Capture writes these functions as text, which calls operators by their names in torch.ops and nothing else, and makes
-them. Their key is a digest of the text, so that a graph stays a plain list of calls and can be kept on disk: the next
-start captures the same text, and finds it under the same key. A key that capture did not make here runs nothing,
-wherever the call comes from: an operator that ran a text would run whatever a file with a program says.
+A loop of a known and modest number of steps is unrolled: its operators are then planned like any others. What remains
+is a branch on a value, a loop that ends on one, or an operator that writes (here to copies). It becomes one call of
+`partway::run` (ops/functions.py), replicated on every device: of a text that is written here, and that calls operators
+by their names in torch.ops and nothing else.
 """
 
 from __future__ import annotations
@@ -26,20 +17,18 @@ import torch
 from torch import fx
 
 from ...strategy.errors import CaptureError
-from ..graph.nodes import draws_random_numbers, module_path, shape, source_line
+from ..graph.nodes import at_source, draws_random_numbers, module_path, shape
 from ..ops.functions import made_of, run
 from ..rules.builder import Builder
 from ..torch_internals import OpOverload, tree_flatten
 
 aten, higher = torch.ops.aten, torch.ops.higher_order
-MOST_NODES = 2048  # a loop of so many operators in all is unrolled
-
-# -- Of graphs ---------------------------------------------------------------------------------------------------------
+MOST_NODES = 2048  # loops of more operators than that in all steps are not unrolled
 
 
 def flatten_control(module: fx.GraphModule) -> None:
-    """Unroll the loops in `module`, and make the rest of its control flow calls of `partway::run` (in place; capture
-    owns the module). Raises CaptureError for random numbers inside."""
+    """Unroll the loops in `module`, and turn the rest of its control flow into calls of `partway::run` (in place).
+    Raises CaptureError for random numbers inside."""
     for child in module.children():
         if isinstance(child, fx.GraphModule):
             flatten_control(child)
@@ -53,6 +42,7 @@ def flatten_control(module: fx.GraphModule) -> None:
 
 
 def _replace(node: fx.Node, results: Sequence[fx.Node]) -> None:
+    """Let all that reads a result of `node` read one of `results`, and drop the node."""
     for item in list(node.users):
         item.replace_all_uses_with(results[item.args[1]])  # type: ignore[index]
         node.graph.erase_node(item)
@@ -63,9 +53,9 @@ def _child(node: fx.Node, argument: Any) -> fx.GraphModule:
     """The graph that an argument of `node` stands for."""
     owner = node.graph.owning_module
     assert owner is not None
-    found = owner.get_submodule(argument.target)
-    assert isinstance(found, fx.GraphModule)
-    return found
+    child = owner.get_submodule(argument.target)
+    assert isinstance(child, fx.GraphModule)
+    return child
 
 
 def _lists(arguments: Any) -> list[list[fx.Node]]:
@@ -75,20 +65,21 @@ def _lists(arguments: Any) -> list[list[fx.Node]]:
 
 def _inlined(b: Builder, body: fx.GraphModule, operands: Sequence[fx.Node]) -> list[fx.Node]:
     """The results of `body`, its operators written out with `operands` for its inputs."""
-    made: dict[fx.Node, fx.Node] = {}
-    given = iter(operands)
+    inlined: dict[fx.Node, fx.Node] = {}
+    inputs = iter(operands)
     for node in body.graph.nodes:
         if node.op == "placeholder":
-            made[node] = next(given)
+            inlined[node] = next(inputs)
         elif node.op == "call_function":
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
-            made[node] = b(node.target, *args, **kwargs)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), inlined.__getitem__)
+            inlined[node] = b(node.target, *args, **kwargs)
         elif node.op == "output":
-            return [made[result] for result in tree_flatten(node.args[0])[0]]
+            return [inlined[result] for result in tree_flatten(node.args[0])[0]]
     raise AssertionError("a graph ends with its output")
 
 
 def _modest(body: fx.GraphModule, steps: int) -> bool:
+    """Whether a loop has few enough operators in all its steps to be unrolled."""
     calls = [node for node in body.graph.nodes if node.op == "call_function"]
     return steps * len(calls) <= MOST_NODES
 
@@ -98,11 +89,11 @@ def _text(node: fx.Node, name: str, body: fx.GraphModule) -> str:
     for inner in body.graph.nodes:
         known = inner.target in (operator.getitem, *_WRITES) or isinstance(inner.target, OpOverload)
         if inner.op == "get_attr" or (inner.op == "call_function" and not known):
-            raise CaptureError(f"{_what(node)} runs {inner.target}, which is no operator{_at(node)}")
+            raise CaptureError(f"{_what(node)} runs {inner.target}, which is not an operator{at_source(node)}")
         if inner.op == "call_function" and isinstance(inner.target, OpOverload) and draws_random_numbers(inner):
             raise CaptureError(
-                f"{_what(node)} draws random numbers ({inner.target}), which its backward, where it runs again, would "
-                f"draw anew{_at(node)}; draw them before, and pass them as operands"
+                f"{_what(node)} draws random numbers ({inner.target}), and its backward runs it again, with others"
+                f"{at_source(node)}; draw them before, and pass them as operands"
             )
     lines = body.graph.python_code("self").src.strip().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("def forward("))
@@ -111,15 +102,12 @@ def _text(node: fx.Node, name: str, body: fx.GraphModule) -> str:
 
 
 def _what(node: fx.Node) -> str:
+    """What messages call the operator of `node`."""
     return f"torch.{node.target} in {module_path(node) or 'the function'}"
 
 
-def _at(node: fx.Node) -> str:
-    line = source_line(node)
-    return f"\n  at {line}" if line else ""
-
-
 def _called(b: Builder, operands: Sequence[fx.Node], text: str) -> list[fx.Node]:
+    """The results of a call of the Python functions in `text`."""
     call = b(run, list(operands), made_of(text))
     return [b(operator.getitem, call, i) for i in range(len(call.meta["val"]))]
 
@@ -151,8 +139,8 @@ def like(*operands):
 
 
 def _scan(b: Builder, node: fx.Node) -> list[fx.Node]:
-    """scan(body, what is carried, what is scanned along dim 0, further operands): what is carried in the end, and what
-    the steps gave, stacked."""
+    """scan(body, what is carried, what is scanned along dim 0, further operands): what is carried in the end, and the
+    results of the steps, stacked."""
     body, (carried, scanned, further) = _child(node, node.args[0]), _lists(node.args[1:4])
     steps, count = shape(scanned[0])[0], len(carried)
     stop = count + len(scanned)
@@ -174,23 +162,23 @@ def like(*operands):
     return [*carried, *(x.expand({steps}, *x.shape) for x in found)]
 """
         return _called(b, [*carried, *scanned, *further], text)
-    given: list[list[fx.Node]] = []
+    columns: list[list[fx.Node]] = []
     for i in range(steps):
-        found = _inlined(b, body, [*carried, *(b(aten.select.int, x, 0, i) for x in scanned), *further])
-        carried = found[:count]
-        given.append(found[count:])
-    return [*carried, *(b(aten.stack.default, list(column), 0) for column in zip(*given, strict=True))]
+        results = _inlined(b, body, [*carried, *(b(aten.select.int, x, 0, i) for x in scanned), *further])
+        carried = results[:count]
+        columns.append(results[count:])
+    return [*carried, *(b(aten.stack.default, list(column), 0) for column in zip(*columns, strict=True))]
 
 
 def _map(b: Builder, node: fx.Node) -> list[fx.Node]:
-    """map(body, what is taken apart along dim 0, further operands): each by itself."""
+    """map(body, what is taken apart along dim 0, further operands): the body on each slice by itself."""
     body, (mapped, further) = _child(node, node.args[0]), _lists(node.args[1:3])
     rows = [[b(aten.select.int, x, 0, i) for x in mapped] for i in range(shape(mapped[0])[0])]
-    given = [_inlined(b, body, [*row, *further]) for row in rows]
-    return [b(aten.stack.default, list(column), 0) for column in zip(*given, strict=True)]
+    results = [_inlined(b, body, [*row, *further]) for row in rows]
+    return [b(aten.stack.default, list(column), 0) for column in zip(*results, strict=True)]
 
 
-def _written(b: Builder, node: fx.Node) -> list[fx.Node]:
+def _writing(b: Builder, node: fx.Node) -> list[fx.Node]:
     """auto_functionalized(operator, arguments, what is written to): the operator's results, and what it wrote."""
     body = fx.Graph()
     operands = node.all_input_nodes
@@ -205,14 +193,14 @@ def _written(b: Builder, node: fx.Node) -> list[fx.Node]:
 def like(*operands):
     return forward(*operands)
 """
-    found = iter(_called(b, operands, text))
-    return [operands[0] if value is None else next(found) for value in node.meta["val"]]  # nobody reads what is None
+    results = iter(_called(b, operands, text))
+    return [operands[0] if value is None else next(results) for value in node.meta["val"]]  # nobody reads a None
 
 
 _WRITES = (higher.auto_functionalized, higher.auto_functionalized_v2)
 
 CONTROL: dict[Any, Callable[[Builder, fx.Node], list[fx.Node]]] = {
-    **dict.fromkeys(_WRITES, _written),
+    **dict.fromkeys(_WRITES, _writing),
     higher.cond: _branch,
     higher.map_impl: _map,
     higher.scan: _scan,

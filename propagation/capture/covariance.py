@@ -1,5 +1,7 @@
-"""Covariance and correlation as the operators that PyTorch makes of them: their checks of weights are questions about
-values (questions.py), and torch.export would keep the operators whole, with the questions inside.
+"""Covariance and correlation, written with the operators that PyTorch computes them with.
+
+Their checks of weights are questions about values (questions.py), and torch.export would keep the operators whole, with
+the questions inside.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ def cov(x: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweig
         raise RuntimeError(f"cov(): expected two or fewer dimensions of numbers, and got {x.dtype}{list(x.shape)}")
     x = x.reshape(1, -1) if x.dim() < 2 else x
     weights = fweights
-    for name, given in (("fweights", fweights), ("aweights", aweights)):
-        if given is not None and given.numel() and not given.min() >= 0:
+    for name, factors in (("fweights", fweights), ("aweights", aweights)):
+        if factors is not None and factors.numel() and not factors.min() >= 0:
             raise RuntimeError(f"cov(): {name} cannot be negative")
     if aweights is not None:
         weights = aweights if weights is None else weights * aweights

@@ -1,4 +1,4 @@
-"""Operators that are captured as those which PyTorch itself writes them with, and which have rules."""
+"""Operators without rules that are captured as the operators PyTorch writes them with, which have rules."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ _COPIED = (
     aten.view_as_real.default,
 )
 
-# Their results share the memory of the operand, and their schemas do not say so.
+# Their results share the memory of the operand, though their schemas do not say so.
 _SAFE = {
     aten.unsafe_split.Tensor: aten.split.Tensor,
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
@@ -114,7 +114,7 @@ _SAFE = {
 
 
 def _copy(view: Any) -> tuple[Any, Any]:
-    """The twin of a view, and what it is."""
+    """The copying twin of a view, and its decomposition."""
     name, overload = view._schema.name.removeprefix("aten::"), view._overloadname
     return getattr(getattr(aten, f"{name}_copy"), overload), lambda *args, **kwargs: tree_map(
         torch.clone, view(*args, **kwargs)
@@ -130,11 +130,11 @@ def _repeat(x: torch.Tensor, repeats: list[int]) -> torch.Tensor:
 
 
 def _distance(x: torch.Tensor, y: torch.Tensor, p: float = 2.0) -> torch.Tensor:
-    found: torch.Tensor = torch.linalg.vector_norm(x - y, p)
-    return found
+    distance: torch.Tensor = torch.linalg.vector_norm(x - y, p)
+    return distance
 
 
-# Composites and written-out ones that come to views, casts, copies and kernels, whatever is said of other composites.
+# Composite and written-out operators that become views, casts, copies and kernels, whatever becomes of others.
 _SIMPLE = frozenset([
     aten.batch_norm.default,
     aten.broadcast_to.default,
@@ -177,9 +177,9 @@ _SIMPLE = frozenset([
 def write_out(exported: ExportedProgram) -> ExportedProgram:
     """`exported.run_decompositions(written_out())`, in less time.
 
-    That overrides all of PyTorch's 500 composite operators anew, each under 20 keys, so that none but the chosen is
-    written as others: some 0.2 s, however small the program. Where what it calls cannot come to others than it calls,
-    it is enough to override those.
+    That call overrides all of PyTorch's 500 composite operators each time, under 20 keys each, so that only the chosen
+    ones are decomposed: some 0.2 s, however small the program. Where the operators that the program calls cannot become
+    composite ones that it does not call, it is enough to override those.
     """
     called = {
         node.target
@@ -188,15 +188,15 @@ def write_out(exported: ExportedProgram) -> ExportedProgram:
         for node in module.graph.nodes
         if isinstance(node.target, OpOverload)
     }
-    if not all(map(_stays, called)):
+    if not all(map(_becomes_no_composite, called)):
         decomposed: ExportedProgram = exported.run_decompositions(written_out())
         return decomposed
     composite, others = _tables()
     return decompose(exported, {op: composite[op] for op in called if op in composite}, others)
 
 
-def _stays(operator: OpOverload) -> bool:
-    """Whether an operator stays what it is, or comes to no composite one."""
+def _becomes_no_composite(operator: OpOverload) -> bool:
+    """Whether an operator stays what it is, or becomes no composite one."""
     if operator in _SIMPLE:
         return True
     schema = operator._schema
@@ -207,20 +207,20 @@ def _stays(operator: OpOverload) -> bool:
 
 @cache
 def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Of the composite operators what becomes of each, and the decompositions of others."""
+    """What becomes of each composite operator, and the decompositions of others."""
     composite, others = split_decompositions(dict(written_out()))
     return composite, others
 
 
 @cache
 def _names() -> frozenset[str]:
-    """The names of what is written out and not simple: a write in place comes to that and a copy."""
+    """The names of what is written out and not simple: a write in place becomes that and a copy."""
     return frozenset(operator._schema.name for operator in written_out() if operator not in _SIMPLE)
 
 
 @cache
 def written_out() -> dict[Any, Any]:
-    """The decomposition of each of them, for `run_decompositions`."""
+    """The decomposition of each operator that is written out, for `run_decompositions`."""
     every = torch.export.default_decompositions()
     known = {target: every[target] for target in WRITTEN_OUT if target in every}
     return {**known, aten.dist.default: _distance, aten.repeat.default: _repeat, **_SAFE, **dict(map(_copy, _COPIED))}

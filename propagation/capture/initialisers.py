@@ -1,6 +1,6 @@
-"""What initialises the tensors of a module, as a Graph: a function whose inputs are at most what it found there.
+"""What initialises the tensors of a module, as a Graph whose inputs are at most the values that are there already.
 
-An initialiser writes into tensors in place. Run on fake ones, it becomes a graph that makes them, in which random
+An initialiser writes into tensors in place. Run on fake ones, it becomes a graph that computes them, in which random
 numbers are drawn in parts like all others; so a rank computes its part of a parameter that no device could hold.
 """
 
@@ -27,8 +27,8 @@ aten = torch.ops.aten
 
 @contextmanager
 def holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """While it lasts `module` has `tensors` for its parameters and buffers of these names; afterwards its own again.
-    What it was given in place of them by then is in `tensors`, if that is a dict."""
+    """Meanwhile `module` has `tensors` for its parameters and buffers of these names. If something else was put in
+    their place by the end, it is in `tensors`, if that is a dict."""
     places = {}
     for name in tensors:
         path, _, attribute = name.rpartition(".")
@@ -50,32 +50,37 @@ def holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def initial(
-    run: Callable[[], object], module: nn.Module, fresh: Sequence[str], made: Sequence[str],
+    run: Callable[[], object], module: nn.Module, fresh: Sequence[str], filled: Sequence[str],
     aliases: Mapping[str, str], device: torch.device, random_numbers: RandomNumbers,
 ) -> Graph:  # fmt: skip
-    """What `run` writes into the tensors of `module`: the outputs of the graph. Those called `fresh` have no values
-    yet, those called `made` have; `aliases` are other names of them. Raises what `run` and tracing raise where its
-    course depends on the values of tensors."""
+    """A graph whose outputs are what `run` writes into the tensors of `module`.
+
+    fresh     the names of tensors that have no values yet
+    filled    the names of tensors that have
+    aliases   other names of these
+
+    Raises what `run` and tracing raise where its course depends on the values of tensors.
+    """
     like = {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
     def written(*given: Tensor) -> tuple[Tensor, ...]:
         tensors = {n: torch.empty(like[n].shape, dtype=like[n].dtype, device=device) for n in fresh}
-        tensors |= {name: tensor.clone() for name, tensor in zip(made, given, strict=True)}
+        tensors |= {name: tensor.clone() for name, tensor in zip(filled, given, strict=True)}
         every = {**tensors, **{alias: tensors[name] for alias, name in aliases.items()}}
         with holding(module, every), torch.no_grad():
             run()
         return tuple(every[name] for name in tensors)
 
     with FakeTensorMode():
-        given = [torch.empty(like[name].shape, dtype=like[name].dtype, device=device) for name in made]
+        given = [torch.empty(like[name].shape, dtype=like[name].dtype, device=device) for name in filled]
         traced = make_fx(torch.func.functionalize(written))(*given)
     final = traced.graph.find_nodes(op="output")[0]
-    kept = [(name, node) for name, node in zip([*fresh, *made], final.args[0], strict=True) if not _untouched(node)]
+    kept = [(name, node) for name, node in zip([*fresh, *filled], final.args[0], strict=True) if not _untouched(node)]
     final.args = (tuple(node for _, node in kept),)
     expand(traced, random_numbers=random_numbers)
     prune(traced)
     inputs = []
-    for name, node in zip(made, traced.graph.find_nodes(op="placeholder"), strict=True):
+    for name, node in zip(filled, traced.graph.find_nodes(op="placeholder"), strict=True):
         if node.users:
             inputs.append(Port(node, Role.PARAMETER, name))
         else:

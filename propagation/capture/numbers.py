@@ -1,7 +1,7 @@
-"""Numbers that a function makes of tensors, `loss.item()`, stay tensors of one element in the graph.
+"""Numbers that a function reads from tensors, `loss.item()`, remain tensors of one element in the graph.
 
-What Python computes with them is computed in float64 and int64, as Python would; where an operator takes one for a
-scalar, its form for tensors takes the tensor. Numbers that are results become Python's when the call is over
+What Python computes with them is computed in float64 and int64, as Python would. Where an operator takes one as a
+scalar, its overload for tensors takes the tensor. Numbers that are results become Python's when the call is over
 (structure.py). No gradient goes through a number.
 """
 
@@ -32,7 +32,7 @@ _ARITHMETIC: dict[Any, Any] = {
     operator.sub: aten.sub.Tensor,
     operator.truediv: aten.div.Tensor,
 }
-# Operators that take a number for their second operand, in their forms for tensors.
+# Operators whose second operand may be a number, with their overloads for tensors.
 _OF_TENSORS: dict[Any, Any] = {
     getattr(getattr(aten, name), overload): getattr(aten, name).Tensor
     for name in ("add", "sub", "mul", "div")
@@ -41,8 +41,8 @@ _OF_TENSORS: dict[Any, Any] = {
 
 
 def numbers_as_tensors(module: fx.GraphModule) -> None:
-    """Replace numbers that are made of tensors by tensors. Those that do more than arithmetic stay, with all that is
-    made of them."""
+    """Replace numbers that are read from tensors by tensors (in place). Those that do more than arithmetic stay,
+    with all that is computed from them."""
     if not any(node.target in _READS for node in module.graph.nodes):
         return
     for node in reversed(module.graph.nodes):  # checks of numbers, and what is computed for them alone
@@ -58,26 +58,26 @@ def numbers_as_tensors(module: fx.GraphModule) -> None:
 
 
 def tensors_read(exported: torch.export.ExportedProgram) -> list[torch.Tensor]:
-    """The tensors from outside of the function of which the graph, as traced, makes numbers: torch.export will write
-    these down as they are now."""
-    follows: dict[fx.Node, dict[int, torch.Tensor]] = {}  # of what follows from constants alone, from which
+    """The tensors from outside the function that the traced graph reads as numbers: torch.export will write these
+    down as they are now."""
+    follows: dict[fx.Node, dict[int, torch.Tensor]] = {}  # from which constants a node follows, if from these alone
     constants = {
         spec.arg.name: exported.constants[spec.target or ""]
         for spec in exported.graph_signature.input_specs
         if spec.kind is InputKind.CONSTANT_TENSOR
     }
-    found: dict[int, torch.Tensor] = {}
+    read: dict[int, torch.Tensor] = {}
     for node in exported.graph.nodes:
         if node.op == "placeholder" and node.name in constants:
             follows[node] = {id(constants[node.name]): constants[node.name]}
         elif node.op == "call_function" and all(operand in follows for operand in node.all_input_nodes):
             follows[node] = {i: tensor for operand in node.all_input_nodes for i, tensor in follows[operand].items()}
-            found |= follows[node] if node.target in _READS else {}
-    return list(found.values())
+            read |= follows[node] if node.target in _READS else {}
+    return list(read.values())
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, tensors: dict[fx.Node, fx.Node]) -> None:
-    """Write `node` with `tensors`, which stand for numbers, if it makes or takes one."""
+    """Write `node` with `tensors`, which stand for numbers, if it reads or takes one."""
     build = Builder(graph, node, 1, {})
     if node.target in _READS:
         read = node.args[0]
@@ -96,8 +96,8 @@ def _rewrite(graph: fx.Graph, node: fx.Node, tensors: dict[fx.Node, fx.Node]) ->
     elif node.target is aten.scalar_tensor.default:
         node.replace_all_uses_with(build.cast(tensors[node.all_input_nodes[0]], value(node).dtype))
     elif node.target in _OF_TENSORS and is_tensor(node.args[0]) and node.args[1] in tensors and not node.kwargs:
-        made = build(_OF_TENSORS[node.target], node.args[0], tensors[node.args[1]])  # type: ignore[index]
-        node.replace_all_uses_with(build.cast(made, value(node).dtype))
+        result = build(_OF_TENSORS[node.target], node.args[0], tensors[node.args[1]])  # type: ignore[index]
+        node.replace_all_uses_with(build.cast(result, value(node).dtype))
     elif node.target is aten.select.int and node.args[2] in tensors:
         node.replace_all_uses_with(_selected(build, node, tensors[node.args[2]]))  # type: ignore[index]
 
@@ -109,16 +109,17 @@ def _selected(build: Builder, node: fx.Node, index: fx.Node) -> fx.Node:
     assert isinstance(dim, int)
     size = value(x).shape[dim]
     place = build(aten.where.self, build(aten.lt.Scalar, index, 0), build(aten.add.Tensor, index, size), index)
-    found = build(aten.index_select.default, x, dim, build(aten.reshape.default, place, [1]))
-    return build(aten.squeeze.dim, found, dim)
+    selected = build(aten.index_select.default, x, dim, build(aten.reshape.default, place, [1]))
+    return build(aten.squeeze.dim, selected, dim)
 
 
 def _operand(build: Builder, arg: Any, tensors: dict[fx.Node, fx.Node], dtype: torch.dtype) -> Any:
-    """A tensor for an operand of arithmetic; None of a number that stays one."""
+    """A tensor for an operand of arithmetic; None for a number that stays one."""
     if isinstance(arg, fx.Node):
         return tensors.get(arg)
     return build(aten.scalar_tensor.default, arg, dtype=dtype)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:
+    """The dtype of the tensor for the number that `node` gives."""
     return NUMBERS[type(node.meta["val"])]

@@ -1,5 +1,5 @@
-"""Which tensors share memory. A write into one shows in the others, which no graph says that was captured of tensors
-apart."""
+"""Which tensors share memory. A write to one shows in the others, and no graph that was captured from separate tensors
+says so."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Span = tuple[int, int, int]  # a storage, and from where to where in it, in byte
 
 
 def span_of(tensor: Tensor) -> Span | None:
-    """Where a tensor is in memory; None of what has none of its own."""
+    """Where a tensor is in memory; None for one without memory of its own."""
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.layout is not torch.strided:
         return None
     if not tensor.numel():
@@ -23,7 +23,7 @@ def span_of(tensor: Tensor) -> Span | None:
 
 
 class Memory:
-    """Where named tensors are in memory, and which of them are written; `more` than what is known elsewhere."""
+    """Where named tensors are in memory, and which of them are written to. `more`: others to compare with."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor, bool]] = (), more: Memory | None = None) -> None:
         self._known: dict[int, list[tuple[str, Span, bool]]] = {}  # by storage
@@ -32,7 +32,7 @@ class Memory:
             self.take(name, tensor, written)
 
     def take(self, name: str, tensor: Tensor, written: bool) -> str | None:
-        """Add a tensor. The name of another one that shares memory with it, where one of the two is written."""
+        """Add a tensor. Returns the name of another one that shares memory with it, if one of the two is written to."""
         span = span_of(tensor)
         if span is None:
             return None

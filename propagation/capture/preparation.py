@@ -1,4 +1,4 @@
-"""TODO."""
+"""What is done otherwise while a function is captured, so that torch.export can trace it, and is undone afterwards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Stderr:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what torch.export logs and prints of a failure: the CaptureError says it."""
+    """Hide what torch.export logs and prints about a failure: the CaptureError says it."""
     loggers = [
         logging.getLogger(f"torch.{name}") for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
     ]
@@ -53,7 +53,8 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def prepared(fn: Callable[..., Any], tensors: Sequence[torch.Tensor], checked: bool) -> Iterator[None]:
-    """While `fn` is captured, what torch.export cannot trace is done otherwise."""
+    """While `fn` is captured, what torch.export cannot trace is done otherwise. `checked`: torch.distributions check
+    their parameters."""
     with (
         _plain_parameters(fn, tensors), _tensor_momenta(fn), _conversions(fn),
         contextlib.nullcontext() if checked else _unchecked_distributions(), recorded(),
@@ -63,9 +64,9 @@ def prepared(fn: Callable[..., Any], tensors: Sequence[torch.Tensor], checked: b
 
 @contextlib.contextmanager
 def _plain_parameters(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """While a module is captured, ordinary tensors of their global shape, without memory, stand in for its parameters
-    that are DTensors or no nn.Parameters (as those that torch.func.functional_call gives it), and for what is on the
-    meta device though the `tensors` of the call are not (meta data is all that capture reads)."""
+    """While a module is captured, ordinary tensors of the global shape, without memory, stand in for DTensors, for
+    parameters that are not nn.Parameters (as torch.func.functional_call sets them), and for what is on the meta device
+    though the `tensors` of the call are not. (Capture reads meta data only.)"""
     swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     plain: dict[int, torch.Tensor] = {}
     device = next((t.device for t in tensors if not t.is_meta), None)
@@ -78,8 +79,8 @@ def _plain_parameters(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -
                 for name, held in store.items():
                     if held is None:
                         continue
-                    given = id(store) in parameters and not isinstance(held, torch.nn.Parameter)
-                    odd = given or hasattr(held, "placements")
+                    foreign = id(store) in parameters and not isinstance(held, torch.nn.Parameter)
+                    odd = foreign or hasattr(held, "placements")
                     if odd or (device is not None and held.is_meta):
                         swapped.append((store, name, held))
 
@@ -103,7 +104,7 @@ def _plain_parameters(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -
 @contextlib.contextmanager
 def _tensor_momenta(fn: Callable[..., Any]) -> Iterator[None]:
     """While a module is captured, its BatchNorms with momentum=None, whose running statistics are means over all
-    batches so far, compute the weight of a batch as a tensor: as a number it would depend on a tensor's value."""
+    batches so far, compute the weight of a batch as a tensor: a number would depend on a tensor's value."""
     modules: list[Any] = list(fn.modules()) if isinstance(fn, torch.nn.Module) else []
     changed = [
         m for m in modules if type(m).forward is torch.nn.BatchNorm2d.forward and m.momentum is None and m.training
@@ -114,7 +115,7 @@ def _tensor_momenta(fn: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_methods(modules: Sequence[Any], name: str, method: Callable[..., Any]) -> Iterator[None]:
-    """Meanwhile `modules` have `method` for the one called `name`, but for those that have one of their own."""
+    """Meanwhile `modules` have `method` in place of the one called `name`, except those with one of their own."""
     changed = [module for module in modules if name not in vars(module)]
 
     def restore() -> None:
@@ -133,7 +134,7 @@ def _cumulative_batch_norm(norm: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch
     mean, var, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
     assert mean is not None and var is not None and count is not None
     count.add_(1)
-    own = torch.zeros_like(mean), torch.zeros_like(var)  # moved all the way, so that they are the batch's
+    own = torch.zeros_like(mean), torch.zeros_like(var)  # with momentum 1 they become the batch's
     y = torch.nn.functional.batch_norm(x, *own, norm.weight, norm.bias, True, 1.0, norm.eps)
     for running, new in zip((mean, var), own, strict=True):
         running.copy_(running + (new - running) / count)
@@ -142,7 +143,7 @@ def _cumulative_batch_norm(norm: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch
 
 @contextlib.contextmanager
 def _unchecked_distributions() -> Iterator[None]:
-    """torch.distributions do not look whether their parameters are valid, which depends on the values of tensors."""
+    """torch.distributions do not check their parameters, which would depend on the values of tensors."""
     before = Distribution._validate_args
     with afterwards(lambda: Distribution.set_default_validate_args(before)):
         Distribution.set_default_validate_args(False)
@@ -152,7 +153,7 @@ def _unchecked_distributions() -> Iterator[None]:
 @contextlib.contextmanager
 def _conversions(fn: Callable[..., Any]) -> Iterator[None]:
     """While a module is captured, conversions in its forward, as `self.router.to(dtype)`, leave its parameters as they
-    are: PyTorch would swap them for others, which it cannot do here."""
+    are: PyTorch would replace them, which it cannot do here."""
     modules: list[Any] = list(fn.modules()) if isinstance(fn, torch.nn.Module) else []
     with _with_methods(modules, "_apply", _unchanged):
         yield
@@ -171,4 +172,5 @@ def _unchanged(module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.
 
 
 def _kind(tensor: torch.Tensor) -> str:
+    """The dtype and the device of a tensor, as messages write them."""
     return f"{str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"

@@ -2,16 +2,16 @@
 
     if mask.any(): ...            assert (ids < vocabulary).all()            for _ in range(int(lengths.max())): ...
 
-A graph has one course. torch.export refuses what asks, so such a function is captured again, and its questions are
+A graph has one course. torch.export refuses a function that asks, so it is captured again, and its questions are
 answered as eager PyTorch would answer them: by the real values of the call. All operators that run before a question
-are written down; those that it follows from are run on the tensors of the call. What was asked and answered is kept
-with the graph, and asked anew of every later call: another answer is another course, with a plan of its own
+are recorded; those that it follows from are run on the tensors of the call. Questions and answers are kept with the
+graph, and every later call is asked again: another answer is another course, with a plan of its own
 (api/reuse/courses.py).
 
-A bool that follows from a matrix product or a convolution would cost as much as the net in front of it, on every call
-and on whole tensors. It is answered late: a capture assumes an answer (one with which the function does not raise, if
-there is one), what is asked becomes an output of the graph, and is looked at when a call has run, before anything is
-kept of it. If it is another one, the call runs again on the course of that answer. Numbers behind a product stay
+A bool that follows from a matrix product or a convolution would cost as much as the net before it, on every call and
+on whole tensors. It is answered late: a capture assumes an answer (one on which the function does not raise, if there
+is one), and the condition becomes an output of the graph. It is looked at when a call has run, before anything of the
+call is kept; if the answer was wrong, the call runs again on the course of the right one. Numbers behind a product stay
 unanswered, and so does what follows from values that are not there.
 """
 
@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 
 class Asked(IntEnum):
-    """Which questions are answered: each costs a comparison on every call, so no more than a capture needs."""
+    """Which questions are answered: no more than a capture needs, since each costs a comparison on every call."""
 
     NOTHING = 0
     CONDITIONS = 1
@@ -44,11 +44,11 @@ class Asked(IntEnum):
 
 
 class Unanswered(Exception):
-    """Why a question has no answer, as the end of a sentence about values."""
+    """A question has no answer. The text says why, as the end of a sentence about values."""
 
 
 class _Behind(Unanswered):
-    """It follows from a matrix product or a convolution."""
+    """What is asked follows from a matrix product or a convolution."""
 
 
 _DISTRIBUTIONS = os.path.join(os.path.dirname(torch.__file__), "distributions", "")
@@ -67,8 +67,13 @@ _PRODUCTS = frozenset(
 
 
 class Answering(TorchDispatchMode):
-    """While a function is captured, answers its questions by `values`; `asked` is what it asked, with the answers. Late
-    ones are answered by those of `late`, and of more it assumes that they are False.
+    """Answers the questions of a function, while it is captured, by `values`. The first late ones are answered by
+    `late`; further ones are assumed to be False.
+
+    asked        the questions, with their answers
+    read         what the late ones ask; `assumed`: their answers
+    unanswered   why a question had no answer
+    drew         whether answers advanced the random generator
 
     It sees what autograd calls, and so what composite operators ask of the values inside.
     """
@@ -84,12 +89,12 @@ class Answering(TorchDispatchMode):
         self, level: Asked, values: Values, may_draw: bool, line: Callable[[], str], late: Sequence[Answer] = ()
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.assumed: list[Answer] = []  # the answers of late questions, first those of `late`
-        self.read: list[Tensor] = []  # what they ask
+        self.assumed: list[Answer] = []
+        self.read: list[Tensor] = []
         self._late = late
         self.asked: list[tuple[Question, Answer]] = []
         self.unanswered: str | None = None
-        self.drew = False  # whether answers advanced the random generator
+        self.drew = False
         self._drawn: set[int] = set()  # the memory of the random numbers that answers follow from
         self.level, self._values, self._may_draw, self._line = level, values, may_draw, line
         self._tape: list[tuple[Any, Any, Any, Any]] = []
@@ -150,25 +155,26 @@ class Answering(TorchDispatchMode):
         return answer
 
     def _question(self, func: Any, args: Any, kwargs: Any) -> Question:
-        """The question that `func` asks, and of all that ran so far what it follows from: whatever made or wrote memory
-        that is read."""
+        """The question that `func` asks, with the operators so far that it follows from: whatever created or wrote to
+        memory that is read."""
         needed = set(map(_memory, _tensors((args, kwargs))))
         kept: list[tuple[Any, Any, Any, Any]] = [(func, args, kwargs, None)]
         for entry in reversed(self._tape):
-            made = {_memory(t) for t in _tensors(entry[3])}
-            if made & needed or any(_memory(t) in needed for t in _written(*entry[:3])):
+            created = {_memory(t) for t in _tensors(entry[3])}
+            if created & needed or any(_memory(t) in needed for t in _written(*entry[:3])):
                 needed.update(map(_memory, _tensors(entry[1:3])))
                 kept.append(entry)
         return self._sliced(kept[::-1])
 
     def _sliced(self, entries: list[tuple[Any, Any, Any, Any]]) -> Question:
+        """The question of these recorded operators, whose tensors become slots."""
         slots: dict[int, int] = {}
         leaves: list[tuple[Leaf, Tensor]] = []
-        steps = []
+        operations = []
 
         def slot(value: Any) -> Any:
             if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-                raise Unanswered("follow from a number that is made of tensors")
+                raise Unanswered("follow from a number that is read from tensors")
             if not isinstance(value, FakeTensor):
                 return value
             if id(value) not in slots:
@@ -177,26 +183,26 @@ class Answering(TorchDispatchMode):
             return Slot(slots[id(value)])
 
         for func, args, kwargs, result in entries:
-            _check_step(func)
-            given = tree_map(slot, args), tree_map(slot, kwargs)
+            _check_operation(func)
+            arguments = tree_map(slot, args), tree_map(slot, kwargs)
             places = [slots.setdefault(id(tensor), len(slots)) for tensor in _tensors(result)]
             if _draws(func) and any(tensor.device.type != "cpu" for tensor in _tensors(result)):
                 raise Unanswered("follow from random numbers that a GPU draws")
-            steps.append(Operation(func, *given, tuple(places)))
+            operations.append(Operation(func, *arguments, tuple(places)))
         written = {_memory(t) for entry in entries for t in _written(*entry[:3])}
         memories = [_memory(tensor) for _, tensor in leaves]
         if any(memories.count(memory) > 1 for memory in written):
             raise Unanswered("are written to through a view")
-        found = tuple((leaf, slots[id(t)], _memory(t) in written) for leaf, t in leaves)
+        used = tuple((leaf, slots[id(t)], _memory(t) in written) for leaf, t in leaves)
         draws = {_memory(t) for func, _, _, result in entries if _draws(func) for t in _tensors(result)}
         if draws & self._drawn:
             raise Unanswered("follow from random numbers that were asked before; draw others for each question")
         self._drawn |= draws
-        return Question(found, tuple(steps), bool(draws), self._line())
+        return Question(used, tuple(operations), bool(draws), self._line())
 
     def is_drawn_from(self, graph: fx.Graph) -> bool:
-        """Whether the results of the traced `graph` follow from random numbers that answers follow from: in a call the
-        graph would draw others."""
+        """Whether the results of the traced `graph` follow from random numbers that answers follow from, too: in a call
+        the graph would draw others."""
         needed: set[int] = set()
         for node in reversed(graph.nodes):
             memory = {_memory(t) for t in _tensors(node.meta.get("val"))}
@@ -212,19 +218,19 @@ class Answering(TorchDispatchMode):
 
 
 def _condition(func: Any, args: Any) -> Tensor | None:
-    """What a condition asks, if it is a tensor of one bool. (No other could be made of it here, below what traces.)"""
+    """What a condition asks, if that is a tensor of one bool. (Here, below what traces, none can be computed.)"""
     return args[0] if func in (_NUMBER, aten.is_nonzero.default) and args[0].dtype is torch.bool else None
 
 
-def _check_step(func: OpOverload) -> None:
-    """Raise Unanswered for what is not run for a question."""
+def _check_operation(func: OpOverload) -> None:
+    """Raise Unanswered for an operator that is not run for a question."""
     if func._schema.name.removeprefix("aten::") in _PRODUCTS:
         raise _Behind(f"follow from a matrix product or a convolution ({func}), which every call would run twice")
 
 
 def _is_a_distributions_own_check() -> bool:
-    """Whether what is asked is whether a torch.distribution is valid, which nobody asked for by `validate_args`: where
-    that has no answer it goes unchecked, as under python -O."""
+    """Whether a torch.distribution asks whether it is valid though nobody passed `validate_args`: where that has no
+    answer it goes unchecked, as under python -O."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
@@ -235,10 +241,12 @@ def _is_a_distributions_own_check() -> bool:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
+    """The fake tensors in a value."""
     return (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, FakeTensor))
 
 
 def _memory(tensor: Tensor) -> int:
+    """Which memory a tensor is in."""
     place: int = tensor.untyped_storage()._cdata
     return place
 
@@ -253,4 +261,5 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 
 def _draws(func: OpOverload) -> bool:
+    """Whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags

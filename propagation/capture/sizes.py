@@ -1,8 +1,8 @@
-"""Operators whose results are as large as values say, `x[mask]`, `x.nonzero()`, with the size that a call has.
+"""Operators whose results have sizes that depend on values, `x[mask]`, `x.nonzero()`, with the sizes of one call.
 
-The number of elements is a question about values (questions.py), so that it is a constant of the course. The places
-that a mask marks are then found by a stable sort, and what stands there is looked up: operators of fixed sizes, which
-split and have gradients as others do.
+The number of elements is a question about values (questions.py), so that it is a constant of the course. A stable sort
+then finds the places that a mask marks, and their elements are looked up: operators of fixed sizes, which split and
+have gradients as others do.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _repeat_interleave(x: Tensor, repeats: Any = None, dim: int | None = None, *
 
 
 def _repeated(repeats: Tensor) -> Tensor:
-    """The number of each repeated element, as often as `repeats` says."""
+    """The index of each element, as often as `repeats` says."""
     ends = repeats.cumsum(0)
     return torch.searchsorted(ends, torch.arange(int(repeats.sum()), device=repeats.device), right=True)
 
@@ -106,7 +106,7 @@ _SIZED: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class Sized(TorchFunctionMode):
-    """While a function is captured whose questions are answered, the above stand for what they are called like."""
+    """Replaces the operators in the table above, while a function is captured whose questions are answered."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -2,7 +2,7 @@
 
 While a function is captured, fake tensors stand in for the caller's. They have the shapes, dtypes and strides of these,
 and the attributes that people gave them, but no gradients, no history and no memory of their own: what they answer
-there would be a constant of the plan, and what is done to them there would be lost without a word.
+would be a constant of the plan, and what is done to them would be lost silently.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FLAG = (Tensor.requires_grad_, Tensor.requires_grad.__set__)  # type: ignore[at
 
 
 def attributes_of(tensor: Tensor) -> dict[str, Any]:
-    """What people keep in the attributes of a tensor: not what its class does."""
+    """What people keep in the attributes of a tensor, without what its class keeps there."""
     own = [getattr(kind, "__annotations__", {}) for kind in type(tensor).__mro__]
     return {
         name: value
@@ -47,7 +47,7 @@ def attributes_of(tensor: Tensor) -> dict[str, Any]:
 
 class StandIns(TorchFunctionMode):
     """Gives the stand-ins of a call of the function `name` the attributes of the caller's tensors, and raises
-    CaptureError where that code (not PyTorch's own) asks or does what they cannot; `here` says at what line."""
+    CaptureError where the caller's code (not PyTorch's) asks or does what they cannot; `here` tells the line."""
 
     def __init__(self, name: str, here: Any) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class StandIns(TorchFunctionMode):
         self._given.append((label, tensor, attributes_of(tensor), _gradient(tensor)))
 
     def check(self, results: Iterable[Tensor]) -> None:
-        """Raise CaptureError if something was done to a stand-in or a result that no function says, or to random
-        numbers."""
+        """Raise CaptureError if the function set an attribute of a stand-in or a result, ran a backward, or seeded
+        random numbers."""
         given = {id(tensor) for _, tensor, *_ in self._given}
         for tensor in results:
             if id(tensor) not in given and (added := attributes_of(tensor)):
@@ -112,16 +112,17 @@ class StandIns(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _refuse(self, what: str, instead: str) -> None:
+        """Raise CaptureError."""
         raise CaptureError(f"{self._name} {what}; {instead}{self._here()}")
 
 
 def _gradient(tensor: Tensor) -> tuple[int, int] | None:
-    """What tells whether a gradient has been added to."""
+    """What shows whether a gradient has been added to."""
     return None if not tensor.is_leaf or tensor.grad is None else (id(tensor.grad), tensor.grad._version)
 
 
 def _is_of_caller(frame: FrameType | None, func: Any) -> bool:
-    """Whether the call of `func` there (passed on by our modes) is in other code than PyTorch's and ours."""
+    """Whether the call of `func` in `frame`, which our modes may have passed on, is neither PyTorch's nor ours."""
     while frame is not None and frame.f_code.co_name == "__torch_function__" and frame.f_locals.get("func") == func:
         frame = frame.f_back
     name = "" if frame is None else str(frame.f_globals.get("__name__"))

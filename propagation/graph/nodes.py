@@ -42,8 +42,8 @@ def operator_name(node: fx.Node) -> str:
 def name_of_call(node: fx.Node) -> str:
     """The name of the operator that `node` calls, also of one that writes to its operands."""
     text = functions_of(str(node.args[1])).text if node.target is run else ""
-    found = re.search(r"auto_functionalized\w*\(torch\.ops\.([\w.]+)", text)
-    return found[1] if found else operator_name(node)
+    writing = re.search(r"auto_functionalized\w*\(torch\.ops\.([\w.]+)", text)
+    return writing[1] if writing else operator_name(node)
 
 
 def describe(node: fx.Node) -> str:
@@ -83,7 +83,7 @@ def _own_line(stack_trace: str) -> str:
 
 
 def region_of(node: fx.Node) -> int | None:
-    """The call of torch.utils.checkpoint that `node` was captured in, None outside of all."""
+    """The call of torch.utils.checkpoint that `node` was captured in; None outside of all."""
     return (node.meta.get("custom") or {}).get(_REGION)
 
 
@@ -100,9 +100,9 @@ def mark(node: fx.Node, region: int | None) -> None:
 
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor operands of `node` in the order of its arguments, a repeated one repeated."""
-    found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), found.append)
-    return tuple(found)
+    nodes: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), nodes.append)
+    return tuple(nodes)
 
 
 def argument_names(node: fx.Node) -> list[str]:
@@ -121,7 +121,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def per_dim(value: Any, count: int) -> list[int]:
-    """An argument that may stand for all dims, once for each."""
+    """An argument for each dim: `value` may be one number for all of them."""
     values = list(value) if isinstance(value, list | tuple) else [value]
     return [int(v) for v in values] * (count if len(values) == 1 else 1)
 
@@ -132,9 +132,9 @@ def draws_random_numbers(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     names = argument_names(node)
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    chances = [given.get(name, 0.0) for name in ("dropout", "dropout_p") if name in names]
-    return all(chances) and bool(given.get("train", True))
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    chances = [arguments.get(name, 0.0) for name in ("dropout", "dropout_p") if name in names]
+    return all(chances) and bool(arguments.get("train", True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +147,14 @@ class Value:
 
 def values_of(node: fx.Node) -> tuple[Value, ...]:
     """The results of `node`."""
-    found = value(node)
-    return tuple(Value(node, i) for i in range(len(found))) if isinstance(found, tuple | list) else (Value(node),)
+    val = value(node)
+    return tuple(Value(node, i) for i in range(len(val))) if isinstance(val, tuple | list) else (Value(node),)
 
 
 def results_of(node: fx.Node) -> list[torch.Tensor]:
-    """The fake tensors that a call gives."""
-    found = value(node)
-    return list(found) if isinstance(found, tuple | list) else [found]
+    """The fake tensors of the results of `node`."""
+    val = value(node)
+    return list(val) if isinstance(val, tuple | list) else [val]
 
 
 def source_of(node: fx.Node) -> Value:
@@ -166,8 +166,8 @@ def source_of(node: fx.Node) -> Value:
 
 def tensor_of(v: Value) -> torch.Tensor:
     """The fake tensor of a value."""
-    found = value(v.node)
-    tensor: torch.Tensor = found[v.index] if isinstance(found, tuple | list) else found
+    val = value(v.node)
+    tensor: torch.Tensor = val[v.index] if isinstance(val, tuple | list) else val
     return tensor
 
 
@@ -175,13 +175,13 @@ _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 
 
 def rearranges(node: fx.Node) -> bool:
-    """Whether the operator has the numbers of its operand in another order, shape or dtype: a view, a copy or a
+    """Whether the operator returns the numbers of its operand in another order, shape or dtype: a view, a copy or a
     cast."""
     return is_view(node) or node.target in _COPIES
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the operator only looks at its operand's memory."""
+    """Whether the operator returns a view of its operand's memory."""
     schema = getattr(node.target, "_schema", None)
     aliases = schema is not None and any(a.alias_info is not None for a in schema.arguments)
     return aliases or node.target is constrain

@@ -13,8 +13,8 @@ from .port import Role
 
 
 def constant_nodes(graph: Graph) -> frozenset[fx.Node]:
-    """Operators that depend on no parameter and no input of the call; a buffer is one tensor for all. What is drawn
-    depends on none, but rather than whole it is drawn in the parts that are wanted."""
+    """The operators that depend on no parameter and no input of the call; a buffer is one tensor for all. Random
+    numbers are left out: only the wanted parts of them are drawn."""
     varying = {port.node for port in graph.inputs if port.role in (Role.PARAMETER, Role.INPUT) or port.requires_grad}
     constants = {port.node for port in graph.inputs if port.node not in varying}
     for node in graph.nodes:
@@ -32,7 +32,7 @@ def differentiated(graph: Graph) -> tuple[bool, ...]:
 
 
 def beside_losses(graph: Graph) -> frozenset[str]:
-    """The results that are no scalars, by name, of a function that returns a loss too."""
+    """The names of the results that are not scalars, for a function that also returns a loss."""
     results = [port for port in graph.outputs if port.role is Role.RESULT]
     has_loss = any(port.requires_grad and not shape(port.node) for port in results)
     return frozenset(port.name for port in results if has_loss and shape(port.node))

@@ -1,6 +1,6 @@
-"""What a function asks of the values of a call, as data: the operators that the answer follows from, and on what.
+"""What a function asks of the values of a call, as data: the operators that the answer follows from, and their tensors.
 
-Questions are found while a function is captured (`capture/questions.py`) and answered before each call.
+Questions arise while a function is captured (`capture/questions.py`), and are answered before each call.
 """
 
 from __future__ import annotations
@@ -39,23 +39,25 @@ class Slot:
 
 @dataclass(frozen=True)
 class Operation:
+    """One call of an operator, with slots for its tensors."""
+
     operator: Any
     args: Any
     kwargs: Any
-    results: tuple[int, ...]  # the slots of the tensors that it gives
+    results: tuple[int, ...]  # the slots of its results
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
     """What a function asks of the values of a call, and the operators that it follows from.
 
-    draws   whether it follows from random numbers, so that each call draws them anew
-    line    where it is asked, as messages say it
-    late    it is answered by an output of the graph
+    draws   whether it follows from random numbers, so that each call draws them again
+    line    where it is asked, as messages write it
+    late    whether an output of the graph answers it
     """
 
-    leaves: tuple[tuple[Leaf, int, bool], ...]  # with its slot, and whether a step writes to it
-    steps: tuple[Operation, ...]
+    leaves: tuple[tuple[Leaf, int, bool], ...]  # with its slot, and whether an operation writes to it
+    operations: tuple[Operation, ...]
     draws: bool
     line: str
     late: bool = False
@@ -63,16 +65,17 @@ class Question:
     def answer(self, values: Values) -> Answer:
         """The answer of a call with these `values`."""
         held: dict[int, Any] = {}
-
         answer: Any = None
         with torch.no_grad():
             for leaf, slot, written in self.leaves:
                 held[slot] = values(leaf).clone() if written else values(leaf)
-            for step in self.steps:
-                answer = step.operator(*_filled(step.args, held), **_filled(step.kwargs, held))
-                made = (answer,) if isinstance(answer, Tensor) else tree_flatten(answer)[0] if step.results else ()
-                held.update(zip(step.results, made, strict=True))
-        asked: Answer = answer  # of the last one, which asks
+            for operation in self.operations:
+                answer = operation.operator(*_filled(operation.args, held), **_filled(operation.kwargs, held))
+                results = (
+                    (answer,) if isinstance(answer, Tensor) else tree_flatten(answer)[0] if operation.results else ()
+                )
+                held.update(zip(operation.results, results, strict=True))
+        asked: Answer = answer  # of the last operation, which asks
         return asked
 
 

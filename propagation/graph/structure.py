@@ -1,5 +1,5 @@
-"""Arguments and results as flat lists of tensors: nested containers, dataclasses, objects that hold tensors (as
-transformers' caches do) and plain values come apart and go together again.
+"""Arguments and results as flat lists of tensors, and back: nested containers, dataclasses, objects with tensors (as
+transformers' caches) and plain values; the names of a call's tensors and of a module's.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class _Opened:
     structure: Structure
 
     def close(self, tensors: list[Any]) -> Any:
+        """A copy of the object with `tensors` in its fields."""
         instance = copy.copy(self.template)
         for name, value in zip(self.fields, self.structure.build(tensors), strict=True):
             object.__setattr__(instance, name, value)
@@ -38,14 +39,14 @@ class _Opened:
 _TENSOR = object()
 _NUMBER = object()
 
-# While a function is captured, numbers that torch.export knows no value of, and the dtypes of their tensors.
+# While a function is captured: numbers whose values torch.export does not know, and the dtypes of their tensors.
 NUMBERS = {torch.SymInt: torch.int64, torch.SymFloat: torch.float64, torch.SymBool: torch.bool}
 _READ_ALIKE = bool, int, float, complex, str, bytes, torch.dtype, torch.device
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Where the tensors of a value stand: `build` puts other tensors in their places."""
+    """Where the tensors of a value are: `build` puts other tensors in their places."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]  # _TENSOR, _NUMBER (a tensor's), an _Opened object, or a plain value
@@ -70,7 +71,7 @@ class Structure:
         )
 
     def text(self) -> str:
-        """It as people read it, the same in every process: plain values, and the types of other objects."""
+        """The structure as people read it, the same in every process: plain values, and the types of other objects."""
         texts = []
         for leaf in self.leaves:
             if isinstance(leaf, _Opened):
@@ -95,7 +96,7 @@ class Structure:
 
 @dataclass(frozen=True, eq=False)
 class Same:
-    """Stands for a value that has no hash: equal only to the very same object, which it keeps alive."""
+    """Stands for a value without a hash: equal only to the very same object, which it keeps alive."""
 
     value: Any
 
@@ -142,13 +143,13 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
 
 
 def _fields(value: Any) -> tuple[str, ...]:
-    """The attributes into which `value` comes apart; none of what stays whole."""
+    """The attributes into which `value` is taken apart; none for what stays whole."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return tuple(field.name for field in dataclasses.fields(value))
     if isinstance(value, _ATOMS) or callable(value):
         return ()
-    found = _kinds(value, (), {})
-    apart = _CYCLE not in found and (_TENSOR in found or _OPAQUE not in found)
+    kinds = _kinds(value, (), {})
+    apart = _CYCLE not in kinds and (_TENSOR in kinds or _OPAQUE not in kinds)
     return tuple(vars(value)) if apart and hasattr(value, "__dict__") else ()
 
 
@@ -157,9 +158,9 @@ _OPAQUE, _CYCLE = object(), object()
 
 
 def _kinds(value: Any, within: tuple[Any, ...], known: dict[int, set[object]]) -> set[object]:
-    """What there is in an object: tensors, what cannot be looked into, itself. An object of neither is copied as one
-    with tensors is: a cache is empty at first, and the function that is captured fills it. `known`: what was found in
-    others, by their ids."""
+    """What an object contains: tensors, what cannot be looked into, itself. An object with none of these is copied like
+    one with tensors: a cache is empty at first, and the captured function fills it. `known`: what is in other objects,
+    by their ids."""
     if isinstance(value, torch.Tensor):
         return {_TENSOR}
     if isinstance(value, _ATOMS) or callable(value):
@@ -216,7 +217,7 @@ def name_of(fn: object) -> str:
 
 
 def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of the parameters that `fn` takes by position, or () when it does not tell."""
+    """The names of the parameters that `fn` takes by position, or () if it has no signature."""
     try:
         parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values()
     except (TypeError, ValueError):
@@ -228,7 +229,7 @@ def parameter_names(fn: Callable[..., Any]) -> tuple[str, ...]:
 def place_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
     """The names of the first `count` arguments by position; fewer where `fn` takes no more.
 
-    Those that `*args` takes are `arg0`, `arg1`, ... by their position, as are all when `fn` does not tell.
+    Those that `*args` takes are `arg0`, `arg1`, ... by their position, as are all if `fn` has no signature.
     """
     known = parameter_names(fn)[:count]
     more = _takes_more(fn)
@@ -236,7 +237,7 @@ def place_names(fn: Callable[..., Any], count: int) -> tuple[str, ...]:
 
 
 def optional_names(fn: Callable[..., Any]) -> frozenset[str]:
-    """The arguments of `fn` that are None by default: a call may do without them."""
+    """The arguments of `fn` that are None by default: a call may leave them out."""
     try:
         parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values()
     except (TypeError, ValueError):
@@ -245,7 +246,7 @@ def optional_names(fn: Callable[..., Any]) -> frozenset[str]:
 
 
 def _takes_more(fn: Callable[..., Any]) -> bool:
-    """Whether there is an `*args`, or nothing is known of what `fn` takes."""
+    """Whether `fn` has `*args`, or no signature."""
     try:
         parameters = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters.values()
     except (TypeError, ValueError):
@@ -271,7 +272,7 @@ def _argument_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[tuple
 
 
 def state_of(fn: Callable[..., Any]) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a module by all of their names; none of a function."""
+    """The parameters and buffers of a module by all of their names; nothing for a function."""
     if not isinstance(fn, torch.nn.Module):
         return {}
     named: dict[str, torch.Tensor] = dict(fn.named_buffers(remove_duplicate=False))
