@@ -46,46 +46,9 @@ import torch
 from torch import Tensor, fx
 
 from .dtypes import wide
+from .registration import define
 
 aten = torch.ops.aten
-
-_LIBRARY = torch.library.Library("partway", "FRAGMENT")
-_LIBRARY.define("moments(Tensor x, Tensor? shift) -> Tensor")
-_LIBRARY.define("sample_moments(Tensor x, Tensor? shift) -> Tensor")
-_LIBRARY.define("moments_backward(Tensor slopes, Tensor x, Tensor? shift) -> Tensor")
-_LIBRARY.define("statistics(Tensor moments, Tensor? shift, int count, ScalarType dtype) -> Tensor")
-_LIBRARY.define("statistics_backward(Tensor slopes, Tensor moments, int count) -> Tensor")
-_LIBRARY.define("normalise(Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps) -> Tensor")
-_LIBRARY.define("scale(Tensor y, Tensor var, Tensor? weight, float eps) -> Tensor")
-_LIBRARY.define(
-    "vector_gradients(Tensor y, Tensor x, Tensor mean, Tensor var, Tensor? weight, float eps)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "spread(Tensor y, Tensor var, Tensor? weight, float eps, Tensor slopes, Tensor x, Tensor? shift) -> Tensor"
-)
-_LIBRARY.define(
-    "part_norm(Tensor x, Tensor? weight, Tensor? bias, int parts, float eps) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "part_norm_backward(Tensor y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, float eps)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-
-moments = torch.ops.partway.moments.default
-sample_moments = torch.ops.partway.sample_moments.default
-moments_backward = torch.ops.partway.moments_backward.default
-statistics = torch.ops.partway.statistics.default
-statistics_backward = torch.ops.partway.statistics_backward.default
-normalise = torch.ops.partway.normalise.default
-scale = torch.ops.partway.scale.default
-vector_gradients = torch.ops.partway.vector_gradients.default
-spread = torch.ops.partway.spread.default
-part_norm = torch.ops.partway.part_norm.default
-part_norm_backward = torch.ops.partway.part_norm_backward.default
-
-# Every result of these has memory of its own.
-OWN_MEMORY = frozenset({normalise, scale, spread, moments_backward, part_norm, part_norm_backward})
 
 
 def _format(x: Tensor) -> torch.memory_format:
@@ -98,11 +61,11 @@ def _format(x: Tensor) -> torch.memory_format:
 def _as_kernels_take(x: Tensor, like: Tensor | None = None) -> Tensor:
     """`x` in the format of `like` (its own), with the strides of a new tensor of that format also along dims of one
     element: PyTorch's kernels look at them, and its `contiguous` does not."""
-    found = _format(x if like is None else like)
-    x = x.contiguous(memory_format=found)
+    wanted = _format(x if like is None else like)
+    x = x.contiguous(memory_format=wanted)
     if 1 not in x.shape:
         return x
-    return x.as_strided(x.shape, torch.empty(x.shape, device="meta", memory_format=found).stride())
+    return x.as_strided(x.shape, torch.empty(x.shape, device="meta", memory_format=wanted).stride())
 
 
 def _dense(vector: Tensor | None) -> Tensor | None:
@@ -138,23 +101,23 @@ def _affine(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor |
     x = _as_kernels_take(x)
     if mean.dim() == 1:
         dense = map(_dense, (weight, bias, mean, var))
-        made: Tensor = aten.native_batch_norm(x, *dense, False, 0.0, eps)[0]
-        return made
-    found, unused = torch.empty_like(x), mean.new_empty(0)
-    for part, into, *vectors in _batches(mean, (weight, bias, mean, var), x, found):
+        result: Tensor = aten.native_batch_norm(x, *dense, False, 0.0, eps)[0]
+        return result
+    results, unused = torch.empty_like(x), mean.new_empty(0)
+    for part, into, *vectors in _batches(mean, (weight, bias, mean, var), x, results):
         aten.native_batch_norm.out(part, *vectors, False, 0.0, eps, out=into, save_mean=unused, save_invstd=unused)
-    return found
+    return results
 
 
 def _sums(y: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """For each channel (of each sample) the sums of y and of y (x - mean) / sqrt(var + eps), in one pass."""
     x = _as_kernels_take(x)
     y = _as_kernels_take(y, x)
-    found = [
+    sums = [
         aten.native_batch_norm_backward(up, part, *vectors, None, None, False, eps, [False, True, True])[1:]
         for up, part, *vectors in _batches(mean, (weight, mean, var), y, x)
     ]
-    weighed, plain = (torch.cat(parts).view(mean.shape) for parts in zip(*found, strict=True))
+    weighed, plain = (torch.cat(parts).view(mean.shape) for parts in zip(*sums, strict=True))
     return plain, weighed
 
 
@@ -238,10 +201,10 @@ def _vector_gradients(
 def _spread(
     y: Tensor, var: Tensor, weight: Tensor | None, eps: float, slopes: Tensor, x: Tensor, shift: Tensor | None
 ) -> Tensor:
-    found = _moments_backward(slopes, x, shift)
+    gradient = _moments_backward(slopes, x, shift)
     if var.dtype != y.dtype:  # a factor in low precision would be wrong for its whole channel
-        return found.add_(_scale(y, var, weight, eps))
-    return found.addcmul_(y, _spatial((var + eps).rsqrt_().mul_(_factor(weight, var)), x))
+        return gradient.add_(_scale(y, var, weight, eps))
+    return gradient.addcmul_(y, _spatial((var + eps).rsqrt_().mul_(_factor(weight, var)), x))
 
 
 def _part_norm(
@@ -284,57 +247,30 @@ def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
     return whole.view(len(parts), -1, *whole.shape[1:])
 
 
-for _name, _function in (
-    ("moments", _moments),
-    ("sample_moments", _sample_moments),
-    ("moments_backward", _moments_backward),
-    ("statistics", _statistics),
-    ("statistics_backward", _statistics_backward),
-    ("normalise", _normalise),
-    ("scale", _scale),
-    ("vector_gradients", _vector_gradients),
-    ("spread", _spread),
-    ("part_norm", _part_norm),
-    ("part_norm_backward", _part_norm_backward),
-):
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("partway::moments")  # type: ignore[untyped-decorator]
 def _fake_moments(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty((2, x.shape[1]), dtype=torch.float64)
 
 
-@torch.library.register_fake("partway::sample_moments")  # type: ignore[untyped-decorator]
 def _fake_sample_moments(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty((2, *x.shape[:2]), dtype=torch.float64)
 
 
-@torch.library.register_fake("partway::statistics")  # type: ignore[untyped-decorator]
 def _fake_statistics(moments: Tensor, shift: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
     return moments.new_empty(moments.shape, dtype=dtype)
 
 
-@torch.library.register_fake("partway::statistics_backward")  # type: ignore[untyped-decorator]
 def _fake_statistics_backward(slopes: Tensor, moments: Tensor, count: int) -> Tensor:
     return moments.new_empty(moments.shape)
 
 
-@torch.library.register_fake("partway::vector_gradients")  # type: ignore[untyped-decorator]
 def _fake_vector_gradients(y: Tensor, x: Tensor, mean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shapes = (mean.shape, mean.shape, mean.shape[-1:], mean.shape[-1:])
     one, two, three, four = (mean.new_empty(shape, dtype=wide(x.dtype)) for shape in shapes)
     return one, two, three, four
 
 
-def _fake_like(x: Tensor) -> Tensor:
+def _fake_like(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, memory_format=_format(x))
-
-
-torch.library.register_fake("partway::moments_backward", lambda slopes, x, shift: _fake_like(x))
-torch.library.register_fake("partway::normalise", lambda x, *_: _fake_like(x))
-torch.library.register_fake("partway::scale", lambda y, *_: _fake_like(y))
-torch.library.register_fake("partway::spread", lambda y, var, weight, eps, slopes, x, shift: _fake_like(x))
 
 
 def _fake_parts(x: Tensor) -> Tensor:
@@ -344,7 +280,6 @@ def _fake_parts(x: Tensor) -> Tensor:
     return empty.view(x.shape)
 
 
-@torch.library.register_fake("partway::part_norm")  # type: ignore[untyped-decorator]
 def _fake_part_norm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     statistics, mean, rstd = (
         x.new_empty((first, x.shape[2]), dtype=wide(x.dtype)) for first in (2, x.shape[0], x.shape[0])
@@ -352,7 +287,6 @@ def _fake_part_norm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]
     return _fake_parts(x), statistics, mean, rstd
 
 
-@torch.library.register_fake("partway::part_norm_backward")  # type: ignore[untyped-decorator]
 def _fake_part_norm_backward(y: Tensor, x: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     one, two = (x.new_empty(x.shape[2], dtype=wide(x.dtype)) for _ in range(2))
     return _fake_parts(x), one, two
@@ -386,8 +320,8 @@ def _back_from_normalise(ctx: Any, y: Tensor) -> tuple[Tensor | None, ...]:
     of_x = scale(y, var, weight, ctx.eps) if ctx.needs_input_grad[0] else None
     if not any(ctx.needs_input_grad[1:5]):
         return of_x, None, None, None, None, None
-    found = vector_gradients(y, x, mean, var, weight, ctx.eps)
-    of_vectors = (None if d is None else vector.to(d) for vector, d in zip(found, ctx.dtypes, strict=True))
+    gradients = vector_gradients(y, x, mean, var, weight, ctx.eps)
+    of_vectors = (None if d is None else vector.to(d) for vector, d in zip(gradients, ctx.dtypes, strict=True))
     return of_x, *of_vectors, None
 
 
@@ -405,11 +339,52 @@ def _back_from_part_norm(ctx: Any, y: Tensor, *_: Any) -> tuple[Tensor | None, .
     return of_x, *vectors, None, None
 
 
-torch.library.register_autograd("partway::moments", _back_from_moments, setup_context=_keep_for_moments)
-torch.library.register_autograd("partway::sample_moments", _back_from_moments, setup_context=_keep_for_moments)
-torch.library.register_autograd("partway::statistics", _back_from_statistics, setup_context=_keep_for_statistics)
-torch.library.register_autograd("partway::normalise", _back_from_normalise, setup_context=_keep_for_normalise)
-torch.library.register_autograd("partway::part_norm", _back_from_part_norm, setup_context=_keep_for_part_norm)
+# -- The operators
+
+moments = define(
+    "moments(Tensor x, Tensor? shift) -> Tensor", _moments, _fake_moments,
+    backward=_back_from_moments, keep=_keep_for_moments,
+)  # fmt: skip
+sample_moments = define(
+    "sample_moments(Tensor x, Tensor? shift) -> Tensor", _sample_moments, _fake_sample_moments,
+    backward=_back_from_moments, keep=_keep_for_moments,
+)  # fmt: skip
+moments_backward = define(
+    "moments_backward(Tensor slopes, Tensor x, Tensor? shift) -> Tensor",
+    _moments_backward, lambda slopes, x, shift: _fake_like(x),
+)  # fmt: skip
+statistics = define(
+    "statistics(Tensor moments, Tensor? shift, int count, ScalarType dtype) -> Tensor", _statistics, _fake_statistics,
+    backward=_back_from_statistics, keep=_keep_for_statistics,
+)  # fmt: skip
+statistics_backward = define(
+    "statistics_backward(Tensor slopes, Tensor moments, int count) -> Tensor",
+    _statistics_backward, _fake_statistics_backward,
+)  # fmt: skip
+normalise = define(
+    "normalise(Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps) -> Tensor",
+    _normalise, _fake_like, backward=_back_from_normalise, keep=_keep_for_normalise,
+)  # fmt: skip
+scale = define("scale(Tensor y, Tensor var, Tensor? weight, float eps) -> Tensor", _scale, _fake_like)
+vector_gradients = define(
+    "vector_gradients(Tensor y, Tensor x, Tensor mean, Tensor var, Tensor? weight, float eps)"
+    " -> (Tensor, Tensor, Tensor, Tensor)", _vector_gradients, _fake_vector_gradients,
+)  # fmt: skip
+spread = define(
+    "spread(Tensor y, Tensor var, Tensor? weight, float eps, Tensor slopes, Tensor x, Tensor? shift) -> Tensor",
+    _spread, lambda y, var, weight, eps, slopes, x, shift: _fake_like(x),
+)  # fmt: skip
+part_norm = define(
+    "part_norm(Tensor x, Tensor? weight, Tensor? bias, int parts, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
+    _part_norm, _fake_part_norm, backward=_back_from_part_norm, keep=_keep_for_part_norm,
+)  # fmt: skip
+part_norm_backward = define(
+    "part_norm_backward(Tensor y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, float eps)"
+    " -> (Tensor, Tensor, Tensor)", _part_norm_backward, _fake_part_norm_backward,
+)  # fmt: skip
+
+# Every result of these has memory of its own.
+OWN_MEMORY = frozenset({normalise, scale, spread, moments_backward, part_norm, part_norm_backward})
 
 
 def merge_gradients(graph: fx.Graph) -> None:

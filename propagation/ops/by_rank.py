@@ -21,20 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("partway", "FRAGMENT")
-_LIBRARY.define("of_rank(Tensor like, Tensor position, float[] values, int count, ScalarType dtype) -> Tensor")
-_LIBRARY.define("part_slice(Tensor x, Tensor position, int dim, int[] starts, int length) -> Tensor")
-_LIBRARY.define("part_slice_backward(Tensor grad, Tensor position, int dim, int[] starts, int size) -> Tensor")
-_LIBRARY.define("causal_mask(Tensor queries, Tensor position, int[] starts, int keys) -> Tensor")
-_LIBRARY.define("others_rows(Tensor offsets, Tensor position, int part, int rows) -> Tensor")
-_LIBRARY.define("regular(Tensor like) -> Tensor")
-
-of_rank = torch.ops.partway.of_rank.default
-part_slice = torch.ops.partway.part_slice.default
-part_slice_backward = torch.ops.partway.part_slice_backward.default
-causal_mask = torch.ops.partway.causal_mask.default
-others_rows = torch.ops.partway.others_rows.default
-regular = torch.ops.partway.regular.default
+from .registration import define
 
 
 def _of_rank(like: Tensor, position: Tensor, values: list[float], count: int, dtype: torch.dtype) -> Tensor:
@@ -77,43 +64,26 @@ def _resized(x: Tensor, dim: int, size: int) -> list[int]:
     return [size if d == dim else extent for d, extent in enumerate(x.shape)]
 
 
-for _name, _function in (
-    ("of_rank", _of_rank),
-    ("part_slice", _part_slice),
-    ("part_slice_backward", _part_slice_backward),
-    ("causal_mask", _causal_mask),
-    ("others_rows", _others_rows),
-    ("regular", _regular),
-):
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("partway::of_rank")  # type: ignore[untyped-decorator]
 def _fake_of_rank(like: Tensor, position: Tensor, values: list[float], count: int, dtype: torch.dtype) -> Tensor:
     return like.new_empty(count, dtype=dtype)
 
 
-@torch.library.register_fake("partway::part_slice")  # type: ignore[untyped-decorator]
 def _fake_part_slice(x: Tensor, position: Tensor, dim: int, starts: list[int], length: int) -> Tensor:
     return x.new_empty(_resized(x, dim, length))
 
 
-@torch.library.register_fake("partway::part_slice_backward")  # type: ignore[untyped-decorator]
 def _fake_part_slice_backward(grad: Tensor, position: Tensor, dim: int, starts: list[int], size: int) -> Tensor:
     return grad.new_empty(_resized(grad, dim, size))
 
 
-@torch.library.register_fake("partway::causal_mask")  # type: ignore[untyped-decorator]
 def _fake_causal_mask(queries: Tensor, position: Tensor, starts: list[int], keys: int) -> Tensor:
     return queries.new_empty(queries.shape[-2], keys, dtype=torch.bool)
 
 
-@torch.library.register_fake("partway::others_rows")  # type: ignore[untyped-decorator]
 def _fake_others_rows(offsets: Tensor, position: Tensor, part: int, rows: int) -> Tensor:
     return offsets.new_empty(rows, 1, dtype=torch.bool)
 
 
-@torch.library.register_fake("partway::regular")  # type: ignore[untyped-decorator]
 def _fake_regular(like: Tensor) -> Tensor:
     numbers = like.is_floating_point() or like.is_complex()
     return like.new_empty(like.shape[-2:] if numbers else like.shape[-1:])
@@ -130,4 +100,25 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return part_slice_backward(grad, position, ctx.dim, ctx.starts, ctx.size), None, None, None, None
 
 
-torch.library.register_autograd("partway::part_slice", _backward, setup_context=_keep_context)
+# -- The operators
+
+of_rank = define(
+    "of_rank(Tensor like, Tensor position, float[] values, int count, ScalarType dtype) -> Tensor",
+    _of_rank,
+    _fake_of_rank,
+)
+part_slice = define(
+    "part_slice(Tensor x, Tensor position, int dim, int[] starts, int length) -> Tensor", _part_slice, _fake_part_slice,
+    backward=_backward, keep=_keep_context,
+)  # fmt: skip
+part_slice_backward = define(
+    "part_slice_backward(Tensor grad, Tensor position, int dim, int[] starts, int size) -> Tensor",
+    _part_slice_backward, _fake_part_slice_backward,
+)  # fmt: skip
+causal_mask = define(
+    "causal_mask(Tensor queries, Tensor position, int[] starts, int keys) -> Tensor", _causal_mask, _fake_causal_mask
+)
+others_rows = define(
+    "others_rows(Tensor offsets, Tensor position, int part, int rows) -> Tensor", _others_rows, _fake_others_rows
+)
+regular = define("regular(Tensor like) -> Tensor", _regular, _fake_regular)

@@ -7,6 +7,9 @@ theirs. `tag` is the position of the conversion in the program's list, where its
 What a conversion moves is contiguous, whatever the strides of its operand.
 Both operators are symbols: they have shapes and a derivative, and the executors of `runtime/` give them
 their meaning; calling one outside an executor is an error.
+
+`partway::constrain(x, strategy, name)` is x, with a constraint of the user where it stands in the model. `strategy` is
+the JSON text of `constraint_text`; planning reads it, and lowering removes the call.
 """
 
 from __future__ import annotations
@@ -18,13 +21,7 @@ from torch import Tensor
 
 from ...strategy.cut import SliceWindow
 from ...strategy.placement import Kind, Shard, kind, placement_from_code, transpose
-
-_LIBRARY = torch.library.Library("partway", "DEF")
-_LIBRARY.define("convert(Tensor x, str source, str target, str[] axes, int size, int tag) -> Tensor")
-_LIBRARY.define("convert_group(Tensor[] xs, str source, str target, str[] axes, int size, int[] tags) -> Tensor[]")
-
-convert = torch.ops.partway.convert.default
-convert_group = torch.ops.partway.convert_group.default
+from .registration import define
 
 
 def converted_shape(shape: tuple[int, ...], source: str, target: str, size: int) -> tuple[int, ...]:
@@ -49,14 +46,12 @@ def kind_of(source: str, target: str) -> Kind:
     return kind(placement_from_code(source), placement_from_code(target))
 
 
-@torch.library.register_fake("partway::convert")  # type: ignore[untyped-decorator]
 def _fake_convert(x: Tensor, source: str, target: str, axes: list[str], size: int, tag: int) -> Tensor:
     if kind_of(source, target) is Kind.NOTHING:  # what it gives is its operand
         return x.new_empty_strided(x.shape, x.stride())
     return x.new_empty(converted_shape(tuple(x.shape), source, target, size))
 
 
-@torch.library.register_fake("partway::convert_group")  # type: ignore[untyped-decorator]
 def _fake_group(
     xs: list[Tensor], source: str, target: str, axes: list[str], size: int, tags: list[int]
 ) -> list[Tensor]:
@@ -75,18 +70,20 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad, None, None, None, None, None
 
 
-torch.library.register_autograd("partway::convert", _backward, setup_context=_keep_context)
-
-
-# A constraint of the person who wrote the model, where it stands in the model. `strategy` is the JSON text of
-# `constraint_text`; planning reads it, lowering leaves nothing of it.
-_LIBRARY.define("constrain(Tensor x, str strategy, str name) -> Tensor")
-constrain = torch.ops.partway.constrain.default
-
-
-@torch.library.register_fake("partway::constrain")  # type: ignore[untyped-decorator]
 def _fake_constrain(x: Tensor, strategy: str, name: str) -> Tensor:
     return torch.empty_like(x)
 
 
-torch.library.register_autograd("partway::constrain", lambda ctx, grad: (grad, None, None))
+# -- The operators
+
+convert = define(
+    "convert(Tensor x, str source, str target, str[] axes, int size, int tag) -> Tensor", fake=_fake_convert,
+    backward=_backward, keep=_keep_context,
+)  # fmt: skip
+convert_group = define(
+    "convert_group(Tensor[] xs, str source, str target, str[] axes, int size, int[] tags) -> Tensor[]", fake=_fake_group
+)
+constrain = define(
+    "constrain(Tensor x, str strategy, str name) -> Tensor", fake=_fake_constrain,
+    backward=lambda ctx, grad: (grad, None, None),
+)  # fmt: skip

@@ -20,13 +20,7 @@ from torch import Tensor
 
 from .dtypes import wide
 from .indexing import span_of, within
-
-_LIBRARY = torch.library.Library("partway", "FRAGMENT")
-_CLASS_ARGUMENTS = "Tensor x, Tensor maximum, Tensor target, Tensor? position, int[] bounds, int ignored"
-_LIBRARY.define(f"class_terms({_CLASS_ARGUMENTS}) -> (Tensor, Tensor)")
-_LIBRARY.define(f"class_terms_backward(Tensor total, Tensor picked, {_CLASS_ARGUMENTS}) -> Tensor")
-class_terms = torch.ops.partway.class_terms.default
-class_terms_backward = torch.ops.partway.class_terms_backward.default
+from .registration import define
 
 # Logits taken at once: what stays in a processor's cache; on other devices few launches, and 256 MB of float32.
 _AT_ONCE = {"cpu": 2**18}
@@ -51,8 +45,8 @@ def _class_terms(
         return total, torch.zeros_like(total)
     for rows in _rows(x):
         total[rows] = (x[rows].to(total.dtype) - maximum[rows].unsqueeze(1)).exp_().sum(1)
-    found = x.gather(1, own.clamp(min=0).unsqueeze(1)).squeeze(1)
-    return total, (found.to(total.dtype) - maximum).masked_fill_(own < 0, 0)
+    picked = x.gather(1, own.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return total, (picked.to(total.dtype) - maximum).masked_fill_(own < 0, 0)
 
 
 def _class_terms_backward(
@@ -66,23 +60,17 @@ def _class_terms_backward(
     gradient.narrow(1, stop - start, x.shape[1] - (stop - start)).zero_()
     if start == stop:
         return gradient
-    x, made = x.narrow(1, 0, stop - start), gradient.narrow(1, 0, stop - start)
+    x, slopes = x.narrow(1, 0, stop - start), gradient.narrow(1, 0, stop - start)
     for rows in _rows(x):
         part = (x[rows].to(total.dtype) - maximum[rows].unsqueeze(1)).exp_().mul_(total[rows].unsqueeze(1))
-        made[rows] = part.scatter_add_(1, place[rows], addend[rows])
+        slopes[rows] = part.scatter_add_(1, place[rows], addend[rows])
     return gradient
 
 
-for _name, _function in (("class_terms", _class_terms), ("class_terms_backward", _class_terms_backward)):
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("partway::class_terms")  # type: ignore[untyped-decorator]
 def _fake_class_terms(x: Tensor, maximum: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return maximum.new_empty(maximum.shape, dtype=wide(x.dtype)), maximum.new_empty(maximum.shape, dtype=wide(x.dtype))
 
 
-@torch.library.register_fake("partway::class_terms_backward")  # type: ignore[untyped-decorator]
 def _fake_class_terms_backward(total: Tensor, picked: Tensor, x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -98,4 +86,14 @@ def _backward(ctx: Any, total: Tensor, picked: Tensor) -> tuple[Tensor | None, .
     return gradient, None, None, None, None, None
 
 
-torch.library.register_autograd("partway::class_terms", _backward, setup_context=_keep_context)
+# -- The operators
+
+_CLASS_ARGUMENTS = "Tensor x, Tensor maximum, Tensor target, Tensor? position, int[] bounds, int ignored"
+class_terms = define(
+    f"class_terms({_CLASS_ARGUMENTS}) -> (Tensor, Tensor)", _class_terms, _fake_class_terms,
+    backward=_backward, keep=_keep_context,
+)  # fmt: skip
+class_terms_backward = define(
+    f"class_terms_backward(Tensor total, Tensor picked, {_CLASS_ARGUMENTS}) -> Tensor",
+    _class_terms_backward, _fake_class_terms_backward,
+)  # fmt: skip

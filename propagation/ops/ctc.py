@@ -16,17 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .registration import define
+
 aten = torch.ops.aten
-
-_ARGUMENTS = (
-    "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
-)
-_LIBRARY = torch.library.Library("partway", "FRAGMENT")
-_LIBRARY.define(f"ctc({_ARGUMENTS}) -> Tensor")
-_LIBRARY.define(f"ctc_backward(Tensor gradient, {_ARGUMENTS}) -> Tensor")
-
-ctc = torch.ops.partway.ctc.default
-ctc_backward = torch.ops.partway.ctc_backward.default
 
 
 def ctc_loss(
@@ -38,14 +30,16 @@ def ctc_loss(
     if reduction not in ("none", "mean", "sum", 0, 1, 2):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     several = log_probs.dim() == 3
-    given, taken = (
+    input_counts, target_counts = (
         torch.as_tensor(lengths, device=log_probs.device).reshape(-1) for lengths in (input_lengths, target_lengths)
     )
-    losses: Tensor = ctc(log_probs if several else log_probs.unsqueeze(1), targets, given, taken, blank, zero_infinity)
+    losses: Tensor = ctc(
+        log_probs if several else log_probs.unsqueeze(1), targets, input_counts, target_counts, blank, zero_infinity
+    )
     if zero_infinity:
         losses = losses.masked_fill(losses == torch.inf, 0.0)
     if reduction in ("mean", 1):
-        return (losses / taken.clamp(min=1).to(losses.dtype)).mean()
+        return (losses / target_counts.clamp(min=1).to(losses.dtype)).mean()
     if reduction in ("sum", 2):
         return losses.sum()
     return losses if several else losses.squeeze(0)
@@ -56,26 +50,17 @@ def _ctc(log_probs: Tensor, *rest: Any) -> Tensor:
     return losses
 
 
-def _ctc_backward(
-    gradient: Tensor, log_probs: Tensor, targets: Tensor, given: Tensor, taken: Tensor, blank: int, zero_infinity: bool
-) -> Tensor:
-    losses, alphas = aten._ctc_loss.Tensor(log_probs, targets, given, taken, blank, zero_infinity)
-    found: Tensor = aten._ctc_loss_backward.Tensor(
-        gradient, log_probs, targets, given, taken, losses, alphas, blank, zero_infinity
-    )
-    return found
+def _ctc_backward(gradient: Tensor, log_probs: Tensor, *rest: Any) -> Tensor:
+    *targets, blank, zero_infinity = rest
+    losses, alphas = aten._ctc_loss.Tensor(log_probs, *rest)
+    slopes: Tensor = aten._ctc_loss_backward.Tensor(gradient, log_probs, *targets, losses, alphas, blank, zero_infinity)
+    return slopes
 
 
-_LIBRARY.impl("ctc", _ctc, "CompositeExplicitAutograd")
-_LIBRARY.impl("ctc_backward", _ctc_backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("partway::ctc")  # type: ignore[untyped-decorator]
 def _fake_ctc(log_probs: Tensor, *_: Any) -> Tensor:
     return log_probs.new_empty(log_probs.shape[1])
 
 
-@torch.library.register_fake("partway::ctc_backward")  # type: ignore[untyped-decorator]
 def _fake_ctc_backward(_: Tensor, log_probs: Tensor, *__: Any) -> Tensor:
     return torch.empty_like(log_probs)
 
@@ -89,4 +74,10 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return (ctc_backward(gradient, *ctx.saved_tensors, *ctx.numbers), *(None,) * 5)
 
 
-torch.library.register_autograd("partway::ctc", _backward, setup_context=_keep)
+# -- The operators
+
+_ARGUMENTS = (
+    "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity"
+)
+ctc = define(f"ctc({_ARGUMENTS}) -> Tensor", _ctc, _fake_ctc, backward=_backward, keep=_keep)
+ctc_backward = define(f"ctc_backward(Tensor gradient, {_ARGUMENTS}) -> Tensor", _ctc_backward, _fake_ctc_backward)

@@ -5,7 +5,7 @@
     partway::run_backward(gradients, operands, key)
                                      the gradients of the operands: `forward` runs again and is differentiated
 
-Every device runs the call whole. The key is a digest of the text, so that a graph stays a plain list of calls and can
+Every device runs the whole call. The key is a digest of the text, so that a graph stays a plain list of calls and can
 be kept on disk: the next start captures the same text, and finds it under the same key. A key that capture did not make
 here runs nothing, wherever the call comes from: an operator that ran a text would run whatever a file with a program
 says.
@@ -24,12 +24,7 @@ from torch import Tensor
 
 from ...strategy.errors import RuntimeStateError, shown
 from ..torch_internals import with_autograd
-
-_LIBRARY = torch.library.Library("partway", "FRAGMENT")
-_LIBRARY.define("run(Tensor[] operands, str key) -> Tensor[]")
-_LIBRARY.define("run_backward(Tensor[] gradients, Tensor[] operands, str key) -> Tensor[]")
-run = torch.ops.partway.run.default
-run_backward = torch.ops.partway.run_backward.default
+from .registration import define
 
 
 @dataclass(frozen=True)
@@ -55,10 +50,11 @@ def made_of(text: str) -> str:
 
 
 def functions_of(key: str) -> Functions:
+    """The functions called `key`. Raises RuntimeStateError for a key that capture did not make in this process."""
     if key not in _MADE:
         raise RuntimeStateError(
-            f"partway::run is called with {shown(key)}, which is no key of what was captured in this process; it "
-            "runs nothing else. Shard the model itself, and not a program in which the operator was kept"
+            f"partway::run is called with {shown(key)}, which is not a key of what was captured in this process; "
+            "it runs nothing else. Shard the model itself, and not a program in which the operator was kept"
         )
     return _MADE[key]
 
@@ -66,12 +62,12 @@ def functions_of(key: str) -> Functions:
 def _own(results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
     """`results` in memory that no operand and no other result has."""
     taken = {operand.untyped_storage()._cdata for operand in operands}
-    found = []
+    own = []
     for result in results:
         again = result.untyped_storage()._cdata in taken
-        found.append(result.clone(memory_format=torch.contiguous_format) if again else result)
-        taken.add(found[-1].untyped_storage()._cdata)
-    return found
+        own.append(result.clone(memory_format=torch.contiguous_format) if again else result)
+        taken.add(own[-1].untyped_storage()._cdata)
+    return own
 
 
 def _run(operands: list[Tensor], key: str) -> list[Tensor]:
@@ -85,25 +81,19 @@ def _run_backward(gradients: list[Tensor], operands: list[Tensor], key: str) -> 
         results = functions_of(key).forward(*leaves)
         pairs = [(result, grad) for result, grad in zip(results, gradients, strict=True) if result.requires_grad]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found: Any = ()
+        computed: Any = ()
         if pairs and wanted:
-            made, weights = zip(*pairs, strict=True)
-            found = torch.autograd.grad(made, wanted, weights, allow_unused=True)
-    given = dict(zip(map(id, wanted), found, strict=False))
-    every = [given.get(id(leaf)) for leaf in leaves]
+            outputs, weights = zip(*pairs, strict=True)
+            computed = torch.autograd.grad(outputs, wanted, weights, allow_unused=True)
+    by_leaf = dict(zip(map(id, wanted), computed, strict=False))
+    every = [by_leaf.get(id(leaf)) for leaf in leaves]
     return _own([torch.zeros_like(x) if g is None else g for g, x in zip(every, operands, strict=True)], operands)
 
 
-_LIBRARY.impl("run", _run, "CompositeExplicitAutograd")
-_LIBRARY.impl("run_backward", _run_backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("partway::run")  # type: ignore[untyped-decorator]
 def _fake_run(operands: list[Tensor], key: str) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in functions_of(key).like(*operands)]
 
 
-@torch.library.register_fake("partway::run_backward")  # type: ignore[untyped-decorator]
 def _fake_run_backward(gradients: list[Tensor], operands: list[Tensor], key: str) -> list[Tensor]:
     return [torch.empty_like(x) for x in operands]
 
@@ -115,8 +105,15 @@ def _keep_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> No
 
 def _backward(ctx: Any, gradients: list[Tensor]) -> tuple[list[Tensor | None], None]:
     operands = list(ctx.saved_tensors)
-    found = run_backward(gradients, operands, ctx.key)
-    return [g if x.is_floating_point() or x.is_complex() else None for g, x in zip(found, operands, strict=True)], None
+    computed = run_backward(gradients, operands, ctx.key)
+    return [
+        g if x.is_floating_point() or x.is_complex() else None for g, x in zip(computed, operands, strict=True)
+    ], None
 
 
-torch.library.register_autograd("partway::run", _backward, setup_context=_keep_context)
+# -- The operators
+
+run = define("run(Tensor[] operands, str key) -> Tensor[]", _run, _fake_run, backward=_backward, keep=_keep_context)
+run_backward = define(
+    "run_backward(Tensor[] gradients, Tensor[] operands, str key) -> Tensor[]", _run_backward, _fake_run_backward
+)

@@ -4,7 +4,7 @@
     partway::hooked_backward(gs, key)     what that hook makes of the gradients
     partway::observed(xs, read, key)      the tensors xs, which the hook `key` has seen together with those in `read`
 
-Which hooks there are is found while a function is captured (`capture/hooks.py`).
+Hooks are collected while a function is captured (`capture/hooks.py`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,12 @@ import torch
 from torch import Tensor, fx
 
 from ...strategy.errors import RuntimeStateError
-
-_LIBRARY = torch.library.Library("partway", "FRAGMENT")
-_LIBRARY.define("hooked(Tensor[] xs, int key) -> Tensor[]")
-_LIBRARY.define("hooked_backward(Tensor[] gradients, int key) -> Tensor[]")
-_LIBRARY.define("observed(Tensor[] xs, Tensor[] read, int key) -> Tensor[]")
-hooked = torch.ops.partway.hooked.default
-hooked_backward = torch.ops.partway.hooked_backward.default
-observed = torch.ops.partway.observed.default
-HOOKS = frozenset({hooked, hooked_backward, observed})
-for _operator in (hooked, observed):  # nobody may need what they give
-    fx.node.has_side_effect(_operator)
+from .registration import define
 
 
 @dataclass(frozen=True, eq=False)
 class Hook:
-    """A person's hook: the words for it, and what calls it with the tensors of its operator."""
+    """A user's hook: the words for it, and what calls it with the tensors of its operator."""
 
     words: str
     call: Callable[[list[Tensor]], Sequence[Tensor] | None]
@@ -54,7 +44,7 @@ def number_of(hook: Hook) -> int:
 
 
 class _Attached(torch.autograd.Function):
-    """What a hook that only looks is given of a tensor that needs a gradient: no gradient comes from there."""
+    """What a hook that only observes sees of a tensor that needs a gradient: no gradient may come back from there."""
 
     @staticmethod
     def forward(ctx: Any, words: str, x: Tensor) -> Tensor:
@@ -79,7 +69,7 @@ def _observed(xs: list[Tensor], read: list[Tensor], key: int) -> list[Tensor]:
         ])  # fmt: skip
     if versions != [x._version for x in every]:
         raise RuntimeStateError(
-            f"{hook.words} writes in place to what it is given, which would not reach the rest of the sharded "
+            f"{hook.words} writes in place to its arguments, which would not reach the rest of the sharded "
             "function; let it return the new value"
         )
     return list(xs)
@@ -87,16 +77,16 @@ def _observed(xs: list[Tensor], read: list[Tensor], key: int) -> list[Tensor]:
 
 def _hooked_backward(gradients: list[Tensor], key: int) -> list[Tensor]:
     hook = _hooks[key]
-    found = hook.call(list(gradients))
-    if found is None:
+    returned = hook.call(list(gradients))
+    if returned is None:
         return list(gradients)
-    for new, old in zip(found, gradients, strict=True):
+    for new, old in zip(returned, gradients, strict=True):
         if new.shape != old.shape or new.dtype != old.dtype:
             raise RuntimeStateError(
                 f"{hook.words} returned a gradient of {new.dtype}{list(new.shape)} for one of "
                 f"{old.dtype}{list(old.shape)}; return one of the same shape and dtype"
             )
-    return [_like(new, old) for new, old in zip(found, gradients, strict=True)]
+    return [_like(new, old) for new, old in zip(returned, gradients, strict=True)]
 
 
 def _like(new: Tensor, old: Tensor) -> Tensor:
@@ -114,13 +104,6 @@ def _alike(xs: list[Tensor], *_: Any) -> list[Tensor]:
     return [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in xs]
 
 
-_LIBRARY.impl("hooked", _same, "CompositeExplicitAutograd")
-_LIBRARY.impl("hooked_backward", _hooked_backward, "CompositeExplicitAutograd")
-_LIBRARY.impl("observed", _observed, "CompositeExplicitAutograd")
-for _name in ("hooked", "hooked_backward", "observed"):
-    torch.library.register_fake(f"partway::{_name}", _alike)
-
-
 def _keep_key(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.key = inputs[1]
 
@@ -133,14 +116,23 @@ def _keep_count(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None
     ctx.count = len(inputs[1])
 
 
-torch.library.register_autograd("partway::hooked", _backward, setup_context=_keep_key)
-torch.library.register_autograd(
-    "partway::observed",
-    lambda ctx, gradients: (list(gradients), [None] * ctx.count, None),
-    setup_context=_keep_count,
-)
+def _observed_backward(ctx: Any, gradients: list[Tensor]) -> tuple[list[Tensor], list[None], None]:
+    return list(gradients), [None] * ctx.count, None
+
+
+# -- The operators
+
+hooked = define("hooked(Tensor[] xs, int key) -> Tensor[]", _same, _alike, backward=_backward, keep=_keep_key)
+hooked_backward = define("hooked_backward(Tensor[] gradients, int key) -> Tensor[]", _hooked_backward, _alike)
+observed = define(
+    "observed(Tensor[] xs, Tensor[] read, int key) -> Tensor[]", _observed, _alike,
+    backward=_observed_backward, keep=_keep_count,
+)  # fmt: skip
+HOOKS = frozenset({hooked, hooked_backward, observed})
+for _operator in (hooked, observed):  # nobody may need what they return
+    fx.node.has_side_effect(_operator)
 
 
 def calls_hook(node: fx.Node) -> bool:
-    """Whether a call runs a person's hook: once for all ranks, and not again."""
+    """Whether a call runs a user's hook: once for all ranks, and not again."""
     return node.target in (hooked_backward, observed)

@@ -6,7 +6,7 @@ partway::part_index(index, position, bounds, wraps)
                                           `index` counted from the start of this rank's part of a dim, which goes
                                           from bounds[position] to the next of `bounds`, and -1 where it is another
                                           rank's; one that `wraps` may be negative, counted from the end of the dim
-partway::behind(x, position, dim, counts) where this rank's part is behind the end of its slice along `dim`, of
+partway::behind(x, position, dim, counts) the padding of this rank's uneven shard along `dim`, which has
                                           `counts[position]` elements: a mask that broadcasts to x
 """
 
@@ -15,16 +15,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .registration import define
+
 aten = torch.ops.aten
-
-_LIBRARY = torch.library.Library("partway", "FRAGMENT")
-_LIBRARY.define("position(str[] axes, int[] sizes) -> Tensor")
-_LIBRARY.define("part_index(Tensor index, Tensor position, int[] bounds, bool wraps=False) -> Tensor")
-_LIBRARY.define("behind(Tensor x, Tensor position, int dim, int[] counts) -> Tensor")
-
-position = torch.ops.partway.position.default
-part_index = torch.ops.partway.part_index.default
-behind = torch.ops.partway.behind.default
 
 
 def span_of(position: Tensor | None, bounds: list[int]) -> tuple[int, int]:
@@ -65,23 +58,22 @@ def _behind_shape(x: Tensor, dim: int) -> list[int]:
     return [size if d == dim else 1 for d, size in enumerate(x.shape)]
 
 
-for _name, _function in (
-    ("part_index", _part_index),
-    ("behind", _behind),
-):
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("partway::position")  # type: ignore[untyped-decorator]
 def _fake_position(axes: list[str], sizes: list[int]) -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-@torch.library.register_fake("partway::part_index")  # type: ignore[untyped-decorator]
 def _fake_part_index(index: Tensor, position: Tensor, bounds: list[int], wraps: bool = False) -> Tensor:
     return torch.empty_like(index, dtype=torch.int64)
 
 
-@torch.library.register_fake("partway::behind")  # type: ignore[untyped-decorator]
 def _fake_behind(x: Tensor, position: Tensor, dim: int, counts: list[int]) -> Tensor:
     return x.new_empty(_behind_shape(x, dim), dtype=torch.bool)
+
+
+# -- The operators
+
+position = define("position(str[] axes, int[] sizes) -> Tensor", fake=_fake_position)
+part_index = define(
+    "part_index(Tensor index, Tensor position, int[] bounds, bool wraps=False) -> Tensor", _part_index, _fake_part_index
+)
+behind = define("behind(Tensor x, Tensor position, int dim, int[] counts) -> Tensor", _behind, _fake_behind)

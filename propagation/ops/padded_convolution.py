@@ -11,16 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("partway", "FRAGMENT")
-_LIBRARY.define(
-    "padded_convolution(Tensor x, Tensor weight, Tensor? bias, int[] pad, str mode, float value, int[] stride, "
-    "int[] dilation, int groups) -> Tensor"
-)
-padded_convolution = torch.ops.partway.padded_convolution.default
+from .registration import define
 
 
 def _padded_convolution(
@@ -29,8 +23,13 @@ def _padded_convolution(
 ) -> Tensor:  # fmt: skip
     x = F.pad(x, pad, mode, value if mode == "constant" else None)
     run: Any = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
-    made: Tensor = run(x, weight, bias, stride, 0, dilation, groups)
-    return made
+    result: Tensor = run(x, weight, bias, stride, 0, dilation, groups)
+    return result
 
 
-_LIBRARY.impl("padded_convolution", _padded_convolution, "CompositeImplicitAutograd")
+# -- The operators
+
+padded_convolution = define(
+    "padded_convolution(Tensor x, Tensor weight, Tensor? bias, int[] pad, str mode, float value, int[] stride, "
+    "int[] dilation, int groups) -> Tensor", _padded_convolution, composite=True,
+)  # fmt: skip

@@ -28,6 +28,7 @@ from torch import Tensor
 from ...strategy.choice import Choice
 from ...strategy.cut import Cut
 from .dtypes import wide
+from .registration import define
 
 
 class RandomNumbers(Choice):
@@ -37,19 +38,6 @@ class RandomNumbers(Choice):
     TORCH = "torch"  # what PyTorch would draw for the whole tensor, which every rank does
     RANK = "rank"  # the seed, the operator, and which part of the tensor the rank has
 
-
-_LIBRARY = torch.library.Library("partway", "FRAGMENT")
-_LIBRARY.define("keys(int count) -> Tensor[]", tags=(torch.Tag.nondeterministic_seeded,))
-_LIBRARY.define(
-    "draw(Tensor key, Tensor[] places, int[] dims, str[] cuts, str kind, float[] given, int[] size, ScalarType dtype, "
-    "Device device, bool stream) -> Tensor"
-)
-
-_LIBRARY.define("bernoulli(Tensor x, float p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
-
-keys = torch.ops.partway.keys.default
-bernoulli = torch.ops.partway.bernoulli.default
-draw = torch.ops.partway.draw.default
 
 _GAMMA, _FIRST, _SECOND = (n - 2**64 for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
@@ -95,7 +83,7 @@ def _draw(
 
 
 def _from_stream(
-    part: Tensor, key: int, dims: list[int], positions: list[int], kind: str, given: list[float]
+    part: Tensor, key: int, dims: list[int], positions: list[int], kind: str, parameters: list[float]
 ) -> Tensor:
     """`part` filled by a generator of PyTorch's that `key` and the place of the part seed."""
     seed = torch.tensor(key)
@@ -104,17 +92,17 @@ def _from_stream(
     generator = torch.Generator(part.device).manual_seed(int(seed))
     match kind:
         case "bernoulli":
-            return part.bernoulli_(given[0], generator=generator)
+            return part.bernoulli_(parameters[0], generator=generator)
         case "normal":
-            return part.normal_(*given, generator=generator)
+            return part.normal_(*parameters, generator=generator)
         case "integers":
-            return part.random_(int(given[0]), int(given[1]), generator=generator)
+            return part.random_(int(parameters[0]), int(parameters[1]), generator=generator)
         case _:
-            low, high = given or (torch.finfo(part.dtype).tiny, 1.0)
+            low, high = parameters or (torch.finfo(part.dtype).tiny, 1.0)
             return part.uniform_(low, high, generator=generator)
 
 
-def _by_index(part: Tensor, key: int, starts: list[int], size: list[int], kind: str, given: list[float]) -> Tensor:
+def _by_index(part: Tensor, key: int, starts: list[int], size: list[int], kind: str, parameters: list[float]) -> Tensor:
     """`part`, which begins at the index `starts` of a tensor of `size`, filled block by block."""
     if not part.numel():
         return part
@@ -133,12 +121,12 @@ def _by_index(part: Tensor, key: int, starts: list[int], size: list[int], kind: 
     for these, columns in _blocks(len(runs), rows.shape[1], 2 * at_once // halves):
         first, count = origin + columns.start, columns.stop - columns.start
         bits = _bits(key, runs[these] + first, count, halves, first % 2 if alike else None)
-        rows[these, columns] = _number(kind, given, bits, part.dtype)
+        rows[these, columns] = _number(kind, parameters, bits, part.dtype)
     return part
 
 
 def _blocks(rows: int, columns: int, elements: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of a matrix with about so many elements."""
+    """Slices of a matrix with about `elements` elements."""
     width = min(columns, elements)
     height = max(1, elements // width)
     for top in range(0, rows, height):
@@ -168,50 +156,55 @@ def _bits(key: int, firsts: Tensor, count: int, halves: int, odd: int | None) ->
     return bits[:, odd : odd + count]
 
 
-def _number(kind: str, given: list[float], bits: Tensor, dtype: torch.dtype) -> Tensor | float:
+def _number(kind: str, parameters: list[float], bits: Tensor, dtype: torch.dtype) -> Tensor | float:
     """The random number that the bits of an element stand for."""
     if kind == "bernoulli":
-        ones = round(given[0] * 2**32)  # of all numbers of 32 bits
+        ones = round(parameters[0] * 2**32)  # of all numbers of 32 bits
         return bits < ones - 2**31 if 0 < ones < 2**32 else float(ones > 0)
     if kind == "normal":
         bits = bits if dtype != torch.float64 else bits.view(torch.int64)
         digits = 8 * bits.element_size() - 1
         radius, angle = bits.unbind(-1)  # Box and Muller, of which the cosine is taken
         nonzero = (radius.bitwise_and(2**digits - 1).to(wide(dtype)) + 0.5).mul_(2.0**-digits)
-        found = angle.to(wide(dtype)).mul_(math.pi * 2.0**-digits).cos_()
-        return found.mul_(nonzero.log_().mul_(-2.0).sqrt_()).mul_(given[1]).add_(given[0])
+        numbers = angle.to(wide(dtype)).mul_(math.pi * 2.0**-digits).cos_()
+        return numbers.mul_(nonzero.log_().mul_(-2.0).sqrt_()).mul_(parameters[1]).add_(parameters[0])
     if kind == "integers":
-        least, end = map(int, given)
+        least, end = map(int, parameters)
         return bits.view(torch.int64).squeeze(-1).bitwise_and(2**63 - 1).remainder_(end - least).add_(least)
     bits = bits if dtype != torch.float64 else bits.view(torch.int64).squeeze(-1)
     digits = DIGITS[dtype] - (kind == "open")
-    found = bits.bitwise_and(2**digits - 1).to(wide(dtype))
+    numbers = bits.bitwise_and(2**digits - 1).to(wide(dtype))
     if kind == "open":
-        return found.add_(0.5).mul_(2.0**-digits)
-    low, high = given
-    return found.mul_((high - low) * 2.0**-digits).add_(low)
+        return numbers.add_(0.5).mul_(2.0**-digits)
+    low, high = parameters
+    return numbers.mul_((high - low) * 2.0**-digits).add_(low)
 
 
 def _bernoulli(x: Tensor, p: float) -> Tensor:
     return torch.empty_like(x).bernoulli_(p)
 
 
-_LIBRARY.impl("bernoulli", _bernoulli, "CompositeExplicitAutograd")
-_LIBRARY.impl("keys", _keys, "CompositeExplicitAutograd")
-_LIBRARY.impl("draw", _draw, "CompositeExplicitAutograd")
-
-
-torch.library.register_fake("partway::bernoulli", lambda x, p: torch.empty_like(x))
-
-
-@torch.library.register_fake("partway::keys")  # type: ignore[untyped-decorator]
 def _fake_keys(count: int) -> list[Tensor]:
     return [torch.empty((), dtype=torch.int64) for _ in range(count)]
 
 
-@torch.library.register_fake("partway::draw")  # type: ignore[untyped-decorator]
 def _fake_draw(
     key: Tensor, places: list[Tensor], dims: list[int], cuts: list[str], kind: str, given: list[float],
     size: list[int], dtype: torch.dtype, device: torch.device, stream: bool,
 ) -> Tensor:  # fmt: skip
     return torch.empty(_local_size(size, dims, cuts), dtype=dtype, device=device)
+
+
+def _fake_bernoulli(x: Tensor, p: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+# -- The operators
+
+_BY_SEED = (torch.Tag.nondeterministic_seeded,)
+keys = define("keys(int count) -> Tensor[]", _keys, _fake_keys, tags=_BY_SEED)
+draw = define(
+    "draw(Tensor key, Tensor[] places, int[] dims, str[] cuts, str kind, float[] given, int[] size, ScalarType dtype, "
+    "Device device, bool stream) -> Tensor", _draw, _fake_draw,
+)  # fmt: skip
+bernoulli = define("bernoulli(Tensor x, float p) -> Tensor", _bernoulli, _fake_bernoulli, tags=_BY_SEED)

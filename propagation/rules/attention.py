@@ -24,16 +24,16 @@ aten = torch.ops.aten
 
 
 def attention(node: fx.Node) -> Rule | None:
-    """Each head of keys serves a group of heads of queries, of which it is the major part. Behind the end of a short
-    slice a mask of ones hides nothing: a softmax of nothing is no number."""
+    """Each head of keys serves a group of heads of queries, and is the major part of their factor. In the padding of an
+    uneven shard a mask of ones hides nothing: a softmax over no key is not a number."""
     if argument(node, "dropout_p"):
         return None
     q, k, v, *mask = (shape(o) for o in operands(node))
-    theirs, ours = _heads(node, q, k, v)
-    texts = [_text(q, ours, "s 1"), _text(k, theirs, "1 1"), _text(v, theirs, "1 1")]
-    texts += [_text(m, ours if m[-3:-2] != (1,) else "1", "s 1") for m in mask]
-    causal = argument(node, "is_causal")
-    row = Row(f"{', '.join(texts)} -> {_text(q, ours, 's 1')}", fill=1.0, local=_local_causal if causal else None)
+    key_heads, query_heads = _heads(node, q, k, v)
+    texts = [_text(q, query_heads, "s 1"), _text(k, key_heads, "1 1"), _text(v, key_heads, "1 1")]
+    texts += [_text(m, query_heads if m[-3:-2] != (1,) else "1", "s 1") for m in mask]
+    local = _local_causal if argument(node, "is_causal") else None
+    row = Row(f"{', '.join(texts)} -> {_text(q, query_heads, 's 1')}", fill=1.0, local=local)
     return replace(parse_row(row, node), flops=2.0 * math.prod(shape(node)[:-1]) * k[-2] * (q[-1] + v[-1]))
 
 
@@ -47,10 +47,12 @@ def _heads(node: fx.Node, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, 
 
 
 def _text(size: tuple[int, ...], heads: str, rest: str) -> str:
+    """The spec of a tensor of `size` (see `row.py`)."""
     return " ".join([f"... {heads}" if len(size) > 2 else "", *rest.split()[-len(size) :]])
 
 
 def _local_causal(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """A rank with a part of the queries has a mask in place of `is_causal`."""
     place = emit.position("s")
     if place is not None:
         starts = [start for start, _ in emit.cut("s").spans]
@@ -60,7 +62,7 @@ def _local_causal(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _expand_attention(b: Builder, node: fx.Node) -> fx.Node | None:
-    """With dropout, attention is written out: its mask is then one for all layouts, as in `_expand_native_dropout`."""
+    """With dropout, attention is written out, so that its mask is the same in all layouts (see `random.py`)."""
     p = argument(node, "dropout_p")
     q, k, v = operands(node)[:3]
     if not p:
@@ -82,7 +84,7 @@ def _expand_attention(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _repeated(b: Builder, x: fx.Node, heads: int) -> fx.Node:
-    """Keys or values with each of their heads so often that there are as many as `heads`."""
+    """Keys or values with each of their heads repeated, `heads` in all."""
     *batch, own, length, width = shape(x)
     each = b(aten.expand.default, b(aten.unsqueeze.default, x, -3), [*batch, own, heads // own, length, width])
     return b(aten.reshape.default, each, [*batch, heads, length, width])

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 def _moments_rule(node: fx.Node) -> Rule | None:
-    """Sums over all but the channels (dim 1): every part of x has an addend."""
+    """Sums over all dims but the channels (dim 1): every part of x has an addend."""
     size = shape(operands(node)[0])
     letters = letters_of(size)
     shift = tuple((letters[1],) for _ in operands(node)[1:])
@@ -39,9 +39,9 @@ def _moments_rule(node: fx.Node) -> Rule | None:
 
 
 def _local_moments(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """Behind the end of a short slice is what adds nothing: the shift, or zero."""
+    """The padding of an uneven shard adds nothing: there x is the shift, or zero."""
     x, shift = args
-    for mask in emit.behind(0, x):
+    for mask in emit.padding_masks(0, x):
         if shift is None:
             x = emit.call(aten.masked_fill.Scalar, x, mask, 0.0)
         else:
@@ -53,7 +53,7 @@ def _local_moments(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _sample_moments_rule(node: fx.Node) -> Rule | None:
-    """Sums over all but the samples (dim 0) and channels (dim 1)."""
+    """Sums over all dims but the samples (dim 0) and channels (dim 1)."""
     size = shape(operands(node)[0])
     letters = letters_of(size)
     shift = tuple(letters[:2] for _ in operands(node)[1:])
@@ -136,11 +136,13 @@ def _expand_batch_norm(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
 
 
 def _expand_batch_norm_eval(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
+    """aten._native_batch_norm_legit_no_training: by the running statistics."""
     x, weight, bias, mean, var, momentum, eps = node.args[:7]
     return _batch_norm_of(b, node, x, weight, bias, mean, var, False, momentum, eps)
 
 
 def _expand_batch_norm_stateless(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...]:
+    """aten._native_batch_norm_legit.no_stats: without running statistics."""
     x, weight, bias, training, momentum, eps = node.args[:6]
     return _batch_norm_of(b, node, x, weight, bias, None, None, training, momentum, eps)
 
@@ -149,8 +151,8 @@ def _batch_norm_of(
     b: Builder, node: fx.Node, x: Any, weight: Any, bias: Any, old_mean: Any, old_var: Any, training: Any,
     momentum: Any, eps: Any,
 ) -> tuple[fx.Node | None, ...]:  # fmt: skip
-    """In training the statistics are those of the moments, which are sums over the whole batch (`batch_norm.py`), or
-    of each part of the batch."""
+    """In training the statistics are those of the moments, which are sums over the whole batch, or those of each part
+    of the batch."""
     if training and b.batch_norm_parts > 1 and not _is_synchronised(node):
         _check_parts(node, b.batch_norm_parts)
         return _part_norm_of(b, x, weight, bias, old_mean, old_var, momentum, eps)
@@ -161,19 +163,18 @@ def _batch_norm_of(
         shift = None
         if dtype == torch.float64:
             shift = b(aten.div.Scalar, b(aten.sum.dim_IntList, b(aten.detach.default, x), dims), count)
-        found = b(statistics, b(moments, x, shift), shift, count, dtype)
-        both = b(aten.unbind.int, found)
+        both = b(aten.unbind.int, b(statistics, b(moments, x, shift), shift, count, dtype))
         mean, var = b(operator.getitem, both, 0), b(operator.getitem, both, 1)
         if old_mean is not None:
             unbiased = b(aten.mul.Scalar, b(aten.detach.default, var), count / max(count - 1, 1))
             new_mean = _blend(b, old_mean, b(aten.detach.default, mean), momentum)
             new_var = _blend(b, old_var, unbiased, momentum)
     y = b(normalise, x, mean, var, weight, bias, eps)
-    said = value(node)[1]
-    if not training and said.shape == (0,):
-        empty = b(aten.zeros.default, [0], dtype=said.dtype, device=said.device)
+    saved = value(node)[1]
+    if not training and saved.shape == (0,):
+        empty = b(aten.zeros.default, [0], dtype=saved.dtype, device=saved.device)
         return (y, empty, empty, new_mean, new_var)
-    mean, var = (b(aten.detach.default, s) for s in (mean, var))  # no gradient comes by what is said of them
+    mean, var = (b(aten.detach.default, s) for s in (mean, var))  # no gradient comes by what is saved of them
     rstd = b(aten.rsqrt.default, b(aten.add.Scalar, var, eps))
     return (y, mean, rstd, new_mean, new_var)
 
@@ -181,17 +182,17 @@ def _batch_norm_of(
 def _part_norm_of(
     b: Builder, x: Any, weight: Any, bias: Any, old_mean: Any, old_var: Any, momentum: Any, eps: Any
 ) -> tuple[fx.Node | None, ...]:
-    """Each part of the batch by its own statistics; what is kept of them is their mean over the parts."""
+    """Each part of the batch by its own statistics; the mean of these over the parts is kept."""
     parts, (batch, *rest) = b.batch_norm_parts, shape(x)
     split = b(aten.reshape.default, x, [parts, batch // parts, *rest])
-    found = b(part_norm, split, weight, bias, parts, eps)
-    y = b(aten.reshape.default, b(operator.getitem, found, 0), [batch, *rest])
-    both = b(aten.unbind.int, b(aten.detach.default, b(operator.getitem, found, 1)))
+    normed = b(part_norm, split, weight, bias, parts, eps)
+    y = b(aten.reshape.default, b(operator.getitem, normed, 0), [batch, *rest])
+    both = b(aten.unbind.int, b(aten.detach.default, b(operator.getitem, normed, 1)))
     mean, var = b(operator.getitem, both, 0), b(operator.getitem, both, 1)
     new_mean, new_var = None, None
     if old_mean is not None:
         new_mean, new_var = _blend(b, old_mean, mean, momentum), _blend(b, old_var, var, momentum)
-    each = b(aten.detach.default, b(operator.getitem, found, 3))
+    each = b(aten.detach.default, b(operator.getitem, normed, 3))
     rstd = b(aten.div.Scalar, b(aten.sum.dim_IntList, each, [0]), parts)
     return (y, mean, rstd, new_mean, new_var)
 
@@ -203,7 +204,7 @@ def _is_synchronised(node: fx.Node) -> bool:
 
 
 def _check_parts(node: fx.Node, parts: int) -> None:
-    """Raise StrategyError unless each of so many parts of the batch has statistics of its own."""
+    """Raise StrategyError unless each of `parts` parts of the batch has statistics of its own."""
     size = shape(operands(node)[0])
     part = [size[0] / parts, *size[2:]]
     if size[0] % parts:
@@ -220,12 +221,13 @@ def _check_parts(node: fx.Node, parts: int) -> None:
 
 
 def _parts_of(size: tuple[int, ...]) -> str:
-    """The numbers of parts with statistics that a batch can be cut into, as text."""
-    found = [str(n) for n in range(1, size[0] + 1) if size[0] % n == 0 and math.prod(size) != n * size[1]]
-    return " or ".join([", ".join(found[:-1]), found[-1]] if found[1:] else found)
+    """The numbers of parts that a batch can be cut into so that each has statistics, as text."""
+    counts = [str(n) for n in range(1, size[0] + 1) if size[0] % n == 0 and math.prod(size) != n * size[1]]
+    return " or ".join([", ".join(counts[:-1]), counts[-1]] if counts[1:] else counts)
 
 
 def _blend(b: Builder, old: Any, new: Any, momentum: Any) -> fx.Node:
+    """The running statistic `old` moved towards `new`, in its own dtype."""
     return b(aten.lerp.Scalar, old, b.cast(new, value(old).dtype), momentum)
 
 

@@ -1,9 +1,7 @@
-"""Rules of operators that look at a neighbourhood of each element of an image (or of a series, or of a volume):
-convolutions, pools, and what lays out blocks.
+"""Convolutions: batch, output channels, input channels (summed), groups, and space.
 
-Their spatial dims are split like others: the part of the result that a rank makes is made of a window of the operand
-(`windows.py`), and the local form is the operator itself, without padding along the dims that are split. What follows
-the image's size by itself (interpolation, padding) is in `resampling.py`.
+Spatial dims are split like others: the slice of the result that a rank computes is made of a window of the operand
+(`windows.py`), and the local form is the operator itself, without padding along the dims that are split.
 """
 
 from __future__ import annotations
@@ -38,20 +36,17 @@ _BY_RANK = {1: aten.conv1d.default, 2: aten.conv2d.default, 3: aten.conv3d.defau
 # -- What rules of one operand share -----------------------------------------------------------------------------------
 
 
-# -- Convolution -------------------------------------------------------------------------------------------------------
-
-
 def padding_of(node: fx.Node, count: int) -> list[tuple[int, int]]:
     """The padding of a convolution before and after each spatial dim."""
     if node.target is padded_convolution:
         pad = [*argument(node, "pad"), *[0] * (2 * count)]
         return [(pad[2 * i], pad[2 * i + 1]) for i in reversed(range(count))]
-    given = argument(node, "padding")
-    if given == "same":
+    padding = argument(node, "padding")
+    if padding == "same":
         extents = zip(per_dim(argument(node, "dilation"), count), shape(operands(node)[1])[-count:], strict=True)
         totals = [dilation * (kernel - 1) for dilation, kernel in extents]
         return [(total // 2, total - total // 2) for total in totals]
-    return [(p, p) for p in per_dim(0 if given == "valid" else given, count)]
+    return [(p, p) for p in per_dim(0 if padding == "valid" else padding, count)]
 
 
 def convolution(node: fx.Node) -> Rule | None:
@@ -78,7 +73,7 @@ def _convolution(
     batched = len(shape(x)) == len(shape(weight))
     lead: Dims = (("b",),) if batched else ()
     sides = zip(shape(x)[-count:], shape(node)[-count:], strict=True)
-    space: Dims = tuple((f"s{d}",) if 1 not in (held, made) else () for d, (held, made) in enumerate(sides))
+    space: Dims = tuple((f"s{d}",) if 1 not in (before, after) else () for d, (before, after) in enumerate(sides))
     sizes = {"b": shape(x)[0]} if batched else {}
     sizes |= {f[0]: n for f, n in zip(space, shape(node)[-count:], strict=True) if f}
     inputs, outputs = shape(x)[-count - 1], shape(node)[-count - 1]
@@ -134,7 +129,7 @@ def _local_convolution(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _after_padding(emit: Emitter, args: tuple[Any, ...], pad: list[int], values: dict[str, Any], count: int) -> fx.Node:
-    """A padded convolution as its two operators, of which the first is none where windows bring all padding."""
+    """A padded convolution as its two operators; without the first where the windows come with all padding."""
     x, weight, bias, _, mode, number, stride, dilation, groups = args
     if any(pad):
         x = emit.call(aten.pad.default, x, pad, mode, number if mode == "constant" else None)
@@ -162,16 +157,16 @@ def _local_transposed(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, An
     split = spatial_dims(emit, count)
     values: dict[str, Any] = {}
     for name in ("padding", "output_padding") if split else ():
-        given = per_dim(argument(node, name), count)
-        values[name] = [0 if d in split else n for d, n in enumerate(given)]
+        numbers = per_dim(argument(node, name), count)
+        values[name] = [0 if d in split else n for d, n in enumerate(numbers)]
     if argument(node, "groups") != 1:
         values["groups"] = _groups(emit, count)
     args, kwargs = replaced(node, args, kwargs, **values)
-    made = emit.call(node.target, *args, **kwargs)
+    whole = emit.call(node.target, *args, **kwargs)
     spreads = _spreads(node)
     for dim, factor in split_dims(emit).items():
-        made = own_part(emit, made, dim, factor, spreads[dim - (len(emit.whole[0]) - count)])
-    return made
+        whole = own_part(emit, whole, dim, factor, spreads[dim - (len(emit.whole[0]) - count)])
+    return whole
 
 
 # -- Pools -------------------------------------------------------------------------------------------------------------

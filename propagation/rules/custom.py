@@ -1,5 +1,5 @@
-"""Rules that people give to operators (`partway.rule`): what can be wrong with one, what it says of a call, and the
-line to begin with for an operator that has none.
+"""Rules that users give to operators (`partway.rule`): what can be wrong with one, the Rule of a call, and the line to
+begin with for an operator without a rule.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _factors(spec: str) -> list[str]:
 def _spec_problems(spec: str) -> Iterator[str]:
     inside = [part for token in tokens_of(spec) for part in token.strip("()").split()]
     if wrong := [part for part in inside if part not in ("...", "1") and not _FACTOR.fullmatch(part)]:
-        yield f"{' '.join(wrong)!r} in {spec!r} is no factor: a name, 1, ..., or a merged dim such as (a b)"
+        yield f"{' '.join(wrong)!r} in {spec!r} is not a factor: a name, 1, ..., or a merged dim such as (a b)"
     if twice := [part for part, times in Counter(_factors(spec)).items() if times > 1]:
         yield f"{_listed(twice)} is twice in {spec!r}: a factor is one dim of a tensor"
     if any(token.startswith("(") and {"...", "1"} & set(token.strip("()").split()) for token in tokens_of(spec)):
@@ -82,19 +82,19 @@ def schema_problems(row: Row, operator: OpOverload) -> Iterator[str]:
         return
     operands, results = specs_of(row.text)
     taken = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
-    given = [r for r in schema.returns if "Tensor" in str(r.type)]
+    returned = [r for r in schema.returns if "Tensor" in str(r.type)]
     if len(taken) != len(operands):
         yield f"it takes {len(taken)} tensors ({', '.join(taken)}), and the text names {len(operands)}"
-    if len(given) != len(results):
-        yield f"it returns {len(given)} tensors, and the text names {len(results)}"
+    if len(returned) != len(results):
+        yield f"it returns {len(returned)} tensors, and the text names {len(results)}"
 
 
 # -- the rule of a call
 
 
 def own_rule(row: Row, node: fx.Node) -> Rule:
-    """The Rule of a person's `row` for one call. Slices are full: nobody knows what the operator makes of what lies
-    behind the end of a short one.
+    """The Rule of a user's `row` for one call. Factors are split evenly: nobody knows what the operator does with the
+    padding of an uneven shard.
 
     Raises OperatorError where the row does not fit the sizes of the call."""
     problems = list(_size_problems(row, node))
@@ -111,9 +111,9 @@ def own_rule(row: Row, node: fx.Node) -> Rule:
 def _size_problems(row: Row, node: fx.Node) -> Iterator[str]:
     specs, result_specs = specs_of(row.text)
     tensors = [
-        (name if len(given) == 1 else f"{name}[{i}]", spec.lstrip("+"), shape(tensor))
-        for spec, (name, given) in zip(specs, schema_tensors(node), strict=True)
-        for i, tensor in enumerate(given)
+        (name if len(passed) == 1 else f"{name}[{i}]", spec.lstrip("+"), shape(tensor))
+        for spec, (name, passed) in zip(specs, schema_tensors(node), strict=True)
+        for i, tensor in enumerate(passed)
     ]
     results = specified_results(result_specs, node)
     tensors += [(f"result {i}" if results[1:] else "the result", spec, size) for i, (spec, size) in enumerate(results)]
@@ -141,11 +141,11 @@ def _size_problems(row: Row, node: fx.Node) -> Iterator[str]:
             yield f"{token} of {words} {list(size)} is {extent}, which {of} does not make"
 
 
-# -- operators that have none
+# -- operators without a rule
 
 
 def sketch(node: fx.Node) -> str:
-    """The line that gives the operator of a call a rule, with one factor for each size of its tensors."""
+    """The line that gives the operator of a call a rule, with one factor for each size among its tensors."""
     letters: dict[int, list[str]] = {}
 
     def named(size: Sequence[int], operand: bool) -> str:
@@ -159,21 +159,21 @@ def sketch(node: fx.Node) -> str:
             used[extent] += 1
         return " ".join(words)
 
-    taken = [named(shape(given[0]), True) if given else "..." for _, given in schema_tensors(node)]
-    found = [tensor_of(v) for v in values_of(node)]
-    given = [named(tuple(t.shape), False) for t in found if isinstance(t, torch.Tensor)]
+    specs = [named(shape(given[0]), True) if given else "..." for _, given in schema_tensors(node)]
+    results = [tensor_of(v) for v in values_of(node)]
+    given = [named(tuple(t.shape), False) for t in results if isinstance(t, torch.Tensor)]
     listed = isinstance(node.meta["val"], list)
     name = operator_name(node).replace(".", "::", 1).removesuffix(".default")
-    return f'pw.rule("{name}", "{", ".join(taken)} -> {", ".join(given[:1] if listed else given)}")'
+    return f'pw.rule("{name}", "{", ".join(specs)} -> {", ".join(given[:1] if listed else given)}")'
 
 
 def without_rule(nodes: Sequence[fx.Node], so: str) -> str:
-    """That each of `nodes` has no rule, and what follows from it, one line each."""
+    """Text that each of `nodes` has no rule, and what follows (`so`), one line each."""
     lines, others = [], [node for node in nodes if node.target is not run]
     for name in [name_of_call(node) for node in nodes if node.target is run]:
         what = f"{name} writes to its operands, which no rule can say"
         if name == str(run):
-            what = "a branch, or a loop that ends by a value (torch.cond, while_loop), is no operator with a rule"
+            what = "a branch, or a loop that ends by a value (torch.cond, while_loop), is not an operator with a rule"
         lines.append(what + so)
     lines += [
         f"{operator_name(node)} (node {node.name}, {describe(node)}, in {module_path(node) or 'the function'}) has no "

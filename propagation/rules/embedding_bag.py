@@ -45,11 +45,11 @@ def _bags(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
         offsets = b(aten.slice.Tensor, offsets, 0, 0, shape(offsets)[0] - 1)
     if mode == _MAX:
         return (b(operator.getitem, b(aten.max.dim, _stacked(b, rows, length), 1), 0), None, None, None)
-    made = _summed(b, rows, offsets, length)
+    bags = _summed(b, rows, offsets, length)
     if mode == _MEAN:
         counts = b(aten.clamp.default, _summed(b, counted, offsets, length), 1)
-        made = b(aten.div.Tensor, made, b(aten.unsqueeze.default, counts, 1))
-    return (made, None, None, None)
+        bags = b(aten.div.Tensor, bags, b(aten.unsqueeze.default, counts, 1))
+    return (bags, None, None, None)
 
 
 def _length(offsets: fx.Node, indices: fx.Node) -> int | None:

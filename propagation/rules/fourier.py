@@ -64,8 +64,8 @@ def _overlapped(b: Builder, node: fx.Node) -> fx.Node:
         image = b(aten.col2im.default, columns, [1, total], [1, size], [1, 1], [0, 0], [1, hop])
         return b(aten.slice.Tensor, b(aten.squeeze.dims, image, [-3, -2]), -1, start, min(stop, total))
 
-    made = b(aten.div.Tensor, added(b(aten.mul.Tensor, frames, shaped)), added(squares))
-    return b(aten.pad.default, made, [0, stop - total]) if stop > total else made
+    signal = b(aten.div.Tensor, added(b(aten.mul.Tensor, frames, shaped)), added(squares))
+    return b(aten.pad.default, signal, [0, stop - total]) if stop > total else signal
 
 
 _KINDS = ("fft", "hfft", "ifft", "ihfft", "irfft", "rfft")

@@ -49,13 +49,13 @@ def _local_groups(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _own_groups(
     emit: Emitter, x: fx.Node, weight: fx.Node, offsets: fx.Node, rest: list[Any], kwargs: dict[str, Any]
 ) -> fx.Node:
-    """Rows behind the last group are never written, neither of the result nor of the gradient: both are hidden."""
+    """Rows after the last group are never written, neither of the result nor of the gradient: both are masked."""
     place, width = emit.position("e"), emit.shapes.operands[1][0]
     hidden = emit.call(others_rows, offsets, place, width, emit.shapes.operands[0][0])
     own = emit.call(part_slice, offsets, place, 0, emit.bounds("e")[:-1], width)
     x = emit.call(aten.masked_fill.Scalar, x, hidden, 0.0)
-    made = emit.call(emit.node.target, x, weight, own, *rest, **kwargs)
-    return emit.call(aten.masked_fill.Scalar, made, hidden, 0.0)
+    product = emit.call(emit.node.target, x, weight, own, *rest, **kwargs)
+    return emit.call(aten.masked_fill.Scalar, product, hidden, 0.0)
 
 
 ROWS: dict[Any, Row | RowFunction] = {

@@ -48,11 +48,11 @@ def _reading(
 def _indexed(node: fx.Node) -> tuple[list[str], list[list[str]], list[str], int] | None:
     """Of x[indices] the factors of x, of each index and of what is read, and how many dims stand behind those of the
     indices; None where a mask selects."""
-    given: Any = argument(node, "indices")
-    tensors = [t for t in given if t is not None]
+    indices: Any = argument(node, "indices")
+    tensors = [t for t in indices if t is not None]
     if not tensors or any(value(t).dtype in (torch.bool, torch.uint8) for t in tensors):
         return None
-    places = [d for d, t in enumerate(given) if t is not None]
+    places = [d for d, t in enumerate(indices) if t is not None]
     dims = [f"v{d}" if d in places else f"f{d}" for d in range(len(shape(operands(node)[0])))]
     count = max(len(shape(t)) for t in tensors)
     spread = [f"b{d}" for d in range(count)]
@@ -64,26 +64,26 @@ def _indexed(node: fx.Node) -> tuple[list[str], list[list[str]], list[str], int]
 
 def index(node: fx.Node) -> Rule | None:
     """x[i, :, j]: the dims of the indices, broadcast, are where the first of theirs was, or before all others."""
-    found = _indexed(node)
-    if found is None:
+    factors = _indexed(node)
+    if factors is None:
         return None
-    dims, indices, read, after = found
+    dims, indices, read, after = factors
     split = " ".join(f for f in dims if f[0] == "v")
     return _reading(node, [dims, *indices], read, split, _reads_indexed(after))
 
 
 def index_put(node: fx.Node) -> Rule | None:
     """Of several values for one element any may be the last, so that only those that are added can be split."""
-    found = _indexed(node)
-    if found is None:
+    factors = _indexed(node)
+    if factors is None:
         return None
-    dims, indices, read, _ = found
-    given = read[len(read) - len(shape(operands(node)[-1])) :]
+    dims, indices, read, _ = factors
+    values = read[len(read) - len(shape(operands(node)[-1])) :]
     spread = " ".join(f for f in read if f[0] == "b")
     adds = argument(node, "accumulate")
     before = [f"+{dims[0]}", *dims[1:]] if adds else dims
     return parse_row(
-        _row([before, *indices, given], dims, reduce=spread if adds else "", whole="" if adds else spread,
+        _row([before, *indices, values], dims, reduce=spread if adds else "", whole="" if adds else spread,
              linear=(f"0 {len(indices) + 1}",), local=_writes_indexed), node,
     )  # fmt: skip
 
@@ -97,12 +97,12 @@ def _own(emit: Emitter, index: fx.Node, factor: str) -> fx.Node:
 def _read(emit: Emitter, owns: Sequence[fx.Node], read: Callable[[list[fx.Node]], fx.Node], after: int) -> fx.Node:
     """What `read` makes of indices in a rank's part, with zeros for those of other parts; `after` dims stand behind
     theirs."""
-    found = read([emit.call(aten.clamp.default, own, 0) for own in owns])
+    read_here = read([emit.call(aten.clamp.default, own, 0) for own in owns])
     others = reduce(lambda a, b: emit.call(aten.logical_or.default, a, b),
                     [emit.call(aten.lt.Scalar, own, 0) for own in owns])  # fmt: skip
     for _ in range(after):
         others = emit.call(aten.unsqueeze.default, others, -1)
-    return emit.call(aten.masked_fill.Scalar, found, others, 0)
+    return emit.call(aten.masked_fill.Scalar, read_here, others, 0)
 
 
 def _written(
@@ -116,10 +116,10 @@ def _written(
         emit.call(aten.masked_fill.Scalar, own, emit.call(aten.lt.Scalar, own, 0), size[d])
         for d, own in zip(dims, owns, strict=True)
     ]
-    made = write(emit.call(aten.constant_pad_nd.default, x, more), places)
+    written = write(emit.call(aten.constant_pad_nd.default, x, more), places)
     for d in dims:
-        made = emit.call(aten.slice.Tensor, made, d, 0, size[d])
-    return made
+        written = emit.call(aten.slice.Tensor, written, d, 0, size[d])
+    return written
 
 
 def _split_places(emit: Emitter, indices: Sequence[Any]) -> list[int]:
@@ -219,9 +219,9 @@ def _writes_slices(adds: bool, *linear: str) -> RowFunction:
             return whole(node)
         dims = _numbered(node, _dim(node))
         before = [f"+{dims[0]}", *dims[1:]] if adds else dims
-        given = [_replaced(dims, _dim(node), ["i"]) for _ in source]
+        sources = [_replaced(dims, _dim(node), ["i"]) for _ in source]
         which = {"reduce": "i"} if adds else {"whole": "i"}
-        return parse_row(_row([before, ["i"], *given], dims, **which, linear=linear, local=_local_write), node)
+        return parse_row(_row([before, ["i"], *sources], dims, **which, linear=linear, local=_local_write), node)
 
     return rule
 
@@ -281,9 +281,9 @@ def _local_select(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     dim, wanted, spans = _dim(emit.node), argument(emit.node, "index") % emit.rule.sizes["v"], emit.cut("v").spans
     owner = next(part for part, (start, stop) in enumerate(spans) if start <= wanted < stop)
     at = wanted - spans[owner][0]
-    found = emit.call(aten.slice.Tensor, args[0], dim, at, at + 1)
-    others = emit.call(behind, found, place, dim, [int(part == owner) for part in range(len(spans))])
-    return emit.call(aten.squeeze.dim, emit.call(aten.masked_fill.Scalar, found, others, 0), dim)
+    piece = emit.call(aten.slice.Tensor, args[0], dim, at, at + 1)
+    others = emit.call(behind, piece, place, dim, [int(part == owner) for part in range(len(spans))])
+    return emit.call(aten.squeeze.dim, emit.call(aten.masked_fill.Scalar, piece, others, 0), dim)
 
 
 # -- Expansions
@@ -316,8 +316,8 @@ def _take(b: Builder, node: fx.Node) -> fx.Node:
 def _put(b: Builder, node: fx.Node) -> fx.Node:
     x, index, source = operands(node)
     source = b(aten.reshape.default, source, list(shape(index)))
-    made = b(aten.index_put.default, _flat(b, x), [index], source, argument(node, "accumulate"))
-    return b(aten.reshape.default, made, list(shape(x)))
+    filled = b(aten.index_put.default, _flat(b, x), [index], source, argument(node, "accumulate"))
+    return b(aten.reshape.default, filled, list(shape(x)))
 
 
 def _index_fill(b: Builder, node: fx.Node) -> fx.Node | None:
@@ -352,13 +352,13 @@ def _order(b: Builder, mask: fx.Node, count: int) -> fx.Node:
 
 def _masked_put(b: Builder, node: fx.Node) -> fx.Node | None:
     """x[:, mask] = values: one for all that the mask selects, or the n-th for the n-th of them."""
-    given = argument(node, "indices")
+    indices = argument(node, "indices")
     (x, *tensors, values), adds = operands(node), argument(node, "accumulate")
     if len(tensors) != 1 or value(tensors[0]).dtype not in (torch.bool, torch.uint8):
         return None
     mask = b.cast(tensors[0], torch.bool)
     along = len(shape(mask))
-    after = len(shape(x)) - next(d for d, t in enumerate(given) if t is not None) - along
+    after = len(shape(x)) - next(d for d, t in enumerate(indices) if t is not None) - along
     size = list(shape(values))
     if len(size) > after:
         lead, rest = size[: len(size) - after - 1], size[len(size) - after :]
@@ -379,8 +379,8 @@ def _within(b: Builder, x: fx.Node, indices: Sequence[Any]) -> list[Any]:
 
 def _masked_index(b: Builder, node: fx.Node) -> fx.Node:
     x, mask, indices, fill = node.args
-    found = b(aten.index.Tensor, x, _within(b, x, indices))  # type: ignore[arg-type]
-    return b(aten.masked_fill.Scalar, found, b(aten.logical_not.default, mask), fill)
+    picked = b(aten.index.Tensor, x, _within(b, x, indices))  # type: ignore[arg-type]
+    return b(aten.masked_fill.Scalar, picked, b(aten.logical_not.default, mask), fill)
 
 
 def _masked_accumulate(b: Builder, node: fx.Node) -> fx.Node:
@@ -447,12 +447,12 @@ _GAPS = (
 
 def _as_strided(b: Builder, node: fx.Node) -> fx.Node | None:
     """Elements picked by number: where they lie in memory is nothing that a rank's part keeps."""
-    found = _strided(node)
-    if found is None:
+    layout = _strided(node)
+    if layout is None:
         if value(node).numel():
             raise CaptureError(_GAPS.format(module_path(node) or "the function", list(shape(node))))
         return None
-    order, kept, steps = found
+    order, kept, steps = layout
     x, size = operands(node)[0], list(argument(node, "size"))
     x = b(aten.permute.default, x, order) if order != sorted(order) else x
     x = b(aten.reshape.default, x, [*size[:kept], -1])
@@ -474,18 +474,18 @@ def _embedding_rule(node: fx.Node) -> Rule | None:
 def _local_embedding(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     """A rank that holds a part of the rows looks up those, and has zeros for the others."""
     (weight, index, *rest), place = args, emit.position("v")
-    for mask in emit.behind(1, index):  # there it may be any number
+    for mask in emit.padding_masks(1, index):  # there it may be any number
         index = emit.call(aten.masked_fill.Scalar, index, mask, 0)
     if place is None:
         return emit.call(aten.embedding.default, weight, index, *rest, **kwargs)
     padding = argument(emit.node, "padding_idx")
     local = emit.call(part_index, index, place, emit.bounds("v"))
-    found = emit.call(aten.embedding.default, weight, emit.call(aten.clamp.default, local, 0))
+    rows = emit.call(aten.embedding.default, weight, emit.call(aten.clamp.default, local, 0))
     if padding >= 0:  # that row gets no gradient; where it is depends on the rank, so no local padding_idx can say it
         padded = emit.call(aten.unsqueeze.default, emit.call(aten.eq.Scalar, index, padding), -1)
-        found = emit.call(aten.where.self, padded, emit.call(aten.detach.default, found), found)
+        rows = emit.call(aten.where.self, padded, emit.call(aten.detach.default, rows), rows)
     others = emit.call(aten.unsqueeze.default, emit.call(aten.lt.Scalar, local, 0), -1)
-    return emit.call(aten.masked_fill.Scalar, found, others, 0.0)
+    return emit.call(aten.masked_fill.Scalar, rows, others, 0.0)
 
 
 def _expand_one_hot(b: Builder, node: fx.Node) -> fx.Node:

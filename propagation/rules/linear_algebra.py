@@ -1,8 +1,8 @@
 """Rules of linear algebra: products, and decompositions of the last two dims, which stay whole.
 
 A batch of decompositions splits along its leading dims, and what is solved for several right-hand sides along those.
-Behind the end of a short slice a matrix is put that has all of them. Products of which PyTorch
-has no operator of their own become an `einsum`, whose every letter can be split.
+The padding of an uneven shard is filled with a matrix that has every decomposition. Products without an operator of
+their own become an `einsum`, every letter of which can be split.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def einsum(node: fx.Node) -> Rule | None:
 
 def _plain(b: Builder, node: fx.Node) -> fx.Node | None:
     """einsum with its result written out, letters for "...", and no letter twice in a term: that takes a diagonal."""
-    given = argument(node, "equation").replace(" ", "")
-    left, arrow, right = given.partition("->")
+    text = argument(node, "equation").replace(" ", "")
+    left, arrow, right = text.partition("->")
     tensors, terms = list(operands(node)), left.split(",")
     named = [term.replace("...", "") for term in terms]
     if not arrow:
         counts = {letter: "".join(named).count(letter) for letter in "".join(named)}
         right = "..." * ("..." in left) + "".join(sorted(f for f, count in counts.items() if count == 1))
     hidden = [len(shape(t)) - len(name) for t, name in zip(tensors, named, strict=True)]
-    free = [f for f in string.ascii_letters if f not in given][: max(hidden)]
+    free = [f for f in string.ascii_letters if f not in text][: max(hidden)]
     terms = [term.replace("...", "".join(free[len(free) - n :])) for term, n in zip(terms, hidden, strict=True)]
     right = right.replace("...", "".join(free) if "..." in left else "")
     for i, term in enumerate(terms):
@@ -83,7 +83,7 @@ def _plain(b: Builder, node: fx.Node) -> fx.Node | None:
             term = "".join(f for d, f in enumerate(term) if d not in (first, second)) + repeated[0]
         terms[i] = term
     equation = f"{','.join(terms)}->{right}"
-    return None if equation == given else b(aten.einsum.default, equation, tensors)
+    return None if equation == text else b(aten.einsum.default, equation, tensors)
 
 
 def _inner(b: Builder, node: fx.Node) -> fx.Node:
@@ -134,8 +134,8 @@ def _led(b: Builder, x: fx.Node, count: int) -> fx.Node:
 
 def _bilinear(b: Builder, node: fx.Node) -> fx.Node:
     x, y, weight, *bias = operands(node)
-    made = b(aten.einsum.default, "...i,oij,...j->...o", [x, weight, y])
-    return b(aten.add.Tensor, made, bias[0]) if bias else made
+    product = b(aten.einsum.default, "...i,oij,...j->...o", [x, weight, y])
+    return b(aten.add.Tensor, product, bias[0]) if bias else product
 
 
 def _chain(b: Builder, node: fx.Node) -> fx.Node:
@@ -181,8 +181,8 @@ def cross(node: fx.Node) -> Rule:
     size = shape(node)
     dim = argument(node, "dim") % len(size)
     result = ["1" if d == dim else f"f{d}" for d in range(len(size))]
-    given = (" ".join(result[len(size) - len(shape(o)) :]) for o in operands(node))
-    return parse_row(Row(f"{', '.join(given)} -> {' '.join(result)}", linear=("0", "1")), node)
+    specs = (" ".join(result[len(size) - len(shape(o)) :]) for o in operands(node))
+    return parse_row(Row(f"{', '.join(specs)} -> {' '.join(result)}", linear=("0", "1")), node)
 
 
 def _named_cross(b: Builder, node: fx.Node) -> fx.Node:
@@ -205,18 +205,18 @@ def distances(node: fx.Node) -> Rule:
 
 
 def _with_regular(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """The call itself, on matrices, and pivots, that can be decomposed and solved by also behind the ends of slices."""
+    """The call itself, with matrices and pivots in the padding of uneven shards that can be decomposed."""
     count = itertools.count()
-    given: Any = fx.node.map_arg((args, kwargs), lambda part: _regular_behind(emit, next(count), part))
-    return emit.call(emit.node.target, *given[0], **given[1])
+    filled: Any = fx.node.map_arg((args, kwargs), lambda part: _regular_padding(emit, next(count), part))
+    return emit.call(emit.node.target, *filled[0], **filled[1])
 
 
-def _regular_behind(emit: Emitter, i: int, part: fx.Node) -> fx.Node:
+def _regular_padding(emit: Emitter, i: int, part: fx.Node) -> fx.Node:
     dims, numbers = emit.rule.operands[i], value(operands(emit.node)[i])
     worked_along = 2 if numbers.is_floating_point() or numbers.is_complex() else 1
     if len(dims) >= worked_along and not any(dims[-worked_along:]):
         like = emit.call(aten.detach.default, part)
-        for mask in emit.behind(i, part):
+        for mask in emit.padding_masks(i, part):
             part = emit.call(aten.where.self, mask, emit.call(regular, like), part)
     return part
 
@@ -239,11 +239,11 @@ def _columns(b: Builder, node: fx.Node) -> fx.Node | tuple[fx.Node, ...] | None:
     vector = len(right) == 1 or right == left[:-1]
     if not vector and len(right) != len(left) - 1:
         return None
-    made = b(node.target, a, b(aten.unsqueeze.default, x, len(right) if vector else 0), **node.kwargs)
+    solved = b(node.target, a, b(aten.unsqueeze.default, x, len(right) if vector else 0), **node.kwargs)
     several = isinstance(value(node), tuple | list)
-    found = b(operator.getitem, made, 0) if several else made
-    found = b(aten.squeeze.dims, found, [len(shape(found)) - 1]) if vector else found
-    return (found, b(operator.getitem, made, 1)) if several else found
+    solution = b(operator.getitem, solved, 0) if several else solved
+    solution = b(aten.squeeze.dims, solution, [len(shape(solution)) - 1]) if vector else solution
+    return (solution, b(operator.getitem, solved, 1)) if several else solution
 
 
 def _sides(node: fx.Node) -> str:

@@ -20,7 +20,7 @@ from ..ops.ctc import ctc
 from ..ops.dtypes import wide
 from ..torch_internals import chunked_losses
 from .builder import Builder, Expansion
-from .dims import letters_of, sizes_of, without
+from .dims import broadcast, letters_of, sizes_of, without
 from .pointwise import pointwise
 from .row import Row, RowFunction, parse_row
 from .rule import Dims, Emitter, Rule
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 _MEAN, _SUM = 1, 2  # torch.nn._reduction's codes
 _REDUCTIONS = {"none": 0, "mean": _MEAN, "sum": _SUM}
 
-# Losses that are not zero of zeros, which stand behind the ends of short slices of what is summed.
+# Losses that are not zero where their operands are, as in the padding of uneven shards that are summed.
 _SUMMED_APART = (
     aten.binary_cross_entropy_with_logits.default, aten.multilabel_margin_loss.default, aten.soft_margin_loss.default,
 )  # fmt: skip
@@ -38,7 +38,7 @@ _SUMMED_APART = (
 
 
 def _cross_entropy_rule(node: fx.Node) -> Rule | None:
-    """What expansion leaves of it (class weights, smoothing, probabilities), summed or per element: positions are
+    """What expansion leaves (class weights, smoothing, probabilities), summed or per element: positions are
     independent, classes stay whole."""
     x, target = operands(node)[:2]
     if argument(node, "reduction") == 1:
@@ -58,11 +58,11 @@ def _cross_entropy_rule(node: fx.Node) -> Rule | None:
 
 
 def _local_cross_entropy(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """Behind the ends of short slices nothing is asked for."""
+    """In the padding of uneven shards the target is the ignored class."""
     x, target, *rest = args
-    for mask in emit.behind(0, x):
+    for mask in emit.padding_masks(0, x):
         x = emit.call(aten.masked_fill.Scalar, x, mask, 0.0)
-    for mask in emit.behind(1, target):
+    for mask in emit.padding_masks(1, target):
         target = emit.call(aten.masked_fill.Scalar, target, mask, argument(emit.node, "ignore_index"))
     return emit.call(emit.node.target, x, target, *rest, **kwargs)
 
@@ -79,26 +79,23 @@ def _class_terms_rule(node: fx.Node) -> Rule | None:
 
 
 def _local_class_terms(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """A rank that holds a part of the classes is told which. Behind the ends of short slices is some class."""
+    """A rank with a part of the classes is told which. In the padding of uneven shards the target is some class."""
     x, maximum, target, _, _, *rest = args
-    for mask in emit.behind(2, target):
+    for mask in emit.padding_masks(2, target):
         target = emit.call(aten.masked_fill.Scalar, target, mask, 0)
     return emit.call(class_terms, x, maximum, target, emit.position("f1"), emit.bounds("f1"), *rest, **kwargs)
 
 
 def _loss_rule(node: fx.Node) -> Rule | None:
-    """Pointwise losses, summed or per element; what is summed is zero of zeros (others are sums by expansion)."""
+    """Pointwise losses, summed or per element. What is summed is zero where its operands are (others are sums by
+    expansion)."""
     rule = pointwise()(node) if argument(node, "reduction") == 0 else None
     if rule is not None or argument(node, "reduction") != 2:
         return rule
     out = tuple(torch.broadcast_shapes(*(shape(o) for o in operands(node))))
     letters = letters_of(out)
-    dims = tuple(
-        tuple(p if n != 1 else () for p, n in zip(letters[len(out) - len(shape(o)) :], shape(o), strict=True))
-        for o in operands(node)
-    )
     sizes = sizes_of(letters, out)
-    return Rule(dims, ((),), sizes, reduce=frozenset(sizes))
+    return Rule(tuple(broadcast(letters, shape(o)) for o in operands(node)), ((),), sizes, reduce=frozenset(sizes))
 
 
 def _rows_of_classes_rule(node: fx.Node) -> Rule:
@@ -127,8 +124,8 @@ def _expand_cross_entropy(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _expand_linear_cross_entropy(b: Builder, node: fx.Node) -> fx.Node | tuple[fx.Node | None, ...]:
-    """In chunks of the batch or not, it is the cross entropy of a linear layer. (What PyTorch's operator has beside
-    the loss are gradients made in advance.)"""
+    """In chunks of the batch or not, it is the cross entropy of a linear layer. (The other
+    results of PyTorch's operator are gradients computed in advance.)"""
     names, (x, weight, target) = argument_names(node), operands(node)[:3]
     reduction = _REDUCTIONS[argument(node, "reduction")] if "reduction" in names else 0
     smoothing = argument(node, "label_smoothing") if "label_smoothing" in names else 0.0
@@ -139,7 +136,7 @@ def _expand_linear_cross_entropy(b: Builder, node: fx.Node) -> fx.Node | tuple[f
 
 
 def _expand_nll(b: Builder, node: fx.Node) -> fx.Node | None:
-    """Of a log_softmax that nothing else reads it is cross entropy."""
+    """It is cross entropy if it is taken of a log_softmax that nothing else reads."""
     x = operands(node)[0]
     if x.target is aten.log_softmax.int and len(x.users) == 1 and argument(node, "weight") is None:
         along, dtype = argument(x, "dim") % max(len(shape(x)), 1), argument(x, "dtype")
@@ -149,7 +146,7 @@ def _expand_nll(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _class_cross_entropy(b: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
-    """log(sum of exp(x - m)) - (x - m)[target] with m the largest logit: sums over the classes (`indexing.py`)."""
+    """log(sum of exp(x - m)) - (x - m)[target] with m the largest logit: sums over the classes."""
     target, dtype, reduction = operands(node)[1], value(x).dtype, argument(node, "reduction")
     single = len(shape(x)) == 1
     if single:
@@ -172,6 +169,7 @@ def _class_cross_entropy(b: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def _mean_over_targets(b: Builder, node: fx.Node) -> fx.Node | None:
+    """The sum over the valid targets, divided by their global number, or by that of their weights."""
     if argument(node, "reduction") != _MEAN:
         return None
     (x, target), weight = operands(node)[:2], argument(node, "weight")
@@ -199,7 +197,7 @@ def _expand_pointwise_loss(b: Builder, node: fx.Node) -> fx.Node | None:
     """A loss of elements (or of rows) with reduction="mean" is its sum over their global number."""
     reduction, apart = argument(node, "reduction"), node.target in _SUMMED_APART
     if node.target is aten.multilabel_margin_loss.default and len(shape(operands(node)[0])) < 2:
-        # One sample. Of reduction "none" PyTorch's meta kernel gives [1], and its kernel [].
+        # One sample: with reduction "none" PyTorch's meta kernel gives [1], and its kernel [].
         return None if reduction else b(node.target, *node.args[:2], reduction=_SUM)
     if reduction not in ((_MEAN, _SUM) if apart else (_MEAN,)):
         return None

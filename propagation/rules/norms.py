@@ -3,7 +3,7 @@
 Their statistics are sums, so they split over batch, image and channels: `sample_moments` gives those of each channel,
 groups are sums of these small vectors, and `normalise` takes the statistics back to the channels (`batch_norm.py`). A
 LayerNorm of images is a GroupNorm: of one group, or, where the channels are not in it, of a group for each. Where a
-rank has all of each group nothing of this runs: `whole_groups` finds that out, and PyTorch's own operator does it all.
+rank has all of each group, PyTorch's own operator runs instead (`whole_groups` in `batch_norm.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ aten = torch.ops.aten
 
 
 def _layer_norm_rule(node: fx.Node) -> Rule | None:
+    """layer_norm and rms_norm: the dims that are normalised stay whole."""
     x = operands(node)[0]
     size, count = shape(x), len(argument(node, "normalized_shape"))
     letters = without(letters_of(size), range(len(size) - count, len(size)))
@@ -38,13 +39,14 @@ def _layer_norm_rule(node: fx.Node) -> Rule | None:
 
 
 def _group_norm_rule(node: fx.Node) -> Rule | None:
+    """Each sample by itself, where expansion leaves it."""
     x = operands(node)[0]
     letters = without(letters_of(shape(x)), range(1, len(shape(x))))
     return Rule((letters, *(((),) for _ in operands(node)[1:])), (letters,), sizes_of(letters, shape(x)))
 
 
 def _native_norm_rule(node: fx.Node) -> Rule:
-    """native_layer_norm and native_group_norm: the dims that are no statistics' are independent."""
+    """native_layer_norm and native_group_norm: the dims before those that statistics are taken over are independent."""
     x, *vectors = operands(node)
     size = shape(x)
     layer = "normalized_shape" in argument_names(node)
@@ -57,6 +59,7 @@ def _native_norm_rule(node: fx.Node) -> Rule:
 
 
 def _local_group_norm(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """native_group_norm names the number of samples."""
     args, kwargs = replaced(emit.node, args, kwargs, N=emit.shapes.operands[0][0])
     return emit.call(emit.node.target, *args, **kwargs)
 
@@ -94,9 +97,9 @@ def _by_channel(b: Builder, vector: fx.Node, channels: int) -> fx.Node:
     return b(aten.reshape.default, b(aten.expand.default, each, [*lead, groups, channels // groups]), [*lead, channels])
 
 
-def _normalised(b: Builder, x: fx.Node, found: fx.Node, weight: Any, bias: Any, eps: float) -> fx.Node:
+def _normalised(b: Builder, x: fx.Node, stats: fx.Node, weight: Any, bias: Any, eps: float) -> fx.Node:
     """`x` by the statistics [2, N, groups] of its groups."""
-    both = b(aten.unbind.int, _by_channel(b, found, shape(x)[1]))
+    both = b(aten.unbind.int, _by_channel(b, stats, shape(x)[1]))
     return b(normalise, x, b(operator.getitem, both, 0), b(operator.getitem, both, 1), weight, bias, eps)
 
 
@@ -109,8 +112,8 @@ def _expand_group_norm(b: Builder, node: fx.Node) -> fx.Node | None:
     x = operands(node)[0]
     if not _splits(x):
         return None
-    found = _group_statistics(b, x, argument(node, "num_groups"))
-    return _normalised(b, x, found, argument(node, "weight"), argument(node, "bias"), argument(node, "eps"))
+    stats = _group_statistics(b, x, argument(node, "num_groups"))
+    return _normalised(b, x, stats, argument(node, "weight"), argument(node, "bias"), argument(node, "eps"))
 
 
 def _expand_native_group_norm(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
@@ -118,36 +121,36 @@ def _expand_native_group_norm(b: Builder, node: fx.Node) -> tuple[fx.Node | None
     x, eps = operands(node)[0], argument(node, "eps")
     if not _splits(x):
         return None
-    found = _group_statistics(b, x, argument(node, "group"))
-    y = _normalised(b, x, found, argument(node, "weight"), argument(node, "bias"), eps)
-    both = b(aten.unbind.int, found)
+    stats = _group_statistics(b, x, argument(node, "group"))
+    y = _normalised(b, x, stats, argument(node, "weight"), argument(node, "bias"), eps)
+    both = b(aten.unbind.int, stats)
     mean, var = b(operator.getitem, both, 0), b(operator.getitem, both, 1)
     rstd = b(aten.rsqrt.default, b(aten.add.Scalar, var, eps))
     return (y, *(b.cast(kept, value(node)[1].dtype) for kept in (mean, rstd)))
 
 
 def _expand_instance_norm(b: Builder, node: fx.Node) -> fx.Node | None:
-    """In training by the statistics of each sample's channel, else by the running ones. What torch.export does not see:
-    the running statistics move, by the means over the samples of their means and of their unbiased variances."""
+    """In training by the statistics of each sample's channel, else by the running ones. Unseen by torch.export, the
+    running statistics move too, by the means over the samples of their means and of their unbiased variances."""
     x, eps = operands(node)[0], argument(node, "eps")
     weight, bias = argument(node, "weight"), argument(node, "bias")
     old_mean, old_var = argument(node, "running_mean"), argument(node, "running_var")
     if not argument(node, "use_input_stats"):
         return b(normalise, x, old_mean, old_var, weight, bias, eps)
     samples, channels, *space = shape(x)
-    found, count = _group_statistics(b, x, channels), math.prod(space)
+    stats, count = _group_statistics(b, x, channels), math.prod(space)
     if old_mean is not None and argument(node, "momentum"):
-        both = b(aten.unbind.int, b(aten.detach.default, found))
+        both = b(aten.unbind.int, b(aten.detach.default, stats))
         unbiased = b(aten.mul.Scalar, b(operator.getitem, both, 1), count / max(count - 1, 1))
         for old, each in ((old_mean, b(operator.getitem, both, 0)), (old_var, unbiased)):
             mean = b(aten.div.Scalar, b(aten.sum.dim_IntList, each, [0]), samples)
             b.write(old, b(aten.lerp.Scalar, old, b.cast(mean, value(old).dtype), argument(node, "momentum")))
-    return _normalised(b, x, found, weight, bias, eps)
+    return _normalised(b, x, stats, weight, bias, eps)
 
 
 def _expand_layer_norm(b: Builder, node: fx.Node) -> fx.Node | None:
-    """Of several dims a GroupNorm, and weight and bias for each element. Of the last dim alone, as in transformers, it
-    stays: PyTorch's operator is faster, and nobody splits that dim."""
+    """Over several dims it is a GroupNorm, with weight and bias for each element. Over the last dim alone, as in
+    transformers, PyTorch's operator runs: it is faster, and nobody splits that dim."""
     x, dims = operands(node)[0], len(argument(node, "normalized_shape"))
     if dims == 1 or math.prod(shape(x)) == 0:
         return None
@@ -164,7 +167,7 @@ def _expand_layer_norm(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _expand_rms_norm(b: Builder, node: fx.Node) -> fx.Node | None:
-    """Of several dims x / sqrt(mean of squares + eps) * weight; of the last dim alone it stays, as a LayerNorm does."""
+    """Over several dims x / sqrt(mean of squares + eps) * weight; over the last dim alone as in a LayerNorm."""
     x, weight, eps = operands(node)[0], argument(node, "weight"), argument(node, "eps")
     dims = len(argument(node, "normalized_shape"))
     if dims == 1:
@@ -178,6 +181,7 @@ def _expand_rms_norm(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _as(b: Builder, x: fx.Node, size: tuple[int, ...]) -> fx.Node:
+    """`x` as a tensor of `size`."""
     return x if shape(x) == size else b(aten.reshape.default, x, list(size))
 
 

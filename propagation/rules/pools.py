@@ -1,4 +1,8 @@
-"""TODO."""
+"""Pools, and what lays out the blocks of an image (unfold, fold): operators on a neighbourhood of each element.
+
+Like convolutions they are made of windows (`windows.py`). On a window, which has its padding already, the operator runs
+without any; indices are counted in the whole image again, and means divide by what PyTorch counts.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +72,11 @@ def _without_padding(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _local_max_pool(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node | tuple[fx.Node, ...]:
-    """Where a pool tells indices, they are those of the whole image."""
-    made = _without_padding(emit, args, kwargs)
+    """The indices that some pools return are those of the whole image."""
+    pooled = _without_padding(emit, args, kwargs)
     if not emit.windows or len(results_of(emit.node)) == 1:
-        return made
-    largest, index = (emit.call(operator.getitem, made, i) for i in range(2))
+        return pooled
+    largest, index = (emit.call(operator.getitem, pooled, i) for i in range(2))
     return largest, _global_index(emit, index)
 
 
@@ -103,10 +107,10 @@ def avg_pool(node: fx.Node) -> Rule:
 
 def _local_avg_pool(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     """On a window each mean is one of a full kernel; near the ends PyTorch may divide by less."""
-    made = _without_padding(emit, args, kwargs)
+    means = _without_padding(emit, args, kwargs)
     node = emit.node
     if "divisor_override" in argument_names(node) and argument(node, "divisor_override") is not None:
-        return made
+        return means
     first, dtype = len(emit.whole[0]) - _count(node), value(node).dtype
     for dim, factor in split_dims(emit).items():
         kernel, stride, padding, _ = (sizes[dim - first] for sizes in _pool_sizes(node))
@@ -120,12 +124,15 @@ def _local_avg_pool(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]
                 row[i - begin] = kernel / counted
             rows.append(row)
         if any(number != 1.0 for row in rows for number in row):
-            factors = constants(emit, made, factor, rows, wide(dtype))
+            factors = constants(emit, means, factor, rows, wide(dtype))
             around = [cut.width if d == dim else 1 for d in range(len(emit.whole[0]))]
-            made = emit.call(aten.mul.Tensor, made, emit.call(aten.reshape.default, factors, around))
+            means = emit.call(aten.mul.Tensor, means, emit.call(aten.reshape.default, factors, around))
             if wide(dtype) != dtype:
-                made = emit.call(aten._to_copy.default, made, dtype=dtype)
-    return made
+                means = emit.call(aten._to_copy.default, means, dtype=dtype)
+    return means
+
+
+# -- Blocks
 
 
 def im2col(node: fx.Node) -> Rule:
@@ -197,12 +204,12 @@ def _local_col2im(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     image[dim] = (window.width // reach.length - 1) * stride + extent
     paddings = [0 if d == dim else n for d, n in enumerate(per_dim(argument(node, "padding"), 2))]
     args, kwargs = replaced(node, args, kwargs, output_size=image, padding=paddings)
-    made = emit.call(node.target, *args, **kwargs)
-    return own_part(emit, made, len(shape(node)) - 2 + dim, factor, Spread(extent, stride, padding))
+    folded = emit.call(node.target, *args, **kwargs)
+    return own_part(emit, folded, len(shape(node)) - 2 + dim, factor, Spread(extent, stride, padding))
 
 
 def blocks_of(node: fx.Node) -> Rule:
-    """Tensor.unfold: blocks of one dim, in a new one behind all. (A number has no dim to split.)"""
+    """Tensor.unfold: blocks of one dim, in a new last dim. (A number has no dim to split.)"""
     count, reach = len(shape(operands(node)[0])), Strided(argument(node, "size"), argument(node, "step"))
     return over_dims(node, {argument(node, "dimension") % count: reach} if count else {})
 

@@ -52,16 +52,18 @@ def _local_draw(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def drawn(
-    b: Builder, kind: str, given: list[float], size: tuple[int, ...], dtype: torch.dtype, like: fx.Node
+    b: Builder, kind: str, parameters: list[float], size: tuple[int, ...], dtype: torch.dtype, like: fx.Node
 ) -> fx.Node:
     """A tensor of random numbers on the device of `like`. Complex ones have a real and an imaginary part of the same
     kind, which share the variance of normal ones."""
     assert b.keys is not None
     if dtype.is_complex:
-        mean, given = (given[0], [0.0, given[1] / math.sqrt(2)]) if kind == "normal" else (0.0, given)
-        found = b(aten.view_as_complex.default, drawn(b, kind, given, (*size, 2), dtype.to_real(), like))
-        return b(aten.add.Scalar, found, mean) if mean else found
-    arguments = kind, [float(n) for n in given], list(size), dtype, value(like).device, b.keys.stream
+        mean = 0.0
+        if kind == "normal":
+            mean, parameters = parameters[0], [0.0, parameters[1] / math.sqrt(2)]
+        numbers = b(aten.view_as_complex.default, drawn(b, kind, parameters, (*size, 2), dtype.to_real(), like))
+        return b(aten.add.Scalar, numbers, mean) if mean else numbers
+    arguments = kind, [float(n) for n in parameters], list(size), dtype, value(like).device, b.keys.stream
     return b(draw, b.keys.take(b), [], [], [], *arguments)
 
 
@@ -74,8 +76,8 @@ def memory_order(x: torch.Tensor) -> list[int]:
 def fresh(b: Builder, like: torch.Tensor, dtype: torch.dtype) -> fx.Node:
     """A tensor with any values, which lies in memory as a new one like `like`."""
     order = memory_order(like)
-    made = b(aten.empty.memory_format, [like.shape[d] for d in order], dtype=dtype, device=like.device)
-    return _from_order(b, made, order)
+    empty = b(aten.empty.memory_format, [like.shape[d] for d in order], dtype=dtype, device=like.device)
+    return _from_order(b, empty, order)
 
 
 def _from_order(b: Builder, x: fx.Node, order: list[int]) -> fx.Node:
@@ -100,16 +102,16 @@ def _drawn_by_torch(b: Builder, node: fx.Node) -> fx.Node | None:
         return _from_order(b, b(aten.clone.default, ordered, memory_format=torch.contiguous_format), order)
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), laid)
-    made = b(node.target, *args, **kwargs)
-    made.meta[_LAID] = True
-    return made
+    drawn_whole = b(node.target, *args, **kwargs)
+    drawn_whole.meta[_LAID] = True
+    return drawn_whole
 
 
-def _of(kind: str, *given: str | float) -> Expansion:
-    """An operator whose results are of one kind; a name in `given` is that of its argument."""
+def _of(kind: str, *parameters: str | float) -> Expansion:
+    """An operator whose results are of one kind; a name in `parameters` is that of its argument."""
 
     def expansion(b: Builder, node: fx.Node) -> fx.Node:
-        numbers = [argument(node, n) if isinstance(n, str) else n for n in given]
+        numbers = [argument(node, n) if isinstance(n, str) else n for n in parameters]
         return drawn(b, kind, numbers, shape(node), value(node).dtype, node)
 
     return expansion
@@ -118,9 +120,9 @@ def _of(kind: str, *given: str | float) -> Expansion:
 def _normal(b: Builder, node: fx.Node) -> fx.Node:
     """normal of tensors: mean + deviation * a standard normal number."""
     mean, deviation = argument(node, "mean"), argument(node, "std")
-    found = drawn(b, "normal", [0.0, 1.0], shape(node), value(node).dtype, node)
-    found = b(aten.mul.Tensor, found, deviation)
-    return b(aten.add.Tensor, found, mean)
+    numbers = drawn(b, "normal", [0.0, 1.0], shape(node), value(node).dtype, node)
+    numbers = b(aten.mul.Tensor, numbers, deviation)
+    return b(aten.add.Tensor, numbers, mean)
 
 
 def _bernoulli(b: Builder, node: fx.Node) -> fx.Node:
@@ -147,8 +149,8 @@ def _exponential(b: Builder, node: fx.Node, u: fx.Node) -> fx.Node:
 
 def _cauchy(b: Builder, node: fx.Node, u: fx.Node) -> fx.Node:
     angle = b(aten.mul.Scalar, b(aten.sub.Scalar, u, 0.5), math.pi)
-    found = b(aten.mul.Scalar, b(aten.tan.default, angle), argument(node, "sigma"))
-    return b(aten.add.Scalar, found, argument(node, "median"))
+    numbers = b(aten.mul.Scalar, b(aten.tan.default, angle), argument(node, "sigma"))
+    return b(aten.add.Scalar, numbers, argument(node, "median"))
 
 
 def _geometric(b: Builder, node: fx.Node, u: fx.Node) -> fx.Node:
@@ -159,16 +161,16 @@ def _geometric(b: Builder, node: fx.Node, u: fx.Node) -> fx.Node:
 
 
 def _log_normal(b: Builder, node: fx.Node) -> fx.Node:
-    given, dtype = [argument(node, "mean"), argument(node, "std")], value(node).dtype
-    return b.cast(b(aten.exp.default, drawn(b, "normal", given, shape(node), wide(dtype), node)), dtype)
+    parameters, dtype = [argument(node, "mean"), argument(node, "std")], value(node).dtype
+    return b.cast(b(aten.exp.default, drawn(b, "normal", parameters, shape(node), wide(dtype), node)), dtype)
 
 
 def _rrelu(b: Builder, node: fx.Node) -> fx.Node | None:
     """In training the slope of each negative element is uniform."""
-    x, given = operands(node)[0], [argument(node, "lower"), argument(node, "upper")]
+    x, bounds = operands(node)[0], [argument(node, "lower"), argument(node, "upper")]
     if not argument(node, "training"):
         return None
-    slopes = drawn(b, "uniform", given, shape(x), value(x).dtype, x)
+    slopes = drawn(b, "uniform", bounds, shape(x), value(x).dtype, x)
     return b(aten.where.self, b(aten.ge.Scalar, x, 0), x, b(aten.mul.Tensor, x, slopes))
 
 

@@ -17,20 +17,20 @@ aten = torch.ops.aten
 
 
 def lstm(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """torch.lstm, whose states have the shape of those it gets: torch 2.11 traces them with a dim too many. (PyTorch's
-    kernels have the right ones, so that `true_states` need only correct what was traced.)"""
+    """torch.lstm, whose states have the shape of those it takes: torch 2.11 traces them with a dim too many. (PyTorch's
+    kernels return the right ones, so `true_states` only corrects what was traced.)"""
     y, *states = torch.lstm(*args, **kwargs)
-    given = kwargs["hx"] if "hx" in kwargs else args[1]
-    if isinstance(given, torch.Tensor):  # of a packed sequence, which has right states
+    initial = kwargs["hx"] if "hx" in kwargs else args[1]
+    if isinstance(initial, torch.Tensor):  # of a packed sequence, which has right states
         return (y, *states)
-    return (y, *(s if s.shape == old.shape else s.reshape(old.shape) for s, old in zip(states, given, strict=True)))
+    return (y, *(s if s.shape == old.shape else s.reshape(old.shape) for s, old in zip(states, initial, strict=True)))
 
 
 def true_states(module: fx.GraphModule) -> None:
     """Correct the shapes of LSTMs' states where PyTorch traced others."""
     for node in module.graph.find_nodes(op="call_function", target=aten.lstm.input):
         y, *states = value(node)
-        states = [s.reshape(shape(given)) for s, given in zip(states, _states(node), strict=True)]
+        states = [s.reshape(shape(initial)) for s, initial in zip(states, _states(node), strict=True)]
         node.meta["val"] = (y, *states)
         for user in node.users:  # each an operator.getitem
             user.meta["val"] = node.meta["val"][user.args[1]]
@@ -45,13 +45,14 @@ def recurrent(node: fx.Node) -> Rule:
 
 
 def _states(node: fx.Node) -> list[fx.Node]:
-    given = argument(node, "hx")
-    return list(given) if isinstance(given, list | tuple) else [given]
+    """The initial states of a layer."""
+    states = argument(node, "hx")
+    return list(states) if isinstance(states, list | tuple) else [states]
 
 
 def _layer_by_layer(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
     """With dropout between layers each is an operator of its own, so that what is dropped is the same in all
-    layouts. After the last there is none."""
+    layouts. After the last layer there is no dropout."""
     chance, layers = argument(node, "dropout"), argument(node, "num_layers")
     if not chance or not argument(node, "train"):
         return None
@@ -64,13 +65,13 @@ def _layer_by_layer(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | N
         if layer:
             x = b(operator.getitem, b(aten.native_dropout.default, x, chance, True), 0)
         here = [b(aten.slice.Tensor, s, 0, layer * directions, (layer + 1) * directions) for s in states]
-        given = here if isinstance(argument(node, "hx"), list | tuple) else here[0]
+        initial = here if isinstance(argument(node, "hx"), list | tuple) else here[0]
         own = list(weights[layer * count : (layer + 1) * count])
-        made = b(node.target, x, given, own, biases, 1, 0.0, True, both, first)
-        x = b(operator.getitem, made, 0)
-        for i, found in enumerate(last):
-            found.append(b(operator.getitem, made, i + 1))
-    return (x, *(b(aten.cat.default, found, 0) for found in last))
+        results = b(node.target, x, initial, own, biases, 1, 0.0, True, both, first)
+        x = b(operator.getitem, results, 0)
+        for i, of_layer in enumerate(last):
+            of_layer.append(b(operator.getitem, results, i + 1))
+    return (x, *(b(aten.cat.default, of_layer, 0) for of_layer in last))
 
 
 def cell(node: fx.Node) -> Rule:
@@ -79,9 +80,10 @@ def cell(node: fx.Node) -> Rule:
 
 
 def _over_batch(node: fx.Node, x: str, state: str, weights: list[str]) -> Rule:
+    """The rule of a layer by the specs of its input, of a state and of its weights."""
     states = [state] * len(_states(node))
-    made = [x, *states] if len(results_of(node)) > len(states) else states
-    return parse_row(Row(f"{', '.join([x, *states, *weights])} -> {', '.join(made)}"), node)
+    results = [x, *states] if len(results_of(node)) > len(states) else states
+    return parse_row(Row(f"{', '.join([x, *states, *weights])} -> {', '.join(results)}"), node)
 
 
 _LAYERS = (aten.gru.input, aten.lstm.input, aten.rnn_relu.input, aten.rnn_tanh.input)

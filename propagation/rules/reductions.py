@@ -164,7 +164,7 @@ def _expand_norm(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 def _expand_logsumexp(b: Builder, node: fx.Node) -> fx.Node | None:
-    """log(sum of exp(x - m)) + m with m the largest, a constant; an infinite m is no help."""
+    """log(sum of exp(x - m)) + m with m the largest, a constant; an infinite m is replaced by zero."""
     x, dims, keep = operands(node)[0], list(_dims(node)), _keeps(node)
     if not value(x).is_floating_point() or not shape(x):
         return None

@@ -1,6 +1,7 @@
 """Rules of operators that move the elements of a dim to other places of it: interpolation, padding, slices, rolls.
 
-As those of `spatial.py` they are made of windows, which for padding, slices and rolls are the result already.
+Like those of convolutions their results are made of windows, which for padding, slices and rolls are the result
+already.
 
 *Interpolation.* Where an image becomes r times as large, PyTorch's own kernel makes of a window what lies in it. In all
 other cases the places in the operand that an element is made of, and their weights, depend on where in the image it
@@ -60,7 +61,7 @@ _MARGIN = {"nearest": 0, "nearest-exact": 0, "linear": 1, "cubic": 2}
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one dim of `held` elements becomes one of `made`; `scale` is what the person gave, if anything; `single`:
+    """How one dim of `held` elements becomes one of `made`; `scale` is what the user gave, if anything; `single`:
     places are computed in float32."""
 
     held: int
@@ -135,18 +136,18 @@ def _sources(s: Sampling, index: NDArray[Any]) -> NDArray[Any]:
     precision. A product and a sum are rounded once, as they are where compilers make one instruction of them."""
     number: Any = np.float32 if s.single else np.float64
     whole: Any = index.astype(number)
-    found: NDArray[Any]
+    places: NDArray[Any]
     if s.corners:
-        found = whole * (number(s.held - 1) / number(s.made - 1) if s.made > 1 else number(0))
+        places = whole * (number(s.held - 1) / number(s.made - 1) if s.made > 1 else number(0))
     elif s.mode == "nearest":
-        found = whole * _scale(s, number)
+        places = whole * _scale(s, number)
     else:
-        found = (np.float64(_scale(s, number)) * (index + 0.5) - 0.5).astype(number)
+        places = (np.float64(_scale(s, number)) * (index + 0.5) - 0.5).astype(number)
         if s.mode != "cubic":
-            found = np.maximum(found, number(0))
+            places = np.maximum(places, number(0))
         if s.mode == "nearest-exact":
-            found += number(0.5)
-    return found
+            places += number(0.5)
+    return places
 
 
 def _scale(s: Sampling, number: Any) -> Any:
@@ -166,19 +167,19 @@ _A = -0.75  # the free number of cubic convolution
 
 
 def _inner(x: NDArray[Any]) -> NDArray[Any]:
-    found: NDArray[Any] = ((_A + 2) * x - (_A + 3)) * x * x + 1
-    return found
+    weights: NDArray[Any] = ((_A + 2) * x - (_A + 3)) * x * x + 1
+    return weights
 
 
 def _outer(x: NDArray[Any]) -> NDArray[Any]:
-    found: NDArray[Any] = ((_A * x - 5 * _A) * x + 8 * _A) * x - 4 * _A
-    return found
+    weights: NDArray[Any] = ((_A * x - 5 * _A) * x + 8 * _A) * x - 4 * _A
+    return weights
 
 
 def interpolation(node: fx.Node) -> Rule:
     """torch.nn.functional.interpolate without antialiasing."""
     samplings = _samplings(node)
-    rounded = not value(node).dtype.is_floating_point  # once, behind all dims
+    rounded = not value(node).dtype.is_floating_point  # once, after all dims
     whole = {d for d, sampling in samplings.items() if not sampling.steady or (rounded and not sampling.nearest)}
     if whole and _MODES[node.target].name == "cubic":  # its backward copies where both sizes are the same
         whole = set(samplings)
@@ -265,12 +266,14 @@ def _sampled(emit: Emitter, x: fx.Node, dim: int, factor: str, sampling: Samplin
 def pad(node: fx.Node) -> Rule:
     """pad, constant_pad_nd: numbers, or the image's own elements, beyond its ends; fewer than none cuts some off."""
     fill = _beyond(node)
-    count, given = len(shape(node)), argument(node, "pad")
+    count, amounts = len(shape(node)), argument(node, "pad")
     reaches: dict[int, Reach] = {
-        count - 1 - i: Strided(1, 1, given[2 * i]) for i in range(len(given) // 2) if any(given[2 * i : 2 * i + 2])
+        count - 1 - i: Strided(1, 1, amounts[2 * i])
+        for i in range(len(amounts) // 2)
+        if any(amounts[2 * i : 2 * i + 2])
     }
     # of a circle PyTorch cuts first, and what is cut off does not come round
-    cut = {d for d in reaches if fill == "circular" and min(given[2 * (count - 1 - d) :][:2]) < 0}
+    cut = {d for d in reaches if fill == "circular" and min(amounts[2 * (count - 1 - d) :][:2]) < 0}
     if isinstance(fill, float) and fill != (argument(node, "value") or 0.0):  # NaN, or a whole number that no float is
         return over_dims(node, {}, linear=False, whole=reaches)
     return over_dims(node, reaches, fill, fill in (0.0, *REPEATS), _local_pad, cut)
@@ -287,19 +290,19 @@ def _beyond(node: fx.Node) -> float | str:
 
 def _local_pad(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
     """A window is padded already."""
-    split, given = split_dims(emit), list(argument(emit.node, "pad"))
+    split, amounts = split_dims(emit), list(argument(emit.node, "pad"))
     for dim in split:
         place = 2 * (len(emit.whole[0]) - 1 - dim)
-        given[place : place + 2] = [0, 0]
-    if split and not any(given):
+        amounts[place : place + 2] = [0, 0]
+    if split and not any(amounts):
         return _window(args)
-    return emit.call(emit.node.target, args[0], given, *args[2:], **kwargs)
+    return emit.call(emit.node.target, args[0], amounts, *args[2:], **kwargs)
 
 
 def _window(args: tuple[Any, ...]) -> fx.Node:
-    """The first operand, of which windows are the result."""
-    found: fx.Node = args[0]
-    return found
+    """The first operand, whose window is the result."""
+    window: fx.Node = args[0]
+    return window
 
 
 def sliced(node: fx.Node) -> Rule:
@@ -335,10 +338,10 @@ def roll(node: fx.Node) -> Rule:
 
 def _shifts(node: fx.Node) -> dict[int, int]:
     """How far each dim is rolled, the shorter way round."""
-    size, found = shape(operands(node)[0]), dict[int, int]()
+    size, shifts = shape(operands(node)[0]), dict[int, int]()
     for dim, shift in zip(argument(node, "dims") or [], argument(node, "shifts"), strict=False):
-        found[dim % len(size)] = found.get(dim % len(size), 0) + shift
-    return {d: (n + size[d] // 2) % size[d] - size[d] // 2 for d, n in found.items() if n % max(size[d], 1)}
+        shifts[dim % len(size)] = shifts.get(dim % len(size), 0) + shift
+    return {d: (n + size[d] // 2) % size[d] - size[d] // 2 for d, n in shifts.items() if n % max(size[d], 1)}
 
 
 def _local_roll(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

@@ -1,4 +1,14 @@
-"""TODO."""
+"""A rule as text: one row of the rule table, and the Rule of a call that it stands for.
+
+    "... k, n k, +n -> ... n"    a spec for each tensor operand, and for each result
+
+    m k          one factor for each dim                 ...    any leading dims, aligned from the right
+    (b s)        a dim merged from two factors, major    1      a dim that cannot be split
+                 first: only the major one can split
+    +n           an operand that enters a sum once: Partial, not Broadcast, where a summed factor is split
+
+A dim of size 1 whose factor is larger elsewhere broadcasts. A row that text cannot say is a function of the call.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +29,17 @@ RowFunction = Callable[[fx.Node], Rule | None]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the rule table: the factors as text, and what is not plain about them."""
+    """One row of the rule table: the factors as text, and what is not plain about them.
+
+    text          a spec for each operand and each result
+    reduce        factors that are summed over
+    whole         factors that cannot be split
+    linear        sets of operands (their numbers) in which the operator is jointly linear
+    contraction   it multiplies and adds over all its factors, and is priced so
+    local         writes the local form where it is another call than the global one
+    even          factors must be split evenly
+    fill          what operands have in the padding of uneven shards (see `Rule.fill`)
+    """
 
     text: str
     reduce: str = ""
@@ -27,17 +47,17 @@ class Row:
     linear: tuple[str, ...] = ()
     contraction: bool = False
     local: Localize | None = field(default=None, compare=False, repr=False)
-    even: bool = False  # slices must be full
+    even: bool = False
     fill: float | None = None
 
 
 def parse_row(row: Row, node: fx.Node) -> Rule:
-    """The Rule of `row` for one call: names become sizes, absent optional operands drop out, and what is said of a list
-    of tensors is said of each, unless something is said of every one."""
+    """The Rule of `row` for one call: names become sizes, and absent optional operands drop out. The spec of a list of
+    tensors is that of each of them, unless the row has a spec for every one."""
     specs, result_specs = specs_of(row.text)
     places = [tensors for _, tensors in schema_tensors(node)]
     if len(specs) > len(places):
-        places = [given[i : i + 1] for given in places for i in range(max(len(given), 1))]
+        places = [tensors[i : i + 1] for tensors in places for i in range(max(len(tensors), 1))]
     present = [
         (spec, tensor, position)
         for position, (spec, tensors) in enumerate(zip(specs, places, strict=False))
@@ -45,7 +65,7 @@ def parse_row(row: Row, node: fx.Node) -> Rule:
     ]
     sizes: dict[str, int] = {}
     dims = tuple(_dims(spec.lstrip("+"), shape(tensor), sizes) for spec, tensor, _ in present)
-    results = tuple(_dims(spec, found, sizes) for spec, found in specified_results(result_specs, node))
+    results = tuple(_dims(spec, size, sizes) for spec, size in specified_results(result_specs, node))
     dims = tuple(_spread(d, shape(tensor), sizes) for d, (_, tensor, _) in zip(dims, present, strict=True))
     flops = 2.0 * math.prod(sizes.values()) if row.contraction else 0.0
     reduce, whole = (_named(text, sizes) for text in (row.reduce, row.whole))
@@ -68,17 +88,18 @@ def parse_row(row: Row, node: fx.Node) -> Rule:
 
 
 def specs_of(text: str) -> tuple[list[str], list[str]]:
-    """What the text of a row says of each operand, and of each result."""
+    """The specs of the operands, and of the results, in the text of a row."""
     operands, _, results = text.partition("->")
     return [spec.strip() for spec in operands.split(",")], [spec.strip() for spec in results.split(",")]
 
 
 def tokens_of(spec: str) -> list[str]:
-    """The dims that a row names for one tensor."""
+    """The dims in the spec of one tensor: names, `1`, `...` and merged dims."""
     return re.findall(r"\.\.\.|\([^)]*\)|\S+", spec)
 
 
 def _named(text: str, sizes: Mapping[str, int]) -> frozenset[str]:
+    """The factors that `text` names; `...` are those of all leading dims."""
     leading = {name for name in sizes if name.startswith("_")} if "..." in text.split() else set[str]()
     return frozenset(text.split()) - {"..."} | leading
 
@@ -90,24 +111,25 @@ def _without(dims: Dims, whole: frozenset[str]) -> Dims:
 def schema_tensors(node: fx.Node) -> list[tuple[str, tuple[fx.Node, ...]]]:
     """The tensor arguments of the operator's schema: the name of each, and the tensors that a call gives for it (none
     for an absent optional one)."""
-    found: list[tuple[str, tuple[fx.Node, ...]]] = []
+    arguments: list[tuple[str, tuple[fx.Node, ...]]] = []
     for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if "Tensor" in str(argument.type):
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            every: Any = given if isinstance(given, list | tuple) else (given,)
-            found.append((argument.name, tuple(one for one in every if is_tensor(one))))
-    return found
+            passed = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            every: Any = passed if isinstance(passed, list | tuple) else (passed,)
+            arguments.append((argument.name, tuple(one for one in every if is_tensor(one))))
+    return arguments
 
 
 def specified_results(specs: Sequence[str], node: fx.Node) -> list[tuple[str, tuple[int, ...]]]:
-    """What is said of each result of a call, and its size; what is said of a list is said of each of it."""
-    found = results_of(node)
+    """The spec and the size of each result of a call; the spec of a list is that of each of its tensors."""
+    results = results_of(node)
     if isinstance(value(node), list) and len(specs) == 1:
-        specs = [*specs] * len(found)
-    return [(spec, tuple(t.shape)) for spec, t in zip(specs, found, strict=False)]
+        specs = [*specs] * len(results)
+    return [(spec, tuple(t.shape)) for spec, t in zip(specs, results, strict=False)]
 
 
 def _dims(spec: str, size: tuple[int, ...], sizes: dict[str, int]) -> Dims:
+    """The factors of a tensor of `size` by its spec; `sizes` gains those of its factors."""
     tokens = tokens_of(spec)
     named = len([t for t in tokens if t != "..."])
     dims: list[tuple[str, ...]] = []

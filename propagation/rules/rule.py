@@ -6,14 +6,8 @@ A rule names the *factors* of an operator: index letters that its operands and r
     an operand that has the factor   Shard          an operand that lacks it   Broadcast
     a result that has it             Shard          a result that lacks it     Partial (the factor is summed)
 
-The notation of a row (`parse_row`):
-
-    m k          one factor for each dim                 ...    any leading dims, aligned from the right
-    (b s)        a dim merged from two factors, major    1      a dim that cannot be split
-                 first: only the major one can split
-    +n           an operand that enters a sum once: Partial, not Broadcast, where a summed factor is split
-
-A dim of size 1 whose factor is larger elsewhere broadcasts.
+Most rules are written as text (`row.py`), the others by functions of the call (`dims.py` has what these share). Where
+a rank runs another call than the global one, the rule's `local` writes it with an `Emitter`.
 """
 
 from __future__ import annotations
@@ -53,18 +47,18 @@ class Rule:
     operands, results   the dims of each tensor operand (in the order of `graph.operands(node)`) and result
     sizes               the global size of each factor
     reduce              factors that are summed over: a result that lacks one is Partial when it is split
-    reduce_by           "sum", or "max" for factors of which the largest is taken (a value with a gradient has no
-                        Partial(max), so there these splits drop out)
+    reduce_by           "sum", or "max" where the result is the largest (a value with a gradient has no Partial(max),
+                        so there these splits drop out)
     additive            operands that enter the sum once
     linear              sets of operands in which the operator is jointly linear, the others held fixed
     flops               floating-point operations of the whole forward call; > 0 marks a contraction
     local               writes the local form where it is another call than the global one
-    windows             factors of which a slice of the result is made of more than that slice of an operand
-    even                factors of which a rank's slice must be full
-    fill                where a slice is short, what operands have behind its end (None: whatever is there), for an
-                        operator that might make no number of it, or whose derivative might be none
-    masks               `local` sees by itself to what is behind the ends of slices that are summed
-    whole_gradients     gradients have to be whole on every rank, not addends: what is whole is Replicate
+    windows             factors whose slices of the result need more of an operand than the same slice of it
+    even                factors that must be split evenly
+    fill                what operands have in the padding of uneven shards (None: any numbers), for an operator whose
+                        value or derivative might not be finite there
+    masks               `local` itself takes care of the padding of uneven shards that are summed
+    whole_gradients     gradients must be whole on every rank, not addends: what is whole is Replicate
     """
 
     operands: tuple[Dims, ...]
@@ -84,7 +78,7 @@ class Rule:
 
     @property
     def uneven(self) -> frozenset[str]:
-        """The factors of which slices may be short: those that make up dims alone."""
+        """The factors that may be split unevenly: those that make up a dim alone."""
         merged = {f for dims in (*self.operands, *self.results) for parts in dims if len(parts) > 1 for f in parts}
         return frozenset(self.sizes) - merged - self.even
 
@@ -102,14 +96,14 @@ Split = Mapping[str, Mapping[str, int]]  # for each factor that is split the axe
 
 
 def windows_of(rule: Rule, split: Split, sizes: Sequence[tuple[int, ...]]) -> dict[tuple[int, str], SliceWindow]:
-    """For each operand (of the global `sizes`) and factor the window that a rank reads; none where its slice has it."""
-    found = {}
+    """For each operand (of the global `sizes`) and factor the window that a rank reads, where a slice is not enough."""
+    windows = {}
     for halo in rule.windows:
         if halo.factor in split:
             counts, dim = tuple(split[halo.factor].values()), rule.dim_of(halo)
-            held, made = Cut(sizes[halo.operand][dim], counts), Cut(rule.sizes[halo.factor], counts)
-            found[halo.operand, halo.factor] = halo.window(dim, held, made)
-    return found
+            operand, result = Cut(sizes[halo.operand][dim], counts), Cut(rule.sizes[halo.factor], counts)
+            windows[halo.operand, halo.factor] = halo.window(dim, operand, result)
+    return windows
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,11 +127,11 @@ class Emitter:
 
     @cached_property
     def windows(self) -> Mapping[tuple[int, str], SliceWindow]:
-        """For each operand and factor of which the rule has a halo what the rank holds in place of its slice."""
+        """For each operand and factor that the rule has a halo for, what the rank holds in place of its slice."""
         return windows_of(self.rule, self.split, self.whole)
 
     def cut(self, factor: str) -> Cut:
-        """How the result is cut along `factor`. (One that the rule lacks is of a dim of size 1.)"""
+        """How the result is cut along `factor`. (A factor that the rule lacks belongs to a dim of size 1.)"""
         return Cut(self.rule.sizes.get(factor, 1), tuple(self.split.get(factor, {}).values()))
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -145,7 +139,7 @@ class Emitter:
         return self.graph.call_function(target, args, kwargs)
 
     def position(self, factor: str) -> fx.Node | None:
-        """The node of which part of `factor` the rank has (None: it is whole)."""
+        """A node for the index of the rank's part of `factor` (None: it is whole)."""
         axes = self.split.get(factor)
         return self.call(indexing.position, list(axes), list(axes.values())) if axes else None
 
@@ -153,9 +147,9 @@ class Emitter:
         """Where along `factor` the parts of the ranks begin, and where the last of them ends."""
         return [0, *(stop for _, stop in self.cut(factor).spans)]
 
-    def behind(self, i: int, part: fx.Node) -> list[fx.Node]:
-        """For each dim along which slices of operand `i` are short, where `part` is behind the end of its slice: a mask
-        that broadcasts to it."""
+    def padding_masks(self, i: int, part: fx.Node) -> list[fx.Node]:
+        """For each dim along which operand `i` is split unevenly a mask, which broadcasts to its local `part`, of the
+        padding."""
         masks = []
         for dim, parts in enumerate(self.rule.operands[i]):
             if len(parts) == 1 and parts[0] in self.split:
@@ -166,7 +160,7 @@ class Emitter:
         return masks
 
     def filled(self, i: int, part: fx.Node) -> fx.Node:
-        """Operand `i` without what would be wrong behind the ends of short slices, where the rule knows of it."""
+        """The local `part` of operand `i`, with the numbers in its padding that the rule asks for."""
         rule = self.rule
         summed = {f for f in rule.reduce & set(self.split) if (f,) in rule.operands[i]}
         number = rule.fill
@@ -174,13 +168,13 @@ class Emitter:
             number = -math.inf if rule.reduce_by == "max" else 0.0
         if number is None:
             return part
-        element = _fitting(number, value(operands(self.node)[i]))
-        for mask in self.behind(i, part):
+        element = _element(number, value(operands(self.node)[i]))
+        for mask in self.padding_masks(i, part):
             part = self.call(torch.ops.aten.masked_fill.Scalar, part, mask, element)
         return part
 
 
-def _fitting(number: float, tensor: torch.Tensor) -> float | int | bool:
+def _element(number: float, tensor: torch.Tensor) -> float | int | bool:
     """`number` as an element of `tensor`: the least one for minus infinity."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return number

@@ -1,9 +1,9 @@
 """What operators with windows read beyond a rank's slice: convolutions, pools, interpolation, padding.
 
-A rule says for each dim which range of the operand a range of the result is made of, its *reach*. What a rank needs
-is then the reach of its slice of the result: a window of the operand, which an exchange with the ranks next to it makes
-(`strategy/cut.py`), corners included where one dim is exchanged after another. The window brings its own padding, so
-that the operator runs on it as it is, without any.
+For each dim a rule has the *reach* of a range of the result: the range of the operand that it is made of. What a rank
+needs is then the reach of its slice of the result: a window of the operand, which an exchange with the ranks next to it
+makes (`strategy/cut.py`), with corners where one dim is exchanged after another. The window comes with its padding, so
+that the operator runs on it without any.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Reach(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """Of a kernel of `extent` elements (dilation included) every `stride`, after `before` elements of padding."""
+    """The reach of a kernel of `extent` elements (dilation included) at every `stride`, after `before` elements of
+    padding."""
 
     extent: int
     stride: int = 1
@@ -35,9 +36,9 @@ class Strided:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of an operator that spreads each element over `extent` of the result (dilation included), every `stride`, of
-    which `before` are cut off: a transposed convolution. Elements that add nothing are among the range where only so
-    what it is spread over covers the range of the result."""
+    """The reach of a transposed convolution, which spreads each element over `extent` of the result (dilation included)
+    at every `stride`, and cuts off the first `before`. The range has elements that add nothing where it takes them to
+    cover the range of the result."""
 
     extent: int
     stride: int = 1
@@ -74,11 +75,12 @@ class Halo:
     reach: Reach
     fill: float | str = 0.0
 
-    def window(self, dim: int, held: Cut, made: Cut) -> SliceWindow:
-        """The windows of `dim` of the operand, which is cut as `held`, for a result that is cut as `made`."""
-        spans = [self.reach(start, stop) if start < stop else (held.size, held.size) for start, stop in made.spans]
-        full = (self.reach(start, start + made.width) for start, stop in made.spans if start < stop)
-        return SliceWindow(dim, held, tuple(spans), max(stop - start for start, stop in full), self.fill)
+    def window(self, dim: int, operand: Cut, result: Cut) -> SliceWindow:
+        """The windows of `dim` of the operand, cut as `operand`, for a result that is cut as `result`."""
+        end = (operand.size, operand.size)
+        spans = [self.reach(start, stop) if start < stop else end for start, stop in result.spans]
+        full = (self.reach(start, start + result.width) for start, stop in result.spans if start < stop)
+        return SliceWindow(dim, operand, tuple(spans), max(stop - start for start, stop in full), self.fill)
 
 
 def by_dim(windows: Mapping[tuple[int, str], SliceWindow], operand: int) -> dict[int, SliceWindow]:
@@ -92,10 +94,10 @@ def own_slice(like: SliceWindow) -> SliceWindow:
 
 
 def united(wanted: Sequence[Mapping[int, SliceWindow]]) -> Mapping[int, SliceWindow] | None:
-    """One window of each dim of which all of `wanted`, what each reader of a tensor needs by dim, can be cut out at
+    """One window of each dim that all of `wanted` (the windows of each reader of a tensor by dim) can be cut out of, at
     the same place on every rank; None if there is none. A reader without a window of a dim reads the slice."""
     every = {window.dim: window for reader in wanted for window in reader.values()}
-    found: dict[int, SliceWindow] = {}
+    joint_windows: dict[int, SliceWindow] = {}
     for dim, like in sorted(every.items()):
         own = own_slice(like)
         windows = [reader.get(dim, own) for reader in wanted]
@@ -104,8 +106,8 @@ def united(wanted: Sequence[Mapping[int, SliceWindow]]) -> Mapping[int, SliceWin
         joint = _union(windows)
         if any(place_in(joint, window) is None for window in windows):
             return None
-        found[dim] = joint
-    return found
+        joint_windows[dim] = joint
+    return joint_windows
 
 
 def _union(windows: Sequence[SliceWindow]) -> SliceWindow:
@@ -119,7 +121,7 @@ def _union(windows: Sequence[SliceWindow]) -> SliceWindow:
 
 
 def place_in(joint: SliceWindow, window: SliceWindow) -> int | None:
-    """Where in `joint` every rank finds its `window`; None if that is not one place for all."""
+    """Where in `joint` the `window` of every rank begins; None if that is not one place for all."""
     places = {span[0] - whole[0] for span, whole in _full(window, joint.spans)}
     if len(places) > 1:
         return None

@@ -302,7 +302,7 @@ def test_all_that_is_wrong_with_a_rule_is_said_at_once() -> None:
     for text in (
         "the rule of partway_tests::bmm is wrong:",
         "'m' is twice in 'b m m'",
-        "'k&' in 'b k&' is no factor",
+        "'k&' in 'b k&' is not a factor",
         "'z' of a result is in no operand; write 1",
         "reduce='q' names 'q', which is in no operand",
         "whole='p' names 'p', which is in no operand",

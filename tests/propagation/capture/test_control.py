@@ -132,8 +132,8 @@ def test_a_branch_is_not_said_to_lack_a_rule_of_its_own(recwarn):
     check(Branch, torch.rand(6, 4, dtype=torch.float64))
     (said,) = {str(w.message) for w in recwarn if issubclass(w.category, pw.UnknownOperatorWarning)}
     assert said == (
-        "a branch, or a loop that ends by a value (torch.cond, while_loop), is no operator with a rule; its operands "
-        "are gathered and it runs replicated"
+        "a branch, or a loop that ends by a value (torch.cond, while_loop), is not an operator with a rule; its "
+        "operands are gathered and it runs replicated"
     )
 
 
@@ -226,7 +226,7 @@ def test_random_numbers_in_a_branch_are_refused():
 @pytest.mark.parametrize("call", [torch.ops.partway.run, lambda x, text: torch.ops.partway.run_backward(x, x, text)])
 def test_the_operator_runs_nothing_that_capture_did_not_write(call, tmp_path):
     text = f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\ndef forward(*x): return x\ndef like(*x): return x\n"
-    with pytest.raises(pw.RuntimeStateError, match="which is no key of what was captured in this process"):
+    with pytest.raises(pw.RuntimeStateError, match="which is not a key of what was captured in this process"):
         call([torch.ones(2)], text)
     assert not (tmp_path / "ran").exists()
 
@@ -243,7 +243,7 @@ def test_an_exported_program_with_a_text_of_its_own_runs_nothing(tmp_path):
     program = torch.export.load(tmp_path / "program.pt2").module()
     with pytest.raises(pw.RuntimeStateError, match="it runs nothing else"):
         program(x)
-    with pytest.raises(pw.PartwayError, match="which is no key of what was captured"):
+    with pytest.raises(pw.PartwayError, match="which is not a key of what was captured"):
         pw.shard(program, mesh={"x": 2})(x)
 
 

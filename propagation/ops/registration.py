@@ -1,0 +1,36 @@
+"""How an operator of Partway's own is made: one call with its schema, its kernel, its fake form and its derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_LIBRARY = torch.library.Library("partway", "DEF")
+
+
+def define(
+    schema: str, kernel: Callable[..., Any] | None = None, fake: Callable[..., Any] | None = None, *,
+    backward: Callable[..., Any] | None = None, keep: Callable[..., None] | None = None,
+    composite: bool = False, tags: Sequence[torch.Tag] = (),
+) -> Any:  # fmt: skip
+    """Define the operator `partway::<schema>`, and return its overload, as `torch.ops.partway.<name>.default`.
+
+    schema      "name(Tensor x, int count) -> Tensor"
+    kernel      what it computes, on every device; None: a symbol, which the executors of `runtime/` give its meaning
+    fake        a tensor of the shape, dtype and strides of each result
+    backward    (ctx, gradients of the results) -> a gradient, or None, for each argument
+    keep        (ctx, arguments, results): keeps on `ctx` what `backward` reads
+    composite   `kernel` is made of operators that have fake forms and derivatives, so it needs none
+    tags        torch's tags of the operator
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=tuple(tags))
+    if kernel is not None:
+        _LIBRARY.impl(name, kernel, "CompositeImplicitAutograd" if composite else "CompositeExplicitAutograd")
+    if fake is not None:
+        torch.library.register_fake(f"partway::{name}", fake)
+    if backward is not None:
+        torch.library.register_autograd(f"partway::{name}", backward, setup_context=keep)
+    return getattr(torch.ops.partway, name).default
