@@ -3,7 +3,7 @@
 Each file is one family and reads alike: what the operators compute (in its docstring), their schemas and names, their
 kernels, their fake forms (shapes and dtypes alone), and their derivatives. Rules are in `rules/`.
 
-    kinds.py                the kinds of collectives, one row each
+    kinds.py                what planning knows of each kind of collective
     collectives.py          convert and convert_group, by which a program communicates; constrain
     indexing.py             position, and lookups in a dim that a rank has a part of
     by_rank.py              what differs by rank: constants, slices, masks
