@@ -1,0 +1,16 @@
+"""Which strategy every operator takes: from a graph with annotations to the choice that costs least.
+
+In: a `Graph`, the layouts that annotations allow, and `Settings` (mesh, device profile, weights of the objective,
+options). Out: a `Solution`, one option for every vertex of the `SearchProblem`, with a bound on every plan's cost.
+
+formulate.py         a graph becomes a problem: vertices, their options, edges; operator_options.py: the options of an
+                     operator and what each costs; weights_read.py: which weights the backward reads
+problem.py           the problem as data, and what it costs to convert each of its tensors
+network.py           the problem as numbers
+search.py            the entry `search`, and the table of search modes, each a file of its own:
+exact.py             dynamic_programming: narrow.py leaves out what no optimal plan takes, eliminate.py does the rest
+propagate.py         sharding_propagation
+recursive.py         recursive_programming
+memory.py            the exact search under a memory limit
+solution.py          what a search returns, and the check of it
+"""

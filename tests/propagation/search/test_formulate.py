@@ -1,4 +1,4 @@
-"""What the algorithm parameters do to a search problem, and to the plans found of it."""
+"""What the algorithm parameters make of a search problem, and of its plans."""
 
 import math
 

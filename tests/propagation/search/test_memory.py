@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from search_problems import rows
 
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
@@ -177,10 +178,6 @@ def test_an_impossible_limit_says_what_would_do_and_what_is_heaviest():
             "activations), and memory_limit is 4 GB; a limit of 5.005 GB would do, or more devices. The heaviest: "
             "v0 3 GB, v1 2 GB"
         )
-
-
-def rows(x):
-    return (x * 2 + x.sum(0, keepdim=True)).sum(1)
 
 
 def layer(x, w):

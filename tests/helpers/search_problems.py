@@ -1,0 +1,72 @@
+"""Small search problems: random numbers, and small graphs."""
+
+import itertools
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+
+from partway.propagation.search.network import Costs
+from partway.strategy import REPLICATE, Layout, Mesh, Shard
+
+
+@st.composite
+def random_costs(draw, vertices=6, options=4, forbidden=True, fractions=False):
+    """Costs of a random graph: whole numbers, so that ties happen, unless `fractions` may be drawn too; and some
+    choices that are impossible, if `forbidden`."""
+    count = draw(st.integers(1, vertices))
+    sizes = draw(st.lists(st.integers(1, options), min_size=count, max_size=count))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    possible = list(itertools.combinations(range(count), 2))
+    edges = draw(st.lists(st.sampled_from(possible), unique=True)) if possible else []
+
+    whole = not fractions or draw(st.booleans())
+
+    def numbers(*shape):
+        costs = rng.integers(0, 9, shape).astype(float) if whole else rng.random(shape)
+        if forbidden and rng.random() < 0.3:
+            costs[rng.random(shape) < 0.2] = math.inf
+        return costs
+
+    return Costs(tuple(numbers(n) for n in sizes), {(a, b): numbers(sizes[a], sizes[b]) for a, b in edges})
+
+
+def plans(costs):
+    """The cost of every choice."""
+    return {choice: costs.of(choice) for choice in itertools.product(*(range(len(u)) for u in costs.unary))}
+
+
+def brute_force(costs):
+    """The least cost of any choice."""
+    return min(plans(costs).values())
+
+
+def copied(costs):
+    """The same numbers, each in an array of its own."""
+    return Costs(tuple(map(np.copy, costs.unary)), {pair: np.copy(matrix) for pair, matrix in costs.pairs.items()})
+
+
+def mlp(x, w, v, b):
+    """Two layers and a loss."""
+    return F.linear(torch.relu(F.linear(x, w)), v, b).pow(2).mean()
+
+
+def mlp_tensors():
+    """Arguments of `mlp`."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 4), (4, 4), (4, 4), (4,)]
+    return tuple(torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes)
+
+
+def rows(x):
+    """A few operators, with few enough plans to look at each."""
+    return (x * 2 + x.sum(0, keepdim=True)).sum(1)
+
+
+def annotated_problem(lab, sizes=(2, 2)):
+    """`mlp` with its first weight split on the last axis."""
+    mesh = Mesh.of_sizes(sizes)
+    later = Layout(mesh, (*[REPLICATE] * (len(sizes) - 1), Shard(1)))
+    return lab.problem_of(mlp, mlp_tensors(), mesh, {"w": ((later,), "by hand")})
