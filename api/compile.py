@@ -47,7 +47,7 @@ from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.graph.question import Answer, Values
 from partway.propagation.graph.structure import check_call, flatten_call, name_of, state_of
-from partway.propagation.plan.explain import Alternatives, outcome
+from partway.propagation.plan.alternatives import Alternatives, outcome
 from partway.propagation.plan.plan import Plan
 from partway.propagation.plan.replay import differences
 from partway.propagation.program.accumulate import Accumulation

@@ -26,7 +26,8 @@ from partway.propagation.capture.resting_hooks import none_of_all_modules
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.graph.graph import verify
 from partway.propagation.graph.queries import differentiated
-from partway.propagation.plan.plan import Plan, make_plan
+from partway.propagation.plan.make import make_plan
+from partway.propagation.plan.plan import Plan
 from partway.propagation.plan.replay import replay
 from partway.propagation.program.accumulate import Accumulation, accumulation
 from partway.propagation.program.apart import of_outputs

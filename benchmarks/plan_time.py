@@ -50,7 +50,7 @@ from partway.passes import settings_of
 from partway.plan_inputs import PlanInputs
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.queries import differentiated
-from partway.propagation.plan.plan import make_plan
+from partway.propagation.plan.make import make_plan
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
 from partway.propagation.search.formulate import formulate

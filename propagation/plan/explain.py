@@ -1,347 +1,173 @@
-"""What a plan could have been: the cheapest one without a collective, and without an annotation.
+"""Why an operator, a module or a tensor is as it is, as text: see Plan.explain.
 
-Each is the optimum of a problem that differs from the plan's in one thing, found as the plan was. A collective is left
-out by making impossible every conversion of its tensor that would run one of its kind, in its phase, over any of its
-axes; an annotation by formulating the problem without it. What one pattern says of several tensors is one annotation.
+What the plan itself says comes from its data; what it could have been comes from `alternatives`, which need the model.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import combinations, permutations
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
-import numpy as np
-from torch import fx
-
-from ...strategy.errors import StrategyError, UnknownOperatorWarning
+from ...strategy.errors import StrategyError, shown
 from ...strategy.notation import counted
-from ...strategy.placement import Kind, Placement, converts
-from ..cost.conversion import ConversionTable
-from ..graph.nodes import operands, source_of
-from ..graph.port import Port
-from ..graph.queries import beside_losses
-from ..program.collective import Collective, collectives_of
-from ..program.local_program import LocalProgram
-from ..program.lower import lower, tensor_name
-from ..search.formulate import formulate
-from ..search.problem import SearchProblem, Vertex
-from ..search.search import SEARCHES, SearchMode, search
-from ..search.solution import Solution
+from ...strategy.suggest import did_you_mean
+from ..program.collective import Collective
+from .alternatives import Alternatives
+from .data import OperatorPlan, PlanData, TensorPlan
+from .planned_graph import planned_graph
+from .report import Report
 from .units import human, lasting
 
-TRIED = 16  # annotations that are left out one by one in the search for a cause
-SAME = 1e-9  # costs whose relative difference is less are the same
-_EXACT = SearchMode.DYNAMIC_PROGRAMMING
-NAMED = 2  # collectives that stand by name in place of one
+NAMED = 4  # tensors or readers of an operator that are named
+
+
+def explain(plan: PlanData, known: Alternatives | None, name: Any, alternatives: int) -> Report:
+    """The explanation of `name`, with the costs of as many `alternatives`; `known` are those of the plan, None of one
+    that was loaded."""
+    if isinstance(alternatives, bool) or not isinstance(alternatives, int) or alternatives < 0:
+        raise StrategyError(
+            f"alternatives is {shown(alternatives)} ({type(alternatives).__name__}); write for how many "
+            "collectives to find what the plan without them would cost: 0 (none) or more"
+        )
+    text = str(name) if isinstance(name, str) else str(getattr(name, "name", shown(name)))
+    tensors = [t for t in (*plan.inputs, *plan.outputs) if _matches(text, t.name)]
+    operators = [o for o in plan.operators if _matches(text, o.name) or _inside(text, o.module)]
+    by_place, neighbours = plan.collectives_by_place(), _neighbours(plan, operators)
+    subjects = [_tensor_subject(plan, t) for t in tensors]
+    subjects += [_operator_subject(plan, o, by_place.get(o.name, []), neighbours.get(o.name, "")) for o in operators]
+    if not subjects:
+        raise StrategyError(_not_found(text, plan))
+    asked = _Asked(known, subjects, alternatives)
+    lines: list[str] = []
+    for subject in subjects:
+        lines.append(subject.title)
+        lines += [f"    {line}" for line in subject.lines]
+        lines += [f"    {line}" for line in asked.of_annotation(subject)]
+        for c in subject.collectives:
+            lines += [_cost(c), *(f"        {line}" for line in (*_because(c), *asked.of_collective(c)))]
+    return Report("\n".join([*lines, *asked.rest()]))
+
+
+def _codes(plan: PlanData, codes: Iterable[str]) -> str:
+    return "[" + " ".join(f"{axis}:{code}" for axis, code in zip(plan.axes, codes, strict=True)) + "]"
+
+
+def _cost(c: Collective) -> str:
+    return (
+        f"    {c.phase} {c.kind} over {','.join(c.axes)} ({c.group_size} ranks) of {c.tensor}: "
+        f"{human(c.payload_bytes)}, {human(c.wire_bytes)} sent, {lasting(c.predicted_time)}"
+    )
+
+
+def _because(c: Collective) -> list[str]:
+    return [f"because {c.producer} meets {c.consumer}", *([f"at {c.source}"] if c.source else [])]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a plan comes to: its cost as the search weighs it, the seconds of a step, the bytes that one rank sends in
-    it, and its collectives. `proven`: nothing is cheaper under the same conditions."""
+class _Subject:
+    """A tensor or an operator that is explained: a title, what the plan says about it, its key among the allowed
+    layouts where it is annotated, and its collectives."""
 
-    cost: float
-    seconds: float
-    sent: float
+    title: str
+    lines: tuple[str, ...]
+    key: str
     collectives: tuple[Collective, ...]
-    proven: bool
 
 
-@dataclass(frozen=True)
-class Written:
-    """What was written in one place: the tensors and constraints that it speaks of, and what it says of them."""
-
-    source: str
-    keys: tuple[str, ...]
-    texts: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.source} {self.texts[0]}" if len(set(self.texts)) == 1 else self.source
-
-
-def outcome(problem: SearchProblem, solution: Solution, program: LocalProgram) -> Outcome:
-    """What the plan `solution`, lowered to `program`, comes to."""
-    collectives = collectives_of(program, problem.settings.profile)
-    alone = sum(float(v.seconds[c]) for v, c in zip(problem.vertices, solution.choice, strict=True))
-    return Outcome(
-        cost=solution.cost,
-        seconds=alone + sum(c.predicted_time for c in collectives),
-        sent=sum(c.wire_bytes for c in collectives),
-        collectives=collectives,
-        proven=solution.proven,
+def _tensor_subject(plan: PlanData, t: TensorPlan) -> _Subject:
+    return _Subject(
+        f"{t.role.value} {t.name} {t.dtype}{list(t.shape)}: {_codes(plan, t.codes)}",
+        (f"annotated {t.annotation}",) if t.annotation else (),
+        t.name if t.annotation else "",
+        tuple(c for c in plan.collectives if t.name in (c.tensor, c.where.removeprefix("output "))),
     )
 
 
-def best(problem: SearchProblem) -> Outcome | None:
-    """The cheapest plan of `problem`; None where there is none, or none that keeps to its memory limit."""
-    try:
-        found = search(_unlimited(problem), _EXACT)
-        if problem.settings.memory_limit is not None:
-            found = search(problem, _EXACT)
-    except StrategyError:
-        return None
-    return outcome(problem, found, lower(problem, found.choice))
-
-
-def _unlimited(problem: SearchProblem) -> SearchProblem:
-    return replace(problem, settings=replace(problem.settings, memory_limit=None))
-
-
-def without_collective(problem: SearchProblem, c: Collective) -> SearchProblem:
-    """`problem`, in which the tensor of `c` is converted by no collective like it: of its kind, in its phase, over any
-    of its axes. Of an exchange: in which no operator reads such windows of it. Raises StrategyError where an operator
-    is left without an option."""
-    inputs = {port.node: port for port in problem.graph.inputs}
-    of_tensor = {edge for edge in problem.edges if tensor_name(inputs, edge.value) == c.tensor}
-    if c.kind is Kind.EXCHANGE:
-        return replace(problem, vertices=tuple(_without_windows(v, c, inputs) for v in problem.vertices))
-    barred = {table: replace(table, barred=_like(c, table)) for table in {edge.table for edge in of_tensor}}
-    edges = (replace(e, table=barred[e.table]) if e in of_tensor else e for e in problem.edges)
-    return replace(problem, edges=tuple(edges))
-
-
-def _without_windows(vertex: Vertex, c: Collective, inputs: Mapping[fx.Node, Port]) -> Vertex:
-    """`vertex` with the options only that make no windows of the tensor of `c` over any of its axes."""
-    if vertex.rule is None or not vertex.rule.windows:
-        return vertex
-    sources = [source_of(operand) for operand in operands(vertex.node)]
-    read = [halo for halo in vertex.rule.windows if tensor_name(inputs, sources[halo.operand]) == c.tensor]
-    options, names = vertex.options, vertex.options.names
-    along = [options.mesh.index(axis) for axis in c.axes]
-    kept = np.ones(len(options), dtype=bool)
-    for halo in read:
-        kept &= ~(options.factors[:, along] == names.index(halo.factor)).any(axis=1)
-    if not kept.any():
-        raise StrategyError(f"{vertex.name} has no other strategy than one with windows of {c.tensor}")
-    return replace(vertex, options=options.take(kept))
-
-
-def _like(c: Collective, table: ConversionTable) -> frozenset[tuple[tuple[str, ...], Placement, Placement]]:
-    """The steps of `table` that run a collective like `c`."""
-    names = table.mesh.axes
-    sets = [axes for count in range(1, len(names) + 1) for axes in combinations(names, count) if set(axes) & {*c.axes}]
-    pairs = [
-        (source, target)
-        for source, target in permutations(table.states, 2)
-        if converts(source, target) and c.kind in table.kinds(source, target, c.phase)
-    ]
-    return frozenset((axes, source, target) for axes in sets for source, target in pairs)
-
-
-def has(found: Outcome, c: Collective) -> bool:
-    """Whether a plan runs a collective like `c`."""
-    return any(
-        (other.tensor, other.kind, other.phase) == (c.tensor, c.kind, c.phase) and {*other.axes} & {*c.axes}
-        for other in found.collectives
-    )
-
-
-def without_annotations(problem: SearchProblem, left_out: Iterable[Written]) -> SearchProblem:
-    """`problem` as it would be had these annotations not been written. Raises StrategyError as `formulate`."""
-    keys = {key for one in left_out for key in one.keys}
-    allowed = {name: said for name, said in problem.allowed.items() if name not in keys}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UnknownOperatorWarning)  # the plan itself has warned
-        return formulate(
-            problem.graph, problem.settings, allowed, problem.as_it_lies | (beside_losses(problem.graph) & keys)
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Alternatives:
-    """The plans beside one that was made; each is found when it is asked for, once.
-
-    written   where what `problem.allowed` says of each name was written (default: each stands for itself)
-    """
-
-    problem: SearchProblem
-    made: Outcome
-    mode: SearchMode
-    written: Mapping[str, str] = field(default_factory=dict)
-
-    @cached_property
-    def optimum(self) -> Outcome | None:
-        """The cheapest plan under the same annotations."""
-        return self.made if SEARCHES[self.mode].exact else best(self.problem)
-
-    @cached_property
-    def unlimited(self) -> Outcome | None:
-        """The cheapest plan under the same annotations, however much memory it takes."""
-        return best(_unlimited(self.problem))
-
-    @cached_property
-    def annotations(self) -> tuple[Written, ...]:
-        """What was written, in order. A layout that a parameter has from an earlier call is no annotation."""
-        places: dict[str, list[str]] = {}
-        for name, (_, text) in self.problem.allowed.items():
-            if text:
-                places.setdefault(self.written.get(name, name), []).append(name)
-        return tuple(
-            Written(source, tuple(names), tuple(self.problem.allowed[name][1] for name in names))
-            for source, names in places.items()
-        )
-
-    @cached_property
-    def _known(self) -> dict[object, Outcome | None]:
+def _neighbours(plan: PlanData, operators: Sequence[OperatorPlan]) -> dict[str, str]:
+    """For each of `operators` what it reads and who reads it; of none in the plan of an earlier version."""
+    if not operators or not plan.has_producers:
         return {}
+    graph = planned_graph(plan)
+    texts = {}
+    for o in operators:
+        tensors = dict.fromkeys(tensor for _, _, tensor in graph.in_edges(o.name, data="tensor"))
+        sides = ("reads", [*tensors]), ("read by", [*graph.successors(o.name)])
+        texts[o.name] = "; ".join(f"{word} {_named(names)}" for word, names in sides if names)
+    return texts
 
-    def without(self, c: Collective) -> Outcome | None:
-        """The cheapest plan without a collective like `c`; None where there is none."""
-        key = (c.tensor, c.kind, c.phase, c.axes)
-        if key not in self._known:
-            try:
-                self._known[key] = best(without_collective(self.problem, c))
-            except StrategyError:
-                self._known[key] = None
-        return self._known[key]
 
-    def dropping(self, *left_out: Written) -> Outcome | None:
-        """The cheapest plan without some annotations; None where there is none."""
-        if left_out not in self._known:
-            try:
-                self._known[left_out] = best(without_annotations(self.problem, left_out))
-            except StrategyError:  # what these annotations kept open is closed by the settings
-                self._known[left_out] = None
-        return self._known[left_out]
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
-    def causes(self, c: Collective) -> tuple[Written, ...]:
-        """The annotations any one of which `c` would be gone without. Where an optimum without the annotation costs
-        what the optimum with it costs, the annotation causes nothing: the plan is optimal without it as well."""
-        return tuple(one for one in self.annotations[:TRIED] if self._gone(self.dropping(one), c))
 
-    def together(self, c: Collective) -> tuple[Written, ...]:
-        """Annotations that cause `c` together, where none does alone: without all of them it is gone, and it is there
-        as soon as one of them is."""
-        left = self.annotations
-        for one in self.annotations:
-            fewer = tuple(other for other in left if other is not one)
-            if self._gone(self.dropping(*fewer), c):
-                left = fewer
-        return left
+def _operator_subject(plan: PlanData, o: OperatorPlan, collectives: Iterable[Collective], neighbours: str) -> _Subject:
+    lines = [f"splits {o.strategy}; results {', '.join(_codes(plan, r) for r in o.results)}"]
+    lines += [f"annotated {o.annotation}"] if o.annotation else []
+    lines += [f"from {o.source}"] if o.source else []
+    lines += [neighbours] if neighbours else []
+    return _Subject(
+        f"{o.name} = {o.operator} {o.result} in {o.module or 'the function'}",
+        tuple(lines),
+        f"constraint:{o.name}" if o.annotation else "",
+        tuple(collectives),
+    )
 
-    def _gone(self, found: Outcome | None, c: Collective) -> bool:
-        if found is None or self.optimum is None or has(found, c):
-            return False
-        return not _same(found.cost, self.optimum.cost)
+
+class _Asked:
+    """The alternatives that an explanation shows: of the collectives that cost most, and of the first annotations."""
+
+    def __init__(self, known: Alternatives | None, subjects: list[_Subject], count: int) -> None:
+        self.known, self.count = known, count
+        collectives = dict.fromkeys(c for subject in subjects for c in subject.collectives)
+        self.collectives = sorted(collectives, key=lambda c: -c.predicted_time)
+        keys = [subject.key for subject in subjects if subject.key]
+        annotations = [known.annotation_of(key) for key in keys] if known else []
+        self.annotations = list(dict.fromkeys(one for one in annotations if one))
+        self.something = bool(collectives or keys)
+
+    def of_annotation(self, subject: _Subject) -> list[str]:
+        """What the annotation of `subject` costs, if it is among those to be shown."""
+        one = self.known.annotation_of(subject.key) if self.known and subject.key else None
+        return [self.known.of_annotation(one)] if self.known and one in self.annotations[: self.count] else []
 
     def of_collective(self, c: Collective) -> list[str]:
-        """Two lines: what the cheapest plan without `c` would cost, and which annotation caused it."""
-        return [self._price_without(c), f"caused by {self._cause(c)}"]
+        """What the plan without `c` would cost, and what caused it, if it is among those to be shown."""
+        return self.known.of_collective(c) if self.known and c in self.collectives[: self.count] else []
 
-    def _price_without(self, c: Collective) -> str:
-        found = self.without(c)
-        if found is None:
-            limit = self.problem.settings.memory_limit
-            within = "" if limit is None else f" and memory_limit {human(limit)}"
-            return f"no plan does without it under these annotations{within}"
-        instead = _listed(_beyond(found.collectives, self.made.collectives))
-        return f"the cheapest plan without it {comparison(found, self.made)}" + (f", with {instead}" if instead else "")
-
-    def _cause(self, c: Collective) -> str:
-        if self.optimum is not None and not has(self.optimum, c):
-            return f"{self.mode.value}: the optimum under the same annotations does without it"
-        limit = self.problem.settings.memory_limit
-        if limit is not None and self._gone(self.unlimited, c):
-            return f"memory_limit {human(limit)}: the optimum without a limit does without it"
-        if not self.annotations:
-            return "no annotation: there is none"
-        if not self._gone(self.dropping(*self.annotations), c):
-            return "no annotation: it is there in an optimum without any too"
-        if causes := self.causes(c):
-            return ", and by ".join(map(str, causes)) + (": without any of these it is gone" if causes[1:] else "")
-        if len(self.annotations) > TRIED:
-            return f"several annotations together, or by one beyond the first {TRIED} of {len(self.annotations)}"
-        return f"{' and '.join(map(str, self.together(c)))} together"
-
-    def annotation_of(self, key: str) -> Written | None:
-        """The annotation that speaks of the tensor or constraint `key`, if one does."""
-        return next((one for one in self.annotations if key in one.keys), None)
-
-    def of_annotation(self, one: Written) -> str:
-        """A line: what an annotation costs over the optimum without it."""
-        found = self.dropping(one)
-        others = len(one.keys) - 1
-        this = f"this annotation ({one.source}, of {counted(others, 'other')} too)" if others else "this annotation"
-        if found is None or self.optimum is None:
-            return f"{this} cannot be left out: no plan without it keeps to the other options"
-        if _same(found.cost, self.optimum.cost):
-            return f"{this} costs nothing: the optimum has it too"
-        return f"{this} {price(self.optimum, found)} over the optimum without it"
+    def rest(self) -> list[str]:
+        """What is not shown, and how to get it."""
+        if not self.count or not self.something:
+            return []
+        if self.known is None:
+            return ["(loaded from a file: what alternatives cost, and what caused a collective, needs the model)"]
+        most = max(len(self.collectives), len(self.annotations))
+        if most <= self.count:
+            return []
+        left = [
+            f"{min(len(things), self.count)} of {counted(len(things), noun)}{which}"
+            for things, noun, which in (
+                (self.collectives, "collective", ", those that cost most"), (self.annotations, "annotation", "")
+            )
+            if things
+        ]  # fmt: skip
+        return [f"alternatives are shown for {' and for '.join(left)}; explain(..., alternatives={most}) shows all"]
 
 
-def price(one: Outcome, other: Outcome) -> str:
-    """`costs 1.2 ms and saves 18.4 MB a step (weighed cost +3.1 %)`: what `one` costs more than `other`."""
-    seconds, sent, about, weighed = _compared(one, other)
-    first, second = ("saves" if amount < 0 else "costs" for amount in (seconds or sent, sent or seconds))
-    amounts = f"{lasting(abs(seconds))} and {'' if first == second else f'{second} '}{human(abs(sent))}"
-    return f"{first} {about}{amounts} a step{weighed}"
+def _matches(pattern: str, name: str) -> bool:
+    return bool(name) and fnmatchcase(name, pattern)
 
 
-def comparison(one: Outcome, other: Outcome) -> str:
-    """`takes 1.2 ms more and sends 18.4 MB less a step (weighed cost +3.1 %)`: `one` beside `other`."""
-    if _same(one.cost, other.cost):
-        return "costs the same"
-    seconds, sent, about, weighed = _compared(one, other)
-    more, further = ("less" if amount < 0 else "more" for amount in (seconds, sent))
-    return f"takes {about}{lasting(abs(seconds))} {more} and sends {human(abs(sent))} {further} a step{weighed}"
+def _inside(pattern: str, path: str) -> bool:
+    parts = path.split(".")
+    return any(_matches(pattern, ".".join(parts[: i + 1])) for i in range(len(parts)))
 
 
-def _compared(one: Outcome, other: Outcome) -> tuple[float, int, str, str]:
-    """The seconds and the bytes that `one` takes more than `other`; "about" where there may be a cheaper plan than one
-    of the two; and how the costs compare that the search weighs."""
-    about = "" if one.proven and other.proven else "about "
-    weighed = f" (weighed cost {100 * (one.cost / other.cost - 1):+.1f} %)" if one.cost < 100 * other.cost else ""
-    return round(one.seconds - other.seconds, 9), round(one.sent - other.sent), about, weighed
-
-
-def _same(a: float, b: float) -> bool:
-    return abs(a - b) <= SAME * max(abs(a), abs(b))
-
-
-def _beyond(found: Iterable[Collective], made: Iterable[Collective]) -> list[Collective]:
-    """The collectives of one plan that another one lacks."""
-    left = Counter((c.tensor, c.kind, c.phase, c.axes) for c in made)
-    beyond = []
-    for c in found:
-        key = (c.tensor, c.kind, c.phase, c.axes)
-        left[key] -= 1
-        if left[key] < 0:
-            beyond.append(c)
-    return beyond
-
-
-def _listed(collectives: list[Collective]) -> str:
-    words = [f"{c.phase} {c.kind}({','.join(c.axes)}) of {c.tensor}" for c in collectives[:NAMED]]
-    more = len(collectives) - len(words)
-    return ", ".join(words) + (f" and {more} more" if more else "")
-
-
-class Origin:
-    """The Alternatives of a plan that was made here, found when they are first asked for; none of one that was read
-    from a file.
-
-    It is no part of what the plan says: any two are equal, and a pickled one is empty.
-    """
-
-    def __init__(self, find: Callable[[], Alternatives] | None = None) -> None:
-        self._find = find
-
-    @cached_property
-    def alternatives(self) -> Alternatives | None:
-        return self._find() if self._find else None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Origin)
-
-    def __hash__(self) -> int:
-        return hash(Origin)
-
-    def __deepcopy__(self, memo: object) -> Origin:
-        return self
-
-    def __reduce__(self) -> tuple[type[Origin], tuple[()]]:
-        return Origin, ()
+def _not_found(text: str, plan: PlanData) -> str:
+    tensors = [t.name for t in (*plan.inputs, *plan.outputs)]
+    names = dict.fromkeys([*tensors, *(o.module for o in plan.operators), *(o.name for o in plan.operators)])
+    tops = dict.fromkeys(name.split(".")[0] for name in names if name)
+    others = f"its names are, or begin with, {', '.join(list(tops)[:12])}"
+    return f"the plan has nothing called {text!r}; {did_you_mean(text, sorted(names), others)}"

@@ -23,12 +23,12 @@ from ..graph.port import Port
 from ..graph.queries import constant_nodes
 from ..search.problem import Edge, Options, SearchProblem, Vertex, VertexKind
 from ..search.solution import Solution
-from .plan import OperatorPlan, Plan, TensorPlan
+from .data import OperatorPlan, PlanData, TensorPlan
 
 Identity = tuple[str, str, str]  # operator, what it gives, module
 
 
-def differences(graph: Graph, plan: Plan) -> list[Problem]:
+def differences(graph: Graph, plan: PlanData) -> list[Problem]:
     """Where `plan` is not one of `graph`; none: it fits."""
     found = [
         *_tensor_differences("input", graph.inputs, plan.inputs),
@@ -70,7 +70,7 @@ def _listed(found: Sequence[Identity]) -> str:
     return (", ".join(words) + (f" and {len(found) - 3} more" if found[3:] else "")) or "none"
 
 
-def replay(problem: SearchProblem, plan: Plan) -> Solution:
+def replay(problem: SearchProblem, plan: PlanData) -> Solution:
     """The choice of `plan`, which fits the graph of `problem`. Raises StrategyError, with all reasons, where something
     that it does is no option here."""
     mesh = problem.settings.mesh
@@ -114,11 +114,11 @@ def replay(problem: SearchProblem, plan: Plan) -> Solution:
     return Solution(chosen, problem.cost(chosen), float("-inf"), 0, replayed=True)
 
 
-def _layout(codes: Sequence[str], plan: Plan) -> Layout:
+def _layout(codes: Sequence[str], plan: PlanData) -> Layout:
     return layout(plan.mesh, tuple(map(placement_from_code, codes)))
 
 
-def _of_operator(options: Options, said: OperatorPlan, plan: Plan) -> Mask:
+def _of_operator(options: Options, said: OperatorPlan, plan: PlanData) -> Mask:
     """The options that do what `said` does."""
     if (len(said.operands), len(said.results)) != (len(options.operands), len(options.results)):
         return np.zeros(len(options), dtype=bool)
@@ -134,7 +134,7 @@ def _of_operator(options: Options, said: OperatorPlan, plan: Plan) -> Mask:
     return keep
 
 
-def _of_tensor(vertex: Vertex, said: TensorPlan, plan: Plan) -> Mask:
+def _of_tensor(vertex: Vertex, said: TensorPlan, plan: PlanData) -> Mask:
     of, columns = vertex.options, (vertex.options.results or vertex.options.operands)
     (table,) = of.tables[1] or of.tables[0]
     assert table is not None
@@ -142,7 +142,7 @@ def _of_tensor(vertex: Vertex, said: TensorPlan, plan: Plan) -> Mask:
     return keep
 
 
-def _code(table: ConversionTable, codes: Sequence[str], plan: Plan) -> int:
+def _code(table: ConversionTable, codes: Sequence[str], plan: PlanData) -> int:
     return table.index.get(_layout(codes, plan), -1)
 
 

@@ -1,6 +1,11 @@
-"""Sizes and times for people: in the unit that suits, with three digits."""
+"""Sizes and times for people: in the unit that suits, with three digits.
+
+(`rich.filesize.decimal` rounds to tenths and writes "512 bytes"; only its choice of a unit is used.)
+"""
 
 from __future__ import annotations
+
+from rich.filesize import pick_unit_and_suffix
 
 
 def human(size: float) -> str:
@@ -14,10 +19,8 @@ def lasting(seconds: float) -> str:
 
 
 def _in_units(amount: float, units: tuple[str, ...]) -> str:
-    """`amount` of the first unit, in the largest unit of which there is one; each is 1000 of the one before."""
-    for unit in units:
-        amount = float(f"{amount:.3g}")
-        if abs(amount) < 1000 or unit == units[-1]:
-            return f"{amount:.0f} {unit}" if abs(amount) >= 100 else f"{amount:.3g} {unit}"
-        amount /= 1000
-    raise AssertionError(units)
+    """`amount` of the first of `units`, in the one that suits; each is 1000 of the one before."""
+    amount = float(f"{amount:.3g}")
+    size, unit = pick_unit_and_suffix(int(abs(amount)), list(units), 1000)
+    amount /= size
+    return f"{amount:.0f} {unit}" if abs(amount) >= 100 else f"{amount:.3g} {unit}"

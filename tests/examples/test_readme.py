@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import tifffile
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ def code_under(title: str) -> str:
 
 
 def test_every_block_of_python_is_run_here() -> None:
-    assert README.read_text(encoding="utf-8").count("```python\n") == 3
+    assert README.read_text(encoding="utf-8").count("```python\n") == 4
 
 
 def test_the_data_that_is_split_runs(python: Runner, tmp_path: Path) -> None:
@@ -47,6 +48,17 @@ def test_an_operator_of_ones_own_runs(python: Runner, tmp_path: Path) -> None:
     done = python("-W", "error", "operators.py")
     assert done.returncode == 0, done.stderr
     assert re.search(r"^ *project +dp:b tp:m ", done.stdout, re.M)
+
+
+def test_the_plan_as_a_graph_runs(python: Runner, tmp_path: Path) -> None:
+    (tmp_path / "graph.py").write_text(code_under("The plan as a graph"), encoding="utf-8")
+    done = python("-W", "error", "graph.py")
+    assert done.returncode == 0, done.stderr
+    sizes = [float(size) for size in re.findall(r"^(?:\w+ )+ *(\d+\.\d\d) MB$", done.stdout, re.M)]
+    part, whole = re.findall(r"(\d+\.\d\d) of (\d+\.\d\d) MB$", done.stdout, re.M)[0]
+    assert part == whole
+    assert re.search(r"^input \S+ -> .*linear_1 -> output result$", done.stdout, re.M)
+    assert 0 < sum(sizes) == pytest.approx(float(whole), abs=0.05)
 
 
 def test_the_quick_start_runs(python: Runner, tmp_path: Path) -> None:

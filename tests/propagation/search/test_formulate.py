@@ -9,7 +9,8 @@ from torch import nn
 
 import partway as pw
 from partway.propagation.graph.nodes import is_tensor
-from partway.propagation.plan.plan import Certificate, make_plan
+from partway.propagation.plan.data import Certificate
+from partway.propagation.plan.make import make_plan
 from partway.propagation.program.lower import lower
 from partway.propagation.rules.table import is_elementwise
 from partway.propagation.search.exact import dynamic_programming

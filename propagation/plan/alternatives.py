@@ -1,0 +1,347 @@
+"""What a plan could have been: the cheapest one without a collective, and without an annotation.
+
+Each is the optimum of a problem that differs from the plan's in one thing, found as the plan was. A collective is left
+out by making impossible every conversion of its tensor that would run one of its kind, in its phase, over any of its
+axes; an annotation by formulating the problem without it. What one pattern says of several tensors is one annotation.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations, permutations
+
+import numpy as np
+from torch import fx
+
+from ...strategy.errors import StrategyError, UnknownOperatorWarning
+from ...strategy.notation import counted
+from ...strategy.placement import Kind, Placement, converts
+from ..cost.conversion import ConversionTable
+from ..graph.nodes import operands, source_of
+from ..graph.port import Port
+from ..graph.queries import beside_losses
+from ..program.collective import Collective, collectives_of
+from ..program.local_program import LocalProgram
+from ..program.lower import lower, tensor_name
+from ..search.formulate import formulate
+from ..search.problem import SearchProblem, Vertex
+from ..search.search import SEARCHES, SearchMode, search
+from ..search.solution import Solution
+from .units import human, lasting
+
+TRIED = 16  # annotations that are left out one by one in the search for a cause
+SAME = 1e-9  # costs whose relative difference is less are the same
+_EXACT = SearchMode.DYNAMIC_PROGRAMMING
+NAMED = 2  # collectives that stand by name in place of one
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a plan comes to: its cost as the search weighs it, the seconds of a step, the bytes that one rank sends in
+    it, and its collectives. `proven`: nothing is cheaper under the same conditions."""
+
+    cost: float
+    seconds: float
+    sent: float
+    collectives: tuple[Collective, ...]
+    proven: bool
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written in one place: the tensors and constraints that it speaks of, and what it says of them."""
+
+    source: str
+    keys: tuple[str, ...]
+    texts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.source} {self.texts[0]}" if len(set(self.texts)) == 1 else self.source
+
+
+def outcome(problem: SearchProblem, solution: Solution, program: LocalProgram) -> Outcome:
+    """What the plan `solution`, lowered to `program`, comes to."""
+    collectives = collectives_of(program, problem.settings.profile)
+    alone = sum(float(v.seconds[c]) for v, c in zip(problem.vertices, solution.choice, strict=True))
+    return Outcome(
+        cost=solution.cost,
+        seconds=alone + sum(c.predicted_time for c in collectives),
+        sent=sum(c.wire_bytes for c in collectives),
+        collectives=collectives,
+        proven=solution.proven,
+    )
+
+
+def best(problem: SearchProblem) -> Outcome | None:
+    """The cheapest plan of `problem`; None where there is none, or none that keeps to its memory limit."""
+    try:
+        found = search(_unlimited(problem), _EXACT)
+        if problem.settings.memory_limit is not None:
+            found = search(problem, _EXACT)
+    except StrategyError:
+        return None
+    return outcome(problem, found, lower(problem, found.choice))
+
+
+def _unlimited(problem: SearchProblem) -> SearchProblem:
+    return replace(problem, settings=replace(problem.settings, memory_limit=None))
+
+
+def without_collective(problem: SearchProblem, c: Collective) -> SearchProblem:
+    """`problem`, in which the tensor of `c` is converted by no collective like it: of its kind, in its phase, over any
+    of its axes. Of an exchange: in which no operator reads such windows of it. Raises StrategyError where an operator
+    is left without an option."""
+    inputs = {port.node: port for port in problem.graph.inputs}
+    of_tensor = {edge for edge in problem.edges if tensor_name(inputs, edge.value) == c.tensor}
+    if c.kind is Kind.EXCHANGE:
+        return replace(problem, vertices=tuple(_without_windows(v, c, inputs) for v in problem.vertices))
+    barred = {table: replace(table, barred=_like(c, table)) for table in {edge.table for edge in of_tensor}}
+    edges = (replace(e, table=barred[e.table]) if e in of_tensor else e for e in problem.edges)
+    return replace(problem, edges=tuple(edges))
+
+
+def _without_windows(vertex: Vertex, c: Collective, inputs: Mapping[fx.Node, Port]) -> Vertex:
+    """`vertex` with the options only that make no windows of the tensor of `c` over any of its axes."""
+    if vertex.rule is None or not vertex.rule.windows:
+        return vertex
+    sources = [source_of(operand) for operand in operands(vertex.node)]
+    read = [halo for halo in vertex.rule.windows if tensor_name(inputs, sources[halo.operand]) == c.tensor]
+    options, names = vertex.options, vertex.options.names
+    along = [options.mesh.index(axis) for axis in c.axes]
+    kept = np.ones(len(options), dtype=bool)
+    for halo in read:
+        kept &= ~(options.factors[:, along] == names.index(halo.factor)).any(axis=1)
+    if not kept.any():
+        raise StrategyError(f"{vertex.name} has no other strategy than one with windows of {c.tensor}")
+    return replace(vertex, options=options.take(kept))
+
+
+def _like(c: Collective, table: ConversionTable) -> frozenset[tuple[tuple[str, ...], Placement, Placement]]:
+    """The steps of `table` that run a collective like `c`."""
+    names = table.mesh.axes
+    sets = [axes for count in range(1, len(names) + 1) for axes in combinations(names, count) if set(axes) & {*c.axes}]
+    pairs = [
+        (source, target)
+        for source, target in permutations(table.states, 2)
+        if converts(source, target) and c.kind in table.kinds(source, target, c.phase)
+    ]
+    return frozenset((axes, source, target) for axes in sets for source, target in pairs)
+
+
+def has(found: Outcome, c: Collective) -> bool:
+    """Whether a plan runs a collective like `c`."""
+    return any(
+        (other.tensor, other.kind, other.phase) == (c.tensor, c.kind, c.phase) and {*other.axes} & {*c.axes}
+        for other in found.collectives
+    )
+
+
+def without_annotations(problem: SearchProblem, left_out: Iterable[Written]) -> SearchProblem:
+    """`problem` as it would be had these annotations not been written. Raises StrategyError as `formulate`."""
+    keys = {key for one in left_out for key in one.keys}
+    allowed = {name: said for name, said in problem.allowed.items() if name not in keys}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnknownOperatorWarning)  # the plan itself has warned
+        return formulate(
+            problem.graph, problem.settings, allowed, problem.as_it_lies | (beside_losses(problem.graph) & keys)
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Alternatives:
+    """The plans beside one that was made; each is found when it is asked for, once.
+
+    written   where what `problem.allowed` says of each name was written (default: each stands for itself)
+    """
+
+    problem: SearchProblem
+    made: Outcome
+    mode: SearchMode
+    written: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def optimum(self) -> Outcome | None:
+        """The cheapest plan under the same annotations."""
+        return self.made if SEARCHES[self.mode].exact else best(self.problem)
+
+    @cached_property
+    def unlimited(self) -> Outcome | None:
+        """The cheapest plan under the same annotations, however much memory it takes."""
+        return best(_unlimited(self.problem))
+
+    @cached_property
+    def annotations(self) -> tuple[Written, ...]:
+        """What was written, in order. A layout that a parameter has from an earlier call is no annotation."""
+        places: dict[str, list[str]] = {}
+        for name, (_, text) in self.problem.allowed.items():
+            if text:
+                places.setdefault(self.written.get(name, name), []).append(name)
+        return tuple(
+            Written(source, tuple(names), tuple(self.problem.allowed[name][1] for name in names))
+            for source, names in places.items()
+        )
+
+    @cached_property
+    def _known(self) -> dict[object, Outcome | None]:
+        return {}
+
+    def without(self, c: Collective) -> Outcome | None:
+        """The cheapest plan without a collective like `c`; None where there is none."""
+        key = (c.tensor, c.kind, c.phase, c.axes)
+        if key not in self._known:
+            try:
+                self._known[key] = best(without_collective(self.problem, c))
+            except StrategyError:
+                self._known[key] = None
+        return self._known[key]
+
+    def dropping(self, *left_out: Written) -> Outcome | None:
+        """The cheapest plan without some annotations; None where there is none."""
+        if left_out not in self._known:
+            try:
+                self._known[left_out] = best(without_annotations(self.problem, left_out))
+            except StrategyError:  # what these annotations kept open is closed by the settings
+                self._known[left_out] = None
+        return self._known[left_out]
+
+    def causes(self, c: Collective) -> tuple[Written, ...]:
+        """The annotations any one of which `c` would be gone without. Where an optimum without the annotation costs
+        what the optimum with it costs, the annotation causes nothing: the plan is optimal without it as well."""
+        return tuple(one for one in self.annotations[:TRIED] if self._gone(self.dropping(one), c))
+
+    def together(self, c: Collective) -> tuple[Written, ...]:
+        """Annotations that cause `c` together, where none does alone: without all of them it is gone, and it is there
+        as soon as one of them is."""
+        left = self.annotations
+        for one in self.annotations:
+            fewer = tuple(other for other in left if other is not one)
+            if self._gone(self.dropping(*fewer), c):
+                left = fewer
+        return left
+
+    def _gone(self, found: Outcome | None, c: Collective) -> bool:
+        if found is None or self.optimum is None or has(found, c):
+            return False
+        return not _same(found.cost, self.optimum.cost)
+
+    def of_collective(self, c: Collective) -> list[str]:
+        """Two lines: what the cheapest plan without `c` would cost, and which annotation caused it."""
+        return [self._price_without(c), f"caused by {self._cause(c)}"]
+
+    def _price_without(self, c: Collective) -> str:
+        found = self.without(c)
+        if found is None:
+            limit = self.problem.settings.memory_limit
+            within = "" if limit is None else f" and memory_limit {human(limit)}"
+            return f"no plan does without it under these annotations{within}"
+        instead = _listed(_beyond(found.collectives, self.made.collectives))
+        return f"the cheapest plan without it {comparison(found, self.made)}" + (f", with {instead}" if instead else "")
+
+    def _cause(self, c: Collective) -> str:
+        if self.optimum is not None and not has(self.optimum, c):
+            return f"{self.mode.value}: the optimum under the same annotations does without it"
+        limit = self.problem.settings.memory_limit
+        if limit is not None and self._gone(self.unlimited, c):
+            return f"memory_limit {human(limit)}: the optimum without a limit does without it"
+        if not self.annotations:
+            return "no annotation: there is none"
+        if not self._gone(self.dropping(*self.annotations), c):
+            return "no annotation: it is there in an optimum without any too"
+        if causes := self.causes(c):
+            return ", and by ".join(map(str, causes)) + (": without any of these it is gone" if causes[1:] else "")
+        if len(self.annotations) > TRIED:
+            return f"several annotations together, or by one beyond the first {TRIED} of {len(self.annotations)}"
+        return f"{' and '.join(map(str, self.together(c)))} together"
+
+    def annotation_of(self, key: str) -> Written | None:
+        """The annotation that speaks of the tensor or constraint `key`, if one does."""
+        return next((one for one in self.annotations if key in one.keys), None)
+
+    def of_annotation(self, one: Written) -> str:
+        """A line: what an annotation costs over the optimum without it."""
+        found = self.dropping(one)
+        others = len(one.keys) - 1
+        this = f"this annotation ({one.source}, of {counted(others, 'other')} too)" if others else "this annotation"
+        if found is None or self.optimum is None:
+            return f"{this} cannot be left out: no plan without it keeps to the other options"
+        if _same(found.cost, self.optimum.cost):
+            return f"{this} costs nothing: the optimum has it too"
+        return f"{this} {price(self.optimum, found)} over the optimum without it"
+
+
+def price(one: Outcome, other: Outcome) -> str:
+    """`costs 1.2 ms and saves 18.4 MB a step (weighed cost +3.1 %)`: what `one` costs more than `other`."""
+    seconds, sent, about, weighed = _compared(one, other)
+    first, second = ("saves" if amount < 0 else "costs" for amount in (seconds or sent, sent or seconds))
+    amounts = f"{lasting(abs(seconds))} and {'' if first == second else f'{second} '}{human(abs(sent))}"
+    return f"{first} {about}{amounts} a step{weighed}"
+
+
+def comparison(one: Outcome, other: Outcome) -> str:
+    """`takes 1.2 ms more and sends 18.4 MB less a step (weighed cost +3.1 %)`: `one` beside `other`."""
+    if _same(one.cost, other.cost):
+        return "costs the same"
+    seconds, sent, about, weighed = _compared(one, other)
+    more, further = ("less" if amount < 0 else "more" for amount in (seconds, sent))
+    return f"takes {about}{lasting(abs(seconds))} {more} and sends {human(abs(sent))} {further} a step{weighed}"
+
+
+def _compared(one: Outcome, other: Outcome) -> tuple[float, int, str, str]:
+    """The seconds and the bytes that `one` takes more than `other`; "about" where there may be a cheaper plan than one
+    of the two; and how the costs compare that the search weighs."""
+    about = "" if one.proven and other.proven else "about "
+    weighed = f" (weighed cost {100 * (one.cost / other.cost - 1):+.1f} %)" if one.cost < 100 * other.cost else ""
+    return round(one.seconds - other.seconds, 9), round(one.sent - other.sent), about, weighed
+
+
+def _same(a: float, b: float) -> bool:
+    return abs(a - b) <= SAME * max(abs(a), abs(b))
+
+
+def _beyond(found: Iterable[Collective], made: Iterable[Collective]) -> list[Collective]:
+    """The collectives of one plan that another one lacks."""
+    left = Counter((c.tensor, c.kind, c.phase, c.axes) for c in made)
+    beyond = []
+    for c in found:
+        key = (c.tensor, c.kind, c.phase, c.axes)
+        left[key] -= 1
+        if left[key] < 0:
+            beyond.append(c)
+    return beyond
+
+
+def _listed(collectives: list[Collective]) -> str:
+    words = [f"{c.phase} {c.kind}({','.join(c.axes)}) of {c.tensor}" for c in collectives[:NAMED]]
+    more = len(collectives) - len(words)
+    return ", ".join(words) + (f" and {more} more" if more else "")
+
+
+class Origin:
+    """The Alternatives of a plan that was made here, found when they are first asked for; none of one that was read
+    from a file.
+
+    It is no part of what the plan says: any two are equal, and a pickled one is empty.
+    """
+
+    def __init__(self, find: Callable[[], Alternatives] | None = None) -> None:
+        self._find = find
+
+    @cached_property
+    def alternatives(self) -> Alternatives | None:
+        return self._find() if self._find else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Origin)
+
+    def __hash__(self) -> int:
+        return hash(Origin)
+
+    def __deepcopy__(self, memo: object) -> Origin:
+        return self
+
+    def __reduce__(self) -> tuple[type[Origin], tuple[()]]:
+        return Origin, ()

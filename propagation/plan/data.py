@@ -1,0 +1,213 @@
+"""A plan as data: what it says of tensors, operators, memory and the search. Frozen values, read and written as JSON.
+
+A field that is added has a default that says "unknown", so that the plans of earlier versions can still be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from ...strategy.layout import Layout, layout
+from ...strategy.mesh import Mesh
+from ...strategy.placement import placement_from_code
+from ..graph.port import Role
+from ..program.collective import Collective
+from ..search.problem import AMONG
+from ..search.search import SEARCHES, SearchMode
+from .units import human
+
+FORMAT: Literal[1] = 1
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class ProducerKind(StrEnum):
+    """What makes a tensor: an input of the call, an operator, or a constant (an operator that depends on no input and
+    no parameter, which is not planned)."""
+
+    INPUT = "input"
+    OPERATOR = "operator"
+    CONSTANT = "constant"
+
+
+class Producer(_Frozen):
+    """Where a tensor comes from: result `result` of the operator (or the input, or the constant) called `name`."""
+
+    kind: ProducerKind
+    name: str
+    result: int = 0
+
+    @property
+    def tensor(self) -> str:
+        """The name that collectives give the tensor."""
+        return f"{self.name}[{self.result}]" if self.result else self.name
+
+
+class TensorPlan(_Frozen):
+    """One input or output: its global shape, its layout at rest (a code for each axis), and the annotation.
+
+    producer   of an output: the tensor that it is; None of an input, and in plans of an earlier version
+    """
+
+    name: str
+    role: Role
+    shape: tuple[int, ...]
+    dtype: str
+    codes: tuple[str, ...]
+    annotation: str = ""
+    producer: Producer | None = None
+
+
+class OperatorPlan(_Frozen):
+    """One operator: what it splits on each axis (a factor, or None), and the layouts of its tensors.
+
+    seconds      of forward and backward on one device, without collectives
+    producers    the tensor that each operand is; None in plans of an earlier version
+    held_bytes   of its results, what one device keeps for the backward; None in plans of an earlier version
+    """
+
+    name: str
+    operator: str
+    result: str
+    module: str
+    source: str
+    factors: tuple[str | None, ...]
+    operands: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[str, ...], ...]
+    strategy: str
+    seconds: float
+    annotation: str = ""
+    producers: tuple[Producer, ...] | None = None
+    held_bytes: float | None = None
+
+
+class Memory(_Frozen):
+    """Bytes on one device, as memory_limit counts them.
+
+    optimizer     its states, as many as the option optimizer_states says
+    inputs        of the call, and buffers
+    activations   what is kept for the backward, at most: results of operators, and weights that were gathered unless
+                  they are gathered again
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int = 0
+    inputs: int = 0
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.parameters + self.gradients + self.optimizer + self.inputs + self.activations
+
+    def __str__(self) -> str:
+        return (
+            f"parameters {human(self.parameters)}, gradients {human(self.gradients)}, "
+            f"optimizer {human(self.optimizer)}, inputs {human(self.inputs)}, "
+            f"activations {human(self.activations)}; {human(self.total)} in all"
+        )
+
+
+class Certificate(_Frozen):
+    """What the search knows about its answer.
+
+    cost           what the search weighs, of this plan
+    bound          no plan under these annotations, and in this memory_limit, costs less (None: unknown)
+    attained       another search found a plan that costs the bound: it is the optimum's cost
+    proven         the plan is the optimum
+    width          the most vertices that one table of the search joined
+    memory_limit   bytes that a device may hold
+    given          its strategies were taken from a plan that was given: nothing was searched
+    approximate    enable_algo_approxi left strategies out: bound, attained and proven are about those it kept
+    """
+
+    mode: SearchMode
+    cost: float
+    bound: float | None
+    proven: bool
+    width: int
+    attained: bool = False
+    memory_limit: float | None = None
+    approximate: bool = False
+    given: bool = False
+
+    @property
+    def gap(self) -> float | None:
+        """How far above the bound the cost is, relative to the bound; None where there is no bound."""
+        if self.proven:
+            return 0.0
+        return None if self.bound is None or self.bound <= 0 else (self.cost - self.bound) / self.bound
+
+    def __str__(self) -> str:
+        within = "" if self.memory_limit is None else f" within memory_limit {human(self.memory_limit)}"
+        if self.given:
+            return f"none{within}: the strategies are those of a plan that was given"
+        search = f"{self.mode.value}{within}"
+        optimum = f"the optimum{AMONG if self.approximate else ''}"
+        if self.proven:
+            return f"{search}: {optimum}, proven"
+        if self.gap is None:
+            return f"{search}: no bound"
+        if self.attained:
+            return f"{search}: {100 * self.gap:.1f} % above {optimum}"
+        why = " (the duality gap)" if within and SEARCHES[self.mode].exact else ""
+        return f"{search}: at most {100 * self.gap:.1f} % above {optimum}{why}"
+
+
+class PlanData(_Frozen):
+    """What a plan holds; see Plan."""
+
+    format: Literal[1] = FORMAT
+    axes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    inputs: tuple[TensorPlan, ...]
+    operators: tuple[OperatorPlan, ...]
+    outputs: tuple[TensorPlan, ...]
+    collectives: tuple[Collective, ...]
+    memory: Memory
+    certificate: Certificate
+    unknown_operators: tuple[str, ...] = ()
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh it is for."""
+        return Mesh(dict(zip(self.axes, self.sizes, strict=True)))
+
+    @property
+    def parameters(self) -> dict[str, Layout]:
+        """The layout at rest of every parameter, by name."""
+        return {t.name: self.layout_of(t.codes) for t in self.inputs if t.role is Role.PARAMETER}
+
+    @property
+    def predicted_time(self) -> float:
+        """Seconds of one step, nothing overlapped."""
+        return sum(o.seconds for o in self.operators) + sum(c.predicted_time for c in self.collectives)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one rank sends in one step."""
+        return sum(c.wire_bytes for c in self.collectives)
+
+    @property
+    def has_producers(self) -> bool:
+        """Whether it says which tensors are read where; plans of an earlier version do not."""
+        known = (*(o.producers for o in self.operators), *(t.producer for t in self.outputs))
+        return all(producer is not None for producer in known)
+
+    def layout_of(self, codes: Iterable[str]) -> Layout:
+        """The layout on the plan's mesh that `codes` stand for, one code for each axis."""
+        return layout(self.mesh, tuple(map(placement_from_code, codes)))
+
+    def collectives_by_place(self) -> dict[str, list[Collective]]:
+        """The collectives of each operator, by its name, and of each output, by `output NAME`."""
+        by_place: dict[str, list[Collective]] = {}
+        for c in self.collectives:
+            by_place.setdefault(c.where, []).append(c)
+        return by_place

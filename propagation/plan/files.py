@@ -1,0 +1,93 @@
+"""Plans as files: JSON, checked when it is read."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from ...strategy.afterwards import uncollected
+from ...strategy.errors import StrategyError, shown
+from ...strategy.files import read, save
+from ...strategy.notation import counted
+from ...strategy.placement import Shard
+from .data import PlanData, Producer, ProducerKind
+
+_LARGEST = 2**63 - 1  # that a size can be
+P = TypeVar("P", bound=PlanData)
+
+
+def save_plan(plan: PlanData, path: str | Path) -> None:
+    """Write `plan` as JSON. Raises StrategyError where it cannot be written."""
+    save("the plan", path, plan.model_dump_json(indent=1) + "\n")
+
+
+def load_plan(kind: type[P], path: str | PathLike[str]) -> P:
+    """The plan, of class `kind`, in the file at `path`. Raises StrategyError if there is none."""
+    data = read("a plan from", path)
+    where = shown(str(path))
+    try:
+        with uncollected():
+            plan = kind.model_validate_json(data)
+            check(plan)
+    except StrategyError as error:
+        raise StrategyError(f"{where} holds no plan: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "the file"
+        raise StrategyError(f"{where} holds no plan of this version: {field}: {first['msg']}") from error
+    return plan
+
+
+def check(plan: PlanData) -> None:
+    """Raise StrategyError unless the mesh, the shapes, the layouts and the producers of all tensors make sense."""
+    if len(plan.axes) != len(plan.sizes):
+        raise StrategyError(
+            f"its mesh has {counted(len(plan.axes), 'axis', 'axes')} and {counted(len(plan.sizes), 'size')}"
+        )
+    for tensor in (*plan.inputs, *plan.outputs):
+        if not all(0 <= size <= _LARGEST for size in tensor.shape):
+            raise StrategyError(f"{shown(tensor.name)} has the shape {shown(tensor.shape)}")
+        placements = plan.layout_of(tensor.codes).placements
+        if any(isinstance(p, Shard) and p.dim >= len(tensor.shape) for p in placements):
+            raise StrategyError(f"{tensor.name!r} of shape {list(tensor.shape)} cannot be laid out as {tensor.codes}")
+    for codes in {codes for o in plan.operators for codes in (*o.operands, *o.results)}:
+        plan.layout_of(codes)
+    for o in plan.operators:
+        if len(o.factors) != len(plan.axes):
+            raise StrategyError(
+                f"operator {shown(o.name)} splits {counted(len(o.factors), 'factor')}, one for each axis, and the "
+                f"mesh has {counted(len(plan.axes), 'axis', 'axes')}"
+            )
+    _check_producers(plan)
+
+
+def _check_producers(plan: PlanData) -> None:
+    """Raise StrategyError unless every tensor that is read is an input or a result of an operator before."""
+    inputs = {t.name for t in plan.inputs}
+    results: dict[str, int] = {}
+
+    def missing(producer: Producer) -> bool:
+        match producer.kind:
+            case ProducerKind.INPUT:
+                return producer.name not in inputs or producer.result != 0
+            case ProducerKind.OPERATOR:
+                return not 0 <= producer.result < results.get(producer.name, 0)
+            case ProducerKind.CONSTANT:
+                return producer.result < 0
+
+    for o in plan.operators:
+        if o.producers is not None:
+            if len(o.producers) != len(o.operands):
+                raise StrategyError(
+                    f"operator {shown(o.name)} has {counted(len(o.operands), 'operand')} and "
+                    f"{counted(len(o.producers), 'producer')}"
+                )
+            for producer in filter(missing, o.producers):
+                raise StrategyError(f"operator {shown(o.name)} reads {shown(producer.tensor)}, which nothing produces")
+        results[o.name] = len(o.results)
+    for t in plan.outputs:
+        if t.producer is not None and missing(t.producer):
+            raise StrategyError(f"output {shown(t.name)} is {shown(t.producer.tensor)}, which nothing produces")

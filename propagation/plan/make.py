@@ -1,0 +1,138 @@
+"""From the choices of a search to the Plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from math import prod
+
+from torch import fx
+
+from ...strategy.layout import Layout
+from ..graph.nodes import describe, is_tensor, module_path, operands, operator_name, source_line, source_of
+from ..graph.port import Role
+from ..program.local_program import LocalProgram, PlacedPort
+from ..program.lower import describe_option
+from ..search.problem import SearchProblem, Vertex, VertexKind
+from ..search.search import SearchMode
+from ..search.solution import Solution
+from .alternatives import Alternatives, outcome
+from .data import Certificate, Memory, OperatorPlan, Producer, ProducerKind, TensorPlan
+from .plan import Plan
+
+
+def make_plan(
+    problem: SearchProblem,
+    solution: Solution,
+    program: LocalProgram,
+    mode: SearchMode,
+    written: Mapping[str, str] | None = None,
+) -> Plan:
+    """The Plan of a solution, with the collectives of its program. `written`: where the annotation of each tensor was
+    written (default: each in a place of its own)."""
+    reached = outcome(problem, solution, program)
+    chosen = list(zip(problem.vertices, solution.choice, strict=True))
+    producer_of = _producers(problem)
+    annotations = {(vertex.kind, vertex.name): vertex.annotation for vertex in problem.vertices}
+
+    def tensors(placed: Iterable[PlacedPort], kind: VertexKind) -> tuple[TensorPlan, ...]:
+        return tuple(
+            TensorPlan(
+                name=p.port.name,
+                role=p.port.role,
+                shape=p.shape,
+                dtype=str(p.dtype).removeprefix("torch."),
+                codes=_codes(p.layout),
+                annotation=annotations.get((kind, p.port.name), ""),
+                producer=producer_of(p.port.node) if kind is VertexKind.OUTPUT else None,
+            )
+            for p in placed
+        )
+
+    plan = Plan(
+        axes=problem.settings.mesh.axes,
+        sizes=problem.settings.mesh.sizes,
+        inputs=tensors(program.inputs, VertexKind.INPUT),
+        operators=tuple(_operator(v, c, producer_of) for v, c in chosen if v.kind is VertexKind.OPERATOR),
+        outputs=tensors(program.outputs, VertexKind.OUTPUT),
+        collectives=reached.collectives,
+        memory=_memory(problem, program, chosen),
+        certificate=_certificate(problem, solution, program, mode),
+        unknown_operators=problem.unknown,
+    )
+    return plan.of(lambda: Alternatives(problem, reached, mode, written or {}))
+
+
+def _producers(problem: SearchProblem) -> Callable[[fx.Node], Producer]:
+    """The function from a node that an operator reads to where its tensor comes from."""
+    inputs = {port.node: port.name for port in problem.graph.inputs}
+
+    @cache
+    def producer(node: fx.Node) -> Producer:
+        source = source_of(node)
+        if source.node in inputs:
+            return Producer(kind=ProducerKind.INPUT, name=inputs[source.node])
+        kind = ProducerKind.CONSTANT if source.node in problem.constants else ProducerKind.OPERATOR
+        return Producer(kind=kind, name=source.node.name, result=source.index)
+
+    return producer
+
+
+def _operator(vertex: Vertex, choice: int, producer_of: Callable[[fx.Node], Producer]) -> OperatorPlan:
+    option = vertex.options[choice]
+    return OperatorPlan(
+        name=vertex.name,
+        operator=operator_name(vertex.node),
+        result=describe(vertex.node) if is_tensor(vertex.node) else "",
+        module=module_path(vertex.node),
+        source=source_line(vertex.node),
+        factors=option.factors,
+        operands=tuple(map(_codes, option.operands)),
+        results=tuple(map(_codes, option.results)),
+        strategy=describe_option(vertex, option),
+        seconds=float(vertex.seconds[choice]),
+        annotation=vertex.annotation,
+        producers=tuple(map(producer_of, operands(vertex.node))),
+        held_bytes=float(vertex.held[choice]),
+    )
+
+
+def _memory(problem: SearchProblem, program: LocalProgram, chosen: Iterable[tuple[Vertex, int]]) -> Memory:
+    parameters = [p for p in program.inputs if p.port.role is Role.PARAMETER]
+    sizes = {p.port.name: _bytes(p) for p in parameters}
+    trained = sum(sizes[p.port.name] for p in parameters if p.port.requires_grad)
+    inputs = activations = 0.0
+    for vertex, choice in chosen:
+        if vertex.kind is VertexKind.OPERATOR:
+            activations += float(vertex.held[choice])
+        elif vertex.port and vertex.kind is VertexKind.INPUT and vertex.port.role is not Role.PARAMETER:
+            inputs += float(vertex.held[choice])
+    return Memory(
+        parameters=sum(sizes.values()),
+        gradients=trained,
+        optimizer=round(problem.settings.optimizer_states * trained),
+        inputs=round(inputs),
+        activations=round(activations) + program.gathered_bytes,
+    )
+
+
+def _certificate(problem: SearchProblem, solution: Solution, program: LocalProgram, mode: SearchMode) -> Certificate:
+    return Certificate(
+        mode=mode,
+        cost=program.cost,
+        bound=None if solution.bound == float("-inf") else min(solution.bound, program.cost),
+        proven=solution.proven,
+        width=solution.width,
+        attained=solution.attained or solution.proven,
+        memory_limit=problem.settings.memory_limit,
+        approximate=problem.approximate,
+        given=solution.replayed,
+    )
+
+
+def _bytes(placed: PlacedPort) -> int:
+    return prod(placed.local_shape) * placed.dtype.itemsize
+
+
+def _codes(layout: Layout) -> tuple[str, ...]:
+    return tuple(map(str, layout.placements))

@@ -1,0 +1,142 @@
+"""The planned graph for networkx: who reads which tensor, in which layouts, and what its conversions send.
+
+Collectives name the tensor that they convert and the operator that caused them. Here each stands at one edge: at the
+first reader that it serves, so that the edges add up to the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...strategy.errors import StrategyError, shown
+from ..program.collective import Collective
+from .data import OperatorPlan, PlanData, Producer, ProducerKind, TensorPlan
+
+if TYPE_CHECKING:
+    import networkx
+
+Codes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Read:
+    """Operand `operand` of the node `reader` (an operator, or `output NAME`): a tensor, laid out as `read_as`."""
+
+    producer: Producer
+    produced_as: Codes | None
+    reader: str
+    operand: int
+    read_as: Codes
+
+    def changes(self, axes: Iterable[int]) -> bool:
+        """Whether the tensor is converted on one of `axes`."""
+        return self.produced_as is None or any(self.produced_as[i] != self.read_as[i] for i in axes)
+
+
+def planned_graph(plan: PlanData) -> networkx.MultiDiGraph:
+    """See Plan.to_networkx."""
+    if not plan.has_producers:
+        raise StrategyError(
+            "the plan was saved by a version of Partway that did not keep which tensors each operator reads, so its "
+            "graph has no edges; plan the call again with this version, and save that plan"
+        )
+    import networkx  # takes a tenth of a second, and few plans need it
+
+    mesh = dict(zip(plan.axes, plan.sizes, strict=True))
+    graph = networkx.MultiDiGraph(mesh=mesh, wire_bytes=plan.wire_bytes, predicted_time=plan.predicted_time)
+    for side, tensors in (("input", plan.inputs), ("output", plan.outputs)):
+        graph.add_nodes_from((f"{side} {t.name}", _tensor(side, t)) for t in tensors)
+    graph.add_nodes_from((o.name, _operator(plan, o)) for o in plan.operators)
+    reads = list(_reads(plan))
+    for read, collectives in zip(reads, _placed(plan, reads), strict=True):
+        source = node_of(read.producer)
+        if read.producer.kind is ProducerKind.CONSTANT:
+            graph.add_node(source, kind="constant", name=read.producer.name)
+        graph.add_edge(
+            source,
+            read.reader,
+            key=read.operand,
+            tensor=read.producer.tensor,
+            result=read.producer.result,
+            produced_as=read.produced_as,
+            read_as=read.read_as,
+            collectives=tuple(collectives),
+            wire_bytes=sum((c.wire_bytes for c in collectives), 0.0),
+            seconds=sum((c.predicted_time for c in collectives), 0.0),
+        )
+    return graph
+
+
+def node_of(producer: Producer) -> str:
+    """The node of what produces a tensor. (Names of operators have no space, so that no two nodes are the same.)"""
+    return producer.name if producer.kind is ProducerKind.OPERATOR else f"{producer.kind} {producer.name}"
+
+
+def _tensor(side: str, t: TensorPlan) -> dict[str, Any]:
+    return {
+        "kind": side,
+        "name": t.name,
+        "role": t.role.value,
+        "shape": t.shape,
+        "dtype": t.dtype,
+        "layout": t.codes,
+        "annotation": t.annotation,
+    }
+
+
+def _operator(plan: PlanData, o: OperatorPlan) -> dict[str, Any]:
+    return {
+        "kind": "operator",
+        "name": o.name,
+        "operator": o.operator,
+        "result": o.result,
+        "module": o.module,
+        "source": o.source,
+        "strategy": o.strategy,
+        "factors": dict(zip(plan.axes, o.factors, strict=True)),
+        "layouts": o.results,
+        "annotation": o.annotation,
+        "seconds": o.seconds,
+        "held_bytes": o.held_bytes,
+    }
+
+
+def _reads(plan: PlanData) -> Iterator[Read]:
+    """All that operators and outputs read, in order."""
+    inputs = {t.name: t.codes for t in plan.inputs}
+    results = {o.name: o.results for o in plan.operators}
+
+    def produced_as(producer: Producer) -> Codes | None:
+        match producer.kind:
+            case ProducerKind.INPUT:
+                return inputs[producer.name]
+            case ProducerKind.OPERATOR:
+                return results[producer.name][producer.result]
+            case ProducerKind.CONSTANT:
+                return None
+
+    for o in plan.operators:
+        for operand, (producer, codes) in enumerate(zip(o.producers or (), o.operands, strict=True)):
+            yield Read(producer, produced_as(producer), o.name, operand, codes)
+    for t in plan.outputs:
+        if t.producer is not None:
+            yield Read(t.producer, produced_as(t.producer), f"output {t.name}", 0, t.codes)
+
+
+def _placed(plan: PlanData, reads: list[Read]) -> list[list[Collective]]:
+    """For each of `reads` the collectives that stand at it, each at one."""
+    placed: list[list[Collective]] = [[] for _ in reads]
+    by_tensor: dict[str, list[int]] = {}
+    for i, read in enumerate(reads):
+        by_tensor.setdefault(read.producer.tensor, []).append(i)
+    for c in plan.collectives:
+        readers = by_tensor.get(c.tensor, [])
+        if not readers:
+            raise StrategyError(f"nothing in the plan reads {shown(c.tensor)}, which a collective converts")
+        # one that serves all readers is caused by none of them
+        readers = [i for i in readers if reads[i].reader == c.where] or readers
+        axes = [plan.axes.index(axis) for axis in c.axes]
+        placed[next((i for i in readers if reads[i].changes(axes)), readers[0])].append(c)
+    return placed

@@ -1,0 +1,92 @@
+"""A plan as a table, and its totals in three lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from io import StringIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from ...strategy.errors import StrategyError, shown
+from ..program.collective import PHASES, Collective
+from .data import PlanData
+from .units import human, lasting
+
+_WIDEST = 10**6
+
+
+class Report(str):
+    """Text that an interactive session shows as it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def table(plan: PlanData, *, every: bool, rows: int | None, width: int) -> Report:
+    """See Plan.table."""
+    for what, number in (("rows", rows), ("width", width)):
+        if number is not None and (type(number) is not int or not 0 <= number <= _WIDEST):
+            raise StrategyError(f"{what} is {shown(number)}; write an int from 0 to {_WIDEST:,}")
+    cells = Table(title=f"plan on {plan.mesh}", title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    for name in ("operator", "strategy", "layout", "collectives", "sent", "predicted"):
+        cells.add_column(name, justify="right" if name in ("sent", "predicted") else "left", overflow="fold")
+    lines = list(_rows(plan, 0.0 if every else 1e-4 * plan.predicted_time, every))
+    for line in lines[:rows]:
+        cells.add_row(*line)
+    left = len(lines) - len(lines[:rows])
+    more = f" ... and {left} more\n" if left else ""
+    return Report(_rendered(cells, width) + more + summary(plan))
+
+
+def _rows(plan: PlanData, least: float, every: bool) -> Iterator[tuple[str, ...]]:
+    """The cells of `table`; without `every` only what sends something or takes more than `least` seconds."""
+    at = plan.collectives_by_place()
+    for o in plan.operators:
+        here = at.get(o.name, [])
+        if every or here or o.seconds > least:
+            name = f"{o.module} {o.operator.split('.')[1]}" if o.module else o.name
+            layouts = " ".join("".join(codes) for codes in o.results)
+            yield (name, o.strategy.strip("()"), layouts, *_costs(here, o.seconds))
+    for output in plan.outputs:
+        if here := at.get(f"output {output.name}", []):
+            yield (output.name, "", "".join(output.codes), *_costs(here, 0.0))
+
+
+def summary(plan: PlanData) -> Report:
+    """See Plan.summary."""
+    forward = [c for c in plan.collectives if c.phase == "forward"]
+    backward = [c for c in plan.collectives if c.phase == "backward"]
+    limit = plan.certificate.memory_limit
+    return Report(
+        f"{len(forward)} collectives forward, {len(backward)} backward; one rank sends "
+        f"{human(plan.wire_bytes)} a step; predicted {lasting(plan.predicted_time)}\n"
+        f"on one device: {plan.memory}{'' if limit is None else f' of memory_limit {human(limit)}'}\n"
+        f"search: {plan.certificate}"
+    )
+
+
+def _costs(collectives: list[Collective], seconds: float) -> tuple[str, str, str]:
+    """The cells of an operator's collectives, the bytes that they send, and its time with theirs."""
+    sent = human(sum(c.wire_bytes for c in collectives)) if collectives else ""
+    return _brief(collectives), sent, lasting(seconds + sum(c.predicted_time for c in collectives))
+
+
+def _brief(collectives: Iterable[Collective]) -> str:
+    """`2 all_gather(tp); backward all_reduce(dp), reduce_scatter(tp)`."""
+    phases = []
+    for phase in PHASES:
+        counts = Counter(f"{c.kind}({','.join(c.axes)})" for c in collectives if c.phase == phase)
+        words = ", ".join(f"{n} {text}" if n > 1 else text for text, n in counts.items())
+        phases.append(f"backward {words}" if words and phase == "backward" else words)
+    return "; ".join(filter(None, phases))
+
+
+def _rendered(table: Table, width: int) -> str:
+    out = StringIO()
+    Console(file=out, width=width, force_terminal=False, highlight=False, markup=False).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"

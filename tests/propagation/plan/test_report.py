@@ -1,0 +1,25 @@
+"""A plan as a table."""
+
+
+def test_the_table_of_a_plan(plan):
+    assert str(plan.table()).splitlines() == [
+        "plan on dp=2, tp=4",
+        " operator      strategy      layout   collectives                                    sent   predicted",
+        "──────────────────────────────────────────────────────────────────────────────────────────────────────",
+        " up linear     dp:_1 tp:n    S0S1     backward all_reduce(tp), 2 all_reduce(dp)   2.62 MB     52.7 us",
+        " relu          dp:f0 tp:f1   S0S1                                                             1.88 us",
+        " down linear   dp:_1 tp:k    S0P      backward 2 all_reduce(dp)                   1.05 MB     32.5 us",
+        " result                      S0R      all_reduce(tp)                              1.57 MB     20.2 us",
+        "1 collectives forward, 5 backward; one rank sends 5.25 MB a step; predicted 107 us",
+        "on one device: parameters 2.1 MB, gradients 2.1 MB, optimizer 4.2 MB, inputs 1.05 MB, activations 3.15 MB; "
+        "12.6 MB in all",
+        "search: dynamic_programming: the optimum, proven",
+    ]
+    assert str(plan) == str(plan.table())
+    assert repr(plan.table()) == str(plan.table())
+
+
+def test_views_are_in_the_table_when_every_operator_is_asked_for(plan):
+    rows = str(plan.table(every=True)).splitlines()
+    assert len(rows) == len(str(plan.table()).splitlines()) + 2
+    assert sum("squeeze" in row for row in rows) == 2
