@@ -33,7 +33,7 @@ def version() -> None:
 
 @app.command()
 def doctor() -> None:
-    """Print what this machine offers: versions, devices, backends and the launcher, if one started us."""
+    """Print what this machine offers: versions, devices, backends, and the launcher if there is one."""
     facts = {
         "partway": installed_version("partway"),
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -60,13 +60,13 @@ def calibrate(
 
     try:
         check_paths(out)
-        found = measure(processes, device, quick, out.stem)
-        found.profile.save(out)
+        calibration = measure(processes, device, quick, out.stem)
+        calibration.profile.save(out)
     except PartwayError as error:
         typer.echo(f"partway calibrate: {error}", err=True)
         raise typer.Exit(2) from None
-    typer.echo(found.report())
-    typer.echo(f"wrote {out}; plan for it with set_auto_parallel_context(device_profile={str(out)!r})")
+    typer.echo(calibration.report())
+    typer.echo(f"wrote {out}; use it with set_auto_parallel_context(device_profile={str(out)!r})")
 
 
 @bench.command()
@@ -75,14 +75,18 @@ def fusion(
     world: Annotated[int, typer.Option(help="how many processes")] = 2,
     rounds: Annotated[int | None, typer.Option(help="steps of each contender [15; quick: 3]")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda [cuda where there are several GPUs, and enough]")] = "",
-    profile: Annotated[str | None, typer.Option(help="predict by this device profile; do not calibrate")] = None,
-    json: Annotated[Path | None, typer.Option(help="where to write all figures")] = None,
-    plot: Annotated[Path | None, typer.Option(help="where to draw them (needs matplotlib)")] = None,
-    timeline: Annotated[Path | None, typer.Option(help="where to write a timeline, predicted and measured")] = None,
-    of: Annotated[str, typer.Option(help="the contender that the timeline is of")] = "overlap",
-    quick: Annotated[bool, typer.Option("--quick", help="a small model, few rounds: times mean nothing")] = False,
+    profile: Annotated[str | None, typer.Option(help="predict with this device profile instead of calibrating")] = None,
+    json: Annotated[Path | None, typer.Option(help="where to write all figures, as JSON")] = None,
+    plot: Annotated[Path | None, typer.Option(help="where to save a plot of them (needs matplotlib)")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="where to write a timeline of one step, predicted and measured")
+    ] = None,
+    of: Annotated[str, typer.Option(help="the contender whose timeline is written")] = "overlap",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="a small model and few rounds: the times mean nothing")
+    ] = False,
 ) -> None:
-    """Train a model data parallel with every fusion policy and with DDP, in turns, and compare the steps."""
+    """Train a model data parallel with every fusion policy and with DDP, taking turns, and compare the steps."""
     import json as notation
 
     from partway.measure.bench import bench_fusion, check_plot
@@ -91,14 +95,14 @@ def fusion(
         check_paths(json, plot, timeline)
         check_plot(plot)
         rounds = rounds if rounds is not None else (3 if quick else 15)
-        found = bench_fusion(
+        comparison = bench_fusion(
             model, world, rounds, device=device, quick=quick, profile=profile, timeline=timeline, traced=of
         )
-        typer.echo(found.report())
+        typer.echo(comparison.report())
         if json is not None:
-            save("the figures", json, notation.dumps(found.data(), indent=1) + "\n")
+            save("the figures", json, notation.dumps(comparison.data(), indent=1) + "\n")
         if plot is not None:
-            found.draw(plot)
+            comparison.draw(plot)
     except PartwayError as error:
         typer.echo(f"partway bench fusion: {error}", err=True)
         raise typer.Exit(2) from None
@@ -116,20 +120,20 @@ def check_paths(*paths: Path | None) -> None:
 
 def _devices() -> list[str]:
     """The CPU with its threads, then each GPU with its memory."""
-    found = [f"cpu ({torch.get_num_threads()} threads)"]
+    devices = [f"cpu ({torch.get_num_threads()} threads)"]
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        found.append(f"cuda:{index} {gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)")
-    return found
+        devices.append(f"cuda:{index} {gpu.name} ({gpu.total_memory / 2**30:.0f} GiB)")
+    return devices
 
 
 def _has_backend(name: str) -> bool:
-    """Whether this build of torch has the backend; one made without distributed support has none."""
+    """Whether this build of torch has the backend; a build without distributed support has none."""
     return torch.distributed.is_available() and torch.distributed.is_backend_available(name)
 
 
 def _launcher() -> str:
-    """Which rank of how many we are, by the variables that torchrun sets."""
+    """The rank of this process and how many there are, by the variables that torchrun sets."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
     return "none: models run on virtual devices in this process"

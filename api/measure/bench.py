@@ -1,10 +1,10 @@
 """`partway bench fusion`: one model trained data parallel with every fusion policy and with DDP, on this machine.
 
-All contenders live in the same processes and take turns, a step each (forward, backward, SGD); a step takes as long as
-on the slowest rank, and ratios are of steps of one round. Before that their gradients are compared with those of one
-device, in float64; of a model with batch norms every rank has the statistics of its part of the batch, as with DDP
-(`batch_norm_parts`). What is predicted is the forward and the backward, by a profile that is measured just before on as
-many processes (`partway calibrate --quick`).
+All contenders live in the same processes and take turns, a step each (forward, backward, SGD). A step takes as long as
+on the slowest rank, and ratios are of steps of one round. First their gradients are compared with those of one device,
+in float64; in a model with batch norms every rank has the statistics of its part of the batch, as with DDP
+(`batch_norm_parts`). The forward and the backward are predicted, with a profile that is measured just before on
+as many processes (`partway calibrate --quick`).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def workload(model: str, *, small: bool = False) -> Workload:
 
 
 def policies(gradients: int) -> Policies:
-    """The fusion policies that are compared for a number of gradients; index has those that it has gradients for."""
+    """The fusion policies that are compared for a number of gradients; mode index only where there are enough."""
     shares = {f"index {name}": _parts(gradients, n) for name, n in (("thirds", 3), ("eighths", 8))}
     indices = {**shares, "index [20, 35]": [20, 35] if gradients > 35 else []}
     return {
@@ -100,12 +100,12 @@ def policies(gradients: int) -> Policies:
 
 
 def _parts(gradients: int, parts: int) -> list[int]:
-    """After how many gradients each of so many equal groups ends, but for the last; none for fewer gradients."""
+    """After how many gradients each of `parts` equal groups ends, except the last; empty for fewer gradients."""
     return [gradients * i // parts for i in range(1, parts)] if gradients >= parts else []
 
 
 def gradients_of(work: Workload, world: int) -> int:
-    """How many AllReduces of gradients the step of `world` ranks has, unfused."""
+    """How many AllReduces of gradients a step on `world` ranks has, unfused."""
     batch = work.tensors(work.each * world, torch.float32)
     parts = world if work.own_statistics else 1
     options = {"parallel_mode": "data_parallel", "device_num": world, "batch_norm_parts": parts}
@@ -120,7 +120,7 @@ def gradients_of(work: Workload, world: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """What every process is told. `profile` is a file; `traced` the contender whose timeline goes to `timeline`."""
+    """What every process is told. `profile` is a file; `traced` is the contender whose timeline goes to `timeline`."""
 
     model: str
     world: int
@@ -155,8 +155,8 @@ class Figures:
     exposed: float | None
 
     @property
-    def foretold(self) -> float | None:
-        """Predicted over the median of what was measured."""
+    def predicted_over_measured(self) -> float | None:
+        """The predicted seconds over the median of the measured ones."""
         return None if self.predicted is None else self.predicted / statistics.median(self.computed)
 
 
@@ -177,6 +177,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
+        """The model, its gradients, and what it ran on."""
         world = counted(self.case.world, "process", "processes")
         quick = ", quick: times mean nothing" if self.case.quick else ""
         return f"{self.case.model}, {counted(self.gradients, 'gradient')}, {world} on {self.case.device}{quick}"
@@ -191,24 +192,27 @@ class Comparison:
         for name in columns:
             table.add_column(name, justify="right", no_wrap=True)
         for f in self.figures:
-            ahead = ("", "") if f.predicted is None else (f"{1e3 * f.predicted:.1f}", f"{f.foretold:.2f}")
+            prediction = (
+                ("", "") if f.predicted is None else (f"{1e3 * f.predicted:.1f}", f"{f.predicted_over_measured:.2f}")
+            )
             times = (spread(f.seconds), quartiles(self.ratios(f)), spread(f.computed))
-            table.add_row(f.name, str(f.collectives), f"{f.bytes / MB:.1f}", *times, *ahead)
+            table.add_row(f.name, str(f.collectives), f"{f.bytes / MB:.1f}", *times, *prediction)
         Console(file=text, width=width).print(table)
         return text.getvalue()
 
     def data(self) -> dict[str, Any]:
-        """Everything, as JSON takes it."""
+        """Everything, as values that JSON has."""
         case = {key: value for key, value in asdict(self.case).items() if key not in ("profile", "timeline", "traced")}
         contenders = [
-            {**asdict(f), "ratio_to_ddp": self.ratios(f), "predicted_over_measured": f.foretold} for f in self.figures
+            {**asdict(f), "ratio_to_ddp": self.ratios(f), "predicted_over_measured": f.predicted_over_measured}
+            for f in self.figures
         ]
         profile = self.profile.model_dump(mode="json")
         return {**self.facts, **case, "gradients": self.gradients, "profile": profile, "contenders": contenders}
 
     def draw(self, path: Path) -> None:
-        """Bars for the step without the optimizer, as measured and as predicted. (Quartiles, for the most of a step may
-        be many times its median where other processes run.)"""
+        """Bars for the step without the optimizer, as measured and as predicted. (With quartiles: the slowest step may
+        take many times the median where other processes run.)"""
         from matplotlib.figure import Figure
 
         drawing = Figure(figsize=(9, 1.4 + 0.42 * len(self.figures)), layout="constrained")
@@ -220,9 +224,9 @@ class Comparison:
         above = [row + 0.2 for row in rows]
         style = {"linewidth": 0.8}
         axes.barh(above, middle, 0.4, xerr=around, color="tab:blue", label="measured (quartiles)", error_kw=style)
-        foretold = [(row - 0.2, f.predicted) for row, f in zip(rows, self.figures, strict=True) if f.predicted]
-        seconds = [1e3 * p for _, p in foretold]
-        axes.barh([row for row, _ in foretold], seconds, 0.4, color="tab:orange", label="predicted")
+        predicted = [(row - 0.2, f.predicted) for row, f in zip(rows, self.figures, strict=True) if f.predicted]
+        seconds = [1e3 * p for _, p in predicted]
+        axes.barh([row for row, _ in predicted], seconds, 0.4, color="tab:orange", label="predicted")
         axes.axvline(middle[-1], color="grey", linewidth=0.8, linestyle="--", label=f"{DDP}, measured")
         names = [f"{f.name} ({counted(f.collectives, 'collective')})" for f in self.figures]
         axes.set_yticks(list(rows), names)
@@ -236,7 +240,7 @@ class Comparison:
 
 
 def check_plot(path: Path | None) -> None:
-    """Raises RuntimeStateError for a plot where there is no matplotlib."""
+    """Raises RuntimeStateError if a plot is wanted and matplotlib is missing."""
     if path is not None and find_spec("matplotlib") is None:
         raise RuntimeStateError("a plot needs matplotlib; install it with: pip install 'partway[demo]'")
 
@@ -260,11 +264,11 @@ def bench_fusion(
     model     gpt2, resnet50 or mlp; or module:function, see `workloads.own`
     device    cpu (gloo) or cuda (NCCL, a GPU for each process); "": cuda where there are several GPUs, and enough
     quick     small models and few rounds: everything runs, and the times mean nothing
-    profile   a device profile to predict by (a preset or a path), in place of calibrating
+    profile   a device profile to predict with (a preset or a path), instead of calibrating
     timeline  where to write the predicted and the measured timeline of the contender `traced`
 
-    Raises RuntimeStateError for an unknown model, contender or device, fewer than one process or round,
-    or where a process fails, with what it said; StrategyError for an unknown profile.
+    Raises RuntimeStateError for an unknown model, contender or device, for fewer than one process or round, and with
+    the message of a process that fails; StrategyError for an unknown profile.
     """
     device = device or _device(world)
     if world < 1:
@@ -272,14 +276,14 @@ def bench_fusion(
     if rounds < 1:
         raise RuntimeStateError(f"rounds is {rounds}; it must be 1 or more")
     check_devices(world, device)
-    known = profile_of(profile) if profile is not None else None
+    preset = profile_of(profile) if profile is not None else None
     gradients = gradients_of(workload(model, small=quick), world)
     compared = policies(gradients)
     if timeline is not None and traced not in compared:
         raise RuntimeStateError(f"no contender {traced!r} has a timeline; write one of {', '.join(compared)}")
-    found = known or calibrate(world, device, quick=True, name="bench").profile
+    predictor = preset or calibrate(world, device, quick=True, name="bench").profile
     with tempfile.TemporaryDirectory() as folder:
-        found.save(Path(folder, "profile.json"))
+        predictor.save(Path(folder, "profile.json"))
         trace = None if timeline is None else str(timeline.absolute())
         case = Case(model, world, device, rounds, quick, compared, str(Path(folder, "profile.json")), traced, trace)
         try:
@@ -288,7 +292,7 @@ def bench_fusion(
             raise RuntimeStateError(f"a process failed: {error}") from error
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
     facts = {"torch": torch.__version__, "cores": os.cpu_count(), "threads": threads_of(world)}
-    return Comparison(case, found, gradients, tuple(_joined(ranks)), facts)
+    return Comparison(case, predictor, gradients, tuple(_joined(ranks)), facts)
 
 
 def _device(world: int) -> str:
@@ -316,8 +320,8 @@ def _rank(rank: int, case: Case, folder: str) -> None:
         facts = {c.name: _facts(c) if c.name != DDP else _facts_of_ddp(case, work) for c in contenders}
         runs = {c.name: timed_step(c, case.device) for c in contenders}
         seconds, computed = turns(runs, case.rounds, WARM)
-        found = {"facts": facts, "seconds": seconds, "computed": computed}
-        Path(folder, f"{rank}.json").write_text(json.dumps(found))
+        figures = {"facts": facts, "seconds": seconds, "computed": computed}
+        Path(folder, f"{rank}.json").write_text(json.dumps(figures))
         if case.timeline is not None:
             traced = next(c for c in contenders if c.name == case.traced)
             measured = _timeline(traced, case.device)
@@ -331,7 +335,9 @@ def _check(case: Case) -> None:
     for contender in _contenders(case, small, torch.float64):
         wrong = list(disagreements(contender, small, case.world, torch.float64, case.device))
         if wrong:
-            raise RuntimeStateError("\n".join([f"{case.model}: {contender.name} is not what one device does", *wrong]))
+            raise RuntimeStateError(
+                "\n".join([f"{case.model}: {contender.name} does not compute what one device does", *wrong])
+            )
 
 
 def _contenders(case: Case, work: Workload, dtype: torch.dtype) -> list[Contender]:
@@ -356,7 +362,7 @@ def _facts(contender: Contender) -> dict[str, Any]:
 
 
 def _facts_of_ddp(case: Case, work: Workload) -> dict[str, Any]:
-    """The same of DDP, counted in a model of its own, for a hook that counts takes time."""
+    """The same for DDP, counted in a model of its own, because a hook that counts takes time."""
     contender = ddp(work, case.world, torch.float32, case.device)
     buckets: list[int] = []
 
@@ -367,7 +373,7 @@ def _facts_of_ddp(case: Case, work: Workload) -> dict[str, Any]:
     model: Any = contender.module
     # DDP refuses a hook whose annotations are strings, as all are in this file
     model.register_comm_hook(None, lambda group, bucket: allreduce_hook(group, noted(bucket)))
-    for _ in range(2):  # DDP makes its buckets anew after the first step
+    for _ in range(2):  # DDP rebuilds its buckets after the first step
         buckets.clear()
         _gradients(contender)
     return {"collectives": len(buckets), "bytes": sum(buckets), "predicted": None, "exposed": None}
@@ -379,7 +385,7 @@ def _gradients(contender: Contender) -> None:
 
 
 def _timeline(contender: Contender, device: str) -> list[Span]:
-    """What runs when on this rank, in a step of its own."""
+    """The spans of a further step on this rank."""
     with contender.context():
         for _ in range(2):  # the first one that is recorded takes longer
             dist.barrier()

@@ -1,10 +1,10 @@
 """`partway calibrate`: a device profile of the machine that it runs on.
 
 Every process stands for one device. All of them compute at once, as they do in training, so that what they share
-(cores, memory, links) is shared in the figures too. Each collective comes after a stretch of computation, as it does in
-training: processes that only wait for each other are much quicker, for none has to be woken, and all come at once. It
-is timed by the median of some repeats; then one least-squares fit of relative errors gives the launch, the latency of a
-step of each kind, and bandwidths by group size:
+(cores, memory, links) is shared in the figures too. Each collective comes after some computation, as it does in
+training: processes that only wait for each other are much faster, because none has to be woken and all arrive at once.
+A collective's time is the median of some repeats; then one least-squares fit of relative errors gives the launch, the
+latency of a step of each kind, and bandwidths by group size:
 
     seconds = launch + steps(kind, n) * latency[kind] + payload / bandwidth[kind, n]
 """
@@ -50,8 +50,8 @@ STRETCH = 512  # rows and columns of the matrices that are multiplied before a c
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured: payloads in bytes, repeats of each case (of small ones `SMALL_REPEATS` times as many, for
-    they vary most), bytes of a copy, seconds of a product."""
+    """How much is measured: payloads in bytes, repeats of each case (`SMALL_REPEATS` times as many of small ones, which
+    vary most), bytes of a copy, seconds of a product."""
 
     payloads: tuple[int, ...]
     repeats: int
@@ -65,7 +65,7 @@ FULL = Effort(payloads=tuple(1 << k for k in range(10, 27, 2)), repeats=15, copi
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One collective over `size` ranks and the seconds that it took; `payload` as in `wire_bytes`."""
+    """One collective over `size` ranks and the seconds that it took; `payload` is that of `wire_bytes`."""
 
     kind: Kind
     size: int
@@ -75,7 +75,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
-    """What one device does beside the others: operations/s by dtype, bytes/s, seconds of an operator without work."""
+    """How fast a device is while all compute: operations/s by dtype, bytes/s, seconds of an operator without work."""
 
     peak: Mapping[str, float]
     memory_bandwidth: float
@@ -105,7 +105,7 @@ class Calibration:
 
     @property
     def residuals(self) -> tuple[float, ...]:
-        """For each sample by how much of the measured time the fitted one is off."""
+        """For each sample, the fitted time over the measured time, less 1."""
         return tuple(self.fit.seconds(s.kind, s.size, s.payload) / s.seconds - 1 for s in self.samples if self.fit)
 
     def report(self, width: int = 100) -> str:
@@ -117,7 +117,7 @@ class Calibration:
         for name in DTYPES:
             figures.add_row(f"matrix product in {name}", f"{getattr(p.peak, name) / 1e9:,.1f} GFLOP/s")
         figures.add_row("memory bandwidth", f"{p.memory_bandwidth / 1e9:,.2f} GB/s")
-        figures.add_row("an operator beside its work", f"{p.overhead * 1e6:.1f} us")
+        figures.add_row("an operator without its work", f"{p.overhead * 1e6:.1f} us")
         console.print(figures)
         if self.fit is None:
             console.print(f"collectives: {p.levels[0].source}")
@@ -141,9 +141,9 @@ class Calibration:
 def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name: str = "calibrated") -> Calibration:
     """Measure this machine with `processes` processes, a device each, and fit a profile to it.
 
-    With one process collectives cannot be measured: their figures are then those of the preset, and their source says
-    so. `quick`: fewer and smaller cases. Raises RuntimeStateError for another `device` than cpu and cuda, fewer than
-    one process, and more processes than there are GPUs.
+    With one process collectives cannot be measured: their figures are those of the preset, and their source says so.
+    `quick`: fewer and smaller cases. Raises RuntimeStateError for a `device` other than cpu and cuda, fewer than one
+    process, and more processes than there are GPUs.
     """
     check_devices(processes, device)
     effort = QUICK if quick else FULL
@@ -170,7 +170,7 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
 
 
 def check_devices(processes: int, device: str) -> None:
-    """Raises RuntimeStateError for what `calibrate` cannot measure."""
+    """Raises RuntimeStateError for devices that `calibrate` cannot measure."""
     if device not in ("cpu", "cuda"):
         raise RuntimeStateError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
     if processes < 1:
@@ -179,7 +179,7 @@ def check_devices(processes: int, device: str) -> None:
         raise RuntimeStateError("device is 'cuda', but PyTorch finds no GPU here; use device 'cpu'")
     if device == "cuda" and processes > torch.cuda.device_count():
         raise RuntimeStateError(
-            f"{processes} processes take a GPU each, and there are {torch.cuda.device_count()}; use fewer processes (1 "
+            f"{processes} processes need a GPU each, but there are {torch.cuda.device_count()}; use fewer processes (1 "
             "measures no collectives)"
         )
 
@@ -203,8 +203,8 @@ def _measure(processes: int, device: str, effort: Effort) -> list[dict[str, Any]
 
 
 def _rank(rank: int, processes: int, device: str, effort: Effort, folder: str) -> None:
-    """One process: compute beside the others, then take part in the collectives; what it saw goes to a file."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo tells of each group that it makes
+    """One process: computes beside the others, then takes part in the collectives; its figures go to a file."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo prints a line for each group that it makes
     torch.set_num_threads(threads_of(processes))
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -219,8 +219,8 @@ def _rank(rank: int, processes: int, device: str, effort: Effort, folder: str) -
             dist.barrier()
             if rank < size:
                 samples += _collectives(size, group, device, effort)
-        found = {"speed": asdict(speed), "samples": [asdict(sample) for sample in samples]}
-        Path(folder, f"{rank}.json").write_text(json.dumps(found))
+        figures = {"speed": asdict(speed), "samples": [asdict(sample) for sample in samples]}
+        Path(folder, f"{rank}.json").write_text(json.dumps(figures))
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -261,7 +261,7 @@ def _seconds(run: Callable[[], Any], device: str, repeats: int, ready: Callable[
 
 
 def wait_for(device: str) -> None:
-    """Wait until the device has done all that it was given."""
+    """Wait until the device has finished."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -297,21 +297,21 @@ CALLS: Mapping[Kind, Callable[[Tensor, Tensor, Tensor, Any], Any]] = {
 """For each kind with figures of its own a call, of two whole values and one rank's part, on a group."""
 
 
-def _mean(found: Sequence[DeviceSpeed]) -> DeviceSpeed:
+def _mean(speeds: Sequence[DeviceSpeed]) -> DeviceSpeed:
     return DeviceSpeed(
-        {name: statistics.fmean(c.peak[name] for c in found) for name in DTYPES},
-        statistics.fmean(c.memory_bandwidth for c in found),
-        statistics.fmean(c.overhead for c in found),
+        {name: statistics.fmean(c.peak[name] for c in speeds) for name in DTYPES},
+        statistics.fmean(c.memory_bandwidth for c in speeds),
+        statistics.fmean(c.overhead for c in speeds),
     )
 
 
 def _slowest(ranks: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
-    """Each sample as the rank saw it that waited longest."""
-    found: dict[tuple[Kind, int, int], Sample] = {}
+    """Each sample from the rank that waited longest."""
+    slowest: dict[tuple[Kind, int, int], Sample] = {}
     for sample in (sample for samples in ranks for sample in samples):
         key = sample.kind, sample.size, sample.payload
-        found[key] = max(sample, found.get(key, sample), key=lambda s: s.seconds)
-    return tuple(found.values())
+        slowest[key] = max(sample, slowest.get(key, sample), key=lambda s: s.seconds)
+    return tuple(slowest.values())
 
 
 # -- Fitting ---------------------------------------------------------------------------------------------------------
@@ -330,50 +330,52 @@ def fit(samples: Sequence[Sample]) -> Fit:
         row[1 + kinds.index(s.kind)] = steps(s.kind, s.size)
         row[1 + len(kinds) + rings.index((s.kind, s.size))] = s.payload
         row /= s.seconds
-    found = _nonnegative(matrix, np.ones(len(samples)))
-    latency = dict(zip(kinds, found[1:].tolist(), strict=False))
+    solution = _nonnegative(matrix, np.ones(len(samples)))
+    latency = dict(zip(kinds, solution[1:].tolist(), strict=False))
     bandwidth = {}
-    for ring, per_byte in zip(rings, found[1 + len(kinds) :].tolist(), strict=True):
+    for ring, per_byte in zip(rings, solution[1 + len(kinds) :].tolist(), strict=True):
         largest = max((s for s in samples if (s.kind, s.size) == ring), key=lambda s: s.payload)
         bandwidth[ring] = 1 / per_byte if per_byte > 0 else largest.payload / largest.seconds
-    return Fit(float(found[0]), latency, bandwidth)
+    return Fit(float(solution[0]), latency, bandwidth)
 
 
 def _nonnegative(matrix: Any, target: Any) -> Any:
-    """Least squares in which the unknown that is most negative is taken to be zero, until none is."""
+    """Least squares in which the most negative unknown is set to zero, until none is negative."""
     scale = np.linalg.norm(matrix, axis=0)
     used = np.arange(matrix.shape[1])
     while True:
-        found, *_ = np.linalg.lstsq(matrix[:, used] / scale[used], target, rcond=None)
-        if found.min() >= 0:
+        solution, *_ = np.linalg.lstsq(matrix[:, used] / scale[used], target, rcond=None)
+        if solution.min() >= 0:
             break
-        used = np.delete(used, found.argmin())
+        used = np.delete(used, solution.argmin())
     whole = np.zeros(matrix.shape[1])
-    whole[used] = found / scale[used]
+    whole[used] = solution / scale[used]
     return whole
 
 
 # -- The profile -----------------------------------------------------------------------------------------------------
 
 
-def _level(found: Fit, processes: int, device: str) -> NetworkLevel:
+def _level(fitted: Fit, processes: int, device: str) -> NetworkLevel:
     """One level that joins all: the GPUs of this machine, or any number of processes."""
-    bandwidth = {kind.value: {str(n): rate for (k, n), rate in found.bandwidth.items() if k is kind} for kind in KINDS}
+    bandwidth = {kind.value: {str(n): rate for (k, n), rate in fitted.bandwidth.items() if k is kind} for kind in KINDS}
     sizes = ", ".join(map(str, group_sizes(processes)))
-    source = f"groups of {sizes}, {_how(processes, device)}; larger groups are taken to send at the rate of the largest"
+    source = (
+        f"groups of {sizes}, {_how(processes, device)}; larger groups are assumed to send at the rate of the largest"
+    )
     return NetworkLevel(
         name="nccl" if device == "cuda" else "gloo",
         source=source,
         devices=torch.cuda.device_count() if device == "cuda" else None,
         bandwidth=bandwidth,  # type: ignore[arg-type]
-        latency={kind.value: seconds for kind, seconds in found.latency.items()},  # type: ignore[arg-type]
-        launch=found.launch,
+        latency={kind.value: seconds for kind, seconds in fitted.latency.items()},  # type: ignore[arg-type]
+        launch=fitted.launch,
     )
 
 
 def _unmeasured(device: str) -> tuple[NetworkLevel, ...]:
-    """The levels of the preset, saying so."""
-    source = "not measured, which takes two processes or more, but as in the preset {}: {}"
+    """The levels of the preset, with a source that says so."""
+    source = "not measured, which takes two processes or more; from the preset {}: {}"
     preset = profile_of(device)
     return tuple(
         level.model_copy(update={"source": source.format(preset.name, level.source)}) for level in preset.levels
@@ -388,7 +390,7 @@ def _how(processes: int, device: str) -> str:
 
 
 def threads_of(processes: int) -> int:
-    """The cores of this machine, shared among the processes; one alone keeps the threads that it has."""
+    """The threads of each of `processes`: an equal share of the cores; a single process keeps what it has."""
     if processes == 1:
         return torch.get_num_threads()
     return max(1, (os.cpu_count() or 1) // processes)

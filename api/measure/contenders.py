@@ -29,7 +29,7 @@ from partway.measure.workloads import Workload
 from partway.shard import shard
 
 LEARNING_RATE = 1e-4
-SECONDS = 300  # that a collective may wait for the other ranks, which may plan or profile meanwhile
+SECONDS = 300  # how long a collective waits for other ranks, which may be planning or profiling
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Contender:
 
     forward    the loss of this rank's part, or of the whole batch
     backward   gradients of the loss of the whole batch, in the parameters
-    split      the dim that this rank has a part of, over the ranks of `group`, for plain parameters that are split
-    parts      of how many parts of the batch the loss is the mean, each with its own batch statistics
-    context    what is around every step
+    split      for plain parameters that are split over the ranks of `group`: the dim that is split
+    parts      how many parts of the batch, each with its own batch statistics, the loss is the mean of
+    context    the context that every step runs in
     """
 
     name: str
@@ -53,10 +53,11 @@ class Contender:
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters by their names in the plain model."""
         return {name.removeprefix("module."): p for name, p in self.module.named_parameters()}
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """SGD that updates many parameters at once: all of one mesh, since PyTorch cannot mix them."""
+        """SGD that updates many parameters at once, in a group for each mesh: PyTorch cannot mix meshes."""
         groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
         for parameter in self.module.parameters():
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -88,7 +89,7 @@ def ours(
 ) -> Contender:
     """Partway with these options of the context and arguments of `shard`, for a batch in `split` parts.
 
-    Without another `batch_norm_parts` each of them has batch statistics of its own, as with DDP."""
+    Unless `batch_norm_parts` says otherwise, each part has its own batch statistics, as with DDP."""
     if work.own_statistics:
         options = {"batch_norm_parts": split, **options}
     whole = work.tensors(work.each * split, dtype, device)
@@ -134,12 +135,12 @@ def one_device(
 def disagreements(
     contender: Contender, work: Workload, split: int, dtype: torch.dtype, device: str = "cpu"
 ) -> Iterator[str]:
-    """What `contender` computes otherwise than one device does, for a batch in `split` parts. Every rank calls it, and
-    reads all of it."""
+    """Where `contender` computes something else than one device, for a batch in `split` parts. Every rank calls it, and
+    consumes all of it."""
     with contender.context():
         loss = contender.forward()
         contender.backward(loss)
-    found = contender.gradients()
+    own = contender.gradients()
     contender.module.zero_grad()
     whole = (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach().clone()
     dist.all_reduce(whole)
@@ -148,11 +149,11 @@ def disagreements(
     tolerance = 1e-9 if dtype == torch.float64 else 1e-3
     if not torch.allclose(whole, expected, rtol=tolerance):
         yield f"{contender.name}: the loss of {work.name} is {whole:.9g}, on one device {expected:.9g}"
-    if found.keys() != gradients.keys():
-        yield f"{contender.name}: gradients of {sorted(found.keys() ^ gradients.keys())} only on one side"
-    for name in gradients.keys() & found.keys():
+    if own.keys() != gradients.keys():
+        yield f"{contender.name}: gradients of {sorted(own.keys() ^ gradients.keys())} only on one side"
+    for name in gradients.keys() & own.keys():
         scale = max(gradients[name].abs().max().item(), 1e-3)
-        error = (gradients[name] - found[name]).abs().max().item() / scale
+        error = (gradients[name] - own[name]).abs().max().item() / scale
         if error > tolerance:
             yield f"{contender.name}: the gradient of {name} is off by {error:.1e} of its largest element on one device"
 
@@ -162,8 +163,8 @@ def disagreements(
 
 @contextlib.contextmanager
 def one_rank(rank: int, ranks: int, folder: str, threads: int = 1, device: str = "cpu") -> Iterator[None]:
-    """This process as one rank: with so many threads on gloo, or with its own GPU on NCCL."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo tells of each group that it makes
+    """This process as one rank: with `threads` threads on gloo, or with its own GPU on NCCL."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo prints a line for each group that it makes
     torch.set_num_threads(threads)
     backend = "gloo"
     if device == "cuda":
@@ -177,7 +178,7 @@ def one_rank(rank: int, ranks: int, folder: str, threads: int = 1, device: str =
 
 
 def timed_step(contender: Contender, device: str = "cpu") -> Callable[[], tuple[float, float]]:
-    """A step of `contender`, and what it gives: the seconds of the step, and of its forward and backward alone."""
+    """A function that runs a step of `contender` and returns its seconds, and those of forward and backward alone."""
     optimizers: list[torch.optim.Optimizer] = []  # made after the first call, which settles the parameters' layouts
 
     def run() -> tuple[float, float]:
@@ -201,15 +202,15 @@ def timed_step(contender: Contender, device: str = "cpu") -> Callable[[], tuple[
 def turns(
     contenders: Mapping[str, Callable[[], tuple[float, float]]], rounds: int, warm: int = 3
 ) -> tuple[dict[str, tuple[float, ...]], dict[str, tuple[float, ...]]]:
-    """The seconds of each contender, of the whole and of its first part; they take turns, after `warm` rounds."""
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    """The seconds of each contender: of whole steps, and of their first parts. They take turns, after `warm` rounds."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for i in range(rounds + warm):
         for name, run in contenders.items():
             seconds = run()
             if i >= warm:
-                found[name].append(seconds)
-    whole = {name: tuple(w for w, _ in pairs) for name, pairs in found.items()}
-    return whole, {name: tuple(p for _, p in pairs) for name, pairs in found.items()}
+                times[name].append(seconds)
+    whole = {name: tuple(w for w, _ in pairs) for name, pairs in times.items()}
+    return whole, {name: tuple(p for _, p in pairs) for name, pairs in times.items()}
 
 
 # -- Figures as text ---------------------------------------------------------------------------------------------------

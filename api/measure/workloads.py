@@ -27,8 +27,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class DecoderBlock(nn.Module):
-    """Attention and `down(gelu(up(x)))`, each after a norm. `enter` does nothing: it stands where tensor parallelism
-    by hand sums the gradients of what the column-split layers read."""
+    """Attention and `down(gelu(up(x)))`, each after a norm. `enter` does nothing: it is the place where tensor
+    parallelism by hand sums the gradients of what the column-split layers read."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -38,6 +38,7 @@ class DecoderBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The block of `x`, [batch, tokens, width]."""
         normal = self.enter(self.norm1(x))
         q, k, v = (part(normal).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
         mixed = self.attention(q, k, v).transpose(1, 2).flatten(2)
@@ -59,6 +60,7 @@ class Decoder(nn.Module):
         self.register_buffer("positions", torch.arange(sequence), persistent=False)
 
     def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        """The mean loss of predicting `target` from `ids`, both [batch, tokens]."""
         x = self.wte(ids) + self.wpe(self.positions)
         for block in self.blocks:
             x = block(x)
@@ -87,6 +89,7 @@ class Bottleneck(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """The block of `x`, [N, C, H, W]."""
         y = F.relu(self.norm1(self.conv1(x)))
         y = F.relu(self.norm2(self.conv2(y)))
         return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
@@ -112,6 +115,7 @@ class ResNet50(nn.Module):
         self.fc = nn.Linear(channels_in, classes)
 
     def forward(self, images: Tensor, target: Tensor) -> Tensor:
+        """The mean loss of `images`, [N, 3, H, W], for the classes `target`, [N]."""
         x = F.max_pool2d(F.relu(self.norm(self.stem(images))), 3, 2, padding=1)
         features = self.blocks(x).mean((2, 3))
         return F.cross_entropy(self.first(features, self.fc.weight, self.fc.bias), target)
@@ -131,12 +135,13 @@ class DoubleConvolution(nn.Module):
         self.norm2 = nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The block of `x`, [N, C, H, W]."""
         return F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
 
 
 class UNet(nn.Module):
-    """A U-Net (Ronneberger et al., 2015) of so many `levels`, each of half the height and width and twice the channels
-    of the one above, and the mean cross-entropy of a class for each pixel.
+    """A U-Net (Ronneberger et al., 2015) with `levels` levels, each of half the height and width and twice the
+    channels of the one above, and the mean cross-entropy of a class for each pixel.
 
     Height and width of the images must be multiples of 2 ** levels.
     """
@@ -162,6 +167,7 @@ class UNet(nn.Module):
         return out
 
     def forward(self, images: Tensor, target: Tensor) -> Tensor:
+        """The mean loss of `images`, [N, C, H, W], for the classes `target`, [N, H, W]."""
         return F.cross_entropy(self.logits(images), target)
 
 
@@ -176,6 +182,7 @@ class Perceptron(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """The mean squared error of `x` against `target`, both [N, width]."""
         for layer in self.layers:
             x = torch.relu(layer(x))
         return F.mse_loss(x, target)
@@ -205,12 +212,12 @@ class Workload:
     own_statistics: bool = False
 
     def model(self, dtype: torch.dtype, device: str = "cpu") -> nn.Module:
-        """The model; every process that asks gets the same weights."""
+        """The model, with the same weights in every process."""
         torch.manual_seed(0)
         return self.build().to(device, dtype)
 
     def tensors(self, samples: int, dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, ...]:
-        """A batch; every process that asks gets the same one."""
+        """A batch, the same in every process."""
         torch.manual_seed(1)
         return tuple(t.to(device, dtype if t.is_floating_point() else t.dtype) for t in self.batch(samples))
 
@@ -251,7 +258,7 @@ def mlp(width: int, layers: int, each: int = 4) -> Workload:
 
 
 def tiny(name: str, layers: int = 2) -> Workload:
-    """gpt2 (of so many layers), resnet50 or mlp with the same structure, small enough to be checked in float64."""
+    """gpt2 (of `layers` layers), resnet50 or mlp with the same structure, small enough to be checked in float64."""
     match name:
         case "gpt2":
             return gpt2(layers, sequence=16, width=32, vocabulary=64)
@@ -264,21 +271,21 @@ def tiny(name: str, layers: int = 2) -> Workload:
 
 
 def own(name: str, each: int = 4) -> Workload:
-    """The workload that the function `name`, written as module:function, makes; the current folder is searched too.
+    """The workload of the function `name`, written as module:function; the current folder is searched too.
 
-    The function is given a number of samples and returns a model and a tuple of tensors that hold so many samples along
-    their first dim. The model takes the tensors and returns the loss: a mean over the samples, without dropout, so that
-    it can be checked. Raises RuntimeStateError where there is no such function, and where it returns something else.
+    The function is given a number of samples. It returns a model and a tuple of tensors with that many samples along
+    their first dim; the model takes the tensors and returns the loss: a mean over the samples, without dropout, so that
+    it can be checked. Raises RuntimeStateError where there is no such function, or it returns something else.
     """
     function = _function(name)
 
     def checked(samples: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
-        found = function(samples)
-        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module)):
+        result = function(samples)
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
             raise RuntimeStateError(
-                f"{name}({samples}) must return (an nn.Module, a tuple of tensors), not {_kind(found)}"
+                f"{name}({samples}) must return (an nn.Module, a tuple of tensors), not {_kind(result)}"
             )
-        model, batch = found
+        model, batch = result
         if not (isinstance(batch, tuple) and batch and all(isinstance(t, Tensor) for t in batch)):
             raise RuntimeStateError(f"the batch of {name}({samples}) must be a tuple of tensors, not {_kind(batch)}")
         for i, tensor in enumerate(batch):
@@ -315,8 +322,8 @@ def _function(name: str) -> Callable[[int], Any]:
     return function
 
 
-def _kind(found: object) -> str:
-    """What a value is: a tuple by the types of its elements."""
-    if isinstance(found, tuple):
-        return f"({', '.join(type(element).__name__ for element in found)})"
-    return type(found).__name__
+def _kind(value: object) -> str:
+    """The type of a value; for a tuple, the types of its elements."""
+    if isinstance(value, tuple):
+        return f"({', '.join(type(element).__name__ for element in value)})"
+    return type(value).__name__

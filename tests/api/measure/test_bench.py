@@ -268,6 +268,8 @@ def test_two_processes_compare_all_contenders(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_what_a_process_says_is_in_the_error(made: None) -> None:
-    says = r"(?s)^a process failed: .*noisy: \w+ is not what one device does.*the loss of made_models:noisy is"
+    says = (
+        r"(?s)^a process failed: .*noisy: \w+ does not compute what one device does.*the loss of made_models:noisy is"
+    )
     with pytest.raises(RuntimeStateError, match=says):
         bench_fusion("made_models:noisy", world=1, rounds=1, profile="cpu")

@@ -97,7 +97,7 @@ def test_a_calibration_writes_a_profile_that_plans_can_be_priced_by(tiny: None, 
     path = tmp_path / "here.json"
     code, output = command("--quick", "--out", str(path))
     assert code == 0, output
-    assert f"wrote {path}; plan for it with set_auto_parallel_context(device_profile='{path}')" in output
+    assert f"wrote {path}; use it with set_auto_parallel_context(device_profile='{path}')" in output
     assert "the fit is off by" in output
     for kind in KINDS:
         assert sum(line.split()[:2] == [kind, "2"] for line in output.splitlines()) == 2
@@ -125,7 +125,7 @@ def test_the_profile_predicts_what_the_fit_does(tiny: None) -> None:
 def test_one_process_measures_compute_only_and_says_so(tiny: None, tmp_path: Path) -> None:
     code, output = command("--quick", "--processes", "1", "--out", str(tmp_path / "one.json"))
     assert code == 0, output
-    said = "not measured, which takes two processes or more, but as in the preset cpu"
+    said = "not measured, which takes two processes or more; from the preset cpu"
     assert said in " ".join(output.split())
     profile = profile_of(tmp_path / "one.json")
     assert profile.levels[0].source.startswith(said)
@@ -179,7 +179,7 @@ def test_a_gpu_for_each_process_is_needed(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(RuntimeStateError) as error:
         calibrate(2, "cuda")
     assert str(error.value) == (
-        "2 processes take a GPU each, and there are 1; use fewer processes (1 measures no collectives)"
+        "2 processes need a GPU each, but there are 1; use fewer processes (1 measures no collectives)"
     )
 
 
