@@ -19,12 +19,18 @@ from .policy import Policy
 
 
 class FusionMode(Choice):
-    """How the boundaries between groups are chosen."""
+    """How the boundaries between groups are chosen.
 
-    AUTO = "auto"  # groups of at most AUTO_MB
-    SIZE = "size"  # groups of at most `config` MB
-    INDEX = "index"  # a group ends after each count in `config`
-    OVERLAP = "overlap"  # the groups that the cost model says hide most
+    auto       groups of at most 64 MB, as in the reference and in DistributedDataParallel; no config
+    size       groups of at most `config` MB
+    index      a group ends after each count of gradients in `config`, such as [20, 35]; of allreduce only
+    overlap    ours: the groups that the cost model says hide most; no config
+    """
+
+    AUTO = "auto"
+    SIZE = "size"
+    INDEX = "index"
+    OVERLAP = "overlap"
 
 
 POLICIES: Mapping[FusionMode, Policy] = {
@@ -46,7 +52,7 @@ class Fusion:
 
     `config` belongs to the mode: None for `auto` and `overlap`; a whole number of MB (1024 * 1024 bytes), 1 or more,
     for `size`; for `index` the counts of collectives after which a group ends, ascending and 1 or more: (20, 35) makes
-    a group of the first 20, one of the next 15 and one of the rest. Anything else raises ContextError.
+    a group of the first 20, one of the next 15 and one of the rest. What the policy refuses raises ContextError.
     """
 
     mode: FusionMode

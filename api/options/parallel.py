@@ -39,12 +39,11 @@ class CommFusion(Options):
     allreduce: Annotated[Fusion | None, fusion_of("allreduce"), as_option] = Field(
         default=AUTO, description=FUSION_OPTION
     )
-    """Of gradients. The modes are `auto` (64 MB), `size` (`config` in MB), `index` (`config` positions) and `overlap`
-    (ours: the groups that the cost model says hide most). "config" may be left out for auto and overlap."""
+    """Of gradients. `FusionMode` (fusion/modes.py) says what each mode does and what "config" it takes."""
     allgather: Annotated[Fusion | None, fusion_of("allgather"), as_option] = Field(
         default=AUTO, description=FUSION_OPTION
     )
-    """Of weights. The modes are those of allreduce without `index`; a MB is one of the whole weights."""
+    """Of weights; a MB is one of the whole weights. `index` is a mode of allreduce only."""
     reducescatter: Annotated[Fusion | None, fusion_of("reducescatter"), as_option] = Field(
         default=AUTO, description=FUSION_OPTION
     )
