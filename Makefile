@@ -6,7 +6,7 @@
 
 PYTHON ?= python3
 INSTALL ?= editable
-WORKERS ?= 2
+WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 ARGS ?=
 
 ifeq ($(INSTALL),editable)
@@ -24,15 +24,16 @@ SOURCES := $(shell find api strategy propagation fusion runtime -name '*.py' -o 
 # One thread for each process: the tests run side by side and start processes of their own.
 PYTEST := OMP_NUM_THREADS=1 PARTWAY_CHECKOUT="$(CURDIR)" PARTWAY_INSTALL=$(INSTALL) $(BIN)/pytest
 
-.PHONY: help demo test check bench conformance format install clean
+.PHONY: help demo quick test check bench conformance format install clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo         train a real network over 8 virtual devices and show the plan'
+	@echo 'make quick        run what answers within a minute: planning and a few simulated runs'
 	@echo 'make test         run the tests'
 	@echo 'make check        ruff, mypy --strict and the import layers'
 	@echo 'make format       let ruff rewrite what `make check` would complain about'
-	@echo 'make conformance  run the slow tests'
+	@echo 'make conformance  run the slow tests, and the random ones with more examples'
 	@echo 'make bench        run the benchmarks'
 	@echo 'make install      only set up the virtual environment'
 	@echo 'make clean        remove what these commands made'
@@ -40,11 +41,17 @@ help:
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+# For every save: each stage's planning by its cheapest files, and a few runs on simulated ranks.
+QUICK := $(addprefix tests/,strategy fusion propagation/search runtime/test_simulate.py models/test_numbers.py)
+
+quick: $(STAMP)
+	$(call pytest,-m "not slow and not gpu and not gloo" --hypothesis-profile dev $(QUICK))
+
 test: $(STAMP)
 	$(call pytest,-m "not slow and not gpu")
 
 conformance: $(STAMP)
-	$(call pytest,-m "slow and not gpu" --timeout 3600)
+	$(call pytest,-m "(slow or deep or hypothesis) and not gpu" --hypothesis-profile deep --timeout 3600)
 
 bench: $(STAMP)
 	@set -e; for script in $(wildcard benchmarks/*.py); do \

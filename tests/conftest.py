@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from pool import Pool
+from random_examples import register_profiles
 from rank import start_afresh
 from torch import Tensor
 
@@ -12,6 +13,15 @@ from partway import engine
 
 os.environ["PARTWAY_CACHE"] = "0"  # tests plan anew; those of the cache set it themselves
 os.environ.setdefault("PARTWAY_VERIFY", "1")  # every value of every rank is compared with what was traced for it
+
+
+register_profiles()
+
+
+def pytest_configure(config):
+    """The models of the zoo have two layers, a first and a last one; in `deep` (make conformance) some between too."""
+    deep = config.getoption("--hypothesis-profile") == "deep"
+    os.environ["ZOO_LAYERS"] = "4" if deep else "2"
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +60,14 @@ bend.register_autograd(
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """With several workers, all tests of a pool go to one of them, so that its ranks start once."""
+    """Half of the workers have pools of ranks, since each rank is a process too; a file's tests share a pool."""
+    groups = max(1, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) // 2)
+    files = list(dict.fromkeys(item.path for item in items if "pools" in item.fixturenames))
     for item in items:
         if "pools" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+            item.add_marker(pytest.mark.xdist_group(f"ranks {files.index(item.path) % groups}"))
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from architectures import ARCHITECTURES, SECONDS, SETUPS, check_all, in_a_process
 
-QUICK = ("mixtral", "unet")
+QUICK = ("unet",)
 
 
 @pytest.mark.parametrize("name", QUICK)

@@ -12,8 +12,9 @@ import pytest
 import tifffile
 import torch
 import zarr
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from torch.utils.data import DataLoader, Dataset
 
 import partway as pw
@@ -144,7 +145,7 @@ def test_a_zip_file_of_zarr_is_read_too(tmp_path, make_picture):
         assert 0 < reader.bytes_read < os.path.getsize(tmp_path / "a.zip")
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     size=st.tuples(st.integers(2, 12), st.integers(2, 12)),
     start=st.tuples(st.integers(-30, 30), st.integers(-30, 30)),

@@ -7,8 +7,9 @@ import itertools
 import numpy as np
 import pytest
 import tifffile
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 
 import partway as pw
 from partway.data import FillMode, RandomCrop, RandomFlip, SlicePatches, View, WindowReader, part_of
@@ -29,7 +30,7 @@ def on_one_device(image, crop, flip, mode, *, epoch, index):
     return found[:, ::-1] if turned.mirrored else found
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     size=st.tuples(st.integers(9, 40), st.integers(9, 40)),
     channels=st.sampled_from([0, 3]),
@@ -62,7 +63,7 @@ def test_the_parts_of_all_ranks_are_the_image_of_one_device(
     assert np.array_equal(found, expected)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     chain=st.lists(st.sampled_from(["crop", "horizontal", "vertical", "both"]), max_size=6),
     corner=st.tuples(st.integers(0, 3), st.integers(0, 3)),

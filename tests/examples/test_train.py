@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("train")
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 6
 Runner = Callable[..., subprocess.CompletedProcess[str]]

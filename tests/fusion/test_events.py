@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from overlap_cases import every_index, members, message, offered, problems
 
 from partway.fusion import by_index
@@ -16,7 +16,6 @@ def end_of_gradients(groups, found, times, costs):
     return lane
 
 
-@settings(deadline=None)
 @given(problems())
 def test_gradients_are_played_as_the_rule_says(problem):
     found, times, costs = problem

@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -357,7 +358,7 @@ def random_program(seeds, keys):
     return trace(step, (3,), (3,)), frozenset(range(len(seeds)))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=14),
     st.sampled_from(["a", "ab", "aab"]),
@@ -432,7 +433,7 @@ MODES = st.sampled_from(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.sampled_from([(("dp", 4),), (("dp", 2), ("tp", 2))]), st.booleans(), MODES, MODES, MODES, st.data())
 def test_any_policies_give_the_gradients_of_the_unfused_step_bit_for_bit(axes, split, reduce, gather, scatter, data):
     plain = whole_step(axes, split)

@@ -3,16 +3,17 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from overlap_cases import contiguous_within_keys, every_index, members, offered, schedules, the_least
+from random_examples import examples
 
 from partway.fusion import by_index, by_size
 from partway.fusion.events import Compute, Gradients, Offer, Send, seconds
 from partway.fusion.gradient_overlap import best_groups, search
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(schedules())
 def test_the_search_finds_the_least_of_all_groups_that_are_contiguous_within_their_keys(problem):
     groups, proved = search(problem, 10**6, math.inf, tied=False)
@@ -21,7 +22,7 @@ def test_the_search_finds_the_least_of_all_groups_that_are_contiguous_within_the
     assert seconds(problem, groups) == pytest.approx(least, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(schedules())
 def test_tied_it_finds_the_least_of_every_index(problem):
     groups, proved = search(problem, 10**6, math.inf, tied=True)
@@ -31,7 +32,7 @@ def test_tied_it_finds_the_least_of_every_index(problem):
     assert seconds(problem, groups) == pytest.approx(the_least(problem, indices), rel=1e-9)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(schedules())
 def test_no_index_and_no_size_makes_gradients_end_earlier_than_the_best_groups(problem):
     found = problem.members
@@ -43,7 +44,6 @@ def test_no_index_and_no_size_makes_gradients_end_earlier_than_the_best_groups(p
     assert seconds(problem, groups) <= the_least(problem, others) * (1 + 1e-9)
 
 
-@settings(deadline=None)
 @given(schedules("a"), st.integers(1, 3))
 def test_a_search_of_few_states_finds_less_than_what_is_known_and_proves_no_more_than_is_true(problem, width):
     known = seconds(problem, (tuple(range(len(problem.members))),))

@@ -9,8 +9,9 @@ import operator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from torch import fx, nn
 
 import partway as pw
@@ -234,7 +235,7 @@ def data_parallel():
     return planned()
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.data())
 def test_overlap_never_predicts_worse_than_any_index_where_only_gradients_are_sent(data):
     count = sum(c.phase == "backward" and c.kind is Kind.ALL_REDUCE for c in data_parallel().program.collectives)
@@ -272,7 +273,7 @@ def backward_of(rows, split, **policy):
     return with_policies(tensor_parallel(rows, split), **policy).schedule.seconds
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.sampled_from([1024, 8192]), st.booleans(), st.data())
 def test_with_other_collectives_between_the_gradients_no_mode_predicts_less_than_overlap(rows, split, data):
     collectives = with_policies(tensor_parallel(rows, split)).collectives

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from overlap_cases import every_index, members, message, problems
 
 from partway.fusion import by_index
@@ -21,7 +21,6 @@ def use_of_weights(ends, found, times, costs):
     return clock + times[-1] - used_before
 
 
-@settings(deadline=None)
 @given(problems())
 def test_no_ends_make_weights_be_used_earlier_than_those_that_are_found(problem):
     found, times, costs = problem

@@ -23,6 +23,8 @@ from partway.fusion.program import Program
 from partway.propagation.capture.capture import capture
 from partway.propagation.plan.stored import dump, load
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

@@ -15,6 +15,8 @@ from zoo import CASES, MLP
 
 import partway as pw
 
+pytestmark = pytest.mark.deep
+
 MESH = {"dp": 2, "tp": 4}
 EXACT = 1e-10
 

@@ -22,9 +22,11 @@ from checks import (
     tolerance,
 )
 from torch import Tensor, nn
-from zoo import CASES, MLP, gpt2
+from zoo import CASES, LAYERS, MLP, gpt2
 
 import partway as pw
+
+pytestmark = pytest.mark.deep
 
 MESH = {"dp": 2, "tp": 4}
 EXACT = 1e-10
@@ -236,7 +238,7 @@ def test_batch_norm_statistics_move_under_no_grad_too() -> None:
         torch.testing.assert_close(buffer, buffers[name], rtol=EXACT, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_dropout_draws_the_numbers_of_one_device(attention: str) -> None:
     pw.set_auto_parallel_context(random_numbers="torch")
     torch.manual_seed(0)
@@ -299,12 +301,12 @@ def test_frozen_parameters_get_no_gradient_and_cost_no_collective() -> None:
     plain, model = pair("gpt2", parameter_plan=None)
     for each in (plain, model):
         for name, parameter in each.named_parameters():
-            parameter.requires_grad_("transformer.h.3." in name)
+            parameter.requires_grad_(f"transformer.h.{LAYERS - 1}." in name)
     assert_same_step(plain, model, CASES["gpt2"].batch())
     assert model.transformer.wte.weight.grad is None
     backward = [c for c in model.plan.collectives if c.phase == "backward"]
     assert backward
-    assert not [c for c in backward if any(f"transformer.h.{i}" in (c.path, c.tensor) for i in range(3))]
+    assert not [c for c in backward if any(f"transformer.h.{i}" in (c.path, c.tensor) for i in range(LAYERS - 1))]
     for each in (plain, model):
         for parameter in each.parameters():
             parameter.requires_grad_(True)
@@ -556,7 +558,7 @@ def stepped(**options: Any) -> tuple[dict[str, Tensor | None], Any]:
         return gradients(model, case.batch(torch.float32))[1], model.program.collectives
 
 
-@pytest.mark.parametrize("options", [{}, SPLIT], ids=["whole", "split"])
+@pytest.mark.parametrize("options", [{}, pytest.param(SPLIT, marks=pytest.mark.slow)], ids=["whole", "split"])
 def test_collectives_are_grouped_unless_asked_otherwise_and_no_bit_changes(options: dict[str, Any]) -> None:
     grouped, fewer = stepped(**options)
     alone, all_of_them = stepped(**options, comm_fusion={"openstate": False})

@@ -17,6 +17,8 @@ from zoo import CASES
 import partway as pw
 from partway.strategy import to_dtensor
 
+pytestmark = pytest.mark.deep
+
 EXACT = 1e-10
 MESHES_OF_8 = ({"d0": 8}, {"d0": 2, "d1": 4}, {"d0": 4, "d1": 2}, {"d0": 2, "d1": 2, "d2": 2})
 

@@ -18,6 +18,7 @@ from zoo import CASES
 import partway as pw
 from partway import passes
 
+pytestmark = pytest.mark.deep
 MESH = {"dp": 2, "tp": 2}
 EXACT = 1e-10
 

@@ -16,7 +16,7 @@ from zoo import CASES, Case
 import partway as pw
 from partway.strategy import to_dtensor
 
-pytestmark = pytest.mark.gloo
+pytestmark = [pytest.mark.gloo, pytest.mark.deep]
 
 Ranks = Callable[..., list[Any]]
 STEPS = 5
@@ -103,6 +103,7 @@ def test_processes_train_as_one_device_in_float64(on_ranks: Ranks, n: int, name:
     on_ranks(n, trains_as, name, torch.float64, how, n, one_device(name, torch.float64))
 
 
+@pytest.mark.slow
 def test_processes_train_as_one_device_in_float32(on_ranks: Ranks) -> None:
     on_ranks(2, trains_as, "gpt2", torch.float32, "batch", 2, one_device("gpt2", torch.float32))
 

@@ -20,6 +20,8 @@ from zoo import CASES, Case
 
 import partway as pw
 
+pytestmark = [pytest.mark.deep, pytest.mark.xdist_group("models")]
+
 STEPS = 5
 OPTIMIZERS: dict[Any, dict[str, Any]] = {
     torch.optim.SGD: {"lr": 0.01, "momentum": 0.9},
@@ -90,16 +92,20 @@ def check(name: str, annotations: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("name", "annotations"),
     [
-        *((name, _both) for name in CASES if name != "resnet50"),
         *(
-            pytest.param(name, _first_block, marks=[] if name in ("mlp", "gpt2") else pytest.mark.slow)
+            pytest.param(name, _both, marks=[] if name != "llama_heads" else pytest.mark.slow)
+            for name in CASES
+            if name != "resnet50"
+        ),
+        *(
+            pytest.param(name, _first_block, marks=[] if name == "mlp" else pytest.mark.slow)
             for name in CASES
             if name != "resnet50"
         ),
         *(pytest.param("resnet50", found, marks=pytest.mark.slow) for found in (_both, _first_block, _batch_by_name)),
         # of a deep network the search over all meshes takes longer than all else that is tested here
         *(
-            pytest.param(name, _batch_by_count, marks=[] if name in ("mlp", "convnet", "gpt2") else pytest.mark.slow)
+            pytest.param(name, _batch_by_count, marks=[] if name in ("mlp", "convnet") else pytest.mark.slow)
             for name in CASES
             if name != "resnet50"
         ),
@@ -111,7 +117,7 @@ def test_training_equals_one_device_in_float64(name: str, annotations: Any) -> N
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ("mlp", "convnet", "gpt2") else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+    "name", [n if n in ("mlp", "convnet") else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
 )
 def test_training_equals_one_device_in_float32(name: str) -> None:
     check(name, _both, torch.float32)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from checks import assert_same_gradients, assert_same_loss, gradients
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from torch import Tensor, nn
 
 import partway as pw
@@ -66,7 +67,7 @@ def check(mesh: dict[str, int], sizes: tuple[int, ...], plan: dict[str, Any], ba
     assert_same_gradients(found, expected, 1e-10)
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(case=drawn())
 def test_any_sizes_split_any_way_give_the_loss_and_gradients_of_one_device(case: Any) -> None:
     check(*case)
@@ -74,7 +75,7 @@ def test_any_sizes_split_any_way_give_the_loss_and_gradients_of_one_device(case:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(case=drawn())
 def test_many_sizes_split_any_way_give_the_loss_and_gradients_of_one_device(case: Any) -> None:
     check(*case)

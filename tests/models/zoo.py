@@ -6,6 +6,7 @@ A `Case` is a model and a batch; `reference(case)` runs it on one device. Sizes 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from transformers.utils import logging
 logging.set_verbosity_error()
 
 BATCH, SEQUENCE, VOCABULARY, CLASSES = 8, 8, 64, 8
+LAYERS = int(os.environ.get("ZOO_LAYERS", "4"))  # of the transformers: conftest.py sets it
 
 
 class MLP(nn.Module):
@@ -116,8 +118,8 @@ def _images(side: int) -> Callable[[torch.dtype, int], dict[str, Tensor]]:
 
 
 def gpt2(**options: Any) -> GPT2LMHeadModel:
-    """4 layers, 8 heads; no dropout unless asked for."""
-    sizes = {"n_layer": 4, "n_embd": 32, "n_head": 8, "n_positions": 2 * SEQUENCE, "vocab_size": VOCABULARY}
+    """`LAYERS` layers, 8 heads; no dropout unless asked for."""
+    sizes = {"n_layer": LAYERS, "n_embd": 32, "n_head": 8, "n_positions": 2 * SEQUENCE, "vocab_size": VOCABULARY}
     quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(**{**sizes, **quiet, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False, **options})
     model = GPT2LMHeadModel(config)
@@ -131,10 +133,10 @@ def _next_token_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) 
 
 
 def llama(kv_heads: int = 4) -> LlamaForCausalLM:
-    """4 layers, 8 heads in `kv_heads` groups."""
+    """`LAYERS` layers, 8 heads in `kv_heads` groups."""
     return LlamaForCausalLM(
         LlamaConfig(
-            num_hidden_layers=4,
+            num_hidden_layers=LAYERS,
             hidden_size=64,
             intermediate_size=64,
             num_attention_heads=8,
@@ -149,7 +151,7 @@ def llama(kv_heads: int = 4) -> LlamaForCausalLM:
 def vit() -> ViTForImageClassification:
     return ViTForImageClassification(
         ViTConfig(
-            num_hidden_layers=4,
+            num_hidden_layers=LAYERS,
             hidden_size=32,
             intermediate_size=64,
             num_attention_heads=8,

@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
@@ -63,7 +63,6 @@ def parts_of(whole, layout):
     return parts
 
 
-@settings(deadline=None)
 @given(layouts((Shard(0), Shard(1), REPLICATE, BROADCAST)), st.data())
 def test_a_conversion_keeps_the_value_of_the_whole(layout, data):
     axis = data.draw(st.integers(0, len(layout.placements) - 1))

@@ -5,8 +5,9 @@ import operator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from torch import fx
 
 from partway.propagation.ops.collectives import convert, convert_group
@@ -240,7 +241,7 @@ def in_lock_step(w, outputs, inputs):
     return [values[node] for node in outputs]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(graphs(), st.integers(0, 99))
 def test_ranks_one_after_another_give_bit_for_bit_what_ranks_in_lock_step_give(drawn, seed):
     w, code, outputs = drawn

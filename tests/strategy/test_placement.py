@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from torch import Tensor
 
 from partway.strategy import (
@@ -137,7 +138,7 @@ def loss_of(stack: Tensor, placement: Placement, coefficient: Tensor) -> Tensor:
     return Conversion.apply(addends, PARTIAL, REPLICATE)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(chains())
 def test_every_chain_of_conversions_is_right_forward_and_backward_against_one_device(chain):
     n, shape, placements, seed = chain

@@ -8,8 +8,9 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from random_examples import examples
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -329,7 +330,7 @@ def two_layouts(draw, partial=PARTIAL):
     return shape, sizes, *layouts
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(two_layouts(), st.integers(0, 999))
 def test_a_path_keeps_the_value_and_its_transpose_the_gradient(drawn, seed):
     shape, sizes, source, target = drawn
@@ -346,7 +347,7 @@ def test_a_path_keeps_the_value_and_its_transpose_the_gradient(drawn, seed):
     assert torch.equal(join(gradient, source.dual(), shape), whole)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(two_layouts(PARTIAL_MAX), st.integers(0, 999))
 def test_a_path_keeps_a_maximum(drawn, seed):
     shape, sizes, source, target = drawn
@@ -406,7 +407,7 @@ def chains(draw):
     return shape, source, chain
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(chains(), st.integers(0, 999))
 def test_a_chain_of_joint_conversions_keeps_the_value_and_its_derivative_the_gradient(drawn, seed):
     shape, source, chain = drawn

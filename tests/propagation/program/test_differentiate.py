@@ -21,7 +21,10 @@ from partway.runtime.simulate import Simulator
 from partway.runtime.step import CompiledStep
 from partway.strategy import REPLICATE, CaptureError, Layout, Shard, VerifyError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no rule")  # such operators are part of what is tested
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*has no rule"),  # such operators are part of what is tested
+    pytest.mark.deep,
+]
 LAYERS, WIDTH = 6, 8
 
 
@@ -106,7 +109,8 @@ def check(lab, fn, args, wanted=None):
 
 
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "vit"))])
-def test_a_model_has_the_loss_and_gradients_of_one_device_and_fewer_traces_than_pieces(name, traced):
+def test_a_model_has_the_loss_and_gradients_of_one_device_and_fewer_traces_than_pieces(name, traced, monkeypatch):
+    monkeypatch.setattr("zoo.LAYERS", 4)  # the more of them, the more pieces are equal
     case = CASES[name]
     model = pw.shard(
         case.build(), mesh={"dp": 2, "tp": 2}, in_strategy=case.batch_split("dp"), parameter_plan=case.block_split("tp")

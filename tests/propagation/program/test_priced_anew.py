@@ -45,7 +45,9 @@ from partway.propagation.search.solution import Solution, verify_solution
 from partway.strategy import Layout, Mesh
 from partway.strategy.placement import Kind
 
-EVERY = [pytest.param(name, marks=pytest.mark.slow) if name == "resnet50" else name for name in CASES]
+pytestmark = [pytest.mark.deep, pytest.mark.xdist_group("priced anew")]
+
+EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in ("llama_heads", "resnet50") else name for name in CASES]
 STEP = 1e-13  # what a step costs that sends nothing, so that no way is a circle
 
 

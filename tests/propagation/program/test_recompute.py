@@ -29,6 +29,8 @@ from partway.propagation.ops.collectives import convert, kind_of
 from partway.strategy import CaptureError, StrategyError
 from partway.strategy.placement import Kind
 
+pytestmark = pytest.mark.deep
+
 MESH = {"dp": 2, "tp": 2}
 SAVED = functools.partial(checkpoint, use_reentrant=False)
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, given
 from hypothesis import strategies as st
+from random_examples import examples
 from torch import fx
 
 from partway.propagation.graph.graph import Graph
@@ -329,7 +330,7 @@ OPERATORS = {
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
+@examples(10, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
 @given(st.data())
 def test_a_split_image_gives_what_the_whole_one_does(name, lab, data):
     call, sizes = data.draw(OPERATORS[name]), data.draw(st.sampled_from(MESHES))
@@ -338,7 +339,7 @@ def test_a_split_image_gives_what_the_whole_one_does(name, lab, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATORS)
-@settings(deadline=None, max_examples=300, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
+@examples(30, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
 @given(st.data())
 def test_every_split_of_an_image_gives_what_the_whole_one_does(name, lab, data):
     call, sizes = data.draw(OPERATORS[name]), data.draw(st.sampled_from(MESHES))

@@ -5,15 +5,16 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from search_problems import brute_force, copied, random_costs
 
 from partway.propagation.search.eliminate import eliminate, elimination_order
 from partway.propagation.search.network import Costs
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(random_costs())
 def test_elimination_finds_the_optimum_and_proves_it(costs):
     solution = eliminate(costs)
@@ -23,7 +24,7 @@ def test_elimination_finds_the_optimum_and_proves_it(costs):
     assert costs.of(solution.choice) == solution.cost
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(random_costs(vertices=7, options=3, forbidden=False), st.integers(1, 30))
 def test_with_small_tables_the_optimum_lies_between_the_bound_and_the_cost(costs, limit):
     solution = eliminate(costs, limit)
@@ -116,7 +117,7 @@ def repeated_costs(draw, most=40):
     return Costs(tuple(unary), pairs), count
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(repeated_costs())
 def test_shared_arrays_change_nothing_but_the_time(drawn):
     costs, _ = drawn
@@ -127,7 +128,7 @@ def test_shared_arrays_change_nothing_but_the_time(drawn):
         assert once.cost == brute_force(costs)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(repeated_costs(most=6), st.integers(1, 60))
 def test_shared_arrays_with_small_tables_keep_the_bound(drawn, limit):
     costs, _ = drawn
@@ -135,7 +136,7 @@ def test_shared_arrays_with_small_tables_keep_the_bound(drawn, limit):
     assert found.bound <= optimum <= found.cost == costs.of(found.choice)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(random_costs(), st.data())
 def test_equal_arrays_in_any_places_are_still_the_same_problem(costs, data):
     """The same objects also where nothing repeats in a row: unary costs of one size, matrices of one shape."""

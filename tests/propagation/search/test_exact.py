@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from search_problems import brute_force, random_costs, rows
 
 from partway.propagation.search.exact import dynamic_programming, optimum
@@ -26,7 +27,7 @@ def test_dynamic_programming_is_brute_force_on_a_small_graph(lab):
     assert found.cost == pytest.approx(problem.cost(found.choice))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(random_costs(options=5, forbidden=False, fractions=True), st.data())
 def test_with_much_work_the_optimum_is_still_found_and_proven(costs, data):
     start = tuple(data.draw(st.integers(0, len(u) - 1)) for u in costs.unary)
@@ -39,7 +40,7 @@ def test_with_much_work_the_optimum_is_still_found_and_proven(costs, data):
     assert costs.of(found.choice) == pytest.approx(found.cost)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(random_costs(options=5, forbidden=False, fractions=True), st.floats(0.5, 1.5))
 def test_what_need_not_be_found_is_not_claimed(costs, share):
     best = brute_force(costs)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from random_examples import examples
 from search_problems import rows
 
 from partway.propagation.cost.cost import WEIGHTS, Level
@@ -81,7 +82,7 @@ def dual_optimum(problem, limit):
     return min([at, *lines])
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(random_problems())
 def test_the_optimum_within_a_limit_lies_between_the_bound_and_the_cost(drawn):
     problem, limit = drawn
@@ -101,7 +102,7 @@ def test_the_optimum_within_a_limit_lies_between_the_bound_and_the_cost(drawn):
         assert found.bound == pytest.approx(dual_optimum(problem, limit))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(random_problems())
 def test_a_limit_is_refused_exactly_where_no_plan_keeps_to_it(drawn):
     problem, limit = drawn
@@ -113,7 +114,7 @@ def test_a_limit_is_refused_exactly_where_no_plan_keeps_to_it(drawn):
         within_memory(problem, limit)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(random_problems())
 def test_the_limit_that_an_error_names_is_one_that_works(drawn):
     problem, _ = drawn
@@ -127,7 +128,7 @@ def test_the_limit_that_an_error_names_is_one_that_works(drawn):
     assert problem.memory(found.choice) == least
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(random_problems(), st.sampled_from(list(SearchMode)))
 def test_every_search_keeps_to_the_limit_and_carries_its_bound(drawn, mode):
     problem, limit = drawn

@@ -1,15 +1,16 @@
 """Leaving options out: the bound is one, and no plan that is cheaper than the known one is lost."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from search_problems import brute_force, plans, random_costs
 
 from partway.propagation.search.narrow import Narrowing, narrow
 from partway.propagation.search.network import Costs, network
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(random_costs(options=5, forbidden=False, fractions=True), st.floats(0.0, 0.5), st.integers(1, 12))
 def test_the_bound_is_one_and_no_cheaper_plan_is_lost(costs, above, sweeps):
     every = plans(costs)
@@ -30,7 +31,7 @@ def test_the_bound_is_one_and_no_cheaper_plan_is_lost(costs, above, sweeps):
             assert all(c in rows for c, rows in zip(choice, kept, strict=True)), (choice, cost, found.upper)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(random_costs(options=5, forbidden=False, fractions=True))
 def test_on_a_chain_the_bound_becomes_the_optimum(costs):
     chain = Costs(costs.unary, {ends: m for ends, m in costs.pairs.items() if ends[1] == ends[0] + 1})

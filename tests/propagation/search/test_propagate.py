@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from random_examples import examples
 from search_problems import annotated_problem, brute_force, mlp, mlp_tensors, random_costs
 
 from partway.propagation.search.exact import dynamic_programming
@@ -15,7 +16,7 @@ from partway.propagation.search.propagate import propagate, revisit, sharding_pr
 from partway.strategy import BROADCAST, Layout, Shard
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(random_costs(forbidden=False), st.data())
 def test_propagation_claims_the_cost_of_its_plan_and_is_never_better_than_the_optimum(costs, data):
     sources = data.draw(st.lists(st.integers(0, len(costs.unary) - 1), unique=True))
@@ -25,7 +26,7 @@ def test_propagation_claims_the_cost_of_its_plan_and_is_never_better_than_the_op
     assert not solution.proven
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(random_costs(vertices=7), st.data())
 def test_revisiting_never_makes_a_plan_worse_and_claims_its_cost(costs, data):
     start = propagate(network(costs), data.draw(st.lists(st.integers(0, len(costs.unary) - 1), unique=True)))
@@ -42,7 +43,7 @@ def alone(costs, choice):
     return min(changed)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(random_costs(vertices=7))
 def test_after_revisiting_no_vertex_gains_by_changing(costs):
     found = revisit(network(costs), propagate(network(costs), [0]))

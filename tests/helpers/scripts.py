@@ -1,0 +1,55 @@
+"""Scripts in processes of their own that start at once: forks of a server that has imported partway before.
+
+Importing torch and partway takes some seconds of each process. What must not share an interpreter's start, as ranks
+that have to agree whatever their hash seeds are, starts with `subprocess` instead.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import types
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["partway", "torch.optim"])
+
+
+def run_script(
+    arguments: Sequence[str], folder: Path, environment: dict[str, str], seconds: float = 280
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGUMENTS` in `folder`: `[-W error] SCRIPT ...`. It computes on one thread."""
+    with tempfile.TemporaryDirectory() as place:
+        said = [Path(place, name) for name in ("stdout", "stderr")]
+        process = FORKS.Process(target=_run, args=(list(arguments), folder, environment, said))
+        process.start()
+        process.join(seconds)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(list(arguments), seconds)
+        return subprocess.CompletedProcess(list(arguments), process.exitcode, *(path.read_text() for path in said))
+
+
+def _run(arguments: list[str], folder: Path, environment: dict[str, str], said: Sequence[Path]) -> None:
+    for descriptor, path in enumerate(said, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    if arguments[:2] == ["-W", "error"]:
+        warnings.simplefilter("error")
+        del arguments[:2]
+    sys.argv[:] = arguments
+    sys.path.insert(0, str(Path(folder, arguments[0]).parent))
+    sys.modules["__main__"] = types.ModuleType("__main__")  # not that of the tests
+    runpy.run_path(arguments[0], run_name="__main__")

@@ -1,0 +1,175 @@
+"""The house keeps its order: each module has a test of its name, each room says what it is, public names have
+docstrings.
+
+The sources themselves are read, so that a new module is covered without being listed anywhere.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+STAGES = ("strategy", "propagation", "fusion", "runtime")
+TESTS = Path(__file__).parent
+
+# A test, and the modules without one of their own names that it covers.
+COVERED = """
+api/test_bad_input.py                  api: checks request; api/annotations: names statements
+api/test_context.py                    api/options: algo base fields in_force parallel refusals
+api/test_compile.py                    api: plan_inputs; api/annotations: annotate
+api/test_guard.py                      api/reuse: guard
+api/test_planned.py                    api/reuse: courses
+api/test_threads.py                    api: attached engine planning
+api/measure/test_bench.py              api/measure: workloads
+models/test_step_overhead.py           api: runner; api/measure: contenders
+models/test_cache.py                   api: cache
+models/test_constraints.py             api/annotations: constrain constraint_text
+models/test_flat_devices.py            api/annotations: meshes
+models/test_features.py                api: shard sharded
+models/test_gloo_features.py           api: alike
+models/test_gloo_dtensors.py           api: dtensors
+models/test_materialize.py             api: materialize; propagation/capture: initialisers
+models/test_contents.py                api/reuse: contents
+models/test_state.py                   api/reuse: effects facts libraries names reachable snapshot state
+data/test_views.py                     api/data: random_views view window
+data/test_reader.py                    api/data: epoch extras source tiff_source zarr_source
+data/test_web_decode.py                api/data: web web_pipeline
+strategy/test_notation.py              strategy: choice
+strategy/test_validate.py              strategy: errors
+models/test_interrupts.py              strategy: afterwards
+models/test_hooks.py                   propagation/capture: backward_hooks hook_kinds hooks module_hooks
+propagation/capture/test_capture.py    propagation/capture: checks cleanup failures modes overlap ports preparation
+propagation/capture/test_capture.py    propagation/capture: random_state resting_hooks source_lines stand_ins tracing
+propagation/capture/test_capture.py    propagation/graph: graph nodes port queries structure
+models/test_courses.py                 propagation/capture: questions; propagation/graph: question
+models/test_data_dependent_sizes.py    propagation/capture: sizes
+models/test_numbers.py                 propagation/capture: covariance numbers
+propagation/cost/test_cost.py          propagation/cost: profile
+propagation/capture/test_control.py    propagation/ops: functions
+propagation/ops/test_indexing.py       propagation/ops: cross_entropy
+propagation/rules/test_table.py        propagation/ops: ctc dtypes hooked padded_convolution registration
+runtime/test_simulate.py               propagation/ops: collectives; runtime: assemble slices
+models/test_given_plans.py             propagation/plan: replay
+api/test_cache_folder.py               propagation/plan: stored
+propagation/plan/test_data.py          propagation/plan: plan
+models/test_models.py                  propagation/plan: make
+models/test_accumulation.py            propagation/program: accumulate
+models/test_apart.py                   propagation/program: apart
+propagation/program/test_lower.py      propagation/program: collective local_program
+models/test_options.py                 propagation/program: precision
+propagation/program/test_differentiate.py  propagation/program: segments step
+propagation/rules/test_table.py        propagation/rules: along attention batch_norm builder creation dims embedding_bag
+propagation/rules/test_table.py        propagation/rules: fourier grouped_matmul hooks indexing linear_algebra losses
+propagation/rules/test_table.py        propagation/rules: pointwise pools random recurrent row shapes
+propagation/rules/test_expand.py       propagation/rules: local_forms
+api/test_rule.py                       propagation/rules: custom
+test_torch_internals.py                propagation: torch_internals; runtime: torch_internals
+fusion/test_modes.py                   fusion: policy
+fusion/test_fuse.py                    fusion: members program
+fusion/test_schedule.py                fusion: updates
+runtime/test_stretches.py              runtime: functions
+models/test_inductor.py                runtime: inductor
+runtime/test_execute.py                runtime: instructions memory
+conformance/test_ranks.py              runtime: watch
+"""
+
+
+def covered() -> Iterator[tuple[str, str]]:
+    """Each row of the table as (test, module)."""
+    for line in COVERED.split("\n")[1:-1]:
+        test, rest = line.split(maxsplit=1)
+        for part in rest.split("; "):
+            folder, names = part.split(": ")
+            yield from ((test, f"{folder}/{name}.py") for name in names.split())
+
+
+def modules() -> dict[str, Path]:
+    """The file of each module by its path in the checkout: `propagation/search/exact.py`, `api/shard.py`."""
+    spec = find_spec("partway")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    files = {}
+    for stage in ("api", *STAGES):
+        within = find_spec("partway" if stage == "api" else f"partway.{stage}")
+        assert within is not None
+        assert within.submodule_search_locations
+        folder = Path(within.submodule_search_locations[0])
+        for path in sorted(folder.rglob("*.py")):
+            inside = path.relative_to(folder)
+            if stage != "api" or inside.parts[0] not in STAGES:  # a wheel has the stages in the folder of api/
+                files[f"{stage}/{inside.as_posix()}"] = path
+    return files
+
+
+MODULES = modules()
+
+
+def twin(module: str) -> Path:
+    """The test of a module's name in the folder that mirrors its own; tests of api/data are in tests/data."""
+    folder, _, name = module.replace("api/data/", "data/").rpartition("/")
+    return TESTS / folder / f"test_{name}"
+
+
+def test_each_module_has_a_test_of_its_name_or_is_covered_by_others() -> None:
+    without = {module for module in MODULES if not module.endswith("__init__.py") and not twin(module).exists()}
+    named = {module for _, module in covered()}
+    assert sorted(without - named) == []
+    assert sorted(named - without) == []  # they have one by now, or are gone
+    assert [test for test, _ in covered() if not (TESTS / test).exists()] == []
+
+
+@pytest.mark.parametrize("room", [module for module in MODULES if module.endswith("__init__.py")])
+def test_a_room_says_what_it_is(room: str) -> None:
+    assert ast.get_docstring(ast.parse(MODULES[room].read_text(encoding="utf-8")))
+
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def public(body: list[ast.stmt]) -> Iterator[Definition]:
+    for statement in body:
+        if isinstance(statement, Definition) and not statement.name.startswith("_"):
+            yield statement
+
+
+def classes() -> dict[str, ast.ClassDef]:
+    """All classes of the packages by name."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in MODULES.values()]
+    return {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+CLASSES = classes()
+
+
+def bases(owner: ast.ClassDef) -> set[str]:
+    named = [base.value if isinstance(base, ast.Subscript) else base for base in owner.bases]
+    return {ast.unparse(base) for base in named}
+
+
+def documented(method: str, owner: ast.ClassDef, protocols: list[ast.ClassDef]) -> bool:
+    """Whether a class, one that it extends or a protocol of its file says what a method is; `forward` is PyTorch's."""
+    if any(
+        node.name == method and ast.get_docstring(node) for each in (owner, *protocols) for node in public(each.body)
+    ):
+        return True
+    above = [CLASSES[name] for name in bases(owner) - {owner.name} if name in CLASSES]
+    return (method == "forward" and bool(owner.bases)) or any(documented(method, each, []) for each in above)
+
+
+def undocumented(path: Path) -> Iterator[str]:
+    """The public functions, classes and methods of a file that have no docstring."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    protocols = [node for node in body if isinstance(node, ast.ClassDef) and "Protocol" in bases(node)]
+    for node in public(body):
+        if not ast.get_docstring(node):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            yield from (f"{node.name}.{m.name}" for m in public(node.body) if not documented(m.name, node, protocols))
+
+
+def test_all_that_is_public_has_a_docstring() -> None:
+    assert [f"{module}: {name}" for module, path in MODULES.items() for name in undocumented(path)] == []
