@@ -153,9 +153,9 @@ def values_of(tensors: Sequence[Tensor], state: Callable[[str], Tensor], parts: 
     `parts`: a process has only its part of an input."""
 
     def value(leaf: Leaf) -> Tensor:
-        given = leaf.role is Role.INPUT
-        tensor = tensors[leaf.place] if given else state(leaf.name)
-        if given and parts:
+        is_input = leaf.role is Role.INPUT
+        tensor = tensors[leaf.place] if is_input else state(leaf.name)
+        if is_input and parts:
             raise Unanswered(f"are those of input {leaf.name!r}, of which each process has a part (dataset_strategy)")
         if tensor.is_meta:
             raise Unanswered(f"are those of {leaf.role} {leaf.name!r}, which is on the meta device and has none")

@@ -171,8 +171,8 @@ def _transposed(b: Builder, cotangents: list[fx.Node], gradient: fx.Node, x: fx.
     part.output(copies[gradient])
     backward = fx.GraphModule({}, part)
 
-    def transpose(given: list[Tensor], others: list[Tensor], v: Tensor) -> list[Tensor | None]:
-        variables = [g.detach().requires_grad_() for g in given]
+    def transpose(gradients: list[Tensor], others: list[Tensor], v: Tensor) -> list[Tensor | None]:
+        variables = [g.detach().requires_grad_() for g in gradients]
         with torch.enable_grad():
             y = fx.Interpreter(backward).run(*variables, *others)
         v = v.to(y.dtype) if v.shape == y.shape else v.to(y.dtype).expand_as(y)

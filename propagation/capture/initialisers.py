@@ -63,17 +63,17 @@ def initial(
     """
     like = {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
-    def written(*given: Tensor) -> tuple[Tensor, ...]:
+    def written(*values: Tensor) -> tuple[Tensor, ...]:
         tensors = {n: torch.empty(like[n].shape, dtype=like[n].dtype, device=device) for n in fresh}
-        tensors |= {name: tensor.clone() for name, tensor in zip(filled, given, strict=True)}
+        tensors |= {name: tensor.clone() for name, tensor in zip(filled, values, strict=True)}
         every = {**tensors, **{alias: tensors[name] for alias, name in aliases.items()}}
         with holding(module, every), torch.no_grad():
             run()
         return tuple(every[name] for name in tensors)
 
     with FakeTensorMode():
-        given = [torch.empty(like[name].shape, dtype=like[name].dtype, device=device) for name in filled]
-        traced = make_fx(torch.func.functionalize(written))(*given)
+        examples = [torch.empty(like[name].shape, dtype=like[name].dtype, device=device) for name in filled]
+        traced = make_fx(torch.func.functionalize(written))(*examples)
     final = traced.graph.find_nodes(op="output")[0]
     kept = [(name, node) for name, node in zip([*fresh, *filled], final.args[0], strict=True) if not _untouched(node)]
     final.args = (tuple(node for _, node in kept),)

@@ -110,9 +110,11 @@ class ModuleHooks:
             add("forward", functools.partial(self._leaving, pairs))
 
     def _before(self, hook: Any, words: str, with_kwargs: bool, module: Any, args: Any, kwargs: Any) -> Any:
+        """What a forward pre-hook makes of the arguments."""
+
         def call(arguments: Any) -> Any:
-            given, named = arguments
-            return hook(module, given, named) if with_kwargs else hook(module, given)
+            positional, named = arguments
+            return hook(module, positional, named) if with_kwargs else hook(module, positional)
 
         observed, new = self._met(hook, words, call, (args, kwargs), ())
         if new is None:
@@ -122,8 +124,10 @@ class ModuleHooks:
         return (new if isinstance(new, tuple) else (new,)), kwargs
 
     def _after(self, hook: Any, words: str, with_kwargs: bool, module: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        def call(out: Any, given: Any) -> Any:
-            arguments, named = given
+        """What a forward hook makes of the result."""
+
+        def call(out: Any, inputs: Any) -> Any:
+            arguments, named = inputs
             return hook(module, arguments, named, out) if with_kwargs else hook(module, arguments, out)
 
         observed, new = self._met(hook, words, call, result, (args, kwargs))
@@ -152,8 +156,8 @@ class ModuleHooks:
 
         def look(tensors: list[Tensor]) -> None:
             values = list(tensors)
-            given = (structure.build(values),)
-            answer = call(*given, *((others.build(values),) if rest != () else ()))
+            seen = [structure.build(values)] if rest == () else [structure.build(values), others.build(values)]
+            answer = call(*seen)
             if answer is not None:
                 raise RuntimeStateError(
                     f"{words} returned a {type(answer).__name__}, and None when the call was planned, so that it was "

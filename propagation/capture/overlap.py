@@ -40,9 +40,9 @@ class Memory:
         held = self._known.setdefault(storage, [])
         others = held if self._more is None else [*self._more._known.get(storage, ()), *held]
         meets = (name for name, (_, begins, ends), too in others if (written or too) and begins < stop and start < ends)
-        found = next(meets, None)
+        other = next(meets, None)
         held.append((name, span, written))
-        return found
+        return other
 
 
 def shared(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, str]]:

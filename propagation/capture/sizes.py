@@ -79,9 +79,9 @@ def _repeated(repeats: Tensor) -> Tensor:
 
 def _bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     size = max(minlength, int(x.max()) + 1 if x.numel() else 0)
-    given = torch.ones_like(x, dtype=torch.int64) if weights is None else weights
-    given = given if given.dtype in (torch.int64, torch.float32) else given.double()
-    return given.new_zeros(size).index_add(0, x, given)
+    weights = torch.ones_like(x, dtype=torch.int64) if weights is None else weights
+    weights = weights if weights.dtype in (torch.int64, torch.float32) else weights.double()
+    return weights.new_zeros(size).index_add(0, x, weights)
 
 
 def _one_hot(x: Tensor, num_classes: int = -1) -> Tensor:

@@ -55,21 +55,21 @@ class StandIns(TorchFunctionMode):
 
     def begin(self) -> None:
         """The function begins to run; torch.export may run it more than once, each time with stand-ins of its own."""
-        self._given: list[tuple[str, Tensor, dict[str, Any], Any]] = []
+        self._stand_ins: list[tuple[str, Tensor, dict[str, Any], Any]] = []
         self._generator = torch.get_rng_state()
         self._seed = torch.initial_seed()
 
     def stand(self, label: str, tensor: Tensor, attributes: Mapping[str, Any]) -> None:
         """`tensor` stands in for one with these attributes."""
         vars(tensor).update(attributes)
-        self._given.append((label, tensor, attributes_of(tensor), _gradient(tensor)))
+        self._stand_ins.append((label, tensor, attributes_of(tensor), _gradient(tensor)))
 
     def check(self, results: Iterable[Tensor]) -> None:
         """Raise CaptureError if the function set an attribute of a stand-in or a result, ran a backward, or seeded
         random numbers."""
-        given = {id(tensor) for _, tensor, *_ in self._given}
+        known = {id(tensor) for _, tensor, *_ in self._stand_ins}
         for tensor in results:
-            if id(tensor) not in given and (added := attributes_of(tensor)):
+            if id(tensor) not in known and (added := attributes_of(tensor)):
                 raise CaptureError(
                     f"{self._name} sets the attribute {next(iter(added))} of a tensor that it returns or keeps, which "
                     "would stay with what stands in for it; return what it keeps there"
@@ -80,7 +80,7 @@ class StandIns(TorchFunctionMode):
                 f"{self._name} seeds random numbers, which would do nothing to those that a plan draws; seed them "
                 "before the call"
             )
-        for label, tensor, before, gradient in self._given:
+        for label, tensor, before, gradient in self._stand_ins:
             now = attributes_of(tensor)
             changed = [name for name in {**before, **now} if now.get(name, self) is not before.get(name, self)]
             if changed:
@@ -104,10 +104,10 @@ class StandIns(TorchFunctionMode):
             )
         if func in _DONE and _is_of_caller(sys._getframe(1), func):
             self._refuse(_DONE[func], "do it outside, with what the function returns")
-        if func in _FLAG and any(args[0] is tensor for _, tensor, *_ in self._given):
+        if func in _FLAG and any(args[0] is tensor for _, tensor, *_ in self._stand_ins):
             wanted = next(iter((*args[1:], *(kwargs or {}).values())), True)
             if args[0].requires_grad != wanted:
-                label = next(label for label, tensor, *_ in self._given if tensor is args[0])
+                label = next(label for label, tensor, *_ in self._stand_ins if tensor is args[0])
                 self._refuse(f"sets requires_grad of {label}", "set it before the call")
         return func(*args, **(kwargs or {}))
 
