@@ -43,7 +43,7 @@ from partway.reuse.names import Asks
 from partway.rule import rules, version
 from partway.runner import Runner
 from partway.runtime.process import launched
-from partway.runtime.step import Waiting
+from partway.runtime.waiting import Waiting
 from partway.strategy import Layout, Problem, RuntimeStateError, StrategyError, raise_problems
 from partway.strategy.afterwards import afterwards
 

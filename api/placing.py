@@ -26,10 +26,10 @@ from partway.propagation.graph.structure import Call, name_of
 from partway.propagation.program.local_program import PlacedPort
 from partway.request import Request
 from partway.runtime.agreement import Fact, agreement, facts_of, gathered
+from partway.runtime.loaded import Executor
 from partway.runtime.parameters import hold
 from partway.runtime.process import get_group_size, get_rank, init, launched
 from partway.runtime.simulate import Simulator
-from partway.runtime.step import Executor
 from partway.strategy import Layout, Mesh, Problem, Replicate, RuntimeStateError, StrategyError, raise_problems
 
 Change = Callable[[Tensor], Tensor]
@@ -165,8 +165,9 @@ class Launched:
         stay; the first plan splits them in place."""
         from torch.distributed.tensor import DTensor
 
-        from partway.runtime.execute import broadcast, generators, share_generators
+        from partway.runtime.execute import broadcast
         from partway.runtime.parameters import distribute
+        from partway.runtime.random_state import generators, share_generators
         from partway.strategy.torch_mesh import check_ranks
 
         with agreement(f"shard {name_of(module)}") as facts:
@@ -211,7 +212,8 @@ class Launched:
         return args, kwargs
 
     def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
-        from partway.runtime.execute import generators, process_group
+        from partway.runtime.execute import process_group
+        from partway.runtime.random_state import generators
 
         with agreement(f"follow the plan of a call of {name_of(first.fn)}") as facts:
             compiled = plan()

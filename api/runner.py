@@ -22,7 +22,9 @@ from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import name_of, state_of
 from partway.propagation.program.accumulate import Accumulation
 from partway.reuse.courses import MistakenError
-from partway.runtime.step import CompiledStep, Generators, Waiting, generators, put_back
+from partway.runtime.random_state import Generators, put_back, states_of
+from partway.runtime.step import CompiledStep
+from partway.runtime.waiting import Waiting
 from partway.strategy import RuntimeStateError
 
 Source = Callable[[], Tensor]
@@ -160,7 +162,7 @@ class Runner:
         results: list[Any] = []
         writes: list[tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]] = []
         step = self._step or self._load()
-        before = generators(tensors[0].device) if self._assumed and step.random else None
+        before = states_of(tensors[0].device) if self._assumed and step.random else None
         for value, leave, buffer, written in zip(step(tensors), self._leave, buffers, self._written, strict=True):
             if written is not None:
                 place, write = written

@@ -6,12 +6,14 @@ Both run the same graphs, through a `CompiledStep`, and report the same collecti
 from __future__ import annotations
 
 from .agreement import Fact, agree, agreement, facts_of
-from .execute import Worker, broadcast, device_mesh, generators, share_generators
+from .execute import Worker, broadcast, device_mesh
+from .loaded import Executor
 from .parameters import as_dtensor, distribute, placed_part, redistribute, shard_tensor
 from .process import get_group_size, get_rank, init, launched, shutdown
+from .random_state import generators, share_generators
 from .record import Event, record_collectives, record_timeline
 from .simulate import Simulator, join, split
-from .step import CompiledStep, Executor
+from .step import CompiledStep
 
 __all__ = [
     "CompiledStep",

@@ -3,7 +3,7 @@
 A collective is issued when its operands are ready and waited for where its result is read (`issue.py`).
 
 What draws from a generator (the keys of a call's random numbers, or the numbers themselves) does so on every rank,
-each from its own: the ranks see the same as long as their generators agree (`generators`, `agreement.py`).
+each from its own: the ranks see the same as long as their generators agree (`random_state.py`, `agreement.py`).
 """
 
 from __future__ import annotations
@@ -182,21 +182,3 @@ def broadcast(tensors: Sequence[Tensor]) -> None:
             dist.broadcast(as_bytes(whole), 0)
             if whole is not tensor:
                 tensor.copy_(whole)
-
-
-def generators() -> dict[str, Tensor]:
-    """The states of the random generators that operators draw from."""
-    states = {"the random generator": torch.get_rng_state()}
-    if device_type() == "cuda":
-        states["the random generator of CUDA"] = torch.cuda.get_rng_state()
-    return states
-
-
-def share_generators() -> None:
-    """Give every rank the states of rank 0's random generators; every rank calls it."""
-    states: list[Any] = [generators()]
-    dist.broadcast_object_list(states, 0)
-    cpu, *cuda = states[0].values()
-    torch.set_rng_state(cpu)
-    for state in cuda:
-        torch.cuda.set_rng_state(state)

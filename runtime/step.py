@@ -5,13 +5,12 @@ simulated ranks a call takes and gives whole tensors, with one rank of a process
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,203 +21,20 @@ from ..propagation.graph.nodes import draws_random_numbers
 from ..propagation.graph.port import Role
 from ..propagation.program.accumulate import Accumulation
 from ..propagation.program.apart import entangled
-from ..propagation.program.local_program import Conversion, PlacedPort
+from ..propagation.program.local_program import PlacedPort
 from ..propagation.program.step import Step, is_port
 from ..propagation.torch_internals import is_batched
-from ..strategy.choice import Choice
 from ..strategy.errors import RuntimeStateError
-from .assemble import assemble_code
-from .functions import Run
-from .inductor import compile_regions, example
-from .instructions import Code, Mark
+from .loaded import Backend, Backward, Executor, Loaded, Loader
 from .memory import memory_of
 from .parameters import gradient_of
-from .record import begin, marking, timed
+from .random_state import drawing_again, states_of
 from .slices import Placed
 from .strides import Strides, strides_of
 from .torch_internals import forward_level
+from .waiting import Accumulating, Kept, Reduces, Waiting
 
 Wanted = tuple[bool, ...]
-
-
-class Executor(Protocol):
-    """Runs code on values; a value is what stands for one tensor (a list of parts, or one rank's part).
-
-    enter, leave    between the tensors of a call and values; what is shared leaves as a copy
-    zeros           the value that is zero, for a gradient that did not come
-    pack, unpack    between values and flat lists of tensors, for autograd to save
-    load            a code as a function of values
-    """
-
-    def enter(self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort]) -> list[Any]: ...
-
-    def leave(self, values: Sequence[Any], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]: ...
-
-    def zeros(self, placed: PlacedPort, device: torch.device) -> Any: ...
-
-    def pack(self, values: Sequence[Any]) -> list[Tensor]: ...
-
-    def unpack(self, tensors: Sequence[Tensor]) -> list[Any]: ...
-
-    def load(self, code: Code, mark: Mark | None = None) -> Run: ...
-
-
-class Backend(Choice):
-    """What runs the operators of a step."""
-
-    EAGER = "eager"  # PyTorch, one after another
-    INDUCTOR = "inductor"  # TorchInductor's kernels, one for each stretch between collectives
-
-
-class Loaded:
-    """A graph and the function that runs it for one executor.
-
-    code       its instructions
-    examples   fake tensors like its outputs, where the backend needs to know them
-    """
-
-    def __init__(
-        self, module: fx.GraphModule, phase: str, reasons: Sequence[Conversion], examples: Sequence[Any], loader: Loader
-    ) -> None:
-        self.examples: list[Any] = []
-        if loader.backend is Backend.INDUCTOR:
-            module, self.examples = compile_regions(module, examples)
-        self.code = assemble_code(module, phase, reasons)
-        self._executor = loader.executor
-        self._run = loader.executor.load(self.code)
-
-    @cached_property
-    def _timed(self) -> Run:
-        return self._executor.load(self.code, marking(self.code))
-
-    def run(self, inputs: list[Any]) -> list[Any]:
-        """The values of the outputs for those of the inputs."""
-        if not timed():
-            return self._run(inputs)
-        begin(inputs)
-        return self._timed(inputs)
-
-
-class Backward(Loaded):
-    """The backward of a Step: from saved values and tangents to the gradients of the inputs that get one.
-
-    arriving    for each input whether there is a gradient; an input on which no output depends gets none
-    placed      where the gradients are
-    shared      which of them are copied, as `Code.shared`
-    """
-
-    def __init__(self, step: Step, examples: Sequence[Any], loader: Loader) -> None:
-        assert step.backward is not None
-        super().__init__(step.backward, "backward", step.program.conversions, examples, loader)
-        slots = iter(self.code.outputs)
-        self.arriving = [needs and next(slots) is not None for needs in step.needed]
-        self.placed = [Placed(p.layout.dual(), p.shape) for p in itertools.compress(step.program.inputs, self.arriving)]
-        self.shared = [held for held, slot in zip(self.code.shared, self.code.outputs, strict=True) if slot is not None]
-
-    def values(self, inputs: list[Any]) -> list[Any]:
-        """The gradients as values, those that there are."""
-        return [value for value in self.run(inputs) if value is not None]
-
-
-class Accumulating:
-    """The backwards of a Step whose reductions wait: see `Accumulation`."""
-
-    def __init__(self, found: Accumulation, examples: Sequence[Any], loader: Loader) -> None:
-        self.inputs = found.inputs
-        self.early = Backward(found.early, examples, loader)
-        places = [i in found.inputs for i in itertools.compress(itertools.count(), found.early.needed)]
-        addends = [addend.contiguous() for addend in itertools.compress(self.early.examples, places)]
-        self.last = Backward(found.last, [*examples, *addends], loader)
-        waiting = tuple(i in found.inputs for i in range(len(found.rest.needed)))
-        self.rest = Backward(replace(found.rest, needed=waiting), addends, loader)
-
-
-@dataclass
-class Waiting:
-    """The gradients of one module that wait for their reduction. The backwards of calls inside of `blocks` add to them,
-    and the next other one reduces them all.
-
-    A `.grad` says whether what waits of it is still wanted: it is a zero while all of it waits, and who sets it to None
-    (as an optimizer's zero_grad does), or fills it with zeros, drops what waits."""
-
-    blocks: set[object] = field(default_factory=set)
-    kept: dict[CompiledStep, list[Kept]] = field(default_factory=dict)
-
-    def drop(self) -> None:
-        """Forget what is not wanted any more."""
-        for step, each in list(self.kept.items()):
-            wanted = [kept.is_wanted() for kept in each]
-            if not any(wanted):
-                del self.kept[step]
-            elif not all(wanted):
-                self.kept[step] = [kept if want else kept.nothing() for kept, want in zip(each, wanted, strict=True)]
-
-    def take(self) -> dict[CompiledStep, list[Kept]]:
-        """All that waits, which waits no longer."""
-        self.drop()
-        taken, self.kept = self.kept, {}
-        for kept in chain(*taken.values()):
-            kept.release()
-        return taken
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What waits of the gradient of one tensor. `.grad` was `seen` when that began (`made`: for this), and had been
-    written `version` times."""
-
-    primal: Tensor
-    addends: list[Tensor]
-    seen: Tensor
-    version: int
-    made: bool
-
-    @classmethod
-    def of(cls, primal: Tensor, addends: list[Tensor]) -> Kept:
-        """The first of what waits."""
-        made = primal.grad is None
-        if made:
-            primal.grad = torch.zeros_like(primal, requires_grad=False)
-        assert primal.grad is not None
-        return cls(primal, addends, primal.grad, primal.grad._version, made)
-
-    def plus(self, addends: list[Tensor]) -> Kept:
-        """With one more."""
-        return replace(self, addends=list(map(torch.add, self.addends, addends)))
-
-    def nothing(self) -> Kept:
-        """What waits of a gradient that was dropped, beside others that were not."""
-        return Kept.of(self.primal, list(map(torch.zeros_like, self.addends)))
-
-    def is_wanted(self) -> bool:
-        """Whether nobody has dropped the gradient."""
-        found = self.primal.grad
-        if found is None or not self._is_written():
-            return found is not None
-        total: Any = found.abs().sum()
-        return bool(total.full_tensor() if hasattr(total, "full_tensor") else total)
-
-    def release(self) -> None:
-        """Nothing waits any longer: a zero that was only there to say so goes."""
-        if self.made and not self._is_written():
-            self.primal.grad = None
-
-    def _is_written(self) -> bool:
-        return self.primal.grad is not self.seen or self.seen._version != self.version
-
-
-@dataclass(frozen=True)
-class Loader:
-    """What runs code, and in what form."""
-
-    executor: Executor
-    backend: Backend = Backend.EAGER
-
-    def example(self, placed: PlacedPort) -> Any:
-        """A fake tensor like the part of an input or output, where the backend needs one."""
-        if self.backend is Backend.EAGER:
-            return None
-        return example(placed.local_shape, placed.dtype, placed.port.node.meta["val"].device)
 
 
 @dataclass(eq=False)
@@ -312,7 +128,7 @@ class CompiledStep:
         """The gradients of `primals`, from the saved values and tangents `inputs`. While `holding`, those that can wait
         are None; else all that wait are reduced with them."""
         backward, waiting = self.backward, self.waiting
-        taken: dict[CompiledStep, list[Kept]] = {}
+        taken: dict[Reduces, list[Kept]] = {}
         kept: tuple[int, ...] = ()
         if holding and self.accumulating and all(primals[i].is_leaf for i in self.accumulating.inputs):
             backward, kept = self.accumulating.early, self.accumulating.inputs
@@ -327,7 +143,7 @@ class CompiledStep:
         if kept:
             self._hold(primals, dict(zip(arriving, values, strict=True)))
         for step, each in taken.items():
-            step._reduce(each)
+            step.reduce(each)
         ready = [i not in kept for i in arriving]
         left = self.executor.leave(*(list(itertools.compress(every, ready))
                                      for every in (values, backward.placed, backward.shared)))  # fmt: skip
@@ -349,7 +165,7 @@ class CompiledStep:
             for primal, addends in fresh
         ]
 
-    def _reduce(self, each: Sequence[Kept]) -> None:
+    def reduce(self, each: Sequence[Kept]) -> None:
         """Reduce the gradients that waited, and add them to those of their tensors."""
         assert self.accumulating is not None
         rest = self.accumulating.rest
@@ -382,7 +198,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, compiled: CompiledStep, *tensors: Tensor) -> tuple[Tensor, ...]:
         executor, count = compiled.executor, len(compiled.results)
-        ctx.generators = generators(tensors[0].device) if compiled.random else None
+        ctx.generators = states_of(tensors[0].device) if compiled.random else None
         values = compiled.forward.run(executor.enter(tensors, compiled.step.program.inputs))
         results = executor.leave(values[:count], compiled.results, compiled.forward.code.shared[:count])
         # autograd would let nobody write into a view that is made here
@@ -445,7 +261,7 @@ class _Function(torch.autograd.Function):
                 # An output whose gradient was not planned for: run the forward again, with the random numbers that it
                 # drew, for the backward that is.
                 _check_unchanged(compiled.step.program.inputs, primals, ctx.versions)
-                with _drawing_again(ctx.generators, primals[0].device):
+                with drawing_again(ctx.generators, primals[0].device):
                     values = compiled.forward.run(executor.enter(primals, compiled.step.program.inputs))
                 saved = values[len(compiled.results) :]
         outputs = compiled.step.program.outputs
@@ -537,30 +353,3 @@ def _roots(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     except RuntimeError:  # freed; the backward says so
         saved = ()
     return tuple(t for t in (*saved, *ctx.parameters, *gradients) if t is not None and t.requires_grad)
-
-
-Generators = tuple[Tensor, Tensor | None]  # the states of the CPU's and, where there is one, the GPU's
-
-
-def put_back(states: Generators, device: torch.device) -> None:
-    """Set the generators to `states` again."""
-    cpu, gpu = states
-    torch.set_rng_state(cpu)
-    if gpu is not None:
-        torch.cuda.set_rng_state(gpu, device)
-
-
-def generators(device: torch.device) -> Generators:
-    """The states of the generators of which a step on this device draws."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-@contextlib.contextmanager
-def _drawing_again(states: Generators | None, device: torch.device) -> Iterator[None]:
-    """Draw the numbers that come after `states` of the generators again, and leave the generators as they are."""
-    if states is None:
-        yield
-        return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        put_back(states, device)
-        yield

@@ -1,0 +1,115 @@
+"""A graph of a step as a function: for an executor, by a backend, with what it is told about when it is timed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from ..propagation.program.local_program import Conversion, PlacedPort
+from ..propagation.program.step import Step
+from ..strategy.choice import Choice
+from .assemble import assemble_code
+from .functions import Run
+from .inductor import compile_regions, example
+from .instructions import Code, Mark
+from .record import begin, marking, timed
+from .slices import Placed
+
+
+class Executor(Protocol):
+    """Runs code on values; a value is what stands for one tensor (a list of parts, or one rank's part).
+
+    enter, leave    between the tensors of a call and values; what is shared leaves as a copy
+    zeros           the value that is zero, for a gradient that did not come
+    pack, unpack    between values and flat lists of tensors, for autograd to save
+    load            a code as a function of values
+    """
+
+    def enter(self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort]) -> list[Any]: ...
+
+    def leave(self, values: Sequence[Any], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]: ...
+
+    def zeros(self, placed: PlacedPort, device: torch.device) -> Any: ...
+
+    def pack(self, values: Sequence[Any]) -> list[Tensor]: ...
+
+    def unpack(self, tensors: Sequence[Tensor]) -> list[Any]: ...
+
+    def load(self, code: Code, mark: Mark | None = None) -> Run: ...
+
+
+class Backend(Choice):
+    """What runs the operators of a step."""
+
+    EAGER = "eager"  # PyTorch, one after another
+    INDUCTOR = "inductor"  # TorchInductor's kernels, one for each stretch between collectives
+
+
+class Loaded:
+    """A graph and the function that runs it for one executor.
+
+    code       its instructions
+    examples   fake tensors like its outputs, where the backend needs to know them
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, phase: str, reasons: Sequence[Conversion], examples: Sequence[Any], loader: Loader
+    ) -> None:
+        self.examples: list[Any] = []
+        if loader.backend is Backend.INDUCTOR:
+            module, self.examples = compile_regions(module, examples)
+        self.code = assemble_code(module, phase, reasons)
+        self._executor = loader.executor
+        self._run = loader.executor.load(self.code)
+
+    @cached_property
+    def _timed(self) -> Run:
+        return self._executor.load(self.code, marking(self.code))
+
+    def run(self, inputs: list[Any]) -> list[Any]:
+        """The values of the outputs for those of the inputs."""
+        if not timed():
+            return self._run(inputs)
+        begin(inputs)
+        return self._timed(inputs)
+
+
+class Backward(Loaded):
+    """The backward of a Step: from saved values and tangents to the gradients of the inputs that get one.
+
+    arriving    for each input whether there is a gradient; an input on which no output depends gets none
+    placed      where the gradients are
+    shared      which of them are copied, as `Code.shared`
+    """
+
+    def __init__(self, step: Step, examples: Sequence[Any], loader: Loader) -> None:
+        assert step.backward is not None
+        super().__init__(step.backward, "backward", step.program.conversions, examples, loader)
+        slots = iter(self.code.outputs)
+        self.arriving = [needs and next(slots) is not None for needs in step.needed]
+        self.placed = [Placed(p.layout.dual(), p.shape) for p in itertools.compress(step.program.inputs, self.arriving)]
+        self.shared = [held for held, slot in zip(self.code.shared, self.code.outputs, strict=True) if slot is not None]
+
+    def values(self, inputs: list[Any]) -> list[Any]:
+        """The gradients as values, those that there are."""
+        return [value for value in self.run(inputs) if value is not None]
+
+
+@dataclass(frozen=True)
+class Loader:
+    """What runs code, and in what form."""
+
+    executor: Executor
+    backend: Backend = Backend.EAGER
+
+    def example(self, placed: PlacedPort) -> Any:
+        """A fake tensor like the part of an input or output, where the backend needs one."""
+        if self.backend is Backend.EAGER:
+            return None
+        return example(placed.local_shape, placed.dtype, placed.port.node.meta["val"].device)

@@ -1,0 +1,57 @@
+"""The states of the random generators that a step draws from: read, put back, and shared among ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .process import device_type
+
+Generators = tuple[Tensor, Tensor | None]  # the states of the CPU's and, where there is one, the GPU's
+
+
+def states_of(device: torch.device) -> Generators:
+    """The states of the generators from which a step on this device draws."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def put_back(states: Generators, device: torch.device) -> None:
+    """Set the generators to `states` again."""
+    cpu, gpu = states
+    torch.set_rng_state(cpu)
+    if gpu is not None:
+        torch.cuda.set_rng_state(gpu, device)
+
+
+@contextlib.contextmanager
+def drawing_again(states: Generators | None, device: torch.device) -> Iterator[None]:
+    """Draw the numbers that come after `states` of the generators again, and leave the generators as they are."""
+    if states is None:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        put_back(states, device)
+        yield
+
+
+def generators() -> dict[str, Tensor]:
+    """The states of the random generators that operators draw from, each with what people are told that it is."""
+    states = {"the random generator": torch.get_rng_state()}
+    if device_type() == "cuda":
+        states["the random generator of CUDA"] = torch.cuda.get_rng_state()
+    return states
+
+
+def share_generators() -> None:
+    """Give every rank the states of rank 0's random generators; every rank calls it."""
+    states: list[Any] = [generators()]
+    dist.broadcast_object_list(states, 0)
+    cpu, *cuda = states[0].values()
+    torch.set_rng_state(cpu)
+    for state in cuda:
+        torch.cuda.set_rng_state(state)
