@@ -1,0 +1,62 @@
+"""Cases of `propagation/rules/along.py`."""
+
+import torch
+import torch.nn.functional as F
+
+from cases import case, fixed, fixed_unit, index, real
+
+aten = torch.ops.aten
+
+CASES = [
+    case(aten._safe_softmax.default, "f0", lambda x: aten._safe_softmax(x, 1), real(4, 4)),
+    case(aten._softmax.default, "f0", lambda x: aten._softmax(x, 1, False), real(4, 4)),
+    case(aten.argmax.default, "f0 f2", lambda x, y: x.argmax(1) * y, real(4, 3, 4), real(4, 4)),
+    case(aten.argmin.default, "f0 f1", lambda x, y: x.argmin(-1, keepdim=True) * y, real(4, 4, 3), real(4, 4, 1)),
+    case(aten.cumsum.default, "f0", lambda x: x.cumsum(1), real(4, 4), linear=1),
+    case(aten.log_softmax.int, "f1", lambda x: x.log_softmax(0), real(4, 4)),
+    case(aten.max.dim, "f0 f2", lambda x: x.max(1), real(4, 3, 4)),
+    case(aten.max.dim, "f0 f2", lambda x: x.max(1, keepdim=True)[0], real(4, 3, 4)),
+    case(aten.min.dim, "f1", lambda x: x.min(0), real(4, 4)),
+    case(aten.softmax.int, "f0 f1", lambda x: x.softmax(-1), real(4, 4, 3)),
+    case(aten._softmax_backward_data.default, "f0",
+         lambda g, y: aten._softmax_backward_data(g, y, 1, torch.float64), fixed(4, 4), fixed(4, 4)),
+    case(aten.flip.default, "f1", lambda x: x.flip(0) * 2, real(4, 4), linear=1),
+    case(aten.aminmax.default, "f1", lambda x: x.aminmax(dim=0, keepdim=True), real(4, 4)),
+    case(aten.aminmax.default, "", lambda x: x.aminmax(), real(4, 4)),
+    case(aten.argmax.default, "", lambda x, y: x.argmax() * y, real(4, 4), real(4)),
+    case(aten.bucketize.Tensor, "f0 f1",
+         lambda x, s, y: torch.bucketize(x.detach(), s) * y, real(4, 4), fixed(3), real(4, 1)),
+    case(aten.cummax.default, "f0", lambda x: x.cummax(1), real(4, 4)),
+    case(aten.cummin.default, "f1", lambda x: x.cummin(0), real(4, 4)),
+    case(aten.cumprod.default, "f0", lambda x: x.cumprod(-1), real(4, 4)),
+    case(aten.diagonal.default, "f1", lambda x: x.diagonal(1, 0, 2) * 2, real(3, 4, 4), linear=1),
+    case(aten.diagonal_scatter.default, "f0",
+         lambda x, y: x.diagonal_scatter(y, 0, 1, 2), real(4, 3, 3), real(4, 3), linear=1),
+    case(aten.glu.default, "f1", lambda x: F.glu(x, 0), real(4, 4)),
+    case(aten.isin.Tensor_Tensor, "f0 f1",
+         lambda i, t, x: torch.isin(i, t) * x, index(5, 4, 4), index(5, 2), real(4, 4)),
+    case(aten.isin.Tensor_Scalar, "f0", lambda i, x: torch.isin(i, 2) * x, index(5, 4), real(4)),
+    case(aten.kthvalue.default, "f0", lambda x: x.kthvalue(2, 1), real(4, 3)),
+    case(aten.logcumsumexp.default, "f0", lambda x: x.logcumsumexp(1), real(4, 4)),
+    case(aten.median.default, "", lambda x: x.median(), real(4, 4)),
+    case(aten.median.dim, "f0", lambda x: x.median(1), real(4, 3)),
+    case(aten.mode.default, "f1", lambda x: x.mode(0, True), real(3, 4)),
+    case(aten.nanmedian.default, "", lambda x: x.nanmedian(), real(4, 4)),
+    case(aten.nanmedian.dim, "f0", lambda x: x.nanmedian(-1, True), real(4, 3)),
+    case(aten.nanquantile.default, "f0", lambda x, q: x.nanquantile(q, 1), real(4, 3), fixed_unit(2)),
+    case(aten.nanquantile.scalar, "f0", lambda x: x.nanquantile(0.3, 1, True), real(4, 3)),
+    case(aten.quantile.default, "f1", lambda x, q: x.quantile(q, 0, keepdim=True), real(3, 4), fixed_unit(2)),
+    case(aten.quantile.scalar, "", lambda x: x.quantile(0.3), real(4, 4)),
+    case(aten.searchsorted.Tensor, "f0 f1",
+         lambda x, y: torch.searchsorted(x.sort()[0], x) * y, fixed(4, 4), real(4, 4)),
+    case(aten.searchsorted.Tensor, "f0 f1",
+         lambda s, x, y: torch.searchsorted(s, x) * y, fixed(3), fixed(4, 4), real(4, 1)),
+    case(aten.select_scatter.default, "f0", lambda x, y: x.select_scatter(y, 1, 2), real(4, 4), real(4), linear=1),
+    case(aten.slice_scatter.default, "f1",
+         lambda x, y: x.slice_scatter(y, 0, 1, 3), real(4, 4), real(2, 4), linear=1),
+    case(aten.sort.default, "f0", lambda x: x.sort(1), real(4, 3)),
+    case(aten.sort.stable, "f1", lambda x: x.sort(dim=0, stable=True, descending=True), real(3, 4)),
+    case(aten.topk.default, "f0", lambda x: x.topk(2), real(4, 3)),
+    case(aten.tril.default, "f0", lambda x: x.tril(1) * 2, real(4, 3, 3), linear=1),
+    case(aten.triu.default, "f0", lambda x: x.triu(-1) * 2, real(4, 3, 3), linear=1),
+]  # fmt: skip
