@@ -20,6 +20,7 @@ import partway
 
 CHECKOUT = Path(os.environ.get("PARTWAY_CHECKOUT", Path(__file__).parents[1])).resolve()
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
+DESIGN = sorted((CHECKOUT / "docs" / "design").glob("*.md"))
 TABLE: dict[str, str] = PROJECT["tool"]["setuptools"]["package-dir"]
 
 
@@ -83,7 +84,10 @@ def test_every_direct_dependency_has_an_exact_version_in_the_constraints() -> No
     assert {n.split(">=")[0].split(";")[0] for n in requires("partway") or []} - pinned == set()
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/design/README.md"])
+PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/design/{page.name}" for page in DESIGN)]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_every_link_to_a_file_leads_somewhere(page: str) -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", (CHECKOUT / page).read_text(encoding="utf-8"))
     assert [link for link in links if not ((CHECKOUT / page).parent / link).exists()] == []
