@@ -7,10 +7,8 @@ formulate.py         a graph becomes a problem: vertices, their options, edges; 
                      operator and what each costs; weights_read.py: which weights the backward reads
 problem.py           the problem as data, and what it costs to convert each of its tensors
 network.py           the problem as numbers
-search.py            the entry `search`, and the table of search modes, each a file of its own:
-exact.py             dynamic_programming: narrow.py leaves out what no optimal plan takes, eliminate.py does the rest
-propagate.py         sharding_propagation
-recursive.py         recursive_programming
+search.py            the entry `search`, and the table of search modes, a row each (propagate.py, recursive.py, ...)
+exact.py             the exact search: narrow.py leaves out what no optimal plan takes, eliminate.py does the rest
 memory.py            the exact search under a memory limit
 solution.py          what a search returns, and the check of it
 """
