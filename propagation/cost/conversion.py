@@ -30,7 +30,7 @@ Floats = NDArray[np.float64]
 Codes = NDArray[np.intp]
 Mask = NDArray[np.bool_]
 CHUNK = 2**16  # costs that are relaxed at a time: they stay in the cache
-_SLACK = 1 / 8  # how much of what ranks store for good may mean nothing, without being asked for
+_SLACK = 1 / 8  # how much of what ranks store for good may be padding, without being asked for
 _STEP = 1e-13  # seconds: of two ways that cost the same the shorter one wins, and no way is a circle
 
 
@@ -58,21 +58,25 @@ class _Move:
     @cached_property
     def states(self) -> list[int]:
         """The states that a step can start from."""
-        steps: NDArray[np.bool_] = np.any(np.isfinite(self.cost), axis=2)
+        steps: Mask = np.any(np.isfinite(self.cost), axis=2)
         np.fill_diagonal(steps, False)
-        found: list[int] = np.flatnonzero(np.any(steps, axis=1)).tolist()
-        return found
+        states: list[int] = np.flatnonzero(np.any(steps, axis=1)).tolist()
+        return states
 
 
 @dataclass(frozen=True, eq=False)
 class ConversionTable:
     """Costs between all layouts of tensors of one shape. A layout is known by its code: its states, one digit per
-    axis. `gradient`: the backward of a conversion runs too; `partial`: how what the ranks hold under Partial makes the
-    value ("sum" or "max"; None: there is no Partial); `barred`: steps that make the conversions impossible whose
-    cheapest chain has one of them, each as (axes, from, to); `tied`: axes along which there is no step at all; `stays`:
-    parts stay where they are, so that there is no step that gathers or exchanges them, forward or backward; `again`: a
-    gather runs once more in the backward; `short`: sizes of dims that may be cut into more parts than they have
-    elements."""
+    axis.
+
+    partial      how what the ranks hold under Partial makes the value: "sum" or "max"; None: there is no Partial
+    gradient     the backward of a conversion runs too
+    barred       steps, each as (axes, from, to): a conversion whose cheapest chain has one is impossible
+    tied         axes along which there is no step at all
+    stay_split   what is split stays split: no step gathers or exchanges it, forward or backward
+    regather     a gather runs once more in the backward
+    short        sizes of dims that may be cut into more parts than they have elements
+    """
 
     shape: tuple[int, ...]
     itemsize: int
@@ -83,8 +87,8 @@ class ConversionTable:
     weights: Weights
     barred: frozenset[tuple[tuple[str, ...], Placement, Placement]] = frozenset()
     tied: tuple[str, ...] = ()
-    stays: bool = False
-    again: bool = False
+    stay_split: bool = False
+    regather: bool = False
     short: frozenset[int] = frozenset()
 
     @cached_property
@@ -112,11 +116,11 @@ class ConversionTable:
         """Into how many parts `dim` is split, for every code."""
         if Shard(dim) not in self.states:
             return np.ones(len(self.digits), dtype=np.intp)
-        found: Codes = np.where(self.digits == self.states.index(Shard(dim)), self.mesh.sizes, 1).prod(axis=1)
-        return found
+        parts: Codes = np.where(self.digits == self.states.index(Shard(dim)), self.mesh.sizes, 1).prod(axis=1)
+        return parts
 
     @cached_property
-    def valid(self) -> NDArray[np.bool_]:
+    def valid(self) -> Mask:
         """Whether each layout has an element of every split dim for each part, where it has to."""
         valid = np.ones(len(self.digits), dtype=bool)
         for dim, size in enumerate(self.shape):
@@ -125,18 +129,18 @@ class ConversionTable:
         return valid
 
     @cached_property
-    def nearly_even(self) -> NDArray[np.bool_]:
-        """Whether each layout cuts the shape as a DTensor is cut, into parts of which little is behind the ends."""
-        found = np.ones(len(self.digits), dtype=bool)
+    def nearly_even(self) -> Mask:
+        """Whether each layout cuts the shape as a DTensor is cut, into parts with little padding."""
+        nearly = np.ones(len(self.digits), dtype=bool)
         for dim, size in enumerate(self.shape):
             parts = self.parts(dim)
-            found &= -(-size // parts) * parts <= size * (1 + _SLACK)
-        for code in np.flatnonzero(found & ~self.even):
-            found[code] = self.layouts[code].chunks(self.shape)
-        return found
+            nearly &= -(-size // parts) * parts <= size * (1 + _SLACK)
+        for code in np.flatnonzero(nearly & ~self.even):
+            nearly[code] = self.layouts[code].chunks(self.shape)
+        return nearly
 
     @cached_property
-    def even(self) -> NDArray[np.bool_]:
+    def even(self) -> Mask:
         """Whether each layout divides the shape evenly."""
         even = np.ones(len(self.digits), dtype=bool)
         for dim, size in enumerate(self.shape):
@@ -146,14 +150,14 @@ class ConversionTable:
     @cached_property
     def held(self) -> Floats:
         """The bytes of one rank's part, for every code; where slices are uneven, of the largest."""
-        found = np.full(len(self.digits), float(self.itemsize))
+        held = np.full(len(self.digits), float(self.itemsize))
         for dim, size in enumerate(self.shape):
-            found *= -(-size // self.parts(dim))
-        return found
+            held *= -(-size // self.parts(dim))
+        return held
 
-    def local_bytes(self, found: Layout) -> float:
+    def local_bytes(self, placed: Layout) -> float:
         """The bytes of one rank's part."""
-        return float(self.held[self.index[found]])
+        return float(self.held[self.index[placed]])
 
     @property
     def _splits(self) -> int:
@@ -161,9 +165,9 @@ class ConversionTable:
 
     def kinds(self, source: Placement, target: Placement, phase: str) -> tuple[Kind, ...]:
         """What a step does in the "forward" or the "backward"."""
-        found = step_kind(source, target, phase, self.gradient)
-        repeats = self.again and phase == "backward" and is_gather(kind(source, target))
-        return (found, kind(source, target)) if repeats else (found,)
+        done = step_kind(source, target, phase, self.gradient)
+        repeats = self.regather and phase == "backward" and is_gather(kind(source, target))
+        return (done, kind(source, target)) if repeats else (done,)
 
     @cached_property
     def cost(self) -> Floats:
@@ -179,8 +183,8 @@ class ConversionTable:
             chunk = max(1, CHUNK // len(self.digits))
             for start in range(0, len(missing), chunk):
                 part = missing[start : start + chunk]
-                found = self._distances(part)
-                known.update(zip(part, self._but_barred(found) if self.barred else found, strict=True))
+                distances = self._distances(part)
+                known.update(zip(part, self._but_barred(distances) if self.barred else distances, strict=True))
         return np.stack([known[code] for code in sources]) if sources else np.zeros((0, len(self.digits)))
 
     @cached_property
@@ -207,7 +211,7 @@ class ConversionTable:
         """Rows of distances, with inf where the chain that `path` finds has a step that is barred."""
         nearest = np.full(distance.shape, np.inf)
         before = np.tile(np.arange(distance.shape[1]), (len(distance), 1))  # the layout that the last step starts from
-        found = np.zeros(distance.shape, dtype=bool)
+        impossible = np.zeros(distance.shape, dtype=bool)
         for move in self._moves:
             axes = tuple(self.mesh.axes[a] for a in move.axes)
             for state, target in enumerate(self.states):
@@ -220,10 +224,10 @@ class ConversionTable:
                 better = (cost < nearest[:, to]) & (distance[:, to] > 0)
                 nearest[:, to] = np.where(better, cost, nearest[:, to])
                 before[:, to] = np.where(better, move.codes[start, np.arange(len(to))], before[:, to])
-                found[:, to] = np.where(better, barred[start], found[:, to])
-        while not np.array_equal(found, more := found | np.take_along_axis(found, before, axis=1)):
-            found = more
-        return np.where(found, np.inf, distance)
+                impossible[:, to] = np.where(better, barred[start], impossible[:, to])
+        while not np.array_equal(impossible, more := impossible | np.take_along_axis(impossible, before, axis=1)):
+            impossible = more
+        return np.where(impossible, np.inf, distance)
 
     def spread(self, values: Floats, forward: bool) -> Floats:
         """For every layout the least of `values[other] + cost[other, layout]`, or of `cost[layout, other]` where not
@@ -255,7 +259,7 @@ class ConversionTable:
         whole = self.held[codes[self.states.index(REPLICATE)]]  # what is held if none of these axes splits it
         names = tuple(self.mesh.axes[a] for a in axes)
         fixed, linear = _coefficients(
-            self.states, self.gradient, self.stays, self.again, self.mesh, names, self.profile, self.weights
+            self.states, self.gradient, self.stay_split, self.regather, self.mesh, names, self.profile, self.weights
         )
         cost = fixed[..., None] + linear[..., None] * whole
         # a later axis that splits the same dim stands in the way of putting or taking away a split
@@ -281,15 +285,15 @@ class ConversionTable:
         distance = self.rows([source])[0]
         chain: list[ConversionStep] = []
         while target != source:
-            found: list[tuple[float, int, int, int]] = []
+            ways: list[tuple[float, int, int, int]] = []  # cost of the chain, move, state before, other axes' states
             for i, move in enumerate(self._moves):
                 states, others = np.nonzero(move.codes == target)
                 if not len(others):
                     continue
-                ways = distance[move.codes[:, others[0]]] + move.cost[:, states[0], others[0]]
-                ways[states[0]] = np.inf
-                found.append((float(ways.min()), i, int(ways.argmin()), int(others[0])))
-            _, i, state, other = min(found)
+                costs = distance[move.codes[:, others[0]]] + move.cost[:, states[0], others[0]]
+                costs[states[0]] = np.inf
+                ways.append((float(costs.min()), i, int(costs.argmin()), int(others[0])))
+            _, i, state, other = min(ways)
             move = self._moves[i]
             axes = tuple(self.mesh.axes[a] for a in move.axes)
             to = self.states[self.digits[target, move.axes[0]]]
@@ -300,16 +304,16 @@ class ConversionTable:
 
 
 def with_cuts(step: ConversionStep, before: Layout, shape: tuple[int, ...]) -> ConversionStep:
-    """`step`, of a tensor of `shape` that was laid out as `before`, with how it cuts the dims of which slices are
-    short. What other axes cut of a dim they cut before."""
+    """`step`, of a tensor of `shape` that was laid out as `before`, with how it cuts the dims that it cuts unevenly.
+    What other axes cut of a dim they cut before."""
 
-    def cut(placement: Placement, found: Layout) -> Placement:
+    def cut(placement: Placement, placed: Layout) -> Placement:
         if not isinstance(placement, Shard):
             return placement
-        others = [axis for axis in found.axes_of(placement.dim) if axis not in step.axes]
-        outer = Cut(shape[placement.dim], tuple(map(found.mesh.size, others))).width
-        made = Cut(outer, tuple(map(found.mesh.size, step.axes)))
-        return placement if made.even else Shard(placement.dim, made)
+        others = [axis for axis in placed.axes_of(placement.dim) if axis not in step.axes]
+        outer = Cut(shape[placement.dim], tuple(map(placed.mesh.size, others))).width
+        slices = Cut(outer, tuple(map(placed.mesh.size, step.axes)))
+        return placement if slices.even else Shard(placement.dim, slices)
 
     return replace(step, source=cut(step.source, before), target=cut(step.target, step.after))
 
@@ -323,6 +327,7 @@ def step_kind(source: Placement, target: Placement, phase: str, gradient: bool) 
 
 @cache
 def digits_of(states: int, axes: int) -> Codes:
+    """The state of each of `axes` axes, for every code."""
     return np.indices((states,) * axes).reshape(axes, states**axes).T.copy()
 
 
@@ -333,7 +338,7 @@ def _layouts(mesh: Mesh, states: tuple[Placement, ...]) -> tuple[Layout, ...]:
 
 @cache
 def _index(mesh: Mesh, states: tuple[Placement, ...]) -> dict[Layout, int]:
-    return {found: i for i, found in enumerate(_layouts(mesh, states))}
+    return {placed: code for code, placed in enumerate(_layouts(mesh, states))}
 
 
 @cache
@@ -350,8 +355,8 @@ def _groups_of_codes(states: int, axes: int, chosen: tuple[int, ...]) -> tuple[C
 def _coefficients(
     states: tuple[Placement, ...],
     gradient: bool,
-    stays: bool,
-    again: bool,
+    stay_split: bool,
+    regather: bool,
     mesh: Mesh,
     axes: tuple[str, ...],
     profile: DeviceProfile,
@@ -366,12 +371,12 @@ def _coefficients(
         if not converts(source, target):
             continue
         ways = [kind(source, target)] + ([kind(*transpose(source, target))] if gradient else [])
-        ways += [ways[0]] if again and is_gather(ways[0]) else []
+        ways += [ways[0]] if regather and is_gather(ways[0]) else []
         if len(axes) > 1 and not any(way.communicates for way in ways):
             continue
-        if stays and any(way.communicates and not COLLECTIVES[way].settled for way in ways):
+        if stay_split and any(way.communicates and not COLLECTIVES[way].settled for way in ways):
             continue
-        if stays and ways[0] is Kind.PAD:  # what is padded and then added up has been gathered
+        if stay_split and ways[0] is Kind.PAD:  # what is padded and then added up has been gathered
             continue
         fixed[i, j] = _STEP
         for way in ways:
@@ -393,13 +398,13 @@ def conversion_table(
     mesh: Mesh,
     profile: DeviceProfile,
     weights: Weights,
-    stays: bool = False,
-    again: bool = False,
+    stay_split: bool = False,
+    regather: bool = False,
     short: frozenset[int] = frozenset(),
 ) -> ConversionTable:
     """The shared table for these arguments."""
     return ConversionTable(
-        shape, itemsize, partial, gradient, mesh, profile, weights, stays=stays, again=again, short=short
+        shape, itemsize, partial, gradient, mesh, profile, weights, frozenset(), (), stay_split, regather, short
     )
 
 

@@ -124,12 +124,12 @@ def ranks_by_level(mesh: Mesh, axes: tuple[str, ...], devices: tuple[int | None,
     ranks = np.arange(mesh.device_num).reshape(mesh.sizes)
     size = math.prod(mesh.sizes[position] for position in positions)
     groups = np.moveaxis(ranks, positions, range(-len(positions), 0)).reshape(-1, size)  # each in ascending order
-    found, joined = [], 1
+    by_level, joined = [], 1
     for unit_size in devices:
         together = size if unit_size is None else _evenly(groups // unit_size)
-        found.append(together // joined if together else 1)
+        by_level.append(together // joined if together else 1)
         joined = together or joined
-    return tuple(found)
+    return tuple(by_level)
 
 
 def _evenly(units: np.ndarray) -> int:
@@ -157,5 +157,7 @@ def operator_seconds(
 ) -> NDArray[np.float64]:
     """The predicted time of one operator that computes `flops` in `dtype` and moves `moved` bytes, or of several."""
     computing = np.asarray(flops) / profile.peak.of(dtype)
-    found: NDArray[np.float64] = profile.overhead + np.maximum(computing, np.asarray(moved) / profile.memory_bandwidth)
-    return found
+    seconds: NDArray[np.float64] = profile.overhead + np.maximum(
+        computing, np.asarray(moved) / profile.memory_bandwidth
+    )
+    return seconds

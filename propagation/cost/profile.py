@@ -67,13 +67,13 @@ def _refused(where: str, what: str, accepts: str) -> StrategyError:
 
 
 def _by_kind(value: object, read: Callable[[str, Any], T]) -> ByKind[T]:
-    """One figure for all kinds, or a mapping with a figure for each."""
+    """The figure for all kinds, or a figure for each out of a mapping."""
     if not isinstance(value, Mapping):
         figure = read("", value)
         return ByKind(**dict.fromkeys(_KINDS, figure))
     for key in [*value, *_KINDS]:
         if key not in value or key not in _KINDS:
-            what = "is missing" if key in _KINDS else "is no kind of collective"
+            what = "is missing" if key in _KINDS else "is not a kind of collective"
             raise _refused(f".{key}", what, f"one number for all, or one for each of {', '.join(_KINDS)}")
     return ByKind(**{key: read(f".{key}", value[key]) for key in _KINDS})
 
@@ -88,7 +88,7 @@ def _bandwidth(where: str, value: Any) -> float | BySize:
     if isinstance(value, Mapping) and value:
         for size in value:
             if not re.fullmatch("[1-9][0-9]{0,8}", size) or int(size) < 2:
-                raise _refused(f"{where}.{size}", "is no group size", _TABLE)
+                raise _refused(f"{where}.{size}", "is not a group size", _TABLE)
         sizes = sorted(value, key=int)
         return tuple((int(size), _positive(f"{where}.{size}", value[size])) for size in sizes)
     return _positive(where, value)
@@ -100,9 +100,9 @@ def _positive(where: str, value: Any) -> float:
     return float(value)
 
 
-def _written(found: ByKind[float | BySize]) -> dict[str, float | dict[str, float]]:
+def _written(figures: ByKind[float | BySize]) -> dict[str, float | dict[str, float]]:
     """As a file has it."""
-    by_kind = {key: getattr(found, key) for key in _KINDS}
+    by_kind = {key: getattr(figures, key) for key in _KINDS}
     return {key: {str(n): rate for n, rate in f} if isinstance(f, tuple) else f for key, f in by_kind.items()}
 
 
@@ -247,7 +247,7 @@ def read_profile(path: Path) -> DeviceProfile:
         return DeviceProfile.model_validate_json(data)
     except ValidationError as error:
         problems = [problem for details in error.errors(include_url=False) for problem in _problems(details)]
-        raise StrategyError(f"{str(path)!r} holds no device profile:", problems) from None
+        raise StrategyError(f"{str(path)!r} is not a device profile:", problems) from None
 
 
 def _problems(error: ErrorDetails) -> Iterator[Problem]:
@@ -259,7 +259,7 @@ def _problems(error: ErrorDetails) -> Iterator[Problem]:
     elif error["type"] == "extra_forbidden":
         yield Problem(where, "is not a field", f"remove it: what is read is {_accepts(error['loc'][:-1])}")
     else:
-        what = {"missing": "is missing", "json_invalid": "is no JSON"}.get(error["type"])
+        what = {"missing": "is missing", "json_invalid": "is not JSON"}.get(error["type"])
         what = what or f"is {_shortened(error['input'])}"
         yield Problem(where or "the file", what, f"write {_accepts(error['loc'])}")
 

@@ -205,28 +205,28 @@ class _Live:
                 return vertex
         self._refresh()
         while self._heap:
-            found = heappop(self._heap)
-            vertex = found[-1]
+            rank = heappop(self._heap)
+            vertex = rank[-1]
             if self._gone[vertex]:
                 continue
-            if found == (rank := self._rank(vertex)):
-                if not found[0]:
+            if rank == (now := self._rank(vertex)):
+                if not rank[0]:
                     look = self._looks[vertex]
                     self._queue.extend((other, look) for other in sorted(self._alike[look] - {vertex}))
                 return vertex
-            heappush(self._heap, rank)
+            heappush(self._heap, now)
         return None
 
     def take(self, vertex: int) -> list[_Table]:
         """The tables of `vertex`, which is then gone."""
-        found = list(self._tables[vertex])
+        tables = list(self._tables[vertex])
         self._gone[vertex] = True
         self._alike.get(self._looks[vertex], set()).discard(vertex)
-        for table in found:
+        for table in tables:
             self._note(table, -1)
             for other in table.scope:
                 self._tables[other].pop(table, None)
-        return found
+        return tables
 
 
 def _mini_buckets(tables: list[_Table], vertex: int, sizes: list[int], limit: float) -> list[list[_Table]]:
@@ -264,7 +264,7 @@ def _least(tables: list[tuple[tuple[int, ...], Floats]], joint: tuple[int, ...],
             fixed = fixed + view.reshape(view.shape[outer:])
         else:
             varying.append(view)
-    found = np.empty(extents[:-1])
+    least = np.empty(extents[:-1])
     slab = np.empty(extents[outer:])
     for index in np.ndindex(*extents[:outer]):
         before = fixed
@@ -273,5 +273,5 @@ def _least(tables: list[tuple[tuple[int, ...], Floats]], joint: tuple[int, ...],
             before = slab
         if before is fixed:
             np.copyto(slab, fixed)
-        found[index] = slab.min(axis=-1)
-    return found
+        least[index] = slab.min(axis=-1)
+    return least

@@ -258,8 +258,8 @@ class _Formulation:
 
     def _refuse_unknown(self) -> None:
         if self.unknown and self.settings.on_unknown_op is Fallback.ERROR:
-            so = "and on_unknown_op='error' forbids to run it replicated"
-            raise OperatorError(without_rule([*self.unknown.values()], f", {so}"))
+            why = ", and on_unknown_op='error' does not let it run replicated"
+            raise OperatorError(without_rule([*self.unknown.values()], why))
 
     # -- vertices and edges
 

@@ -170,7 +170,7 @@ def _preferred(call: Call, rule: Rule, rows: _Rows, keep: Mask, settings: Settin
 
 
 def _aligned(call: Call, rows: _Rows, multiple: int) -> Mask:
-    """The rows under which slices of the last dim of every tensor are multiples of so many elements."""
+    """The rows under which a slice of the last dim of every tensor has a multiple of `multiple` elements."""
     aligned = np.ones(len(rows.factors), dtype=bool)
     for table, codes in rows.tensors(call):
         if table.shape:

@@ -83,7 +83,7 @@ def _impossible(problem: SearchProblem, plan: Solution) -> str:
         if math.isinf(edge.table.rows([edge.table.index[before]])[0, edge.table.index[after]]):
             return (
                 f"no plan was found on the mesh {problem.settings.mesh}: {producer.name} gives "
-                f"{list(edge.table.shape)} as {before}, {consumer.name} takes it as {after}, and no conversion may "
-                "stand between them; set elementwise_op_strategy_follow=False, or drop an annotation near them"
+                f"{list(edge.table.shape)} as {before}, {consumer.name} takes it as {after}, and no conversion is "
+                "allowed between them; set elementwise_op_strategy_follow=False, or drop an annotation near them"
             )
-    raise VerifyError("a plan without an impossible conversion costs infinitely much")
+    raise VerifyError("the plan costs inf, but none of its conversions is impossible")

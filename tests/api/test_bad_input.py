@@ -776,7 +776,7 @@ CAPTURE = [
         (
             "partway_tests.bend.default",
             "float32[8, 8]",
-            "has no rule, and on_unknown_op='error' forbids to run it replicated",
+            "has no rule, and on_unknown_op='error' does not let it run replicated",
             'pw.rule("partway_tests::bend", "a b -> a b")',
         ),
         pw.OperatorError,
@@ -1069,7 +1069,7 @@ PROFILES = [
         "device_profile_with_negative_figures",
         profile_with(negative, run()),
         (
-            "device_profile: 'profile.json' holds no device profile:",
+            "device_profile: 'profile.json' is not a device profile:",
             "peak.float32: is 0.0; write a finite number above 0 (operations/s)",
             "memory: is -1.0; write a finite number above 0 (bytes)",
             "levels[0].latency: is -1.0; write a finite number of 0 or more (s)",

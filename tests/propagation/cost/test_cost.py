@@ -375,11 +375,11 @@ WRONG = [
     ),
     (
         {**DATA, "levels": [{**FLAT, "bandwidth": {**EACH, "broadcast": 1}}]},
-        "levels[0].bandwidth.broadcast: is no kind of collective; write one number for all",
+        "levels[0].bandwidth.broadcast: is not a kind of collective; write one number for all",
     ),
     (
         {**DATA, "levels": [{**FLAT, "bandwidth": {**EACH, "all_gather": {"1": 1e9}}}]},
-        "levels[0].bandwidth.all_gather.1: is no group size; write a table of algorithm bandwidths by group size",
+        "levels[0].bandwidth.all_gather.1: is not a group size; write a table of algorithm bandwidths by group size",
     ),
     (
         {**DATA, "levels": [{**FLAT, "bandwidth": {**EACH, "all_gather": {"2": -1}}}]},
@@ -396,7 +396,7 @@ def test_a_wrong_profile_names_the_file_the_field_and_what_it_accepts(tmp_path, 
     with pytest.raises(StrategyError) as error:
         profile_of(path)
     first, second = str(error.value).splitlines()
-    assert first == f"{str(path)!r} holds no device profile:"
+    assert first == f"{str(path)!r} is not a device profile:"
     assert second.startswith(f"  - {says}")
 
 
@@ -409,5 +409,5 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path):
 
 def test_a_file_that_is_no_json_says_so(tmp_path):
     (tmp_path / "mine.json").write_text("{")
-    with pytest.raises(StrategyError, match="the file: is no JSON; write an object with name, peak, memory"):
+    with pytest.raises(StrategyError, match="the file: is not JSON; write an object with name, peak, memory"):
         profile_of(tmp_path / "mine.json")

@@ -158,7 +158,7 @@ def test_an_elementwise_operator_that_cannot_follow_is_an_error(lab, mode, limit
     text = str(error.value)
     assert text.startswith("no plan was found on the mesh x=2: relu gives [8, 16] as ")
     assert text.endswith(
-        ", and no conversion may stand between them; set elementwise_op_strategy_follow=False, or drop an annotation "
+        ", and no conversion is allowed between them; set elementwise_op_strategy_follow=False, or drop an annotation "
         "near them"
     )
 

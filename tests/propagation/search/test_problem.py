@@ -43,11 +43,15 @@ def test_a_choice_costs_its_options_and_the_conversions_between_them(problem):
 def test_what_is_split_stays_split_but_outputs_and_parameters_kept_in_parts(lab):
     layer, x = nn.Linear(8, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
 
-    def stays(**changes):
+    def stay(**changes):
         problem = lab.problem_of(layer, (x,), lab.LINE, stay_split=True, **changes)
         weight = next(Value(port.node) for port in problem.graph.inputs if port.name == "weight")
         result = Value(problem.graph.outputs[0].node)
-        return problem.table(weight).stays, problem.table(result).stays, problem.table(result, output=True).stays
+        return (
+            problem.table(weight).stay_split,
+            problem.table(result).stay_split,
+            problem.table(result, output=True).stay_split,
+        )
 
-    assert stays() == (True, True, False)
-    assert stays(shard_parameters=0) == (False, True, False)
+    assert stay() == (True, True, False)
+    assert stay(shard_parameters=0) == (False, True, False)
