@@ -1,4 +1,4 @@
-"""What must be alike on every rank of a launched program: what a call's plan follows from, and what was planned."""
+"""What must be the same on every rank of a launched program: what a call's plan follows from, and what was planned."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEED = "seed every rank alike with torch.manual_seed"
 
 
 def asked(request: Request) -> Iterator[Fact]:
-    """What was said to `shard`."""
+    """The arguments of `shard`."""
     fix = "give shard the same arguments on every rank"
     for name in _ASKED:
         yield Fact(name, repr(getattr(request, name)), fix=fix)
@@ -40,8 +40,8 @@ def options(context: ParallelContext, algo: AlgoParameters) -> Iterator[Fact]:
     for holder in (context, algo):
         for name, value in holder:
             if name not in _OWN:
-                said = "" if name in holder.model_fields_set else " (by default)"
-                yield Fact(f"option {name}", f"{value!r}{said}", fix="set the same options on every rank")
+                origin = "" if name in holder.model_fields_set else " (by default)"
+                yield Fact(f"option {name}", f"{value!r}{origin}", fix="set the same options on every rank")
 
 
 def modes(fn: Any) -> Iterator[Fact]:
@@ -55,9 +55,9 @@ def modes(fn: Any) -> Iterator[Fact]:
     yield Fact("autocast", str(autocast), fix=fix)
     if isinstance(fn, nn.Module):
         training = {path or "it": module.training for path, module in fn.named_modules()}
-        yield Fact("what is in training mode", _which(training), str(training), fix)
+        yield Fact("training mode", f"on in {_which(training, 'module')}", str(training), fix)
         needing = {name: parameter.requires_grad for name, parameter in fn.named_parameters()}
-        yield Fact("what of the parameters needs a gradient", _which(needing), str(needing), fix)
+        yield Fact("requires_grad", f"True for {_which(needing, 'parameter')}", str(needing), fix)
 
 
 def versions() -> Iterator[Fact]:
@@ -86,14 +86,14 @@ def draws(compiled: Compiled) -> bool:
     return any(node.op == "call_function" and draws_random_numbers(node) for node in nodes)
 
 
-def _which(flags: dict[str, bool]) -> str:
-    """All, none, or the fewer of those that have a flag and those that have not."""
+def _which(flags: dict[str, bool], noun: str) -> str:
+    """All, none, or the fewer of those that have a flag and those that do not."""
     has = [name for name, flag in flags.items() if flag]
     lacks = [name for name, flag in flags.items() if not flag]
     if not lacks:
-        return "all of it"
+        return f"all {noun}s"
     if not has:
-        return "none of it"
+        return f"no {noun}"
     return f"only {_few(has)}" if len(has) <= len(lacks) else f"all but {_few(lacks)}"
 
 

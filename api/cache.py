@@ -1,14 +1,15 @@
 """What was planned and compiled, on disk, by content.
 
-An entry's name is a digest of all that a plan follows from: the captured graph, what was asked, the options, the
-devices' profile, and the text of Partway and the version of PyTorch. A second start of a script captures its model,
-finds the entry, and plans nothing. Nothing is ever wrong for being old.
+An entry's name is a digest of all that a plan follows from: the captured graph, the request, the options, the
+devices' profile, the text of Partway and the version of PyTorch. A second start of a script captures its model, finds
+the entry, and plans nothing. No entry is ever out of date.
 
 An entry is data: reading one runs nothing (`propagation/plan/stored.py`). It begins with its own name and a digest
-of what follows, so that one that was damaged, edited or moved is made anew. Whoever can write to the folder could write
-an entry with both digests right and the numbers of another program, so it must be this user's alone; else it is not
-used.
-The entries together take no more than a limit; those that were not used for the longest time go first.
+of what follows, so that an entry that was damaged, edited or moved is made anew. Whoever can write to the folder could
+write an entry with both digests right and the numbers of another program, so it must be this user's alone; else it is
+not used.
+
+The entries together take no more than a limit; the least recently used ones are removed first.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ _ENTRY = re.compile(r"[0-9a-f]{62}\.[a-z]+[-0-9a-f]*")
 _REMEDY = "set compile_cache_path or PARTWAY_CACHE_DIR to a folder of your own, or enable_compile_cache=False"
 
 
-def named(path: str) -> Path:
+def folder_named(path: str) -> Path:
     """The folder of that path, or if it is empty of PARTWAY_CACHE_DIR, or `partway` in the user's folder of caches."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(path or os.environ.get("PARTWAY_CACHE_DIR") or os.path.join(home, "partway"))
 
 
 def cache_folder(path: str) -> Path | None:
-    """Where entries are: the folder that is `named`, made if it is not there. None with PARTWAY_CACHE=0 in the
-    environment, and with a warning where others could write to it."""
+    """Where entries are: the folder of that path (see `folder_named`), made if it is not there. None with
+    PARTWAY_CACHE=0 in the environment, and with a warning where others could write to it."""
     if os.environ.get("PARTWAY_CACHE") == "0":
         return None
-    folder = named(path)
+    folder = folder_named(path)
     try:
         folder = Path(os.path.realpath(folder))
         _make(folder)
@@ -78,11 +79,11 @@ def _not_private(folder: Path) -> str:
     """Why others may write to `folder`, or put another in its place, with what to do; "" if only this user can."""
     if not hasattr(os, "geteuid"):
         return ""
-    found = folder.stat()
-    if found.st_uid != os.geteuid():
-        return f"it belongs to user {found.st_uid}, and this is user {os.geteuid()}"
-    if found.st_mode & 0o077:
-        return f"its mode is {stat.S_IMODE(found.st_mode):o}, so that others may use it; run chmod 700 {str(folder)!r}"
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}, and this is user {os.geteuid()}"
+    if status.st_mode & 0o077:
+        return f"its mode is {stat.S_IMODE(status.st_mode):o}, so that others may use it; run chmod 700 {str(folder)!r}"
     for parent in folder.parents:
         mode = parent.stat().st_mode
         if mode & 0o022 and not mode & stat.S_ISVTX:
@@ -93,7 +94,7 @@ def _not_private(folder: Path) -> str:
 
 def cache_limit() -> int:
     """How many bytes entries may take together: PARTWAY_CACHE_MB in the environment, or 1000, in megabytes. Raises
-    ContextError for what is no such number."""
+    ContextError for any other text."""
     text = os.environ.get("PARTWAY_CACHE_MB") or "1000"
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise ContextError(
@@ -121,21 +122,21 @@ class Entry:
             return make()
         path = self._folder / self._digest[:2] / f"{self._digest[2:]}.{name}"
         try:
-            found: T = self._read(path, name, kinds)
+            value: T = self._read(path, name, kinds)
         except FileNotFoundError:
             pass
         except Exception as error:  # whatever a damaged file makes of the reader
-            warnings.warn(f"{path} cannot be read ({_told(error)}), and is made anew", stacklevel=2)
+            warnings.warn(f"{path} cannot be read ({_reason(error)}), and is made anew", stacklevel=2)
         else:
-            return found
-        made = make()
+            return value
+        value = make()
         try:
-            self._write(path, name, dump(made, self._graph, kinds))
+            self._write(path, name, dump(value, self._graph, kinds))
         except OSError as error:
             warnings.warn(f"a plan cannot be kept in {self._folder} ({error}); {_REMEDY}", stacklevel=2)
         except Exception as error:  # a constant that has no bytes
-            warnings.warn(f"a plan has no form on disk ({_told(error)}), and every start makes it anew", stacklevel=2)
-        return made
+            warnings.warn(f"a plan has no form on disk ({_reason(error)}), and every start makes it anew", stacklevel=2)
+        return value
 
     def _head(self, name: str, data: bytes) -> bytes:
         """The first line of an entry."""
@@ -143,8 +144,8 @@ class Entry:
 
     def _read(self, path: Path, name: str, kinds: tuple[type, ...]) -> Any:
         with open(path, "rb") as file:
-            found = os.fstat(file.fileno())
-            if hasattr(os, "geteuid") and (found.st_uid != os.geteuid() or found.st_mode & 0o022):
+            status = os.fstat(file.fileno())
+            if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
                 raise WrongFormError("others could write it")
             content = file.read()
         head, _, data = content.partition(b"\n")
@@ -165,7 +166,7 @@ class Entry:
         _prune(self._folder, self._limit)
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, WrongFormError | NoFormError) else f"{error!r:.300}"
 
 
@@ -176,8 +177,8 @@ def _prune(folder: Path, limit: int) -> None:
         if re.fullmatch(r"[0-9a-f]{2}", inner.name) and inner.is_dir(follow_symlinks=False):
             remove_abandoned(inner.path)
             with suppress(FileNotFoundError):  # another process removes some, too
-                found = [entry for entry in os.scandir(inner.path) if _ENTRY.fullmatch(entry.name)]
-                entries += [(entry.stat(follow_symlinks=False), entry.path) for entry in found]
+                files = [entry for entry in os.scandir(inner.path) if _ENTRY.fullmatch(entry.name)]
+                entries += [(entry.stat(follow_symlinks=False), entry.path) for entry in files]
     entries.sort(key=lambda entry: entry[0].st_mtime_ns)
     total = sum(status.st_size for status, _ in entries)
     for status, path in entries:

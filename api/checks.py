@@ -1,4 +1,4 @@
-"""Whether what a person gives to `shard` and `compile`, and to the calls of it, can be split at all."""
+"""Whether what is given to `shard` and `compile`, and to sharded calls, can be split at all."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def check_target(call: str, fn: Any) -> None:
     if isinstance(fn, type):
         raise StrategyError(f"{call} takes an nn.Module object, not the class {fn.__name__}; write {fn.__name__}(...)")
     body = fn.forward if isinstance(fn, torch.nn.Module) else fn
-    for kind, found in _LATER.items():
-        if found(body):
+    for kind, is_one in _LATER.items():
+        if is_one(body):
             raise StrategyError(
                 f"{call} takes a function whose call computes its result, and {name_of(fn)} is {kind}, which computes "
                 "when it is asked for one; shard what it calls"
@@ -41,7 +41,7 @@ def check_target(call: str, fn: Any) -> None:
 
 
 _DATA = (
-    "was given other data (.data =), of which a DTensor knows nothing",
+    "was given other data (.data =), which a DTensor does not see",
     "copy into its part, with distribute_tensor(value, p.device_mesh, p.placements) and p.copy_() under no_grad",
 )
 _TRANSFORMED = (
@@ -51,10 +51,14 @@ _TRANSFORMED = (
 
 
 def check_parameters(fn: Any) -> None:
-    """Raise StrategyError unless every parameter, which torch.func.functional_call may have given, can be split."""
+    """Raise StrategyError unless every parameter can be split: torch.func.functional_call may have replaced them."""
     parameters = dict(fn.named_parameters()) if isinstance(fn, torch.nn.Module) else {}
-    problems = [Problem(f"parameter {n!r}", *_TRANSFORMED) for n, held in parameters.items() if is_transformed(held)]
-    problems += [Problem(f"parameter {n!r}", *_DATA) for n, held in parameters.items() if has_other_data(held)]
+    problems = [
+        Problem(f"parameter {n!r}", *_TRANSFORMED) for n, parameter in parameters.items() if is_transformed(parameter)
+    ]
+    problems += [
+        Problem(f"parameter {n!r}", *_DATA) for n, parameter in parameters.items() if has_other_data(parameter)
+    ]
     raise_problems("the parameters of the call cannot be split:", problems)
 
 

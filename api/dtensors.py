@@ -1,8 +1,8 @@
-"""DTensors that a person brings, as parameters or inputs: how they are split is an annotation of them.
+"""DTensors of the user's own, as parameters or inputs: how they are split is an annotation of them.
 
-A person makes them with `distribute_tensor`, `parallelize_module` or `fully_shard`, on a mesh of all ranks or on some
+They are made with `distribute_tensor`, `parallelize_module` or `fully_shard`, on a mesh of all ranks or on some
 axes of one, which are matched with those of the plan by name. The hooks by which torch.distributed makes the ranks'
-parts work together go: that is the plan's matter.
+parts work together are removed: the plan does that.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def has_other_data(tensor: Tensor) -> bool:
 def own_dtensors(module: nn.Module) -> frozenset[str]:
     """The names of the parameters of `module` that the user made DTensors. (Those of a module inside that is sharded
     already are ours, but for those that were DTensors before it was sharded.)"""
-    ours = {path: engine for path, child in module.named_modules() if (engine := engine_of(child))}
-    found = {f"{path}.{name}" for path, engine in ours.items() for name in engine.own_dtensors}
-    for name, held in module.named_parameters(remove_duplicate=False):
-        if is_dtensor(held) and not any(name.startswith(f"{path}.") for path in ours):
-            found.add(name)
-    return frozenset(found)
+    sharded = {path: engine for path, child in module.named_modules() if (engine := engine_of(child))}
+    names = {f"{path}.{name}" for path, engine in sharded.items() for name in engine.own_dtensors}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if is_dtensor(parameter) and not any(name.startswith(f"{path}.") for path in sharded):
+            names.add(name)
+    return frozenset(names)
 
 
 def parameters_on(module: nn.Module, names: Collection[str], mesh: Mesh | None) -> dict[str, Layout]:
@@ -52,9 +52,9 @@ def parameters_on(module: nn.Module, names: Collection[str], mesh: Mesh | None) 
     problems = [Problem(words, "is a DTensor", "keep buffers plain, alike on every rank") for words in buffers]
     layouts = _layouts({words: tensor for words, (_, tensor) in held.items()}, mesh, problems)
     fix = "redistribute it to Shard or Replicate"
-    problems += [Problem(words, f"holds addends, {found}", fix) for words, found in layouts.items() if found.adds]
+    problems += [Problem(words, f"holds addends, {layout}", fix) for words, layout in layouts.items() if layout.adds]
     raise_problems("the DTensors of the module cannot be taken:", problems)
-    return {held[words][0]: found for words, found in layouts.items()}
+    return {held[words][0]: layout for words, layout in layouts.items()}
 
 
 def inputs_on(call: Call, mesh: Mesh | None) -> dict[str, Layout]:
@@ -64,11 +64,11 @@ def inputs_on(call: Call, mesh: Mesh | None) -> dict[str, Layout]:
     given = {words: t for words, t in zip(names, call.tensors, strict=True) if is_dtensor(t)}
     layouts = _layouts(given, mesh, problems)
     raise_problems("the DTensors of the call cannot be taken:", problems)
-    return {names[words]: found for words, found in layouts.items() if not found.adds}
+    return {names[words]: layout for words, layout in layouts.items() if not layout.adds}
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """A tensor of the same global shape that is no DTensor; only its meta data is read."""
+    """A tensor of the same global shape that is not a DTensor; only its meta data is read."""
     if not is_dtensor(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad)
@@ -108,18 +108,20 @@ def _layouts(held: Mapping[str, Any], mesh: Mesh | None, problems: list[Problem]
             problems.append(Problem(words, f"is a DTensor on {tensor.device_mesh}, a part of a mesh", fix))
             return {}
         mesh = from_device_mesh(every[0])
-    found = {}
+    layouts = {}
     for words, tensor in held.items():
         try:
-            found[words] = _layout(tensor, mesh)
+            layouts[words] = _layout(tensor, mesh)
         except StrategyError as error:
             what = f"is a DTensor {tensor.placements} on {tensor.device_mesh}: {error}"
-            problems.append(Problem(words, what, "bring it on axes of the mesh, by name, or bring the whole tensor"))
-    return found
+            problems.append(
+                Problem(words, what, "distribute it over axes of the mesh, by name, or pass the whole tensor")
+            )
+    return layouts
 
 
 def _layout(tensor: Any, mesh: Mesh) -> Layout:
-    """The layout on `mesh` of a DTensor on all of its axes, or on some; whole on the others."""
+    """The layout on `mesh` of a DTensor on all of its axes, or on some; it is replicated over the others."""
     import torch.distributed as dist
 
     own, sizes = tensor.device_mesh, tuple(tensor.device_mesh.mesh.shape)
@@ -131,8 +133,9 @@ def _layout(tensor: Any, mesh: Mesh) -> Layout:
     ranks = own.mesh.flatten().tolist()
     if ranks != list(group):
         raise StrategyError(f"its ranks are {ranks}, and on the mesh {mesh} they are {list(group)}")
-    said = dict(zip(axes, from_dtensor(tensor.placements, _part(mesh, axes), tensor.ndim).placements, strict=True))
-    return Layout(mesh, tuple(said.get(axis, REPLICATE) for axis in mesh.axes))
+    placements = from_dtensor(tensor.placements, _part(mesh, axes), tensor.ndim).placements
+    by_axis = dict(zip(axes, placements, strict=True))
+    return Layout(mesh, tuple(by_axis.get(axis, REPLICATE) for axis in mesh.axes))
 
 
 def _part(mesh: Mesh, axes: tuple[str, ...]) -> Mesh:

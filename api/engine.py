@@ -25,7 +25,7 @@ from partway.checks import check_parameters, check_tensors
 from partway.compile import CallInputs, Compiled, compile_call
 from partway.context import current, current_algo
 from partway.dtensors import inputs_on, placed_as
-from partway.materialize import Init, check_materialized, materialize
+from partway.materialize import Init, Maker, check_materialized, materialize
 from partway.options.fields import ParallelMode
 from partway.options.parallel import ParallelContext
 from partway.passes import settings_of
@@ -197,7 +197,8 @@ class Engine:
         settings = replace(settings_of(compiled.inputs, compiled.mesh), rules=rules())
         tied = {other: name for other, name in compiled.graph.aliases.items() if name in self._layouts}
         layouts = self._layouts | {other: self._layouts[name] for other, name in tied.items()}
-        materialize(self.fn, layouts, place, settings, tensors[0].device, context.random_numbers, init)
+        maker = Maker(layouts, place, settings, tensors[0].device, context.random_numbers)
+        materialize(self.fn, maker, init)
         self.last = None  # it holds what the tensors were
 
     def engines(self) -> Iterator[Engine]:

@@ -1,8 +1,9 @@
-"""Parameters of the meta device get memory and values: each rank its part, with the numbers of one device.
+"""Parameters on the meta device get memory and values: each rank its part, with the numbers of one device.
 
 Modules are initialised one after another, inner ones first, as `Module.apply` goes through them. What initialises one
 is captured (`propagation/capture/initialisers.py`) and planned for the layouts that its parameters have, so that a rank
-computes its parts. What cannot be captured runs whole on every rank, one module at a time, and each keeps its part.
+computes its parts. What cannot be captured runs on whole tensors on every rank, one module at a time, and each rank
+keeps its part.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -52,32 +53,27 @@ def _listed(named: Mapping[str, Tensor]) -> str:
     return f"{counted(len(names), 'tensor')} ({', '.join(names[:3])}{rest}) {'is' if len(names) == 1 else 'are'}"
 
 
-def materialize(
-    module: nn.Module, layouts: Mapping[str, Layout], place: Placing, settings: Settings, device: torch.device,
-    random_numbers: RandomNumbers, init: Init | None,
-) -> None:  # fmt: skip
-    """Give the parameters and buffers of `module` that are on the meta device memory on `device`, laid out as `layouts`
-    says by name (else whole), and values. Raises RuntimeStateError if no initialiser writes one of them; then none of
-    those that are left has changed."""
+def materialize(module: nn.Module, maker: Maker, init: Init | None) -> None:
+    """Give the parameters and buffers of `module` that are on the meta device memory and values. Raises
+    RuntimeStateError if no initialiser writes one of them; those that are left are then unchanged."""
     missing = on_meta(module)
     names: dict[int, str] = {id(tensor): name for name, tensor in missing.items()}
     every = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
     canonical = {name: names[id(tensor)] for name, tensor in every if id(tensor) in names}
-    made: set[str] = set()
-    maker = _Maker(layouts, place, settings, device, random_numbers)
+    written: set[str] = set()
     for path, inner, run in _initialisers(module, init):
         prefix = f"{path}." if path else ""
-        held: dict[str, str] = {}  # from a tensor's own name to the first one that it has in `inner`
+        inside: dict[str, str] = {}  # from a tensor's own name to the first one that it has in `inner`
         aliases: dict[str, str] = {}
         for name, own in canonical.items():
             if name.startswith(prefix):
-                first = held.setdefault(own, name.removeprefix(prefix))
+                first = inside.setdefault(own, name.removeprefix(prefix))
                 if first != name.removeprefix(prefix):
                     aliases[name.removeprefix(prefix)] = first
-        if held:
-            local = {first: own for own, first in held.items()}
-            made |= maker.make(run, inner, local, {n for n, own in local.items() if own in made}, aliases)
-    if left := {name: tensor for name, tensor in missing.items() if name not in made}:
+        if inside:
+            names_inside = {first: own for own, first in inside.items()}
+            written |= maker.make(_Initialiser(run, inner, names_inside, aliases, frozenset(written)))
+    if left := {name: tensor for name, tensor in missing.items() if name not in written}:
         raise RuntimeStateError(
             f"{_listed(left)} on the meta device and written by no module's reset_parameters(); pass "
             "init, a function that initialises the module it is given, as for Module.apply"
@@ -100,73 +96,101 @@ def _initialisers(
         yield path, module, own
 
 
-class _Maker:
-    """Runs initialisers for the parts of this process."""
+@dataclass(frozen=True)
+class _Initialiser:
+    """What initialises one module.
 
-    def __init__(
-        self, layouts: Mapping[str, Layout], place: Placing, settings: Settings, device: torch.device,
-        random_numbers: RandomNumbers,
-    ) -> None:  # fmt: skip
-        self.layouts, self.place, self.device, self.random_numbers = layouts, place, device, random_numbers
-        self.settings = replace(
-            settings, batch_by_default=False, stay_split=False, memory_limit=None, on_unknown_op=Fallback.WARN
-        )
-        self.whole = Layout.replicated(settings.mesh)
+    run       the function
+    module    what it initialises
+    names     the names in the model of the tensors that lack memory, by those in `module`
+    aliases   further names in `module` of some of these, each with the first one
+    written   the names in the model of all that has values already
+    """
 
-    def make(
-        self, run: Callable[[], object], module: nn.Module, local: Mapping[str, str], made: set[str],
-        aliases: Mapping[str, str],
-    ) -> set[str]:  # fmt: skip
-        """Let `run` initialise tensors of `module`, whose names in the model `local` has by those in `module`; `made`
-        have values already. Returns the names in the model of those that it wrote."""
-        fresh = [name for name in local if name not in made]
-        layouts = {name: self.layouts.get(own, self.whole) for name, own in local.items()}
+    run: Callable[[], object]
+    module: nn.Module
+    names: Mapping[str, str]
+    aliases: Mapping[str, str]
+    written: frozenset[str]
+
+    @property
+    def fresh(self) -> list[str]:
+        """The names in `module` of the tensors without values."""
+        return [name for name, own in self.names.items() if own not in self.written]
+
+    @property
+    def valued(self) -> list[str]:
+        """The names in `module` of the tensors that an inner module's initialiser has written."""
+        return sorted(name for name, own in self.names.items() if own in self.written)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All parameters and buffers of `module`."""
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Runs initialisers for the parts of this process.
+
+    layouts          those of parameters, by name; what is not in it is replicated
+    place            where it runs
+    settings         of the search that plans an initialiser
+    device           where the tensors will be
+    random_numbers   how they are drawn
+    """
+
+    layouts: Mapping[str, Layout]
+    place: Placing
+    settings: Settings
+    device: torch.device
+    random_numbers: RandomNumbers
+
+    def make(self, one: _Initialiser) -> set[str]:
+        """Give the tensors that `one` initialises memory and values. Returns the names in the model of those that it
+        wrote."""
+        replicated = Layout.replicated(self.settings.mesh)
+        layouts = {name: self.layouts.get(own, replicated) for name, own in one.names.items()}
         graph: Graph | None = None
         with contextlib.suppress(RuntimeError, VerifyError):  # what depends on values cannot be captured
-            graph = initial(run, module, fresh, sorted(made), aliases, self.device, self.random_numbers)
-        if graph is not None:
-            values = self._by_parts(graph, module, layouts)
-        else:
-            values = self._whole(run, module, fresh, sorted(made), aliases, layouts)
+            graph = initial(one.run, one.module, one.fresh, one.valued, one.aliases, self.device, self.random_numbers)
+        values = self._whole(one, layouts) if graph is None else self._by_parts(graph, one, layouts)
         for name, value in values.items():
-            for alias in (name, *(other for other, first in aliases.items() if first == name)):
-                self.place.hold(module, alias, value)
-        return {local[name] for name in values}
+            for alias in (name, *(other for other, first in one.aliases.items() if first == name)):
+                self.place.hold(one.module, alias, value)
+        return {one.names[name] for name in values}
 
-    def _by_parts(self, graph: Graph, module: nn.Module, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
+    def _by_parts(self, graph: Graph, one: _Initialiser, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
         """What the graph of an initialiser makes, of each tensor this process's part."""
         if not graph.outputs:
             return {}
         allowed = {name: ((layout,), "where it lies") for name, layout in layouts.items()}
-        problem = formulate(graph, self.settings, allowed)
+        settings = replace(
+            self.settings, batch_by_default=False, stay_split=False, memory_limit=None, on_unknown_op=Fallback.WARN
+        )
+        problem = formulate(graph, settings, allowed)
         program = lower(problem, search(problem, SearchMode.DYNAMIC_PROGRAMMING).choice)
         executor = self.place.executor(self.settings.mesh)
         step = CompiledStep(differentiate(program, (False,) * len(graph.outputs)), executor, lambda wanted: step)
-        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        given = []
+        tensors, operands = one.tensors(), []
         for placed in program.inputs:
             enter = self.place.enter(placed, False)
-            tensor = named[placed.port.name].detach()
-            given.append(enter(tensor) if enter else tensor)
-        found = step(given)
+            tensor = tensors[placed.port.name].detach()
+            operands.append(enter(tensor) if enter else tensor)
         parts = {}
-        for placed, value in zip(program.outputs, found, strict=True):
+        for placed, value in zip(program.outputs, step(operands), strict=True):
             name = placed.port.name
             parts[name] = value if placed.layout == layouts[name] else self.place.part(value, layouts[name])
         return parts
 
-    def _whole(
-        self, run: Callable[[], object], module: nn.Module, fresh: list[str], made: list[str],
-        aliases: Mapping[str, str], layouts: Mapping[str, Layout],
-    ) -> dict[str, Tensor]:  # fmt: skip
+    def _whole(self, one: _Initialiser, layouts: Mapping[str, Layout]) -> dict[str, Tensor]:
         """What an initialiser makes, run on whole tensors. What it does not write stays without values."""
-        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        tensors = {n: torch.empty(named[n].shape, dtype=named[n].dtype, device=self.device) for n in fresh}
-        tensors |= {name: self.place.whole(named[name].detach()).clone() for name in made}
+        like = one.tensors()
+        tensors = {n: torch.empty(like[n].shape, dtype=like[n].dtype, device=self.device) for n in one.fresh}
+        tensors |= {name: self.place.whole(like[name].detach()).clone() for name in one.valued}
         before = {name: tensor._version for name, tensor in tensors.items()}
-        every = {**tensors, **{alias: tensors[name] for alias, name in aliases.items()}}
-        with holding(module, every), torch.no_grad():
-            run()
+        every = {**tensors, **{alias: tensors[name] for alias, name in one.aliases.items()}}
+        with holding(one.module, every), torch.no_grad():
+            one.run()
         return {
             name: self.place.part(every[name].detach(), layouts[name])
             for name, tensor in tensors.items()

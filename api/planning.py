@@ -1,9 +1,9 @@
 """One thread plans at a time, and meanwhile no sharded call runs in another.
 
 What a capture changes, it changes for the whole process: PyTorch's tracers replace methods of nn.Module and Function,
-modules have other forwards and fake parameters for a while, warnings and loggers are silent, and garbage is left. So
-who plans is alone: it waits for the sharded calls that run, those that come later wait for it, and a plan that two of
-them need is made once. Plain calls of other threads are not kept waiting, as they are not by torch.compile.
+modules have other forwards and fake parameters for a while, warnings and loggers are silent, and garbage is not
+collected. So a planner is alone: it waits for the sharded calls that run, those that come later wait for it, and a plan
+that two of them need is made once. As with torch.compile, plain calls of other threads do not wait.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def planning() -> Iterator[None]:
 
 def _wait_for_calls(planner: int) -> None:
     """Return when no sharded call runs in another thread. (It looks again and again: a call signals nothing.)"""
-    start, said = time.monotonic(), False
+    start, warned = time.monotonic(), False
     while others := [thread for thread, count in calls.copy().items() if count and thread != planner]:
         time.sleep(_PAUSE)
-        if not said and time.monotonic() - start > _LONG:
-            said = True
+        if not warned and time.monotonic() - start > _LONG:
+            warned = True
             warnings.warn(
                 f"planning has waited {_LONG:.0f} seconds for the sharded calls of other threads ({others}); a hook or "
                 "a collective there may wait for this thread",

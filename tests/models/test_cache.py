@@ -18,7 +18,7 @@ from zoo import CASES
 
 import partway as pw
 from partway import passes
-from partway.cache import named
+from partway.cache import folder_named
 from partway.fusion.program import Program
 from partway.propagation.capture.capture import capture
 from partway.propagation.plan.stored import dump, load
@@ -192,10 +192,10 @@ def test_the_cache_can_be_turned_off(folder: Path, monkeypatch: pytest.MonkeyPat
 def test_the_folder_is_what_the_option_or_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARTWAY_CACHE_DIR", "/a")
     monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    assert named("/c") == Path("/c")
-    assert named("") == Path("/a")
+    assert folder_named("/c") == Path("/c")
+    assert folder_named("") == Path("/a")
     monkeypatch.delenv("PARTWAY_CACHE_DIR")
-    assert named("") == Path("/b/partway")
+    assert folder_named("") == Path("/b/partway")
 
 
 def test_another_process_finds_what_this_one_made(folder: Path) -> None:

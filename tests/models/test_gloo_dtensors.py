@@ -168,7 +168,7 @@ def _refused(case: str) -> str:
     ("case", "words"),
     [
         ("mesh", "parameter '0.weight': is a DTensor (Shard(dim=0),) on DeviceMesh((tp=2)"),
-        ("mesh", "its axes are not those of the mesh dp=2; bring it on axes of the mesh, by name"),
+        ("mesh", "its axes are not those of the mesh dp=2; distribute it over axes of the mesh, by name"),
         ("plan", "parameter '0.weight': is already split as [tp:S0], which (None, 'tp') does not allow"),
         ("addends", "parameter '0.weight': holds addends, [tp:P]; redistribute it to Shard or Replicate"),
         ("buffer", "buffer 'seen': is a DTensor; keep buffers plain, alike on every rank"),
@@ -195,6 +195,6 @@ def _given_other_data(after: bool) -> str:
 def test_a_parameter_whose_data_were_set_is_refused(on_ranks: Ranks, after: bool) -> None:
     for text in on_ranks(2, _given_other_data, after):
         assert (
-            "parameter '0.weight': was given other data (.data =), of which a DTensor knows nothing; copy into its "
+            "parameter '0.weight': was given other data (.data =), which a DTensor does not see; copy into its "
             "part, with distribute_tensor(value, p.device_mesh, p.placements) and p.copy_() under no_grad" in text
         )
