@@ -4,11 +4,11 @@
     with auto_parallel_context(device_num=4): ...      # afterwards as before
     set_algo_parameters(fully_use_devices=False)
 
-Names and meanings are MindSpore's. A call takes all its options or none: each value is frozen, validated once, and
-replaced whole. What is set outside of a `with` holds in every thread. A `with` is its thread's (or asyncio task's) own:
-it has the options as they were when it was entered, and those that it was given; what is set or reset inside, by that
-thread, ends with it, and what others set meanwhile it does not see. A thread that starts inside has the options of the
-process.
+Names and meanings are MindSpore's. A call sets all its options or none: each value is frozen, validated once, and
+replaced as a whole. What is set outside of a `with` holds in every thread. A `with` belongs to its thread (or asyncio
+task): it has the options as they were when it was entered, with those that it was given. What that thread sets or
+resets inside ends with the `with`, which does not see what others set meanwhile. A thread that starts inside has the
+options of the process.
 
 An option of MindSpore that would have no effect here does not exist; the error for it says what to use instead.
 """

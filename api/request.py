@@ -86,7 +86,7 @@ def _read_plan(given: Any) -> Plan:
     if isinstance(given, str | PathLike):
         return Plan.load(given)
     if not isinstance(given, Plan):
-        raise StrategyError(f"{_kind(given)} is none")
+        raise StrategyError(f"{_kind(given)} is not a plan")
     return given
 
 

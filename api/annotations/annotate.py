@@ -148,7 +148,7 @@ def _of_earlier_plan(inputs: PlanInputs, mesh: Mesh, allowed: Layouts) -> Layout
         its = its.without_single(size) if its.fits(size) else its
         choices, text = allowed.get(name, ((its,), ""))
         if not its.fits(size):
-            what = f"has now the shape {list(size)}, which its layout {its} does not fit"
+            what = f"now has the shape {list(size)}, which its layout {its} does not fit"
             problems.append(Problem(f"parameter {name!r}", what, fresh))
         elif its not in choices:
             what = f"is already split as {its}, which {text} does not allow"

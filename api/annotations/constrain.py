@@ -1,4 +1,4 @@
-"""Constraints inside what is captured: of the calls of functions and modules that a person said something about."""
+"""Constraints on calls inside a captured function: of sharded functions, and of modules that a module_plan names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def constrained_arguments(
 
 
 def constrained_results(name: str, request: Request, result: Any, problems: list[Problem]) -> Any:
-    """The result of a call, likewise."""
+    """The result of a call, with those tensors marked that `request` has a strategy for."""
     if request.out_strategy is None:
         return result
     tensors, structure = flatten(result)
@@ -57,10 +57,11 @@ def _mark(tensor: Tensor, strategy: Any, request: Request, name: str) -> Tensor:
 
 @contextmanager
 def constrained_modules(fn: Any, request: Request) -> Iterator[None]:
-    """While `fn` is captured, the calls of the modules inside that a module_plan names are constrained.
+    """A block in which calls of the modules inside `fn` that a module_plan names are constrained; `fn` is captured in
+    it.
 
-    Raises StrategyError for patterns that match no module, or none that is called, for two that say something of one
-    module, and for strategies that do not fit its arguments and results.
+    Raises StrategyError for patterns that match no module, or only modules that are not called, for two patterns with
+    strategies for the same side of a module, and for strategies that do not fit its arguments and results.
     """
     problems: list[Problem] = []
     plans = dict(_planned(fn, request, problems))
@@ -76,7 +77,7 @@ def constrained_modules(fn: Any, request: Request) -> Iterator[None]:
             hooks.extend(_hooked(module, planned, problems))
         yield
     called = {source for planned in plans.values() if planned.called for source in planned.sources}
-    fix = "name one that is: this one only holds others, or is not in use"
+    fix = "name one that is called: this one only holds others, or is not in use"
     every = dict.fromkeys(source for planned in plans.values() for source in planned.sources)
     problems += [Problem(source, "matches no module that is called", fix) for source in every if source not in called]
     raise_problems("the module_plan cannot be met:", problems)
@@ -84,7 +85,7 @@ def constrained_modules(fn: Any, request: Request) -> Iterator[None]:
 
 @dataclass
 class _Planned:
-    """What a module_plan says of a module, where that was written, and whether the module was called."""
+    """What a module_plan has for a module, where that is written, and whether the module was called."""
 
     path: str
     request: Request
@@ -96,19 +97,19 @@ def _hooked(module: torch.nn.Module, planned: _Planned, problems: list[Problem])
     """Hooks that mark what goes into `module` and comes out of it."""
     name = f"module {planned.path!r}"
 
-    def noted(found: list[Problem]) -> None:
-        problems.extend(replace(problem, where=f"{name}, {problem.where}") for problem in found)
+    def add(own_problems: list[Problem]) -> None:
+        problems.extend(replace(problem, where=f"{name}, {problem.where}") for problem in own_problems)
 
     def before(module: Any, args: Any, kwargs: Any) -> Any:
-        planned.called, found = True, list[Problem]()
-        marked = constrained_arguments(module, name, planned.request, args, kwargs, found)
-        noted(found)
+        planned.called, own_problems = True, list[Problem]()
+        marked = constrained_arguments(module, name, planned.request, args, kwargs, own_problems)
+        add(own_problems)
         return marked
 
     def after(module: Any, args: Any, result: Any) -> Any:
-        found: list[Problem] = []
-        marked = constrained_results(name, planned.request, result, found)
-        noted(found)
+        own_problems: list[Problem] = []
+        marked = constrained_results(name, planned.request, result, own_problems)
+        add(own_problems)
         return marked
 
     yield module.register_forward_pre_hook(before, with_kwargs=True)
@@ -116,28 +117,28 @@ def _hooked(module: torch.nn.Module, planned: _Planned, problems: list[Problem])
 
 
 def _planned(fn: Any, request: Request, problems: list[Problem]) -> Iterator[tuple[torch.nn.Module, _Planned]]:
-    """Each module inside `fn` that a pattern matches, with what all patterns say of it."""
+    """Each module inside `fn` that a pattern matches, with what all patterns have for it."""
     if not isinstance(fn, torch.nn.Module):
         if request.module_plan:
             fix = "annotate its arguments with in_strategy, or shard functions that it calls"
-            problems.append(Problem("module_plan", "is for the modules inside a module, and this is a function", fix))
+            problems.append(Problem("module_plan", "is for the modules inside a module, but this is a function", fix))
         return
     modules = dict(list(fn.named_modules(remove_duplicate=False))[1:])
-    found: dict[torch.nn.Module, tuple[str, dict[str, tuple[str, Any]], Any]] = {}
+    plans: dict[torch.nn.Module, tuple[str, dict[str, tuple[str, Any]], Any]] = {}
     for prefix, outer in requests(fn, request):
-        for pattern, said in (outer.module_plan or {}).items():
+        for pattern, strategies_by_side in (outer.module_plan or {}).items():
             source = f"module_plan[{prefix + pattern!r}]"
             matched = {module: path for path, module in modules.items() if fnmatchcase(path, prefix + pattern)}
             if not matched:
                 fix = did_you_mean(prefix + pattern, modules, there_are("modules inside", modules))
                 problems.append(Problem(source, "matches no module", fix))
             for module, path in matched.items():
-                _, sides, _ = found.setdefault(module, (path, {}, outer.mesh))
-                for side, strategies in said.items():
+                _, sides, _ = plans.setdefault(module, (path, {}, outer.mesh))
+                for side, strategies in strategies_by_side.items():
                     if side in sides:
                         what = f"{sides[side][0]} and {source} both have an {side} for it"
                         problems.append(Problem(f"module {path!r}", what, "let one pattern match it"))
                     sides[side] = source, strategies
-    for module, (path, sides, mesh) in found.items():
+    for module, (path, sides, mesh) in plans.items():
         inner = Request(**{side: strategies for side, (_, strategies) in sides.items()}, mesh=mesh)
         yield module, _Planned(path, inner, frozenset(source for source, _ in sides.values()))

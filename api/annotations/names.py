@@ -12,20 +12,20 @@ from partway.strategy.notation import counted
 from partway.strategy.suggest import either, nearest
 
 
-def by_argument(fn: Any, given: Strategies, present: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
-    """The strategy of each argument by name. `present`: the arguments in which a call passes tensors; one that is None
-    by default may be missing (labels, in evaluation), and its strategy then says nothing."""
-    if given is None:
+def by_argument(fn: Any, strategies: Strategies, present: Sequence[str], problems: list[Problem]) -> dict[str, Any]:
+    """The strategy of each argument by name. `present`: the arguments in which a call passes tensors; an argument that
+    is None by default may be missing (labels, in evaluation), and its strategy is then not used."""
+    if strategies is None:
         return {}
-    if isinstance(given, Mapping):
-        by_name = dict(given)
+    if isinstance(strategies, Mapping):
+        by_name = dict(strategies)
     else:
-        places = place_names(fn, len(given))
-        if len(given) > len(places):
-            what = f"has {counted(len(given), 'entry', 'entries')} for {counted(len(places), 'argument')}"
+        places = place_names(fn, len(strategies))
+        if len(strategies) > len(places):
+            what = f"has {counted(len(strategies), 'entry', 'entries')} for {counted(len(places), 'argument')}"
             listed = f" ({', '.join(places)})" if places else ""
             problems.append(Problem("in_strategy", what + listed, "write one entry per argument, in order"))
-        by_name = dict(zip(places, given, strict=False))
+        by_name = dict(zip(places, strategies, strict=False))
     known = place_names(fn, len(by_name) + 64)
     for name, strategy in by_name.items():
         if strategy is not None and name not in present and name not in optional_names(fn):
@@ -36,8 +36,8 @@ def by_argument(fn: Any, given: Strategies, present: Sequence[str], problems: li
     return by_name
 
 
-def check_out_strategy(given: Sequence[Any] | None, results: int, problems: list[Problem]) -> None:
-    """An out_strategy has at most one entry for each of the output tensors."""
-    if given is not None and len(given) > results:
-        what = f"has {counted(len(given), 'entry', 'entries')} for {counted(results, 'output tensor')}"
+def check_out_strategy(strategies: Sequence[Any] | None, results: int, problems: list[Problem]) -> None:
+    """Add a problem if an out_strategy has more entries than there are output tensors (`results`)."""
+    if strategies is not None and len(strategies) > results:
+        what = f"has {counted(len(strategies), 'entry', 'entries')} for {counted(results, 'output tensor')}"
         problems.append(Problem("out_strategy", what, "write one entry per output tensor, in order"))

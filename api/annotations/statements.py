@@ -164,7 +164,7 @@ def _data_parallel(inputs: PlanInputs, mesh: Mesh, problems: list[Problem]) -> I
     if not context.mode_was_set or context.parallel_mode != ParallelMode.DATA_PARALLEL:
         return
     if strategies := inputs.request.given():
-        what = f"splits the batch and nothing else, and {strategies[0][0]} was given"
+        what = f"splits the batch and nothing else, but {strategies[0][0]} was given"
         fix = "drop the strategies, or set parallel_mode='semi_auto_parallel'"
         problems.append(Problem("parallel_mode 'data_parallel'", what, fix))
         return

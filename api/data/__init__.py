@@ -6,7 +6,18 @@
     view = pw.data.RandomCrop(4096, seed=7)(pw.data.View.of(image), epoch=epoch, index=index)
     pixels = view.part(part).read(image)
 
-Files are read with tifffile and zarr, and shards with webdataset: the extra `partway[data]`, imported when first used.
+In go a strategy or a plan, and images or shards. Out come a rank's `Part`, the window of each image that it holds, and
+samplers and pipelines that give ranks that share an image the same samples.
+
+    part                         which part of a tensor a rank holds; parts put together as a DTensor
+    window, view, random_views   rectangles of an image, what is cut and mirrored of it, and the same at random
+    reader, source               reading a window; tiff_source and zarr_source read files, an array is a source too
+    patches                      MindSpore's SlicePatches
+    samplers, epoch              which samples a rank reads, and in which epoch
+    web                          WebDataset shards by group; web_pipeline and web_decode do the work
+    extras                       what is installed with `partway[data]`: tifffile, zarr, webdataset
+
+Packages of the extra are imported when they are first used.
 """
 
 from __future__ import annotations

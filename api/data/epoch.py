@@ -12,14 +12,14 @@ class Epoch:
     """A number in shared memory: workers that a DataLoader keeps (`persistent_workers`) see what `set` says later.
 
     epoch = Epoch()          # the data set keeps it, and reads int(epoch) when it draws
-    epoch.set(3)             # in the training loop, where a sampler's set_epoch stands
+    epoch.set(3)             # in the training loop, as a sampler's set_epoch
     """
 
     def __init__(self) -> None:
         self._number = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     def set(self, epoch: int) -> None:
-        """It is `epoch` now. Raises DataError unless that is an int of 0 or more."""
+        """Make it `epoch`. Raises DataError unless that is an int of 0 or more."""
         if not is_int(epoch, 0) or epoch >= 2**63:
             raise DataError(f"epoch is {shown(epoch)}; write an int of 0 or more")
         self._number.fill_(epoch)

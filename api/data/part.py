@@ -19,7 +19,7 @@ from partway.runtime.process import get_group_size, get_rank, launched
 from partway.strategy import Layout, Mesh, StrategyError, parse, placement_from_code
 from partway.strategy.errors import DataError, shown
 from partway.strategy.layout import layout
-from partway.strategy.notation import Form, form_of
+from partway.strategy.notation import Form, counted, form_of
 
 IMAGE_DIMS = (-2, -1)
 """Where height and width are in [N, C, H, W]; (1, 2) in [N, H, W, C]."""
@@ -43,7 +43,7 @@ class Part:
             or not all(is_int(i, 0) and is_int(n, 1) and i < n for i, n in zip(self.index, self.splits, strict=False))
         ):
             raise DataError(
-                "a part has for each dim a count of parts and an index below it, not the indices "
+                "a part has, for each dim, a count of parts and an index below it, not the indices "
                 f"{shown(self.index)} and "
                 f"the counts {shown(self.splits)}"
             )
@@ -57,34 +57,34 @@ class Part:
 
     @classmethod
     def of_layout(cls, layout: Layout, ndim: int, rank: int) -> Part:
-        """What `rank` holds of a tensor of `ndim` dims that lies as `layout` says. Raises StrategyError for a rank
-        that is not on its mesh, or a split dim that is not there."""
+        """What `rank` holds of a tensor of `ndim` dims with this layout. Raises StrategyError for a rank that is not on
+        its mesh, or a split dim that the tensor does not have."""
         splits = layout.splits(ndim)
         return cls(tuple(cut.start for cut in layout.slices(splits, rank)), splits)
 
     def slices(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Where it lies in a tensor of global `shape`. Raises DataError, naming the dim, where the parts are uneven."""
+        """Its place in a tensor of global `shape`. Raises DataError, naming the dim, where the parts are uneven."""
         if len(shape) != len(self.splits):
-            raise DataError(f"{self} is of a tensor of {len(self.splits)} dims, not of one of shape {list(shape)}")
+            raise DataError(f"{self} is for tensors of {counted(len(self.splits), 'dim')}, not of shape {list(shape)}")
         local = [_divided(size, n, f"dim {dim}") for dim, (size, n) in enumerate(zip(shape, self.splits, strict=True))]
         return tuple(slice(i * size, (i + 1) * size) for i, size in zip(self.index, local, strict=True))
 
     def window(self, height: int, width: int, dims: tuple[int, int] = IMAGE_DIMS) -> Window:
-        """The rows and columns that it has of an image of `height` and `width`, which are `dims` of the tensor.
-        Raises DataError where the parts are uneven."""
+        """Its rows and columns of an image of `height` and `width`, which are `dims` of the tensor. Raises DataError
+        where the parts are uneven."""
         (y, rows), (x, columns) = self.along(dims[0]), self.along(dims[1])
         h, w = _divided(height, rows, "the height"), _divided(width, columns, "the width")
         return Window(y * h, (y + 1) * h, x * w, (x + 1) * w)
 
     def patch(self, dims: tuple[int, int] = IMAGE_DIMS) -> int:
-        """Which of the patches that `SlicePatches(rows, columns)` makes it is; height and width are `dims`."""
+        """Its number among the patches that `SlicePatches(rows, columns)` makes; height and width are `dims`."""
         (y, _), (x, columns) = self.along(dims[0]), self.along(dims[1])
         return y * columns + x
 
     def along(self, dim: int) -> tuple[int, int]:
-        """Its index along `dim`, and of how many. Raises DataError for a dim that is not there."""
+        """Its index along `dim`, and how many parts there are. Raises DataError for a dim that it does not have."""
         if not is_int(dim) or not -len(self.splits) <= dim < len(self.splits):
-            raise DataError(f"there is no dim {shown(dim)} in {self}, which has {len(self.splits)} dims")
+            raise DataError(f"{self} has no dim {shown(dim)}, only {counted(len(self.splits), 'dim')}")
         return self.index[dim], self.splits[dim]
 
     def __str__(self) -> str:
@@ -116,21 +116,20 @@ def part_of(strategy: Any, rank: int | None = None, *, mesh: Any = None, devices
     cannot be met.
     """
     _check_entry(strategy)
-    given, ndim = given_mesh(mesh), len(strategy)
-    total = _devices(given, devices)
+    own_mesh, ndim = given_mesh(mesh), len(strategy)
+    total = _devices(own_mesh, devices)
     counts = [entry for entry in strategy if isinstance(entry, int)]
     split = [count for count in counts if count > 1]
     # every split that these devices can make divides such a shape: what is checked here is what was written
     shape = (total * math.prod(counts),) * ndim
-    found = parse(strategy, given or Mesh.flat(total), shape).layouts(shape)
-    if len(found) > 1 or (given is None and (len(split) > 1 or math.prod(split) not in (1, total))):
-        asked = "write axis names in place of the counts" if given else "give the mesh that shard was given, as mesh="
+    layouts = parse(strategy, own_mesh or Mesh.flat(total), shape).layouts(shape)
+    if len(layouts) > 1 or (own_mesh is None and (len(split) > 1 or math.prod(split) not in (1, total))):
+        fix = "write axis names instead of the counts" if own_mesh else "pass the mesh that shard was given, as mesh="
         raise StrategyError(
-            f"which part of {shown(strategy)} each rank of {total} holds is chosen with the plan; {asked}, or "
-            "ask the plan: "
-            "planned_part(model)"
+            f"which part of {shown(strategy)} each rank of {total} holds is chosen with the plan; {fix}, or "
+            "ask the plan: planned_part(model)"
         )
-    return _held(found[0], ndim, rank)
+    return _held(layouts[0], ndim, rank)
 
 
 def planned_part(planned: Any, input: int | str = 0, rank: int | None = None) -> Part:
@@ -141,7 +140,7 @@ def planned_part(planned: Any, input: int | str = 0, rank: int | None = None) ->
     rank    None: as for `part_of`
 
     A rank is given its part where `dataset_strategy` is set; elsewhere it is given whole inputs, and takes its part.
-    Raises DataError for an input that is not there, RuntimeStateError where there is no plan yet.
+    Raises DataError for an unknown input, RuntimeStateError where there is no plan yet.
     """
     plan = planned if isinstance(planned, Plan) else getattr(planned, "plan", None)
     if not isinstance(plan, Plan):
@@ -152,11 +151,11 @@ def planned_part(planned: Any, input: int | str = 0, rank: int | None = None) ->
 
 
 def to_global(part: torch.Tensor, strategy: Any, mesh: Any) -> torch.Tensor:
-    """This rank's part of an input as what a sharded model takes for the whole one: a DTensor, where a launcher started
-    this process; elsewhere `part` itself, which is the whole there.
+    """This rank's part of an input, as a sharded model takes it in place of the whole input: a DTensor if a launcher
+    started this process; otherwise `part` itself, which is the whole input then.
 
-    For an input that several dims are split of, as by in_strategy=(("dp", None, None, "w"),), of which no rank should
-    read the whole. `strategy` is its entry, in axis names, and `mesh` the one that `shard` was given. Raises
+    For an input that is split along several dims, as by in_strategy=(("dp", None, None, "w"),), and that no rank should
+    read as a whole. `strategy` is its entry, in axis names, and `mesh` the one that `shard` was given. Raises
     StrategyError as `part_of` does, and for a part with another number of dims.
     """
     on = given_mesh(mesh)
@@ -167,7 +166,7 @@ def to_global(part: torch.Tensor, strategy: Any, mesh: Any) -> torch.Tensor:
     held = part_of(strategy, 0, mesh=on)
     if part.ndim != len(held.splits):
         raise StrategyError(
-            f"the part has shape {list(part.shape)}, and {shown(strategy)} is of {len(held.splits)} dims"
+            f"the part has shape {list(part.shape)}, but {shown(strategy)} is for {counted(len(held.splits), 'dim')}"
         )
     if not launched():
         return part

@@ -16,7 +16,7 @@ Image = TypeVar("Image", NDArray[Any], torch.Tensor)
 
 
 class SliceMode(Enum):
-    """What becomes of an image that the grid does not divide."""
+    """What happens to an image that the grid does not divide."""
 
     PAD = "pad"
     DROP = "drop"
@@ -32,8 +32,8 @@ class SlicePatches:
 
     Patches share the image's memory where nothing is padded. A rank's patch is `patches[part.patch()]`.
 
-    Raises DataError for an argument of a wrong type or value; a call raises it for what is no such image, or has fewer
-    pixels than slices along a dim.
+    Raises DataError for an argument of a wrong type or value; a call raises it for anything but such an
+    image, and for fewer pixels than slices along a dim.
     """
 
     def __init__(

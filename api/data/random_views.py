@@ -44,7 +44,7 @@ class RandomCrop:
     size      height and width, or one int for both
     seed      the same on every rank
     padding   how far it may reach outside, in pixels: an int, (left and right, top and bottom), or (left, top, right,
-              bottom), as in MindSpore and torchvision. What stands there `View.read` says.
+              bottom), as in MindSpore and torchvision. `View.read` says what fills it.
 
     Raises DataError for wrong arguments; a call raises it for a view that is smaller than the window.
     """
@@ -89,7 +89,7 @@ class RandomCrop:
 class RandomFlip:
     """A view mirrored left to right with the probability `horizontal`, and top to bottom with `vertical`.
 
-    Raises DataError for a seed below 0, or a probability that is none.
+    Raises DataError for a seed below 0, or a probability that is not from 0 to 1.
     """
 
     seed: int

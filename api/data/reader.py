@@ -1,4 +1,4 @@
-"""Reading a window of an image, and of its file little more than that."""
+"""Reading a window of an image, and little more of its file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORTH_A_WARNING = 1 << 20  # pixels: a smaller image is read whole in no time
 
 
 class WindowReader:
-    """An image of which windows are read: a TIFF file, a Zarr array, or a NumPy array.
+    """An image whose windows can be read: a TIFF file, a Zarr array, or a NumPy array.
 
     source   the path of a TIFF (classic or BigTIFF; in tiles, or in strips with a warning where they force reading much
              more than the window), that of a Zarr folder or zip file, or an array
@@ -28,7 +28,7 @@ class WindowReader:
     axes     "YX", "YXS", "CYX" or "SYX", where the file does not say it: Zarr without dimension names, and arrays
 
     It may be used by several threads, pickled, and forked: each process opens the file for itself and counts what it
-    reads itself. Raises DataError for what cannot be read so, RuntimeStateError where tifffile or zarr is missing.
+    reads itself. Raises DataError for what cannot be read, RuntimeStateError where tifffile or zarr is missing.
     """
 
     def __init__(
@@ -90,26 +90,26 @@ class WindowReader:
     ) -> NDArray[Any]:
         """The pixels of `window` (y0, y1, x0, x1), in the order of `axes`.
 
-        halo         so many pixels more on each side; of a pair, the first above and below
-        mode         what stands outside of the image: "constant" (`fill_value`), "reflect", "replicate" or "circular"
+        halo         how many more pixels on each side; a pair is for top and bottom, and for left and right
+        mode         what is outside the image: "constant" (`fill_value`), "reflect", "replicate" or "circular"
 
         Raises DataError for a wrong argument, or a file that is damaged.
         """
-        asked, way = as_window(window).grown(halo), as_mode(mode)
+        grown, fill_mode = as_window(window).grown(halo), as_mode(mode)
         check_fill(fill_value, self.dtype)
-        rows = source_indices(asked.y0, asked.y1, self.size[0], way)
-        columns = source_indices(asked.x0, asked.x1, self.size[1], way)
+        rows = source_indices(grown.y0, grown.y1, self.size[0], fill_mode)
+        columns = source_indices(grown.x0, grown.x1, self.size[1], fill_mode)
         inside_y, inside_x = np.unique(rows[rows >= 0]), np.unique(columns[columns >= 0])
         if not inside_y.size or not inside_x.size:
             shape = [{"Y": rows.size, "X": columns.size}.get(a, n) for a, n in zip(self.axes, self.shape, strict=True)]
             return np.full(shape, fill_value, self.dtype)
         self._warn_of_waste(inside_y, inside_x)
         pixels = self._read(inside_y, inside_x)
-        for dim, wanted, found in (
+        for dim, wanted, present in (
             (self.axes.index("Y"), rows, inside_y),
             (self.axes.index("X"), columns, inside_x),
         ):
-            pixels = _arranged(pixels, dim, wanted, found, fill_value)
+            pixels = _arranged(pixels, dim, wanted, present, fill_value)
         return pixels
 
     def _read(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[Any]:
@@ -120,8 +120,8 @@ class WindowReader:
         return bands[0] if len(bands) == 1 else np.concatenate(bands, axis=y)
 
     def _warn_of_waste(self, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> None:
-        """Warn, once, of a large image that is stored so that these rows and columns cost at least twice what they
-        are, because a tile reaches from one side of the image to the other."""
+        """Warn, once, about a large image whose tiles reach from one side to the other, so that reading these rows and
+        columns reads at least twice as much."""
         (height, width), (tall, wide) = self.size, self.tile
         touched_y, touched_x = _touched(rows, height, tall), _touched(columns, width, wide)
         across = (tall >= height and 2 * rows.size <= height) or (wide >= width and 2 * columns.size <= width)
@@ -166,11 +166,11 @@ def _open(source: Any, level: int, path: str, axes: str | None, count: Count) ->
 
 
 def _unused(name: str, **given: Any) -> None:
-    """Raise DataError for an argument that says nothing of such a source."""
+    """Raise DataError for an argument that such a source does not take."""
     places = {
-        "level": "level is of pyramidal TIFF files; name the array of a Zarr level with path=",
-        "path": "path is of arrays inside a Zarr group",
-        "axes": "a TIFF says its axes itself",
+        "level": "level is for pyramidal TIFF files; name the array of a Zarr level with path=",
+        "path": "path is for arrays inside a Zarr group",
+        "axes": "a TIFF file has its own axes",
     }
     for argument, value in given.items():
         if value:
@@ -190,12 +190,12 @@ def _touched(indices: NDArray[np.int64], size: int, tile: int) -> int:
 
 
 def _arranged(
-    pixels: NDArray[Any], dim: int, wanted: NDArray[np.int64], found: NDArray[np.int64], fill_value: float
+    pixels: NDArray[Any], dim: int, wanted: NDArray[np.int64], present: NDArray[np.int64], fill_value: float
 ) -> NDArray[Any]:
-    """`pixels`, which along `dim` are those of the indices `found`, as `wanted` along it; -1 is the fill value."""
-    if np.array_equal(wanted, found):
+    """`pixels`, which along `dim` are those of the indices `present`, arranged as `wanted`; -1 is the fill value."""
+    if np.array_equal(wanted, present):
         return pixels
     # the first place for those outside; they are overwritten
-    arranged: NDArray[Any] = np.take(pixels, np.searchsorted(found, np.maximum(wanted, found[0])), axis=dim)
+    arranged: NDArray[Any] = np.take(pixels, np.searchsorted(present, np.maximum(wanted, present[0])), axis=dim)
     arranged[(slice(None),) * dim + (wanted < 0,)] = fill_value
     return arranged

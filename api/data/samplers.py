@@ -25,7 +25,7 @@ def distributed_sampler(
     Ranks whose parts differ along the batch get different samples; ranks that share an image, each with a part of it,
     get the same ones. Call its `set_epoch` before each epoch. The other arguments are PyTorch's.
 
-    Raises DataError for what is no Part, a seed below 0, or a dim that is not there.
+    Raises DataError for anything but a Part, a seed below 0, or a dim that it does not have.
     """
     group, groups = group_of(part, dim)
     check_seed(seed)

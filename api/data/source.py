@@ -12,11 +12,11 @@ from partway.data.window import Window
 from partway.strategy.errors import DataError, shown
 
 AXES = ("YX", "YXS", "CYX", "SYX")
-"""The orders of dims that can be read: height and width, and the channels before or behind them."""
+"""The orders of dims that can be read: height and width, and the channels before or after them."""
 
 
 class Source(Protocol):
-    """An open image of which blocks can be read. `axes` are one of `AXES`, `tile` is the height and width of what is
+    """An open image whose blocks can be read. `axes` are one of `AXES`, `tile` is the height and width of what is
     read at once, and `advice` says how to write the file in tiles."""
 
     name: str
@@ -30,7 +30,7 @@ class Source(Protocol):
         """The pixels of `block`, which lies inside the image."""
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
 
 
 class Count:
@@ -67,11 +67,11 @@ class ArraySource:
 
 
 def axes_for(name: str, shape: tuple[int, ...], axes: str | None) -> str:
-    """The axes of an image that does not say them itself: `axes`, or YX for two dims. Raises DataError."""
+    """The axes of an image that does not name them: `axes`, or YX for two dims. Raises DataError."""
     if axes is None and len(shape) == 2:
         return "YX"
     if axes is None:
-        raise DataError(f"{name} of shape {list(shape)} does not say what its dims are; write axes='YXS' or 'CYX'")
+        raise DataError(f"{name} of shape {list(shape)} does not name its dims; write axes='YXS' or 'CYX'")
     if not isinstance(axes, str) or axes not in AXES or len(axes) != len(shape):
         fitting = " or ".join(repr(one) for one in AXES if len(one) == len(shape)) or "an image of 2 or 3 dims"
         raise DataError(f"axes is {shown(axes)} for {name} of shape {list(shape)}; write {fitting}")

@@ -1,4 +1,4 @@
-"""A TIFF file (classic or BigTIFF), of which only the tiles or strips that a block touches are read and decoded."""
+"""A TIFF file (classic or BigTIFF): only the tiles or strips that a block touches are read and decoded."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from partway.data.source import AXES, Count, block_shape
 from partway.data.window import Window
 from partway.strategy.errors import DataError
 
-_JPEG = (6, 7, 34892, 33007)  # compressions whose tiles share tables, which stand in the page
+_JPEG = (6, 7, 34892, 33007)  # compressions whose tiles share tables, which the page holds
 
 
 @dataclass(frozen=True)
 class _Plane:
-    """A plane of pixels: its page, and how many segments of the page stand before its own."""
+    """A plane of pixels: its page, and how many segments of the page come before its own."""
 
     page: Any
     first: int
@@ -30,7 +30,8 @@ class _Plane:
 class TiffSource:
     """One level of the first image of the file at `path`.
 
-    Raises DataError for what is no TIFF, a level that is not there, or other axes than YX, YXS, CYX and SYX.
+    Raises DataError for anything but a TIFF file, a level that it does not have, or axes other than YX, YXS, CYX and
+    SYX.
     """
 
     def __init__(self, path: str, level: int, count: Count) -> None:
@@ -56,8 +57,8 @@ class TiffSource:
         self.axes, self.shape, self.dtype = image.axes, tuple(image.shape), np.dtype(image.dtype)
         if self.axes not in AXES:
             raise DataError(
-                f"{self.name} has the axes {self.axes} of shape {list(self.shape)}, and {', '.join(AXES)} can be read; "
-                "write one image per file, or its channels as C"
+                f"{self.name} has the axes {self.axes} of shape {list(self.shape)}, but only {', '.join(AXES)} can be "
+                "read; write one image per file, or its channels as C"
             )
         key = image.keyframe
         _, _, self._height, self._width, _ = key.shaped
@@ -71,7 +72,7 @@ class TiffSource:
         if len(self._planes) != (1 if self.axes in ("YX", "YXS") else self.shape[0]):
             raise DataError(
                 f"{self.name} has {len(self._planes)} planes of pixels for the shape {list(self.shape)} ({self.axes}); "
-                f"write it anew, with {self.advice}"
+                f"write it again, with {self.advice}"
             )
 
     def read(self, block: Window) -> NDArray[Any]:
@@ -124,7 +125,7 @@ class TiffSource:
 
 
 def _decoding(page: Any) -> dict[str, Any]:
-    """What decoding a tile of `page` needs beside the tile."""
+    """What decoding a tile of `page` needs besides the tile."""
     if page.keyframe.compression not in _JPEG:
         return {}
     return {"jpegtables": page.jpegtables, "jpegheader": page.keyframe.jpegheader}

@@ -1,4 +1,4 @@
-"""What is seen of an image: a window of it, perhaps mirrored. All that is cut from a view is a view again."""
+"""What is seen of an image: a window of it, perhaps mirrored. What is cut from a view is a view again."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from partway.strategy.errors import DataError, shown
 class View:
     """The pixels of `window` of an image, mirrored top to bottom if `upside_down`, left to right if `mirrored`.
 
-    Crops and flips are decided for the whole image, the same on every rank, and a rank's part of what they leave is
-    one more crop: a window of the file. Where a view is mirrored that is the window on the other side.
+    Crops and flips are decided for the whole image, the same on every rank, and a rank's part of the result is one more
+    crop: a window of the file. In a mirrored view it is the window on the other side.
     """
 
     window: Window
@@ -28,7 +28,7 @@ class View:
 
     @classmethod
     def of(cls, image: WindowReader) -> View:
-        """All of `image`. Raises DataError for what is no reader of one."""
+        """All of `image`. Raises DataError for anything but a reader of one."""
         if not isinstance(getattr(image, "size", None), tuple):
             raise DataError(f"View.of takes a WindowReader, not {shown(image)}; or write View.whole(height, width)")
         return cls.whole(*image.size)
@@ -44,8 +44,8 @@ class View:
         return self.window.height, self.window.width
 
     def crop(self, window: Window | tuple[int, int, int, int]) -> View:
-        """The part of it that is `window`, counted from its own upper left corner. It may reach outside: what stands
-        there is more of the image, and outside of the image what `read` fills in."""
+        """The part of it that is `window`, counted from its own upper left corner. It may reach outside, over more of
+        the image, and beyond the image, where `read` fills it."""
         y0, y1, x0, x1 = as_window(window)
         mine = self.window
         rows = (mine.y1 - y1, mine.y1 - y0) if self.upside_down else (mine.y0 + y0, mine.y0 + y1)
@@ -53,7 +53,7 @@ class View:
         return View(Window(*rows, *columns), self.upside_down, self.mirrored)
 
     def flip(self, *, horizontal: bool = False, vertical: bool = False) -> View:
-        """It, mirrored left to right if `horizontal`, top to bottom if `vertical`."""
+        """The view mirrored left to right if `horizontal`, top to bottom if `vertical`."""
         return View(self.window, self.upside_down != vertical, self.mirrored != horizontal)
 
     def part(self, part: Part, dims: tuple[int, int] = IMAGE_DIMS) -> View:

@@ -1,7 +1,7 @@
-"""Decoding of what is in WebDataset shards, which runs none of it.
+"""Decoding the members of WebDataset shards without running any of them.
 
 WebDataset's own default decoder unpickles members by their extension, so that whoever wrote a shard runs code where it
-is read. This one knows its decoders by name, refuses what would be unpickled, and says where it stands.
+is read. This one knows its decoders by name, refuses what would be unpickled, and says where that is.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _POSTSCRIPT = (b"%!PS", b"\xc5\xd0\xd3\xc6")
 
 class Decoder(wds.autodecode.Decoder):  # type: ignore[misc]
     """WebDataset's decoder; `handlers` are names of image formats such as "rgb", or functions of a member's extension
-    and its bytes, that give None for what they leave to others."""
+    and its bytes, that return None for what they leave to others."""
 
     def __init__(self, handlers: Iterable[str | Handler], post: list[Handler] | None, **options: Any) -> None:
-        found = [_Images(handler) if isinstance(handler, str) else handler for handler in handlers]
-        if wrong := [handler for handler in found if not callable(handler)]:
+        decoders = [_Images(handler) if isinstance(handler, str) else handler for handler in handlers]
+        if wrong := [handler for handler in decoders if not callable(handler)]:
             raise DataError(f"decode is given {wrong[0]!r}; write 'rgb', or a function of an extension and its bytes")
         try:
-            super().__init__(found, post=[plain] if post is None else post, **options)
+            super().__init__(decoders, post=[plain] if post is None else post, **options)
         except (AssertionError, TypeError) as error:
             raise DataError(f"decode is given wrong arguments: {error}") from error
 
@@ -52,7 +52,7 @@ def plain(key: str, data: bytes) -> Any:
     extension = key.rpartition(".")[2].lower()
     if extension in _PICKLES:
         raise DataError(
-            f"a .{extension} file is a pickle, and reading one runs what it says; write shards of .npy and .json, "
+            f"a .{extension} file is a pickle, and reading one runs code in it; write shards of .npy and .json, "
             f"or, if you trust whoever wrote these, give decode a function of your own for .{extension}"
         )
     if extension == "npy":
@@ -64,7 +64,7 @@ def plain(key: str, data: bytes) -> Any:
 
 
 class _Images:
-    """WebDataset's decoder of images, but for PostScript, which is a program that Pillow has Ghostscript run."""
+    """WebDataset's decoder of images, without PostScript, which is a program that Pillow has Ghostscript run."""
 
     def __init__(self, name: str) -> None:
         if name not in wds.autodecode.imagespecs:
@@ -79,7 +79,7 @@ class _Images:
 
 
 def unreadable(error: Exception) -> NoReturn:
-    """What webdataset is to do where a shard is no tar file, or a damaged one: raise DataError."""
+    """What webdataset does with a shard that is not a tar file, or damaged: it raises DataError."""
     if isinstance(error, DataError):
         raise error
     raise DataError(f"a shard cannot be read: {' '.join(map(str, error.args)) or repr(error)}") from error

@@ -1,8 +1,8 @@
 """A WebDataset pipeline whose draws are the same on all ranks of a data-parallel group.
 
 WebDataset itself splits shards by rank or not at all, seeds `shuffle` and `resampled` by the clock and the process, and
-counts `with_epoch` in every worker. Ranks that share an image would read different ones, and an epoch would be as many
-times longer as there are workers.
+counts `with_epoch` in every worker. Ranks that share an image would read different ones, and an epoch would be longer
+by the number of workers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ShardPass:
     workers: int = 1
 
     def generator(self, name: str, *, shared: bool = False) -> random.Random:
-        """Random numbers for `name`, of its own for each group and worker unless they are `shared`."""
+        """Random numbers for `name`: other ones for each group and worker, unless they are `shared`."""
         place = name if shared else f"{name} {self.group} {self.worker}"
         return random.Random(draws(place, self.seed, self.epoch, self.number, 1)[0])
 
@@ -47,7 +47,8 @@ Drawing = Callable[[Iterable[Any], ShardPass], Iterator[Any]]
 
 
 class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: ignore[misc]
-    """What `web_dataset` makes: WebDataset's pipeline, with its methods. `set_epoch` says which epoch comes next."""
+    """What `web_dataset` returns: WebDataset's pipeline, with its methods. `set_epoch` sets the epoch that comes
+    next."""
 
     def __init__(
         self, urls: Sequence[str], group: int, groups: int, seed: int, resampled: bool, shuffle_shards: bool
@@ -62,20 +63,21 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
         self._check_shards(1)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is that of `epoch`, in workers that a loader keeps too. Raises DataError for no int."""
+        """The next pass is that of `epoch`, in workers that a loader keeps too. Raises DataError unless it is an int of
+        0 or more."""
         self._epoch.set(epoch)
 
     def shuffle(self, size: int, initial: int = 100) -> GroupedWebDataset:
-        """Shuffle in a buffer of `size` samples, of which `initial` are read first. Raises DataError for other sizes
-        than ints of 0 (no shuffling) or more."""
+        """Shuffle in a buffer of `size` samples, which begins with `initial`. Raises DataError unless both are ints of
+        0 (no shuffling) or more."""
         for name, value in (("size", size), ("initial", initial)):
             if not is_int(value, 0):
                 raise DataError(f"{name} is {shown(value)}; write how many samples, an int of 0 or more")
         return self._with(pipeline=[*self.pipeline, _Shuffle(size, min(initial, size))]) if size else self
 
     def with_epoch(self, items: int) -> GroupedWebDataset:
-        """With epochs of `items` of what the pipeline gives (samples, or behind `batched` batches), for the group: each
-        of a loader's workers gives its share. Shards are read again as often as it takes. Raises DataError."""
+        """With epochs of `items` items (samples, or batches after `batched`) for the group: each of a loader's workers
+        gives its share. Shards are read again as often as needed. Raises DataError."""
         if not is_int(items, 1):
             raise DataError(
                 f"with_epoch is given {shown(items)}; write how many items an epoch has, an int of 1 or more"
@@ -83,24 +85,24 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
         return self._with(_items=items)
 
     def with_length(self, items: int) -> GroupedWebDataset:
-        """With a `len` of `items`, for what asks for it; it does not change the epoch. Raises DataError."""
+        """With a `len` of `items`, for code that asks for it; the epoch stays the same. Raises DataError."""
         if not is_int(items, 0):
             raise DataError(f"with_length is given {shown(items)}; write how many items, an int of 0 or more")
-        found = self._with(_length=items)
-        found.__class__ = _Sized
-        return found
+        sized = self._with(_length=items)
+        sized.__class__ = _Sized
+        return sized
 
     def decode(
         self, *handlers: str | Handler, pre: list[Handler] | None = None, post: list[Handler] | None = None,
         only: str | Iterable[str] | None = None, partial: bool = False,
         handler: Callable[[Exception], bool] | None = None,
     ) -> GroupedWebDataset:  # fmt: skip
-        """With members decoded: images as "rgb" and the like say, texts, numbers, JSON and arrays by their extension,
-        and others by functions of one's own, which take an extension and bytes and come first. As WebDataset's, but
-        nothing in a shard is run: pickles (.pyd, .pickle, .pth) and PostScript raise DataError when they are met."""
+        """With members decoded: images as "rgb" and the like ask for; texts, numbers, JSON and arrays by their
+        extension; others by your own functions, which take an extension and bytes, and come first. As WebDataset's, but
+        nothing in a shard is run: pickles (.pyd, .pickle, .pth) and PostScript raise DataError."""
         decoder = Decoder(handlers, post, pre=pre, only=only, partial=partial)
-        found: GroupedWebDataset = self.map(decoder, **({} if handler is None else {"handler": handler}))
-        return found
+        decoded: GroupedWebDataset = self.map(decoder, **({} if handler is None else {"handler": handler}))
+        return decoded
 
     def xdecode(self, *arguments: Any, **options: Any) -> GroupedWebDataset:
         """Always raises DataError: it unpickles what is in shards."""
@@ -122,9 +124,9 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
         )
 
     def _with(self, **changed: Any) -> GroupedWebDataset:
-        found = copy.copy(self)
-        found.__dict__.update(changed)
-        return found
+        copied = copy.copy(self)
+        copied.__dict__.update(changed)
+        return copied
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -139,11 +141,11 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
     def _repeated(self, first: ShardPass) -> Iterator[Any]:
         """Pass after pass, without end."""
         for number in itertools.count():
-            found = False
+            empty = True
             for item in self._one(replace(first, number=number)):
-                found = True
+                empty = False
                 yield item
-            if not found:
+            if empty:
                 raise DataError(f"there are no samples in the shards of worker {first.worker}, such as {self._urls[0]}")
 
     def _one(self, one_pass: ShardPass) -> Iterator[Any]:
@@ -174,7 +176,7 @@ class GroupedWebDataset(wds.DataPipeline, wds.compat.FluidInterface):  # type: i
 
 
 class _Sized(GroupedWebDataset):
-    """With a length: PyTorch takes a data set that has none for one whose length is not known."""
+    """With a length: to PyTorch, a data set with `__len__` is one whose length is known."""
 
     def __len__(self) -> int:
         return self._length
@@ -202,14 +204,14 @@ class _Shuffle:
 
 
 def _taken(held: list[Any], generator: random.Random) -> Any:
-    """One of `held`, which is taken out of it."""
+    """One of `held`, removed from it."""
     i = generator.randrange(len(held))
     held[i], held[-1] = held[-1], held[i]
     return held.pop()
 
 
 def _opened(shards: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Each shard with its stream, which is closed when the next one is opened, or an epoch ends within it."""
+    """Each shard with its stream, which is closed when the next one is opened, or when an epoch ends in it."""
     for shard in shards:
         try:
             stream = wds.gopen(shard["url"])
@@ -219,7 +221,7 @@ def _opened(shards: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield {**shard, "stream": stream}
 
 
-_READ = ("", "file", "http", "https")  # what is opened by its address alone, as it is or with curl
+_READ = ("", "file", "http", "https")  # opened by the address alone, directly or with curl
 
 
 def check_schemes(urls: Sequence[str], allow: Sequence[str]) -> None:
@@ -239,13 +241,13 @@ def check_schemes(urls: Sequence[str], allow: Sequence[str]) -> None:
 
 
 def expanded(urls: str | Sequence[str]) -> list[str]:
-    """The list of shards that `urls` is. Raises DataError for what is none, or is empty."""
+    """The list of shards that `urls` stands for. Raises DataError if there is none, or it is empty."""
     try:
-        found = wds.shardlists.expand_urls(urls) if isinstance(urls, str) else urls
+        shards = wds.shardlists.expand_urls(urls) if isinstance(urls, str) else urls
     except (ValueError, KeyError) as error:
         raise DataError(f"urls is {shown(urls)}, whose braces do not match: {error}") from error
-    if not isinstance(found, list | tuple) or not found or not all(isinstance(url, str) for url in found):
+    if not isinstance(shards, list | tuple) or not shards or not all(isinstance(url, str) for url in shards):
         raise DataError(
             f"urls is {shown(urls)}; write the paths of tar files, or one str such as 'train-{{000..127}}.tar'"
         )
-    return list(found)
+    return list(shards)

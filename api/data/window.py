@@ -1,4 +1,4 @@
-"""A rectangle of an image in global pixels, and what stands where it reaches outside of the image."""
+"""A rectangle of an image in global pixels, and what fills it where it reaches outside the image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from partway.strategy.errors import DataError, shown
 
 
 class FillMode(Choice):
-    """What stands outside of an image; the names are those of torch.nn.functional.pad.
+    """What fills the space outside an image; the names are those of torch.nn.functional.pad.
 
     constant    the fill value
     reflect     the image mirrored at its outermost pixels, which are not repeated
@@ -29,7 +29,7 @@ class FillMode(Choice):
 class Window(NamedTuple):
     """Rows `y0` up to `y1` and columns `x0` up to `x1`, in pixels of the whole image. It may reach outside.
 
-    A plain tuple of four ints will do wherever a Window is taken.
+    A plain tuple of four ints may be passed for a Window.
     """
 
     y0: int
@@ -48,13 +48,14 @@ class Window(NamedTuple):
         return self.x1 - self.x0
 
     def grown(self, halo: int | tuple[int, int]) -> Window:
-        """This window with `halo` pixels more on each side; of a pair, the first above and below. Raises DataError."""
+        """This window with `halo` more pixels on each side; a pair is for top and bottom, and for left and right.
+        Raises DataError."""
         y, x = pair("halo", halo, least=0)
         return Window(self.y0 - y, self.y1 + y, self.x0 - x, self.x1 + x)
 
 
 def is_int(value: object, least: int | None = None) -> TypeGuard[int]:
-    """Whether `value` is an int, and no bool, of `least` or more."""
+    """Whether `value` is an int of `least` or more, and not a bool."""
     number = isinstance(value, int | np.integer) and not isinstance(value, bool)
     return number and (least is None or int(value) >= least)  # type: ignore[call-overload]
 
@@ -76,10 +77,10 @@ def as_window(window: object) -> Window:
         raise DataError(
             f"the window is {shown(window)}; write four ints (y0, y1, x0, x1), in pixels of the whole image"
         )
-    found = Window(*map(int, window))
-    if found.y0 >= found.y1 or found.x0 >= found.x1:
-        raise DataError(f"the window {tuple(found)} (y0, y1, x0, x1) is empty; y0 must be below y1, and x0 below x1")
-    return found
+    checked = Window(*map(int, window))
+    if checked.y0 >= checked.y1 or checked.x0 >= checked.x1:
+        raise DataError(f"the window {tuple(checked)} (y0, y1, x0, x1) is empty; y0 must be below y1, and x0 below x1")
+    return checked
 
 
 def as_mode(mode: object) -> FillMode:
@@ -103,7 +104,7 @@ def check_fill(fill_value: object, dtype: Any) -> None:
 
 
 def source_indices(start: int, stop: int, size: int, mode: FillMode) -> NDArray[np.int64]:
-    """For the rows (or columns) `start` up to `stop` the row of an image of `size` rows that stands there, or -1 for
+    """For each row (or column) from `start` up to `stop`, the row of an image of `size` rows that fills it, or -1 for
     the fill value."""
     wanted = np.arange(start, stop, dtype=np.int64)
     match mode:

@@ -1,4 +1,4 @@
-"""A Zarr array (formats 2 and 3, a folder or a zip file), of which only the chunks that a block touches are read."""
+"""A Zarr array (formats 2 and 3, a folder or a zip file): only the chunks that a block touches are read."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class _Counting(WrapperStore[LocalStore | ZipStore]):
         self._count = count
 
     async def get(self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None) -> Buffer | None:
-        found = await self._store.get(key, prototype, byte_range)
-        if found is not None and key.rpartition("/")[2] not in _METADATA:
-            self._count.add(len(found))
-        return found
+        content = await self._store.get(key, prototype, byte_range)
+        if content is not None and key.rpartition("/")[2] not in _METADATA:
+            self._count.add(len(content))
+        return content
 
 
 class ZarrSource:

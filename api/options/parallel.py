@@ -110,7 +110,7 @@ class ParallelContext(Options):
     }
 
     parallel_mode: ParallelMode = Field(default=ParallelMode.STAND_ALONE, strict=False)
-    """Where this was never set, `shard` acts as in auto_parallel (see `mode_was_set`), so that a script with one
+    """If this was never set, `shard` acts as in auto_parallel (see `mode_was_set`), so that a script with one
     annotation runs split; in the reference it is ignored. `hybrid_parallel` is left out: it is neither checked nor
     planned there."""
 
@@ -171,9 +171,9 @@ class ParallelContext(Options):
     )
 
     reshard_after_forward: bool | None = Field(default=None, description="None, True or False")
-    """Ours, with FSDP2's name. True: weights that are split at rest and gathered for the forward are let go after it,
-    and gathered again in the backward, which holds less and sends more. False: they are kept. None: they are kept
-    unless `memory_limit` leaves no room for them."""
+    """Ours, with FSDP2's name. True: weights that are split at rest and gathered for the forward are freed after it,
+    and gathered again in the backward, which takes less memory and sends more. False: they are kept. None: they are
+    kept unless `memory_limit` leaves no room for them."""
 
     enable_compile_cache: bool = True
     """True: plans and compiled steps are kept on disk by content, so that a second start of a script makes none anew.

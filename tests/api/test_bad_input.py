@@ -848,7 +848,7 @@ DATASET = [
         "data_parallel_mode_with_strategies",
         run(in_strategy=(("dp", None),)),
         (
-            "parallel_mode 'data_parallel': splits the batch and nothing else, and in_strategy[0] was given",
+            "parallel_mode 'data_parallel': splits the batch and nothing else, but in_strategy[0] was given",
             "set parallel_mode='semi_auto_parallel'",
         ),
         context={"parallel_mode": "data_parallel"},
@@ -1440,7 +1440,7 @@ def test_a_parameter_of_another_shape_is_refused_or_planned_anew() -> None:
     model.up, model.down = nn.Linear(8, 30), nn.Linear(30, 8)
     assert model(X).shape == (8, 8)
     model.up, model.down = nn.Linear(8, 1), nn.Linear(1, 8)
-    with pytest.raises(pw.StrategyError, match=r"parameter 'up.weight': has now the shape \[1, 8\]"):
+    with pytest.raises(pw.StrategyError, match=r"parameter 'up.weight': now has the shape \[1, 8\]"):
         model(X)
 
 

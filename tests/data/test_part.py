@@ -153,13 +153,13 @@ def test_the_number_of_devices_is_that_of_the_context():
     [
         (
             {"strategy": (1, 1, 1, 4), "devices": 8},
-            "which part of (1, 1, 1, 4) each rank of 8 holds is chosen with the plan; give the mesh that shard was "
+            "which part of (1, 1, 1, 4) each rank of 8 holds is chosen with the plan; pass the mesh that shard was "
             "given, as mesh=, or ask the plan: planned_part(model)",
         ),
         ({"strategy": (2, 1, 1, 4), "devices": 8}, "which part of (2, 1, 1, 4) each rank of 8 holds is chosen with"),
         (
             {"strategy": (1, 2), "mesh": {"a": 2, "b": 2}},
-            "chosen with the plan; write axis names in place of the counts, or ask the plan: planned_part(model)",
+            "chosen with the plan; write axis names instead of the counts, or ask the plan: planned_part(model)",
         ),
         ({"strategy": (1, 3), "devices": 8}, "(1, 3) takes 3 devices, which does not divide the 8 available"),
         ({"strategy": (16, 1), "devices": 8}, "(16, 1) takes 16 devices, but there are 8"),
@@ -193,15 +193,15 @@ def test_uneven_parts_are_refused_naming_the_dim():
         part.slices((4, 12))
     with pytest.raises(pw.DataError, match="the width has size 12, which 8 parts do not divide"):
         part.window(4, 12)
-    with pytest.raises(pw.DataError, match=r"part \(0, 1\) of \(1, 8\) is of a tensor of 2 dims, not of one of shape"):
+    with pytest.raises(pw.DataError, match=r"part \(0, 1\) of \(1, 8\) is for tensors of 2 dims, not of shape"):
         part.slices((4, 3, 8))
-    with pytest.raises(pw.DataError, match=r"there is no dim 2 in part \(0, 1\) of \(1, 8\), which has 2 dims"):
+    with pytest.raises(pw.DataError, match=r"part \(0, 1\) of \(1, 8\) has no dim 2, only 2 dims"):
         part.along(2)
 
 
 @pytest.mark.parametrize(("index", "splits"), [((0,), (1, 1)), ((2,), (2,)), ((-1,), (2,)), ((0,), (0,))])
 def test_a_part_that_cannot_be_is_refused(index, splits):
-    with pytest.raises(pw.DataError, match="a part has for each dim a count of parts and an index below it"):
+    with pytest.raises(pw.DataError, match="a part has, for each dim, a count of parts and an index below it"):
         Part(index, splits)
 
 
@@ -219,5 +219,5 @@ def test_what_has_no_plan_is_refused():
 def test_a_global_tensor_needs_a_mesh_and_an_entry_for_each_dim():
     with pytest.raises(pw.StrategyError, match="to_global takes the mesh that shard was given"):
         to_global(torch.ones(2, 2), ("w", None), None)
-    with pytest.raises(pw.StrategyError, match=r"the part has shape \[2, 2\], and \('w',\) is of 1 dims"):
+    with pytest.raises(pw.StrategyError, match=r"the part has shape \[2, 2\], but \('w',\) is for 1 dim"):
         to_global(torch.ones(2, 2), ("w",), {"w": 8})

@@ -364,8 +364,8 @@ def test_wrong_arguments_of_a_read_are_refused(arguments, message):
         (3, {}, "WindowReader takes a path or a NumPy array, not a int"),
         ("nowhere.tif", {}, "there is no file 'nowhere.tif'"),
         (np.zeros((2, 2)), {"level": -1}, "level is -1; write an int of 0 or more"),
-        (np.zeros((2, 2)), {"level": 1}, "level=1 was given for an array of shape [2, 2]: level is of pyramidal TIFF"),
-        (np.zeros((2, 2)), {"path": "0"}, "path='0' was given for an array of shape [2, 2]: path is of arrays inside"),
+        (np.zeros((2, 2)), {"level": 1}, "level=1 was given for an array of shape [2, 2]: level is for pyramidal TIF"),
+        (np.zeros((2, 2)), {"path": "0"}, "path='0' was given for an array of shape [2, 2]: path is for arrays insid"),
         (np.zeros((2, 2, 3)), {}, "an array of shape [2, 2, 3] of shape"),
         (np.zeros((2, 2)), {"axes": "YXS"}, "axes is 'YXS' for an array of shape [2, 2]"),
         (np.zeros((2, 2, 2, 2)), {"axes": "TYXS"}, "write an image of 2 or 3 dims"),
@@ -382,9 +382,11 @@ def test_what_is_no_such_tiff_is_refused(tmp_path):
     with pytest.raises(pw.DataError, match=r"a.tif cannot be read as a TIFF: not a TIFF file"):
         WindowReader(tmp_path / "a.tif")
     tifffile.imwrite(tmp_path / "b.tif", np.zeros((5, 16, 16), np.uint8), metadata={"axes": "ZYX"})
-    with pytest.raises(pw.DataError, match=r"b.tif has the axes ZYX of shape \[5, 16, 16\], and YX, YXS, CYX, SYX can"):
+    with pytest.raises(
+        pw.DataError, match=r"b.tif has the axes ZYX of shape \[5, 16, 16\], but only YX, YXS, CYX, SYX can"
+    ):
         WindowReader(tmp_path / "b.tif")
-    with pytest.raises(pw.DataError, match=r"axes='YX' was given for .*b.tif: a TIFF says its axes itself"):
+    with pytest.raises(pw.DataError, match=r"axes='YX' was given for .*b.tif: a TIFF file has its own axes"):
         WindowReader(tmp_path / "b.tif", axes="YX")
 
 

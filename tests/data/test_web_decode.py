@@ -93,7 +93,7 @@ def test_a_compressed_pickle_is_refused_too(tmp_path: Path) -> None:
     import gzip
 
     url = shard(tmp_path / "a.tar", **{"pyd.gz": gzip.compress(pickle.dumps(Canary(tmp_path / "ran")))})
-    with pytest.raises(pw.DataError, match="reading one runs what it says; write shards of"):
+    with pytest.raises(pw.DataError, match="reading one runs code in it; write shards of"):
         first(dataset(url).decode())
     assert not (tmp_path / "ran").exists()
 

@@ -252,7 +252,7 @@ def test_a_module_plan_that_cannot_be_met_says_why(plan: Any, words: str) -> Non
 
 
 def test_a_function_has_no_modules_inside() -> None:
-    with pytest.raises(pw.StrategyError, match="module_plan: is for the modules inside a module, and this"):
+    with pytest.raises(pw.StrategyError, match="module_plan: is for the modules inside a module, but this"):
         pw.compile(torch.sin, (torch.ones(8),), mesh=MESH, module_plan={"a": {"in_strategy": (None,)}})
 
 

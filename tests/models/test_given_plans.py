@@ -158,7 +158,7 @@ class Deeper(Net):
         ),
         ({"mesh": {"tp": 4}}, ["mesh: it is tp=4, the plan's dp=2, tp=2; leave the mesh out"]),
         ({"plan": "nowhere.json"}, ["plan: could not read a plan from 'nowhere.json'"]),
-        ({"plan": 3}, ["plan: 3 (int) is none; give the path of a file that plan.save wrote, or a Plan"]),
+        ({"plan": 3}, ["plan: 3 (int) is not a plan; give the path of a file that plan.save wrote, or a Plan"]),
     ],
 )
 def test_a_plan_of_another_call_is_refused_with_what_differs(other: dict[str, Any], words: list[str]) -> None:
