@@ -1,6 +1,18 @@
-"""Running a program: all ranks simulated in one process (`Simulator`), or this rank of a process group (`Worker`).
+"""Running a step: all ranks simulated in one process (`Simulator`), or this rank of a process group (`Worker`).
 
-Both run the same graphs, through a `CompiledStep`, and report the same collectives to `record_collectives`.
+In come the graphs of a `Step` and the tensors of a call; out go its results, and gradients by autograd. Both executors
+run the same instructions, and tell `record_collectives` of the same collectives.
+
+    step.py             one call: forward, what is saved, backward. Its parts: loaded.py (a graph as a function, for an
+                        executor and a backend), waiting.py (gradients that wait), random_state.py, inductor.py
+    instructions.py     a graph as instructions (assemble.py, memory.py), and these as a Python function (functions.py)
+    simulate.py         all ranks in one process, by stretches.py; meetings.py: each kind of collective
+    execute.py          one rank of a process group; issue.py: each kind of collective
+    local_conversions.py, slices.py, strides.py     what a rank does to its own part
+    parameters.py       parameters as DTensors; optimizers.py: what held them before
+    process.py          whether this process is one of several, and which
+    watch.py            what ranks know of each other: agreement.py, ledger.py, doing.py
+    record.py           what ran, and when
 """
 
 from __future__ import annotations

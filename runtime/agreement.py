@@ -72,18 +72,18 @@ def agreement(purpose: str, detail: str = "") -> Iterator[list[Fact]]:
 
 def agree(purpose: str, facts: Iterable[Fact]) -> None:
     """`agreement` on `facts` that are there already."""
-    with agreement(purpose) as found:
-        found.extend(facts)
+    with agreement(purpose) as own:
+        own.extend(facts)
 
 
 def gathered(purpose: str, mine: Any) -> list[Any]:
     """The values, which JSON has, that all ranks give, by rank; every rank comes to it."""
-    found: list[Any] = json.loads(watch().meet(purpose, json.dumps(mine), _listed))
-    return found
+    values: list[Any] = json.loads(watch().meet(purpose, json.dumps(mine), _listed))
+    return values
 
 
-def _listed(said: dict[int, str]) -> str:
-    return f"[{', '.join(said.values())}]"
+def _listed(texts: dict[int, str]) -> str:
+    return f"[{', '.join(texts.values())}]"
 
 
 def _agree(purpose: str, facts: list[Fact], refused: str, detail: str) -> None:
@@ -102,34 +102,34 @@ def _agree(purpose: str, facts: list[Fact], refused: str, detail: str) -> None:
         raise
 
 
-def _compared(said: dict[int, str]) -> str:
+def _compared(answers: dict[int, str]) -> str:
     """What rank 0 finds: an error for all, or the names of the facts that differ."""
-    found: dict[int, Any] = {rank: json.loads(text) for rank, text in said.items()}
-    purposes = {rank: each["purpose"] for rank, each in found.items()}
+    each_rank: dict[int, Any] = {rank: json.loads(text) for rank, text in answers.items()}
+    purposes = {rank: each["purpose"] for rank, each in each_rank.items()}
     error = ""
     if len(set(purposes.values())) > 1:
         lines = "\n".join(f"  rank {rank} would {purpose}" for rank, purpose in purposes.items())
         error = f"the ranks are at different points of the program; {_SAME}:\n{lines}"
-    refused = {rank: each["refused"] for rank, each in found.items() if each["refused"]}
-    if not error and refused and len(refused) < len(found):
+    refused = {rank: each["refused"] for rank, each in each_rank.items() if each["refused"]}
+    if not error and refused and len(refused) < len(each_rank):
         rank, why = next(iter(refused.items()))
         error = f"rank {rank} could not {purposes[rank]}, and other ranks could; {_SAME}:\n{why}"
-    names = {name: follows for each in found.values() for name, (follows, _) in each["facts"].items()}
-    first = found[0]["facts"]
-    differ = [name for name in names if any(each["facts"].get(name) != first.get(name) for each in found.values())]
+    names = {name: follows for each in each_rank.values() for name, (follows, _) in each["facts"].items()}
+    first = each_rank[0]["facts"]
+    differ = [name for name in names if any(each["facts"].get(name) != first.get(name) for each in each_rank.values())]
     least = min((names[name] for name in differ), default=0)
     told = [name for name in differ if names[name] == least]
     return json.dumps({"error": error, "differ": [] if refused else told})
 
 
-def _described(said: dict[int, str]) -> str:
+def _described(answers: dict[int, str]) -> str:
     """How ranks differ, for people; the first rank that differs from rank 0 stands for all."""
-    found: dict[int, Any] = {rank: json.loads(text) for rank, text in said.items()}
+    facts: dict[int, Any] = {rank: json.loads(text) for rank, text in answers.items()}
     lines = []
-    for name in dict.fromkeys(name for each in found.values() for name in each):
-        texts = {rank: each[name][0] if name in each else None for rank, each in found.items()}
-        fix = next(each[name][1] for each in found.values() if name in each)
-        digests = {rank: each[name][2] if name in each else None for rank, each in found.items()}
+    for name in dict.fromkeys(name for each in facts.values() for name in each):
+        texts = {rank: each[name][0] if name in each else None for rank, each in facts.items()}
+        fix = next(each[name][1] for each in facts.values() if name in each)
+        digests = {rank: each[name][2] if name in each else None for rank, each in facts.items()}
         rank = next(rank for rank, digest in digests.items() if digest != digests[0])
         other = f"has other values on rank {rank} than on rank 0"
         lines.append(f"{name} {_difference(texts[0], texts[rank], rank) or other}; {fix}")

@@ -49,9 +49,9 @@ def assemble_code(module: fx.GraphModule, phase: str, reasons: Sequence[Conversi
         elif node.target not in (convert, convert_group, position):
             text = _written(node.target, node.args, node.kwargs, slots, constants)
         in_place, private = "", False
-        if found := overwriting(node):
-            in_place = _written(found.target, found.args, found.kwargs, slots, constants)
-            private = is_private(found.owner)
+        if overwrite := overwriting(node):
+            in_place = _written(overwrite.target, overwrite.args, overwrite.kwargs, slots, constants)
+            private = is_private(overwrite.owner)
         instructions.append(
             Instruction(
                 slots[node], operands, text, in_place, private, _relayout(node, phase),

@@ -138,9 +138,9 @@ class Worker:
             try:
                 return run(inputs)
             except Exception as error:
-                if (said := told(error)) is error:
+                if (explained := told(error)) is error:
                     raise
-                raise said from error
+                raise explained from error
 
         return watched
 

@@ -40,8 +40,8 @@ class Trail:
 
 def trail_of(frame: FrameType) -> Trail | None:
     """The trail of the function that a frame runs, if it is one of ours."""
-    found = frame.f_globals.get("trail")
-    return found if isinstance(found, Trail) else None
+    trail = frame.f_globals.get("trail")
+    return trail if isinstance(trail, Trail) else None
 
 
 class Dialect(Protocol):
@@ -138,11 +138,11 @@ def _last_uses(
     last = dict.fromkeys(takes, -1)
     for i, step in enumerate(steps):
         last.update(dict.fromkeys((*step.operands, step.out), i))
-    kept, found = set(gives), defaultdict(list)
+    kept, by_step = set(gives), defaultdict(list)
     for slot, i in last.items():
         if slot not in kept:
-            found[i].append(slot)
-    return found
+            by_step[i].append(slot)
+    return by_step
 
 
 def _let_go(slots: Sequence[int]) -> Iterator[str]:
@@ -159,10 +159,10 @@ def _in_few_variables(lines: Sequence[str]) -> Iterator[str]:
     variables: dict[str, int] = {}
     free: list[int] = []
 
-    def renamed(found: re.Match[str]) -> str:
-        slot = found[1]
+    def renamed(match: re.Match[str]) -> str:
+        slot = match[1]
         if slot is None:
-            return found[0]
+            return match[0]
         if slot not in variables:
             variables[slot] = free.pop() if free else len(variables)
         return f"v{variables[slot]}"

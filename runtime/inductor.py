@@ -123,11 +123,11 @@ def _getitems_early(nodes: list[fx.Node]) -> list[fx.Node]:
 def _values(order: Sequence[fx.Node], module: fx.GraphModule, examples: Sequence[Tensor]) -> dict[fx.Node, Any]:
     """A fake tensor for each value, with the strides that it will have when the graph runs."""
     values: dict[fx.Node, Any] = {}
-    given = iter(examples)
+    remaining = iter(examples)
     with FAKE:
         for node in order:
             if node.op == "placeholder":
-                values[node] = next(given)
+                values[node] = next(remaining)
             elif node.op == "get_attr":
                 values[node] = FAKE.from_tensor(getattr(module, str(node.target)))
             elif isinstance(traced := node.meta.get("val"), Tensor) and strides_of(traced) is not None:

@@ -266,7 +266,7 @@ def _messages(window: SliceWindow, position: int) -> tuple[_Messages, _Messages]
     ranks = range(len(window.spans))
     asked = [(other, strip) for other in ranks for strip in window.strips(other) if strip.source == position != other]
     needed = sorted(((strip.source, strip) for strip in window.strips(position) if strip.source != position),
-                    key=lambda found: found[0])  # fmt: skip
+                    key=lambda message: message[0])  # fmt: skip
     return (needed, asked) if window.adds else (asked, needed)
 
 
@@ -295,10 +295,10 @@ def _exchanged(
     incoming = part.new_empty(row * sum(strip.rows for _, strip in coming))
 
     def bytes_by_rank(messages: _Messages) -> list[int]:
-        found = [0] * len(window.spans)
+        counts = [0] * len(window.spans)
         for other, strip in messages:
-            found[other] += strip.rows * row * part.element_size()
-        return found
+            counts[other] += strip.rows * row * part.element_size()
+        return counts
 
     work = dist.all_to_all_single(
         as_bytes(incoming),

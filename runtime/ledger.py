@@ -96,15 +96,15 @@ class Ledger:
 
     def _sum_up(self) -> list[tuple[str, str]]:
         count = len(self._lines)  # the other thread goes on writing
-        found = [(f"{what}:{_checksum(of):08x}", where) for what, of, where in self._lines[:count]]
+        checksums = [(f"{what}:{_checksum(of):08x}", where) for what, of, where in self._lines[:count]]
         del self._lines[:count]
-        return found
+        return checksums
 
     def _hand_out(self, last: bool) -> bool:
         ended, self._ended = self._ended, last
-        found = [checksum for checksum, _ in self._sum_up()] + [_END] * (last and not ended)
-        if found:
-            self._store.set(f"ledger/{self._page}", " ".join(found))
+        checksums = [checksum for checksum, _ in self._sum_up()] + [_END] * (last and not ended)
+        if checksums:
+            self._store.set(f"ledger/{self._page}", " ".join(checksums))
             self._page += 1
         return last and not self._store.check([f"ledger/{self._page - 1}"])  # all have read it
 

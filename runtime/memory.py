@@ -128,14 +128,14 @@ def is_private(owner: fx.Node | None) -> bool:
 
 def _reads(node: fx.Node) -> Counter[fx.Node]:
     """How often `node` names each of its operands."""
-    found: Counter[fx.Node] = Counter()
+    counts: Counter[fx.Node] = Counter()
 
     def see(operand: fx.Node) -> fx.Node:
-        found[operand] += 1
+        counts[operand] += 1
         return operand
 
     fx.node.map_arg((node.args, node.kwargs), see)
-    return found
+    return counts
 
 
 def may_share(returned: Any) -> tuple[bool, ...]:

@@ -96,10 +96,10 @@ class _Timeline:
         if c is None or not c.kind.communicates:
             self._add(step, phase, COMPUTE, before, self._last, {})
         elif awaited:
-            issued, said = self._issued.pop((phase, step.out))
+            issued, ended = self._issued.pop((phase, step.out))
             end = self._last
             self._measured.append(
-                (step.name, phase, COMMUNICATION, issued, lambda: said[0] if said else end, {"kind": str(c.kind)})
+                (step.name, phase, COMMUNICATION, issued, lambda: ended[0] if ended else end, {"kind": str(c.kind)})
             )
         elif isinstance(value, list):  # the results of simulated ranks, which wait for no one
             self._add(step, phase, COMMUNICATION, before, self._last, {"kind": str(c.kind)})
@@ -113,11 +113,11 @@ class _Timeline:
         """What was measured, from the first step's beginning."""
         if self._origin is not None and self._cuda:
             torch.cuda.synchronize()
-        found = []
+        spans = []
         for name, phase, lane, start, end, args in self._measured:
             begin = _seconds(self._origin, start)
-            found.append(Span(name, phase, lane, begin, max(_seconds(self._origin, end()) - begin, 0.0), args))
-        return found
+            spans.append(Span(name, phase, lane, begin, max(_seconds(self._origin, end()) - begin, 0.0), args))
+        return spans
 
     def _add(self, step: Instruction, phase: str, lane: str, start: Stamp, end: Stamp, args: dict[str, Any]) -> None:
         self._measured.append((step.name, phase, lane, start, lambda: end, args))

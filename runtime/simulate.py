@@ -128,16 +128,16 @@ class Simulator:
         stretch, ranks = loaded.stretch, range(self.mesh.device_num)
         freed = [values.pop(slot)[::-1] for slot in stretch.frees]  # one rank's after another's is taken off the end
         kept = [values[slot] for slot in stretch.keeps]
-        made: list[list[Any]] = []
+        by_rank: list[list[Any]] = []
         common: list[Any] = []
         for rank in ranks:
             run = loaded.every if rank else loaded.first
-            made.append(
+            by_rank.append(
                 run([rank, meetings, *[parts.pop() for parts in freed], *[parts[rank] for parts in kept], *common])
             )
             if rank == 0:
-                common = made[0][len(loaded.gives) :]
-        values.update(zip(loaded.gives, map(list, zip(*made, strict=False)), strict=False))
+                common = by_rank[0][len(loaded.gives) :]
+        values.update(zip(loaded.gives, map(list, zip(*by_rank, strict=False)), strict=False))
         for slot, part in zip(stretch.common, common, strict=True):
             if slot in stretch.gives:
                 values[slot] = [part] * len(ranks)

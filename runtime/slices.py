@@ -85,17 +85,17 @@ def window_of(window: SliceWindow, position: int, part: Tensor, fetch: Callable[
     dim, shape = window.dim, list(part.shape)
     shape[dim] = window.width
     strips = window.strips(position)
-    made = part.new_empty(shape)
+    whole = part.new_empty(shape)
     span = window.spans[position]
     place = 0
     for strip in strips:
-        made.narrow(dim, place, strip.at - place).fill_(window.filled)
+        whole.narrow(dim, place, strip.at - place).fill_(window.filled)
         rows = part.narrow(dim, first_row(strip), strip.rows) if strip.source == position else fetch(strip)
-        made.narrow(dim, strip.at, strip.count).copy_(rows.flip(dim) if strip.step < 0 else rows)
+        whole.narrow(dim, strip.at, strip.count).copy_(rows.flip(dim) if strip.step < 0 else rows)
         place = strip.at + strip.count
-    made.narrow(dim, place, span[1] - span[0] - place).fill_(window.filled)
-    made.narrow(dim, span[1] - span[0], window.width - (span[1] - span[0])).zero_()
-    return made
+    whole.narrow(dim, place, span[1] - span[0] - place).fill_(window.filled)
+    whole.narrow(dim, span[1] - span[0], window.width - (span[1] - span[0])).zero_()
+    return whole
 
 
 def first_row(strip: Strip) -> int:

@@ -84,8 +84,8 @@ class CompiledStep:
     @cached_property
     def accumulating(self) -> Accumulating | None:
         """The backwards whose reductions wait, if any can."""
-        found = self.accumulation(self.step.wanted)
-        return Accumulating(found, self._backward_examples, self.loader) if found else None
+        accumulation = self.accumulation(self.step.wanted)
+        return Accumulating(accumulation, self._backward_examples, self.loader) if accumulation else None
 
     @cached_property
     def apart(self) -> list[set[int]]:
@@ -99,8 +99,8 @@ class CompiledStep:
         nodes = self.step.forward.graph.nodes
         places = {node: i for i, node in enumerate(self.step.forward.graph.find_nodes(op="placeholder"))}
         saved = [n for n in next(iter(reversed(nodes))).args[0][len(self.results) :] if isinstance(n, fx.Node)]
-        found = {places[memory] for memory in map(memory_of, saved) if memory in places}
-        return sorted(i for i in found if self.parameters[i])
+        places_read = {places[memory] for memory in map(memory_of, saved) if memory in places}
+        return sorted(i for i in places_read if self.parameters[i])
 
     def after(self, done: Iterable[int]) -> set[int]:
         """The outputs that may be differentiated when the outputs `done` were."""
@@ -147,10 +147,10 @@ class CompiledStep:
         ready = [i not in kept for i in arriving]
         left = self.executor.leave(*(list(itertools.compress(every, ready))
                                      for every in (values, backward.placed, backward.shared)))  # fmt: skip
-        found: list[Tensor | None] = [None] * len(primals)
+        results: list[Tensor | None] = [None] * len(primals)
         for i, gradient in zip(itertools.compress(arriving, ready), left, strict=True):
-            found[i] = gradient_of(primals[i], gradient)
-        return tuple(found)
+            results[i] = gradient_of(primals[i], gradient)
+        return tuple(results)
 
     def _hold(self, primals: Sequence[Tensor], values: Mapping[int, Any]) -> None:
         """Add the addends `values` of the gradients that wait to those that are there."""
@@ -171,8 +171,8 @@ class CompiledStep:
         rest = self.accumulating.rest
         values = rest.values(self.executor.unpack(list(chain(*(kept.addends for kept in each)))))
         for kept, gradient in zip(each, self.executor.leave(values, rest.placed, rest.shared), strict=True):
-            primal, found = kept.primal, gradient_of(kept.primal, gradient)
-            primal.grad = found if primal.grad is None else primal.grad + found
+            primal, arrived = kept.primal, gradient_of(kept.primal, gradient)
+            primal.grad = arrived if primal.grad is None else primal.grad + arrived
 
 
 def result_strides(placed: PlacedPort) -> Strides | None:

@@ -46,9 +46,9 @@ def is_common(step: Instruction) -> bool:
 
 def stretches_of(code: Code) -> tuple[Stretch, ...]:
     """The stretches of `code`, in order; each instruction is in one."""
-    found = levels(code)
-    cut: list[list[Instruction]] = [[] for _ in range(max(found, default=-1) + 1)]
-    for step, level in zip(code.instructions, found, strict=True):
+    level_of = levels(code)
+    cut: list[list[Instruction]] = [[] for _ in range(max(level_of, default=-1) + 1)]
+    for step, level in zip(code.instructions, level_of, strict=True):
         cut[level].append(step)
     return _linked(cut, {slot for slot in code.outputs if slot is not None})
 
@@ -62,14 +62,14 @@ def levels(code: Code) -> list[int]:
     follows a reduction is of that kind, the whole backward is one stretch.
     """
     leading = _leading(code)
-    here, ready, found = 0, dict[int, int](), []
+    here, ready, numbers = 0, dict[int, int](), []
     for step in code.instructions:
         level = max((here, *(ready.get(slot, 0) for slot in step.operands)))
         if step.once or step.out in leading:
             here = level
         ready[step.out] = level + step.communicates
-        found.append(level)
-    return found
+        numbers.append(level)
+    return numbers
 
 
 def _leading(code: Code) -> set[int]:
@@ -83,12 +83,12 @@ def _leading(code: Code) -> set[int]:
 
 def _linked(cut: Sequence[Sequence[Instruction]], outputs: set[int]) -> tuple[Stretch, ...]:
     """The instructions of each stretch with what stretches give each other."""
-    later, found = set(outputs), list[Stretch]()
+    later, stretches = set(outputs), list[Stretch]()
     for steps in reversed(cut):
         inside = {step.out for step in steps}
         takes = dict.fromkeys(slot for step in steps for slot in step.operands if slot not in inside)
         frees, keeps = (tuple(slot for slot in takes if (slot in later) is kept) for kept in (False, True))
         gives = tuple(step.out for step in steps if step.out in later and not step.communicates)
-        found.append(Stretch(tuple(steps), frees, keeps, gives))
+        stretches.append(Stretch(tuple(steps), frees, keeps, gives))
         later |= set(takes)
-    return tuple(reversed(found))
+    return tuple(reversed(stretches))

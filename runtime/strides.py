@@ -74,6 +74,6 @@ def contiguous(x: Tensor) -> Tensor:
 def check_laid_out(x: Any, like: Tensor, name: str) -> None:
     """Raise VerifyError unless `x`, the value `name` of a program, lies in memory as what was traced for it. (The
     statistics of a norm in bfloat16 are float32, which its meta kernel does not say; only its backward reads them.)"""
-    found, traced = ((tuple(t.shape), t.stride()) for t in (x, like))
-    if found != traced:
-        raise VerifyError(f"{name} has the shape and strides {found}, and was traced with {traced}")
+    actual, traced = ((tuple(t.shape), t.stride()) for t in (x, like))
+    if actual != traced:
+        raise VerifyError(f"{name} has the shape and strides {actual}, and was traced with {traced}")

@@ -16,28 +16,23 @@ the store by which the processes have met, on connections of its own, and in the
 from __future__ import annotations
 
 import atexit
-import functools
 import json
-import linecache
 import os
-import re
 import socket
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError
+from .doing import Doing, first_line, is_alive, last_words, lines_of, named, place_of
 from .functions import trail_of
 from .ledger import Ledger
 from .torch_internals import default_store, timeout_of
@@ -47,15 +42,6 @@ _ANSWER = 2.0  # seconds in which a watch answers: it has nothing else to do
 _SURE = 3  # looks at which the same ranks wait for the same: what is only slow has gone on by then
 _FOREVER = timedelta(days=20)
 _STOP, _TOLD = "stop", "told "
-
-
-@dataclass(frozen=True)
-class Doing:
-    """What a rank does. `waits_for`: it waits in a collective of these ranks; `mark` tells one wait from another."""
-
-    text: str
-    waits_for: tuple[int, ...] = ()
-    mark: str = ""
 
 
 class Watch:
@@ -105,16 +91,16 @@ class Watch:
             return None
         failed = self.failed is not None or hasattr(sys, "last_value")
         self._ledger.end(failed)
-        found = None if failed else self._broken
-        if found is not None:
-            self.failed = f"has found: {found}"
+        difference = None if failed else self._broken
+        if difference is not None:
+            self.failed = f"has found: {difference}"
         try:
-            self._store.set(f"ended/{self.rank}", _last_words(self.failed))
+            self._store.set(f"ended/{self.rank}", last_words(self.failed))
             self._ring(self.rank, _STOP)
             self._thread.join(_ANSWER)
         except RuntimeError:  # the store has gone
             pass
-        return found
+        return difference
 
     def check(self) -> None:
         """Raise RuntimeStateError if what the ranks ran has been found to differ."""
@@ -134,7 +120,7 @@ class Watch:
         """What the code of this rank is doing now."""
         main = threading.main_thread().ident
         frames = sys._current_frames()
-        where = _place(frames.get(main)) if main is not None else ""
+        where = place_of(frames.get(main)) if main is not None else ""
         if self._at is not None:
             return Doing(f"waits for the other ranks to {self._at}{where}")
         for frame in frames.values():
@@ -183,8 +169,8 @@ class Watch:
         while True:
             answered, ended = (self._store.check([key]) for key in keys)
             if answered:
-                found = json.loads(self._store.get(keys[0]))
-                return Doing(found["text"], tuple(found["waits_for"]), found["mark"])
+                answer = json.loads(self._store.get(keys[0]))
+                return Doing(answer["text"], tuple(answer["waits_for"]), answer["mark"])
             if ended:
                 return Doing(self._store.get(keys[1]).decode(), mark="ended")
             if self._is_gone(rank):
@@ -198,11 +184,11 @@ class Watch:
         if not self._store.check([f"process/{rank}"]):
             return False
         host, process = self._store.get(f"process/{rank}").decode().split()
-        return host == socket.gethostname() and not _lives(int(process))
+        return host == socket.gethostname() and not is_alive(int(process))
 
     def others(self) -> str:
         """What all other ranks are doing, a line each."""
-        return _lines(self.ask([rank for rank in range(self.size) if rank != self.rank]))
+        return lines_of(self.ask([rank for rank in range(self.size) if rank != self.rank]))
 
     # -- meeting
 
@@ -237,7 +223,7 @@ class Watch:
 
     def gave_up(self, error: Exception) -> None:
         """What this rank says from now on: it raised `error`."""
-        self.failed = f"has given up: {_first_line(error).rstrip(':')}"
+        self.failed = f"has given up: {first_line(error).rstrip(':')}"
 
     def part(self) -> None:
         """After a meeting that failed: stay until all have heard of it, since the store may go with this process."""
@@ -275,16 +261,16 @@ class Watch:
             missing = [rank for rank in range(self.size) if not self._store.check([f"meeting/{n}/{rank}"])]
             if self.rank and 0 not in missing and left > 0:
                 continue  # rank 0 looks, and will say
-            found = self.ask(missing)
-            before = [*before, found][-_SURE:]
+            answers = self.ask(missing)
+            before = [*before, answers][-_SURE:]
             why = self._hopeless(before, set(missing))
             if left <= 0:
                 why = f"did not come within {self.timeout:g} s"
             if why and missing:
                 here = [rank for rank in range(self.size) if rank not in missing]
                 raise RuntimeStateError(
-                    f"{_ranks(here)} would {purpose}, and {_ranks(missing)} {why}; run the same program on every "
-                    f"rank:\n{_lines(found)}"
+                    f"{named(here)} would {purpose}, and {named(missing)} {why}; run the same program on every "
+                    f"rank:\n{lines_of(answers)}"
                 )
 
     def _hopeless(self, looks: list[dict[int, Doing]], missing: set[int]) -> str:
@@ -332,8 +318,8 @@ def end_watch() -> str | None:
 
 
 def _at_exit() -> None:
-    if found := end_watch():
-        sys.stderr.write(f"partway: {found}\n")  # nobody can be told by an error any more
+    if difference := end_watch():
+        sys.stderr.write(f"partway: {difference}\n")  # nobody can be told by an error any more
         sys.stderr = _Failing(sys.stderr)
 
 
@@ -364,76 +350,9 @@ def told(error: Exception) -> Exception:
         step, about = trail.at(traceback.tb_lineno) if trail else (None, "")
         if trail and step and trail.peers(step) and not isinstance(error, RuntimeStateError):
             own = watch()
-            own.failed = f"has failed in {about}: {_first_line(error)}"
+            own.failed = f"has failed in {about}: {first_line(error)}"
             return RuntimeStateError(
-                f"rank {own.rank} has failed in {about}: {_first_line(error)}\nthe other ranks:\n{own.others()}"
+                f"rank {own.rank} has failed in {about}: {first_line(error)}\nthe other ranks:\n{own.others()}"
             )
         traceback = traceback.tb_next
     return error
-
-
-# -- texts
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _lines(found: dict[int, Doing]) -> str:
-    """What ranks do, those that do the same in one line."""
-    by_text: dict[str, list[int]] = {}
-    for rank, doing in found.items():
-        by_text.setdefault(doing.text, []).append(rank)
-    return "\n".join(f"  {_ranks(ranks)}: {text}" for text, ranks in by_text.items())
-
-
-def _first_line(error: BaseException) -> str:
-    """What an error says, without the line of the backend's source that it begins with, and its advice."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return re.sub(r"^\[[^\]]*:\d+\] ", "", line).partition(". This is typically")[0]
-
-
-def _last_words(failed: str | None) -> str:
-    """How this process ends: with the error that nobody caught, or so."""
-    error = getattr(sys, "last_value", None)
-    if failed is not None:
-        return f"{failed}, and has ended"
-    if error is None:
-        return "has ended"
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    where = _place(traceback.tb_frame, traceback.tb_lineno) if traceback else ""
-    return f"has ended with {type(error).__name__}: {_first_line(error)}{where}"
-
-
-@functools.cache
-def _not_the_users() -> tuple[str, ...]:
-    """The folders whose lines are not the user's: PyTorch's, Python's and ours."""
-    ours = [path for name, module in sys.modules.items() if name.split(".")[0] == "partway"
-            for path in getattr(module, "__path__", ())]  # fmt: skip
-    folders = {str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), *ours}
-    return ("<", *(f"{folder}{os.sep}" for folder in folders))
-
-
-def _place(frame: FrameType | None, line: int | None = None) -> str:
-    """The innermost line of the user's code that `frame` runs for: ", called at train.py:31: loss.backward()"."""
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(_not_the_users()):
-            number = line or frame.f_lineno
-            text = linecache.getline(file, number).strip()
-            return f", at {Path(file).name}:{number}" + (f": {text}" if text else "")
-        frame, line = frame.f_back, None
-    return ""
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except ProcessLookupError:
-        return False
-    except (OSError, IndexError):  # another user's, or no /proc
-        return True
-    return state not in "ZX"

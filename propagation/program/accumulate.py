@@ -50,9 +50,9 @@ def accumulation(step: Step) -> Accumulation | None:
     needed = [i for i, needs in enumerate(step.needed) if needs]
     gradients = returned_by(step.backward.graph)
     waiting = {
-        needed[k]: found
+        needed[k]: reduction
         for k, gradient in enumerate(gradients)
-        if step.program.inputs[needed[k]].port.role is Role.PARAMETER and (found := _reduction(gradient, gradients))
+        if step.program.inputs[needed[k]].port.role is Role.PARAMETER and (reduction := _reduction(gradient, gradients))
     }
     if not waiting:
         return None
@@ -66,7 +66,7 @@ def accumulation(step: Step) -> Accumulation | None:
 
 def _early(backward: fx.GraphModule, reductions: list[fx.Node], places: list[int]) -> fx.Graph:
     graph, new = _copy(backward)
-    swap = dict(zip(places, (new[found.all_input_nodes[0]] for found in reductions), strict=True))
+    swap = dict(zip(places, (new[reduction.all_input_nodes[0]] for reduction in reductions), strict=True))
     _output(graph).args = (tuple(swap.get(k, gradient) for k, gradient in enumerate(returned_by(graph))),)
     graph.eliminate_dead_code(is_impure_node=is_port)
     return graph
@@ -74,21 +74,21 @@ def _early(backward: fx.GraphModule, reductions: list[fx.Node], places: list[int
 
 def _last(backward: fx.GraphModule, reductions: list[fx.Node], places: list[int]) -> fx.Graph:
     graph, new = _copy(backward)
-    operands = [new[found.all_input_nodes[0]] for found in reductions]
-    for found, operand, addend in zip(reductions, operands, _more_inputs(graph, operands), strict=True):
-        with graph.inserting_before(new[found]):
+    operands = [new[reduction.all_input_nodes[0]] for reduction in reductions]
+    for reduction, operand, addend in zip(reductions, operands, _more_inputs(graph, operands), strict=True):
+        with graph.inserting_before(new[reduction]):
             added = graph.call_function(_add, (operand, addend))
         added.meta["val"] = operand.meta["val"]
-        new[found].replace_input_with(operand, added)
+        new[reduction].replace_input_with(operand, added)
     return graph
 
 
 def _rest(backward: fx.GraphModule, reductions: list[fx.Node], places: list[int]) -> fx.Graph:
     graph, new = _copy(backward)
-    operands = [new[found.all_input_nodes[0]] for found in reductions]
+    operands = [new[reduction.all_input_nodes[0]] for reduction in reductions]
     before = graph.find_nodes(op="placeholder")
-    for found, operand, addend in zip(reductions, operands, _more_inputs(graph, operands), strict=True):
-        new[found].replace_input_with(operand, addend)
+    for reduction, operand, addend in zip(reductions, operands, _more_inputs(graph, operands), strict=True):
+        new[reduction].replace_input_with(operand, addend)
     _output(graph).args = (tuple(returned_by(graph)[k] for k in places),)
     graph.eliminate_dead_code(is_impure_node=is_port)
     for node in before:
@@ -98,14 +98,14 @@ def _rest(backward: fx.GraphModule, reductions: list[fx.Node], places: list[int]
 
 def _reduction(gradient: Any, gradients: tuple[Any, ...]) -> fx.Node | None:
     """The first of the collectives with which `gradient` ends, if nothing else reads what comes after."""
-    node, found = gradient, None
+    node, first = gradient, None
     while isinstance(node, fx.Node) and len(node.users) == 1 and gradients.count(gradient) == 1:
         if node.target is convert:
-            found = node if kind_of(str(node.args[1]), str(node.args[2])).communicates else found
+            first = node if kind_of(str(node.args[1]), str(node.args[2])).communicates else first
         elif node.target not in _SCALES_OR_CASTS:
             break
         node = node.all_input_nodes[0]
-    return found
+    return first
 
 
 def _copy(module: fx.GraphModule) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
@@ -116,16 +116,16 @@ def _copy(module: fx.GraphModule) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 def _more_inputs(graph: fx.Graph, like: list[fx.Node]) -> list[fx.Node]:
     """More inputs of `graph`, after those it has, each like a node but contiguous."""
-    made = list(graph.find_nodes(op="placeholder"))[-1:]
+    inputs = list(graph.find_nodes(op="placeholder"))[-1:]
     for operand in like:
-        with graph.inserting_after(made[-1]):
+        with graph.inserting_after(inputs[-1]):
             node = graph.placeholder("addend")
         node.target = node.name  # an argument of the graph's function, so it must be unlike the others too
         node.meta["val"] = operand.meta["val"].new_empty(operand.meta["val"].shape)
-        made.append(node)
-    return made[1:]
+        inputs.append(node)
+    return inputs[1:]
 
 
 def _output(graph: fx.Graph) -> fx.Node:
-    found: fx.Node = next(iter(graph.find_nodes(op="output")))
-    return found
+    output: fx.Node = next(iter(graph.find_nodes(op="output")))
+    return output

@@ -63,11 +63,11 @@ def of_outputs(step: Step, asked: Sequence[bool]) -> Step:
 
 def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
     value = like.meta["val"]
-    made = graph.call_function(
+    zeros = graph.call_function(
         _aten.full.default, (list(value.shape), 0), {"dtype": value.dtype, "device": value.device, "pin_memory": False}
     )
-    made.meta["val"] = value
-    return made
+    zeros.meta["val"] = value
+    return zeros
 
 
 def entangled(program: LocalProgram) -> list[set[int]]:
@@ -88,9 +88,9 @@ def entangled(program: LocalProgram) -> list[set[int]]:
     for node in reversed(calls_of(graph)):
         for operand in node.all_input_nodes:
             leads_to[operand] = leads_to.get(operand, 0) | leads_to.get(node, 0)
-    found = [{i} for i in range(len(program.outputs))]
+    together_with = [{i} for i in range(len(program.outputs))]
     for together in {leads_to.get(node, 0) for node in keeping}:
-        outputs = {i for i in range(len(found)) if together >> i & 1}
+        outputs = {i for i in range(len(together_with)) if together >> i & 1}
         for i in outputs:
-            found[i] |= outputs
-    return found
+            together_with[i] |= outputs
+    return together_with

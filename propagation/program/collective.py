@@ -49,16 +49,16 @@ class Collective:
 
 def collective(conversion: Conversion, phase: str, mesh: Mesh, profile: DeviceProfile) -> Collective | None:
     """The collective of `conversion` in `phase`, or None if it needs no other rank there."""
-    found = conversion.kind(phase)
-    if not found.communicates:
+    kind = conversion.kind(phase)
+    if not kind.communicates:
         return None
     payload = conversion.payload(phase)
     return Collective(
-        kind=found,
+        kind=kind,
         axes=conversion.axes,
         group_size=conversion.size,
         payload_bytes=payload,
-        wire_bytes=wire_bytes(found, payload, conversion.size),
+        wire_bytes=wire_bytes(kind, payload, conversion.size),
         phase=phase,
         tensor=conversion.tensor,
         source=conversion.line,
@@ -67,7 +67,7 @@ def collective(conversion: Conversion, phase: str, mesh: Mesh, profile: DevicePr
         where=conversion.where,
         path=conversion.path,
         dtype=str(conversion.dtype).removeprefix("torch."),
-        predicted_time=collective_seconds(found, payload, mesh, conversion.axes, profile),
+        predicted_time=collective_seconds(kind, payload, mesh, conversion.axes, profile),
         tag=conversion.tag,
         members=(conversion.tensor,),
     )
@@ -78,5 +78,5 @@ def collectives_of(program: LocalProgram, profile: DeviceProfile) -> tuple[Colle
     conversions = program.conversions
     if program.regather:
         conversions += tuple(replace(c, again=True) for c in conversions if c.kept)
-    found = (collective(c, phase, program.mesh, profile) for phase in PHASES for c in conversions)
-    return tuple(c for c in found if c is not None)
+    every = (collective(c, phase, program.mesh, profile) for phase in PHASES for c in conversions)
+    return tuple(c for c in every if c is not None)

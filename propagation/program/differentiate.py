@@ -53,7 +53,7 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
         ]
         derivatives = _derivatives(pieces, likes, tangents)
         forward, backward = _stitched(graph, likes, tangents, pieces, derivatives)
-        constants = {name: constant for found in derivatives for name, constant in found.constants.items()}
+        constants = {name: constant for derivative in derivatives for name, constant in derivative.constants.items()}
         return Step(program, Text(constants, forward), Text(constants, backward), wanted, needed)
 
 
@@ -115,8 +115,8 @@ def _flow(
     for node, tangent in tangents:
         arrive(node, tangent)
     for i in reversed(range(len(pieces))):
-        found = backward(i, [gradients.get(node) for node in pieces[i].outputs])
-        for node, gradient in zip(pieces[i].inputs, found, strict=True):
+        arriving = backward(i, [gradients.get(node) for node in pieces[i].outputs])
+        for node, gradient in zip(pieces[i].inputs, arriving, strict=True):
             if gradient is not None:
                 arrive(node, gradient)
     return gradients
@@ -134,8 +134,8 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
         outputs = _run(module, *primals)
         chosen = [output for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
         leaves = [primal for primal, needs in zip(primals, needed, strict=True) if needs]
-        found = iter(torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True) if chosen else ())
-        gradients = [next(found, None) if needs else None for needs in needed]
+        computed = iter(torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True) if chosen else ())
+        gradients = [next(computed, None) if needs else None for needs in needed]
         # the piece before is traced for tangents that are like these, and a Like makes no lazy tensor
         return (*outputs, *(None if g is None else g.resolve_conj().resolve_neg() for g in gradients))
 
@@ -300,10 +300,10 @@ def _stitched(
 
 def _check_alike(outputs: Sequence[fx.Node], traced: Sequence[fx.Node], likes: Mapping[fx.Node, Any]) -> None:
     """Raise VerifyError unless what was traced of a piece lies in memory as the pieces that read it were told."""
-    for node, found in zip(outputs, traced, strict=False):
-        if found.meta["val"].layout is torch.strided and found.meta["val"].stride() != likes[node].stride:
+    for node, value in zip(outputs, traced, strict=False):
+        if value.meta["val"].layout is torch.strided and value.meta["val"].stride() != likes[node].stride:
             raise VerifyError(
-                f"{node.name} was traced with strides {found.meta['val'].stride()}, its readers with "
+                f"{node.name} was traced with strides {value.meta['val'].stride()}, its readers with "
                 f"{likes[node].stride}"
             )
 

@@ -77,20 +77,20 @@ class _Lowering:
         whole = Layout.replicated(self.settings.mesh)
         for port in self.problem.graph.inputs:
             node = self.graph.placeholder(port.node.name)
-            found = self.chosen.get((VertexKind.INPUT, port.node, port.name))
-            rest = found[1].results[0] if found else whole
+            chosen = self.chosen.get((VertexKind.INPUT, port.node, port.name))
+            rest = chosen[1].results[0] if chosen else whole
             self._produce(Value(port.node), node, rest, f"{port.role.value} {port.name} {rest}")
             inputs.append(_placed(port, rest))
         for node in self.problem.graph.nodes:
             if node.target is not operator.getitem:
                 before = len(self.graph.nodes)
                 self._emit(node)
-                for made in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
-                    mark(made, region_of(node))
+                for new in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
+                    mark(new, region_of(node))
         outputs, results = [], []
         for port in self.problem.graph.outputs:
-            found = self.chosen.get((VertexKind.OUTPUT, port.node, port.name))
-            rest = found[1].operands[0] if found else whole
+            chosen = self.chosen.get((VertexKind.OUTPUT, port.node, port.name))
+            rest = chosen[1].operands[0] if chosen else whole
             consumer = f"{port.role.value} {port.name} {rest}"
             results.append(self._converted(source_of(port.node), rest, consumer, port.node, f"output {port.name}"))
             outputs.append(_placed(port, rest))
@@ -117,7 +117,9 @@ class _Lowering:
         wanted = option.operands if option else (whole,) * len(inputs)
         strategy = describe_option(vertex, option) if vertex and option else "constant"
         consumer = f"{operator_name(node)} {node.name} {strategy}"
-        parts = [self._converted(source_of(o), found, consumer, node) for o, found in zip(inputs, wanted, strict=True)]
+        parts = [
+            self._converted(source_of(o), layout, consumer, node) for o, layout in zip(inputs, wanted, strict=True)
+        ]
         emit = self._emitter(node, vertex.rule, option) if vertex and vertex.rule and option else None
         if emit:
             parts = [self._prepared(i, part, emit, wanted[i], consumer) for i, part in enumerate(parts)]
@@ -130,16 +132,16 @@ class _Lowering:
             self._produce(produced[0], args[0], rests[0], consumer)
             return
         if emit and emit.rule.local:
-            made: Any = emit.rule.local(emit, tuple(args), dict(kwargs))
+            result: Any = emit.rule.local(emit, tuple(args), dict(kwargs))
         else:
-            made = self.graph.call_function(node.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
+            result = self.graph.call_function(node.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
         several = isinstance(node.meta["val"], tuple | list)
         for v, rest in zip(produced, rests, strict=True):
             if not several:
-                self._produce(v, made, rest, consumer)
+                self._produce(v, result, rest, consumer)
             elif isinstance(tensor_of(v), torch.Tensor):
-                one = isinstance(made, fx.Node)
-                item = self.graph.call_function(operator.getitem, (made, v.index)) if one else made[v.index]
+                one = isinstance(result, fx.Node)
+                item = self.graph.call_function(operator.getitem, (result, v.index)) if one else result[v.index]
                 self._produce(v, item, rest, consumer)
 
     def _emitter(self, node: fx.Node, rule: Rule, option: Option) -> Emitter:
@@ -204,9 +206,9 @@ class _Lowering:
         for node, (vertex, option) in self.operators.items():
             if vertex.rule and vertex.rule.windows:
                 sources = [source_of(o) for o in operands(node)]
-                found = windows_of(vertex.rule, self._split(option), [_shape(v) for v in sources])
-                for i in dict.fromkeys(operand for operand, _ in found):
-                    readers.setdefault((sources[i], option.operands[i]), []).append(by_dim(found, i))
+                windows = windows_of(vertex.rule, self._split(option), [_shape(v) for v in sources])
+                for i in dict.fromkeys(operand for operand, _ in windows):
+                    readers.setdefault((sources[i], option.operands[i]), []).append(by_dim(windows, i))
         joint = {key: united(windows) for key, windows in readers.items() if len(windows) > 1}
         return {key: windows for key, windows in joint.items() if windows is not None}
 
@@ -279,8 +281,8 @@ def describe_option(vertex: Vertex, option: Option) -> str:
     words = []
     for i, axis in enumerate(mesh.axes):
         factor = option.factors[i]
-        found = (option.results or option.operands)[0].placements[i]
-        words.append(f"{axis}:{factor}" if factor else f"{axis}:{found}")
+        placement = (option.results or option.operands)[0].placements[i]
+        words.append(f"{axis}:{factor}" if factor else f"{axis}:{placement}")
     return "(" + " ".join(words) + ")"
 
 

@@ -53,14 +53,14 @@ def reduce_in_float32(step: Step) -> Step:
 
 def _reductions(graph: fx.Graph, step: Step) -> list[fx.Node]:
     """The sums over ranks of 16-bit values between what computes a parameter's gradient and the gradient."""
-    found: dict[fx.Node, None] = {}
+    sums: dict[fx.Node, None] = {}
     placed = [placed for placed, needs in zip(step.program.inputs, step.needed, strict=True) if needs]
     for port, node in zip(placed, returned_by(graph), strict=True):
         while port.port.role is Role.PARAMETER and isinstance(node, fx.Node) and node.target in _MOVES:
             if node.target is convert and _adds_narrow(node):
-                found[node] = None
+                sums[node] = None
             node = node.all_input_nodes[0]
-    return list(found)
+    return list(sums)
 
 
 def _adds_narrow(node: fx.Node) -> bool:
@@ -70,6 +70,6 @@ def _adds_narrow(node: fx.Node) -> bool:
 
 
 def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    made = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
-    made.meta["val"] = node.meta["val"].to(dtype)
-    return made
+    cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
+    cast.meta["val"] = node.meta["val"].to(dtype)
+    return cast

@@ -93,22 +93,22 @@ def recompute(step: Step, chosen: Collection[fx.Node]) -> Step:
 def _needed(wanted: list[fx.Node], chosen: Collection[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
     """What is computed to have `wanted`: they, and of their operands, and so on, those in `chosen` that are not in
     `known`. A constant is had anywhere."""
-    found: set[fx.Node] = set()
+    needed: set[fx.Node] = set()
     left = [node for node in wanted if node not in known]
     while left:
         node = left.pop()
-        if node not in found:
-            found.add(node)
+        if node not in needed:
+            needed.add(node)
             operands = (o for o in node.all_input_nodes if o in chosen or o.op == "get_attr")
             left += [operand for operand in operands if operand not in known]
-    return found
+    return needed
 
 
 def _placeholder_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    made = graph.placeholder(node.name)
-    made.target = made.name  # an argument of the graph's function, so it must be unlike the others too
-    made.meta = dict(node.meta)
-    return made
+    placeholder = graph.placeholder(node.name)
+    placeholder.target = placeholder.name  # an argument of the graph's function, so it must be unlike the others too
+    placeholder.meta = dict(node.meta)
+    return placeholder
 
 
 def _once_more(conversions: list[Conversion], node: fx.Node, tag: int) -> Conversion:
@@ -182,27 +182,27 @@ def within_windows(step: Step) -> tuple[Step, frozenset[fx.Node]]:
     saved = zip(results[count:], step.backward.graph.find_nodes(op="placeholder"), strict=False)
     elementwise = {node: all(map(_is_elementwise, placeholder.users)) for node, placeholder in saved}
     kept = {_detached(node): node for node in results[count:]}
-    made, cut = dict[fx.Node, fx.Node](), set[fx.Node]()
+    replaced, cut = dict[fx.Node, fx.Node](), set[fx.Node]()
     for node in results[count:]:
         if windows := _kept_windows(_detached(node), kept):
-            found = kept[windows[0][0]]
+            cut_out = kept[windows[0][0]]
             for _, window in windows:
                 place = place_in(window, own_slice(window))
                 assert place is not None
-                value = found.meta["val"].narrow(window.dim, place, window.cut.width)
-                found = forward.call_function(_slice, (found, window.dim, place, place + window.cut.width))
-                found.meta = {**node.meta, "val": value}
-                cut.add(found)
+                value = cut_out.meta["val"].narrow(window.dim, place, window.cut.width)
+                cut_out = forward.call_function(_slice, (cut_out, window.dim, place, place + window.cut.width))
+                cut_out.meta = {**node.meta, "val": value}
+                cut.add(cut_out)
             if not elementwise[node]:
-                found = forward.call_function(
-                    torch.ops.aten.clone.default, (found,), {"memory_format": torch.contiguous_format}
+                cut_out = forward.call_function(
+                    torch.ops.aten.clone.default, (cut_out,), {"memory_format": torch.contiguous_format}
                 )
-                found.meta = dict(node.meta)
-                cut.add(found)
-            made[node] = found
-    if not made:
+                cut_out.meta = dict(node.meta)
+                cut.add(cut_out)
+            replaced[node] = cut_out
+    if not replaced:
         return step, frozenset()
-    forward.output((*results[:count], *(made.get(node, node) for node in results[count:])))
+    forward.output((*results[:count], *(replaced.get(node, node) for node in results[count:])))
     return replace(step, forward=Text(step.forward, forward)), frozenset(cut)
 
 
@@ -236,14 +236,14 @@ def _regions(graph: fx.Graph, results: Iterable[fx.Node]) -> dict[fx.Node, int]:
     does with what depends on no gradient, is in the region of its operands."""
     results = set(results)
     live = _needed(list(results), set(graph.nodes))
-    found: dict[fx.Node, int] = {}
+    inside: dict[fx.Node, int] = {}
     for node in calls_of(graph):
         region = region_of(node)
         if region is None and node not in live:
-            region = next((found[operand] for operand in node.all_input_nodes if operand in found), None)
+            region = next((inside[operand] for operand in node.all_input_nodes if operand in inside), None)
         if region is not None:
-            found[node] = region
-    return {node: region for node, region in found.items() if node not in results}
+            inside[node] = region
+    return {node: region for node, region in inside.items() if node not in results}
 
 
 def _tag(node: fx.Node) -> int:

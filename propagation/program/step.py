@@ -55,13 +55,13 @@ def scale_parameter_gradients(step: Step, factor: float) -> Step:
     placed = [p for p, needs in zip(step.program.inputs, step.needed, strict=True) if needs]
 
     def scaled(gradient: fx.Node) -> fx.Node:
-        made = graph.call_function(torch.ops.aten.mul.Scalar, (gradient, factor))
-        made.meta["val"] = torch.ops.aten.mul.Scalar(gradient.meta["val"], factor)
-        return made
+        product = graph.call_function(torch.ops.aten.mul.Scalar, (gradient, factor))
+        product.meta["val"] = torch.ops.aten.mul.Scalar(gradient.meta["val"], factor)
+        return product
 
-    found = [
+    gradients = [
         scaled(gradient) if p.port.role is Role.PARAMETER and gradient is not None else gradient
         for p, gradient in zip(placed, returned, strict=True)
     ]
-    graph.output(tuple(found))
+    graph.output(tuple(gradients))
     return replace(step, backward=Text(step.backward, graph))
