@@ -79,12 +79,12 @@ def outcome(problem: SearchProblem, solution: Solution, program: LocalProgram) -
 def best(problem: SearchProblem) -> Outcome | None:
     """The cheapest plan of `problem`; None where there is none, or none that keeps to its memory limit."""
     try:
-        found = search(_unlimited(problem), _EXACT)
+        solution = search(_unlimited(problem), _EXACT)
         if problem.settings.memory_limit is not None:
-            found = search(problem, _EXACT)
+            solution = search(problem, _EXACT)
     except StrategyError:
         return None
-    return outcome(problem, found, lower(problem, found.choice))
+    return outcome(problem, solution, lower(problem, solution.choice))
 
 
 def _unlimited(problem: SearchProblem) -> SearchProblem:
@@ -132,18 +132,18 @@ def _like(c: Collective, table: ConversionTable) -> frozenset[tuple[tuple[str, .
     return frozenset((axes, source, target) for axes in sets for source, target in pairs)
 
 
-def has(found: Outcome, c: Collective) -> bool:
+def has(plan: Outcome, c: Collective) -> bool:
     """Whether a plan runs a collective like `c`."""
     return any(
         (other.tensor, other.kind, other.phase) == (c.tensor, c.kind, c.phase) and {*other.axes} & {*c.axes}
-        for other in found.collectives
+        for other in plan.collectives
     )
 
 
 def without_annotations(problem: SearchProblem, left_out: Iterable[Written]) -> SearchProblem:
     """`problem` as it would be had these annotations not been written. Raises StrategyError as `formulate`."""
     keys = {key for one in left_out for key in one.keys}
-    allowed = {name: said for name, said in problem.allowed.items() if name not in keys}
+    allowed = {name: layouts for name, layouts in problem.allowed.items() if name not in keys}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UnknownOperatorWarning)  # the plan itself has warned
         return formulate(
@@ -153,20 +153,21 @@ def without_annotations(problem: SearchProblem, left_out: Iterable[Written]) -> 
 
 @dataclass(frozen=True, eq=False)
 class Alternatives:
-    """The plans beside one that was made; each is found when it is asked for, once.
+    """The plans beside one; each is searched for when it is first asked for.
 
+    planned   what the plan itself comes to
     written   where what `problem.allowed` says of each name was written (default: each stands for itself)
     """
 
     problem: SearchProblem
-    made: Outcome
+    planned: Outcome
     mode: SearchMode
     written: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def optimum(self) -> Outcome | None:
         """The cheapest plan under the same annotations."""
-        return self.made if SEARCHES[self.mode].exact else best(self.problem)
+        return self.planned if SEARCHES[self.mode].exact else best(self.problem)
 
     @cached_property
     def unlimited(self) -> Outcome | None:
@@ -175,7 +176,7 @@ class Alternatives:
 
     @cached_property
     def annotations(self) -> tuple[Written, ...]:
-        """What was written, in order. A layout that a parameter has from an earlier call is no annotation."""
+        """What was written, in order. A layout that a parameter has from an earlier call is not an annotation."""
         places: dict[str, list[str]] = {}
         for name, (_, text) in self.problem.allowed.items():
             if text:
@@ -223,23 +224,25 @@ class Alternatives:
                 left = fewer
         return left
 
-    def _gone(self, found: Outcome | None, c: Collective) -> bool:
-        if found is None or self.optimum is None or has(found, c):
+    def _gone(self, plan: Outcome | None, c: Collective) -> bool:
+        if plan is None or self.optimum is None or has(plan, c):
             return False
-        return not _same(found.cost, self.optimum.cost)
+        return not _same(plan.cost, self.optimum.cost)
 
     def of_collective(self, c: Collective) -> list[str]:
         """Two lines: what the cheapest plan without `c` would cost, and which annotation caused it."""
         return [self._price_without(c), f"caused by {self._cause(c)}"]
 
     def _price_without(self, c: Collective) -> str:
-        found = self.without(c)
-        if found is None:
+        plan = self.without(c)
+        if plan is None:
             limit = self.problem.settings.memory_limit
             within = "" if limit is None else f" and memory_limit {human(limit)}"
             return f"no plan does without it under these annotations{within}"
-        instead = _listed(_beyond(found.collectives, self.made.collectives))
-        return f"the cheapest plan without it {comparison(found, self.made)}" + (f", with {instead}" if instead else "")
+        instead = _listed(_beyond(plan.collectives, self.planned.collectives))
+        return f"the cheapest plan without it {comparison(plan, self.planned)}" + (
+            f", with {instead}" if instead else ""
+        )
 
     def _cause(self, c: Collective) -> str:
         if self.optimum is not None and not has(self.optimum, c):
@@ -263,14 +266,14 @@ class Alternatives:
 
     def of_annotation(self, one: Written) -> str:
         """A line: what an annotation costs over the optimum without it."""
-        found = self.dropping(one)
+        plan = self.dropping(one)
         others = len(one.keys) - 1
         this = f"this annotation ({one.source}, of {counted(others, 'other')} too)" if others else "this annotation"
-        if found is None or self.optimum is None:
+        if plan is None or self.optimum is None:
             return f"{this} cannot be left out: no plan without it keeps to the other options"
-        if _same(found.cost, self.optimum.cost):
+        if _same(plan.cost, self.optimum.cost):
             return f"{this} costs nothing: the optimum has it too"
-        return f"{this} {price(self.optimum, found)} over the optimum without it"
+        return f"{this} {price(self.optimum, plan)} over the optimum without it"
 
 
 def price(one: Outcome, other: Outcome) -> str:
@@ -302,11 +305,11 @@ def _same(a: float, b: float) -> bool:
     return abs(a - b) <= SAME * max(abs(a), abs(b))
 
 
-def _beyond(found: Iterable[Collective], made: Iterable[Collective]) -> list[Collective]:
-    """The collectives of one plan that another one lacks."""
-    left = Counter((c.tensor, c.kind, c.phase, c.axes) for c in made)
+def _beyond(these: Iterable[Collective], others: Iterable[Collective]) -> list[Collective]:
+    """The collectives of one plan that another one does not have."""
+    left = Counter((c.tensor, c.kind, c.phase, c.axes) for c in others)
     beyond = []
-    for c in found:
+    for c in these:
         key = (c.tensor, c.kind, c.phase, c.axes)
         left[key] -= 1
         if left[key] < 0:
@@ -324,7 +327,7 @@ class Origin:
     """The Alternatives of a plan that was made here, found when they are first asked for; none of one that was read
     from a file.
 
-    It is no part of what the plan says: any two are equal, and a pickled one is empty.
+    It is not part of what the plan says: any two are equal, and a pickled one is empty.
     """
 
     def __init__(self, find: Callable[[], Alternatives] | None = None) -> None:
@@ -332,6 +335,7 @@ class Origin:
 
     @cached_property
     def alternatives(self) -> Alternatives | None:
+        """Those of the plan; None if it was read from a file."""
         return self._find() if self._find else None
 
     def __eq__(self, other: object) -> bool:

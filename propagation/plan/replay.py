@@ -1,7 +1,7 @@
 """A plan of another run on the problem of this one: where the two differ, and the choice that the plan makes.
 
 Operators are matched in order, by what they are, what they give and the module they are in: names of nodes and lines of
-code may change. A plan says nothing of hubs; between strategies that are given the cheapest layout of each follows.
+code may change. A plan does not mention hubs: each gets the cheapest layout between the strategies of the plan.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Identity = tuple[str, str, str]  # operator, what it gives, module
 
 def differences(graph: Graph, plan: PlanData) -> list[Problem]:
     """Where `plan` is not one of `graph`; none: it fits."""
-    found = [
+    problems = [
         *_tensor_differences("input", graph.inputs, plan.inputs),
         *_tensor_differences("output", graph.outputs, plan.outputs),
     ]
     here = [(operator_name(n), describe(n) if is_tensor(n) else "", module_path(n)) for n in _planned(graph)]
     there = [(o.operator, o.result, o.module) for o in plan.operators]
-    return found + list(_operator_differences(here, there))
+    return problems + list(_operator_differences(here, there))
 
 
 def _planned(graph: Graph) -> list[fx.Node]:
@@ -65,14 +65,16 @@ def _operator_differences(here: Sequence[Identity], there: Sequence[Identity]) -
             yield Problem(f"{place} of the plan", f"{_listed(there[a:b])} there, and {_listed(here[c:d])} here", _FIX)
 
 
-def _listed(found: Sequence[Identity]) -> str:
-    words = [" ".join(filter(None, (name, result, f"in {path}" if path else ""))) for name, result, path in found[:3]]
-    return (", ".join(words) + (f" and {len(found) - 3} more" if found[3:] else "")) or "none"
+def _listed(operators: Sequence[Identity]) -> str:
+    words = [
+        " ".join(filter(None, (name, result, f"in {path}" if path else ""))) for name, result, path in operators[:3]
+    ]
+    return (", ".join(words) + (f" and {len(operators) - 3} more" if operators[3:] else "")) or "none"
 
 
 def replay(problem: SearchProblem, plan: PlanData) -> Solution:
     """The choice of `plan`, which fits the graph of `problem`. Raises StrategyError, with all reasons, where something
-    that it does is no option here."""
+    that it does is not an option here."""
     mesh = problem.settings.mesh
     if plan.mesh != mesh:
         fix = "leave the mesh out, or save a plan on this one"
@@ -92,17 +94,17 @@ def replay(problem: SearchProblem, plan: PlanData) -> Solution:
             choice.append(None)
             continue
         if vertex.kind is VertexKind.OPERATOR:
-            said: OperatorPlan | TensorPlan = operators[vertex.node]
+            planned: OperatorPlan | TensorPlan = operators[vertex.node]
             keep = _of_operator(vertex.options, operators[vertex.node], plan)
-            name, done = f"operator {said.name}", operators[vertex.node].strategy
+            name, done = f"operator {planned.name}", operators[vertex.node].strategy
         else:
-            said = tensors[vertex.kind, vertex.name]
-            keep, done = _of_tensor(vertex, said, plan), " ".join(said.codes)
+            planned = tensors[vertex.kind, vertex.name]
+            keep, done = _of_tensor(vertex, planned, plan), " ".join(planned.codes)
             name = f"{vertex.kind} {vertex.name!r}"
         rows = np.flatnonzero(keep)
         choice.append(int(rows[0]) if len(rows) else 0)
         if not len(rows):
-            why = f"which {vertex.annotation} does not allow" if vertex.annotation else "which is no option here"
+            why = f"which {vertex.annotation} does not allow" if vertex.annotation else "which is not an option here"
             problems.append(Problem(name, f"the plan has {done}, {why}", "drop what forbids it, or search again"))
     if problems:
         raise StrategyError("the plan cannot be followed:", problems)
@@ -110,7 +112,7 @@ def replay(problem: SearchProblem, plan: PlanData) -> Solution:
     for edge in problem.edges:
         edges.setdefault(edge.producer, []).append(edge)
         edges.setdefault(edge.consumer, []).append(edge)
-    chosen = tuple(_hub(problem, i, edges[i], choice) if found is None else found for i, found in enumerate(choice))
+    chosen = tuple(_hub(problem, i, edges[i], choice) if option is None else option for i, option in enumerate(choice))
     return Solution(chosen, problem.cost(chosen), float("-inf"), 0, replayed=True)
 
 
@@ -118,15 +120,15 @@ def _layout(codes: Sequence[str], plan: PlanData) -> Layout:
     return layout(plan.mesh, tuple(map(placement_from_code, codes)))
 
 
-def _of_operator(options: Options, said: OperatorPlan, plan: PlanData) -> Mask:
-    """The options that do what `said` does."""
-    if (len(said.operands), len(said.results)) != (len(options.operands), len(options.results)):
+def _of_operator(options: Options, planned: OperatorPlan, plan: PlanData) -> Mask:
+    """The options that do what `planned` does."""
+    if (len(planned.operands), len(planned.results)) != (len(options.operands), len(options.results)):
         return np.zeros(len(options), dtype=bool)
     keep = np.ones(len(options), dtype=bool)
     names = {name: i for i, name in enumerate(options.names)} | {None: -1}
-    for axis, factor in enumerate(said.factors):
+    for axis, factor in enumerate(planned.factors):
         keep &= options.factors[:, axis] == names.get(factor, -2)
-    sides = zip(options.tables, (options.operands, options.results), (said.operands, said.results), strict=True)
+    sides = zip(options.tables, (options.operands, options.results), (planned.operands, planned.results), strict=True)
     for tables, columns, written in sides:
         for table, codes, wanted in zip(tables, columns, written, strict=True):
             if table is not None:
@@ -134,11 +136,11 @@ def _of_operator(options: Options, said: OperatorPlan, plan: PlanData) -> Mask:
     return keep
 
 
-def _of_tensor(vertex: Vertex, said: TensorPlan, plan: PlanData) -> Mask:
+def _of_tensor(vertex: Vertex, planned: TensorPlan, plan: PlanData) -> Mask:
     of, columns = vertex.options, (vertex.options.results or vertex.options.operands)
     (table,) = of.tables[1] or of.tables[0]
     assert table is not None
-    keep: Mask = columns[0] == _code(table, said.codes, plan)
+    keep: Mask = columns[0] == _code(table, planned.codes, plan)
     return keep
 
 
@@ -147,7 +149,7 @@ def _code(table: ConversionTable, codes: Sequence[str], plan: PlanData) -> int:
 
 
 def _hub(problem: SearchProblem, hub: int, edges: Sequence[Edge], choice: Sequence[int | None]) -> int:
-    """The cheapest option of a hub, whose neighbours are no hubs."""
+    """The cheapest option of a hub, whose neighbours are not hubs."""
     cost = problem.vertices[hub].options.unary.copy()
     for edge in edges:
         rows, columns = edge.codes(problem.vertices)

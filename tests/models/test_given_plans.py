@@ -174,7 +174,7 @@ def test_what_is_no_option_any_more_is_named() -> None:
         x = torch.ones(8, 8)
         plan = pw.compile(torch.ops.partway_tests.bend, (x,), mesh=MESH, in_strategy=(("dp", None),)).plan
     assert plan.operators[0].factors[0] == "a"
-    with pytest.raises(pw.StrategyError, match=r"operator bend: the plan has \(dp:a .*\), which is no option here"):
+    with pytest.raises(pw.StrategyError, match=r"operator bend: the plan has \(dp:a .*\), which is not an option here"):
         pw.compile(torch.ops.partway_tests.bend, (torch.ones(8, 8),), plan=plan)
 
 

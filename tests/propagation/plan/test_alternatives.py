@@ -127,7 +127,7 @@ def test_the_plan_without_a_collective_lacks_it_and_costs_no_less(name, request)
             assert other.cost >= compiled.solution.cost * (1 - 1e-9)
             assert other.proven
     assert possible > len(compiled.plan.collectives) / 2
-    assert all(has(found.made, c) for c in compiled.plan.collectives)
+    assert all(has(found.planned, c) for c in compiled.plan.collectives)
 
 
 def rows(x):
@@ -259,7 +259,7 @@ def test_a_price_is_in_the_explanation_of_what_was_annotated(language_model, per
     text = str(language_model.plan.explain("blocks.0.down.weight"))
     found = alternatives_of(language_model)
     one = found.annotation_of("blocks.0.down.weight")
-    amounts = price(found.made, found.dropping(one))
+    amounts = price(found.planned, found.dropping(one))
     assert (
         f"    this annotation (parameter_plan['blocks.*.down.weight'], of 1 other too) {amounts} "
         "over the optimum without it\n"
