@@ -16,7 +16,7 @@ from ...strategy.suggest import did_you_mean
 from ..program.collective import Collective
 from .alternatives import Alternatives
 from .data import OperatorPlan, PlanData, TensorPlan
-from .planned_graph import planned_graph
+from .planned_graph import planned_graph, why_not
 from .report import Report
 from .units import human, lasting
 
@@ -86,8 +86,8 @@ def _tensor_subject(plan: PlanData, t: TensorPlan) -> _Subject:
 
 
 def _neighbours(plan: PlanData, operators: Sequence[OperatorPlan]) -> dict[str, str]:
-    """For each of `operators` what it reads and who reads it; of none in the plan of an earlier version."""
-    if not operators or not plan.has_producers:
+    """For each of `operators` what it reads and who reads it; of none in a plan without a graph."""
+    if not operators or why_not(plan):
         return {}
     graph = planned_graph(plan)
     texts = {}

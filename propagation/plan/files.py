@@ -13,7 +13,7 @@ from ...strategy.errors import StrategyError, shown
 from ...strategy.files import read, save
 from ...strategy.notation import counted
 from ...strategy.placement import Shard
-from .data import PlanData, Producer, ProducerKind
+from .data import PlanData
 
 _LARGEST = 2**63 - 1  # that a size can be
 P = TypeVar("P", bound=PlanData)
@@ -42,7 +42,7 @@ def load_plan(kind: type[P], path: str | PathLike[str]) -> P:
 
 
 def check(plan: PlanData) -> None:
-    """Raise StrategyError unless the mesh, the shapes, the layouts and the producers of all tensors make sense."""
+    """Raise StrategyError unless the mesh, the shapes and the layouts of all tensors make sense."""
     if len(plan.axes) != len(plan.sizes):
         raise StrategyError(
             f"its mesh has {counted(len(plan.axes), 'axis', 'axes')} and {counted(len(plan.sizes), 'size')}"
@@ -61,33 +61,3 @@ def check(plan: PlanData) -> None:
                 f"operator {shown(o.name)} splits {counted(len(o.factors), 'factor')}, one for each axis, and the "
                 f"mesh has {counted(len(plan.axes), 'axis', 'axes')}"
             )
-    _check_producers(plan)
-
-
-def _check_producers(plan: PlanData) -> None:
-    """Raise StrategyError unless every tensor that is read is an input or a result of an operator before."""
-    inputs = {t.name for t in plan.inputs}
-    results: dict[str, int] = {}
-
-    def missing(producer: Producer) -> bool:
-        match producer.kind:
-            case ProducerKind.INPUT:
-                return producer.name not in inputs or producer.result != 0
-            case ProducerKind.OPERATOR:
-                return not 0 <= producer.result < results.get(producer.name, 0)
-            case ProducerKind.CONSTANT:
-                return producer.result < 0
-
-    for o in plan.operators:
-        if o.producers is not None:
-            if len(o.producers) != len(o.operands):
-                raise StrategyError(
-                    f"operator {shown(o.name)} has {counted(len(o.operands), 'operand')} and "
-                    f"{counted(len(o.producers), 'producer')}"
-                )
-            for producer in filter(missing, o.producers):
-                raise StrategyError(f"operator {shown(o.name)} reads {shown(producer.tensor)}, which nothing produces")
-        results[o.name] = len(o.results)
-    for t in plan.outputs:
-        if t.producer is not None and missing(t.producer):
-            raise StrategyError(f"output {shown(t.name)} is {shown(t.producer.tensor)}, which nothing produces")

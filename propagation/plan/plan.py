@@ -84,7 +84,8 @@ class Plan(PlanData):
         several readers stands at the first of them, so that the edges add up to the plan. Attributes of the graph:
         `mesh` (a dict), `wire_bytes` and `predicted_time`.
 
-        Raises StrategyError for a plan that a version of Partway saved that did not keep what operators read.
+        Raises StrategyError for a plan that was saved by an earlier version, which did not keep what operators read, or
+        that was edited so that something reads what nothing produces.
         """
         return planned_graph(self)
 

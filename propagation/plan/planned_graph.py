@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...strategy.errors import StrategyError, shown
+from ...strategy.notation import counted
 from ..program.collective import Collective
 from .data import OperatorPlan, PlanData, Producer, ProducerKind, TensorPlan
 
@@ -37,11 +38,8 @@ class Read:
 
 def planned_graph(plan: PlanData) -> networkx.MultiDiGraph:
     """See Plan.to_networkx."""
-    if not plan.has_producers:
-        raise StrategyError(
-            "the plan was saved by a version of Partway that did not keep which tensors each operator reads, so its "
-            "graph has no edges; plan the call again with this version, and save that plan"
-        )
+    if reason := why_not(plan):
+        raise StrategyError(reason)
     import networkx  # takes a tenth of a second, and few plans need it
 
     mesh = dict(zip(plan.axes, plan.sizes, strict=True))
@@ -67,6 +65,38 @@ def planned_graph(plan: PlanData) -> networkx.MultiDiGraph:
             seconds=sum((c.predicted_time for c in collectives), 0.0),
         )
     return graph
+
+
+def why_not(plan: PlanData) -> str:
+    """Why `plan` has no graph; "" if it has one. (A plan that was edited can be followed without.)"""
+    if not plan.has_producers:
+        return (
+            "the plan was saved by a version of Partway that did not keep which tensors each operator reads, so its "
+            "graph has no edges; plan the call again with this version, and save that plan"
+        )
+    results = {f"input {t.name}": 1 for t in plan.inputs}
+
+    def produced(producer: Producer) -> bool:
+        constant = producer.kind is ProducerKind.CONSTANT
+        return constant or 0 <= producer.result < results.get(node_of(producer), 0)
+
+    read = set()
+    for o in plan.operators:
+        producers = o.producers or ()
+        if len(producers) != len(o.operands):
+            counts = counted(len(o.operands), "operand"), counted(len(producers), "producer")
+            return f"operator {shown(o.name)} of the plan has {counts[0]} and {counts[1]}"
+        for producer in producers:
+            if not produced(producer):
+                return f"operator {shown(o.name)} of the plan reads {shown(producer.tensor)}, which nothing produces"
+        read |= {producer.tensor for producer in producers}
+        results[o.name] = len(o.results)
+    for t in plan.outputs:
+        if t.producer is not None and not produced(t.producer):
+            return f"output {shown(t.name)} of the plan is {shown(t.producer.tensor)}, which nothing produces"
+        read |= {t.producer.tensor} if t.producer else set()
+    unread = [c.tensor for c in plan.collectives if c.tensor not in read]
+    return f"nothing in the plan reads {shown(unread[0])}, which a collective converts" if unread else ""
 
 
 def node_of(producer: Producer) -> str:
@@ -132,11 +162,8 @@ def _placed(plan: PlanData, reads: list[Read]) -> list[list[Collective]]:
     for i, read in enumerate(reads):
         by_tensor.setdefault(read.producer.tensor, []).append(i)
     for c in plan.collectives:
-        readers = by_tensor.get(c.tensor, [])
-        if not readers:
-            raise StrategyError(f"nothing in the plan reads {shown(c.tensor)}, which a collective converts")
         # one that serves all readers is caused by none of them
-        readers = [i for i in readers if reads[i].reader == c.where] or readers
+        readers = [i for i in by_tensor[c.tensor] if reads[i].reader == c.where] or by_tensor[c.tensor]
         axes = [plan.axes.index(axis) for axis in c.axes]
         placed[next((i for i in readers if reads[i].changes(axes)), readers[0])].append(c)
     return placed

@@ -123,23 +123,23 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "a kind that is none": (lambda tree: tree["rows"].insert(0, ["os.system", "true"]), "os.system"),
     "an operator that reads files": (
-        lambda tree: tree["rows"].insert(0, ["operator", "aten::from_file", ""]), "from_file is no operator"
+        lambda tree: tree["rows"].insert(0, ["operator", "aten::from_file", ""]), "from_file is not an operator"
     ),
     "an operator that writes": (
-        lambda tree: tree["rows"].insert(0, ["operator", "aten::add_", "Tensor"]), "add_ is no operator"
+        lambda tree: tree["rows"].insert(0, ["operator", "aten::add_", "Tensor"]), "add_ is not an operator"
     ),
     "an operator of another library": (
         lambda tree: tree["rows"].insert(0, ["operator", "os::system", ""]), "os"
     ),
     "a place that is not there": (lambda tree: {"rows": [], "value": {"r": 7}}, "list index out of range"),
-    "a function of torch": (lambda tree: tree["rows"].insert(0, ["torch", "load"]), "torch.load is no dtype"),
+    "a function of torch": (lambda tree: tree["rows"].insert(0, ["torch", "load"]), "torch.load is not a dtype"),
     "a keyword that is code": (
         lambda tree: next(row for row in tree["rows"] if row[0] == "graph")[2][1][4].update({"x=print(1), y": 1}),
-        "is no name",
+        "is not a name",
     ),
     "an input that is code": (
         lambda tree: next(row for row in tree["rows"] if row[0] == "graph")[2][0].__setitem__(2, "x=print(1)"),
-        "is no name",
+        "is not a name",
     ),
     "a call of a method": (
         lambda tree: next(row for row in tree["rows"] if row[0] == "graph")[2][1].__setitem__(0, "call_method"),
@@ -147,7 +147,7 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "a call of a text": (
         lambda tree: next(row for row in tree["rows"] if row[0] == "graph")[2][1].__setitem__(2, "print"),
-        "'print' is no operator",
+        "'print' is not an operator",
     ),
 }  # fmt: skip
 
@@ -205,7 +205,7 @@ def test_what_is_not_listed_has_no_form(value: Any) -> None:
 
 def test_what_is_no_json_is_refused_without_running_anything() -> None:
     graph = capture(f, (X,), {})
-    with pytest.raises(WrongFormError, match="'x' is no form of a value"):
+    with pytest.raises(WrongFormError, match="'x' is not a form of a value"):
         load(b'{"rows": [], "value": {"x": 1}}', graph)
     with pytest.raises((RecursionError, ValueError)):
         load(b'{"rows": [], "value": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", graph)

@@ -131,6 +131,42 @@ def test_a_collective_of_a_tensor_that_nothing_reads_is_refused(planned, tmp_pat
         Plan.load(tmp_path / "plan.json").to_networkx()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda o: o["producers"].pop(), "operator 'relu' of the plan has 1 operand and 0 producers"),
+        (
+            lambda o: o["producers"][0].update(name="nobody"),
+            "'relu' of the plan reads 'nobody', which nothing",
+        ),
+        (
+            lambda o: o["producers"][0].update(result=1),
+            r"'relu' of the plan reads 'linear\[1\]', which nothing",
+        ),
+        (
+            lambda o: o["producers"][0].update(name="linear_1"),
+            "'relu' of the plan reads 'linear_1', which nothing",
+        ),
+    ],
+)
+def test_an_edited_plan_in_which_an_operator_reads_what_nothing_produces_has_no_graph(plan, tmp_path, change, message):
+    data = json.loads(plan.model_dump_json())
+    change(next(o for o in data["operators"] if o["name"] == "relu"))
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    edited = Plan.load(tmp_path / "plan.json")
+    assert "reads" not in edited.explain("down", alternatives=0)
+    with pytest.raises(StrategyError, match=message):
+        edited.to_networkx()
+
+
+def test_an_edited_plan_with_an_output_that_nothing_produces_has_no_graph(plan, tmp_path):
+    data = json.loads(plan.model_dump_json())
+    data["outputs"][0]["producer"]["name"] = "nobody"
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(StrategyError, match="output 'result' of the plan is 'nobody', which nothing produces"):
+        Plan.load(tmp_path / "plan.json").to_networkx()
+
+
 def test_windows_of_an_image_stand_at_the_edges_of_their_readers():
     with torch.device("meta"):
         net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
