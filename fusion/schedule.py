@@ -252,7 +252,7 @@ class _Meter:
         arguments: tuple[Any, ...] = node.args
         _, source, target, axes, size, _ = arguments
         kind = kind_of(source, target)
-        given, made = sum(map(self.held, node.all_input_nodes)), self.held(node)
+        read, written = sum(map(self.held, node.all_input_nodes)), self.held(node)
         if kind.communicates:
             waiting, per_byte = collective_cost(kind, self.mesh, tuple(axes), self.profile)
             before, after = placement_from_code(source), placement_from_code(target)
@@ -264,15 +264,15 @@ class _Meter:
             return Work(COMMUNICATION, waiting, per_byte, payload, kind=kind.value)
         if kind is Kind.NOTHING:
             return _FREE
-        seconds = float(operator_seconds(0, given + made, torch.float32, self.profile))
+        seconds = float(operator_seconds(0, read + written, torch.float32, self.profile))
         return Work(COMPUTE, seconds, kind=kind.value)
 
     def _operator(self, node: fx.Node) -> Work:
-        made, given = self.held(node), [self.held(operand) for operand in node.all_input_nodes]
+        written, read = self.held(node), [self.held(operand) for operand in node.all_input_nodes]
         if node.target in _LOOKUPS:
-            given[0] = min(given[0], made)  # what is looked up, not the table
+            read[0] = min(read[0], written)  # what is looked up, not the table
         dtype = next((tensor.dtype for tensor in _tensors(self.values[node])), torch.float32)
-        seconds = operator_seconds(self._counted(node), sum(given) + made, dtype, self.profile)
+        seconds = operator_seconds(self._counted(node), sum(read) + written, dtype, self.profile)
         return Work(COMPUTE, float(seconds), kind=str(node.target))
 
     def _counted(self, node: fx.Node) -> int:

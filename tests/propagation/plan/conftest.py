@@ -12,8 +12,7 @@ import partway as pw
 class MLP(nn.Module):
     def __init__(self):
         super().__init__()
-        self.up = nn.Linear(512, 2048)
-        self.down = nn.Linear(2048, 512)
+        self.up, self.down = nn.Linear(512, 2048), nn.Linear(2048, 512)
 
     def forward(self, x):
         return self.down(torch.relu(self.up(x)).unsqueeze(0).squeeze(0))
