@@ -22,7 +22,7 @@ from partway.propagation.capture.tracing import capturing
 from partway.propagation.graph.structure import name_of
 from partway.propagation.plan.plan import Plan
 from partway.request import Request
-from partway.sharded import sharded_class
+from partway.sharded import ShardedModule, sharded_class
 from partway.strategy import StrategyError
 
 
@@ -78,7 +78,11 @@ def shard(
 
 
 def _shard(fn: Any, request: Request) -> Any:
-    before = fn._engine if isinstance(fn, ShardedFunction) else engine_of(fn)
+    before: Engine | None = None
+    if isinstance(fn, ShardedFunction):
+        before = fn._engine
+    elif isinstance(fn, ShardedModule):  # an interrupted shard may have left an engine on a module that is not
+        before = engine_of(fn)
     if before is not None and not before.refused:
         raise StrategyError(f"{name_of(fn)} is sharded already; call shard once, with all annotations")
     check_target("shard", fn)
