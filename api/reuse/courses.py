@@ -88,7 +88,7 @@ class Courses(list[C]):
             lines = {question.line: None for each in self for question, _ in each.asked}
             warnings.warn(
                 f"{name} was planned for the {_MANY}th time, because its course depends on values of tensors that "
-                f"change from call to call:{''.join(lines)}\nEvery new course is planned anew; do this part outside "
+                f"change from call to call:{''.join(lines)}\nEvery new course is planned again; do this part outside "
                 "the sharded function if that takes too long",
                 stacklevel=2,
             )
@@ -138,7 +138,7 @@ class PlannedCalls(Generic[C]):
         for label in changed:
             if self._changes[label] == _OFTEN:
                 warnings.warn(
-                    f"{label} of {name} has changed {_OFTEN} times, and for each value a call is planned anew, which "
+                    f"{label} of {name} has changed {_OFTEN} times, and a call is planned again for each value, which "
                     "takes long; pass it as an argument that is a tensor, or keep it in a buffer",
                     stacklevel=6,
                 )
@@ -156,7 +156,7 @@ def values_of(tensors: Sequence[Tensor], state: Callable[[str], Tensor], parts: 
         is_input = leaf.role is Role.INPUT
         tensor = tensors[leaf.place] if is_input else state(leaf.name)
         if is_input and parts:
-            raise Unanswered(f"are those of input {leaf.name!r}, of which each process has a part (dataset_strategy)")
+            raise Unanswered(f"are those of input {leaf.name!r}, and each process has a part of it (dataset_strategy)")
         if tensor.is_meta:
             raise Unanswered(f"are those of {leaf.role} {leaf.name!r}, which is on the meta device and has none")
         whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]

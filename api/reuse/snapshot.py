@@ -157,7 +157,7 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[st
 
 
 def _own_attributes(static: Any) -> dict[str, Any]:
-    """The attributes of a class or a Python module, but for Python's own."""
+    """The attributes of a class or a Python module, without Python's own."""
     return {name: value for name, value in vars(static).items() if not name.startswith("__")}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def cov(x: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
-    """`torch.cov`. Raises RuntimeError where it does, but for shapes and dtypes of weights that do not fit."""
+    """`torch.cov`. Raises RuntimeError where it does, except for weights of a wrong shape or dtype."""
     if x.dim() > 2 or x.dtype is torch.bool:
         raise RuntimeError(f"cov(): expected two or fewer dimensions of numbers, and got {x.dtype}{list(x.shape)}")
     x = x.reshape(1, -1) if x.dim() < 2 else x

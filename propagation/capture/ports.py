@@ -32,7 +32,7 @@ class InputPorts:
 def input_ports(program: ExportedProgram, module: fx.GraphModule, call: Call, fn: Callable[..., Any]) -> InputPorts:
     """The ports of the inputs. Those of one tied parameter become one (in place).
 
-    Raises CaptureError for an input that is no tensor.
+    Raises CaptureError for an input that is not a tensor.
     """
     placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
     inputs, state, first = InputPorts(), state_of(fn), dict[int, Port]()

@@ -683,7 +683,7 @@ def takes_courses() -> None:
         model(x * torch.nan)
     assert_same_step(plain, model, {"x": x.abs()})
     pw.set_auto_parallel_context(parallel_mode="semi_auto_parallel", dataset_strategy="data_parallel")
-    with pytest.raises(pw.CaptureError, match="input 'x', of which each process has a part"):
+    with pytest.raises(pw.CaptureError, match="input 'x', and each process has a part"):
         pw.shard(Asks().double(), mesh={"dp": 2})(x)
 
 

@@ -269,7 +269,7 @@ def test_a_schedule_is_right_and_said() -> None:
         model.temperature = plain.temperature = 1.0 + step
         torch.testing.assert_close(model(X), plain(X))
     model.temperature = plain.temperature = 0.5
-    with pytest.warns(UserWarning, match="temperature of Block has changed 4 times, and for each value a call is"):
+    with pytest.warns(UserWarning, match="temperature of Block has changed 4 times, and a call is planned"):
         found = model(X)
     torch.testing.assert_close(found, plain(X))
 
@@ -551,7 +551,7 @@ class Remembers(nn.Module):
         return x.sum() * (3 if known else 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*is planned anew")
+@pytest.mark.filterwarnings("ignore:.*is planned again")
 def test_what_a_forward_left_decides_the_next_call() -> None:
     plain, model = Remembers(), pw.shard(Remembers(), mesh={"x": 2})
     for rows in (4, 4, 4, 2, 2, 4, None, 4, 4):
@@ -583,7 +583,7 @@ class CountsInside(nn.Module):
         return x.sum() * self.holder.inner["counts"][0] * self.kind.count
 
 
-@pytest.mark.filterwarnings("ignore:.*is planned anew")
+@pytest.mark.filterwarnings("ignore:.*is planned again")
 def test_what_is_left_in_containers_inside_others_and_in_classes_is_that_of_one_device() -> None:
     holders = [type("Holder", (Holder,), {})() for _ in range(2)]
     plain, model = CountsInside(holders[0]), pw.shard(CountsInside(holders[1]), mesh={"x": 2})
@@ -650,7 +650,7 @@ class KeepsFrozen(nn.Module):
         return x * self.frozen.scale
 
 
-@pytest.mark.filterwarnings("ignore:.*is planned anew")
+@pytest.mark.filterwarnings("ignore:.*is planned again")
 def test_a_frozen_object_is_left_as_on_one_device() -> None:
     plain, model = KeepsFrozen(), pw.shard(KeepsFrozen(), mesh={"x": 2})
     for _ in range(3):
@@ -675,7 +675,7 @@ class CountsCalls(nn.Module, ABC):
         return x * type(self).calls
 
 
-@pytest.mark.filterwarnings("ignore:.*is planned anew")
+@pytest.mark.filterwarnings("ignore:.*is planned again")
 def test_what_a_forward_sets_of_its_class_is_set_of_the_users_class() -> None:
     kind = type("CountsCalls", (CountsCalls,), {})
     model, other = pw.shard(kind(), mesh={"x": 2}), kind()
