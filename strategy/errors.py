@@ -25,7 +25,7 @@ class PartwayError(Exception):
 
 
 class StrategyError(PartwayError, ValueError):
-    """A strategy, layout, mesh or annotation cannot be met; `problems` lists every reason found."""
+    """A strategy, layout, mesh or annotation cannot be met; `problems` lists every reason."""
 
     def __init__(self, message: str, problems: Iterable[Problem] = ()) -> None:
         self.problems = tuple(problems)

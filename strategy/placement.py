@@ -145,10 +145,10 @@ def dual(placement: Placement) -> Placement:
 
 def kind(source: Placement, target: Placement) -> Kind:
     """What turns a value placed as `source` into one placed as `target`. Raises StrategyError if no one step does."""
-    found = _kind(source, target)
-    if found is None:
+    step = _kind(source, target)
+    if step is None:
         raise StrategyError(f"no single step turns {source} into {target}; convert to R first")
-    return found
+    return step
 
 
 def converts(source: Placement, target: Placement) -> bool:

@@ -177,12 +177,12 @@ def to_global(part: torch.Tensor, strategy: Any, mesh: Any) -> torch.Tensor:
     return as_dtensor(part, parse(strategy, on, shape).layouts(shape)[0], shape, device_mesh(on))
 
 
-def _held(found: Layout, ndim: int, rank: int | None) -> Part:
+def _held(of: Layout, ndim: int, rank: int | None) -> Part:
     if rank is None:
         if not launched():
             return Part.whole(ndim)
         rank = get_rank()
-    return Part.of_layout(found, ndim, rank)
+    return Part.of_layout(of, ndim, rank)
 
 
 def _check_entry(strategy: Any) -> None:

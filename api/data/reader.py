@@ -165,14 +165,14 @@ def _open(source: Any, level: int, path: str, axes: str | None, count: Count) ->
     return TiffSource(name, level, count)
 
 
-def _unused(name: str, **given: Any) -> None:
+def _unused(name: str, **arguments: Any) -> None:
     """Raise DataError for an argument that such a source does not take."""
     places = {
         "level": "level is for pyramidal TIFF files; name the array of a Zarr level with path=",
         "path": "path is for arrays inside a Zarr group",
         "axes": "a TIFF file has its own axes",
     }
-    for argument, value in given.items():
+    for argument, value in arguments.items():
         if value:
             raise DataError(f"{argument}={shown(value)} was given for {name}: {places[argument]}")
 

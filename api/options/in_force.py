@@ -32,22 +32,22 @@ class InForce(Generic[OptionsT]):
         blocks = self._blocks.get()
         return blocks[-1][1] if blocks else self._process
 
-    def update(self, call: str, given: Mapping[str, object]) -> None:
-        """Merge `given` into what was set so far, all or nothing."""
+    def update(self, call: str, settings: Mapping[str, object]) -> None:
+        """Merge `settings` into what was set so far, all or nothing."""
         if self._blocks.get():
-            self._replace(self._merged(call, given))
+            self._replace(self._merged(call, settings))
             return
         with self._lock:
-            self._process = self._merged(call, given)
+            self._process = self._merged(call, settings)
 
     def reset(self) -> None:
         """Put the defaults in force."""
         self._replace(self._default)
 
     @contextmanager
-    def block(self, call: str, given: Mapping[str, object]) -> Iterator[OptionsT]:
-        """Merge `given` into what was set so far, for the block and this thread."""
-        entered, merged = object(), self._merged(call, given)
+    def block(self, call: str, settings: Mapping[str, object]) -> Iterator[OptionsT]:
+        """Merge `settings` into what was set so far, for the block and this thread."""
+        entered, merged = object(), self._merged(call, settings)
 
         def leave() -> None:  # blocks of generators may end in any order
             self._blocks.set(tuple(block for block in self._blocks.get() if block[0] is not entered))
@@ -64,13 +64,13 @@ class InForce(Generic[OptionsT]):
             raise context_error(f"{call}:", [unknown_option(options, name, name)])
         return self.value.model_dump()[key]
 
-    def _merged(self, call: str, given: Mapping[str, object]) -> OptionsT:
+    def _merged(self, call: str, settings: Mapping[str, object]) -> OptionsT:
         before = self.value
-        settings = {**{key: getattr(before, key) for key in before.model_fields_set}, **given}
+        merged = {**{key: getattr(before, key) for key in before.model_fields_set}, **settings}
         try:
-            return type(before).model_validate(settings)
+            return type(before).model_validate(merged)
         except ValidationError:
-            raise context_error(f"{call} changed nothing:", problems_with(type(before), settings)) from None
+            raise context_error(f"{call} changed nothing:", problems_with(type(before), merged)) from None
         except RecursionError:
             raise context_error(f"{call} changed nothing:", ["a value is nested too deeply"]) from None
 

@@ -42,7 +42,7 @@ def unknown_option(options: type[Options], key: object, path: str) -> str:
     return f"{path} is not an option" + (f"; {meant}" if meant else "") + f" (all options: {every})"
 
 
-def _explain(options: type[Options], error: ErrorDetails, given: Any) -> Iterable[str]:
+def _explain(options: type[Options], error: ErrorDetails, value: Any) -> Iterable[str]:
     """The problems that one of pydantic's errors stands for."""
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, StrategyError):
@@ -57,8 +57,8 @@ def _explain(options: type[Options], error: ErrorDetails, given: Any) -> Iterabl
         if field is None:
             return [unknown_option(options, key, path)]
         accepts = _accepts(field)
-        given, options = given.get(key), _nested(field) or options
-    what = f"is missing; accepts {accepts}" if error["type"] == "missing" else _refusal(given, accepts)
+        value, options = value.get(key), _nested(field) or options
+    what = f"is missing; accepts {accepts}" if error["type"] == "missing" else _refusal(value, accepts)
     return [f"{path}: {text}" for text in texts or (what,)]
 
 
