@@ -1,5 +1,4 @@
-"""BatchNorm and its kin as operators of which each splits over batch, space and channels, at the speed of PyTorch's
-own kernels.
+"""BatchNorm and its kin as operators that split over batch, space and channels, at the speed of PyTorch's own kernels.
 
     partway::moments(x, shift)                         for each channel the sums of x - shift and of its square, [2, C]
     partway::statistics(moments, shift, count, dtype)  the means and (biased) variances of `count` such elements, [2, C]

@@ -6,7 +6,7 @@ partway::of_rank(like, position, values, count, dtype)
 partway::part_slice(x, position, dim, starts, length)
                                 `length` elements of x along `dim` from `starts[position]` on
 partway::causal_mask(queries, position, starts, keys)
-                                which keys the queries (dim -2) of a rank see, of which `starts[position]` is the first
+                                which keys the queries (dim -2) of a rank see, the first of which is `starts[position]`
 partway::others_rows(offsets, position, part, rows)
                                 which of `rows` in groups that end at `offsets` are not of this rank's `part` groups; a
                                 mask of one column

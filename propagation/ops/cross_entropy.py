@@ -1,8 +1,8 @@
 """Cross entropy of logits whose classes may be split.
 
     partway::class_terms(x, maximum, target, position, bounds, ignored)
-                                              the two sums over classes that cross entropy is made of, of which a rank
-                                              has those from bounds[position] on (no position: all)
+                                              the two sums over classes that cross entropy is made of, over a rank's own
+                                              classes, from bounds[position] on (no position: all)
 
 With a maximum m over all classes, `cross_entropy = log(sum of exp(x - m)) - (x - m)[target]`. Both terms are sums to
 which every part of the classes has an addend, so logits whose classes are split are never gathered. One operator

@@ -48,11 +48,13 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, words: str, x: Tensor) -> Tensor:
+        """`x` itself."""
         ctx.words = words
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Raises RuntimeStateError."""
         raise RuntimeStateError(
             f"a gradient reached a tensor that {ctx.words} has kept, and would not go on into the sharded function; "
             "let the hook keep it in a dict or an attribute (not by other means), or let the module return it"

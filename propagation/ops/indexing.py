@@ -1,4 +1,4 @@
-"""Operators that look up an index in a dim of which a rank may hold a part: rows of an embedding, and classes.
+"""Operators that look up an index in a dim that a rank may hold a part of: rows of an embedding, and classes.
 
 partway::position(axes, sizes)            which part along `axes` together this rank has (0-dim, int64, on the CPU):
                                           a symbol, which the executors of `runtime/` give its meaning

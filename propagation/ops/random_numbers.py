@@ -1,4 +1,4 @@
-"""Random numbers that depend on the seed and on nothing of the layout, so that a rank draws its part of them alone.
+"""Random numbers that depend on the seed and not on the layout, so that a rank draws its part of them alone.
 
     partway::keys(count)     a key for each operator of the graph that draws, made of one number from torch's generator
                              of the CPU, which all ranks draw alike: so only this operator's value is not a function

@@ -86,7 +86,7 @@ def _normalise_rule(node: fx.Node) -> Rule | None:
 
 
 def _local_normalise(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """Of samples of which a rank has all of each group it is PyTorch's GroupNorm, which computes the moments itself."""
+    """Where a rank has all of each group it is PyTorch's GroupNorm, which computes the moments itself."""
     x, mean, var, weight, bias, eps = args
     groups = whole_groups(x, mean, var, emit.shapes.operands[0][1])
     dtypes = {value(o).dtype for o in operands(emit.node)[3:]} - {value(emit.node).dtype}

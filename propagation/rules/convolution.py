@@ -101,7 +101,7 @@ def _convolution(
 
 
 def _groups(emit: Emitter, count: int) -> int:
-    """The groups of a convolution of which a rank has the channels."""
+    """The groups of a convolution whose channels a rank has."""
     place = -count - 1
     held, whole = emit.shapes.operands[0][place], emit.whole[0][place]
     groups: int = argument(emit.node, "groups")
@@ -152,7 +152,7 @@ def _spreads(node: fx.Node) -> list[Spread]:
 
 
 def _local_transposed(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """What the window is spread over, of which a rank takes its slice."""
+    """The rank's slice of what its window is spread over."""
     node, count = emit.node, len(emit.whole[1]) - 2
     split = spatial_dims(emit, count)
     values: dict[str, Any] = {}

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def _expand_copy(b: Builder, node: fx.Node) -> fx.Node:
-    """What is written over a tensor takes its shape and dtype, and nothing of its numbers."""
+    """What is written over a tensor takes its shape and dtype, and none of its numbers."""
     source = b.cast(node.args[1], value(node).dtype)  # type: ignore[arg-type]
     return source if shape(source) == shape(node) else b(aten.expand.default, source, list(shape(node)))
 

@@ -31,7 +31,7 @@ def sizes_of(dims: Dims, size: tuple[int, ...]) -> dict[str, int]:
 
 
 def without(dims: Dims, whole: Iterable[int]) -> Dims:
-    """The dims of a tensor, of which those in `whole` cannot be split."""
+    """The dims of a tensor, but those in `whole` cannot be split."""
     dropped = set(whole)
     return tuple(() if d in dropped else parts for d, parts in enumerate(dims))
 
@@ -43,7 +43,7 @@ def broadcast(letters: Dims, size: tuple[int, ...]) -> Dims:
 
 
 def unsplit(node: fx.Node) -> Dims:
-    """The dims of the tensor of `node`, none of which can be split."""
+    """The dims of the tensor of `node`, if none can be split."""
     return ((),) * len(shape(node))
 
 

@@ -26,6 +26,7 @@ def _dims(node: fx.Node) -> list[int]:
 
 
 def transform(node: fx.Node) -> Rule:
+    """The dims that are transformed stay whole."""
     return over_dims(node, {}, whole=_dims(node))
 
 

@@ -1,7 +1,7 @@
 """Rules of operators that read or write the elements of a tensor that an index names.
 
 A dim that an index goes along can be split. A rank that reads looks up what its part has and has zeros for the rest,
-so that its result is an addend. A rank that writes has one more place behind its part, where all goes that belongs to
+so that its result is an addend. A rank that writes has one more place after its part, takes all there that belongs to
 others, and drops it at the end. Indices can be split too: where an operator reads, their dims are dims of the result;
 where it adds, each part of them makes an addend.
 """
@@ -38,7 +38,7 @@ def _row(operand_dims: Sequence[Sequence[str]], result: Sequence[str], **what: A
 def _reading(
     node: fx.Node, operand_dims: Sequence[Sequence[str]], result: Sequence[str], split: str, local: Localize
 ) -> Rule:
-    """Of an operator that reads: no index is one behind the end of a short slice of the dims `split`."""
+    """The rule of an operator that reads along the dims `split`. No index points into the padding of a shard."""
     return replace(parse_row(_row(operand_dims, result, reduce=split, linear=("0",), local=local), node), masks=True)
 
 
@@ -46,7 +46,7 @@ def _reading(
 
 
 def _indexed(node: fx.Node) -> tuple[list[str], list[list[str]], list[str], int] | None:
-    """Of x[indices] the factors of x, of each index and of what is read, and how many dims stand behind those of the
+    """The factors of x, of each index and of the result of x[indices], and how many dims come after those of the
     indices; None where a mask selects."""
     indices: Any = argument(node, "indices")
     tensors = [t for t in indices if t is not None]
@@ -95,8 +95,8 @@ def _own(emit: Emitter, index: fx.Node, factor: str) -> fx.Node:
 
 
 def _read(emit: Emitter, owns: Sequence[fx.Node], read: Callable[[list[fx.Node]], fx.Node], after: int) -> fx.Node:
-    """What `read` makes of indices in a rank's part, with zeros for those of other parts; `after` dims stand behind
-    theirs."""
+    """What `read` returns for indices in a rank's part, with zeros for those in other parts; `after` dims follow those
+    of the indices."""
     read_here = read([emit.call(aten.clamp.default, own, 0) for own in owns])
     others = reduce(lambda a, b: emit.call(aten.logical_or.default, a, b),
                     [emit.call(aten.lt.Scalar, own, 0) for own in owns])  # fmt: skip
@@ -259,8 +259,7 @@ def _includes(node: fx.Node) -> bool:
 
 
 def _common(node: fx.Node, tensors: Sequence[fx.Node]) -> list[str]:
-    """The factors of x: those of the dims, but the one that is worked along, of which `tensors` are not equally long
-    cannot be split."""
+    """The factors of x. A dim, other than the one that is worked along, in which `tensors` differ cannot be split."""
     dims = _numbered(node, _dim(node))
     return [f if f == "v" or len({shape(t)[d] for t in tensors}) == 1 else "1" for d, f in enumerate(dims)]
 

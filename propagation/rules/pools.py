@@ -193,7 +193,7 @@ def _folded(node: fx.Node, image: Sequence[int]) -> tuple[int, WholeRows]:
 
 
 def _local_col2im(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """What the blocks in the window are added up to, of which a rank takes its slice."""
+    """The rank's slice of the sum of the blocks in its window."""
     node = emit.node
     if not emit.windows:
         return emit.call(node.target, *args, **kwargs)

@@ -185,7 +185,7 @@ def _integers(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _expand_native_dropout(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
-    """The mask depends on nothing of x, so that every layout of x has its part of the same one."""
+    """The mask does not depend on x, so that every layout of x has its part of the same mask."""
     x, p, train = operands(node)[0], argument(node, "p"), argument(node, "train")
     if not train or p == 0:
         return (x, b(aten.ones.default, list(shape(x)), dtype=torch.bool, device=value(x).device))

@@ -186,7 +186,7 @@ def _expand_weight_norm(b: Builder, node: fx.Node) -> fx.Node:
 
 
 def _expand_extreme(target: Any) -> Expansion:
-    """The largest or least of all elements, of which equal ones share the gradient."""
+    """The largest or least of all elements; equal ones share the gradient."""
     return lambda b, node: b(target, operands(node)[0], [])
 
 

@@ -202,7 +202,7 @@ def _reach_of(sampling: Sampling) -> Reach:
 
 
 def _local_interpolation(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """Dims whose places are listed first; then all others at once, of which some have too much on each side."""
+    """Dims whose places are listed first; then all others at once, some with too much on each side."""
     node, split, samplings = emit.node, split_dims(emit), _samplings(emit.node)
     if not split:
         return emit.call(node.target, *args, **kwargs)

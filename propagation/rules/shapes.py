@@ -68,7 +68,7 @@ def _view_rule(node: fx.Node) -> Rule | None:
 
 
 def _expand_rule(node: fx.Node) -> Rule | None:
-    """The dims of the operand, aligned from the right, of which those of size 1 are repeated."""
+    """The dims of the operand, aligned from the right; those of size 1 are repeated."""
     letters = letters_of(shape(node))
     dims = broadcast(letters, shape(operands(node)[0]))
     return Rule((dims,), (letters,), sizes_of(letters, shape(node)), linear=(_FIRST,), local=with_local_shape(1))
