@@ -6,6 +6,7 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
+from norm_tensors import EPS, drawn, placed, vectors
 from torch import fx, nn
 
 from partway.fusion import FusionPolicies
@@ -31,21 +32,11 @@ from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
 from partway.runtime.assemble import assemble_code
-from partway.strategy import Layout, Mesh, Replicate, Shard, StrategyError
+from partway.strategy import Mesh, StrategyError
 from partway.strategy.placement import Kind
 
 aten = torch.ops.aten
-EPS = 1e-5
 SHAPES = [(6, 4), (4, 4, 6), (4, 4, 2, 2), (2, 4, 2, 2, 2)]
-
-
-def drawn(*shape, mean=0.0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(len(shape))
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) + mean).to(dtype)
-
-
-def vectors(size, dtype=torch.float64):
-    return tuple(torch.linspace(low, 2, size, dtype=dtype).requires_grad_() for low in (0.5, -1))
 
 
 def composed(x, weight, bias, shift=None):
@@ -272,10 +263,6 @@ class Norm(nn.Module):
         return self.norm(x)
 
 
-def placed(mesh, **splits):
-    return Layout(mesh, tuple(Shard(splits[axis]) if axis in splits else Replicate() for axis in mesh.axes))
-
-
 def split_by(lab, fn, x, layout, parts=1):
     """The problem and the optimum with x, the result and both operators on x in `layout`: tensors of tests are so
     small that it is cheaper to gather them."""
@@ -305,7 +292,7 @@ def split_by(lab, fn, x, layout, parts=1):
 )
 def test_split_it_is_that_of_one_device(lab, sizes, splits, mean):
     mesh, fn, x = Mesh(sizes), Norm(4), drawn(4, 4, 4, 4, mean=mean).requires_grad_()
-    layout = placed(mesh, **splits)
+    layout = placed(mesh, splits)
     problem, choice = split_by(lab, fn, x, layout)
     tensors = lab.call_tensors(problem, fn, (x,))
     outputs = lab.compiled(problem, choice)(tensors)
@@ -324,7 +311,7 @@ def test_split_it_is_that_of_one_device(lab, sizes, splits, mean):
 def test_a_split_batch_costs_one_allreduce_forward_and_one_backward(lab, sizes, dtype):
     """Besides those of weight and bias, whose gradients are parameters' gradients; in float64 two forward."""
     mesh, fn, x = Mesh(sizes), Norm(4).to(dtype), drawn(64, 4, 64, dtype=dtype).requires_grad_()
-    layout = placed(mesh, **dict.fromkeys(sizes, 0))
+    layout = placed(mesh, dict.fromkeys(sizes, 0))
     problem, choice = split_by(lab, fn, x, layout)
     step = differentiate(lower(problem, choice), differentiated(problem.graph))
 
@@ -400,7 +387,7 @@ def check_parts(lab, fn, x, parts, problem, choice, message):
 def test_parts_have_statistics_of_their_own(lab, parts, shape, options, sizes):
     """However the batch is split: in as many ranks as parts, in fewer, and in more."""
     mesh, fn, x = Mesh(sizes), Norm(4, **options), drawn(*shape, mean=1.0).requires_grad_()
-    layout = placed(mesh, dp=0)
+    layout = placed(mesh, {"dp": 0})
     problem = lab.problem_of(fn, (x,), mesh, {"x": ((layout,), "by hand")}, batch_norm_parts=parts)
     check_parts(lab, fn, x, parts, problem, dynamic_programming(problem).choice, f"{parts} parts on {mesh}")
 
@@ -413,8 +400,8 @@ def test_parts_have_statistics_of_their_own(lab, parts, shape, options, sizes):
 )  # fmt: skip
 def test_ranks_hold_parts_and_channels(lab, parts, sizes, splits):
     mesh, fn, x = Mesh(sizes), Norm(4), drawn(8, 4, 2, 2).requires_grad_()
-    layout = placed(mesh, **splits)
-    within = placed(mesh, **{axis: 2 * dim for axis, dim in splits.items()})  # of [part, sample, channel, ...]
+    layout = placed(mesh, splits)
+    within = placed(mesh, {axis: 2 * dim for axis, dim in splits.items()})  # of [part, sample, channel, ...]
     problem, _ = split_by(lab, fn, x, layout, parts)
     (vertex,) = lab.vertices_of(problem, part_norm)
     options = problem.vertices[vertex].options
@@ -426,7 +413,7 @@ def test_ranks_hold_parts_and_channels(lab, parts, sizes, splits):
 def test_ranks_with_parts_of_their_own_send_only_running_statistics(lab, dtype):
     """Besides the gradients of weight and bias; nothing of them is read before the end."""
     mesh, fn, x = Mesh({"a": 2}), Norm(4).to(dtype), drawn(64, 4, 64, dtype=dtype).requires_grad_()
-    problem, choice = split_by(lab, fn, x, placed(mesh, a=0), parts=2)
+    problem, choice = split_by(lab, fn, x, placed(mesh, {"a": 0}), parts=2)
     step = differentiate(lower(problem, choice), differentiated(problem.graph))
     program = make_program(step, FusionPolicies(), problem.settings.profile)
     found = [(c.phase, c.kind, c.payload_bytes) for c in program.collectives]

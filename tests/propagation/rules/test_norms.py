@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from norm_tensors import EPS, drawn, placed, vectors
 from torch import nn
 
 from partway.fusion import FusionPolicies
@@ -27,21 +28,11 @@ from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.formulate import formulate
-from partway.strategy import Layout, Mesh, Replicate, Shard
+from partway.strategy import Mesh
 from partway.strategy.placement import Kind, kind
 
 aten = torch.ops.aten
-EPS = 1e-5
 SHAPES = [(3, 4, 6), (3, 4, 2, 5), (2, 4, 2, 3, 2)]
-
-
-def drawn(*shape, mean=0.0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(len(shape))
-    return (torch.randn(shape, generator=generator, dtype=torch.float64) + mean).to(dtype)
-
-
-def vectors(size, dtype=torch.float64):
-    return tuple(torch.linspace(low, 2, size, dtype=dtype).requires_grad_() for low in (0.5, -1))
 
 
 def composed(x, weight, bias, shift=None):
@@ -177,10 +168,6 @@ def moved(module):
             if tensor.is_floating_point():
                 tensor.copy_(torch.linspace(0.5, 1.5, tensor.numel()).view(tensor.shape))
     return module
-
-
-def placed(mesh, splits):
-    return Layout(mesh, tuple(Shard(splits[axis]) if axis in splits else Replicate() for axis in mesh.axes))
 
 
 def split_by(lab, fn, x, layout):

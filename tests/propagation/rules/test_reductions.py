@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from expansions import check, check_split, randn
 
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.nodes import operator_name
@@ -15,6 +16,8 @@ from partway.strategy import Layout, Mesh, Shard
 from partway.strategy.placement import Kind, kind
 
 LINE = Mesh({"a": 4})
+
+aten = torch.ops.aten
 
 
 def drawn(*shape, dtype=torch.float64):
@@ -152,3 +155,38 @@ def test_a_split_map_is_never_gathered(lab, name):
     moving = {Kind.ALL_GATHER, Kind.ALL_TO_ALL}
     sent = [c for c in lower(problem, choice).conversions if kind(c.source, c.target) in moving]
     assert all(c.where.startswith("output") for c in sent)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.mean(),
+        lambda x: x.mean(0),
+        lambda x: x.mean(-1),
+        lambda x: x.mean((0, 2)),
+        lambda x: x.mean((0, -1), keepdim=True),
+        lambda x: x.mean(dim=()),
+        lambda x: x.float().mean(1, dtype=torch.float64),
+        lambda x: F.adaptive_avg_pool2d(x, 1),
+        lambda x: F.adaptive_avg_pool2d(x, (1, 1)),
+        lambda x: F.adaptive_avg_pool1d(x, 1),
+        lambda x: aten._adaptive_avg_pool2d(x, [1, 1]),
+    ],
+)
+def test_a_mean_is_a_sum_over_the_global_count(lab, fn):
+    graph = check_split(lab, fn, randn(4, 6, 3))
+    assert aten.sum.dim_IntList in {node.target for node in graph.nodes}
+    assert not {node.target for node in graph.nodes} & {
+        aten.mean.default,
+        aten.mean.dim,
+        aten.adaptive_avg_pool2d.default,
+    }
+
+
+def test_a_sum_or_mean_of_a_scalar_is_itself(lab):
+    def fn(x):
+        y = x.sum()
+        return y.mean(), y.mean(0), y.sum(0), y.sum(-1, keepdim=True), y.softmax(0), y.cumsum(0)
+
+    graph = check(lab, fn, randn(4))
+    lab.check_optimum(graph, fn, (randn(4),), lab.LINE)

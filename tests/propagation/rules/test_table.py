@@ -5,23 +5,17 @@ The cases are in `cases/`, a module for each family of `propagation/rules/`.
 
 import random
 from importlib import import_module
-from itertools import product
-from math import prod
 from pkgutil import iter_modules
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import case, cases_by_family, definite, index, make, real
-from hypothesis import given
-from hypothesis import strategies as st
+from cases import case, cases_by_family, definite, index, real, tensors_of
 from strided import strided
-from torch import fx
 
 from partway.propagation import rules
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.nodes import shape
-from partway.propagation.ops.cross_entropy import class_terms
 from partway.propagation.ops.hooked import HOOKS
 from partway.propagation.ops.random_numbers import draw
 from partway.propagation.program.lower import lower
@@ -30,7 +24,7 @@ from partway.propagation.rules.rule import axis_options
 from partway.propagation.rules.table import ROWS, rule_of
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.formulate import formulate
-from partway.strategy import Layout, Mesh, Partial, Replicate, Shard
+from partway.strategy import Layout, Mesh, Replicate, Shard
 
 aten = torch.ops.aten
 CASES = [one for cases in cases_by_family().values() for one in cases]
@@ -39,11 +33,6 @@ CASES = [one for cases in cases_by_family().values() for one in cases]
 def name_of(one):
     shapes = "-".join("x".join(map(str, spec[1])) for spec in one.args)
     return f"{str(one.target).removeprefix('aten.')}-{shapes}"
-
-
-def tensors_of(one, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(make(spec, generator) for spec in one.args)
 
 
 quiet = pytest.mark.filterwarnings(
@@ -226,60 +215,6 @@ def test_a_row_that_nothing_reaches_is_not_kept():
     )
 
 
-@pytest.mark.parametrize("axis", [Mesh({"x": 2}), Mesh({"dp": 2, "tp": 2})], ids=str)
-def test_groups_of_rows_split_by_rows_by_matrices_and_within(axis, lab):
-    """In bfloat16, the one dtype that the operator takes."""
-    x, w = torch.randn(8, 16, requires_grad=True), torch.randn(4, 16, 16, requires_grad=True)
-    ends = torch.tensor([3, 3, 5, 7], dtype=torch.int32)
-
-    def f(x, w, ends):
-        behind = torch.arange(8).unsqueeze(1) >= ends[-1]  # what is there PyTorch leaves open, also of the gradient
-        x = x.bfloat16().masked_fill(behind, 0.0)
-        return torch._grouped_mm(x, w.bfloat16(), offs=ends).masked_fill(behind, 0.0)
-
-    problem = lab.problem_of(f, (x, w, ends), axis)
-    expected = lab.value_and_gradients([f(x, w, ends)], [x, w])
-    (vertex,) = lab.vertices_of(problem, aten._grouped_mm.default)
-    options = problem.vertices[vertex].options
-    assert {option.factors[0] for option in options} == {None, "t", "k", "e", "n"}
-    for i in range(0, len(options), len(axis.axes)):
-        chosen = lab.choose(problem, vertex, [i])
-        step = lab.compiled(chosen, dynamic_programming(chosen).choice)
-        tensors = lab.call_tensors(problem, f, (x, w, ends))
-        found = lab.value_and_gradients(step(tensors), [x, w])
-        lab.assert_same(found, expected, str(options[i]), 0.05)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_linear_cross_entropy_in_chunks_splits_like_any(reduction, lab):
-    options = pytest.importorskip("torch.nn.modules.linear_cross_entropy_options")
-    chunks = options.LinearCrossEntropyOptions(batch_chunk_size=2)
-
-    def f(x, w, b, t):
-        return F.linear_cross_entropy(x, w, t, linear_bias=b, reduction=reduction, options=chunks)
-
-    args = tensors_of(case(None, "", f, real(4, 4), real(4, 4), real(4), index(4, 4)))
-    assert lab.check_options(capture(f, args, {}), f, args, class_terms, lab.LINE, 12, random.Random(0))
-
-
-def test_layers_drop_the_same_however_the_batch_is_split(lab):
-    def f(x, h, w, u):
-        return torch.lstm(x, [h, h], [w, u] * 4, False, 2, 0.5, True, True, False)
-
-    args = tensors_of(case(None, "", f, real(3, 4, 4), real(4, 4, 2), real(8, 4), real(8, 2)))
-    problem = lab.problem_of(f, args, lab.LINE, on_unknown_op="warn")
-    found = []
-    for factor in (None, "b"):
-        chosen = problem
-        for vertex in lab.vertices_of(problem, aten.lstm.input):
-            options = problem.vertices[vertex].options
-            chosen = lab.choose(chosen, vertex, [i for i, o in enumerate(options) if o.factors == (factor,)])
-        step = lab.compiled(chosen, dynamic_programming(chosen).choice)
-        torch.manual_seed(3)
-        found.append(lab.value_and_gradients(step(lab.call_tensors(problem, f, args)), args))
-    lab.assert_same(*found)
-
-
 # -- splits that a maximum and an embedding have
 
 
@@ -324,84 +259,3 @@ def test_an_index_that_no_part_has_is_an_error(lab, wrong):
     step = lab.compiled(problem, dynamic_programming(problem).choice)
     with pytest.raises(IndexError, match=f"index {wrong} is out of range of a dim of size 8"):
         step(lab.call_tensors(problem, F.embedding, args))
-
-
-# -- views
-
-
-def reshape_node(before, after):
-    """A call of reshape that was never captured: the rule needs only shapes."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["val"] = torch.empty(before, device="meta")
-    node = graph.call_function(aten.reshape.default, (x, list(after)))
-    node.meta["val"] = torch.empty(after, device="meta")
-    return node
-
-
-def grouped(draw, factors):
-    """Dims whose sizes are products of neighbouring `factors`, and some of size 1."""
-    dims, current = [], 1
-    for factor in factors:
-        current *= factor
-        if draw(st.booleans()):
-            dims.append(current)
-            current = 1
-    dims.append(current)
-    for _ in range(draw(st.integers(0, 2))):
-        dims.insert(draw(st.integers(0, len(dims))), 1)
-    return tuple(dims)
-
-
-@st.composite
-def reshapes(draw):
-    """Two shapes of as many elements: of common factors, or of any."""
-    factors = draw(st.lists(st.sampled_from([2, 2, 3, 4, 6]), min_size=1, max_size=4))
-    other = factors if draw(st.booleans()) else draw(st.permutations(factors))
-    return grouped(draw, factors), grouped(draw, other)
-
-
-@given(reshapes(), st.sampled_from([(2,), (3,), (2, 2), (2, 3), (4,)]))
-def test_a_view_of_a_part_is_the_part_of_the_view(shapes, sizes):
-    before, after = shapes
-    mesh = Mesh.of_sizes(sizes)
-    rule = rule_of(reshape_node(before, after))
-    x = torch.arange(prod(before)).reshape(before)
-    y = x.reshape(after)
-    for chosen in product([o for o in axis_options(rule) if "P" not in map(str, o.results)], repeat=len(sizes)):
-        parts = {}
-        for option, size in zip(chosen, sizes, strict=True):
-            parts[option.factor] = parts.get(option.factor, 1) * size
-        if any(f is not None and f not in rule.uneven and rule.sizes[f] % n for f, n in parts.items()):
-            continue
-        source = Layout(mesh, tuple(o.operands[0] for o in chosen))
-        target = Layout(mesh, tuple(o.results[0] for o in chosen))
-        assert Partial() not in target.placements
-        for rank in range(mesh.device_num):
-            local, right = x[source.slices(before, rank)], y[target.slices(after, rank)]
-            assert torch.equal(local.flatten(), right.flatten()), f"{before} -> {after} as {source} -> {target}"
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "splits"),
-    [
-        ((4, 6), (4, 2, 3), "S0>S0 S1>S1"),
-        ((4, 2, 3), (4, 6), "S0>S0 S1>S1"),
-        ((8, 12), (96,), "S0>S0"),
-        ((2, 3), (3, 2), ""),
-        ((4, 3), (6, 2), "S0>S0"),
-        ((5, 2, 3), (5, 3, 2), "S0>S0"),
-        ((1, 4, 1), (4,), "S1>S0"),
-        ((4,), (1, 2, 1, 2), "S0>S1"),
-        ((2, 1, 4), (2, 4), "S0>S0 S2>S1"),
-        ((3, 4, 8), (12, 2, 4), "S0>S0 S2>S1"),
-    ],
-)
-def test_the_major_part_of_a_merged_dim_splits(before, after, splits):
-    options = axis_options(rule_of(reshape_node(before, after)))
-    assert [f"{o.operands[0]}>{o.results[0]}" for o in options if o.factor] == splits.split()
-
-
-def test_a_view_of_nothing_has_nothing_to_split():
-    rule = rule_of(reshape_node((0, 4), (4, 0)))
-    assert (rule.operands, rule.results, rule.sizes) == ((((), ()),), (((), ()),), {})

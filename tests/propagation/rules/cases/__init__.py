@@ -80,6 +80,12 @@ def like_others(*cases):
     return [replace(one, like_others=True) for one in cases]
 
 
+def tensors_of(one, seed=0):
+    """The operands of a case."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(make(spec, generator) for spec in one.args)
+
+
 def cases_by_family():
     """The cases of each module of this package."""
     return {module.name: import_module(f"{__name__}.{module.name}").CASES for module in iter_modules(__path__)}
