@@ -497,6 +497,7 @@ def _expand_one_hot(b: Builder, node: fx.Node) -> fx.Node:
 ROWS: dict[Any, Row | RowFunction] = {
     aten._unsafe_index.Tensor: index,
     aten._unsafe_index_put.default: index_put,
+    aten.embedding.default: _embedding_rule,
     aten.gather.default: gather,
     aten.index.Tensor: index,
     aten.index_add.default: _writes_slices(True, "0 2"),
@@ -513,7 +514,6 @@ ROWS: dict[Any, Row | RowFunction] = {
     aten.scatter_add.default: scatter,
     aten.scatter_reduce.two: scatter,
     aten.select.int: select,
-    aten.embedding.default: _embedding_rule,
 }
 
 EXPANSIONS: dict[Any, Expansion] = {
@@ -524,8 +524,8 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.index_fill.int_Tensor: _index_fill,
     aten.index_put.default: _masked_put,
     aten.masked_scatter.default: _masked_scatter,
+    aten.one_hot.default: _expand_one_hot,
     aten.put.default: _put,
     aten.take.default: _take,
     aten.take_along_dim.default: _take_along_dim,
-    aten.one_hot.default: _expand_one_hot,
 }

@@ -352,12 +352,12 @@ ROWS: dict[Any, Row | RowFunction] = {
     aten.einsum.default: einsum,
     aten.linalg_cross.default: cross,
     aten.linalg_vander.default: Row("... -> ... 1", local=_local_vander),
+    aten.linear.default: Row("... k, n k, +n -> ... n", reduce="k", linear=("0 2", "1 2"), contraction=True),
     aten.matmul.default: matmul,
     aten.mm.default: Row("m k, k n -> m n", reduce="k", linear=("0", "1"), contraction=True),
     aten.mv.default: Row("m k, k -> m", reduce="k", linear=("0", "1"), contraction=True),
     aten.pdist.default: Row("1 1 -> 1"),
     aten.vdot.default: Row("k, k ->", reduce="k", linear=("0", "1"), contraction=True),
-    aten.linear.default: Row("... k, n k, +n -> ... n", reduce="k", linear=("0 2", "1 2"), contraction=True),
 }
 
 EXPANSIONS: dict[Any, Expansion] = {

@@ -222,13 +222,13 @@ def _expand_frobenius(b: Builder, node: fx.Node) -> fx.Node | None:
 
 
 ROWS: dict[Any, Row | RowFunction] = {
+    aten.amax.default: _reduction_rule,
+    aten.amin.default: along("dim"),
+    aten.histc.default: _histogram_rule,
     aten.linalg_matrix_norm.default: _matrix_norm_rule,
     aten.linalg_matrix_norm.str_ord: _matrix_norm_rule,
     aten.linalg_norm.default: _matrix_norm_rule,
     aten.linalg_norm.ord_str: _matrix_norm_rule,
-    aten.amax.default: _reduction_rule,
-    aten.amin.default: along("dim"),
-    aten.histc.default: _histogram_rule,
     aten.linalg_vector_norm.default: along("dim", fill=1.0),  # the norms that expansion leaves
     aten.logsumexp.default: along("dim"),
     aten.prod.default: along(),
@@ -238,8 +238,6 @@ ROWS: dict[Any, Row | RowFunction] = {
 }
 
 EXPANSIONS: dict[Any, Expansion] = {
-    aten.linalg_matrix_norm.str_ord: _expand_frobenius,
-    aten.linalg_norm.ord_str: _expand_frobenius,
     aten._is_all_true.default: _expand_all,
     aten._is_any_true.default: _expand_any,
     aten._weight_norm.default: _expand_weight_norm,
@@ -251,10 +249,14 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.any.dims: _expand_any,
     aten.count_nonzero.default: _expand_count_nonzero,
     aten.count_nonzero.dim_IntList: _expand_count_nonzero,
+    aten.linalg_matrix_norm.str_ord: _expand_frobenius,
     aten.linalg_norm.default: _expand_norm,
+    aten.linalg_norm.ord_str: _expand_frobenius,
     aten.linalg_vector_norm.default: _expand_norm,
     aten.logsumexp.default: _expand_logsumexp,
     aten.max.default: _expand_extreme(aten.amax.default),
+    aten.mean.default: _expand_mean,
+    aten.mean.dim: _expand_mean,
     aten.min.default: _expand_extreme(aten.amin.default),
     aten.std.correction: _expand_std,
     aten.std.default: _expand_std,
@@ -268,6 +270,4 @@ EXPANSIONS: dict[Any, Expansion] = {
     aten.var_mean.correction: _expand_var_mean,
     aten.var_mean.default: _expand_var_mean,
     aten.var_mean.dim: _expand_var_mean,
-    aten.mean.default: _expand_mean,
-    aten.mean.dim: _expand_mean,
 }
