@@ -20,6 +20,12 @@ def engine_of(value: Any) -> Engine | None:
     return value.__dict__.get(ATTRIBUTE) if isinstance(value, nn.Module) else None
 
 
+def attached_engine(module: Any) -> Engine:
+    """The engine of a module that is known to be sharded: every call asks for it."""
+    engine: Engine = module.__dict__[ATTRIBUTE]
+    return engine
+
+
 def set_engine(module: nn.Module, engine: Engine) -> None:
     """From now on `engine` runs the calls of `module`."""
     module.__dict__[ATTRIBUTE] = engine

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from partway.attached import engine_of, set_engine
+from partway.attached import attached_engine, set_engine
 from partway.context import current
-from partway.engine import Engine, stands_alone, uncompiled
+from partway.engine import stands_alone, uncompiled
 from partway.fusion.program import Program
 from partway.materialize import Init
 from partway.planning import begin_call, calls
@@ -34,13 +34,13 @@ class ShardedModule:
                 f"{type(self).__name__} is pickled and copied by a __reduce__ of its own, which does not know shard; "
                 "keep its state_dict(), or copy it before shard"
             )
-        return _remade, (make, _engine(self).kind, *args[1:]), *rest
+        return _remade, (make, attached_engine(self).kind, *args[1:]), *rest
 
     def __copy__(self) -> Any:
         make, args, state, *_ = self.__reduce_ex__(4)
         copied = make(*args)
         copied.__dict__.update(state)
-        set_engine(copied, _engine(self).renewed(copied))
+        set_engine(copied, attached_engine(self).renewed(copied))
         return copied
 
     @contextmanager
@@ -59,7 +59,7 @@ class ShardedModule:
         What waits stays until it is reduced, after an exception too; dropping gradients (zero_grad, or `.grad = None`)
         drops what waits of them, too. A step of the optimizer before the last backward does not see what waits.
         """
-        waiting, block = [engine.waiting for engine in _engine(self).engines()], object()
+        waiting, block = [engine.waiting for engine in attached_engine(self).engines()], object()
 
         def leave() -> None:
             for w in waiting:
@@ -88,23 +88,17 @@ class ShardedModule:
 
         Raises RuntimeStateError where no initialiser writes a tensor, and what the first call would raise.
         """
-        _engine(self).materialize(tuple(args), dict(kwargs or {}), init)
+        attached_engine(self).materialize(tuple(args), dict(kwargs or {}), init)
 
     @property
     def plan(self) -> Plan:
         """The plan of the last call."""
-        return _engine(self).latest().plan
+        return attached_engine(self).latest().plan
 
     @property
     def program(self) -> Program:
         """The program of the last call."""
-        return _engine(self).latest().program
-
-
-def _engine(module: Any) -> Engine:
-    engine = engine_of(module)
-    assert engine is not None, "a sharded module has an engine"
-    return engine
+        return attached_engine(self).latest().program
 
 
 @functools.cache
@@ -113,7 +107,7 @@ def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _engine(self).call(args, kwargs, functools.partial(cls.forward, self))
+        return attached_engine(self).call(args, kwargs, functools.partial(cls.forward, self))
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
