@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ...strategy.errors import StrategyError
-from ..graph.nodes import module_path, operands, shape, source_line, value
+from ..graph.nodes import at_source, module_path, operands, shape, value
 from ..ops.batch_norm import moments, normalise, part_norm, sample_moments, statistics
 from ..ops.dtypes import wide
 from .builder import Builder, Expansion
@@ -213,10 +213,10 @@ def _check_parts(node: fx.Node, parts: int) -> None:
         what = "leaves one value per channel and part, which has no variance; give a larger batch"
     else:
         return
-    where, line = module_path(node) or "the function", source_line(node)
     raise StrategyError(
-        f"the BatchNorm in {where} gets a batch of {size[0]} (its input is {list(size)}), and batch_norm_parts={parts} "
-        f"{what}, or set batch_norm_parts to {_parts_of(size)}" + (f"\n  at {line}" if line else "")
+        f"the BatchNorm in {module_path(node) or 'the function'} gets a batch of {size[0]} (its input is "
+        f"{list(size)}), and batch_norm_parts={parts} {what}, or "
+        f"set batch_norm_parts to {_parts_of(size)}{at_source(node)}"
     )
 
 

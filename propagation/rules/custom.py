@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ...strategy.errors import OperatorError
-from ..graph.nodes import describe, module_path, name_of_call, operator_name, shape, source_line, tensor_of, values_of
+from ..graph.nodes import at_source, describe, module_path, name_of_call, operator_name, shape, tensor_of, values_of
 from ..ops.functions import run
 from ..torch_internals import OpOverload
 from .row import Row, parse_row, schema_tensors, specified_results, specs_of, tokens_of
@@ -99,10 +99,9 @@ def own_rule(row: Row, node: fx.Node) -> Rule:
     Raises OperatorError where the row does not fit the sizes of the call."""
     problems = list(_size_problems(row, node))
     if problems:
-        line = source_line(node)
         raise OperatorError(
             f"the rule {row.text!r} of {operator_name(node)} does not fit its call {node.name} in "
-            f"{module_path(node) or 'the function'}: {'; '.join(problems)}" + (f"\n  at {line}" if line else "")
+            f"{module_path(node) or 'the function'}: {'; '.join(problems)}{at_source(node)}"
         )
     rule = parse_row(row, node)
     return replace(rule, even=frozenset(rule.sizes))
