@@ -69,16 +69,17 @@ from partway.strategy.afterwards import afterwards
 class Compiled:
     """A function planned for one signature.
 
-    plan      a strategy for every operator, and what it costs
-    program   the graphs that every rank runs (made when first asked for)
-    state     what it depends on beside the call
-    effects   what the function leaves behind
+    inputs     what the plan follows from
+    planned    the plan, and the forward of one rank
+    entry      where it and the programs lie on disk
+    searched   the draft that the plan was made of; searched for again, once, where the plan was on disk
+    state      what the call depends on beside its arguments
+    effects    what the function leaves behind
     """
 
     inputs: PlanInputs
     planned: Planned
     entry: Entry
-    # what the plan was found in: searched again, once, where the plan was in the cache
     searched: Callable[[], PlanDraft]
     state: State
     effects: Effects
@@ -115,7 +116,7 @@ class Compiled:
 
     @property
     def annotations(self) -> Annotations:
-        """The layouts that what was said allows."""
+        """The layouts that the annotations allow."""
         return self.searched().annotations
 
     @property
@@ -125,7 +126,7 @@ class Compiled:
 
     @property
     def solution(self) -> Solution:
-        """What the search found."""
+        """The strategies that the search chose."""
         return self.searched().solution
 
     @property

@@ -272,11 +272,11 @@ class Engine:
         before = _captured.get()
         with afterwards(lambda: _captured.set(before)):
             _captured.set(self)
-            planned = CallInputs(
+            call_inputs = CallInputs(
                 self.fn, args, kwargs, self.request, context, current_algo(), place.processes, self._layouts, inputs,
                 values, tuple(late),
             )  # fmt: skip
-            compiled = place.agreed_plan(first, lambda: compile_call(planned))
+            compiled = place.agreed_plan(first, lambda: compile_call(call_inputs))
         if isinstance(self.fn, torch.nn.Module):
             self._settle(self.fn, compiled.plan.parameters, place)
         return Runner(self.fn, compiled, place, local, self.waiting)
