@@ -47,7 +47,7 @@ ALLOWED = {
     ("api/data/web_pipeline.py", "gopen", 1): "opens shards; commands only where `allow` names them",
     ("propagation/ops/functions.py", "compile", 1): "what capture wrote in this process, never an argument",
     ("propagation/ops/functions.py", "exec", 1): "see above",
-    ("runtime/execute.py", "objects between ranks", 1): "pickled by another process of the same job, for this one",
+    ("runtime/random_state.py", "objects between ranks", 1): "pickled by another process of the same job, for this one",
     ("runtime/functions.py", "compile", 1): "the lines of a program: slots, operators' names and literals",
     ("runtime/functions.py", "exec", 1): "see above",
 }
