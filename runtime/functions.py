@@ -34,7 +34,7 @@ class Trail:
         return step, self.code.describe(step) if step else f"the {self.code.phase}"
 
     def peers(self, step: Instruction | None) -> tuple[int, ...]:
-        """The ranks that take part in `step`; none where it is no collective."""
+        """The ranks that take part in `step`; none where it is not a collective."""
         return self.ranks(step.relayout) if step and step.relayout and step.communicates else ()
 
 

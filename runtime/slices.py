@@ -29,7 +29,7 @@ class Placed:
         return not self.layout.cuts or self.layout.divides(self.shape)
 
     def held(self, rank: int) -> tuple[int, ...]:
-        """The shape of what `rank` has of it, without what is behind the ends of its slices."""
+        """The shape of the part that `rank` holds, without the padding of its slices."""
         return tuple(s.stop - s.start for s in self.layout.slices(self.shape, rank))
 
 

@@ -28,7 +28,7 @@ def contiguous_strides(shape: Sequence[int]) -> Strides:
 
 
 def strides_of(val: Any) -> Strides | None:
-    """The strides of a traced value; None of what is no dense tensor."""
+    """The strides of a traced value; None where it is not a dense tensor."""
     return val.stride() if isinstance(val, Tensor) and val.layout is torch.strided else None
 
 

@@ -180,7 +180,7 @@ class Watch:
             time.sleep(0.02)
 
     def _is_gone(self, rank: int) -> bool:
-        """Whether the process of `rank`, if it is of this host, is no more."""
+        """Whether the process of `rank` was on this host and has ended."""
         if not self._store.check([f"process/{rank}"]):
             return False
         host, process = self._store.get(f"process/{rank}").decode().split()

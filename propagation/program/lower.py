@@ -154,8 +154,8 @@ class _Lowering:
         return Emitter(node, rule, shapes, tuple(map(_shape, sources)), self.graph, self._split(option))
 
     def _prepared(self, i: int, part: fx.Node, emit: Emitter, held: Layout, consumer: str) -> fx.Node:
-        """Operand `i` of a call as its local form takes it: without what would be wrong behind the ends of short
-        slices, and with the windows that it reads."""
+        """Operand `i` of a call as its local form takes it: without what would be wrong in the padding of
+        uneven shards, and with the windows that it reads."""
         part = emit.filled(i, part)
         wanted = by_dim(emit.windows, i)
         if not wanted:

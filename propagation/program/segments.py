@@ -165,7 +165,7 @@ def _like(value: Any) -> Result:
 
 def _crossing(units: Sequence[tuple[fx.Node, ...]], calls: Mapping[fx.Node, _Call]) -> list[int]:
     """For each unit how many values are made before it and read by it or after it, those aside that cross more than
-    a piece: what many layers read is no mark of one."""
+    a piece: what many layers read does not mark the end of one."""
     place = {node: i for i, unit in enumerate(units) for node in unit}
     last = {operand: i for i, unit in enumerate(units) for node in unit for operand in calls[node].operands}
     change = [0] * (len(units) + 1)
