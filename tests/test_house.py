@@ -18,6 +18,9 @@ TESTS = Path(__file__).parent
 
 # A test, and the modules without one of their own names that it covers.
 COVERED = """
+propagation/plan/test_files.py         propagation/plan: forms
+runtime/test_step.py                   runtime: doing loaded random_state
+models/test_accumulation.py            runtime: waiting
 api/test_bad_input.py                  api: checks request; api/annotations: names statements
 api/test_context.py                    api/options: algo base fields in_force parallel refusals
 api/test_compile.py                    api: plan_inputs; api/annotations: annotate
@@ -27,7 +30,7 @@ api/test_threads.py                    api: attached engine planning
 api/measure/test_bench.py              api/measure: workloads
 models/test_step_overhead.py           api: runner; api/measure: contenders
 models/test_cache.py                   api: cache
-models/test_constraints.py             api/annotations: constrain constraint_text
+models/test_constraints.py             api/annotations: constrain
 models/test_flat_devices.py            api/annotations: meshes
 models/test_features.py                api: shard sharded
 models/test_gloo_features.py           api: alike
@@ -42,13 +45,12 @@ strategy/test_notation.py              strategy: choice
 strategy/test_validate.py              strategy: errors
 models/test_interrupts.py              strategy: afterwards
 models/test_hooks.py                   propagation/capture: backward_hooks hook_kinds hooks module_hooks
-propagation/capture/test_capture.py    propagation/capture: checks cleanup failures modes overlap ports preparation
-propagation/capture/test_capture.py    propagation/capture: random_state resting_hooks source_lines stand_ins tracing
-propagation/capture/test_capture.py    propagation/graph: graph nodes port queries structure
+propagation/capture/test_capture.py    propagation/capture: cleanup failures overlap
+propagation/capture/test_capture.py    propagation/capture: resting_hooks stand_ins tracing
+propagation/capture/test_capture.py    propagation/graph: port
 models/test_courses.py                 propagation/capture: questions; propagation/graph: question
 models/test_data_dependent_sizes.py    propagation/capture: sizes
 models/test_numbers.py                 propagation/capture: covariance numbers
-propagation/cost/test_cost.py          propagation/cost: profile
 propagation/capture/test_control.py    propagation/ops: functions
 propagation/ops/test_indexing.py       propagation/ops: cross_entropy
 propagation/rules/test_table.py        propagation/ops: ctc dtypes hooked padded_convolution registration
@@ -61,10 +63,10 @@ models/test_accumulation.py            propagation/program: accumulate
 models/test_apart.py                   propagation/program: apart
 propagation/program/test_lower.py      propagation/program: collective local_program
 models/test_options.py                 propagation/program: precision
-propagation/program/test_differentiate.py  propagation/program: segments step
-propagation/rules/test_table.py        propagation/rules: along attention batch_norm builder creation dims embedding_bag
-propagation/rules/test_table.py        propagation/rules: fourier grouped_matmul hooks indexing linear_algebra losses
-propagation/rules/test_table.py        propagation/rules: pointwise pools random recurrent row shapes
+propagation/program/test_differentiate.py propagation/program: segments step
+propagation/rules/test_table.py        propagation/rules: along builder dims embedding_bag
+propagation/rules/test_table.py        propagation/rules: fourier hooks linear_algebra
+propagation/rules/test_table.py        propagation/rules: pointwise pools row
 propagation/rules/test_expand.py       propagation/rules: local_forms
 api/test_rule.py                       propagation/rules: custom
 test_torch_internals.py                propagation: torch_internals; runtime: torch_internals
