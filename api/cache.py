@@ -19,6 +19,7 @@ import hashlib
 import os
 import re
 import stat
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,8 +29,6 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-import partway
-from partway import fusion, propagation, runtime, strategy
 from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.nodes import describe, module_path, source_line
 from partway.propagation.graph.port import Port
@@ -38,6 +37,8 @@ from partway.strategy.errors import ContextError
 from partway.strategy.files import remove_abandoned, write_whole
 
 T = TypeVar("T")
+
+_PACKAGES = ("partway", "partway.strategy", "partway.propagation", "partway.fusion", "partway.runtime")
 
 _FORMAT = 1
 _ENTRY = re.compile(r"[0-9a-f]{62}\.[a-z]+[-0-9a-f]*")
@@ -193,8 +194,8 @@ def _prune(folder: Path, limit: int) -> None:
 def software() -> str:
     """The version of PyTorch, and a digest of Partway's text."""
     digest = hashlib.sha256()
-    for module in (partway, strategy, propagation, fusion, runtime):  # an editable install has them in several folders
-        for path in sorted(Path(str(module.__file__)).parent.glob("**/*")):
+    for package in _PACKAGES:  # an editable install has them in several folders
+        for path in sorted(Path(str(sys.modules[package].__file__)).parent.glob("**/*")):
             if path.suffix in (".py", ".json"):
                 digest.update(path.read_bytes())
     return f"torch {torch.__version__}, partway {digest.hexdigest()}"

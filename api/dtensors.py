@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from partway.attached import engine_of
 from partway.propagation.graph.structure import Call
+from partway.propagation.torch_internals import remove_hooks
 from partway.strategy import Layout, Mesh, Problem, StrategyError, from_dtensor, raise_problems
 from partway.strategy.placement import REPLICATE
 
@@ -82,11 +83,7 @@ def placed_as(tensor: Any) -> tuple[Any, ...]:
 def drop_hooks(module: nn.Module) -> None:
     """Take from `module` the hooks by which torch.distributed gathers parameters and redistributes activations."""
     for inner in module.modules():
-        for name in ("_forward_pre_hooks", "_forward_hooks"):
-            theirs = [key for key, hook in getattr(inner, name).items() if _is_distributed(hook)]
-            for key in theirs:
-                for store in (name, f"{name}_with_kwargs", f"{name}_always_called"):
-                    getattr(inner, store, {}).pop(key, None)
+        remove_hooks(inner, _is_distributed)
 
 
 def _is_distributed(hook: Any) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from partway.annotations.constrain import constrained_arguments, constrained_results
 from partway.annotations.statements import dataset_applies, dataset_was_set
-from partway.attached import engine_of
+from partway.attached import ATTRIBUTE, engine_of
 from partway.checks import check_parameters, check_tensors
 from partway.compile import CallInputs, Compiled, compile_call
 from partway.context import current, current_algo
@@ -56,6 +56,12 @@ class LastCall(NamedTuple):
     guard: Guard
     courses: Courses[Runner]
     runner: Runner
+
+
+def attached_engine(module: Any) -> Engine:
+    """The engine of a module that is known to be sharded: every call asks for it."""
+    engine: Engine = module.__dict__[ATTRIBUTE]
+    return engine
 
 
 class Engine:
@@ -206,8 +212,8 @@ class Engine:
         yield self
         if isinstance(self.fn, torch.nn.Module):
             for module in self.fn.modules():
-                if (engine := engine_of(module)) is not None:
-                    yield engine
+                if engine_of(module) is not None:
+                    yield attached_engine(module)
 
     def _runner(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext

@@ -25,6 +25,7 @@ from partway.propagation.program.lower import lower
 from partway.propagation.search.formulate import formulate
 from partway.propagation.search.problem import Fallback, Settings
 from partway.propagation.search.search import SearchMode, search
+from partway.propagation.torch_internals import version_of
 from partway.runtime.step import CompiledStep
 from partway.strategy import Layout, RuntimeStateError, VerifyError
 from partway.strategy.notation import counted
@@ -187,12 +188,12 @@ class Maker:
         like = one.tensors()
         tensors = {n: torch.empty(like[n].shape, dtype=like[n].dtype, device=self.device) for n in one.fresh}
         tensors |= {name: self.place.whole(like[name].detach()).clone() for name in one.valued}
-        before = {name: tensor._version for name, tensor in tensors.items()}
+        before = {name: version_of(tensor) for name, tensor in tensors.items()}
         every = {**tensors, **{alias: tensors[name] for alias, name in one.aliases.items()}}
         with holding(one.module, every), torch.no_grad():
             one.run()
         return {
             name: self.place.part(every[name].detach(), layouts[name])
             for name, tensor in tensors.items()
-            if every[name] is not tensor or tensor._version != before[name]
+            if every[name] is not tensor or version_of(tensor) != before[name]
         }

@@ -25,6 +25,7 @@ from partway.propagation.torch_internals import (
     OpOverloadPacket,
     all_operator_names,
     defined_by,
+    schema_of,
 )
 from partway.strategy import Problem, StrategyError, raise_problems
 from partway.strategy.errors import shown
@@ -79,7 +80,7 @@ def rule(
     problems = [*_type_problems(text, reduce, whole, linear)]
     raise_problems("the arguments of rule are wrong:", problems)
     row = Row(text, reduce, whole, tuple(map(str, linear)), contraction, local)
-    name = operator if isinstance(operator, str) else str(_overloads(operator)[0]._schema.name)
+    name = operator if isinstance(operator, str) else str(schema_of(_overloads(operator)[0]).name)
     raise_problems(f"the rule of {name} is wrong:", (Problem(repr(text), what, _SEE) for what in text_problems(row)))
     new = OperatorRule(operator, row, replace)
     new._settle()
@@ -166,7 +167,7 @@ class OperatorRule:
         problems = {one: [*schema_problems(self.row, one)] for one in _overloads(self.operator)}
         return (
             tuple(one for one, wrong in problems.items() if not wrong),
-            [Problem(str(one), what, f"it is {one._schema}") for one, wrong in problems.items() for what in wrong],
+            [Problem(str(one), what, f"it is {schema_of(one)}") for one, wrong in problems.items() for what in wrong],
         )
 
     def _meets_another(self, operator: OpOverload) -> bool:

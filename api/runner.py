@@ -21,6 +21,7 @@ from partway.propagation.capture.overlap import Memory, shared
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import name_of, state_of
 from partway.propagation.program.accumulate import Accumulation
+from partway.propagation.torch_internals import buffers_in, parameters_in
 from partway.reuse.courses import MistakenError
 from partway.runtime.random_state import Generators, put_back, states_of
 from partway.runtime.step import CompiledStep
@@ -217,5 +218,5 @@ def _source(fn: Any, constants: Mapping[str, Tensor], role: Role, name: str) -> 
         return lambda: constant
     path, _, attribute = name.rpartition(".")
     module = fn.get_submodule(path)
-    store = module._parameters if role is Role.PARAMETER else module._buffers
+    store = parameters_in(module) if role is Role.PARAMETER else buffers_in(module)
     return functools.partial(store.__getitem__, attribute)

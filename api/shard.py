@@ -15,7 +15,7 @@ from partway.attached import engine_of, set_engine
 from partway.checks import check_target
 from partway.context import current
 from partway.dtensors import own_dtensors, parameters_on
-from partway.engine import Engine, stands_alone, uncompiled
+from partway.engine import Engine, attached_engine, stands_alone, uncompiled
 from partway.fusion.program import Program
 from partway.placing import placing
 from partway.propagation.capture.tracing import capturing
@@ -82,7 +82,7 @@ def _shard(fn: Any, request: Request) -> Any:
     if isinstance(fn, ShardedFunction):
         before = fn._engine
     elif isinstance(fn, ShardedModule):  # an interrupted shard may have left an engine on a module that is not
-        before = engine_of(fn)
+        before = attached_engine(fn) if engine_of(fn) is not None else None
     if before is not None and not before.refused:
         raise StrategyError(f"{name_of(fn)} is sharded already; call shard once, with all annotations")
     check_target("shard", fn)

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from partway.attached import attached_engine, set_engine
+from partway.attached import set_engine
 from partway.context import current
-from partway.engine import stands_alone, uncompiled
+from partway.engine import attached_engine, stands_alone, uncompiled
 from partway.fusion.program import Program
 from partway.materialize import Init
 from partway.planning import begin_call, calls
 from partway.propagation.capture.resting_hooks import rest_outside
 from partway.propagation.plan.plan import Plan
+from partway.propagation.torch_internals import forward_pre_hooks_in
 from partway.strategy import RuntimeStateError
 from partway.strategy.afterwards import afterwards
 
@@ -116,8 +117,8 @@ def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
         outer = calls.get(thread, 0)
         try:
             begin_call(thread, outer)  # here, since while another thread plans nn.Module.__call__ is a tracer's
-            if self._forward_pre_hooks:
-                rest_outside(self._forward_pre_hooks, not stands_alone(current()))
+            if hooks := forward_pre_hooks_in(self):
+                rest_outside(hooks, not stands_alone(current()))
             return cls.__call__(self, *args, **kwargs)
         finally:
             calls[thread] = outer

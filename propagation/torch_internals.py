@@ -109,6 +109,10 @@ overload_name_of: Callable[[Any], str] = attrgetter("_overloadname")
 parameters_in: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_parameters")  # of the module itself
 buffers_in: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_buffers")
 modules_in: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_modules")
+forward_pre_hooks_in: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
+
+CONVERT = "_apply"  # the method of a module that its conversions call, such as `module.to(dtype)`
+PRIVATE_STATE = ("_backward_hooks", "_base", "_version")  # attributes of a tensor that say where it comes from
 
 data_dependent = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
@@ -159,6 +163,14 @@ def hooks_in(module: torch.nn.Module, kind: str) -> dict[int, Any]:
     return hooks
 
 
+def remove_hooks(module: torch.nn.Module, is_unwanted: Callable[[Any], bool]) -> None:
+    """Take from a module itself the forward hooks and forward pre-hooks that `is_unwanted` says so of."""
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        for key in [key for key, hook in getattr(module, name).items() if is_unwanted(hook)]:
+            for store in (name, f"{name}_with_kwargs", f"{name}_always_called"):
+                getattr(module, store, {}).pop(key, None)
+
+
 def has_old_backward_hooks(module: torch.nn.Module) -> bool:
     """Whether the backward hooks of a module were registered with register_backward_hook."""
     return module._is_full_backward_hook is False
@@ -167,6 +179,11 @@ def has_old_backward_hooks(module: torch.nn.Module) -> bool:
 def check_input_dim(norm: torch.nn.modules.batchnorm._BatchNorm, x: torch.Tensor) -> None:
     """Raise ValueError for an input of a rank that a BatchNorm does not take."""
     norm._check_input_dim(x)
+
+
+def was_told_to_validate(distribution: torch.distributions.Distribution) -> bool:
+    """Whether somebody passed `validate_args` when a distribution was made."""
+    return "_validate_args" in vars(distribution)
 
 
 def distributions_validate() -> bool:
@@ -255,6 +272,8 @@ def defined_by(definition: CustomOpDef) -> OpOverload:
 
 
 __all__ = [
+    "CONVERT",
+    "PRIVATE_STATE",
     "CustomOpDef",
     "FakeTensor",
     "FakeTensorMode",
@@ -272,6 +291,7 @@ __all__ = [
     "defined_by",
     "dispatch_modes",
     "distributions_validate",
+    "forward_pre_hooks_in",
     "function_modes",
     "global_hooks",
     "has_old_backward_hooks",
@@ -285,6 +305,7 @@ __all__ = [
     "modules_in",
     "overload_name_of",
     "parameters_in",
+    "remove_hooks",
     "schema_of",
     "set_grad_enabled",
     "split_decompositions",
@@ -293,6 +314,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "version_of",
+    "was_told_to_validate",
     "with_autograd",
     "without_dispatch_modes",
     "without_modes",

@@ -29,7 +29,7 @@ from .local_conversions import LOCAL
 from .process import device_type
 from .slices import Placed, full_part, part_of, short_part
 from .strides import laid_out
-from .torch_internals import timeout_of
+from .torch_internals import local_part_of, timeout_of
 from .watch import told, watch
 
 _world: Any = None
@@ -91,7 +91,7 @@ class Worker:
         RuntimeStateError if one has another shape."""
         parts = []
         for tensor, port in zip(tensors, placed, strict=True):
-            part = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            part = local_part_of(tensor) if isinstance(tensor, DTensor) else tensor
             if part.shape != port.local_shape and part.shape == Placed(port.layout, port.shape).held(self.rank):
                 part = full_part(part, port.local_shape)
             if part.shape != port.local_shape:

@@ -21,7 +21,7 @@ from ..propagation.ops.collectives import convert, convert_group, kind_of
 from ..propagation.ops.hooked import HOOKS
 from ..propagation.ops.indexing import position
 from ..propagation.program.step import returned_by
-from ..propagation.torch_internals import FakeTensorMode
+from ..propagation.torch_internals import FakeTensorMode, OpOverload, schema_of
 from ..strategy.placement import Kind
 from .assemble import members_late
 from .strides import strides_of
@@ -105,8 +105,8 @@ def _may_join(node: fx.Node) -> bool:
 
 def _computes(node: fx.Node) -> bool:
     """Whether a node is more than a view or one of several results."""
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
-    return bool(returns) and all(r.alias_info is None for r in returns)
+    returns = schema_of(node.target).returns if isinstance(node.target, OpOverload) else ()
+    return bool(returns) and all(result.alias_info is None for result in returns)
 
 
 def _getitems_early(nodes: list[fx.Node]) -> list[fx.Node]:

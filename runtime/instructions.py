@@ -86,6 +86,7 @@ class Instruction:
 
     @property
     def communicates(self) -> bool:
+        """Whether ranks send something."""
         return self.relayout is not None and self.relayout.kind.communicates
 
 

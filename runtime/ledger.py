@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..propagation.torch_internals import version_of
+
 _PERIOD = 0.5  # seconds between two comparisons
 _SAMPLE = 64  # elements of an input
 _LAST = 2.0  # seconds that the end of a process waits for rank 0's last lines
@@ -154,7 +156,7 @@ class Written:
 
     def __call__(self, parameters: Sequence[Tensor]) -> int:
         """A bit for each parameter; none before the second call."""
-        now = [(p, p._version) for p in parameters]  # counts what is written in place
+        now = [(p, version_of(p)) for p in parameters]  # counts what is written in place
         before, self._before = self._before or now, now
         pairs = zip(before, now, strict=False)  # as many, but where modules were replaced
         return sum(1 << i for i, ((p, n), (q, m)) in enumerate(pairs) if p is not q or n != m)

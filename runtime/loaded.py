@@ -23,25 +23,25 @@ from .slices import Placed
 
 
 class Executor(Protocol):
-    """Runs code on values; a value is what stands for one tensor (a list of parts, or one rank's part).
+    """Runs code on values; a value is what stands for one tensor (a list of parts, or one rank's part)."""
 
-    enter, leave    between the tensors of a call and values; what is shared leaves as a copy
-    zeros           the value that is zero, for a gradient that did not come
-    pack, unpack    between values and flat lists of tensors, for autograd to save
-    load            a code as a function of values
-    """
+    def enter(self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort]) -> list[Any]:
+        """The values of the tensors of a call."""
 
-    def enter(self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort]) -> list[Any]: ...
+    def leave(self, values: Sequence[Any], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
+        """The tensors of values; what is shared leaves as a copy."""
 
-    def leave(self, values: Sequence[Any], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]: ...
+    def zeros(self, placed: PlacedPort, device: torch.device) -> Any:
+        """The value that is zero, for a gradient that did not come."""
 
-    def zeros(self, placed: PlacedPort, device: torch.device) -> Any: ...
+    def pack(self, values: Sequence[Any]) -> list[Tensor]:
+        """Values as a flat list of tensors, for autograd to save."""
 
-    def pack(self, values: Sequence[Any]) -> list[Tensor]: ...
+    def unpack(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """The values that `pack` made the flat list of."""
 
-    def unpack(self, tensors: Sequence[Tensor]) -> list[Any]: ...
-
-    def load(self, code: Code, mark: Mark | None = None) -> Run: ...
+    def load(self, code: Code, mark: Mark | None = None) -> Run:
+        """A code as a function of values."""
 
 
 class Backend(Choice):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..propagation.torch_internals import buffers_in, parameters_in
 from ..strategy.errors import RuntimeStateError, StrategyError
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
@@ -25,7 +26,7 @@ from ..strategy.notation import to_dtensor
 from . import optimizers
 from .execute import device_mesh
 from .slices import part_of
-from .torch_internals import give_hooks, take_hooks
+from .torch_internals import give_hooks, local_part_of, spec_of, take_hooks
 
 
 def distribute(module: nn.Module) -> None:
@@ -103,12 +104,12 @@ def hold(module: nn.Module, name: str, part: Tensor) -> None:
     `part`: what this rank holds of it. A parameter stays the same object, so that an optimizer may have it already."""
     path, _, attribute = name.rpartition(".")
     owner = module.get_submodule(path)
-    if attribute in owner._buffers:
-        owner._buffers[attribute] = part
+    if attribute in buffers_in(owner):
+        buffers_in(owner)[attribute] = part
         return
-    parameter = owner._parameters[attribute]
+    parameter = parameters_in(owner)[attribute]
     assert parameter is not None
-    held = DTensor(part, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else part
+    held = DTensor(part, spec_of(parameter), requires_grad=False) if isinstance(parameter, DTensor) else part
     new = nn.Parameter(held, requires_grad=parameter.requires_grad)
     for key, value in vars(parameter).items():
         setattr(new, key, value)
@@ -207,10 +208,10 @@ def gradient_of(tensor: Tensor, part: Tensor) -> Tensor:
     """The gradient of `tensor` of which `part` is this rank's: a DTensor placed like it if it is one."""
     if not isinstance(tensor, DTensor):
         return part
-    held = tensor._local_tensor.shape
+    held = local_part_of(tensor).shape
     if part.shape != held:  # a short slice
         part = part[tuple(slice(0, size) for size in held)]
-    return DTensor(part, tensor._spec, requires_grad=False)
+    return DTensor(part, spec_of(tensor), requires_grad=False)
 
 
 def as_dtensor(part: Tensor, layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:

@@ -32,6 +32,7 @@ class Event:
 
     @property
     def wire_bytes(self) -> float:
+        """The bytes that one rank sends."""
         return wire_bytes(self.kind, self.payload_bytes, self.group_size)
 
 

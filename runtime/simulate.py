@@ -30,6 +30,7 @@ from .record import resume
 from .slices import Placed, part_of
 from .stretches import Stretch, is_common, stretches_of
 from .strides import Strides, contiguous_strides, laid_out
+from .torch_internals import base_of
 
 Parts = list[Tensor]
 
@@ -62,6 +63,7 @@ class Simulator:
         return [part for parts in values for part in parts]
 
     def unpack(self, tensors: Sequence[Tensor]) -> list[Parts]:
+        """The values that `pack` made the flat list of."""
         return [list(parts) for parts in zip(*[iter(tensors)] * self.mesh.device_num, strict=True)]
 
     def zeros(self, placed: PlacedPort, device: torch.device) -> Parts:
@@ -205,7 +207,7 @@ def join(parts: Parts, layout: Layout, shape: tuple[int, ...] | None = None, str
         return parts[0]
     shape = layout.global_shape(tuple(parts[0].shape)) if shape is None else shape
     largest = PARTIAL_MAX in layout.placements
-    cut = parts[0]._base
+    cut = base_of(parts[0])
     if cut is not None and not adds and _is_cut(cut, parts, layout):
         return cut
     start = _least(parts[0].dtype) if largest else 0

@@ -23,7 +23,7 @@ from ..propagation.program.accumulate import Accumulation
 from ..propagation.program.apart import entangled
 from ..propagation.program.local_program import PlacedPort
 from ..propagation.program.step import Step, is_port
-from ..propagation.torch_internals import is_batched
+from ..propagation.torch_internals import is_batched, version_of
 from ..strategy.errors import RuntimeStateError
 from .loaded import Backend, Backward, Executor, Loaded, Loader
 from .memory import memory_of
@@ -31,7 +31,7 @@ from .parameters import gradient_of
 from .random_state import drawing_again, states_of
 from .slices import Placed
 from .strides import Strides, strides_of
-from .torch_internals import forward_level
+from .torch_internals import forward_level, is_view
 from .waiting import Accumulating, Kept, Reduces, Waiting
 
 Wanted = tuple[bool, ...]
@@ -202,13 +202,13 @@ class _Function(torch.autograd.Function):
         values = compiled.forward.run(executor.enter(tensors, compiled.step.program.inputs))
         results = executor.leave(values[:count], compiled.results, compiled.forward.code.shared[:count])
         # autograd would let nobody write into a view that is made here
-        results = [result.detach() if result._is_view() else result for result in results]
+        results = [result.detach() if is_view(result) else result for result in results]
         ctx.compiled, ctx.holding = compiled, bool(compiled.waiting.blocks)
         ctx.done = frozenset()  # the outputs whose backward has freed what it needs
         # Parameters live on anyway, and what the backward reads of them is packed: to save them too takes a
         # microsecond for each. But to write into a DTensor does not count as a write into the part that is packed.
         ctx.parameters = [t if held else None for t, held in zip(tensors, compiled.parameters, strict=True)]
-        ctx.versions = [t._version for t in tensors]
+        ctx.versions = [version_of(t) for t in tensors]
         others = [t for t, held in zip(tensors, compiled.parameters, strict=True) if not held]
         kept = [*others, *executor.pack(values[count:])]
         ctx.keeper = _keeper(kept) if any(compiled.apart) else ctx
@@ -247,7 +247,7 @@ class _Function(torch.autograd.Function):
             if "second time" in str(error):
                 raise RuntimeStateError(_FREED) from error
             raise
-        if any(ctx.parameters[i]._version != ctx.versions[i] for i in compiled.read):
+        if any(version_of(ctx.parameters[i]) != ctx.versions[i] for i in compiled.read):
             read = [held if i in compiled.read else None for i, held in enumerate(ctx.parameters)]
             _check_unchanged(compiled.step.program.inputs, read, ctx.versions)
         primals = [next(rest) if held is None else held for held in ctx.parameters]
@@ -323,7 +323,7 @@ def _retains_graph() -> bool:
 def _check_unchanged(placed: Sequence[PlacedPort], primals: Sequence[Tensor | None], versions: Sequence[int]) -> None:
     """Raise RuntimeStateError where a tensor was written into since it had these versions."""
     for port, primal, version in zip(placed, primals, versions, strict=True):
-        if primal is not None and primal._version != version:
+        if primal is not None and version_of(primal) != version:
             raise RuntimeStateError(
                 f"{port.port.role.value} {port.port.name} was changed in place after the forward that this is the "
                 "backward of; call backward before what changes it, such as an optimizer's step"

@@ -48,6 +48,7 @@ __all__ = [
     "is_view",
     "local_part_of",
     "spec_of",
+    "spec_or_none",
     "take_hooks",
     "timeout_of",
 ]
@@ -71,6 +72,11 @@ def give_hooks(tensor: Tensor, hooks: Hooks) -> None:
     """Give `tensor`, which has none, the `hooks` of another; their handles are good for it."""
     held: Any = tensor
     held._backward_hooks, held._post_accumulate_grad_hooks = hooks
+
+
+def spec_or_none(tensor: Tensor) -> Any:
+    """How a DTensor is placed; None for another tensor."""
+    return getattr(tensor, "_spec", None)
 
 
 def forward_level() -> int:

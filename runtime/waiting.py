@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..propagation.program.accumulate import Accumulation
+from ..propagation.torch_internals import version_of
 from .loaded import Backward, Loader
 
 
@@ -82,7 +83,7 @@ class Kept:
         if made:
             primal.grad = torch.zeros_like(primal, requires_grad=False)
         assert primal.grad is not None
-        return cls(primal, addends, primal.grad, primal.grad._version, made)
+        return cls(primal, addends, primal.grad, version_of(primal.grad), made)
 
     def plus(self, addends: list[Tensor]) -> Kept:
         """With one more."""
@@ -106,4 +107,4 @@ class Kept:
             self.primal.grad = None
 
     def _is_written(self) -> bool:
-        return self.primal.grad is not self.seen or self.seen._version != self.version
+        return self.primal.grad is not self.seen or version_of(self.seen) != self.version

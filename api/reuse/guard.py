@@ -20,11 +20,12 @@ from partway.options.parallel import ParallelContext
 from partway.propagation.capture.stand_ins import attributes_of
 from partway.propagation.graph.structure import Structure, flatten
 from partway.propagation.ops.random_numbers import RandomNumbers
-from partway.propagation.torch_internals import dispatch_modes, function_modes, is_transformed
+from partway.propagation.torch_internals import dispatch_modes, function_modes, is_transformed, parameters_in
 from partway.reuse.facts import fact
 from partway.reuse.names import Asks
 from partway.reuse.state import State
 from partway.rule import version
+from partway.runtime.torch_internals import spec_of, spec_or_none
 
 _PLAIN = frozenset({type(None), bool, int, float, str})  # two of one type that are equal are one value
 _NOTHING = fact({})
@@ -45,7 +46,7 @@ class Guard:
         plain = not kwargs and all(isinstance(arg, Tensor) for arg in args)
         self._positional = [*map(type, args)] if plain else None
         self._tensors = [
-            (type(t), t.shape, t.dtype, t.device, t.requires_grad, getattr(t, "_spec", None), fact(attributes_of(t)))
+            (type(t), t.shape, t.dtype, t.device, t.requires_grad, spec_or_none(t), fact(attributes_of(t)))
             for t in tensors
         ]
         asks = asked(state.reached.asks, context)
@@ -54,13 +55,13 @@ class Guard:
         self._modes, self._rules = modes(), version()
         modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self._modules, self._training = modules, [m.training for m in modules]
-        self._stores = [m._parameters for m in modules]  # the state watches the modules inside
+        self._stores = [parameters_in(m) for m in modules]  # the state watches the modules inside
         self._parameters_in_order = list(_parameters_in(self._stores))
         self._sizes, self._parameter_ids = [*map(len, self._stores)], [*map(id, self._parameters_in_order)]
         self._parameters = list({id(p): p for p in self._parameters_in_order if isinstance(p, Tensor)}.values())
         self._facts = [*map(_FACTS, self._parameters)]
         # where the parts of DTensors are: another plan may have moved them
-        self._specs = [(p, p._spec) for p in self._parameters if hasattr(p, "_spec")]
+        self._specs = [(p, spec_of(p)) for p in self._parameters if spec_or_none(p) is not None]
         self._wrapped = [p for p, _ in self._specs]
 
     def admits(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> list[Tensor] | None:
@@ -82,7 +83,7 @@ class Guard:
             and [*map(len, self._stores)] == self._sizes
             and [*map(id, _parameters_in(self._stores))] == self._parameter_ids
             and [*map(_FACTS, self._parameters)] == self._facts
-            and all(p._spec is spec for p, spec in self._specs)
+            and all(spec_of(p) is spec for p, spec in self._specs)
             and not any(map(_MEMORY, self._wrapped))
             and self._state.holds()
         )
@@ -143,7 +144,7 @@ def _is_like(tensor: Tensor, before: tuple[Any, ...]) -> bool:
         and tensor.dtype is dtype
         and tensor.device == device
         and tensor.requires_grad is needs
-        and (spec is None or tensor._spec == spec)  # type: ignore[attr-defined]
+        and (spec is None or spec_of(tensor) == spec)
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and (attributes == _NOTHING if not vars(tensor) else fact(attributes_of(tensor)) == attributes)

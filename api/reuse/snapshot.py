@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from partway.propagation.torch_internals import buffers_in, modules_in, parameters_in
 from partway.reuse.facts import elements_of, fact
 from partway.reuse.reachable import OWN_STORES, Reachable
 
@@ -39,11 +40,11 @@ class Snapshot:
             (label, store, {name: value for name, value in store.items() if name not in OWN_STORES})
             for label, store in dicts.values()
         ]
-        self._buffers = [(path, m._buffers, dict(m._buffers)) for path, m in modules]
+        self._buffers = [(path, buffers_in(m), dict(buffers_in(m))) for path, m in modules]
         self._fixed = [
             (kind, path, store, dict(store))
             for path, m in modules
-            for kind, store in (("parameter", m._parameters), ("module", m._modules))
+            for kind, store in (("parameter", parameters_in(m)), ("module", modules_in(m)))
         ]
         self._statics = [
             (owner.label, owner.static, _own_attributes(owner.static))

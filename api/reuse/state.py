@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from partway.propagation.capture.hook_kinds import tracks
 from partway.propagation.graph.structure import Same, name_of
-from partway.propagation.torch_internals import module_hooks
+from partway.propagation.torch_internals import buffers_in, module_hooks, modules_in, version_of
 from partway.reuse.facts import PLAIN, fact, likeness
 from partway.reuse.reachable import Reachable
 
@@ -64,7 +64,7 @@ class State:
         modules = list(fn.named_modules()) if isinstance(fn, nn.Module) else []
         hooks = [store for _, _, store in module_hooks(fn)]
         inside = [value for label, value in reached.containers if label not in kept and not isinstance(value, tuple)]
-        stores = [store for _, m in modules for store in (m._modules, m._buffers)]
+        stores = [store for _, m in modules for store in (modules_in(m), buffers_in(m))]
         # the elements of all of these one after another, how many each has, and what is empty
         self._views = [*chain.from_iterable(map(_views, inside)), *(store.values() for store in stores if store)]
         self._views += [store.keys() for store in hooks if store]
@@ -80,7 +80,7 @@ class State:
         facts: dict[str, Any] = {f"class of {path or 'the module'}": type(module) for path, module in modules}
         places = Counter[str]()  # how many have one label
         for path, module in modules:
-            for name, buffer in module._buffers.items():
+            for name, buffer in buffers_in(module).items():
                 place = f"buffer {path}.{name}" if path else f"buffer {name}"
                 facts[place] = None if buffer is None else (tuple(buffer.shape), buffer.dtype, buffer.device)
         for i, (where, kind, hooks) in enumerate(module_hooks(modules[0][1] if modules else None)):
@@ -164,7 +164,7 @@ def _versioned(tensors: Sequence[Tensor], versions: Sequence[int]) -> Any:
 
 def _version(tensor: Tensor) -> int:
     """How often a tensor was written to, as far as PyTorch counts."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def _numbered(label: str, places: Counter[str]) -> str:

@@ -15,7 +15,7 @@ from ..graph.graph import Graph
 from ..graph.nodes import at_source, module_path, operands, operator_name, region_of, source_of, value
 from ..graph.port import Role
 from ..graph.structure import name_of
-from ..torch_internals import OpOverload
+from ..torch_internals import OpOverload, schema_of
 from .control import CONTROL
 from .failures import Undecided
 
@@ -37,10 +37,10 @@ def _written_operands(node: fx.Node) -> Iterator[fx.Node]:
     """The operands that a call of an operator writes to; not those whose shape or strides it only changes."""
     if (
         isinstance(node.target, OpOverload)
-        and node.target._schema.is_mutable
+        and schema_of(node.target).is_mutable
         and torch.Tag.inplace_view not in node.target.tags
     ):
-        for formal, operand in zip(node.target._schema.arguments, node.args, strict=False):
+        for formal, operand in zip(schema_of(node.target).arguments, node.args, strict=False):
             if formal.alias_info is not None and formal.alias_info.is_write and isinstance(operand, fx.Node):
                 yield operand
 

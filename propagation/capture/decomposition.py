@@ -9,7 +9,15 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from ..torch_internals import OpOverload, decompose, is_composite, split_decompositions, tree_map
+from ..torch_internals import (
+    OpOverload,
+    decompose,
+    is_composite,
+    overload_name_of,
+    schema_of,
+    split_decompositions,
+    tree_map,
+)
 
 aten = torch.ops.aten
 
@@ -115,7 +123,7 @@ _SAFE = {
 
 def _copy(view: Any) -> tuple[Any, Any]:
     """The copying twin of a view, and its decomposition."""
-    name, overload = view._schema.name.removeprefix("aten::"), view._overloadname
+    name, overload = schema_of(view).name.removeprefix("aten::"), overload_name_of(view)
     return getattr(getattr(aten, f"{name}_copy"), overload), lambda *args, **kwargs: tree_map(
         torch.clone, view(*args, **kwargs)
     )
@@ -199,7 +207,7 @@ def _becomes_no_composite(operator: OpOverload) -> bool:
     """Whether an operator stays what it is, or becomes no composite one."""
     if operator in _SIMPLE:
         return True
-    schema = operator._schema
+    schema = schema_of(operator)
     if operator in written_out() or (schema.is_mutable and schema.name.removesuffix("_") in _names()):
         return False
     return operator in _tables()[0] or not is_composite(operator)
@@ -215,7 +223,7 @@ def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
 @cache
 def _names() -> frozenset[str]:
     """The names of what is written out and not simple: a write in place becomes that and a copy."""
-    return frozenset(operator._schema.name for operator in written_out() if operator not in _SIMPLE)
+    return frozenset(schema_of(operator).name for operator in written_out() if operator not in _SIMPLE)
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..torch_internals import hook_flags
+from ..torch_internals import hook_flags, hooks_in
 
 KINDS = ("forward_pre", "forward", "backward_pre", "backward")
 _OF_MODELS = ("torch", "transformers")  # their hooks are part of the models: they compute parameters, and fill results
@@ -21,7 +21,7 @@ _KEEPING = frozenset(
 
 def stores_of(module: nn.Module, kind: str) -> list[dict[int, Any]]:
     """Where a module keeps its hooks of a kind, and their flags."""
-    hooks = getattr(module, f"_{kind}_hooks")
+    hooks = hooks_in(module, kind)
     return [hooks, hook_flags(module, kind)] if kind in ("forward_pre", "forward") else [hooks]
 
 

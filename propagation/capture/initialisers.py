@@ -19,7 +19,7 @@ from ..graph.port import Port, Role
 from ..graph.structure import flatten
 from ..ops.random_numbers import RandomNumbers
 from ..rules.expand import expand
-from ..torch_internals import FakeTensorMode, make_fx
+from ..torch_internals import FakeTensorMode, buffers_in, make_fx, parameters_in
 from .cleanup import prune
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ def holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     for name in tensors:
         path, _, attribute = name.rpartition(".")
         owner = module.get_submodule(path)
-        store = owner._parameters if attribute in owner._parameters else owner._buffers
+        store = parameters_in(owner) if attribute in parameters_in(owner) else buffers_in(owner)
         places[name] = store, attribute, store[attribute]
 
     def restore() -> None:
@@ -41,11 +41,11 @@ def holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
             if store[attribute] is not own:
                 if isinstance(tensors, dict):
                     tensors[name] = store[attribute]
-                store[attribute] = own  # type: ignore[assignment]
+                store[attribute] = own
 
     with afterwards(restore):
         for name, (store, attribute, _) in places.items():
-            store[attribute] = tensors[name]  # type: ignore[assignment]
+            store[attribute] = tensors[name]
         yield
 
 

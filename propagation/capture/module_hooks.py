@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ...strategy.afterwards import afterwards
 from ...strategy.errors import CaptureError, PartwayError, RuntimeStateError
 from ..graph.structure import flatten, name_of
-from ..torch_internals import global_hooks, hook_flags, tree_flatten
+from ..torch_internals import global_hooks, has_old_backward_hooks, hook_flags, hooks_in, tree_flatten, version_of
 from .backward_hooks import BackwardHooks
 from .hook_kinds import KINDS, computes_parameters, is_part, only_looks, stores_of, tracks
 from .hooks import Hooks
@@ -75,11 +75,11 @@ class ModuleHooks:
 
     def _prepare(self, path: str, module: nn.Module, root: bool, before: dict[str, list[Any]], put: set[int]) -> None:
         """Replace the hooks of a module. `before`: the hooks of all modules; `put`: takes the ids of the new ones."""
-        own = {kind: list(getattr(module, f"_{kind}_hooks").items()) for kind in KINDS}
+        own = {kind: list(hooks_in(module, kind).items()) for kind in KINDS}
         of_all = {kind: [] if root else [(-1, hook) for hook in before[kind]] for kind in KINDS}
         if not any(own.values()) and not any(of_all.values()):
             return
-        if own["backward"] and module._is_full_backward_hook is False and not root:
+        if own["backward"] and has_old_backward_hooks(module) and not root:
             raise CaptureError(
                 f"the hook {name_of(own['backward'][0][1])} of module {path!r} was registered with "
                 "register_backward_hook, which sees the gradients of one operator; use register_full_backward_hook"
@@ -90,9 +90,9 @@ class ModuleHooks:
                 store.clear()
 
         def add(kind: str, wrapper: Any, with_kwargs: bool = True) -> None:
-            handle = RemovableHandle(getattr(module, f"_{kind}_hooks"))
+            handle = RemovableHandle(hooks_in(module, kind))
             put.add(handle.id)
-            getattr(module, f"_{kind}_hooks")[handle.id] = wrapper
+            hooks_in(module, kind)[handle.id] = wrapper
             if with_kwargs:
                 hook_flags(module, kind)[handle.id] = True
 
@@ -138,7 +138,7 @@ class ModuleHooks:
         `rest`: what else it is given."""
         arguments = (through, rest) if rest != () else (through,)
         if not only_looks(hook):
-            before = [(leaf, leaf._version) for leaf in tree_flatten(arguments)[0] if isinstance(leaf, Tensor)]
+            before = [(leaf, version_of(leaf)) for leaf in tree_flatten(arguments)[0] if isinstance(leaf, Tensor)]
             noted, hooks = self._noted(), self._hooks.on_tensors
             try:
                 new = call(*arguments)
@@ -146,7 +146,7 @@ class ModuleHooks:
                 raise
             except Exception:  # it looks at values, and there are none yet
                 new = None
-            written = any(leaf._version != version for leaf, version in before)
+            written = any(version_of(leaf) != version for leaf, version in before)
             if new is not None or written or self._hooks.on_tensors > hooks or _keeps_gradients(noted):
                 return through, new
             noted.restore()

@@ -14,6 +14,7 @@ from torch.distributions import Distribution
 
 from ...strategy.afterwards import afterwards
 from ...strategy.errors import CaptureError
+from ..torch_internals import CONVERT, buffers_in, check_input_dim, distributions_validate, parameters_in
 from .autograd_functions import recorded
 
 
@@ -72,9 +73,9 @@ def _plain_parameters(fn: Callable[..., Any], tensors: Sequence[torch.Tensor]) -
     device = next((t.device for t in tensors if not t.is_meta), None)
     parameters: set[int] = set()
     if isinstance(fn, torch.nn.Module):
-        parameters = {id(module._parameters) for module in fn.modules()}
+        parameters = {id(parameters_in(module)) for module in fn.modules()}
         for module in fn.modules():
-            stores: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+            stores: tuple[dict[str, Any], ...] = parameters_in(module), buffers_in(module)
             for store in stores:
                 for name, held in store.items():
                     if held is None:
@@ -130,7 +131,7 @@ def _with_methods(modules: Sequence[Any], name: str, method: Callable[..., Any])
 
 def _cumulative_batch_norm(norm: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch.Tensor:
     """What a BatchNorm with momentum=None computes in training."""
-    norm._check_input_dim(x)
+    check_input_dim(norm, x)
     mean, var, count = norm.running_mean, norm.running_var, norm.num_batches_tracked
     assert mean is not None and var is not None and count is not None
     count.add_(1)
@@ -144,7 +145,7 @@ def _cumulative_batch_norm(norm: torch.nn.BatchNorm2d, x: torch.Tensor) -> torch
 @contextlib.contextmanager
 def _unchecked_distributions() -> Iterator[None]:
     """torch.distributions do not check their parameters, which would depend on the values of tensors."""
-    before = Distribution._validate_args
+    before = distributions_validate()
     with afterwards(lambda: Distribution.set_default_validate_args(before)):
         Distribution.set_default_validate_args(False)
         yield
@@ -155,7 +156,7 @@ def _conversions(fn: Callable[..., Any]) -> Iterator[None]:
     """While a module is captured, conversions in its forward, as `self.router.to(dtype)`, leave its parameters as they
     are: PyTorch would replace them, which it cannot do here."""
     modules: list[Any] = list(fn.modules()) if isinstance(fn, torch.nn.Module) else []
-    with _with_methods(modules, "_apply", _unchanged):
+    with _with_methods(modules, CONVERT, _unchanged):
         yield
 
 

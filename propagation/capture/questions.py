@@ -30,7 +30,17 @@ from torch.distributions import Distribution
 
 from ...strategy.errors import CaptureError
 from ..graph.question import Answer, Leaf, Operation, Question, Slot, Values
-from ..torch_internals import FakeTensor, OpOverload, TorchDispatchMode, tree_flatten, tree_map, without_modes
+from ..torch_internals import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    schema_of,
+    storage_key,
+    tree_flatten,
+    tree_map,
+    was_told_to_validate,
+    without_modes,
+)
 
 aten = torch.ops.aten
 
@@ -224,7 +234,7 @@ def _condition(func: Any, args: Any) -> Tensor | None:
 
 def _check_operation(func: OpOverload) -> None:
     """Raise Unanswered for an operator that is not run for a question."""
-    if func._schema.name.removeprefix("aten::") in _PRODUCTS:
+    if schema_of(func).name.removeprefix("aten::") in _PRODUCTS:
         raise _Behind(f"follow from a matrix product or a convolution ({func}), which every call would run twice")
 
 
@@ -235,7 +245,7 @@ def _is_a_distributions_own_check() -> bool:
     while frame is not None:
         if frame.f_code.co_filename.startswith(_DISTRIBUTIONS):
             asking = frame.f_locals.get("self")
-            return isinstance(asking, Distribution) and "_validate_args" not in vars(asking)
+            return isinstance(asking, Distribution) and not was_told_to_validate(asking)
         frame = frame.f_back
     return False
 
@@ -247,15 +257,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _memory(tensor: Tensor) -> int:
     """Which memory a tensor is in."""
-    place: int = tensor.untyped_storage()._cdata
+    place: int = storage_key(tensor)
     return place
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that a call of `func` writes to."""
-    if not isinstance(func, OpOverload) or not func._schema.is_mutable:
+    if not isinstance(func, OpOverload) or not schema_of(func).is_mutable:
         return
-    for i, formal in enumerate(func._schema.arguments):
+    for i, formal in enumerate(schema_of(func).arguments):
         if formal.alias_info is not None and formal.alias_info.is_write:
             yield from _tensors(args[i] if i < len(args) else kwargs.get(formal.name))
 

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...strategy.errors import CaptureError
+from ..torch_internals import PRIVATE_STATE, version_of
 
 _ASKED: Mapping[Any, str] = {
     **{
         getattr(Tensor, name).__get__: name
-        for name in ("_backward_hooks", "_base", "_version", "grad", "grad_fn", "is_leaf", "output_nr", "retains_grad")
+        for name in (*PRIVATE_STATE, "grad", "grad_fn", "is_leaf", "output_nr", "retains_grad")
     },
     **{
         getattr(Tensor, name): f"{name}()"
@@ -118,7 +119,7 @@ class StandIns(TorchFunctionMode):
 
 def _gradient(tensor: Tensor) -> tuple[int, int] | None:
     """What shows whether a gradient has been added to."""
-    return None if not tensor.is_leaf or tensor.grad is None else (id(tensor.grad), tensor.grad._version)
+    return None if not tensor.is_leaf or tensor.grad is None else (id(tensor.grad), version_of(tensor.grad))
 
 
 def _is_of_caller(frame: FrameType | None, func: Any) -> bool:

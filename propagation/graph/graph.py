@@ -20,7 +20,7 @@ from torch import fx
 
 from ...strategy.errors import VerifyError
 from ..ops.hooked import Hook
-from ..torch_internals import OpOverload
+from ..torch_internals import OpOverload, schema_of
 from .nodes import Value, describe, operands, operator_name, source_of, tensor_of, values_of
 from .port import Port
 from .question import Question
@@ -112,7 +112,7 @@ def verify(graph: Graph) -> Graph:
             continue
         if not isinstance(node.target, OpOverload):
             raise VerifyError(f"node {node.name} calls {node.target}, which is not an operator")
-        if node.target._schema.is_mutable:
+        if schema_of(node.target).is_mutable:
             raise VerifyError(f"node {node.name} calls {node.target}, which writes to its operands")
         if "val" not in node.meta:
             raise VerifyError(f"node {node.name} has no value")

@@ -14,7 +14,7 @@ from torch import fx
 
 from ..ops.collectives import constrain
 from ..ops.functions import functions_of, run
-from ..torch_internals import OpOverload
+from ..torch_internals import OpOverload, schema_of
 
 _REGION = "partway_checkpoint"
 
@@ -107,12 +107,12 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
 
 def argument_names(node: fx.Node) -> list[str]:
     """The names of the arguments that the operator of a call takes."""
-    return [formal.name for formal in node.target._schema.arguments]  # type: ignore[union-attr]
+    return [formal.name for formal in schema_of(node.target).arguments]
 
 
 def argument(node: fx.Node, name: str) -> Any:
     """The argument called `name` of a call of an operator, or its default."""
-    for i, formal in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for i, formal in enumerate(schema_of(node.target).arguments):
         if formal.name == name:
             if i < len(node.args):
                 return node.args[i]
@@ -182,9 +182,9 @@ def rearranges(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the operator returns a view of its operand's memory."""
-    schema = getattr(node.target, "_schema", None)
-    aliases = schema is not None and any(a.alias_info is not None for a in schema.arguments)
-    return aliases or node.target is constrain
+    if not isinstance(node.target, OpOverload):
+        return False
+    return node.target is constrain or any(a.alias_info is not None for a in schema_of(node.target).arguments)
 
 
 def at_source(node: fx.Node) -> str:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...strategy.errors import RuntimeStateError, shown
-from ..torch_internals import with_autograd
+from ..torch_internals import storage_key, with_autograd
 from .registration import define
 
 
@@ -61,12 +61,12 @@ def functions_of(key: str) -> Functions:
 
 def _own(results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor]:
     """`results` in memory that no operand and no other result has."""
-    taken = {operand.untyped_storage()._cdata for operand in operands}
+    taken = {storage_key(operand) for operand in operands}
     own = []
     for result in results:
-        again = result.untyped_storage()._cdata in taken
+        again = storage_key(result) in taken
         own.append(result.clone(memory_format=torch.contiguous_format) if again else result)
-        taken.add(own[-1].untyped_storage()._cdata)
+        taken.add(storage_key(own[-1]))
     return own
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from ...strategy.errors import RuntimeStateError
+from ..torch_internals import version_of
 from .registration import define
 
 
@@ -63,13 +64,13 @@ class _Attached(torch.autograd.Function):
 
 def _observed(xs: list[Tensor], read: list[Tensor], key: int) -> list[Tensor]:
     hook, every = _hooks[key], [*xs, *read]
-    versions = [x._version for x in every]
+    versions = [version_of(x) for x in every]
     with torch.enable_grad():
         hook.call([
             _Attached.apply(hook.words, x.detach().requires_grad_()) if needs else x.detach()  # type: ignore[no-untyped-call]
             for x, needs in zip(every, hook.attached, strict=True)
         ])  # fmt: skip
-    if versions != [x._version for x in every]:
+    if versions != [version_of(x) for x in every]:
         raise RuntimeStateError(
             f"{hook.words} writes in place to its arguments, which would not reach the rest of the sharded "
             "function; let it return the new value"

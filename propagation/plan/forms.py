@@ -26,7 +26,7 @@ from ...strategy.placement import Broadcast, Kind, Partial, Replicate, Shard, pl
 from ..cost.profile import DeviceProfile
 from ..graph.graph import Text
 from ..graph.port import Port, Role
-from ..torch_internals import FakeTensor, FakeTensorMode, OpOverload
+from ..torch_internals import FakeTensor, FakeTensorMode, OpOverload, overload_name_of, schema_of
 from .plan import Plan
 
 _MODELS = (DeviceProfile, Plan)
@@ -105,7 +105,7 @@ def name(value: Any) -> str:
 def _write_operator(writer: Writer, value: OpOverload) -> list[Any]:
     if value not in writer.own and not _only_computes(value):
         raise NoFormError(f"{value} is not an operator of a program")
-    return [value._schema.name, value._overloadname]
+    return [schema_of(value).name, overload_name_of(value)]
 
 
 def _read_operator(reader: Reader, full_name: str, overload: str) -> OpOverload:
@@ -123,7 +123,7 @@ def _only_computes(value: OpOverload) -> bool:
     operands, and no text alone tells it what to make, as one tells `aten::from_file`."""
     if value.namespace == "partway":
         return True
-    schema = value._schema
+    schema = schema_of(value)
     texts = any("str" in str(a.type) for a in schema.arguments)
     tensors = any("Tensor" in str(a.type) for a in schema.arguments)
     makes = bool(schema.returns) and all("Tensor" in str(r.type) for r in schema.returns)

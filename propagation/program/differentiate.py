@@ -22,7 +22,7 @@ from ..graph.graph import Text
 from ..graph.nodes import mark, operator_name, region_of
 from ..ops.batch_norm import merge_gradients
 from ..ops.collectives import convert
-from ..torch_internals import FakeTensorMode, OpOverload, data_dependent, make_fx
+from ..torch_internals import FakeTensorMode, OpOverload, data_dependent, make_fx, schema_of
 from .local_program import LocalProgram
 from .segments import Like, Piece, pieces_of
 from .step import Step, calls_of, is_port, returned_by
@@ -205,12 +205,12 @@ def _copy(
 def _overwrites(node: fx.Node) -> bool:
     """Whether `node` writes to a tensor that something else reads. (Filling a fresh tensor is how make_fx shows
     `bernoulli`; only the result is read then.)"""
-    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
         return False
     written = node.args[0]
     if not isinstance(written, fx.Node) or written.op != "call_function" or len(written.users) > 1:
         return True
-    return not isinstance(written.target, OpOverload) or any(r.alias_info for r in written.target._schema.returns)
+    return not isinstance(written.target, OpOverload) or any(r.alias_info for r in schema_of(written.target).returns)
 
 
 def _undo_transposes(graph: fx.Graph) -> None:

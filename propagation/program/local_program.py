@@ -85,6 +85,7 @@ class PlacedPort:
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
+        """The shape of a rank's part, the same on every rank."""
         return self.layout.local_shape(self.shape)
 
     def __str__(self) -> str:

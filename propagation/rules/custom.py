@@ -17,7 +17,7 @@ from torch import fx
 from ...strategy.errors import OperatorError
 from ..graph.nodes import at_source, describe, module_path, name_of_call, operator_name, shape, tensor_of, values_of
 from ..ops.functions import run
-from ..torch_internals import OpOverload
+from ..torch_internals import OpOverload, schema_of
 from .row import Row, parse_row, schema_tensors, specified_results, specs_of, tokens_of
 from .rule import Rule
 
@@ -76,7 +76,7 @@ def _listed(factors: Sequence[str]) -> str:
 
 def schema_problems(row: Row, operator: OpOverload) -> Iterator[str]:
     """Why `row` cannot be the rule of `operator`."""
-    schema = operator._schema
+    schema = schema_of(operator)
     if schema.is_mutable:
         yield "it writes to its operands; a rule is for an operator that returns new values"
         return

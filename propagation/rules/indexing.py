@@ -20,6 +20,7 @@ from torch import fx
 from ...strategy.errors import CaptureError
 from ..graph.nodes import argument, argument_names, module_path, operands, shape, value
 from ..ops.indexing import behind, part_index
+from ..torch_internals import schema_of
 from .builder import Builder, Expansion
 from .dims import whole
 from .row import Row, RowFunction, parse_row
@@ -90,7 +91,7 @@ def index_put(node: fx.Node) -> Rule | None:
 
 def _own(emit: Emitter, index: fx.Node, factor: str) -> fx.Node:
     """`index`, counted in the part of `factor` that a rank has, or -1."""
-    name = str(emit.node.target._schema.name).removeprefix("aten::")  # type: ignore[union-attr]
+    name = str(schema_of(emit.node.target).name).removeprefix("aten::")
     return emit.call(part_index, index, emit.position(factor), emit.bounds(factor), name in _WRAPS)
 
 

@@ -17,6 +17,7 @@ from torch import fx
 
 from ..graph.nodes import is_tensor, operands, shape, value
 from ..ops.collectives import constrain
+from ..torch_internals import schema_of
 from .builder import Builder, Expansion
 from .dims import broadcast, letters_of, sizes_of
 from .row import Row, RowFunction
@@ -137,7 +138,7 @@ def fill_padding(rule: Rule, node: fx.Node) -> Rule:
     """`rule` of the elementwise operator `node`, with the number that operands must have in the padding of uneven
     shards, or with factors that are split evenly. (Zero times a value or a derivative that is not finite is not zero.)
     """
-    name = str(node.target._schema.name).removeprefix("aten::")  # type: ignore[union-attr]
+    name = str(schema_of(node.target).name).removeprefix("aten::")
     finite = all(math.isfinite(a) for a in node.args if isinstance(a, float))
     if name in _STEADY and finite:
         return rule

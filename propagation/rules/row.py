@@ -21,6 +21,7 @@ from typing import Any
 from torch import fx
 
 from ..graph.nodes import is_tensor, results_of, shape, value
+from ..torch_internals import schema_of
 from .rule import Dims, Localize, Rule
 
 # A row that is not text: the rule of a call, or None for a call that stays replicated
@@ -112,7 +113,7 @@ def schema_tensors(node: fx.Node) -> list[tuple[str, tuple[fx.Node, ...]]]:
     """The tensor arguments of the operator's schema: the name of each, and the tensors that a call gives for it (none
     for an absent optional one)."""
     arguments: list[tuple[str, tuple[fx.Node, ...]]] = []
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for i, argument in enumerate(schema_of(node.target).arguments):
         if "Tensor" in str(argument.type):
             passed = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             every: Any = passed if isinstance(passed, list | tuple) else (passed,)
