@@ -95,6 +95,11 @@ def why_not(plan: PlanData) -> str:
         if t.producer is not None and not produced(t.producer):
             return f"output {shown(t.name)} of the plan is {shown(t.producer.tensor)}, which nothing produces"
         read |= {t.producer.tensor} if t.producer else set()
+    for c in plan.collectives:
+        if unknown := [axis for axis in c.axes if axis not in plan.axes]:
+            known = ", ".join(plan.axes)
+            where = f"is over the axis {shown(unknown[0])}; the mesh of the plan has {known}"
+            return f"a collective of {shown(c.tensor)} {where}"
     unread = [c.tensor for c in plan.collectives if c.tensor not in read]
     return f"nothing in the plan reads {shown(unread[0])}, which a collective converts" if unread else ""
 

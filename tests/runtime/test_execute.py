@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from partway.propagation.ops.collectives import convert, convert_group
 from partway.propagation.ops.indexing import position
 from partway.propagation.rules.windows import Halo, Strided
-from partway.runtime import Simulator, Worker, broadcast, device_mesh, execute, join, record_collectives, split
+from partway.runtime import Simulator, Worker, broadcast, device_mesh, issue, join, record_collectives, split
 from partway.runtime.assemble import assemble_code
 from partway.runtime.execute import process_group
 from partway.strategy import (
@@ -180,12 +180,12 @@ def test_a_group_of_conversions_is_one_collective_with_the_results_of_each(on_ra
 
 def check_coalesced(axes, dtype):
     """gloo copies into a buffer of its own where NCCL does not, and takes the same calls."""
-    before = execute._COALESCING
-    execute._COALESCING = ("gloo",)
+    before = issue._COALESCING
+    issue._COALESCING = ("gloo",)
     try:
         check_groups(axes, dtype)
     finally:
-        execute._COALESCING = before
+        issue._COALESCING = before
 
 
 @pytest.mark.gloo

@@ -167,6 +167,16 @@ def test_an_edited_plan_with_an_output_that_nothing_produces_has_no_graph(plan, 
         Plan.load(tmp_path / "plan.json").to_networkx()
 
 
+def test_an_edited_plan_with_a_collective_over_an_unknown_axis_has_no_graph(plan, tmp_path):
+    data = json.loads(plan.model_dump_json())
+    data["collectives"][0]["axes"] = ["nowhere"]
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    edited = Plan.load(tmp_path / "plan.json")
+    assert "reads" not in edited.explain("down", alternatives=0)
+    with pytest.raises(StrategyError, match="is over the axis 'nowhere'; the mesh of the plan has"):
+        edited.to_networkx()
+
+
 def test_windows_of_an_image_stand_at_the_edges_of_their_readers():
     with torch.device("meta"):
         net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
