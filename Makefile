@@ -24,7 +24,7 @@ SOURCES := $(shell find api strategy propagation fusion runtime -name '*.py' -o 
 # One thread for each process: the tests run side by side and start processes of their own.
 PYTEST := OMP_NUM_THREADS=1 PARTWAY_CHECKOUT="$(CURDIR)" PARTWAY_INSTALL=$(INSTALL) $(BIN)/pytest
 
-.PHONY: help demo quick test check bench conformance format install clean
+.PHONY: help demo quick test check bench conformance oldest format install clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo 'make check        ruff, mypy --strict and the import layers'
 	@echo 'make format       let ruff rewrite what `make check` would complain about'
 	@echo 'make conformance  run the slow tests, and the random ones with more examples'
+	@echo 'make oldest       run the canaries and a slice of the tests on the oldest PyTorch supported (gigabytes to fetch)'
 	@echo 'make bench        run the benchmarks'
 	@echo 'make install      only set up the virtual environment'
 	@echo 'make clean        remove what these commands made'
@@ -50,8 +51,21 @@ quick: $(STAMP)
 test: $(STAMP)
 	$(call pytest,-m "not slow and not gpu")
 
-conformance: $(STAMP)
+conformance: $(STAMP) oldest
 	$(call pytest,-m "(slow or deep or hypothesis) and not gpu" --hypothesis-profile deep --timeout 3600)
+
+# What is relied on of PyTorch's private names, and a slice of the tests, on the oldest version supported.
+OLDEST := 2.11.0
+oldest: .venv-oldest/.stamp
+	OMP_NUM_THREADS=1 .venv-oldest/bin/pytest -n $(WORKERS) --dist loadgroup -m "not slow and not gpu" \
+	  --hypothesis-profile dev tests/test_torch_internals.py tests/models/test_models.py $(QUICK)
+
+.venv-oldest/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-oldest
+	grep -v -e '^torch==' -e '^setuptools==' constraints.txt >.venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install -c .venv-oldest/constraints.txt torch==$(OLDEST) 'setuptools>=77'
+	.venv-oldest/bin/python -m pip install -c .venv-oldest/constraints.txt --no-build-isolation -e '.[test]'
+	@touch $@
 
 bench: $(STAMP)
 	@set -e; for script in $(wildcard benchmarks/*.py); do \
@@ -76,7 +90,7 @@ format: $(STAMP)
 install: $(STAMP)
 
 clean:
-	rm -rf .venv .venv-wheel build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-wheel .venv-oldest build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find api strategy propagation fusion runtime tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # No build isolation: an isolated build fetches its own setuptools, unpinned.

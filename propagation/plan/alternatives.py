@@ -277,7 +277,7 @@ class Alternatives:
 
 
 def price(one: Outcome, other: Outcome) -> str:
-    """`costs 1.2 ms and saves 18.4 MB a step (weighed cost +3.1 %)`: what `one` costs more than `other`."""
+    """`costs 1.2 ms and saves 18.4 MB a step (weighted cost +3.1 %)`: what `one` costs more than `other`."""
     seconds, sent, about, weighed = _compared(one, other)
     first, second = ("saves" if amount < 0 else "costs" for amount in (seconds or sent, sent or seconds))
     amounts = f"{lasting(abs(seconds))} and {'' if first == second else f'{second} '}{human(abs(sent))}"
@@ -285,7 +285,7 @@ def price(one: Outcome, other: Outcome) -> str:
 
 
 def comparison(one: Outcome, other: Outcome) -> str:
-    """`takes 1.2 ms more and sends 18.4 MB less a step (weighed cost +3.1 %)`: `one` beside `other`."""
+    """`takes 1.2 ms more and sends 18.4 MB less a step (weighted cost +3.1 %)`: `one` beside `other`."""
     if _same(one.cost, other.cost):
         return "costs the same"
     seconds, sent, about, weighed = _compared(one, other)
@@ -297,7 +297,7 @@ def _compared(one: Outcome, other: Outcome) -> tuple[float, int, str, str]:
     """The seconds and the bytes that `one` takes more than `other`; "about" where there may be a cheaper plan than one
     of the two; and how the costs compare that the search weighs."""
     about = "" if one.proven and other.proven else "about "
-    weighed = f" (weighed cost {100 * (one.cost / other.cost - 1):+.1f} %)" if one.cost < 100 * other.cost else ""
+    weighed = f" (weighted cost {100 * (one.cost / other.cost - 1):+.1f} %)" if one.cost < 100 * other.cost else ""
     return round(one.seconds - other.seconds, 9), round(one.sent - other.sent), about, weighed
 
 

@@ -17,8 +17,6 @@ from torch import Tensor
 import partway as pw
 from partway.propagation.cost.profile import profile_of
 
-pytestmark = pytest.mark.xdist_group("images")
-
 Reference = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 Ranks = Callable[..., Any]
 # what splits the dims of an image, and how its height and width are swapped for it

@@ -277,18 +277,18 @@ def outcome_of(cost, seconds, sent, proven=True):
     [
         (
             outcome_of(1.0, 1e-3, 2e6),
-            "costs 1 ms and 1 MB a step (weighed cost +100.0 %)",
-            "takes 1 ms more and sends 1 MB more a step (weighed cost +100.0 %)",
+            "costs 1 ms and 1 MB a step (weighted cost +100.0 %)",
+            "takes 1 ms more and sends 1 MB more a step (weighted cost +100.0 %)",
         ),
         (
             outcome_of(1.6, 1e-3, 4e6),
-            "costs 1 ms and saves 1 MB a step (weighed cost +25.0 %)",
-            "takes 1 ms more and sends 1 MB less a step (weighed cost +25.0 %)",
+            "costs 1 ms and saves 1 MB a step (weighted cost +25.0 %)",
+            "takes 1 ms more and sends 1 MB less a step (weighted cost +25.0 %)",
         ),
         (
             outcome_of(4.0, 3e-3, 3e6, proven=False),
-            "saves about 1 ms and 0 B a step (weighed cost -50.0 %)",
-            "takes about 1 ms less and sends 0 B more a step (weighed cost -50.0 %)",
+            "saves about 1 ms and 0 B a step (weighted cost -50.0 %)",
+            "takes about 1 ms less and sends 0 B more a step (weighted cost -50.0 %)",
         ),
         (
             outcome_of(0.0, 2e-3, 2e6),
@@ -305,7 +305,7 @@ def test_two_plans_in_words(other, costs, takes):
 
 
 def test_an_output_that_is_whole_unless_annotated_saves_what_its_gather_costs(perceptron):
-    assert "this annotation saves 12.5 us and 1.05 MB a step (weighed cost -16" in perceptron.plan.explain("result")
+    assert "this annotation saves 12.5 us and 1.05 MB a step (weighted cost -16" in perceptron.plan.explain("result")
 
 
 def test_the_constraint_inside_a_function_has_its_price():
