@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from script import start
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -198,6 +200,4 @@ def _spread(values: list[float], scale: float, digits: int = 1) -> str:
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(main)
-    app()
+    start(main)

@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+from script import start
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -405,6 +407,4 @@ def _cells(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(main)
-    app()
+    start(main)

@@ -33,6 +33,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from script import start
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -450,6 +452,4 @@ def _lines(axes: Any, found: list[Figures], x: Callable[[Figures], int], label: 
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(main)
-    app()
+    start(main)

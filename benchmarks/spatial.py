@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from script import save, start
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
@@ -499,12 +501,9 @@ def drawn(data: Mapping[str, Any], path: Path) -> bool:
         axes.axhline(bar, color="grey", linewidth=0.8, linestyle="--")
         axes.set_title(title, fontsize=9, loc="left")
         axes.tick_params(labelsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(path, dpi=130)
+    save(drawing, path)
     return True
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(main)
-    app()
+    start(main)

@@ -38,6 +38,8 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
+from script import save, start
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -423,12 +425,9 @@ def _drawn(found: Sequence[Figures], path: Path) -> bool:
             axes.axvline(1e3 * bar * f.median(name), color="grey", linewidth=0.8, linestyle="--")
         axes.set_title(f"{f.name}, ms (dashed: the bars)", fontsize=9, loc="left")
         axes.tick_params(labelsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(path, dpi=130)
+    save(drawing, path)
     return True
 
 
 if __name__ == "__main__":
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(main)
-    app()
+    start(main)

@@ -9,6 +9,7 @@ from random_examples import register_profiles
 from rank import start_afresh
 from torch import Tensor
 
+import partway as pw
 from partway import engine
 
 os.environ["PARTWAY_CACHE"] = "0"  # tests plan anew; those of the cache set it themselves
@@ -31,6 +32,15 @@ def _defaults():
     start_afresh()
     yield
     start_afresh()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of the cache of plans, which is on in a test that has it."""
+    monkeypatch.delenv("PARTWAY_CACHE", raising=False)
+    monkeypatch.delenv("PARTWAY_VERIFY", raising=False)
+    pw.set_auto_parallel_context(compile_cache_path=str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ module of api/ is covered without being listed anywhere.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
@@ -97,6 +98,13 @@ def bound_names(layer_sources: list[Path]) -> set[str]:
     return {name for name in names if is_private(name)}
 
 
+@functools.cache
+def ours() -> set[str]:
+    """The private names that the package defines."""
+    return bound_names([source for layer in (*STAGES, "api") for source in sources(layer)])
+
+
+@functools.cache
 def of_torch() -> set[str]:
     """The private names of the objects of PyTorch that the package handles."""
     objects = (
@@ -108,7 +116,7 @@ def of_torch() -> set[str]:
     return {name for thing in objects for name in dir(thing) if is_private(name)}
 
 
-def private_attributes(source: Path, ours: set[str], torchs: set[str]) -> set[str]:
+def private_attributes(source: Path, own: set[str], torchs: set[str]) -> set[str]:
     """The private attributes that a file reads or writes of objects that are not ours, by name or by a text.
 
     An attribute of `self` or `cls` is ours where some class sets it; one of an operator (`torch.ops.aten._softmax`) is
@@ -120,10 +128,10 @@ def private_attributes(source: Path, ours: set[str], torchs: set[str]) -> set[st
             case ast.Attribute(value=value, attr=name) if is_private(name):
                 base = ast.unparse(value)
                 operator = base.startswith(("torch.ops", "aten", "_aten", "higher", "prims"))
-                own = name in ours and (base.split(".")[-1] in ("self", "cls") or name not in torchs)
-                if not operator and not own and name not in OF_PYTHON:
+                defined = name in own and (base.split(".")[-1] in ("self", "cls") or name not in torchs)
+                if not operator and not defined and name not in OF_PYTHON:
                     uses.add(f"{base}.{name}")
-            case ast.Constant(value=str(text)) if is_private(text) and text in torchs and text not in ours:
+            case ast.Constant(value=str(text)) if is_private(text) and text in torchs and text not in own:
                 uses.add(repr(text))
     return uses
 
@@ -139,9 +147,9 @@ def test_a_stage_imports_only_the_stages_before_it(layer: str) -> None:
 
 @pytest.mark.parametrize("layer", [*STAGES, "api"])
 def test_only_the_torch_internals_of_a_layer_use_private_names_of_torch(layer: str) -> None:
-    ours, torchs = bound_names([source for each in (*STAGES, "api") for source in sources(each)]), of_torch()
     uses = {
-        str(source): private_torch_names(source, package_of(source, layer)) | private_attributes(source, ours, torchs)
+        str(source): private_torch_names(source, package_of(source, layer))
+        | private_attributes(source, ours(), of_torch())
         for source in sources(layer)
     }
     uses = {name: private for name, private in uses.items() if private and not name.endswith("torch_internals.py")}

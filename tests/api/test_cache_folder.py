@@ -10,7 +10,7 @@ import pickle
 import signal
 import stat
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,6 @@ X = torch.arange(16.0, dtype=torch.float64).reshape(4, 4)
 
 def f(x: torch.Tensor) -> torch.Tensor:
     return (x * 3).tanh().sum()
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.delenv("PARTWAY_CACHE", raising=False)
-    monkeypatch.delenv("PARTWAY_VERIFY", raising=False)
-    pw.set_auto_parallel_context(compile_cache_path=str(tmp_path))
-    return tmp_path
 
 
 def step(fn: Callable[..., Any] = f) -> None:

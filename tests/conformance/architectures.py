@@ -10,7 +10,6 @@ float64: what transformers casts to float32 stays in float64 here, so that round
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import multiprocessing
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 import transformers
+from command import arguments
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig
@@ -974,15 +974,8 @@ def _line(name: str, cells: list[Cell]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--write", action="store_true", help="write the page of all results")
-    parser.add_argument("--fresh", action="store_true", help="forget what was found before")
-    given = parser.parse_args()
-    if given.fresh:
-        RESULTS.unlink(missing_ok=True)
+    given = arguments(__doc__, RESULTS)
     known = kept()
-    RESULTS.parent.mkdir(exist_ok=True)
     for cells in run_all(given.names or [n for n in ARCHITECTURES if len(known.get(n, [])) < len(SETUPS)]):
         with RESULTS.open("a") as file:
             file.writelines(json.dumps(asdict(cell)) + "\n" for cell in cells)

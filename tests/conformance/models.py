@@ -14,7 +14,6 @@ it). A cell is right if the loss, every other output and every gradient are thos
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import time
@@ -29,6 +28,7 @@ from typing import Any
 
 import torch
 from architectures import Cell, Reference, differences, in_a_process, in_double, tensors_in
+from command import arguments
 from torch import Tensor, nn
 
 import partway as pw
@@ -603,14 +603,7 @@ def chosen(wanted: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--write", action="store_true", help="write the page of all results")
-    parser.add_argument("--fresh", action="store_true", help="forget what was found before")
-    given = parser.parse_args()
-    if given.fresh:
-        RESULTS.unlink(missing_ok=True)
-    RESULTS.parent.mkdir(exist_ok=True)
+    given = arguments(__doc__, RESULTS)
     known = kept()
     names = chosen(given.names) if given.names else [n for n in MODELS if n not in known]
     with ThreadPoolExecutor(2) as pool:

@@ -6,7 +6,6 @@ import copy
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,6 @@ from partway.propagation.capture.capture import capture
 from partway.propagation.plan.stored import dump, load
 
 pytestmark = pytest.mark.deep
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.delenv("PARTWAY_CACHE", raising=False)
-    monkeypatch.delenv("PARTWAY_VERIFY", raising=False)
-    pw.set_auto_parallel_context(compile_cache_path=str(tmp_path))
-    return tmp_path
 
 
 @pytest.fixture

@@ -1,0 +1,19 @@
+"""The command line of the scripts that run named models and write a page of what came out."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def arguments(description: str | None, results: Path) -> argparse.Namespace:
+    """The command's arguments. `results`, the file of what was found before, is forgotten if it is told to."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--write", action="store_true", help="write the page of all results")
+    parser.add_argument("--fresh", action="store_true", help="forget what was found before")
+    given = parser.parse_args()
+    if given.fresh:
+        results.unlink(missing_ok=True)
+    results.parent.mkdir(exist_ok=True)
+    return given
