@@ -86,6 +86,7 @@ def test_a_run_that_takes_too_long_is_over(monkeypatch: pytest.MonkeyPatch, tmp_
     text = Path(plan_time.__file__).read_text(encoding="utf-8").replace("limit: int = 300", "limit: int = 1")
     copy = tmp_path / "plan_time.py"
     copy.write_text(text, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(Path(plan_time.__file__).parent))  # of what it imports
     monkeypatch.setattr(plan_time, "__file__", str(copy))
     assert measured(replace(SMALL, limit=1)) == "over 1 CPU s"
 
