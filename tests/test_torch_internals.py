@@ -1,11 +1,12 @@
 """What Partway relies on of PyTorch's private names, one test each: a new PyTorch names here what it broke.
 
-`USED` in `test_layers.py` finds the names; a name without a test of it here fails there.
+`test_layers.py` checks that nothing else uses private names, and the first test here that each has one of its own.
 """
 
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,12 @@ from partway.runtime import torch_internals as running
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.`:FutureWarning")  # torch.export's own
+
+
+@pytest.mark.parametrize(("module", "word"), [(planning, "planning"), (running, "running")])
+def test_every_name_has_a_test(module: Any, word: str) -> None:
+    text = Path(__file__).read_text(encoding="utf-8")
+    assert [name for name in module.__all__ if f"{word}.{name}" not in text] == []
 
 
 def test_a_version_counts_writes_in_place() -> None:
@@ -192,6 +199,22 @@ def test_backward_hooks_of_the_old_kind_are_told() -> None:
     assert planning.has_old_backward_hooks(module)
 
 
+def test_distributed_hooks_can_be_taken_from_a_module() -> None:
+    module = nn.Linear(1, 1)
+    for kind in ("forward_pre", "forward"):
+        getattr(module, f"register_{kind}_hook")(print, with_kwargs=True)
+        getattr(module, f"register_{kind}_hook")(repr)
+    assert list(planning.forward_pre_hooks_in(module).values()) == [print, repr]
+    planning.remove_hooks(module, lambda hook: hook is print)
+    for kind in ("forward_pre", "forward"):
+        assert list(planning.hooks_in(module, kind).values()) == [repr]
+        assert not planning.hook_flags(module, kind)
+
+
+def test_private_attributes_of_a_tensor_are_properties_that_modes_see() -> None:
+    assert all(hasattr(getattr(Tensor, name), "__get__") for name in planning.PRIVATE_STATE)
+
+
 def test_a_module_keeps_what_is_its_own_in_three_dicts() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2))
     norm = planning.modules_in(module)["0"]
@@ -214,6 +237,7 @@ def test_conversions_of_a_module_go_through_one_method() -> None:
     model = Model()
     model.to(torch.float64)
     assert model.asked == 1
+    assert planning.CONVERT == "_apply"
 
 
 def test_a_batch_norm_refuses_an_input_of_another_rank() -> None:
@@ -226,8 +250,8 @@ def test_whether_distributions_validate_can_be_asked() -> None:
     assert not planning.distributions_validate()
     torch.distributions.Distribution.set_default_validate_args(True)
     assert planning.distributions_validate()
-    assert "_validate_args" in vars(torch.distributions.Normal(0.0, 1.0, validate_args=False))
-    assert "_validate_args" not in vars(torch.distributions.Normal(0.0, 1.0))
+    assert planning.was_told_to_validate(torch.distributions.Normal(0.0, 1.0, validate_args=False))
+    assert not planning.was_told_to_validate(torch.distributions.Normal(0.0, 1.0))
 
 
 def test_a_trace_has_a_call_for_each_operator() -> None:
@@ -282,7 +306,8 @@ def test_a_dtensor_has_its_part_and_its_spec(one_process: Any) -> None:
     assert type(running.local_part_of(held)) is Tensor
     again = DTensor(torch.zeros(2), running.spec_of(held), requires_grad=False)
     assert (again.placements, again.device_mesh, again.shape) == (held.placements, one_process, held.shape)
-    assert running.spec_of(held) == running.spec_of(again)
+    assert running.spec_of(held) == running.spec_of(again) == running.spec_or_none(held)
+    assert running.spec_or_none(torch.ones(1)) is None
 
 
 def test_groups_have_a_store_a_timeout_and_coalescing(one_process: Any) -> None:
