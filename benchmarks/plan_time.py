@@ -6,10 +6,9 @@ Models stand on the meta device, the batch over the first axis is annotated, eve
 process of its own, so caches are cold and the peak of its memory is its own. The passes:
 
     capture        torch.export and what follows it, to the graph of ATen operators
-    search         formulating the problem (annotations, rules, options), all costs, and the exact search
-    lower          the program of one rank
-    plan           the plan, as it is printed and saved
-    differentiate  the forward and backward graphs
+    search         annotations, formulating the problem (rules, options, all costs), and the exact search
+    lower          the program of one rank, and the plan as it is printed and saved
+    differentiate  the forward and backward graphs, and what is done to them before collectives are fused
 
 A case fails, and with it the command (exit status 1), when the search takes more than 2 CPU seconds, everything but
 capture more than 10, or the process more than 1.5 GB. A case that runs out of time or memory is shown as "over", and
@@ -44,25 +43,19 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from partway.annotations.annotate import annotate
 from partway.compile import device_profile
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
-from partway.passes import settings_of
+from partway.passes import DIFFERENTIATING, lowered, make_step, search_on_mesh, timed
 from partway.plan_inputs import PlanInputs
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.queries import differentiated
-from partway.propagation.plan.make import make_plan
-from partway.propagation.program.differentiate import differentiate
-from partway.propagation.program.lower import lower
-from partway.propagation.search.formulate import formulate
-from partway.propagation.search.search import SearchMode, search
 from partway.request import Request
 from partway.strategy import Mesh
-from partway.strategy.afterwards import uncollected
 
-MODE = SearchMode.DYNAMIC_PROGRAMMING
-PASSES = ("capture", "formulate", "solve", "lower", "plan", "differentiate")
+PASSES = ("capture", "annotate", "formulate", "search", "lower", "make_plan", *(each.name for each in DIFFERENTIATING))
+SEARCH = ("annotate", "formulate", "search")
+LOWER = ("lower", "make_plan")
 BARS = {"search": 2.0, "beside capture": 10.0, "peak": 1.5e9}  # CPU seconds, CPU seconds, bytes
 LIMIT_BYTES = 6 * 10**9  # a process that asks for more is ended
 OUT_OF_MEMORY = 3  # the exit status of such a one
@@ -192,13 +185,17 @@ class Run:
 
     @property
     def search(self) -> float:
-        """Seconds of formulating, all costs and the search."""
-        return self.seconds["formulate"] + self.seconds["solve"]
+        """Seconds of annotations, formulating, all costs and the search."""
+        return self.of(SEARCH)
 
     @property
     def beside_capture(self) -> float:
         """Seconds of everything but capture."""
-        return sum(self.seconds.values()) - self.seconds["capture"]
+        return self.of(PASSES) - self.seconds["capture"]
+
+    def of(self, passes: Iterable[str]) -> float:
+        """Seconds of `passes` together."""
+        return sum(self.seconds[name] for name in passes)
 
 
 def measure(case: Case) -> Run:
@@ -210,33 +207,22 @@ def measure(case: Case) -> Run:
     context, algo = ParallelContext(), AlgoParameters()
     request = Request(in_strategy={"input_ids": (mesh.axes[0], None)}, mesh=mesh)
     seconds: dict[str, float] = {}
-
-    def timed(name: str, run: Callable[[], Any]) -> Any:
-        start = time.process_time()
-        result = run()
-        seconds[name] = time.process_time() - start
-        return result
-
-    def formulated() -> Any:
-        inputs = PlanInputs(graph, model, request, context, algo, device_profile(graph, request, context))
-        notes = annotate(inputs, mesh)
-        return formulate(graph, settings_of(inputs, mesh), notes.allowed, notes.as_it_lies)
-
-    graph = timed("capture", lambda: capture(model, (), {"input_ids": tokens, "labels": tokens}))
-    with uncollected():
-        problem = timed("formulate", formulated)
-        solution = timed("solve", lambda: search(problem, MODE))
-        local = timed("lower", lambda: lower(problem, solution.choice))
-        plan = timed("plan", lambda: make_plan(problem, solution, local, MODE))
-        timed("differentiate", lambda: differentiate(local, differentiated(graph)))
+    start = time.process_time()
+    graph = capture(model, (), {"input_ids": tokens, "labels": tokens})
+    seconds["capture"] = time.process_time() - start
+    inputs = PlanInputs(graph, model, request, context, algo, device_profile(graph, request, context))
+    draft = search_on_mesh(inputs, mesh, math.inf, timed(seconds, clock=time.process_time))
+    planned = lowered(draft, timed(seconds, clock=time.process_time))
+    make_step(inputs, planned, differentiated(graph), timed(seconds, clock=time.process_time))
+    solution = draft.solution
     return Run(
         seconds=seconds,
         peak=_peak(),
-        operators=len(plan.operators),
-        vertices=len(problem.vertices),
+        operators=len(planned.plan.operators),
+        vertices=len(draft.problem.vertices),
         width=solution.width,
         gap=0.0 if solution.proven else solution.cost / solution.bound - 1,
-        wire=plan.wire_bytes,
+        wire=planned.plan.wire_bytes,
     )
 
 
@@ -375,7 +361,7 @@ def _table(found: Iterable[Figures]) -> Table:
     title = f"CPU seconds to plan, medians (and the spread of the search), torch {torch.__version__}\n{_bars()}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("case", no_wrap=True)
-    names = ("capture", "formulate", "search", "lower", "plan", "diff.", "beside capture", "peak MB")
+    names = ("capture", "search", "lower", "differentiate", "beside capture", "peak MB")
     for name in (*names, "vertices", "width", "optimum", "sent MB"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("autoparallel", no_wrap=True)
@@ -390,20 +376,20 @@ def _cells(found: Figures) -> tuple[str, ...]:
     peer = AUTOPARALLEL.get((case.model, case.layers, case.sizes))
     beside = f"{peer.search:.3g}; {peer.search + peer.apply:.3g}; {peer.peak / 1e6:.0f}" if peer else ""
     if not found.runs:
-        return (case.name, *[""] * 12, beside, _verdict(found))
+        return (case.name, *[""] * 10, beside, _verdict(found))
 
     def spread(of: Callable[[Run], float]) -> str:
         low, high = min(map(of, found.runs)), max(map(of, found.runs))
         more = f" ({low:.2f}-{high:.2f})" if len(found.runs) > 1 else ""
         return f"{found.median(of):.2f}{more}"
 
-    def median(name: str) -> str:
-        return f"{found.median(lambda run: run.seconds[name]):.2f}"
+    def median(*passes: str) -> str:
+        return f"{found.median(lambda run: run.of(passes)):.2f}"
 
     last = found.runs[-1]
     return (
-        case.name, median("capture"), median("formulate"), spread(lambda run: run.search), median("lower"),
-        median("plan"), median("differentiate"), f"{found.median(lambda run: run.beside_capture):.2f}",
+        case.name, median("capture"), spread(lambda run: run.search), median(*LOWER),
+        median(*(each.name for each in DIFFERENTIATING)), f"{found.median(lambda run: run.beside_capture):.2f}",
         f"{found.median(lambda run: run.peak) / 1e6:.0f}", str(last.vertices), str(last.width),
         f"gap {100 * last.gap:.2g} %" if last.gap else "proven", f"{last.wire / 1e6:.0f}", beside, _verdict(found),
     )  # fmt: skip

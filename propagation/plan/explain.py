@@ -16,7 +16,7 @@ from ...strategy.suggest import did_you_mean
 from ..program.collective import Collective
 from .alternatives import Alternatives
 from .data import OperatorPlan, PlanData, TensorPlan
-from .planned_graph import planned_graph, why_not
+from .planned_graph import planned_graph
 from .report import Report
 from .units import human, lasting
 
@@ -87,9 +87,12 @@ def _tensor_subject(plan: PlanData, t: TensorPlan) -> _Subject:
 
 def _neighbours(plan: PlanData, operators: Sequence[OperatorPlan]) -> dict[str, str]:
     """For each of `operators` what it reads and who reads it; of none in a plan without a graph."""
-    if not operators or why_not(plan):
+    if not operators:
         return {}
-    graph = planned_graph(plan)
+    try:
+        graph = planned_graph(plan)
+    except StrategyError:
+        return {}
     texts = {}
     for o in operators:
         tensors = dict.fromkeys(tensor for _, _, tensor in graph.in_edges(o.name, data="tensor"))

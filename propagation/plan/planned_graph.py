@@ -38,7 +38,7 @@ class Read:
 
 def planned_graph(plan: PlanData) -> networkx.MultiDiGraph:
     """See Plan.to_networkx."""
-    if reason := why_not(plan):
+    if reason := _why_not(plan):
         raise StrategyError(reason)
     import networkx  # takes a tenth of a second, and few plans need it
 
@@ -67,7 +67,7 @@ def planned_graph(plan: PlanData) -> networkx.MultiDiGraph:
     return graph
 
 
-def why_not(plan: PlanData) -> str:
+def _why_not(plan: PlanData) -> str:
     """Why `plan` has no graph; "" if it has one. (A plan that was edited can be followed without.)"""
     if not plan.has_producers:
         return (
