@@ -7,6 +7,7 @@ The sources themselves are read, so that a new module is covered without being l
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -175,3 +176,11 @@ def undocumented(path: Path) -> Iterator[str]:
 
 def test_all_that_is_public_has_a_docstring() -> None:
     assert [f"{module}: {name}" for module, path in MODULES.items() for name in undocumented(path)] == []
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process runs all tests")
+def test_tests_with_pools_of_ranks_are_on_half_of_the_workers(request: pytest.FixtureRequest) -> None:
+    pooled = {item.nodeid for item in request.session.items if "pools" in getattr(item, "fixturenames", ())}
+    groups = {name.rpartition("@")[2] for name in pooled}
+    assert all(group.startswith("ranks ") for group in groups)
+    assert len(groups) <= max(1, int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) // 2)

@@ -49,7 +49,7 @@ def _rows(plan: PlanData, least: float, every: bool) -> Iterator[tuple[str, ...]
     for o in plan.operators:
         here = at.get(o.name, [])
         if every or here or o.seconds > least:
-            name = f"{o.module} {o.operator.split('.')[1]}" if o.module else o.name
+            name = f"{o.module} {''.join(o.operator.split('.')[1:2]) or o.operator}" if o.module else o.name
             layouts = " ".join("".join(codes) for codes in o.results)
             yield (name, o.strategy.strip("()"), layouts, *_costs(here, o.seconds))
     for output in plan.outputs:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch.distributed as dist
@@ -56,20 +57,18 @@ class Pool:
                 connection.send_bytes(asked)
             except OSError:
                 errors[rank] = "ended"
-        waiting = [rank for rank in range(len(self.connections)) if rank not in errors]
+        waiting = {connection: rank for rank, connection in enumerate(self.connections) if rank not in errors}
         while waiting and time.monotonic() < end:
-            for rank in list(waiting):
+            for connection in wait(list(waiting), end - time.monotonic()):
+                rank = waiting.pop(connection)
                 try:
-                    if not self.connections[rank].poll(0.005):
-                        continue
-                    error, results[rank] = pickle.loads(self.connections[rank].recv_bytes())
+                    error, results[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
                     error = "ended"
-                waiting.remove(rank)
                 if error:
                     errors[rank] = error
                     end = min(end, time.monotonic() + 5)  # the others may wait for it in a collective
-        errors |= dict.fromkeys(waiting, "did not answer")
+        errors |= dict.fromkeys(waiting.values(), "did not answer")
         if errors:
             said = {rank: self._said(rank) for rank in errors}
             raise AssertionError(

@@ -19,6 +19,13 @@ def test_the_table_of_a_plan(plan):
     assert repr(plan.table()) == str(plan.table())
 
 
+def test_a_plan_whose_operators_were_renamed_is_shown(plan):
+    renamed = plan.model_copy(
+        update={"operators": tuple(o.model_copy(update={"operator": "mine"}) for o in plan.operators)}
+    )
+    assert " up mine " in str(renamed.table())
+
+
 def test_views_are_in_the_table_when_every_operator_is_asked_for(plan):
     rows = str(plan.table(every=True)).splitlines()
     assert len(rows) == len(str(plan.table()).splitlines()) + 2
