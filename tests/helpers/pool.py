@@ -3,17 +3,17 @@
 `rank.py` is what each of them runs.
 """
 
+import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
 import time
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
-from pathlib import Path
 
 import torch.distributed as dist
+from rank import serve
+from scripts import FORKS
 
 SECONDS = 100  # for one call, with all that its ranks wait for each other
 
@@ -23,27 +23,24 @@ class Pool:
 
     def __init__(self, n):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # two ranks have hash seeds of their own, as under a launcher; more of them start as forks, in no time
+        start = multiprocessing.get_context("spawn") if n == 2 else FORKS
         self.logs, self.processes, self.connections = [], [], []
         for rank in range(n):
             ours, theirs = Pipe()
             environment = {
-                **os.environ,
                 "RANK": str(rank),
                 "WORLD_SIZE": str(n),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self.store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 need not listen itself
                 "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": os.pathsep.join(sys.path),  # pytest's `pythonpath` too
             }
-            log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - open as long as the process
-            command = [sys.executable, str(Path(__file__).with_name("rank.py")), str(theirs.fileno())]
+            log = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - open as long as the process
             with theirs:
-                self.processes.append(
-                    subprocess.Popen(
-                        command, env=environment, pass_fds=[theirs.fileno()], stdout=log, stderr=subprocess.STDOUT
-                    )
-                )
+                process = start.Process(target=serve, args=(theirs, {**os.environ, **environment}, log.name))
+                process.start()
+            self.processes.append(process)
             self.logs.append(log)
             self.connections.append(ours)
 
@@ -85,10 +82,8 @@ class Pool:
             connection.close()
         end = time.monotonic() + 1  # what they would do at their exit is no matter
         for process in self.processes:
-            try:
-                process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.join(max(0.0, end - time.monotonic()))
+            process.kill()
+            process.join()
         for log in self.logs:
             log.close()

@@ -1,4 +1,4 @@
-"""One rank of a pool (see pool.py): a script that runs what the tests send it until the connection closes.
+"""One rank of a pool (see pool.py): a process that runs what the tests send it until the connection closes.
 
 It prints what it has to say on stderr, which the pool shows when something fails.
 """
@@ -10,7 +10,6 @@ import pickle
 import sys
 import traceback
 import warnings
-from multiprocessing.connection import Connection
 
 import torch
 
@@ -34,12 +33,20 @@ def start_afresh():
     pw.reset_algo_parameters()
 
 
-def serve(connection):
+def serve(connection, environment, log):
+    """Run what comes over `connection`, as a rank that a launcher started with `environment`; output goes to `log`."""
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    init(backend="gloo")
     while True:
         try:
             path, name, arguments = pickle.loads(connection.recv_bytes())
         except EOFError:
-            return
+            break
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -48,10 +55,4 @@ def serve(connection):
         except Exception:
             answer = traceback.format_exc(), None
         connection.send_bytes(pickle.dumps(answer))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    init(backend="gloo")
-    serve(Connection(int(sys.argv[1])))
     shutdown()
