@@ -21,6 +21,8 @@ Each name, and why:
     torch._C._ForceDispatchKeyGuard, _dispatch_tls_local_..._set   what is left out of dispatch
     torch._C._len_torch_..._stack, _get_..._stack_at   the modes that are on; there is no public name
     torch.fx.experimental.proxy_tensor make_fx; public use is documented, the module is not
+    torch.fx._lazy_graph_module    whether graph modules compile their code when they are made; torch.compile's own
+                                   switch, a tenth of the time of a capture
     torch._C._dispatch_get_all_op_names   the operators that there are: torch.ops finds one by its name only
     torch._library.custom_ops.CustomOpDef   what torch.library.custom_op makes, for its type and its operator;
                                        torch.library exports it to no type checker
@@ -79,6 +81,7 @@ from torch._subclasses.fake_tensor import (
 from torch.export import ExportedProgram
 from torch.export.exported_program import _decompose_exported_program
 from torch.export.exported_program import _split_decomp_table_to_cia_and_python_decomp as split_decompositions
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -246,6 +249,11 @@ def decompose(exported: ExportedProgram, composite: Mapping[Any, Any], others: M
     return decomposed
 
 
+def compiled_when_run() -> contextlib.AbstractContextManager[None]:
+    """What make_fx gives meanwhile compiles its code when it first runs: most graphs are only read."""
+    return _use_lazy_graph_module(True)
+
+
 @contextlib.contextmanager
 def _generators_left_alone() -> Iterator[None]:
     """Meanwhile AOTAutograd does not put the global random generators back to what they were, in this thread: fake
@@ -286,6 +294,7 @@ __all__ = [
     "buffers_in",
     "check_input_dim",
     "chunked_losses",
+    "compiled_when_run",
     "data_dependent",
     "decompose",
     "defined_by",

@@ -71,6 +71,15 @@ def test_an_operator_is_an_op_overload_with_tags_and_a_namespace() -> None:
     assert aten.add.Tensor.namespace == "aten"
 
 
+def test_a_graph_may_be_compiled_when_it_first_runs() -> None:
+    with planning.compiled_when_run():
+        traced = planning.make_fx(lambda x: x.sin() + 1)(torch.ones(2))
+    assert type(traced) is not fx.GraphModule
+    assert isinstance(traced, fx.GraphModule)
+    assert torch.equal(traced(torch.zeros(3)), torch.ones(3))
+    assert type(planning.make_fx(torch.sin)(torch.ones(2))).__mro__[1] is fx.GraphModule
+
+
 def test_composite_operators_are_told_from_others() -> None:
     assert planning.is_composite(aten.dropout.default)
     assert not planning.is_composite(aten.mm.default)

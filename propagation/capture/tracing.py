@@ -23,7 +23,7 @@ from ...strategy.notation import counted
 from ..graph.port import Role
 from ..graph.question import Leaf
 from ..graph.structure import Call, Structure, flatten, name_of, state_of
-from ..torch_internals import data_dependent
+from ..torch_internals import compiled_when_run, data_dependent
 from .checks import check_operators, check_static, check_writes
 from .decomposition import write_out
 from .failures import Undecided, is_raised_on_purpose, reason_of
@@ -155,7 +155,12 @@ def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch
     ):  # fmt: skip
         _capturing.set(True)
         warnings.simplefilter("ignore")
-        with ModuleHooks(attempt.hooks, attempt.effects.noted).of(fn), prepared(fn, example, attempt.checked), quiet():
+        with (
+            ModuleHooks(attempt.hooks, attempt.effects.noted).of(fn),
+            prepared(fn, example, attempt.checked),
+            quiet(),
+            compiled_when_run(),
+        ):
             program = torch.export.export(flat, example, strict=False)
             check_writes(program.graph_module, fn)
             if answering is not None and answering.is_drawn_from(program.graph):

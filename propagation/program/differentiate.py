@@ -22,7 +22,7 @@ from ..graph.graph import Text
 from ..graph.nodes import mark, operator_name, region_of
 from ..ops.batch_norm import merge_gradients
 from ..ops.collectives import convert
-from ..torch_internals import FakeTensorMode, OpOverload, data_dependent, make_fx, schema_of
+from ..torch_internals import FakeTensorMode, OpOverload, compiled_when_run, data_dependent, make_fx, schema_of
 from .local_program import LocalProgram
 from .segments import Like, Piece, pieces_of
 from .step import Step, calls_of, is_port, returned_by
@@ -40,7 +40,7 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
         return Step(program, program.module, None, wanted, (False,) * len(needed))
     graph = program.module.graph
     device = program.inputs[0].port.node.meta["val"].device
-    with FakeTensorMode(), torch.enable_grad():
+    with FakeTensorMode(), torch.enable_grad(), compiled_when_run():
         inputs = {
             node: Like.whole(placed.local_shape, placed.dtype, device, needs)
             for node, placed, needs in zip(graph.find_nodes(op="placeholder"), program.inputs, needed, strict=True)
