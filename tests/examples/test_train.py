@@ -46,6 +46,7 @@ def losses(folder: Path) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
+@pytest.mark.slow
 def test_virtual_devices_train_as_one_device(python: Runner, tmp_path: Path, expected: list[float]) -> None:
     done = python(EXAMPLES / "train.py", "--steps", str(STEPS))
     assert done.returncode == 0, done.stderr

@@ -186,6 +186,7 @@ def test_computing_waits_for_nothing_where_each_rank_has_its_part(policy: Any) -
     assert {str(c.kind) for c in program.collectives} == {"all_reduce"}
 
 
+@pytest.mark.slow
 def test_computing_waits_for_joint_statistics() -> None:
     program = planned(tiny("resnet50"), 2, comm_fusion={"openstate": False})
     assert aten.convolution.default in after_reading(program.step.forward.graph)

@@ -68,8 +68,7 @@ def assert_same(found: Reference, expected: Reference) -> None:
 
 def even_cases() -> list[Any]:
     """Each net split one way, and both ways of the U-Net; the rest is for `make conformance`."""
-    fast = {("unet", "both"), ("unet bilinear", "height"), ("convnext", "both"),
-            ("deeplab", "both"), ("efficientnet", "width")}  # fmt: skip
+    fast = {("unet", "both"), ("deeplab", "both"), ("efficientnet", "width")}
     every = [(name, way) for name in NETS for way in WAYS]
     return [pytest.param(*case, marks=[] if case in fast else [pytest.mark.slow]) for case in every]
 
@@ -88,7 +87,7 @@ def test_an_image_in_slices_gives_the_numbers_of_one_device(name: str, way: str,
 
 
 def short_cases() -> list[Any]:
-    fast = {("unet", 8), ("deeplab", 3), ("efficientnet", 3)}
+    fast = {("unet", 8), ("deeplab", 3)}
     every = [(name, devices) for name in NETS for devices in (3, 8)]
     return [pytest.param(*case, marks=[] if case in fast else [pytest.mark.slow]) for case in every]
 

@@ -105,7 +105,7 @@ def check(name: str, annotations: Any, dtype: torch.dtype) -> None:
         *(pytest.param("resnet50", found, marks=pytest.mark.slow) for found in (_both, _first_block, _batch_by_name)),
         # of a deep network the search over all meshes takes longer than all else that is tested here
         *(
-            pytest.param(name, _batch_by_count, marks=[] if name in ("mlp", "convnet") else pytest.mark.slow)
+            pytest.param(name, _batch_by_count, marks=[] if name == "mlp" else pytest.mark.slow)
             for name in CASES
             if name != "resnet50"
         ),

@@ -206,7 +206,7 @@ DRAWING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], torch.memory_
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "LSTM")) for n in DRAWING])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * n.startswith("LSTM")) for n in DRAWING])
 def test_what_pytorch_draws_is_what_the_plain_model_draws_however_its_tensors_lie(name):
     build, size, lies = DRAWING[name]
     pw.set_auto_parallel_context(random_numbers="torch")

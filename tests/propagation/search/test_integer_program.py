@@ -117,7 +117,9 @@ def integer_program(costs, scale):
 
 
 @pytest.mark.parametrize("level", [Level.COMMUNICATION, Level.SPEED])
-@pytest.mark.parametrize("sizes", [(2,), (2, 2), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param((2,), marks=pytest.mark.slow), (2, 2), pytest.param((2, 3), marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("make", [Net, Attention, ConvNet])
 def test_the_exact_search_and_an_integer_program_agree(make, sizes, level):
     mesh = Mesh.of_sizes(sizes)
