@@ -9,43 +9,67 @@ Annotate a few tensors, and train as before:
 
 from __future__ import annotations
 
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
 import partway.versions  # noqa: F401 - first: it warns of a PyTorch that Partway is not tested with
-from partway import data
-from partway.compile import Compiled, compile
-from partway.context import (
-    auto_parallel_context,
-    get_algo_parameters,
-    get_auto_parallel_context,
-    reset_algo_parameters,
-    reset_auto_parallel_context,
-    set_algo_parameters,
-    set_auto_parallel_context,
-)
-from partway.fusion.timeline import save_chrome_trace
-from partway.propagation.plan.plan import Plan
-from partway.rule import rule
-from partway.runtime.process import get_group_size, get_rank, init, shutdown
-from partway.runtime.record import record_collectives, record_timeline
-from partway.shard import shard
-from partway.strategy import (
-    Broadcast,
-    CaptureError,
-    ContextError,
-    DataError,
-    Layout,
-    Mesh,
-    OperatorError,
-    Partial,
-    PartwayError,
-    Replicate,
-    RuntimeStateError,
-    Shard,
-    StrategyError,
-    UnknownOperatorWarning,
-    UntestedTorchWarning,
-    VerifyError,
-    WholeReadWarning,
-)
+
+if TYPE_CHECKING:
+    from partway import data
+    from partway.compiling import Compiled, compile
+    from partway.context import (
+        auto_parallel_context,
+        get_algo_parameters,
+        get_auto_parallel_context,
+        reset_algo_parameters,
+        reset_auto_parallel_context,
+        set_algo_parameters,
+        set_auto_parallel_context,
+    )
+    from partway.fusion.timeline import save_chrome_trace
+    from partway.propagation.plan.plan import Plan
+    from partway.runtime.process import get_group_size, get_rank, init, shutdown
+    from partway.runtime.record import record_collectives, record_timeline
+    from partway.sharding import shard
+    from partway.strategy import (
+        Broadcast,
+        CaptureError,
+        ContextError,
+        DataError,
+        Layout,
+        Mesh,
+        OperatorError,
+        Partial,
+        PartwayError,
+        Replicate,
+        RuntimeStateError,
+        Shard,
+        StrategyError,
+        UnknownOperatorWarning,
+        UntestedTorchWarning,
+        VerifyError,
+        WholeReadWarning,
+    )
+    from partway.user_rules import rule
+
+# Where the public names are. A module is imported when one of its names is first used: all of them take longer than
+# torch does, since capturing a graph needs much of torch that `import torch` leaves out.
+_HOMES = {
+    "compiling": "Compiled compile",
+    "context": """auto_parallel_context get_algo_parameters get_auto_parallel_context reset_algo_parameters
+        reset_auto_parallel_context set_algo_parameters set_auto_parallel_context""",
+    "fusion.timeline": "save_chrome_trace",
+    "propagation.plan.plan": "Plan",
+    "runtime.process": "get_group_size get_rank init shutdown",
+    "runtime.record": "record_collectives record_timeline",
+    "sharding": "shard",
+    "strategy": """Broadcast CaptureError ContextError DataError Layout Mesh OperatorError Partial PartwayError
+        Replicate RuntimeStateError Shard StrategyError UnknownOperatorWarning UntestedTorchWarning VerifyError
+        WholeReadWarning""",
+    "user_rules": "rule",
+}
+_HOME_OF = {name: f"partway.{module}" for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "Broadcast",
@@ -86,3 +110,21 @@ __all__ = [
     "shard",
     "shutdown",
 ]
+
+
+def _public(name: str) -> Any:
+    """The public name `name`, from now on an attribute of the package."""
+    if name == "data":
+        return importlib.import_module("partway.data")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'partway' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+    value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not TYPE_CHECKING:  # a type checker that saw it would take any name for one of the package's
+    __getattr__ = _public

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from partway.cache import software, text_of_graph
-from partway.compile import Compiled
+from partway.compiling import Compiled
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.propagation.graph.nodes import draws_random_numbers
 from partway.request import Request
-from partway.rule import rules
 from partway.runtime.agreement import Fact, facts_of
+from partway.user_rules import rules
 
 _OWN = frozenset(  # a rank may have its own: what is at a path is compared, not the path
     {"compile_cache_path", "enable_compile_cache", "strategy_ckpt_config", "device_profile"}

@@ -22,7 +22,7 @@ from partway.annotations.constrain import constrained_arguments, constrained_res
 from partway.annotations.statements import dataset_applies, dataset_was_set
 from partway.attached import ATTRIBUTE, engine_of
 from partway.checks import check_parameters, check_tensors
-from partway.compile import CallInputs, Compiled, compile_call
+from partway.compiling import CallInputs, Compiled, compile_call
 from partway.context import current, current_algo
 from partway.dtensors import inputs_on, placed_as
 from partway.materialize import Init, Maker, check_materialized, materialize
@@ -40,12 +40,12 @@ from partway.reuse.courses import Courses, MistakenError, PlannedCalls, values_o
 from partway.reuse.facts import fact
 from partway.reuse.guard import Guard, asked, modes, warn_of_modes
 from partway.reuse.names import Asks
-from partway.rule import rules, version
 from partway.runner import Runner
 from partway.runtime.process import launched
 from partway.runtime.waiting import Waiting
 from partway.strategy import Layout, Problem, RuntimeStateError, StrategyError, raise_problems
 from partway.strategy.afterwards import afterwards
+from partway.user_rules import rules, version
 
 _captured: ContextVar[Engine | None] = ContextVar("captured", default=None)  # whose function is planned right now
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from partway.alike import SEED, asked, draws, modes, of_plan, options, versions
 from partway.annotations.statements import dataset_was_set
-from partway.compile import Compiled
+from partway.compiling import Compiled
 from partway.context import current_algo
 from partway.dtensors import drop_hooks, is_dtensor, plain
 from partway.options.fields import DatasetMode

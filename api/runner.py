@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from partway.compile import Compiled
+from partway.compiling import Compiled
 from partway.fusion.program import Program
 from partway.placing import Change, Placing
 from partway.planning import planning

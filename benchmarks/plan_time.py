@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from partway.compile import device_profile
+from partway.compiling import device_profile
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.passes import DIFFERENTIATING, lowered, make_step, search_on_mesh, timed

@@ -24,7 +24,7 @@ runtime/test_step.py                   runtime: doing loaded random_state
 models/test_accumulation.py            runtime: waiting
 api/test_bad_input.py                  api: checks request; api/annotations: names statements
 api/test_context.py                    api/options: algo base fields in_force parallel refusals
-api/test_compile.py                    api: plan_inputs; api/annotations: annotate
+api/test_compiling.py                  api: plan_inputs; api/annotations: annotate
 api/test_guard.py                      api/reuse: guard
 api/test_planned.py                    api/reuse: courses
 api/test_threads.py                    api: attached engine planning
@@ -33,7 +33,7 @@ models/test_step_overhead.py           api: runner; api/measure: contenders
 models/test_cache.py                   api: cache
 models/test_constraints.py             api/annotations: constrain
 models/test_flat_devices.py            api/annotations: meshes
-models/test_features.py                api: shard sharded
+models/test_features.py                api: sharded sharding
 models/test_gloo_features.py           api: alike
 models/test_gloo_dtensors.py           api: dtensors
 models/test_materialize.py             api: materialize; propagation/capture: initialisers
@@ -69,7 +69,7 @@ propagation/rules/test_table.py        propagation/rules: along builder dims emb
 propagation/rules/test_table.py        propagation/rules: fourier hooks linear_algebra
 propagation/rules/test_table.py        propagation/rules: pointwise pools row
 propagation/rules/test_expand.py       propagation/rules: local_forms
-api/test_rule.py                       propagation/rules: custom
+api/test_user_rules.py                 propagation/rules: custom
 test_torch_internals.py                propagation: torch_internals; runtime: torch_internals
 fusion/test_modes.py                   fusion: policy
 fusion/test_fuse.py                    fusion: members program
@@ -91,7 +91,7 @@ def covered() -> Iterator[tuple[str, str]]:
 
 
 def modules() -> dict[str, Path]:
-    """The file of each module by its path in the checkout: `propagation/search/exact.py`, `api/shard.py`."""
+    """The file of each module by its path in the checkout: `propagation/search/exact.py`, `api/sharding.py`."""
     spec = find_spec("partway")
     assert spec is not None
     assert spec.submodule_search_locations

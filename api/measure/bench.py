@@ -28,7 +28,7 @@ from rich.table import Table
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.multiprocessing.spawn import ProcessException, spawn
 
-from partway.compile import compile
+from partway.compiling import compile
 from partway.context import auto_parallel_context
 from partway.fusion import FusionMode, Span, save_chrome_trace
 from partway.fusion.program import Program

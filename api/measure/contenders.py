@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from partway.context import auto_parallel_context
 from partway.measure.calibrate import wait_for
 from partway.measure.workloads import Workload
-from partway.shard import shard
+from partway.sharding import shard
 
 LEARNING_RATE = 1e-4
 SECONDS = 300  # how long a collective waits for other ranks, which may be planning or profiling

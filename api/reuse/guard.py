@@ -24,8 +24,8 @@ from partway.propagation.torch_internals import dispatch_modes, function_modes, 
 from partway.reuse.facts import fact
 from partway.reuse.names import Asks
 from partway.reuse.state import State
-from partway.rule import version
 from partway.runtime.torch_internals import spec_of, spec_or_none
+from partway.user_rules import version
 
 _PLAIN = frozenset({type(None), bool, int, float, str})  # two of one type that are equal are one value
 _NOTHING = fact({})

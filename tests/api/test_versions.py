@@ -30,7 +30,7 @@ def test_the_warning_stands_before_an_import_that_fails():
     """A later PyTorch may have dropped what Partway imports."""
     text = (
         "import torch; torch.__version__ = '2.99.0'; del torch.export\n"
-        "import sys; sys.modules['torch.export'] = None\nimport partway"
+        "import sys; sys.modules['torch.export'] = None\nimport partway\npartway.shard"
     )
     found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
     assert found.returncode == 1

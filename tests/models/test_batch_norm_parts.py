@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from zoo import CASES
 
 import partway as pw
-from partway.compile import compile
+from partway.compiling import compile
 from partway.measure.workloads import Workload, tiny
 from partway.propagation.ops.collectives import convert, convert_group, kind_of
 

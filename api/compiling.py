@@ -59,10 +59,10 @@ from partway.request import Request
 from partway.reuse.courses import values_of
 from partway.reuse.effects import Effects
 from partway.reuse.state import State, warn_of_unwatched
-from partway.rule import rules, text_of
 from partway.runtime.process import get_rank
 from partway.strategy import Layout, Mesh, StrategyError, raise_problems
 from partway.strategy.afterwards import afterwards
+from partway.user_rules import rules, text_of
 
 
 @dataclass(frozen=True)

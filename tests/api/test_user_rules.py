@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import partway as pw
-from partway.rule import rules, version
+from partway.user_rules import rules, version
 
 MESH = {"dp": 2, "tp": 2}
 EXACT = 1e-12
