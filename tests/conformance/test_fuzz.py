@@ -4,7 +4,7 @@ import fuzz
 import pytest
 import torch
 
-FEW, MANY = 20, 1000
+FEW, MANY = 12, 1000
 
 
 @pytest.fixture(autouse=True)

@@ -223,6 +223,10 @@ def test_more_workers_than_shards_are_refused(urls):
         "there are 8 shards for 16 data-parallel groups, so that some would read nothing; write at least 16 shards, "
         "use fewer workers, or resampled=True"
     )
+
+
+@pytest.mark.slow  # DataLoader waits for its workers for some seconds
+def test_more_loader_workers_than_shards_are_refused(urls):
     few = wds.shardlists.expand_urls(urls)[:3]
     with pytest.raises(pw.DataError, match="there are 3 shards for 2 data-parallel groups with 2 loader workers each"):
         keys(web_dataset(few, parts()[0], seed=0), workers=2)
