@@ -7,14 +7,14 @@ import torch
 import partway as pw
 
 SLICE = (  # one of each family of rules
-    "add", "cat", "cumsum", "equal", "linalg.vector_norm", "logsumexp", "masked_fill", "matmul",
-    "nn.functional.conv2d", "nn.functional.group_norm", "nn.functional.nll_loss", "permute", "softmax", "sort", "sum",
+    "cat", "cumsum", "linalg.vector_norm", "masked_fill", "matmul", "nn.functional.conv2d", "nn.functional.group_norm",
+    "permute", "softmax", "sort",
 )  # fmt: skip
 
 
 def test_operators_are_right_and_as_sharded_as_the_page_says():
     said, known = operators.statuses(), operators.entries()
-    found = {result.name: result for result in operators.examine([known[name] for name in SLICE], most=1, strided=1)}
+    found = {result.name: result for result in operators.examine([known[name] for name in SLICE], most=2, strided=1)}
     assert {name: result.problems for name, result in found.items() if result.problems} == {}
     assert {name: result.status for name, result in found.items()} == {name: said[name] for name in SLICE}
 
