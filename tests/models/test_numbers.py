@@ -31,8 +31,11 @@ RESULTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("fn", RESULTS.values(), ids=RESULTS)
-def test_a_number_is_a_result_as_on_one_device(fn: Any) -> None:
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_number_is_a_result_as_on_one_device(name: str) -> None:
+    if name == "arithmetic" and torch.__version__.startswith(("2.11.", "2.12.")):
+        pytest.skip("torch.export refuses it: it has no name for a number that it deduces bounds of")
+    fn = RESULTS[name]
     f = sharded(fn)
     for x in (X, 2 * X):
         found, expected = f(x), fn(x)
