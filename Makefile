@@ -81,6 +81,7 @@ check: $(STAMP)
 	rm -rf $(VENV)/unpacked
 	$(PIP) install --quiet --no-deps --target $(VENV)/unpacked $(VENV)/dist/*.whl
 	MYPYPATH=$(VENV)/unpacked $(BIN)/mypy -p partway
+	MYPYPATH=$(VENV)/unpacked $(BIN)/mypy tests/types/uses.py
 	PYTHONPATH=$(VENV)/unpacked $(BIN)/lint-imports
 
 format: $(STAMP)

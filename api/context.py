@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 from partway.options.algo import AlgoParameters
 from partway.options.in_force import InForce
 from partway.options.parallel import ParallelContext
+from partway.options.typed import AlgoOptions, ParallelOptions, listing
 
 _parallel = InForce(ParallelContext())
 _algo = InForce(AlgoParameters())
@@ -37,13 +38,14 @@ def current_algo() -> AlgoParameters:
     return _algo.value
 
 
-def set_auto_parallel_context(**kwargs: object) -> None:
-    """Set options of the parallel context, the fields of `ParallelContext`; the others stay as they are. Inside a `with
-    auto_parallel_context` it sets those of the `with`.
+@listing(ParallelOptions, ParallelContext)
+def set_auto_parallel_context(**kwargs: Unpack[ParallelOptions]) -> None:
+    """Set options of the parallel context; the others stay as they are. Inside a `with auto_parallel_context` it sets
+    those of the `with`.
 
     Raises ContextError (a ValueError) that lists every wrong option, and then changes none.
     """
-    _parallel.update("set_auto_parallel_context", kwargs)
+    _parallel.update("set_auto_parallel_context", dict(kwargs))
 
 
 def get_auto_parallel_context(key: str) -> Any:
@@ -56,19 +58,21 @@ def reset_auto_parallel_context() -> None:
     _parallel.reset()
 
 
+@listing(ParallelOptions, ParallelContext)
 @contextmanager
-def auto_parallel_context(**kwargs: object) -> Iterator[ParallelContext]:
+def auto_parallel_context(**kwargs: Unpack[ParallelOptions]) -> Iterator[ParallelContext]:
     """Set options inside a `with`, for this thread; afterwards, after an exception too, all are as they were before.
 
     Raises ContextError on entering, as `set_auto_parallel_context`. Also works as a decorator.
     """
-    with _parallel.block("auto_parallel_context", kwargs) as options:
+    with _parallel.block("auto_parallel_context", dict(kwargs)) as options:
         yield options
 
 
-def set_algo_parameters(**kwargs: object) -> None:
-    """Set options of the strategy search, the fields of `AlgoParameters`; raises as `set_auto_parallel_context`."""
-    _algo.update("set_algo_parameters", kwargs)
+@listing(AlgoOptions, AlgoParameters)
+def set_algo_parameters(**kwargs: Unpack[AlgoOptions]) -> None:
+    """Set options of the strategy search; raises as `set_auto_parallel_context`."""
+    _algo.update("set_algo_parameters", dict(kwargs))
 
 
 def get_algo_parameters(key: str) -> Any:

@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, Generic, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 import torch
 
@@ -25,11 +25,47 @@ from partway.request import Request
 from partway.sharded import ShardedModule, sharded_class
 from partway.strategy import StrategyError
 
+M = TypeVar("M", bound=torch.nn.Module)
+P = ParamSpec("P")
+R = TypeVar("R")
+InStrategy = tuple[Any, ...] | Mapping[str, Any] | None
+OutStrategy = tuple[Any, ...] | None
 
+
+class _Others(TypedDict, total=False):
+    parameter_plan: Mapping[str, Any] | None
+    mesh: Any
+    device: str | None
+    level: int
+    module_plan: Mapping[str, Any] | None
+    plan: Any
+
+
+class _Decorator(Protocol):
+    """What `shard` gives without a function: a module stays a module of its class, a function takes what it took."""
+
+    @overload
+    def __call__(self, fn: M, /) -> M: ...  # type: ignore[overload-overlap]  # modules can be called
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> ShardedFunction[P, R]: ...
+
+
+@overload
+def shard(  # type: ignore[overload-overlap]  # modules can be called
+    fn: M, in_strategy: InStrategy = None, out_strategy: OutStrategy = None, **others: Unpack[_Others]
+) -> M: ...
+@overload
+def shard(
+    fn: Callable[P, R], in_strategy: InStrategy = None, out_strategy: OutStrategy = None, **others: Unpack[_Others]
+) -> ShardedFunction[P, R]: ...
+@overload
+def shard(
+    fn: None = None, in_strategy: InStrategy = None, out_strategy: OutStrategy = None, **others: Unpack[_Others]
+) -> _Decorator: ...
 def shard(
     fn: Any = None,
-    in_strategy: tuple[Any, ...] | Mapping[str, Any] | None = None,
-    out_strategy: tuple[Any, ...] | None = None,
+    in_strategy: InStrategy = None,
+    out_strategy: OutStrategy = None,
     *,
     parameter_plan: Mapping[str, Any] | None = None,
     mesh: Any = None,
@@ -102,17 +138,20 @@ def _shard(fn: Any, request: Request) -> Any:
     return ShardedFunction(fn if before is None else before.fn, request)
 
 
-class ShardedFunction:
+class ShardedFunction(Generic[P, R]):
     """A function that runs split. `plan` and `program` are those of its last call."""
 
-    def __init__(self, fn: Callable[..., Any], request: Request) -> None:
+    def __init__(self, fn: Callable[P, R], request: Request) -> None:
         functools.update_wrapper(self, fn)
         self._engine = Engine(fn, request)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R
         if torch.compiler.is_dynamo_compiling():
-            return uncompiled(self, args, kwargs)
-        return self._engine.call(args, kwargs)
+            result = uncompiled(self, args, kwargs)
+        else:
+            result = self._engine.call(args, kwargs)
+        return result
 
     def __reduce__(self) -> Any:
         """Functions are pickled by name, and so is one that `shard` decorated."""

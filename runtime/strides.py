@@ -73,7 +73,8 @@ def contiguous(x: Tensor) -> Tensor:
 
 def check_laid_out(x: Any, like: Tensor, name: str) -> None:
     """Raise VerifyError unless `x`, the value `name` of a program, lies in memory as what was traced for it. (The
-    statistics of a norm in bfloat16 are float32, which its meta kernel does not say; only its backward reads them.)"""
-    actual, traced = ((tuple(t.shape), t.stride()) for t in (x, like))
+    statistics of a norm in bfloat16 are float32, which its meta kernel does not say; only its backward reads them. The
+    strides of no elements are no matter.)"""
+    actual, traced = ((tuple(t.shape), t.stride() if t.numel() else ()) for t in (x, like))
     if actual != traced:
         raise VerifyError(f"{name} has the shape and strides {actual}, and was traced with {traced}")

@@ -168,7 +168,7 @@ def undocumented(path: Path) -> Iterator[str]:
     body = ast.parse(path.read_text(encoding="utf-8")).body
     protocols = [node for node in body if isinstance(node, ast.ClassDef) and "Protocol" in bases(node)]
     for node in public(body):
-        if not ast.get_docstring(node):
+        if not ast.get_docstring(node) and not any(ast.unparse(one) == "overload" for one in node.decorator_list):
             yield node.name
         if isinstance(node, ast.ClassDef):
             yield from (f"{node.name}.{m.name}" for m in public(node.body) if not documented(m.name, node, protocols))

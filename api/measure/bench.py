@@ -108,8 +108,9 @@ def gradients_of(work: Workload, world: int) -> int:
     """How many AllReduces of gradients a step on `world` ranks has, unfused."""
     batch = work.tensors(work.each * world, torch.float32)
     parts = world if work.own_statistics else 1
-    options = {"parallel_mode": "data_parallel", "device_num": world, "batch_norm_parts": parts}
-    with auto_parallel_context(**options, comm_fusion={"openstate": False}):
+    with auto_parallel_context(
+        parallel_mode="data_parallel", device_num=world, batch_norm_parts=parts, comm_fusion={"openstate": False}
+    ):
         program = compile(work.model(torch.float32), batch).program
     conversions = program.step.program.conversions
     return sum(

@@ -36,6 +36,7 @@ class AlgoParameters(Options):
     """The last dim of a matmul's slices must be a multiple of `tensor_slice_align_size`."""
 
     tensor_slice_align_size: int = Field(default=16, ge=1, le=1024, description="an int from 1 to 1024")
+    """Of how many elements, with `tensor_slice_align_enable`."""
 
     memory_limit: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="None or a number of bytes above 0, such as 80e9"

@@ -110,12 +110,16 @@ class ParallelContext(Options):
     }
 
     parallel_mode: ParallelMode = Field(default=ParallelMode.STAND_ALONE, strict=False)
-    """If this was never set, `shard` acts as in auto_parallel (see `mode_was_set`), so that a script with one
-    annotation runs split; in the reference it is ignored. `hybrid_parallel` is left out: it is neither checked nor
-    planned there."""
+    """Who chooses strategies. stand_alone: nobody; all runs on one device, as if `shard` were not there. data_parallel:
+    the batch is split and nothing else. semi_auto_parallel: annotations are followed, and what has none splits the
+    batch. auto_parallel: the search chooses all that is not annotated. If this was never set, `shard` acts as in
+    auto_parallel, so that a script with one annotation runs split; in the reference it is ignored. `hybrid_parallel` is
+    left out: it is neither checked nor planned there."""
 
     search_mode: SearchMode = Field(default=SearchMode.DYNAMIC_PROGRAMMING, strict=False)
-    """As in the reference up to 2.0 (2.7: recursive_programming), because here it is exact and still fast."""
+    """How strategies are searched for. dynamic_programming: the cheapest plan there is, as in the reference up to 2.0
+    (2.7: recursive_programming), because here it is exact and still fast. sharding_propagation: annotations spread to
+    their neighbours. recursive_programming: the devices are halved again and again."""
 
     device_num: int = Field(default=1, ge=1, le=16384, description="an int from 1 to 16384")
     """How many devices are simulated; under a launcher there are as many as processes, so that one script serves both.
@@ -165,10 +169,13 @@ class ParallelContext(Options):
     """A load_file must exist when it is set, so that a wrong path is an error at its own line."""
 
     enable_parallel_optimizer: bool = False
+    """True: parameters, their gradients and the states of the optimizer are split over the devices that would hold
+    copies (ZeRO, FSDP), as `parallel_optimizer_config` says."""
 
     parallel_optimizer_config: ParallelOptimizerConfig = Field(
         default=ParallelOptimizerConfig(), description="a dict with the key parallel_optimizer_threshold"
     )
+    """Parameters of less than parallel_optimizer_threshold KB stay whole."""
 
     reshard_after_forward: bool | None = Field(default=None, description="None, True or False")
     """Ours, with FSDP2's name. True: weights that are split at rest and gathered for the forward are freed after it,

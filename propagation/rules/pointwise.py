@@ -61,12 +61,6 @@ def _sum_rule(node: fx.Node) -> Rule | None:
     return pointwise(*([{0, 1}] if len(operands(node)) == 2 else []))(node)
 
 
-def _cast_rule(node: fx.Node) -> Rule | None:
-    """Linear, but not from a number with a fraction to one without."""
-    before, after = value(operands(node)[0]).dtype, value(node).dtype
-    return pointwise(*([] if before.is_floating_point and not after.is_floating_point else [{0}]))(node)
-
-
 def _where_rule(node: fx.Node) -> Rule | None:
     """Jointly linear in the two tensors that it chooses from."""
     return pointwise(*([{1, 2}] if len(operands(node)) == 3 else []))(node)
@@ -77,7 +71,7 @@ _UNARY_LINEAR = pointwise({0})
 # Operators that are linear in an operand, or that PyTorch does not tag as pointwise.
 ELEMENTWISE: dict[Any, RowFunction] = {
     aten._prelu_kernel.default: pointwise(),  # without the tag
-    aten._to_copy.default: _cast_rule,
+    aten._to_copy.default: _UNARY_LINEAR,
     aten.add.Tensor: _sum_rule,
     aten.alias.default: _UNARY_LINEAR,
     aten.clone.default: _UNARY_LINEAR,

@@ -101,8 +101,12 @@ def _global_index(emit: Emitter, index: fx.Node) -> fx.Node:
 
 
 def avg_pool(node: fx.Node) -> Rule:
-    """Pools that take the mean, each of as many elements as PyTorch says."""
-    return over_dims(node, _pool_reaches(node), local=_local_avg_pool)
+    """Pools that take the mean, each of as many elements as PyTorch says. A mean of integers is rounded: it is not the
+    sum of those of addends, and near the ends no factor makes one mean of another."""
+    reaches = _pool_reaches(node)
+    if value(node).dtype.is_floating_point:
+        return over_dims(node, reaches, local=_local_avg_pool)
+    return over_dims(node, reaches, linear=False, whole=reaches)
 
 
 def _local_avg_pool(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

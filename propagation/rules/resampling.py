@@ -185,7 +185,9 @@ def interpolation(node: fx.Node) -> Rule:
         whole = set(samplings)
     reaches = {d: _reach_of(sampling) for d, sampling in samplings.items() if d not in whole}
     beyond = any(isinstance(reach, Enlarged) and reach.margin for reach in reaches.values())
-    return over_dims(node, reaches, "replicate" if beyond else 0.0, local=_local_interpolation, whole=whole)
+    fill = "replicate" if beyond else 0.0
+    linear = not rounded or all(sampling.nearest for sampling in samplings.values())
+    return over_dims(node, reaches, fill, linear, _local_interpolation, whole)
 
 
 def _samplings(node: fx.Node) -> dict[int, Sampling]:

@@ -7,12 +7,13 @@ runs replicated on every device (`rule_of` returns None), with a warning that sh
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..graph.nodes import draws_random_numbers
+from ..graph.nodes import draws_random_numbers, operands, results_of, value
 from . import (
     adaptive_pools,
     along,
@@ -105,9 +106,29 @@ def rule_of(node: fx.Node, own: Rows = _NONE) -> Rule | None:
     if draws_random_numbers(node):
         return None
     if node.target in own:
-        return own_rule(own[node.target], node)
+        return _where_addends_add_up(own_rule(own[node.target], node), node)
     rule = _rule_by(ROWS.get(node.target), node)
-    return pointwise.fill_padding(rule, node) if rule is not None and is_elementwise(node) else rule
+    if rule is None:
+        return None
+    return _where_addends_add_up(pointwise.fill_padding(rule, node) if is_elementwise(node) else rule, node)
+
+
+def _where_addends_add_up(rule: Rule, node: fx.Node) -> Rule:
+    """`rule`, linear only where dtypes are: see `add_up`."""
+    results = [result.dtype for result in results_of(node)]
+    given = [value(operand).dtype for operand in operands(node)]
+    linear = tuple(both for both in rule.linear if all(add_up(given[i], dtype) for i in both for dtype in results))
+    return rule if linear == rule.linear else replace(rule, linear=linear)
+
+
+def add_up(given: torch.dtype, result: torch.dtype) -> bool:
+    """Whether what is computed of addends of dtype `given` may add up to what is computed of their sum. Integers wrap
+    around, so that addends tell their sum modulo 2 to the number of bits: more bits, or fractions, cannot be computed
+    of each. A number that is cut off to an integer is not the sum of those of its addends; nor are truth values."""
+    if torch.bool in (given, result):
+        return False
+    whole, cut = (not (dtype.is_floating_point or dtype.is_complex) for dtype in (given, result))
+    return cut and result.itemsize <= given.itemsize if whole else not cut
 
 
 def _rule_by(row: Row | RowFunction | None, node: fx.Node) -> Rule | None:

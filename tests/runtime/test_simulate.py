@@ -142,6 +142,16 @@ def test_a_value_unlike_what_was_traced_is_an_error_where_that_is_asked_for(monk
         on_one(code, torch.ones(2))
 
 
+def test_how_no_elements_lie_is_no_matter(monkeypatch):
+    def node_of(g, x):
+        made = g.call_function(torch.ops.aten.relu.default, (x,))
+        made.meta["val"] = torch.empty_strided((0, 1), (1, 7), device="meta")
+        return made
+
+    monkeypatch.setenv("PARTWAY_VERIFY", "1")
+    assert on_one(code_of(node_of), torch.ones(0, 1))[0].shape == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("step", "expected"),
     [

@@ -135,6 +135,9 @@ def test_whole_numbers_are_split_where_nothing_is_rounded():
     (found, _), (expected, _), plan = run_split(CALLS["largest"], x, (None, None, "a", None))
     assert torch.equal(found, expected)
     assert "exchange" in {str(c.kind) for c in plan.collectives}
+    for way in ((None, None, "a", None), (None, None, None, "a")):
+        (found, _), (expected, _), _ = run_split(CALLS["mean"], x, way)
+        assert torch.equal(found, expected)
     pixels = x.add(9).to(torch.uint8)
     for name in ("nearest", "bilinear"):
         (found, _), (expected, _), _ = run_split(CALLS[name], pixels, (None, None, "a", None))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from cases import case, cases_by_family, definite, index, real, tensors_of
 from strided import strided
 
+import partway as pw
 from partway.propagation import rules
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.nodes import shape
@@ -259,3 +260,42 @@ def test_an_index_that_no_part_has_is_an_error(lab, wrong):
     step = lab.compiled(problem, dynamic_programming(problem).choice)
     with pytest.raises(IndexError, match=f"index {wrong} is out of range of a dim of size 8"):
         step(lab.call_tensors(problem, F.embedding, args))
+
+
+# Of integers that wrap around: what is computed of addends on each rank, and what of their sum.
+WRAPPING = {
+    "narrow, then wide": lambda x: x.sum(1).to(torch.uint8).to(torch.int64).sum(),
+    "int32": lambda x: (x * 2**24).sum(1).to(torch.int32).to(torch.int64).sum(),
+    "to a float": lambda x: x.sum(1).to(torch.uint8).to(torch.float64).sum(),
+    "a wider sum": lambda x: x.to(torch.uint8).sum(1, dtype=torch.uint8).sum(),
+    "times a fraction": lambda x: (x.to(torch.uint8).sum(1, dtype=torch.uint8) * 0.5).sum(),
+    "divided": lambda x: (x.to(torch.int8).sum(1, dtype=torch.int8) / 2).sum(),
+    "a truth value": lambda x: x.sum(1).to(torch.bool).sum(),
+    "a mean of them": lambda x: F.avg_pool1d(x.sum(1).view(1, 1, -1), 3).sum(),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPING)
+def test_integers_that_wrap_around_are_those_of_one_device(name):
+    x = 50 * torch.randint(-1, 2, (1 << 12, 8), generator=torch.Generator().manual_seed(0))
+    split = pw.shard(WRAPPING[name], mesh={"x": 4}, in_strategy=((None, "x"),))
+    assert torch.equal(split(x), WRAPPING[name](x))
+
+
+@pytest.mark.parametrize(
+    ("given", "result", "expected"),
+    [
+        (torch.float64, torch.float16, True),
+        (torch.complex64, torch.float32, True),
+        (torch.float32, torch.int64, False),
+        (torch.int64, torch.uint8, True),
+        (torch.int8, torch.uint8, True),
+        (torch.uint8, torch.int16, False),
+        (torch.int64, torch.float64, False),
+        (torch.int64, torch.bool, False),
+        (torch.bool, torch.int64, False),
+        (torch.bool, torch.bool, False),
+    ],
+)
+def test_addends_may_be_computed_with_where_dtypes_keep_their_sum(given, result, expected):
+    assert table.add_up(given, result) is expected

@@ -1,0 +1,92 @@
+"""The options as type checkers and `help` see them: what may be written for each.
+
+The models say what is accepted and what it means; `tests/api/options/test_typed.py` holds the names here to theirs.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypedDict, TypeVar
+
+from partway.options.base import Options
+
+
+class ParallelOptions(TypedDict, total=False):
+    """What `set_auto_parallel_context` and `auto_parallel_context` take."""
+
+    parallel_mode: Literal["stand_alone", "data_parallel", "semi_auto_parallel", "auto_parallel"]
+    search_mode: Literal["dynamic_programming", "sharding_propagation", "recursive_programming"]
+    device_num: int
+    dataset_strategy: Literal["data_parallel", "full_batch"] | tuple[tuple[int, ...], ...]
+    full_batch: bool
+    gradients_mean: bool
+    batch_norm_parts: int
+    gradient_fp32_sync: bool
+    parameter_broadcast: bool
+    all_reduce_fusion_config: Sequence[int] | None
+    comm_fusion: Mapping[str, bool | Mapping[str, Any] | None]
+    strategy_ckpt_config: Mapping[str, str | bool]
+    enable_parallel_optimizer: bool
+    parallel_optimizer_config: Mapping[str, int]
+    reshard_after_forward: bool | None
+    enable_compile_cache: bool
+    compile_cache_path: str
+    backend: Literal["eager", "inductor"]
+    random_numbers: Literal["counter", "torch", "rank"]
+    on_unknown_op: Literal["warn", "error"]
+    device_profile: str | None
+
+
+class AlgoOptions(TypedDict, total=False):
+    """What `set_algo_parameters` takes."""
+
+    fully_use_devices: bool
+    elementwise_op_strategy_follow: bool
+    enable_algo_approxi: bool
+    algo_approxi_epsilon: float
+    tensor_slice_align_enable: bool
+    tensor_slice_align_size: int
+    memory_limit: float | None
+    optimizer_states: float
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def listing(options: type[Any], model: type[Options]) -> Callable[[F], F]:
+    """A decorator: the docstring of a function ends with its `options`, each with type, default and meaning."""
+
+    def extended(function: F) -> F:
+        function.__doc__ = f"{inspect.getdoc(function)}\n\n{listed(options, model)}\n"
+        return function
+
+    return extended
+
+
+def listed(options: type[Any], model: type[Options]) -> str:
+    """The options of a TypedDict, each with its type, its default and its meaning, as `model` has them."""
+    said, defaults = meanings(model), model().model_dump()
+    lines = []
+    for name, written in options.__annotations__.items():
+        lines.append(f"    {name}: {getattr(written, '__forward_arg__', written)} = {defaults[name]!r}")
+        lines += textwrap.wrap(said.get(name, ""), 112, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    return "\n".join(["Options:", "", *lines])
+
+
+def meanings(model: type[Options]) -> dict[str, str]:
+    """The docstring below each field of a model, read from its source; none where there is no source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(model)))
+    except (OSError, TypeError):
+        return {}
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    return {
+        field.target.id: inspect.cleandoc(said.value.value)
+        for field, said in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant) and isinstance(said.value.value, str)
+    }
