@@ -18,7 +18,7 @@ from ..graph.nodes import at_source, module_path, operands, shape, value
 from ..ops.batch_norm import moments, normalise, part_norm, sample_moments, statistics
 from ..ops.dtypes import wide
 from .builder import Builder, Expansion
-from .dims import letters_of, sizes_of, without
+from .dims import letters_of, sizes_of, split_evenly, without
 from .row import Row, RowFunction
 from .rule import Emitter, Rule
 
@@ -79,9 +79,10 @@ def _normalise_rule(node: fx.Node) -> Rule | None:
     bias = frozenset(() if node.args[4] is None else (len(operands(node)) - 1,))
     linear = (bias | {0, 1},)
     even = frozenset(letters[1]) if len(shape(operands(node)[1])) == 2 else frozenset[str]()  # groups are whole
+    sizes = sizes_of(letters, size)
     return Rule(
-        (letters, *vectors), (letters,), sizes_of(letters, size), additive=bias, linear=linear, local=_local_normalise,
-        even=even,
+        (letters, *vectors), (letters,), sizes, additive=bias, linear=linear, local=_local_normalise,
+        even=even | split_evenly(node, sizes),
     )  # fmt: skip
 
 

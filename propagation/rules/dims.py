@@ -30,6 +30,13 @@ def sizes_of(dims: Dims, size: tuple[int, ...]) -> dict[str, int]:
     return {parts[0]: extent for parts, extent in zip(dims, size, strict=True) if len(parts) == 1}
 
 
+def split_evenly(norm: fx.Node, sizes: Mapping[str, int]) -> frozenset[str]:
+    """The factors of a norm that have to be split evenly: all of them, unless its eps keeps variances away from zero.
+    Padding has none, and the gradients computed of it would not be finite."""
+    eps = argument(norm, "eps")
+    return frozenset() if eps is None or eps > 0 else frozenset(sizes)
+
+
 def without(dims: Dims, whole: Iterable[int]) -> Dims:
     """The dims of a tensor, but those in `whole` cannot be split."""
     dropped = set(whole)

@@ -19,7 +19,7 @@ from ..graph.nodes import argument, argument_names, operands, results_of, shape,
 from ..ops.batch_norm import normalise, sample_moments, statistics
 from ..ops.dtypes import wide
 from .builder import Builder, Expansion
-from .dims import letters_of, sizes_of, without
+from .dims import letters_of, sizes_of, split_evenly, without
 from .local_forms import replaced
 from .row import Row, RowFunction
 from .rule import Emitter, Rule
@@ -35,14 +35,16 @@ def _layer_norm_rule(node: fx.Node) -> Rule | None:
     size, count = shape(x), len(argument(node, "normalized_shape"))
     letters = without(letters_of(size), range(len(size) - count, len(size)))
     affine = tuple(((),) * count for _ in operands(node)[1:])
-    return Rule((letters, *affine), (letters,), sizes_of(letters, size))
+    sizes = sizes_of(letters, size)
+    return Rule((letters, *affine), (letters,), sizes, even=split_evenly(node, sizes))
 
 
 def _group_norm_rule(node: fx.Node) -> Rule | None:
     """Each sample by itself, where expansion leaves it."""
     x = operands(node)[0]
     letters = without(letters_of(shape(x)), range(1, len(shape(x))))
-    return Rule((letters, *(((),) for _ in operands(node)[1:])), (letters,), sizes_of(letters, shape(x)))
+    sizes = sizes_of(letters, shape(x))
+    return Rule((letters, *(((),) for _ in operands(node)[1:])), (letters,), sizes, even=split_evenly(node, sizes))
 
 
 def _native_norm_rule(node: fx.Node) -> Rule:
@@ -55,7 +57,10 @@ def _native_norm_rule(node: fx.Node) -> Rule:
     affine = tuple(((),) * len(shape(o)) for o in vectors)
     statistics = tuple((*letters[:first], *((),) * (len(t.shape) - first)) for t in results_of(node)[1:])
     local = None if layer else _local_group_norm
-    return Rule((letters, *affine), (letters, *statistics), sizes_of(letters, size), local=local)
+    sizes = sizes_of(letters, size)
+    return Rule(
+        (letters, *affine), (letters, *statistics), sizes, local=local, even=split_evenly(node, sizes)
+    )  # fmt: skip
 
 
 def _local_group_norm(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from norm_tensors import EPS, drawn, placed, vectors
 from torch import nn
 
+import partway as pw
 from partway.fusion import FusionPolicies
 from partway.fusion.program import make_program
 from partway.propagation.capture.capture import capture
@@ -399,3 +400,29 @@ def test_an_rms_norm_without_eps_has_pytorchs(lab, dtype):
     graph = capture(lambda x: F.rms_norm(x, (4, 6)), (x,), {})
     (found,) = torch.fx.Interpreter(graph.module).run(x)
     torch.testing.assert_close(found, F.rms_norm(x, (4, 6)))
+
+
+SIZES = (5, 64, 64), (64, 64), (64, 64)  # five of the batch on four devices
+ROWS = "x", None, None
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-5])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x, w, b, eps: F.layer_norm(x, (64, 64), w, b, eps),
+        lambda x, w, b, eps: F.layer_norm(x, (64,), w[0], b[0], eps),
+        lambda x, w, b, eps: F.rms_norm(x, (64, 64), w, eps) + b,
+        lambda x, w, b, eps: F.group_norm(x, 4, w[0], b[0], eps),
+    ],
+    ids=["layer of images", "layer", "rms", "group"],
+)
+def test_padding_has_no_variance_and_spoils_no_gradient(norm, eps):
+    draws = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(size, dtype=torch.float64, generator=draws).requires_grad_() for size in SIZES)
+    split = pw.shard(
+        lambda *given: norm(*given, eps), mesh={"x": 4}, in_strategy=(ROWS, None, None), out_strategy=(ROWS,)
+    )
+    results = split(x, w, b), norm(x, w, b, eps)
+    found, expected = (torch.autograd.grad(y.square().sum(), (x, w, b)) for y in results)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
