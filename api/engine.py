@@ -84,6 +84,7 @@ class Engine:
         self._layouts: dict[str, Layout] = dict(layouts or {})
         self._settled: set[str] = set()
         self._refused = False
+        self._materialized: Compiled | None = None
         self._asks = Asks()  # of every plan so far: signatures have the answers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
@@ -114,7 +115,9 @@ class Engine:
         return self._refused and not self._planned
 
     def latest(self) -> Compiled:
-        """What runs the last call. Raises RuntimeStateError before the first one."""
+        """What runs the last call, or the call that `materialize` was given. Raises RuntimeStateError before both."""
+        if self.last is None and self._materialized is not None:
+            return self._materialized
         if self.last is None:
             raise RuntimeStateError(
                 "there is no plan yet: it is made by the first call; partway.compile plans without running"
@@ -206,6 +209,7 @@ class Engine:
         maker = Maker(layouts, place, settings, tensors[0].device, context.random_numbers)
         materialize(self.fn, maker, init)
         self.last = None  # it holds what the tensors were
+        self._materialized = compiled
 
     def engines(self) -> Iterator[Engine]:
         """This one, and those of the sharded modules inside it."""

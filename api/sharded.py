@@ -24,7 +24,8 @@ from partway.strategy.afterwards import afterwards
 
 
 class ShardedModule:
-    """What `shard` adds to the class of a module. `plan` and `program` are those of its last call."""
+    """What `shard` adds to the class of a module. `plan` and `program` are those of its last call, or of the
+    call that `materialize` was given."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A module is pickled, and copied, with the arguments of its `shard`; the copy plans anew."""

@@ -164,9 +164,11 @@ def test_a_model_trains_with_an_optimizer_made_before() -> None:
         model = on_meta(lambda: Net().double(), mesh, plan)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
         made(model)
+        layouts = model.plan.parameters  # of the call that it was made for
         losses.append([])
         for _ in range(4):
             loss = model(IDS)
+            assert model.plan.parameters == layouts
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
