@@ -116,13 +116,12 @@ class Engine:
 
     def latest(self) -> Compiled:
         """What runs the last call, or the call that `materialize` was given. Raises RuntimeStateError before both."""
-        if self.last is None and self._materialized is not None:
-            return self._materialized
-        if self.last is None:
+        compiled = self.last.runner.compiled if self.last else self._materialized
+        if compiled is None:
             raise RuntimeStateError(
                 "there is no plan yet: it is made by the first call; partway.compile plans without running"
             )
-        return self.last.runner.compiled
+        return compiled
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], plain: Callable[..., Any] | None = None) -> Any:
         """Run one call: split, as a constraint (inside another capture), or plainly (stand_alone)."""

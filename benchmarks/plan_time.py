@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from script import start
+from script import save, start
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -211,9 +211,10 @@ def measure(case: Case) -> Run:
     graph = capture(model, (), {"input_ids": tokens, "labels": tokens})
     seconds["capture"] = time.process_time() - start
     inputs = PlanInputs(graph, model, request, context, algo, device_profile(graph, request, context))
-    draft = search_on_mesh(inputs, mesh, math.inf, timed(seconds, clock=time.process_time))
-    planned = lowered(draft, timed(seconds, clock=time.process_time))
-    make_step(inputs, planned, differentiated(graph), timed(seconds, clock=time.process_time))
+    around: Any = timed(seconds, clock=time.process_time)
+    draft = search_on_mesh(inputs, mesh, math.inf, around)
+    planned = lowered(draft, around)
+    make_step(inputs, planned, differentiated(graph), around)
     solution = draft.solution
     return Run(
         seconds=seconds,
@@ -423,8 +424,7 @@ def _drawn(found: Iterable[Figures], path: Path) -> bool:
         axes.legend(fontsize=7)
         axes.grid(alpha=0.3)
     drawing.suptitle("Llama-3-8B shapes: search (solid), everything but capture (dashed)")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawing.savefig(path, dpi=130)
+    save(drawing, path)
     return True
 
 

@@ -6,6 +6,7 @@ The models say what is accepted and what it means; `tests/api/options/test_typed
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import itertools
 import textwrap
@@ -77,16 +78,17 @@ def listed(options: type[Any], model: type[Options]) -> str:
     return "\n".join(["Options:", "", *lines])
 
 
+@functools.cache
 def meanings(model: type[Options]) -> dict[str, str]:
     """The docstring below each field of a model, read from its source; none where there is no source."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(model)))
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     except (OSError, TypeError):
         return {}
-    body = tree.body[0].body  # type: ignore[attr-defined]
+    assert isinstance(definition, ast.ClassDef)
     return {
         field.target.id: inspect.cleandoc(said.value.value)
-        for field, said in itertools.pairwise(body)
+        for field, said in itertools.pairwise(definition.body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(said, ast.Expr) and isinstance(said.value, ast.Constant) and isinstance(said.value.value, str)
     }

@@ -58,9 +58,7 @@ def _native_norm_rule(node: fx.Node) -> Rule:
     statistics = tuple((*letters[:first], *((),) * (len(t.shape) - first)) for t in results_of(node)[1:])
     local = None if layer else _local_group_norm
     sizes = sizes_of(letters, size)
-    return Rule(
-        (letters, *affine), (letters, *statistics), sizes, local=local, even=split_evenly(node, sizes)
-    )  # fmt: skip
+    return Rule((letters, *affine), (letters, *statistics), sizes, local=local, even=split_evenly(node, sizes))
 
 
 def _local_group_norm(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
