@@ -79,14 +79,18 @@ def index_put(node: fx.Node) -> Rule | None:
     if factors is None:
         return None
     dims, indices, read, _ = factors
-    values = read[len(read) - len(shape(operands(node)[-1])) :]
-    spread = " ".join(f for f in read if f[0] == "b")
+    size = shape(operands(node)[-1])
+    values = read[len(read) - len(size) :]
+    spread = [f for f in read if f[0] == "b"]
     adds = argument(node, "accumulate")
     before = [f"+{dims[0]}", *dims[1:]] if adds else dims
-    return parse_row(
-        _row([before, *indices, values], dims, reduce=spread if adds else "", whole="" if adds else spread,
-             linear=(f"0 {len(indices) + 1}",), local=_writes_indexed), node,
+    rule = parse_row(
+        _row([before, *indices, values], dims, reduce=" ".join(spread) if adds else "",
+             whole="" if adds else " ".join(spread), linear=(f"0 {len(indices) + 1}",), local=_writes_indexed), node,
     )  # fmt: skip
+    # what an index in the padding adds is zero only where the values have the dim
+    have = {factor for factor, extent in zip(values, size, strict=True) if extent != 1}
+    return replace(rule, even=rule.even | (set(spread) - have))
 
 
 def _own(emit: Emitter, index: fx.Node, factor: str) -> fx.Node:

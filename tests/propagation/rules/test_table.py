@@ -42,6 +42,8 @@ quiet = pytest.mark.filterwarnings(
     "ignore:torch.cholesky is deprecated",
     "ignore:torch.triangular_solve is deprecated",
     "ignore:torch.searchsorted.*non-contiguous",
+    "ignore:torch.(qr|lu|chain_matmul) is deprecated",
+    "ignore:Using torch.cross without specifying the dim",
 )
 
 
@@ -70,6 +72,12 @@ def strided_call(one):
     if one.target in VIEWED:
         return one.fn, plain
     *_, (_, fn, stored) = strided(one.fn, plain, {}, len(one.splits))
+    try:
+        fn(*stored)
+    except RuntimeError as error:  # take_along_dim and kron take views of some strides only
+        if "view size is not compatible" not in str(error):
+            raise
+        return one.fn, plain
     return fn, stored
 
 

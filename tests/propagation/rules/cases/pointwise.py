@@ -11,7 +11,7 @@ aten = torch.ops.aten
 
 CASES = [
     case(aten._to_copy.default, "f0 f1", lambda x: x.float().double(), real(4, 4), linear=1),
-    case(aten._to_copy.default, "f0 f1", lambda x, i: x * i.double(), real(4, 4), index(3, 4, 4), linear=1),
+    case(aten._to_copy.default, "f0 f1", lambda x, i: x * i.double(), real(4, 4), index(3, 4, 4)),  # addends wrap
     case(aten._to_copy.default, "f0", lambda x, w: F.embedding((3 * x).long(), w), unit(4), real(3, 2)),
     case(aten.add.Tensor, "f0 f1", lambda x, y: x + y, real(4, 4), real(4, 4), linear=1),
     case(aten.add.Tensor, "f0 f1", lambda x, y: x + 2 * y, real(4, 4), real(4), linear=1),
