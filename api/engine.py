@@ -14,6 +14,7 @@ from dataclasses import replace
 from operator import attrgetter
 from threading import get_ident
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -84,6 +85,7 @@ class Engine:
         self._layouts: dict[str, Layout] = dict(layouts or {})
         self._settled: set[str] = set()
         self._refused = False
+        self._copies: WeakSet[Engine] = WeakSet()  # made before there was a plan: they are laid out by it, too
         self._materialized: Compiled | None = None
         self._asks = Asks()  # of every plan so far: signatures have the answers
 
@@ -100,8 +102,12 @@ class Engine:
         return Engine, (self.fn, self.request)
 
     def renewed(self, fn: Callable[..., Any]) -> Engine:
-        """A new engine with the same request, for `fn`, a copy."""
-        return Engine(fn, self.request, {name: self._layouts[name] for name in self.own_dtensors})
+        """A new engine with the same request, for `fn`, a copy. Its parameters lie as those of the original do, so that
+        an average of these can follow them: from now on or, if there is no plan yet, from the first."""
+        copied = Engine(fn, self.request, {name: self._layouts[name] for name in self.own_dtensors})
+        copied._layouts, copied._settled = dict(self._layouts), set(self._settled)
+        self._copies.add(copied)
+        return copied
 
     @property
     def kind(self) -> type:
@@ -222,6 +228,8 @@ class Engine:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext
     ) -> tuple[Courses[Runner], Runner]:
         """What runs a call, among all that run calls of its signature; planned if it is the first of its course."""
+        if isinstance(self.fn, torch.nn.Module):
+            self._adopt_added(self.fn, placing())
         call = flatten_call(self.fn, args, kwargs)
         check_call(self.fn, args, kwargs)
         warn_of_modes(name_of(self.fn))
@@ -298,6 +306,22 @@ class Engine:
         place.settle(module, fresh)
         self._settled.update(fresh)
         self._layouts.update(fresh)
+        for copied in self._copies:
+            copied._settle(copied.fn, fresh, place)
+
+    def _adopt_added(self, module: torch.nn.Module, place: Placing) -> None:
+        """Lay out the parameters that `module` got since it was sharded: where they took the place of others, as these;
+        else the next plan does."""
+        mesh = next((layout.mesh for layout in self._layouts.values()), self.request.own_mesh)
+        known: dict[str, Layout] = {}
+        for name in place.adopt_added(module, mesh):
+            layout, size = self._layouts.get(name), tuple(module.get_parameter(name).shape)
+            if layout is not None and layout.fits(size) and layout.chunks(size):
+                known[name] = layout
+            else:
+                self._layouts.pop(name, None)
+                self._settled.discard(name)
+        place.settle(module, known)
 
     def _constrained(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Inside a capture: mark the arguments and results that were annotated, and go on."""

@@ -25,11 +25,12 @@ from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import Call, name_of
 from partway.propagation.program.local_program import PlacedPort
 from partway.request import Request
-from partway.runtime.agreement import Fact, agreement, facts_of, gathered
+from partway.runtime.agreement import Fact, agree, agreement, facts_of, gathered
 from partway.runtime.loaded import Executor
 from partway.runtime.parameters import hold
 from partway.runtime.process import get_group_size, get_rank, init, launched
 from partway.runtime.simulate import Simulator
+from partway.state_dicts import follow_layouts
 from partway.strategy import Layout, Mesh, Problem, Replicate, RuntimeStateError, StrategyError, raise_problems
 
 Change = Callable[[Tensor], Tensor]
@@ -61,6 +62,10 @@ class Placing(Protocol):
     def adopt(self, module: torch.nn.Module, context: ParallelContext, request: Request) -> None:
         """A module was sharded, as `request` says: before anyone asks for its parameters."""
 
+    def adopt_added(self, module: torch.nn.Module, mesh: Mesh | None) -> tuple[str, ...]:
+        """A call is planned: what parameters `module` got since it was sharded become like the others, on `mesh`.
+        Their names."""
+
     def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, with tensors of their global shapes."""
 
@@ -88,8 +93,9 @@ class Placing(Protocol):
     def enter(self, placed: PlacedPort, local: bool) -> Change | None:
         """What makes of a tensor of a call what the executor takes, or None if it takes the tensor itself."""
 
-    def leave(self, placed: PlacedPort) -> Change | None:
-        """What makes of a result of the executor what the caller gets, or None if that is the result itself."""
+    def leave(self, placed: PlacedPort, asked: bool) -> Change | None:
+        """What makes of a result of the executor what the caller gets, or None if that is the result itself. `asked`:
+        the caller said how results are split."""
 
     def write(self, placed: PlacedPort, local: bool, given: Tensor, result: Tensor) -> None:
         """Write a result of the executor into a tensor of the call, `given`, of which it is the new value."""
@@ -107,6 +113,9 @@ class Simulated:
 
     def adopt(self, module: torch.nn.Module, context: ParallelContext, request: Request) -> None:
         return None
+
+    def adopt_added(self, module: torch.nn.Module, mesh: Mesh | None) -> tuple[str, ...]:
+        return ()
 
     def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = first.call.structure.build(list(first.call.tensors))
@@ -136,7 +145,7 @@ class Simulated:
     def enter(self, placed: PlacedPort, local: bool) -> Change | None:
         return None
 
-    def leave(self, placed: PlacedPort) -> Change | None:
+    def leave(self, placed: PlacedPort, asked: bool) -> Change | None:
         return None
 
     def write(self, placed: PlacedPort, local: bool, given: Tensor, result: Tensor) -> None:
@@ -146,7 +155,8 @@ class Simulated:
 class Launched:
     """One rank of a process group. Parameters are DTensors, so that optimizers and checkpoints of the ecosystem take
     them; plain inputs are whole on every rank (or, where the dataset_strategy was set, this rank's part); results are
-    plain where they are whole, DTensors where they are split."""
+    plain where they are whole. Where they are split they are DTensors: those that `out_strategy` asks for as PyTorch
+    has them, those that only lie so, beside a loss, such that they mix with plain tensors."""
 
     def __init__(self) -> None:
         init()
@@ -186,8 +196,21 @@ class Launched:
         if context.parameter_broadcast:
             broadcast([tensor.detach() for tensor in named.values()])
             share_generators()  # ranks whose parameters differ were seeded differently
-        distribute(module)
+        distribute(module, request.own_mesh)
         drop_hooks(module)
+        follow_layouts(module)
+
+    def adopt_added(self, module: torch.nn.Module, mesh: Mesh | None) -> tuple[str, ...]:
+        from partway.runtime.parameters import distribute
+
+        named = dict(module.named_parameters(remove_duplicate=False))
+        # functional_call gives plain tensors for one call: these are not the module's
+        added = {name: p for name, p in named.items() if not is_dtensor(p) and isinstance(p, torch.nn.Parameter)}
+        if added:
+            purpose = f"split what {name_of(module)} got since it was sharded: {', '.join(added)}"
+            agree(purpose, facts_of({n: p for n, p in added.items() if not p.is_meta}, "seed every rank alike"))
+            distribute(module, mesh)
+        return tuple(added)
 
     def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         fn, call, context = first.fn, first.call, first.context
@@ -269,14 +292,16 @@ class Launched:
         given_part = local and placed.port.role is Role.INPUT
         return functools.partial(placed_part, layout=placed.layout, whole=not given_part)
 
-    def leave(self, placed: PlacedPort) -> Change | None:
+    def leave(self, placed: PlacedPort, asked: bool) -> Change | None:
         from partway.runtime.execute import device_mesh
         from partway.runtime.parameters import as_dtensor
+        from partway.runtime.results import split_result
 
         layout = placed.layout
         if all(isinstance(p, Replicate) for p in layout.placements):
             return None
-        return functools.partial(as_dtensor, layout=layout, shape=placed.shape, mesh=device_mesh(layout.mesh))
+        make = as_dtensor if asked else split_result
+        return functools.partial(make, layout=layout, shape=placed.shape, mesh=device_mesh(layout.mesh))
 
     def write(self, placed: PlacedPort, local: bool, given: Tensor, result: Tensor) -> None:
         from partway.runtime.execute import device_mesh

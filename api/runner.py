@@ -63,7 +63,8 @@ class Runner:
         self._executor = place.executor(compiled.mesh)
         self._observe = place.observer(fn, local, compiled)
         self._enter = [place.enter(placed, local) for placed in compiled.local.inputs]
-        self._leave = [place.leave(placed) for placed in compiled.local.outputs]
+        asked = compiled.inputs.request.out_strategy is not None
+        self._leave = [place.leave(placed, asked) for placed in compiled.local.outputs]
         self._step: CompiledStep | None = None
         self._memory = Memory()  # of state
         self._others: dict[tuple[bool, ...], CompiledStep] = {}  # by the outputs that they differentiate

@@ -9,7 +9,8 @@ run the same instructions, and tell `record_collectives` of the same collectives
     simulate.py         all ranks in one process, by stretches.py; meetings.py: each kind of collective
     execute.py          one rank of a process group; issue.py: each kind of collective
     local_conversions.py, slices.py, strides.py     what a rank does to its own part
-    parameters.py       parameters as DTensors; optimizers.py: what held them before
+    parameters.py       parameters as DTensors; replaced.py: what holds the old objects; optimizers.py: what steps them
+    results.py          large results that stay split, and mix with plain tensors
     process.py          whether this process is one of several, and which
     watch.py            what ranks know of each other: agreement.py, ledger.py, doing.py
     record.py           what ran, and when

@@ -3,7 +3,7 @@
 An optimizer holds parameters as objects, and nothing leads from a parameter to its optimizers. But PyTorch says when an
 optimizer is about to step, which is the first time that it matters:
 
-    of a parameter that was replaced    the step is refused: it would train what no module uses
+    of a parameter that was replaced    it gets the new one, with the states of the old one
     of one that was laid out anew       the states that are like it are laid out as it is, before they are used
 
 An optimizer is looked at once after each such change, and when it has other parameters; any other step costs a look-up.
@@ -12,41 +12,26 @@ An optimizer is looked at once after each such change, and when it has other par
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..strategy.errors import RuntimeStateError
-from ..strategy.layout import Layout
+from .replaced import current
 
-LayOut = Callable[[Tensor, Layout], Tensor]
-
-_replaced: Any = WeakTensorKeyDictionary()  # the names of parameters that no module uses any longer
-_laid_out: WeakKeyDictionary[nn.Module, tuple[Mapping[str, Layout], LayOut]] = WeakKeyDictionary()
+_modules: WeakSet[nn.Module] = WeakSet()  # whose parameters Partway lays out
 _seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = WeakKeyDictionary()
 _changes = 0
 
 
-def replaced(names: Mapping[Tensor, str]) -> None:
-    """From now on an optimizer of one of these parameters raises RuntimeStateError when it steps."""
-    _replaced.update(names)
-    _changed()
-
-
-def laid_out(module: nn.Module, layouts: Mapping[str, Layout], lay_out: LayOut) -> None:
-    """Parameters of `module` have new layouts, by their names; `lay_out` gives an optimizer's state a layout."""
-    _laid_out[module] = {**_laid_out.get(module, ({}, lay_out))[0], **layouts}, lay_out
-    _changed()
-
-
-def _changed() -> None:
+def changed(module: nn.Module) -> None:
+    """Parameters of `module` were replaced or laid out: every optimizer is looked at again when it steps."""
     global _changes  # noqa: PLW0603 - what optimizers were made of is a matter of the process
     _changes += 1
+    _modules.add(module)
     _listen()
 
 
@@ -58,33 +43,33 @@ def _listen() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     now = (_changes, *(len(group["params"]) for group in optimizer.param_groups))
     if _seen.get(optimizer) != now:
-        _check_current(optimizer)
-        _lay_out_states(optimizer)
+        bring_up_to_date(optimizer)
         _seen[optimizer] = now
 
 
-def _check_current(optimizer: torch.optim.Optimizer) -> None:
-    """Raise RuntimeStateError if `optimizer` holds a parameter that was replaced."""
+def bring_up_to_date(optimizer: torch.optim.Optimizer) -> None:
+    """Give `optimizer` the parameters that have taken the place of its own, and lay out its states like them."""
+    ours = {id(parameter) for module in _modules for parameter in module.parameters()}
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter in _replaced:
-                raise RuntimeStateError(
-                    f"{type(optimizer).__name__} was made of parameter {_replaced[parameter]} before its module was "
-                    "sharded, and would step what the module no longer uses; call shard first, then make the optimizer "
-                    "of the sharded module's parameters"
-                )
+        for i, held in enumerate(group["params"]):
+            new = group["params"][i] = current(held)  # in place: some optimizers keep the list
+            if (state := optimizer.state.pop(held, None)) is not None:
+                placed = id(new) in ours and isinstance(new, DTensor)
+                optimizer.state[new] = _placed(state, new) if placed else state
 
 
-def _lay_out_states(optimizer: torch.optim.Optimizer) -> None:
-    """Lay out what `optimizer` keeps for each parameter, and is like it, as the parameter is."""
-    for module, (layouts, lay_out) in list(_laid_out.items()):
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        for name, layout in layouts.items():
-            parameter = parameters.get(name)
-            state = optimizer.state.get(parameter) if parameter is not None else None
-            if parameter is not None and state:
-                state |= {key: lay_out(v, layout) for key, v in state.items() if _is_like(v, parameter)}
+def _placed(state: Any, parameter: DTensor) -> dict[str, Any]:
+    """What an optimizer keeps for `parameter`, placed like it; the number of steps stays as it is."""
+    return {key: v if isinstance(v, Tensor) and v.dim() == 0 else placed_like(v, parameter) for key, v in state.items()}
 
 
-def _is_like(value: object, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+def placed_like(value: Any, parameter: DTensor) -> Any:
+    """`value` placed as `parameter` if it is a tensor of its shape; else `value` itself."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if isinstance(value, DTensor):
+        if value.device_mesh == mesh:
+            return value.redistribute(placements=placements)
+        value = value.full_tensor()
+    return distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)

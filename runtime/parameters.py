@@ -2,14 +2,14 @@
 
 An optimizer holds parameters as objects, so these must stay the same from when it is made. `distribute` makes the
 parameters DTensors when a module is sharded, before there is a plan: whole on every rank. `redistribute` splits them
-when there is one, in place (`torch.utils.swap_tensors`). An ordinary parameter cannot become a DTensor in place (the
-classes differ in their slots), so an optimizer that was made even earlier would step the old ones: its first step is an
-error (`optimizers.py`), as it would go wrong silently.
+when there is one, in place (`torch.utils.swap_tensors`). What was made even earlier holds the old objects, which from
+then on stand for the new ones (`replaced.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,20 +23,20 @@ from ..strategy.errors import RuntimeStateError, StrategyError
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.notation import to_dtensor
-from . import optimizers
+from . import optimizers, replaced
 from .execute import device_mesh
 from .slices import part_of
 from .torch_internals import give_hooks, local_part_of, spec_of, take_hooks
 
 
-def distribute(module: nn.Module) -> None:
-    """Make the parameters of `module` DTensors that are whole on every rank. Their values must agree on all ranks.
-    DTensors stay as they are.
+def distribute(module: nn.Module, mesh: Mesh | None = None) -> None:
+    """Make the parameters of `module` DTensors that are whole on every rank, on `mesh` (None: all ranks on one axis).
+    Their values must agree on all ranks. DTensors stay as they are.
 
-    A step of an optimizer that was made of the old parameters raises RuntimeStateError, and so does a gradient that
-    still reaches one of them.
+    The old objects stand for the new ones, which get their hooks. A gradient that still reaches an old one raises
+    RuntimeStateError.
     """
-    layout = Layout.replicated(Mesh.of_sizes((dist.get_world_size(),)))
+    layout = Layout.replicated(mesh or Mesh.of_sizes((dist.get_world_size(),)))
     old = {id(held): (name, held) for name, held in module.named_parameters() if not isinstance(held, DTensor)}
     new = {key: _parameter(held, layout) for key, (_, held) in old.items()}
     for owner in module.modules():
@@ -44,11 +44,10 @@ def distribute(module: nn.Module) -> None:
             if id(held) in new:
                 setattr(owner, name, new[id(held)])
     for key, (name, held) in old.items():
-        give_hooks(new[key], take_hooks(held))
-        if held.requires_grad:
-            held.register_hook(_refusal(name))
+        give_hooks(new[key], take_hooks(held, functools.partial(replaced.carried, name)))
+        replaced.replace(held, new[key], name)
     if old:
-        optimizers.replaced({held: name for name, held in old.values()})
+        optimizers.changed(module)
 
 
 def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
@@ -73,9 +72,11 @@ def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
             raise RuntimeStateError(
                 f"{other} and {name} are one parameter, but their layouts are {before} and {layout}; give them one"
             )
+    moved = []
     for name, layout in wanted.values():
         if _is_placed(parameters[name], layout):
             continue
+        moved.append(parameters[name])
         try:
             _swap(parameters[name], _parameter(parameters[name], layout))
         except RuntimeError as error:
@@ -83,8 +84,9 @@ def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
                 f"parameter {name} cannot be split now, because something holds on to it; run backward() of what was "
                 f"computed with it before the first call of the sharded module, and keep no weak references: {error}"
             ) from error
+    replaced.let_go(moved)
     if wanted:
-        optimizers.laid_out(module, dict(wanted.values()), _placed)
+        optimizers.changed(module)
 
 
 def _is_placed(tensor: Tensor, layout: Layout) -> bool:
@@ -92,11 +94,6 @@ def _is_placed(tensor: Tensor, layout: Layout) -> bool:
     if not isinstance(tensor, DTensor):
         return False
     return tensor.device_mesh == device_mesh(layout.mesh) and tensor.placements == to_dtensor(layout)
-
-
-def _placed(tensor: Tensor, layout: Layout) -> Tensor:
-    """`tensor` as a DTensor that is laid out as `layout`."""
-    return tensor if _is_placed(tensor, layout) else shard_tensor(tensor, layout)
 
 
 def hold(module: nn.Module, name: str, part: Tensor) -> None:
@@ -133,16 +130,6 @@ def _parameter(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     for name, attribute in vars(parameter).items():
         setattr(new, name, attribute)
     return new
-
-
-def _refusal(name: str) -> Callable[[Tensor], None]:
-    def refuse(gradient: Tensor) -> None:
-        raise RuntimeStateError(
-            f"a gradient reached what was parameter {name} before its module was sharded; run backward() of earlier "
-            "results before that, and take the parameter from the module again"
-        )
-
-    return refuse
 
 
 # -- Between tensors and the parts that a program takes ---------------------------------------------------------------

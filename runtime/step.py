@@ -223,6 +223,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        # what was computed of a plain result and of DTensors has a DTensor as its gradient
+        gradients = tuple([g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients])
         roots = _roots(ctx, gradients) if torch.is_grad_enabled() else ()  # create_graph=True
         with torch.no_grad():
             results = _Function.gradients(ctx, gradients)

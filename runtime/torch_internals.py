@@ -60,10 +60,13 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 
 
-def take_hooks(tensor: Tensor) -> Hooks:
-    """The hooks of `tensor`, which has none afterwards."""
+def take_hooks(tensor: Tensor, carried: Callable[[Any], Any] = lambda hook: hook) -> Hooks:
+    """The hooks of `tensor`, which has none afterwards; those that run after its gradient came as `carried` makes
+    them."""
     held: Any = tensor
     found = held._backward_hooks, held._post_accumulate_grad_hooks
+    for key, hook in (found[1] or {}).items():
+        found[1][key] = carried(hook)  # in the dict itself, to which handles refer
     held._backward_hooks = held._post_accumulate_grad_hooks = None
     return found
 

@@ -42,7 +42,8 @@ def annotate(inputs: PlanInputs, mesh: Mesh) -> Annotations:
         allowed |= _of_saved_plan(inputs, inputs.loaded, mesh, allowed)
         written.update({name: "strategy_ckpt_config" for name in allowed if name not in written})
     allowed |= _of_earlier_plan(inputs, mesh, allowed)
-    return Annotations(allowed, beside_losses(graph) - allowed.keys(), _parts(graph, allowed), written)
+    as_it_lies = frozenset[str]() if inputs.context.whole_results else beside_losses(graph) - allowed.keys()
+    return Annotations(allowed, as_it_lies, _parts(graph, allowed), written)
 
 
 def _checked(inputs: PlanInputs, mesh: Mesh) -> list[tuple[Statement, Annotation]]:

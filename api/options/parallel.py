@@ -201,6 +201,11 @@ class ParallelContext(Options):
     on the layout, but where a tensor is whole they are the same on all ranks. What no index tells (multinomial,
     randperm, poisson) is drawn whole with each of them."""
 
+    whole_results: bool = False
+    """Ours: True: what a function returns beside a scalar loss is whole on every rank. False: it stays as it lies,
+    which sends nothing; under a launcher it is a DTensor that mixes with plain tensors, and is gathered when it is
+    first used, by all ranks. What a function without a loss returns is whole, unless out_strategy says otherwise."""
+
     on_unknown_op: Fallback = Field(default=Fallback.WARN, strict=False)
     """Ours: whether an operator without a rule runs replicated with a warning, or is an error."""
 

@@ -1,7 +1,5 @@
 """Optimizers whose parameters were replaced or laid out anew: what they do at their next step."""
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -9,9 +7,7 @@ from torch.distributed.tensor import DTensor
 
 import partway as pw
 from partway.runtime import optimizers
-from partway.strategy import REPLICATE, Layout, Mesh, RuntimeStateError
-
-WHOLE = Layout(Mesh({"x": 2}), (REPLICATE,))
+from partway.runtime.replaced import replace
 
 
 def trained(parameters):
@@ -23,59 +19,62 @@ def trained(parameters):
     return optimizer
 
 
-def test_a_step_of_a_parameter_that_was_replaced_is_refused_until_it_is_dropped():
-    model = nn.Linear(2, 2)
-    early, other = trained([model.weight, model.bias]), trained([nn.Parameter(torch.ones(2))])
-    optimizers.replaced({model.weight: "fc.weight"})
-    before = model.bias.detach().clone()
-    for _ in range(2):
-        with pytest.raises(
-            RuntimeStateError, match=r"AdamW was made of parameter fc\.weight before its module was sha"
-        ):
-            early.step()
-    assert torch.equal(model.bias, before)
-    other.step()
-    early.param_groups[0]["params"].remove(model.weight)
+def replaced(parameter):
+    """What takes the place of `parameter`."""
+    new = nn.Parameter(parameter.detach().clone())
+    replace(parameter, new, "weight")
+    optimizers.changed(nn.Linear(1, 1))
+    return new
+
+
+def test_an_optimizer_of_a_parameter_that_was_replaced_gets_the_new_one_with_the_states_of_the_old_one():
+    model, alone = nn.Linear(2, 2), nn.Linear(2, 2)
+    alone.load_state_dict(model.state_dict())
+    early, other = trained([model.weight, model.bias]), trained([alone.weight, alone.bias])
+    held = early.param_groups[0]["params"]
+    new = replaced(model.weight)
+    early.zero_grad()
+    for parameter in (new, model.bias, alone.weight, alone.bias):
+        parameter.grad = torch.full_like(parameter, 3.0)
     early.step()
-    assert not torch.equal(model.bias, before)
+    other.step()
+    assert early.param_groups[0]["params"] is held
+    assert held[0] is new
+    assert early.state[new]["step"] == 2
+    assert set(early.state) == {new, model.bias}
+    assert torch.equal(new, alone.weight)
+    assert torch.equal(model.bias, alone.bias)
 
 
 def test_a_parameter_that_an_optimizer_gets_later_is_looked_at():
     old, optimizer = nn.Parameter(torch.ones(2)), trained([nn.Parameter(torch.ones(2))])
-    optimizers.replaced({old: "weight"})
+    new = replaced(old)
     optimizer.step()
     optimizer.add_param_group({"params": [old]})
-    with pytest.raises(RuntimeStateError, match="made of parameter weight before"):
-        optimizer.step()
-
-
-def test_what_was_replaced_is_not_kept_alive():
-    old = nn.Parameter(torch.ones(2))
-    optimizers.replaced({old: "a name"})
-    known = len(optimizers._replaced)
-    del old
-    gc.collect()
-    assert len(optimizers._replaced) == known - 1
-
-
-def test_states_like_their_parameter_are_laid_out_once_after_each_change():
-    model, asked = nn.Linear(3, 2), []
-    optimizer = trained([model.weight, model.bias])
-
-    def lay_out(state, layout):
-        asked.append((tuple(state.shape), layout))
-        return state.clone()
-
-    before = optimizer.state[model.weight]["exp_avg"]
-    optimizers.laid_out(model, {"weight": WHOLE}, lay_out)
-    assert not asked
     optimizer.step()
-    optimizer.step()
-    assert asked == [((2, 3), WHOLE)] * 2  # exp_avg and exp_avg_sq, not the number of steps
-    assert optimizer.state[model.weight]["exp_avg"] is not before
-    optimizers.laid_out(model, {"bias": WHOLE}, lay_out)
-    optimizer.step()
-    assert asked[2:] == [((2, 3), WHOLE)] * 2 + [((2,), WHOLE)] * 2
+    assert optimizer.param_groups[1]["params"] == [new]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+        lambda p: torch.optim.LBFGS(p, lr=0.1),
+        lambda p: torch.optim.RMSprop(p, lr=0.1, foreach=False),
+    ],
+    ids=["AdamW", "SGD", "LBFGS", "RMSprop"],
+)
+def test_each_kind_of_optimizer_steps_what_took_the_place_of_its_parameters(make):
+    old, alone = nn.Parameter(torch.arange(3.0)), nn.Parameter(torch.arange(3.0))
+    one, other = make([old]), make([alone])
+    new = replaced(old)
+    for _ in range(3):
+        for optimizer, parameter in ((one, new), (other, alone)):
+            optimizer.zero_grad()
+            (parameter - 1).square().sum().backward()
+            optimizer.step(lambda p=parameter: (p - 1).square().sum())
+    assert torch.equal(new, alone)
 
 
 def test_an_optimizer_that_was_made_before_shard_trains_simulated_ranks():
@@ -90,32 +89,37 @@ def test_an_optimizer_that_was_made_before_shard_trains_simulated_ranks():
     assert torch.allclose(model.weight, plain.weight)
 
 
-def made_between():
-    """An optimizer with states, made between shard and the first call, against one of a plain module."""
-    torch.manual_seed(0)
-    model, plain = nn.Linear(4, 2), nn.Linear(4, 2)
-    plain.load_state_dict(model.state_dict())
-    early = torch.optim.SGD(model.parameters(), lr=0.1)
-    first = trained(list(plain.parameters()))
-    sharded = pw.shard(model, mesh={"dp": 2}, in_strategy=(("dp", None),), parameter_plan={"weight": ("dp", None)})
-    second = torch.optim.AdamW(sharded.parameters(), lr=0.1)
-    for parameter in sharded.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    second.step()
-    for module, optimizer in ((plain, first), (sharded, second)):
-        for _ in range(2):
-            optimizer.zero_grad()
-            module(torch.ones(4, 4)).square().sum().backward()
-            optimizer.step()
-    weight = sharded.weight
-    assert isinstance(weight, DTensor)
-    assert weight.to_local().shape == (1, 4)
-    assert second.state[weight]["exp_avg"].placements == weight.placements
-    assert torch.allclose(weight.full_tensor(), plain.weight)
-    with pytest.raises(RuntimeStateError, match=r"SGD was made of parameter weight before its module was sharded"):
-        early.step()
+def made_at_any_time():
+    """Optimizers with states, made before shard or between shard and the first call, against one of a plain module."""
+    found = []
+    for before in (True, False):
+        torch.manual_seed(0)
+        model, plain = nn.Linear(4, 2), nn.Linear(4, 2)
+        plain.load_state_dict(model.state_dict())
+        first = trained(list(plain.parameters()))
+        second = trained(list(model.parameters())) if before else None
+        early = list(model.parameters())
+        sharded = pw.shard(model, mesh={"dp": 2}, in_strategy=(("dp", None),), parameter_plan={"weight": ("dp", None)})
+        assert {p.device_mesh.mesh_dim_names for p in sharded.parameters()} == {("dp",)}
+        second = second or trained(list(sharded.parameters()))
+        norms = []
+        for module, optimizer, parameters in ((plain, first, list(plain.parameters())), (sharded, second, early)):
+            for _ in range(2):
+                optimizer.zero_grad()
+                module(torch.ones(4, 4)).square().sum().backward()
+                norm = nn.utils.clip_grad_norm_(parameters, 0.5)
+                norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+                optimizer.step()
+        weight = sharded.weight
+        assert isinstance(weight, DTensor)
+        assert weight.to_local().shape == (1, 4)
+        assert second.state[weight]["exp_avg"].placements == weight.placements
+        torch.testing.assert_close(weight.full_tensor(), plain.weight)
+        torch.testing.assert_close(norms[2:], norms[:2])
+        found.append(sorted(type(v).__name__ for v in second.state[sharded.bias].values()))
+    return found
 
 
 @pytest.mark.gloo
-def test_an_optimizer_with_states_made_between_shard_and_the_first_call_trains_like_that_of_one_device(on_ranks):
-    on_ranks(2, made_between)
+def test_an_optimizer_with_states_made_before_shard_or_the_first_call_trains_like_that_of_one_device(on_ranks):
+    assert on_ranks(2, made_at_any_time) == [[["DTensor", "DTensor", "Tensor"]] * 2] * 2

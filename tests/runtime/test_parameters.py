@@ -98,10 +98,12 @@ def take_over():
     names = [name for name, _ in model.named_parameters()]
     distribute(model)
     weight = model.first.weight
-    with pytest.raises(
-        RuntimeStateError, match=r"SGD was made of parameter first.bias before its module was sharded.*call shard first"
-    ):
-        early.step()
+    early.zero_grad()
+    model.first.bias.grad = torch.ones_like(model.first.bias)
+    before = model.first.bias.full_tensor().clone()
+    early.step()
+    assert torch.equal(model.first.bias.full_tensor(), before - 0.1)
+    model.first.bias.grad = None
     assert isinstance(weight, DTensor)
     assert isinstance(weight, nn.Parameter)
     assert weight.decay is False
