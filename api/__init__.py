@@ -17,6 +17,8 @@ import partway.versions  # noqa: F401 - first: it warns of a PyTorch that Partwa
 
 if TYPE_CHECKING:
     from partway import data
+    from partway.checkpoints.loading import load
+    from partway.checkpoints.saving import save
     from partway.compiling import Compiled, compile
     from partway.context import (
         auto_parallel_context,
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
 # Where the public names are. A module is imported when one of its names is first used: all of them take longer than
 # torch does, since capturing a graph needs much of torch that `import torch` leaves out.
 _HOMES = {
+    "checkpoints.loading": "load",
+    "checkpoints.saving": "save",
     "compiling": "Compiled compile",
     "context": """auto_parallel_context get_algo_parameters get_auto_parallel_context reset_algo_parameters
         reset_auto_parallel_context set_algo_parameters set_auto_parallel_context""",
@@ -99,11 +103,13 @@ __all__ = [
     "get_group_size",
     "get_rank",
     "init",
+    "load",
     "record_collectives",
     "record_timeline",
     "reset_algo_parameters",
     "reset_auto_parallel_context",
     "rule",
+    "save",
     "save_chrome_trace",
     "set_algo_parameters",
     "set_auto_parallel_context",

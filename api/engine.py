@@ -307,7 +307,8 @@ class Engine:
         self._settled.update(fresh)
         self._layouts.update(fresh)
         for copied in self._copies:
-            copied._settle(copied.fn, fresh, place)
+            if isinstance(copied.fn, torch.nn.Module):
+                copied._settle(copied.fn, fresh, place)
 
     def _adopt_added(self, module: torch.nn.Module, place: Placing) -> None:
         """Lay out the parameters that `module` got since it was sharded: where they took the place of others, as these;

@@ -15,7 +15,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +29,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SCHEDULER = ("MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
 _ROLES = ("MS_WORKER", "MS_SCHED")
 _DONE = "partway/done"
+_BEFORE_SHUTDOWN: dict[Callable[[], object], None] = {}
 _LONGEST = 2**31 // 1000  # seconds: PyTorch counts milliseconds
 
 
@@ -93,10 +94,17 @@ def shutdown() -> None:
     if dist.is_initialized():
         from .watch import end_watch
 
+        for wait in _BEFORE_SHUTDOWN:
+            wait()
         found = end_watch()
         dist.destroy_process_group()
         if found is not None:
             raise RuntimeStateError(found)
+
+
+def before_shutdown(wait: Callable[[], object]) -> None:
+    """Have `shutdown` call `wait` before it ends the process group, which another thread still uses."""
+    _BEFORE_SHUTDOWN[wait] = None
 
 
 def device_type() -> str:

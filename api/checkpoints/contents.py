@@ -1,0 +1,215 @@
+"""What a model and an optimizer have to keep, by name: tensors, each with this process's part, and other values."""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from partway.checkpoints.tensor_files import Slices
+from partway.dtensors import is_dtensor
+from partway.runtime.torch_internals import local_part_of
+from partway.strategy import RuntimeStateError
+
+MODEL, OPTIMIZER = "model", "optimizer"  # how the files are named
+STATE, RANDOM = "state.", "random."
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A tensor to keep: its `part` at `slices`, which this process has. `writes`: it is the one to write it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    part: Tensor
+    slices: Slices
+    writes: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """All that goes into a checkpoint. `aliases`: further names of tensors, each with the first one."""
+
+    tensors: Mapping[str, Mapping[str, Kept]]  # by the name of their files
+    aliases: Mapping[str, str]
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def copied(self) -> Content:
+        """A content that later steps of the training do not change, on the CPU."""
+        tensors = {
+            stem: {
+                name: replace(kept, part=kept.part.detach().cpu().clone()) if kept.writes else kept
+                for name, kept in group.items()
+            }
+            for stem, group in self.tensors.items()
+        }
+        return replace(self, tensors=tensors)
+
+
+def content_of(
+    model: nn.Module, optimizers: Sequence[Optimizer], state: Mapping[str, Any], ranks: int, rank: int
+) -> Content:
+    """What the call of `save` is to keep. Raises RuntimeStateError for what cannot be kept, by name."""
+    weights, aliases, extra = named_tensors(model)
+    values: dict[str, Any] = {f"{RANDOM}{name}": value for name, value in random_states().items()}
+    values |= {f"model.{name}": value for name, value in extra.items()}
+    kept: dict[str, Tensor] = {}
+    for i, optimizer in enumerate(optimizers):
+        own, values[f"optimizer.{i}"] = optimizer_state(model, optimizer)
+        kept |= {f"{prefix(i, optimizers)}{name}": tensor for name, tensor in own.items()}
+    for name, value in state.items():
+        values[f"{STATE}{name}"] = value.state_dict() if hasattr(value, "state_dict") else value
+    tensors = {MODEL: weights, OPTIMIZER: kept}
+    return Content(
+        {stem: {name: _kept(tensor, ranks, rank, i) for i, (name, tensor) in enumerate(group.items())}
+         for stem, group in tensors.items() if group},
+        aliases, values,
+    )  # fmt: skip
+
+
+def prefix(number: int, optimizers: Sequence[Optimizer]) -> str:
+    """What the names of the tensors of one of several optimizers begin with."""
+    return f"{number}." if len(optimizers) > 1 else ""
+
+
+def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+    """The tensors of a state_dict under their first names, their further names with the first, and what else it has.
+    Raises RuntimeStateError for a tensor on the meta device."""
+    first: dict[int, str] = {}
+    tensors, aliases, extra = dict[str, Tensor](), dict[str, str](), dict[str, Any]()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor):
+            extra[name] = value
+        elif (known := first.setdefault(id(value), name)) != name:
+            aliases[name] = known
+        elif value.is_meta:
+            raise RuntimeStateError(f"{name} is on the meta device, without values; call model.materialize(...) before")
+        else:
+            tensors[name] = value
+    return tensors, aliases, extra
+
+
+def part_of(tensor: Tensor) -> tuple[Slices, Tensor]:
+    """The part of a tensor that this process has, and where it is in the whole."""
+    if not is_dtensor(tensor):
+        return tuple(slice(0, size) for size in tensor.shape), tensor.detach()
+    dtensor: Any = tensor
+    if any(placement.is_partial() for placement in dtensor.placements):
+        raise RuntimeStateError(f"a DTensor {list(tensor.shape)} holds addends {dtensor.placements}; redistribute it")
+    part = local_part_of(tensor).detach()
+    chunks = dtensor.__create_chunk_list__()
+    offsets = chunks[0].offsets if chunks else (0,) * tensor.dim()
+    return tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True)), part
+
+
+def _kept(tensor: Tensor, ranks: int, rank: int, number: int) -> Kept:
+    """Of the processes that have one part, the tensor's `number` says which writes it: so each writes about as much."""
+    slices, part = part_of(tensor)
+    if is_dtensor(tensor):
+        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()  # type: ignore[attr-defined]
+        places = zip(tensor.placements, coordinate or (), range(mesh.ndim), strict=False)  # type: ignore[attr-defined]
+        writes = coordinate is not None and all(
+            at == number % mesh.size(axis) for placement, at, axis in places if placement.is_replicate()
+        )
+    else:
+        writes = rank == number % ranks
+    return Kept(tensor.dtype, tuple(tensor.shape), part, slices, writes)
+
+
+# -- Optimizers
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What an optimizer keeps of each parameter: tensors as "state.<parameter>.<key>", and all else."""
+    names = parameter_names(model, optimizer)
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"state.{names[id(parameter)]}.{key}"] = value
+            else:
+                values.setdefault(names[id(parameter)], {})[key] = value
+    groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    return tensors, {"groups": groups, "values": values, "class": type(optimizer).__name__}
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> dict[int, str]:
+    """The names of an optimizer's parameters, by their ids. Raises RuntimeStateError for one that the model lacks."""
+    from partway.runtime.optimizers import bring_up_to_date
+
+    bring_up_to_date(optimizer)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise RuntimeStateError(
+                    f"{type(optimizer).__name__} has a parameter of shape {list(parameter.shape)} that the model does "
+                    "not have; give the model that it was made of"
+                )
+    return names
+
+
+# -- Random generators
+
+
+def random_states() -> dict[str, Any]:
+    """The states of the random generators of PyTorch, of Python and, where it is in use, of NumPy."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    if "numpy.random" in sys.modules:
+        import numpy as np
+
+        name, keys, *rest = np.random.get_state()
+        states["numpy"] = [str(name), torch.tensor(keys.astype("int64")), *map(_plain, rest)]
+    return states
+
+
+def set_random_state(name: str, state: Any) -> None:
+    """Give a generator the state that `random_states` had of it."""
+    if name == "torch":
+        torch.set_rng_state(state)
+    elif name == "python":
+        version, keys, gauss = state
+        random.setstate((version, tuple(keys), gauss))
+    elif name == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state)
+    elif name == "numpy":
+        import numpy as np
+
+        kind, keys, *rest = state
+        np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
+
+
+# -- Values
+
+
+def packed(name: str, value: Any) -> bytes:
+    """A value as bytes that can be read without running anything. Raises RuntimeStateError, with its `name`."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        unpacked(file.getvalue())
+    except Exception as error:
+        raise RuntimeStateError(
+            f"{name} cannot be kept in a checkpoint, which holds numbers, texts, tensors, and lists and dicts of them: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return file.getvalue()
+
+
+def unpacked(data: bytes) -> Any:
+    """What `packed` made bytes of."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -1,0 +1,325 @@
+"""`load`: a model, an optimizer and what else was saved, as they were.
+
+Everything is checked before anything is changed: that the checkpoint is of this model and this optimizer, and that
+every byte is as it was written. Each process checks a share of the parts, and reads its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from partway.checkpoints import folder as folders
+from partway.checkpoints import saving
+from partway.checkpoints.contents import (
+    MODEL,
+    OPTIMIZER,
+    RANDOM,
+    STATE,
+    named_tensors,
+    parameter_names,
+    part_of,
+    prefix,
+    set_random_state,
+    unpacked,
+)
+from partway.checkpoints.progress import progress
+from partway.checkpoints.ranks import Ranks
+from partway.checkpoints.tensor_files import Place, Report, checksum_of, places_in, read_part
+from partway.runtime.agreement import Fact, agree
+from partway.runtime.process import launched
+from partway.strategy import Problem, RuntimeStateError, raise_problems
+from partway.strategy.errors import shown
+from partway.strategy.suggest import nearest
+
+_SHOWN = 8  # names that an error lists
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """What is in the folder `path`. `manifest` is empty for safetensors files that Partway did not write."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+    places: Mapping[str, Mapping[str, Place]]  # of the model and of the optimizer, by name
+
+    @property
+    def processes(self) -> int:
+        """How many saved it."""
+        return int(self.manifest.get("processes", 1))
+
+
+def load(
+    path: str | os.PathLike[str], model: nn.Module | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None, *,
+    strict: bool = True, skip: Collection[str] = (), **state: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Give `model` and `optimizer` what `save` wrote into the folder `path`: the last checkpoint there, or the one that
+    `path` is. A folder of safetensors files, such as Hugging Face's, gives a model its weights.
+
+    model       sharded, before or after its first call, or not; its mesh and the number of processes may be others
+    optimizer   of its parameters; several in the order in which they were saved
+    strict      False: tensors that only the model or only the checkpoint has are left alone
+    skip        the names of values that are not wanted, which may be per rank
+    state       what has a load_state_dict(), by the name under which it was saved
+
+    The random generators continue where they were (those that differed between ranks only on as many ranks). Returns
+    all values that were saved beside, by name. Under a launcher every rank calls it; each reads its own parts.
+
+    Raises RuntimeStateError where nothing can be loaded, and then nothing is changed: for a checkpoint of another model
+    or of other sizes, and a damaged or missing file; it says which.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    _check(path, model, optimizers, state)
+    saving.wait()
+    if launched():
+        facts = [Fact("the path", str(Path(path).absolute())), Fact("what is loaded", ", ".join(state))]
+        agree(f"load the checkpoint in {path}", facts)
+    ranks = Ranks()
+    where = f"load the checkpoint in {path}"
+    chosen = Path(ranks.first(where, lambda: str(folders.newest(Path(path).absolute()))))
+    results: list[Any] = []
+    ranks.together(where, lambda: results.append(_checked(chosen, model, optimizers, strict, set(skip), ranks)))
+    [(checkpoint, wanted, values)] = results
+    ranks.together(where, lambda: _put(checkpoint, wanted, values, model, optimizers, state, ranks.rank))
+    return {name.removeprefix(STATE): value for name, value in values.items() if name.startswith(STATE)}
+
+
+def _check(path: Any, model: Any, optimizers: Sequence[Any], state: Mapping[str, Any]) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise RuntimeStateError(f"path is {shown(path)}; write the path of a folder as a str or a Path")
+    if model is not None and not isinstance(model, nn.Module):
+        raise RuntimeStateError(f"model is {shown(model)}; it must be an nn.Module")
+    if optimizers and model is None:
+        raise RuntimeStateError("an optimizer is loaded with the model that its parameters are of; give both")
+    for name, value in state.items():
+        if not hasattr(value, "load_state_dict"):
+            raise RuntimeStateError(f"{name} has no load_state_dict(); plain values are in what load returns")
+
+
+# -- Checking, which changes nothing
+
+
+def _checked(
+    path: Path, model: nn.Module | None, optimizers: Sequence[Optimizer], strict: bool, skip: set[str], ranks: Ranks
+) -> tuple[Checkpoint, dict[str, tuple[Tensor, Place]], dict[str, Any]]:
+    """A checkpoint, what of it each tensor of the model gets, and its values, when all has been found right."""
+    checkpoint = _opened(path)
+    wanted = {} if model is None else _wanted(checkpoint, model, strict)
+    values = _values(checkpoint, skip, ranks)
+    for i, optimizer in enumerate(optimizers):
+        assert model is not None
+        _check_optimizer(checkpoint, model, optimizer, values.get(f"optimizer.{i}"), prefix(i, optimizers))
+    _check_parts(checkpoint, model is not None, bool(optimizers), ranks)
+    return checkpoint, wanted, values
+
+
+def _opened(path: Path) -> Checkpoint:
+    if not (path / folders.MANIFEST).is_file():
+        names = sorted(entry.name for entry in path.glob("*.safetensors"))
+        return Checkpoint(path, {}, {MODEL: places_in(path, names)})
+    try:
+        manifest = json.loads((path / folders.MANIFEST).read_bytes())
+        sizes, checksums = manifest["sizes"], manifest["checksums"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RuntimeStateError(f"{path / folders.MANIFEST} is damaged: {error}") from error
+    if manifest.get("format") != 1:
+        raise RuntimeStateError(f"{path} was saved by a later version of Partway (format {manifest.get('format')})")
+    for name, size in sizes.items():
+        file = path / name
+        if not file.is_file():
+            raise RuntimeStateError(f"{file} is missing; the checkpoint is not whole")
+        if file.stat().st_size != size:
+            raise RuntimeStateError(f"{file} is damaged: it has {file.stat().st_size:,} bytes, and had {size:,}")
+    for name, checksum in checksums.items():
+        if zlib.crc32((path / name).read_bytes()) != checksum:
+            raise RuntimeStateError(f"{path / name} is damaged: its content is not what was saved")
+    places = {
+        stem: places_in(path, [n for n in sizes if n.startswith(stem) and n.endswith(".safetensors")])
+        for stem in (MODEL, OPTIMIZER)
+    }
+    return Checkpoint(path, manifest, places)
+
+
+def _wanted(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> dict[str, tuple[Tensor, Place]]:
+    """Each tensor of the model with its place in the checkpoint."""
+    tensors, aliases, _ = named_tensors(model)
+    there = dict(checkpoint.places[MODEL])
+    for name, first in checkpoint.manifest.get("aliases", {}).items():
+        if first in there:
+            there.setdefault(name, there[first])
+    names = {name: [name, *(other for other, first in aliases.items() if first == name)] for name in tensors}
+    wanted: dict[str, tuple[Tensor, Place]] = {}
+    problems: list[Problem] = []
+    missing = []
+    for name, tensor in tensors.items():
+        place = next((there[other] for other in names[name] if other in there), None)
+        if place is None:
+            missing.append(name)
+        elif place.shape != tuple(tensor.shape):
+            what = f"has shape {list(tensor.shape)}, and in the checkpoint {list(place.shape)}"
+            problems.append(Problem(name, what, "load it into a model of the same sizes"))
+        else:
+            wanted[name] = tensor, place
+    known = {*tensors, *aliases, *checkpoint.manifest.get("aliases", {})}
+    unexpected = [name for name in checkpoint.places[MODEL] if name not in known]
+    if strict:
+        fix = "load the checkpoint of this model, or pass strict=False"
+        for name in missing[:_SHOWN]:
+            near = nearest(name, unexpected, most=1)
+            problems.append(Problem(name, "is not in the checkpoint" + (f", which has {near[0]}" if near else ""), fix))
+        problems += [
+            Problem(name, "is in the checkpoint, and the model does not have it", fix) for name in unexpected[:_SHOWN]
+        ]
+        more = max(0, len(missing) - _SHOWN) + max(0, len(unexpected) - _SHOWN)
+        problems += [Problem("and", f"{more} more", fix)] if more else []
+    try:
+        raise_problems(f"{checkpoint.path} is of another model:", problems)
+    except Exception as error:
+        raise RuntimeStateError(str(error)) from None
+    return wanted
+
+
+def _values(checkpoint: Checkpoint, skip: set[str], ranks: Ranks) -> dict[str, Any]:
+    """All that is no tensor, of this rank."""
+    if not checkpoint.manifest:
+        return {}
+    differ = set(checkpoint.manifest["differ"])
+    blobs = unpacked((checkpoint.path / saving.state_file(0)).read_bytes())
+    if differ and checkpoint.processes == ranks.size and ranks.rank:
+        own = unpacked((checkpoint.path / saving.state_file(ranks.rank)).read_bytes())
+        blobs |= {name: own[name] for name in differ}
+    elif checkpoint.processes != ranks.size:
+        for name in sorted(differ):
+            if name.startswith(RANDOM):
+                del blobs[name]
+                if ranks.rank == 0 and name.removeprefix(RANDOM) in ("torch", "cuda"):  # those that operators draw from
+                    warnings.warn(
+                        f"the random generator of {name.removeprefix(RANDOM)} was another on each of the "
+                        f"{checkpoint.processes} ranks that saved {checkpoint.path}; it stays as it is on {ranks.size}",
+                        stacklevel=7,
+                    )
+            elif name.removeprefix(STATE) not in skip:
+                raise RuntimeStateError(
+                    f"{name.removeprefix(STATE)} was another on each of the {checkpoint.processes} ranks that saved "
+                    f"{checkpoint.path}, and there are {ranks.size}; load it on as many, or leave it out with "
+                    f"skip=({name.removeprefix(STATE)!r},)"
+                )
+    return {
+        name: unpacked(blob.numpy().tobytes()) for name, blob in blobs.items() if name.removeprefix(STATE) not in skip
+    }
+
+
+def _check_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, saved: Any, start: str) -> None:
+    kind = type(optimizer).__name__
+    if saved is None:
+        raise RuntimeStateError(f"{checkpoint.path} has no state of {kind}; it was saved without an optimizer")
+    names = parameter_names(model, optimizer)
+    if saved["class"] != kind:
+        raise RuntimeStateError(f"{checkpoint.path} has the state of {saved['class']}, not of {kind}")
+    groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    known = [group["params"] for group in saved["groups"]]
+    if [*map(set, groups)] != [*map(set, known)]:
+        i = next((i for i, (a, b) in enumerate(zip(groups, known, strict=False)) if set(a) != set(b)), None)
+        differ = "" if i is None else f"; group {i} differs, such as in {min(set(groups[i]) ^ set(known[i]))}"
+        raise RuntimeStateError(
+            f"{checkpoint.path} has a {kind} of {len(known)} groups with {sum(map(len, known))} parameters, and this "
+            f"one has {len(groups)} with {sum(map(len, groups))}{differ}; make the optimizer as it was made then"
+        )
+
+
+def _check_parts(checkpoint: Checkpoint, weights: bool, optimizers: bool, ranks: Ranks) -> None:
+    """Raise RuntimeStateError if a byte of the tensors is not what was written. This rank looks at a share of it."""
+    if not checkpoint.manifest:
+        return
+    parts = []
+    for rank in range(checkpoint.processes):
+        for stem, name, ends, checksum in json.loads((checkpoint.path / saving.parts_file(rank)).read_bytes()):
+            if (weights and stem == MODEL) or (optimizers and stem == OPTIMIZER):
+                parts.append((checkpoint.places[stem][name], name, tuple(slice(*end) for end in ends), checksum))
+    parts.sort(key=lambda part: -math.prod(s.stop - s.start for s in part[2]) * part[0].dtype.itemsize)
+    mine = parts[ranks.rank :: ranks.size]
+    total = sum(math.prod(s.stop - s.start for s in slices) * place.dtype.itemsize for place, _, slices, _ in mine)
+    with progress("checking", total, ranks.rank) as report:
+        for place, name, slices, checksum in mine:
+            if checksum_of(checkpoint.path, place, slices, report) != checksum:
+                raise RuntimeStateError(
+                    f"{checkpoint.path / place.file} is damaged: the values of {name} are not what was saved"
+                )
+
+
+# -- Changing
+
+
+def _put(
+    checkpoint: Checkpoint, wanted: Mapping[str, tuple[Tensor, Place]], values: Mapping[str, Any],
+    model: nn.Module | None, optimizers: Sequence[Optimizer], state: Mapping[str, Any], rank: int,
+) -> None:  # fmt: skip
+    """Give everything what the checkpoint has of it."""
+    for name in state:
+        if f"{STATE}{name}" not in values:
+            known = ", ".join(n.removeprefix(STATE) for n in values if n.startswith(STATE)) or "nothing"
+            raise RuntimeStateError(f"{checkpoint.path} has no {name}; beside tensors it has {known}")
+    with progress("loading", sum(part_of(t)[1].nbytes for t, _ in wanted.values()), rank) as report, torch.no_grad():
+        for tensor, place in wanted.values():
+            _read(checkpoint, place, tensor, report)
+        for i, optimizer in enumerate(optimizers):
+            assert model is not None
+            _put_optimizer(checkpoint, model, optimizer, values[f"optimizer.{i}"], prefix(i, optimizers), report)
+    if model is not None:
+        extra = {n.removeprefix("model."): value for n, value in values.items() if n.startswith("model.")}
+        for name, value in extra.items():
+            path = name.removesuffix("_extra_state").removesuffix(".")
+            model.get_submodule(path).set_extra_state(value)
+    for name, value in values.items():
+        if name.startswith(RANDOM):
+            set_random_state(name.removeprefix(RANDOM), value)
+    for name, value in state.items():
+        value.load_state_dict(values[f"{STATE}{name}"])
+
+
+def _read(checkpoint: Checkpoint, place: Place, tensor: Tensor, report: Report) -> None:
+    slices, part = part_of(tensor)
+    read_part(checkpoint.path, place, slices, part, report)
+
+
+def _put_optimizer(
+    checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], start: str, report: Report
+) -> None:
+    """Give an optimizer its states, each tensor placed as its parameter where it is of its shape, and its options."""
+    parameters = {name: p for p, name in ((p, n) for n, p in model.named_parameters())}
+    states: dict[str, dict[str, Any]] = {name: dict(value) for name, value in saved["values"].items()}
+    for full, place in checkpoint.places[OPTIMIZER].items():
+        if not full.startswith(f"{start}state."):
+            continue
+        name, _, key = full.removeprefix(f"{start}state.").rpartition(".")
+        parameter = parameters[name]
+        like = parameter.detach() if place.shape == tuple(parameter.shape) and place.shape else None
+        if like is None:
+            value = torch.empty(place.shape, dtype=place.dtype, device=_device(optimizer, key, parameter))
+        else:
+            value = torch.zeros_like(like, dtype=place.dtype)
+        _read(checkpoint, place, value, report)
+        states.setdefault(name, {})[key] = value
+    optimizer.state.clear()
+    for name, state in states.items():
+        optimizer.state[parameters[name]] = state
+    for group, options in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update({key: value for key, value in options.items() if key != "params"})
+
+
+def _device(optimizer: Optimizer, key: str, parameter: Tensor) -> torch.device:
+    """Where the number of steps is: with the parameter where the optimizer's kernel or a graph of CUDA reads it."""
+    apart = key == "step" and not any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+    return torch.device("cpu") if apart else parameter.device

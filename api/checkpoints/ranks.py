@@ -1,0 +1,63 @@
+"""What the processes of a launcher tell each other while they save and load; where there is one process, nothing.
+
+They come together by agreement first, which says who is missing and why. After that another thread may go on while the
+training does, so that it has a process group of its own, on CPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from partway.runtime.process import launched
+from partway.runtime.torch_internals import timeout_of
+from partway.strategy import RuntimeStateError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The processes: `rank` of `size`. `together` runs a step on each."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self._group = 0, 1, None
+        if launched():
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            self._group = _group(dist.group.WORLD)
+
+    def together(self, step: str, run: Callable[[], T]) -> list[T]:
+        """What `run` gives on each rank, by rank, when it has ended on all. Where it fails on some, every rank raises:
+        those their error, the others RuntimeStateError with `step`, such as "write the checkpoint at x"."""
+        mine: Any = None
+        error: Exception | None = None
+        try:
+            mine = run()
+        except Exception as raised:
+            error = raised
+        said = (mine, f"{type(error).__name__}: {error}" if error else "")
+        every: list[Any] = [said]
+        if self._group is not None:
+            every = [None] * self.size
+            dist.all_gather_object(every, said, self._group)
+        if error:
+            raise error
+        failed = next((rank for rank, (_, text) in enumerate(every) if text), None)
+        if failed is not None:
+            raise RuntimeStateError(f"rank {failed} could not {step}: {every[failed][1]}")
+        return [value for value, _ in every]
+
+    def first(self, step: str, run: Callable[[], T]) -> T:
+        """What `run` gives on rank 0, on all ranks."""
+        given = self.together(step, run if self.rank == 0 else lambda: None)
+        value: Any = given[0]
+        return value  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=1)
+def _group(world: Any) -> Any:
+    """A process group on CPUs beside `world`, for its ranks."""
+    return dist.new_group(backend="gloo", timeout=max(timeout_of(world), timedelta(minutes=30)))

@@ -1,0 +1,226 @@
+"""`save`: a checkpoint of a model, an optimizer and what else a script keeps."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import zlib
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from partway.checkpoints import folder as folders
+from partway.checkpoints.contents import MODEL, Content, content_of, packed
+from partway.checkpoints.progress import progress
+from partway.checkpoints.ranks import Ranks
+from partway.checkpoints.tensor_files import TensorFile, arrange, create, synchronize, write_part
+from partway.runtime.agreement import Fact, agree
+from partway.runtime.process import before_shutdown, launched
+from partway.strategy import RuntimeStateError
+from partway.strategy.errors import shown
+from partway.strategy.files import write_whole
+
+LARGEST = 5 * 10**9  # bytes of a file, as Hugging Face has it
+
+
+class Saving:
+    """A checkpoint that is being written while the training goes on."""
+
+    def __init__(self, run: Any) -> None:
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(run,), name="partway save")
+        self._thread.start()
+
+    def _run(self, run: Any) -> None:
+        try:
+            self._path = run()
+        except BaseException as error:  # raised by wait
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait until it is complete. Returns where it is. Raises what made it fail."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+
+_running: Saving | None = None
+
+
+@overload
+def save(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, *,
+    keep: int | None = None, asynchronous: Literal[False] = False, **state: Any,
+) -> Path: ...  # fmt: skip
+@overload
+def save(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, *,
+    keep: int | None = None, asynchronous: Literal[True], **state: Any,
+) -> Saving: ...  # fmt: skip
+def save(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, *,
+    keep: int | None = None, asynchronous: bool = False, **state: Any,
+) -> Path | Saving:  # fmt: skip
+    """Write a checkpoint into the folder `path`, from which `load` continues: on any mesh, with any number of
+    processes, on virtual devices, or without Partway.
+
+    model          sharded or not; its weights go to safetensors files, whole, as Hugging Face has them
+    optimizer      an optimizer of its parameters, or several
+    keep           how many checkpoints to keep in the folder, the last ones; None: all
+    asynchronous   True: the tensors are copied (to the CPU), and written while the training goes on. Returns a
+                   `Saving`, whose `wait()` ends when the checkpoint is complete; the next `save`, `shutdown` and the
+                   end of the program wait for it, too
+    state          what else to keep: numbers, texts, tensors, lists and dicts of them, or what has a state_dict() (a
+                   scheduler, a GradScaler, a StatefulDataLoader); where it differs between ranks, each one's is kept
+
+    The states of the random generators are always kept. Under a launcher every rank calls it; the folder has to be one
+    that all of them see. Returns the path of the checkpoint, `path`/checkpoint-000001 and so on: it is there as a whole
+    or not at all, after a crash at any moment too.
+
+    Raises RuntimeStateError where something cannot be kept or written; the checkpoints before stay as they are.
+    """
+    global _running  # noqa: PLW0603 - one at a time
+    _check(path, model, keep, state)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    wait()
+    folder = Path(path).absolute()
+    if launched():
+        names = ", ".join([*model.state_dict(keep_vars=True), *state])
+        facts = [Fact("the folder", str(folder)), Fact("what is kept", names), Fact("keep", str(keep))]
+        agree(f"save a checkpoint in {folder}", facts)
+    ranks = Ranks()
+    [content] = _own(ranks, "keep what it has", lambda: content_of(model, optimizers, state, ranks.size, ranks.rank))
+    if not asynchronous:
+        return _write(content, folder, keep, ranks)
+    content = content.copied()
+    _running = Saving(lambda: _write(content, folder, keep, ranks))
+    before_shutdown(wait)
+    return _running
+
+
+def wait() -> None:
+    """Wait until the checkpoint is complete that is written while the training goes on, if one is. Raises what made it
+    fail, once."""
+    global _running
+    if _running is not None:
+        waited, _running = _running, None
+        waited.wait()
+
+
+def _own(ranks: Ranks, step: str, run: Any) -> list[Any]:
+    """What `run` gives here, once it has ended on all ranks."""
+    results: list[Any] = []
+    ranks.together(step, lambda: results.append(run()))
+    return results
+
+
+def _check(path: Any, model: Any, keep: Any, state: Mapping[str, Any]) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise RuntimeStateError(f"path is {shown(path)}; write the path of a folder as a str or a Path")
+    if not isinstance(model, nn.Module):
+        raise RuntimeStateError(f"model is {shown(model)}; it must be an nn.Module")
+    if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
+        raise RuntimeStateError(f"keep is {shown(keep)}; it is how many checkpoints to keep, an int of 1 or more")
+    if Path(path).exists() and not Path(path).is_dir():
+        raise RuntimeStateError(f"{path} is a file; checkpoints are saved into a folder")
+
+
+def _write(content: Content, folder: Path, keep: int | None, ranks: Ranks) -> Path:
+    where = f"write a checkpoint in {folder}"
+    fresh = ranks.first(where, lambda: folders.begin(folder))
+    try:
+        files = {
+            stem: arrange({name: (kept.dtype, kept.shape) for name, kept in group.items()}, stem, LARGEST, {})
+            for stem, group in content.tensors.items()
+        }
+        ranks.first(where, lambda: [create(fresh, group) for group in files.values()] and None)
+        values = {name: packed(name, value) for name, value in content.values.items()}
+        digests = ranks.together(where, lambda: _parts(content, fresh, files, values, ranks.rank))
+        differ = {name for name in digests[0] if len({digest[name] for digest in digests}) > 1}
+        ranks.together(where, lambda: _values(values, differ, fresh, ranks.rank))
+        return ranks.first(where, lambda: _complete(content, fresh, files, differ, keep, ranks.size))
+    except BaseException:
+        if ranks.rank == 0:
+            folders.drop(fresh)
+        raise
+
+
+def _parts(
+    content: Content, fresh: Path, files: Mapping[str, Mapping[str, TensorFile]], values: Mapping[str, bytes], rank: int
+) -> dict[str, str]:
+    """Write this process's parts, and their checksums. Returns a digest of each value that it would keep."""
+    mine = [(stem, n, kept) for stem, group in content.tensors.items() for n, kept in group.items() if kept.writes]
+    places = {stem: {n: p for file in group.values() for n, p in file.places.items()} for stem, group in files.items()}
+    parts, written = [], set()
+    with progress("saving", sum(kept.part.nbytes for *_, kept in mine), rank) as report:
+        for stem, name, kept in mine:
+            checksum = write_part(fresh, places[stem][name], kept.slices, kept.part, report)
+            parts.append([stem, name, [[s.start, s.stop] for s in kept.slices], checksum])
+            written.add(places[stem][name].file)
+    write_whole(fresh / parts_file(rank), json.dumps(parts))
+    synchronize(fresh, sorted(written))
+    return {name: hashlib.sha256(data).hexdigest() for name, data in values.items()}
+
+
+def _values(values: Mapping[str, bytes], differ: set[str], fresh: Path, rank: int) -> None:
+    """Write the values: rank 0 all, the others what they have else."""
+    own = {name: data for name, data in values.items() if rank == 0 or name in differ}
+    if own:
+        file = state_file(rank)
+        write_whole(
+            fresh / file,
+            packed("the state", {name: torch.frombuffer(bytearray(d), dtype=torch.uint8) for name, d in own.items()}),
+        )
+        synchronize(fresh, [file])
+
+
+def parts_file(rank: int) -> str:
+    """The file in which rank `rank` says what parts it wrote, and their checksums."""
+    return f"parts-{rank:05d}.json"
+
+
+def state_file(rank: int) -> str:
+    """The file of what rank `rank` keeps beside tensors; that of rank 0 has what all have."""
+    return f"state-{rank:05d}.pt" if rank else "state.pt"
+
+
+def _complete(
+    content: Content, fresh: Path, files: Mapping[str, Mapping[str, TensorFile]], differ: set[str], keep: int | None,
+    processes: int,
+) -> Path:  # fmt: skip
+    """Write what there is, and give the checkpoint its name."""
+    if len(weights := files.get(MODEL, {})) > 1:
+        index = {
+            "metadata": {"total_size": sum(place.size for file in weights.values() for place in file.places.values())},
+            "weight_map": {name: file for file, made in weights.items() for name in made.places},
+        }
+        write_whole(fresh / "model.safetensors.index.json", json.dumps(index, indent=1))
+    small = [entry for entry in sorted(fresh.iterdir()) if entry.suffix != ".safetensors"]
+    manifest = {
+        "format": 1,
+        "saved": datetime.now(UTC).isoformat(timespec="seconds"),
+        "torch": str(torch.__version__),
+        "processes": processes,
+        "aliases": dict(content.aliases),
+        "differ": sorted(differ),
+        "sizes": {entry.name: entry.stat().st_size for entry in sorted(fresh.iterdir())},
+        "checksums": {entry.name: zlib.crc32(entry.read_bytes()) for entry in small},
+    }
+    write_whole(fresh / folders.MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    synchronize(fresh, [folders.MANIFEST])
+    return folders.finish(fresh, keep)

@@ -1,0 +1,135 @@
+"""Checkpoints are saved on one mesh and loaded on another, or without Partway; training goes on as if never stopped."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import partway as pw
+
+Ranks = Callable[..., list[Any]]
+EXACT = 0.0
+
+
+class Net(nn.Module):
+    """Tied weights, a buffer, dropout, and dims that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(13, 10)
+        self.inner = nn.Linear(10, 7)
+        self.norm = nn.BatchNorm1d(7)
+        self.outer = nn.Linear(7, 10)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(10, 13, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.drop(self.outer(self.norm(self.inner(self.embed(x))).relu()))
+        return nn.functional.cross_entropy(self.head(hidden), y)
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "dp2": {"mesh": {"dp": 2}, "in_strategy": (("dp",), ("dp",))},
+    "tp2": {"mesh": {"tp": 2}, "parameter_plan": {"embed.weight": ("tp", None), "inner.weight": ("tp", None)}},
+    "tp4": {"mesh": {"tp": 4}, "parameter_plan": {"embed.weight": ("tp", None), "outer.weight": (None, "tp")}},
+    "dp2tp2": {
+        "mesh": {"dp": 2, "tp": 2}, "in_strategy": (("dp",), ("dp",)), "parameter_plan": {"inner.weight": (None, "tp")},
+    },
+    "dp8": {"mesh": {"dp": 8}, "in_strategy": (("dp",), ("dp",))},
+}  # fmt: skip
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+}
+
+
+def made(mesh: str | None, optimizer: str, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    model: Any = Net().double()
+    if mesh:
+        model = pw.shard(model, **MESHES[mesh])
+    return model, OPTIMIZERS[optimizer](model.parameters())
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 13, (16,), generator=generator), torch.randint(0, 13, (16,), generator=generator)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = model(*batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def saved(folder: str, mesh: str | None, optimizer: str, asynchronous: bool = False) -> list[float]:
+    """Train three steps and save; the losses of the three steps after that."""
+    model, stepper = made(mesh, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(stepper, 2)
+    train(model, stepper, range(3))
+    scheduler.step()
+    saving = pw.save(folder, model, stepper, asynchronous=asynchronous, step=3, scheduler=scheduler, name="run")
+    losses = train(model, stepper, range(3, 6))
+    if asynchronous:
+        saving.wait()
+    return [*losses, random.random(), np.random.rand()]
+
+
+def loaded(folder: str, mesh: str | None, optimizer: str, called: bool) -> list[float]:
+    """Load into a fresh model, before or after its first call, and train on."""
+    model, stepper = made(mesh, optimizer, seed=5)
+    scheduler = torch.optim.lr_scheduler.StepLR(stepper, 2)
+    if called:
+        train(model, stepper, range(7, 8))
+    state = pw.load(folder, model, stepper, scheduler=scheduler)
+    assert state["step"] == 3
+    assert state["name"] == "run"
+    assert scheduler.last_epoch == 1
+    losses = train(model, stepper, range(3, 6))
+    return [*losses, random.random(), np.random.rand()]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("one", "other"), [("dp2", "dp2"), ("dp8", "dp2tp2"), ("tp4", None)])
+def test_in_one_process(tmp_path: Path, one: str | None, other: str | None, optimizer: str) -> None:
+    expected = saved(str(tmp_path), one, optimizer)
+    for called in (False, True):
+        found = loaded(str(tmp_path), other, optimizer, called)
+        tolerance = 0.0 if one == other else 1e-12
+        if other is not None:  # a plain model draws dropout's numbers in another way
+            assert found == pytest.approx(expected, abs=tolerance)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("one", "ranks", "other", "others"), [
+    ("dp2", 2, "dp2", 2), ("tp2", 2, "dp8", 1), ("dp8", 1, "tp2", 2),
+    pytest.param("dp2tp2", 4, "tp2", 2, marks=pytest.mark.slow),
+    pytest.param("tp2", 2, "tp4", 4, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_between_numbers_of_processes(
+    tmp_path: Path, one: str, ranks: int, other: str, others: int, on_ranks: Ranks
+) -> None:
+    expected = on_ranks(ranks, saved, str(tmp_path), one, "adam") if ranks > 1 else [saved(str(tmp_path), one, "adam")]
+    for called in (False, True):
+        arguments = str(tmp_path), other, "adam", called
+        found = on_ranks(others, loaded, *arguments) if others > 1 else [loaded(*arguments)]
+        tolerance = 0.0 if (one, ranks) == (other, others) else 1e-12
+        for rank, values in enumerate(found):
+            assert values[:3] == pytest.approx(expected[0][:3], abs=tolerance)
+            if ranks == others:
+                assert values[3:] == expected[rank][3:]
