@@ -1,0 +1,178 @@
+"""`load`: all is checked before anything is changed."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import partway as pw
+from partway.strategy import RuntimeStateError
+
+
+def net(wide=4):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, wide), nn.BatchNorm1d(wide), nn.Linear(wide, 2))
+
+
+def stepped(model, kind=torch.optim.Adam):
+    optimizer = kind(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = net()
+    return pw.save(tmp_path, model, stepped(model), step=7)
+
+
+def assert_unchanged(path, model, optimizer, text, **options):
+    """Loading is refused with `text`, and neither weights nor states change."""
+    before = copy.deepcopy((model.state_dict(), optimizer and optimizer.state_dict(), torch.get_rng_state()))
+    with pytest.raises(RuntimeStateError, match=text):
+        pw.load(path, model, optimizer, **options)
+    after = model.state_dict(), optimizer and optimizer.state_dict(), torch.get_rng_state()
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_another_model_says_what_differs(saved):
+    text = r"is of another model:[\s\S]*0\.weight: has shape \[5, 3\], and in the checkpoint \[4, 3\]; load it into a"
+    assert_unchanged(saved, net(5), None, text)
+    other = nn.ModuleDict({"fc": nn.Linear(3, 4)})
+    assert_unchanged(
+        saved, other, None, r"fc\.weight: is not in the checkpoint[\s\S]*0\.bias: is in the checkpoint, and"
+    )
+    renamed = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.Linear(2, 2))
+    assert_unchanged(saved, renamed, None, r"3\.weight: is not in the checkpoint")
+    pw.load(saved, renamed, strict=False)
+    assert torch.equal(renamed[0].weight, pw_state(saved)["0.weight"])
+
+
+def pw_state(saved):
+    model = net()
+    pw.load(saved, model)
+    return model.state_dict()
+
+
+def test_an_optimizer_that_was_made_otherwise_is_refused(saved, tmp_path):
+    model = net()
+    assert_unchanged(saved, model, torch.optim.SGD(model.parameters()), r"has the state of Adam, not of SGD$")
+    part = torch.optim.Adam(list(model.parameters())[1:])
+    text = r"has a Adam of 1 groups with 6 parameters, and this one has 1 with 5; group 0 differs, such as in 0\.weight"
+    assert_unchanged(saved, model, part, text)
+    alone = pw.save(tmp_path / "alone", model)
+    assert_unchanged(
+        alone, model, torch.optim.Adam(model.parameters()), r"has no state of Adam; it was saved without an"
+    )
+    with pytest.raises(
+        RuntimeStateError, match="an optimizer is loaded with the model that its parameters are of; give"
+    ):
+        pw.load(saved, None, part)
+
+
+def damaged(saved, name, change):
+    file = saved / name
+    content = bytearray(file.read_bytes())
+    file.write_bytes(change(content))
+
+
+def flipped(content):
+    content[-3] ^= 1
+    return content
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        ("model.safetensors", flipped, r"model\.safetensors is damaged: the values of .* are not what was saved"),
+        ("optimizer.safetensors", flipped, r"optimizer\.safetensors is damaged: the values of state\..* are not what"),
+        ("model.safetensors", lambda c: c[:-1], r"model\.safetensors is damaged: it has [\d,]+ bytes, and had [\d,]+"),
+        ("state.pt", flipped, r"state\.pt is damaged: its content is not what was saved"),
+        ("parts-00000.json", flipped, r"parts-00000\.json is damaged: its content"),
+        ("partway.json", lambda c: c[:20], r"partway\.json is damaged: "),
+        ("partway.json", lambda c: c.replace(b'"format": 1', b'"format": 9'), r"saved by a later version .*\(for"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_named(saved, name, change, text):
+    damaged(saved, name, change)
+    model = net()
+    assert_unchanged(saved, model, stepped(model), text)
+
+
+def test_a_missing_file_is_named(saved):
+    (saved / "optimizer.safetensors").unlink()
+    assert_unchanged(saved, net(), None, r"optimizer\.safetensors is missing; the checkpoint is not whole")
+
+
+def test_values_are_returned_and_given_to_what_asks(saved, tmp_path):
+    model = net()
+    assert pw.load(saved, model) == {"step": 7}
+    assert pw.load(saved) == {"step": 7}
+    assert pw.load(saved, skip=("step",)) == {}
+    with pytest.raises(
+        RuntimeStateError, match=r"scheduler has no load_state_dict\(\); plain values are in what load ret"
+    ):
+        pw.load(saved, model, scheduler=3)
+    optimizer = stepped(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    text = r"checkpoint-000001 has no scheduler; beside tensors it has step$"
+    assert_unchanged(saved, model, None, text, scheduler=scheduler)
+
+
+def test_wrong_arguments_are_named(saved):
+    with pytest.raises(RuntimeStateError, match=r"^path is 3; write the path"):
+        pw.load(3)
+    with pytest.raises(RuntimeStateError, match=r"^model is 3; it must be an nn\.Module"):
+        pw.load(saved, 3)
+
+
+def test_weights_of_hugging_face_load_alone_and_in_another_dtype(tmp_path):
+    model = net()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    other = net().double()
+    with torch.no_grad():
+        other[0].weight.zero_()
+    assert pw.load(tmp_path, other) == {}
+    assert torch.equal(other[0].weight, model[0].weight.double())
+
+
+def test_several_optimizers_keep_their_states_and_options(tmp_path):
+    model = net()
+    pair = [
+        torch.optim.Adam(model[0].parameters(), lr=0.5),
+        torch.optim.SGD(model[2].parameters(), lr=0.2, momentum=0.9),
+    ]
+    for optimizer in pair:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    pw.save(tmp_path, model, pair)
+    expected = copy.deepcopy([optimizer.state_dict() for optimizer in pair])
+    fresh = net()
+    others = [torch.optim.Adam(fresh[0].parameters()), torch.optim.SGD(fresh[2].parameters(), lr=1.0, momentum=0.1)]
+    pw.load(tmp_path, fresh, others)
+    torch.testing.assert_close([optimizer.state_dict() for optimizer in others], expected, rtol=0, atol=0)
+
+
+def test_extra_state_of_modules_is_kept(tmp_path):
+    class Counts(nn.Linear):
+        count = 0
+
+        def get_extra_state(self):
+            return {"count": self.count}
+
+        def set_extra_state(self, state):
+            self.count = state["count"]
+
+    model, fresh = nn.Sequential(Counts(2, 2)), nn.Sequential(Counts(2, 2))
+    model[0].count = 5
+    at = pw.save(tmp_path, model)
+    pw.load(at, fresh)
+    assert fresh[0].count == 5
+    assert json.loads((at / "partway.json").read_text())["processes"] == 1

@@ -1,0 +1,149 @@
+"""`save`: what it takes and refuses, and what a kill leaves behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import partway as pw
+from partway.checkpoints import saving
+from partway.strategy import RuntimeStateError
+
+
+def test_the_files_are_those_of_hugging_face_and_of_safetensors(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "LARGEST", 100)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    at = pw.save(tmp_path, model)
+    assert at == tmp_path / "checkpoint-000001"
+    names = sorted(entry.name for entry in at.iterdir())
+    assert "model.safetensors.index.json" in names
+    found = {}
+    for name in names:
+        if name.endswith(".safetensors"):
+            found |= load_file(at / name)
+    assert set(found) == set(model.state_dict())
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+
+def test_each_wrong_argument_is_named(tmp_path):
+    model = nn.Linear(2, 2)
+    (tmp_path / "file").write_text("")
+    for wrong, text in (
+        ((3, model), r"^path is 3; write the path of a folder as a str or a Path$"),
+        ((tmp_path, 3), r"^model is 3; it must be an nn.Module$"),
+        ((tmp_path / "file", model), r"file is a file; checkpoints are saved into a folder$"),
+    ):
+        with pytest.raises(RuntimeStateError, match=text):
+            pw.save(*wrong)
+    for keep in (0, True, 1.5):
+        with pytest.raises(
+            RuntimeStateError, match=r"keep is .*; it is how many checkpoints to keep, an int of 1 or more"
+        ):
+            pw.save(tmp_path, model, keep=keep)
+    other = torch.optim.SGD(nn.Linear(3, 2).parameters())
+    with pytest.raises(
+        RuntimeStateError, match=r"SGD has a parameter of shape \[2, 3\] that the model does not have; give"
+    ):
+        pw.save(tmp_path, model, other)
+    with pytest.raises(
+        RuntimeStateError, match=r"^state\.thing cannot be kept in a checkpoint, which holds numbers, texts"
+    ):
+        pw.save(tmp_path, model, thing=object())
+    with torch.device("meta"):
+        empty = nn.Linear(2, 2)
+    with pytest.raises(
+        RuntimeStateError, match=r"^weight is on the meta device, without values; call model.materialize"
+    ):
+        pw.save(tmp_path, empty)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_one_that_is_written_meanwhile_has_the_values_of_its_call(tmp_path):
+    model = nn.Linear(64, 64)
+    before = model.weight.detach().clone()
+    first = pw.save(tmp_path, model, asynchronous=True, step=1)
+    with torch.no_grad():
+        model.weight.add_(1)
+    second = pw.save(tmp_path, model, asynchronous=True, step=2)  # waits for the first
+    assert first.done
+    assert first.wait().name == "checkpoint-000001"
+    assert second.wait().name == "checkpoint-000002"
+    assert pw.load(first.wait(), model)["step"] == 1
+    assert torch.equal(model.weight, before)
+
+
+def test_an_error_of_one_that_is_written_meanwhile_is_raised_once(tmp_path, monkeypatch):
+    model = nn.Linear(2, 2)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving, "write_part", full)
+    failed = pw.save(tmp_path, model, asynchronous=True)
+    with pytest.raises(OSError, match="No space left"):
+        pw.save(tmp_path, model)
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="No space left"):
+        failed.wait()
+    assert not list(tmp_path.iterdir())
+    assert pw.save(tmp_path, model).name == "checkpoint-000001"
+
+
+KILLED = """
+    import os, random, sys, time, torch
+    import partway as pw
+
+    folder = sys.argv[1]
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(i):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, float(i))
+        optimizer.step()
+
+    step(0)
+    pw.save(folder, model, optimizer, step=0, keep=2)
+    moments = random.Random(0)
+    for kill in range(int(sys.argv[2])):
+        began = pw.load(folder, model, optimizer)["step"]
+        child = os.fork()
+        if not child:
+            torch.set_num_threads(1)
+            for i in range(began + 1, began + 1000):
+                step(i)
+                pw.save(folder, model, optimizer, step=i, keep=2)
+            os._exit(0)
+        time.sleep(moments.uniform(0.0, 0.12))
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        found = pw.load(folder, model, optimizer)["step"]
+        assert found >= began, (found, began)
+        for parameter in model.parameters():
+            state = optimizer.state[parameter]["momentum_buffer"]
+            expected = torch.zeros(())
+            for i in range(found + 1):
+                expected = 0.9 * expected + i if i else torch.zeros(())
+            assert torch.allclose(state, expected.expand_as(state)), (found, state.flatten()[0], expected)
+    print(found, "steps")
+"""
+
+
+@pytest.mark.parametrize("kills", [10, pytest.param(50, marks=pytest.mark.slow)])
+def test_after_a_kill_at_any_moment_the_last_good_one_loads(tmp_path, kills):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(KILLED))
+    command = [sys.executable, str(script), str(tmp_path / "folder"), str(kills)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout.split()[0]) > kills // 4, "hardly any checkpoint was completed"
+    assert signal.SIGKILL == 9
