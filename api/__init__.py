@@ -18,6 +18,15 @@ import partway.versions  # noqa: F401 - first: it warns of a PyTorch that Partwa
 if TYPE_CHECKING:
     from partway import data
     from partway.checkpoints.loading import load
+    from partway.checkpoints.per_rank import (
+        WeightLayout,
+        infer_predict_layout,
+        load_distributed_checkpoint,
+        rank_list_for_transform,
+        save_checkpoint,
+        transform_checkpoint_by_rank,
+        transform_checkpoints,
+    )
     from partway.checkpoints.saving import save
     from partway.compiling import Compiled, compile
     from partway.context import (
@@ -59,6 +68,8 @@ if TYPE_CHECKING:
 # torch does, since capturing a graph needs much of torch that `import torch` leaves out.
 _HOMES = {
     "checkpoints.loading": "load",
+    "checkpoints.per_rank": """WeightLayout infer_predict_layout load_distributed_checkpoint rank_list_for_transform
+        save_checkpoint transform_checkpoint_by_rank transform_checkpoints""",
     "checkpoints.saving": "save",
     "compiling": "Compiled compile",
     "context": """auto_parallel_context get_algo_parameters get_auto_parallel_context reset_algo_parameters
@@ -94,6 +105,7 @@ __all__ = [
     "UnknownOperatorWarning",
     "UntestedTorchWarning",
     "VerifyError",
+    "WeightLayout",
     "WholeReadWarning",
     "auto_parallel_context",
     "compile",
@@ -102,19 +114,25 @@ __all__ = [
     "get_auto_parallel_context",
     "get_group_size",
     "get_rank",
+    "infer_predict_layout",
     "init",
     "load",
+    "load_distributed_checkpoint",
+    "rank_list_for_transform",
     "record_collectives",
     "record_timeline",
     "reset_algo_parameters",
     "reset_auto_parallel_context",
     "rule",
     "save",
+    "save_checkpoint",
     "save_chrome_trace",
     "set_algo_parameters",
     "set_auto_parallel_context",
     "shard",
     "shutdown",
+    "transform_checkpoint_by_rank",
+    "transform_checkpoints",
 ]
 
 

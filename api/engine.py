@@ -216,6 +216,16 @@ class Engine:
         self.last = None  # it holds what the tensors were
         self._materialized = compiled
 
+    def planned_only(self, args: tuple[Any, ...]) -> Compiled:
+        """What runs the call of `args` in inference. It is planned, and not run."""
+        context = current()
+        if stands_alone(context):
+            raise StrategyError("there is no plan in stand_alone mode; set another mode")
+        with torch.no_grad():
+            compiled = self._runner(args, {}, context)[1].compiled
+        self._materialized = compiled
+        return compiled
+
     def engines(self) -> Iterator[Engine]:
         """This one, and those of the sharded modules inside it."""
         yield self

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from partway.propagation.plan.plan import Plan
 from partway.propagation.torch_internals import forward_pre_hooks_in
 from partway.strategy import RuntimeStateError
 from partway.strategy.afterwards import afterwards
+
+if TYPE_CHECKING:
+    from partway.checkpoints.per_rank import WeightLayout
 
 
 class ShardedModule:
@@ -91,6 +94,13 @@ class ShardedModule:
         Raises RuntimeStateError where no initialiser writes a tensor, and what the first call would raise.
         """
         attached_engine(self).materialize(tuple(args), dict(kwargs or {}), init)
+
+    def infer_predict_layout(self, *predict_data: Any) -> dict[str, WeightLayout]:
+        """How a plan for inference on `predict_data` splits each weight: see `partway.infer_predict_layout`."""
+        from partway.checkpoints.per_rank import infer_predict_layout
+
+        module: Any = self
+        return infer_predict_layout(module, *predict_data)
 
     @property
     def plan(self) -> Plan:

@@ -60,7 +60,7 @@ def parts_of(cuts):
 def test_parts_that_are_written_in_pieces_make_the_tensors_that_safetensors_reads(tmp_path_factory, case):
     shape, cuts, dtype, piece, transposed = case
     folder = tmp_path_factory.mktemp("files")
-    tensor = some(shape[::-1], dtype).permute(*range(len(shape))[::-1]) if transposed else some(shape, dtype)
+    tensor = some(shape[::-1], dtype).permute(tuple(range(len(shape)))[::-1]) if transposed else some(shape, dtype)
     before, tensor_files.PIECE = tensor_files.PIECE, piece
     try:
         tensors = {"one": tensor, "other": torch.arange(3)}

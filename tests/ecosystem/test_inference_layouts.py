@@ -1,0 +1,216 @@
+"""The seeds' flow: train, keep one file per rank with the strategy file, and run inference on other devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checks import whole
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import partway as pw
+from partway.strategy import RuntimeStateError, StrategyError
+
+Ranks = Callable[..., list[Any]]
+
+
+class Net(nn.Module):
+    def __init__(self, wide: int = 20) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(15, 12)
+        self.inner = nn.Linear(12, wide)
+        self.norm = nn.BatchNorm1d(wide)
+        self.outer = nn.Linear(wide, 12)
+        self.head = nn.Linear(12, 15, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.outer(self.norm(self.inner(self.embed(x))).relu()))
+
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "8": {"mesh": {"dp": 2, "tp": 4}, "in_strategy": (("dp",),), "parameter_plan": {"inner.weight": ("tp", None)}},
+    "4": {"mesh": {"dp": 2, "tp": 2}, "in_strategy": (("dp",),), "parameter_plan": {"embed.weight": ("tp", None)}},
+}
+INFERRED: dict[str, dict[str, Any]] = {
+    "4": {"mesh": {"tp": 4}, "parameter_plan": {"embed.weight": (None, "tp"), "inner.weight": (None, "tp")}},
+    "2x2": {"mesh": {"dp": 2, "tp": 2}, "in_strategy": (("dp",),), "parameter_plan": {"outer.weight": ("tp", None)}},
+    "2": {"mesh": {"tp": 2}, "parameter_plan": {"inner.weight": ("tp", None)}},
+}
+X = torch.arange(8) % 15
+
+
+def trained(folder: str, devices: str) -> Tensor:
+    """Train two steps, and keep weights and strategy. What the trained model gives in inference."""
+    pw.set_auto_parallel_context(strategy_ckpt_config={"save_file": f"{folder}/strategy.json"})
+    torch.manual_seed(0)
+    model: Any = pw.shard(Net().double(), **TRAINED[devices])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(X).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pw.save_checkpoint(model, f"{folder}/rank_{{rank}}/model.safetensors")
+    pw.reset_auto_parallel_context()
+    model.eval()
+    with torch.no_grad():
+        result: Tensor = model(X)
+    return result
+
+
+def files_of(folder: str, count: int) -> list[str]:
+    return [f"{folder}/rank_{rank}/model.safetensors" for rank in range(count)]
+
+
+def inferred(folder: str, count: int, devices: str) -> tuple[Tensor, dict[str, str]]:
+    """Load what was saved into a network for inference: what it gives, and how its weights lie."""
+    torch.manual_seed(9)
+    network: Any = pw.shard(Net().double().eval(), **INFERRED[devices])
+    layouts = network.infer_predict_layout(X)
+    pw.load_distributed_checkpoint(network, files_of(folder, count), layouts, f"{folder}/strategy.json")
+    for name, parameter in network.named_parameters():
+        weight = layouts[name]
+        assert weight.full_shape == tuple(parameter.shape)
+        assert weight.mesh == pw.Mesh(INFERRED[devices]["mesh"])
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        assert not hasattr(parameter, "to_local") or tuple(local.shape) == weight.local_shape
+    with torch.no_grad():
+        return whole(network(X)), {name: str(weight.layout) for name, weight in layouts.items()}
+
+
+def assert_on_one_device(folder: str, count: int, expected: Tensor) -> None:
+    network = Net().double().eval()
+    pw.load_distributed_checkpoint(network, files_of(folder, count), train_strategy_filename=f"{folder}/strategy.json")
+    with torch.no_grad():
+        torch.testing.assert_close(network(X), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("devices", INFERRED)
+def test_from_eight_virtual_devices_to_others(tmp_path: Path, devices: str) -> None:
+    expected = trained(str(tmp_path), "8")
+    assert sorted(os.listdir(tmp_path)) == [*(f"rank_{i}" for i in range(8)), "strategy.json"]
+    assert load_file(files_of(str(tmp_path), 8)[5])["inner.weight"].shape == (5, 12)
+    found, layouts = inferred(str(tmp_path), 8, devices)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert len(set(layouts.values())) > 1
+    assert_on_one_device(str(tmp_path), 8, expected)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("ranks", "trained_on", "others", "devices"),
+    [(1, "8", 2, "2"), pytest.param(4, "4", 4, "2x2", marks=pytest.mark.slow),
+     pytest.param(4, "4", 4, "4", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_on_processes(tmp_path: Path, ranks: int, trained_on: str, others: int, devices: str, on_ranks: Ranks) -> None:
+    folder, count = str(tmp_path), int(trained_on)
+    expected = trained(folder, trained_on) if ranks == 1 else on_ranks(ranks, trained, folder, trained_on)[0]
+    for found, _ in on_ranks(others, inferred, folder, count, devices):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert_on_one_device(folder, count, expected)
+
+
+def test_checkpoints_are_transformed_for_other_ranks(tmp_path: Path) -> None:
+    expected = trained(f"{tmp_path}/a", "8")
+    trained(f"{tmp_path}/b", "4")
+    one, other = f"{tmp_path}/a/strategy.json", f"{tmp_path}/b/strategy.json"
+    assert pw.rank_list_for_transform(0, one, None) == list(range(8))
+    assert pw.rank_list_for_transform(3, None, other) == [0]
+    assert set(pw.rank_list_for_transform(7, other, one)) <= {0, 1, 2, 3}
+    pw.transform_checkpoints(f"{tmp_path}/a", f"{tmp_path}/c", "new", one, other)
+    assert sorted(os.listdir(f"{tmp_path}/c")) == [f"rank_{i}" for i in range(4)]
+    files = [f"{tmp_path}/c/rank_{i}/new{i}.safetensors" for i in range(4)]
+    network = Net().double().eval()
+    pw.load_distributed_checkpoint(network, files, train_strategy_filename=other)
+    torch.testing.assert_close(network(X).detach(), expected, rtol=0, atol=1e-12)
+    pw.transform_checkpoints(f"{tmp_path}/a", f"{tmp_path}/d", "whole", one)
+    network.load_state_dict(load_file(f"{tmp_path}/d/rank_0/whole0.safetensors"), strict=False)
+    torch.testing.assert_close(network(X).detach(), expected, rtol=0, atol=1e-12)
+    by_rank = {i: f"{tmp_path}/a/rank_{i}/model.safetensors" for i in pw.rank_list_for_transform(1, one, other)}
+    made = pw.transform_checkpoint_by_rank(1, by_rank, f"{tmp_path}/e/one.safetensors", one, other)
+    assert all(torch.equal(v, load_file(files[1])[n]) for n, v in load_file(made).items())
+
+
+def test_files_of_torch_save_are_read(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    expected = trained(folder, "8")
+    for file in files_of(folder, 8):
+        torch.save(load_file(file), file.replace(".safetensors", ".ckpt"))
+    network = Net().double().eval()
+    files = [file.replace(".safetensors", ".ckpt") for file in files_of(folder, 8)]
+    pw.load_distributed_checkpoint(network, files, train_strategy_filename=f"{folder}/strategy.json")
+    torch.testing.assert_close(network(X).detach(), expected, rtol=0, atol=1e-12)
+    with open(files[2], "wb") as file:
+        file.write(b"nothing")
+    with pytest.raises(RuntimeStateError, match=r"rank_2/model\.ckpt holds no weights that can be read"):
+        pw.load_distributed_checkpoint(network, files, train_strategy_filename=f"{folder}/strategy.json")
+
+
+def test_what_cannot_be_loaded_says_what_is_missing_and_changes_nothing(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    trained(folder, "8")
+    files, strategy = files_of(folder, 8), f"{folder}/strategy.json"
+    network = Net().double()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+
+    def refused(kind: type[Exception], text: str, *arguments: Any, model: nn.Module = network, **named: Any) -> None:
+        with pytest.raises(kind, match=text):
+            pw.load_distributed_checkpoint(model, *arguments, **{"train_strategy_filename": strategy, **named})
+
+    refused(
+        RuntimeStateError, r"the strategy is for 8 ranks, and 7 files were given; give one of each rank", files[:-1]
+    )
+    missing = [*files[:3], f"{folder}/nowhere.safetensors", *files[4:]]
+    refused(RuntimeStateError, r"there is no file .*nowhere\.safetensors, the checkpoint of rank 3$", missing)
+    refused(StrategyError, r"inner\.weight has shape \[24, 12\] in the network, and was saved with \[20, 12\]", files,
+            model=Net(24).double())  # fmt: skip
+    refused(StrategyError, r"0\.weight of the network is not in .*rank_0", files, model=nn.Sequential(nn.Linear(2, 2)))
+    refused(RuntimeStateError, r"without a strategy the weights are in one file, and 8 files were given", files,
+            train_strategy_filename=None)  # fmt: skip
+    refused(RuntimeStateError, r"network is 3; it must be an nn.Module", files, model=3)  # type: ignore[arg-type]
+    other = f"{folder}/other"
+    pw.set_auto_parallel_context(strategy_ckpt_config={"save_file": f"{other}/strategy.json"})
+    pw.shard(nn.Linear(4, 4), mesh={"dp": 8})(torch.ones(8, 4))
+    pw.reset_auto_parallel_context()
+    refused(StrategyError, r"the strategy is of another model: it has 'weight', and .* has '", files,
+            train_strategy_filename=f"{other}/strategy.json")  # fmt: skip
+    trained(other, "4")
+    refused(RuntimeStateError, r"is not the checkpoint of rank 0 under this strategy: embed\.weight has",
+            files[:4], train_strategy_filename=f"{other}/strategy.json")  # fmt: skip
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    os.remove(files[3])
+    with pytest.raises(
+        RuntimeStateError, match=r"checkpoint of rank 3 is needed to make that of rank 0, and .* has no file"
+    ):
+        pw.transform_checkpoints(folder, f"{folder}/new", "x", strategy)
+    with pytest.raises(RuntimeStateError, match=r"the checkpoint of rank 1 is needed to make that of rank 0"):
+        pw.transform_checkpoint_by_rank(0, {0: files[0]}, f"{folder}/x.safetensors", strategy)
+    with pytest.raises(StrategyError, match=r"rank_id is 8; it must be an int from 0 to 7"):
+        pw.rank_list_for_transform(8, None, strategy)
+    with pytest.raises(
+        RuntimeStateError, match=r"filename is 'x'; write where the rank stands in it, as rank_\{rank\}/x"
+    ):
+        pw.save_checkpoint(network, "x")
+    with pytest.raises(
+        StrategyError, match=r"infer_predict_layout plans a sharded module, and Net is not one; call shard"
+    ):
+        pw.infer_predict_layout(network, X)
+
+
+def test_a_layout_of_another_network_is_refused(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    trained(folder, "8")
+    layouts = pw.infer_predict_layout(pw.shard(Net(24).double().eval(), **INFERRED["2"]), X)
+    network = pw.shard(Net().double().eval(), **INFERRED["2"])
+    with pytest.raises(
+        StrategyError, match=r"predict_strategy has inner\.weight of shape \[24, 12\], and the network of"
+    ):
+        pw.load_distributed_checkpoint(network, files_of(folder, 8), layouts, f"{folder}/strategy.json")
+    extra = {"more": layouts["embed.weight"]}
+    with pytest.raises(StrategyError, match=r"predict_strategy has more, which the network lacks; infer it for this"):
+        pw.load_distributed_checkpoint(network, files_of(folder, 8), extra, f"{folder}/strategy.json")
