@@ -283,6 +283,7 @@ __all__ = [
     "CONVERT",
     "PRIVATE_STATE",
     "CustomOpDef",
+    "DisableTorchFunction",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",

@@ -67,7 +67,7 @@ class SplitResult(DTensor):
             return self._gathered(DTensor.full_tensor)
         return super().full_tensor(grad_placements=grad_placements)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self) -> str:  # type: ignore[override]  # as DTensor's own
         """This rank's part, since only one rank may print."""
         return f"SplitResult(shape={list(self.shape)}, placements={self.placements}, part={local_part_of(self)})"
 

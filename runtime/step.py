@@ -192,6 +192,12 @@ def without_saved(module: fx.GraphModule, outputs: int) -> fx.GraphModule:
     return Text(module, graph)
 
 
+def _whole_gradient(gradient: Any) -> Tensor | None:
+    """A gradient without DTensor around it."""
+    whole: Tensor | None = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return whole
+
+
 class _Function(torch.autograd.Function):
     """The autograd node of one call."""
 
@@ -224,7 +230,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         # what was computed of a plain result and of DTensors has a DTensor as its gradient
-        gradients = tuple([g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients])
+        gradients = tuple([_whole_gradient(g) for g in gradients])
         roots = _roots(ctx, gradients) if torch.is_grad_enabled() else ()  # create_graph=True
         with torch.no_grad():
             results = _Function.gradients(ctx, gradients)

@@ -44,6 +44,13 @@ ALLOWED = {
         "import_module",
         1,
     ): "a module that a person names on the command line, as for `python -m`",
+    ("api/checkpoints/contents.py", "torch.load", 1): "with weights_only=True, which makes tensors and plain values",
+    ("api/checkpoints/rank_files.py", "torch.load", 1): "with weights_only=True",
+    (
+        "api/checkpoints/ranks.py",
+        "objects between ranks",
+        1,
+    ): "pickled by another process of the same job, for this one",
     ("api/data/web_decode.py", "np.load", 1): "of an .npz file, with allow_pickle=False",
     ("api/data/web_pipeline.py", "gopen", 1): "opens shards; commands only where `allow` names them",
     ("propagation/ops/functions.py", "compile", 1): "what capture wrote in this process, never an argument",

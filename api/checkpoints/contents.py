@@ -168,7 +168,8 @@ def random_states() -> dict[str, Any]:
     if "numpy.random" in sys.modules:
         import numpy as np
 
-        name, keys, *rest = np.random.get_state()
+        numpy: Any = np.random.get_state()
+        name, keys, *rest = numpy
         states["numpy"] = [str(name), torch.tensor(keys.astype("int64")), *map(_plain, rest)]
     return states
 

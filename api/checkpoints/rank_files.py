@@ -56,6 +56,7 @@ class RankFile:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def dtype(self, name: str) -> torch.dtype:
+        """The dtype of one of its tensors."""
         dtype: torch.dtype = self._tensors[name].dtype
         return dtype
 
@@ -100,6 +101,7 @@ class SavedRanks:
         return shape_of(self.strategy, name) if name in self.layouts else self.names[name]
 
     def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a weight."""
         return self._opened[min(self._opened)].dtype(name)
 
     def check(self, name: str, shape: tuple[int, ...], ranks: Iterable[int]) -> None:
@@ -153,6 +155,7 @@ def transformed(source: SavedRanks, target: Plan | None, rank: int, path: Path) 
 
 
 def write_file(path: Path, parts: Mapping[str, Tensor]) -> Path:
+    """Write tensors to the safetensors file `path`: all of it or nothing."""
     return written_file(path, {name: (part.dtype, tuple(part.shape)) for name, part in parts.items()}, parts.items())
 
 
@@ -174,6 +177,7 @@ def written_file(
 
 
 def shape_of(strategy: Plan | None, name: str) -> tuple[int, ...]:
+    """The shape of a weight in a strategy, as a whole."""
     assert strategy is not None
     return next(tuple(t.shape) for t in strategy.inputs if t.name == name and t.role is Role.PARAMETER)
 

@@ -148,7 +148,7 @@ def _write(content: Content, folder: Path, keep: int | None, ranks: Ranks) -> Pa
             stem: arrange({name: (kept.dtype, kept.shape) for name, kept in group.items()}, stem, LARGEST, {})
             for stem, group in content.tensors.items()
         }
-        ranks.first(where, lambda: [create(fresh, group) for group in files.values()] and None)
+        ranks.first(where, lambda: _create(fresh, files))
         values = {name: packed(name, value) for name, value in content.values.items()}
         digests = ranks.together(where, lambda: _parts(content, fresh, files, values, ranks.rank))
         differ = {name for name in digests[0] if len({digest[name] for digest in digests}) > 1}
@@ -158,6 +158,11 @@ def _write(content: Content, folder: Path, keep: int | None, ranks: Ranks) -> Pa
         if ranks.rank == 0:
             folders.drop(fresh)
         raise
+
+
+def _create(fresh: Path, files: Mapping[str, Mapping[str, TensorFile]]) -> None:
+    for group in files.values():
+        create(fresh, group)
 
 
 def _parts(

@@ -171,7 +171,7 @@ def write_part(folder: Path, place: Place, slices: Slices, part: Tensor, report:
     for window, inside, within in _windows(folder, place, slices, "r+"):
         piece = np.ascontiguousarray(bits[within].cpu().numpy())
         window[inside] = piece
-        checksum = zlib.crc32(piece, checksum)
+        checksum = zlib.crc32(piece.data, checksum)
         report(piece.nbytes)
     return checksum
 
@@ -192,7 +192,7 @@ def checksum_of(folder: Path, place: Place, slices: Slices, report: Report) -> i
     checksum = 0
     for window, inside, _ in _windows(folder, place, slices, "r"):
         piece = np.ascontiguousarray(window[inside])
-        checksum = zlib.crc32(piece, checksum)
+        checksum = zlib.crc32(piece.data, checksum)
         report(piece.nbytes)
     return checksum
 

@@ -49,6 +49,7 @@ DEFAULTS = {
     "enable_compile_cache": True,
     "compile_cache_path": "",
     "backend": "eager",
+    "whole_results": False,
     "random_numbers": "counter",
     "on_unknown_op": "warn",
     "device_profile": None,
@@ -114,6 +115,7 @@ def test_defaults_are_these() -> None:
         ("enable_compile_cache", False),
         ("compile_cache_path", "plans"),
         ("backend", "inductor"),
+        ("whole_results", True),
         ("random_numbers", "torch"),
         ("random_numbers", "rank"),
         ("on_unknown_op", "error"),
@@ -162,6 +164,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
         {"compile_cache_path": None},
         "compile_cache_path: got None (NoneType); accepts a folder, or '' for PARTWAY_CACHE_DIR",
     ),
+    ({"whole_results": 1}, "whole_results: got 1 (int); accepts True or False"),
     (
         {"random_numbers": "seed"},
         "random_numbers: got 'seed' (str); accepts one of 'counter', 'torch', 'rank'",
