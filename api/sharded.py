@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
@@ -19,6 +20,7 @@ from partway.planning import begin_call, calls
 from partway.propagation.capture.resting_hooks import rest_outside
 from partway.propagation.plan.plan import Plan
 from partway.propagation.torch_internals import forward_pre_hooks_in
+from partway.runtime.process import launched
 from partway.strategy import RuntimeStateError
 from partway.strategy.afterwards import afterwards
 
@@ -149,7 +151,19 @@ def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
         def __delattr__(self, name: str) -> None:
             delattr(cls, name)
 
+    @functools.wraps(getattr(cls, "save_pretrained", call))
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        original = functools.partial(cls.save_pretrained, self)  # type: ignore[operator]
+        if not launched():
+            return original(save_directory, *args, **kwargs)
+        from partway.checkpoints import pretrained
+
+        names = list(inspect.signature(original).parameters)[1:]
+        return pretrained.save_pretrained(self, original, save_directory, dict(zip(names, args, strict=False)) | kwargs)
+
     body = {"forward": forward, "__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    if callable(getattr(cls, "save_pretrained", None)):
+        body["save_pretrained"] = save_pretrained
     sharded: type[torch.nn.Module] = Kind(cls.__name__, (ShardedModule, cls), body)
     made = True
     return sharded

@@ -68,7 +68,7 @@ def content_of(
         values[f"{STATE}{name}"] = value.state_dict() if hasattr(value, "state_dict") else value
     tensors = {MODEL: weights, OPTIMIZER: kept}
     return Content(
-        {stem: {name: _kept(tensor, ranks, rank, i) for i, (name, tensor) in enumerate(group.items())}
+        {stem: {name: keep(tensor, ranks, rank, i) for i, (name, tensor) in enumerate(group.items())}
          for stem, group in tensors.items() if group},
         aliases, values,
     )  # fmt: skip
@@ -109,8 +109,9 @@ def part_of(tensor: Tensor) -> tuple[Slices, Tensor]:
     return tuple(slice(at, at + size) for at, size in zip(offsets, part.shape, strict=True)), part
 
 
-def _kept(tensor: Tensor, ranks: int, rank: int, number: int) -> Kept:
-    """Of the processes that have one part, the tensor's `number` says which writes it: so each writes about as much."""
+def keep(tensor: Tensor, ranks: int, rank: int, number: int) -> Kept:
+    """This process's part of a tensor. Which of the processes that have it writes it follows from the tensor's
+    `number`: so each writes about as much."""
     slices, part = part_of(tensor)
     if is_dtensor(tensor):
         mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()  # type: ignore[attr-defined]

@@ -148,9 +148,9 @@ def _write(content: Content, folder: Path, keep: int | None, ranks: Ranks) -> Pa
             stem: arrange({name: (kept.dtype, kept.shape) for name, kept in group.items()}, stem, LARGEST, {})
             for stem, group in content.tensors.items()
         }
-        ranks.first(where, lambda: _create(fresh, files))
+        ranks.first(where, lambda: create_files(fresh, files))
         values = {name: packed(name, value) for name, value in content.values.items()}
-        digests = ranks.together(where, lambda: _parts(content, fresh, files, values, ranks.rank))
+        digests = ranks.together(where, lambda: write_parts(content, fresh, files, values, ranks.rank))
         differ = {name for name in digests[0] if len({digest[name] for digest in digests}) > 1}
         ranks.together(where, lambda: _values(values, differ, fresh, ranks.rank))
         return ranks.first(where, lambda: _complete(content, fresh, files, differ, keep, ranks.size))
@@ -160,12 +160,13 @@ def _write(content: Content, folder: Path, keep: int | None, ranks: Ranks) -> Pa
         raise
 
 
-def _create(fresh: Path, files: Mapping[str, Mapping[str, TensorFile]]) -> None:
+def create_files(fresh: Path, files: Mapping[str, Mapping[str, TensorFile]]) -> None:
+    """Make all files of tensors, with their headers."""
     for group in files.values():
         create(fresh, group)
 
 
-def _parts(
+def write_parts(
     content: Content, fresh: Path, files: Mapping[str, Mapping[str, TensorFile]], values: Mapping[str, bytes], rank: int
 ) -> dict[str, str]:
     """Write this process's parts, and their checksums. Returns a digest of each value that it would keep."""
@@ -204,17 +205,22 @@ def state_file(rank: int) -> str:
     return f"state-{rank:05d}.pt" if rank else "state.pt"
 
 
+def write_index(folder: Path, weights: Mapping[str, TensorFile]) -> None:
+    """Say which of several files has which weight, as Hugging Face does."""
+    if len(weights) > 1:
+        index = {
+            "metadata": {"total_size": sum(place.size for file in weights.values() for place in file.places.values())},
+            "weight_map": {name: file for file, made in weights.items() for name in made.places},
+        }
+        write_whole(folder / "model.safetensors.index.json", json.dumps(index, indent=1))
+
+
 def _complete(
     content: Content, fresh: Path, files: Mapping[str, Mapping[str, TensorFile]], differ: set[str], keep: int | None,
     processes: int,
 ) -> Path:  # fmt: skip
     """Write what there is, and give the checkpoint its name."""
-    if len(weights := files.get(MODEL, {})) > 1:
-        index = {
-            "metadata": {"total_size": sum(place.size for file in weights.values() for place in file.places.values())},
-            "weight_map": {name: file for file, made in weights.items() for name in made.places},
-        }
-        write_whole(fresh / "model.safetensors.index.json", json.dumps(index, indent=1))
+    write_index(fresh, files.get(MODEL, {}))
     small = [entry for entry in sorted(fresh.iterdir()) if entry.suffix != ".safetensors"]
     manifest = {
         "format": 1,
