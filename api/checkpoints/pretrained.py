@@ -50,7 +50,6 @@ def save_pretrained(
     files = arrange({name: (kept.dtype, kept.shape) for name, kept in weights.items()}, MODEL, largest, {})
 
     def begin() -> None:
-        original(directory, state_dict={}, **options)
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         create_files(fresh, {MODEL: files})
@@ -62,6 +61,10 @@ def save_pretrained(
                 os.replace(entry, folder / entry.name)
         shutil.rmtree(fresh)
 
+    # it also writes into the configuration, on which a plan depends
+    ranks.together(
+        where, lambda: original(directory, state_dict={}, is_main_process=not ranks.rank, **options) and None
+    )
     ranks.first(where, begin)
     ranks.together(where, lambda: write_parts(Content({MODEL: weights}, {}), fresh, {MODEL: files}, {}, ranks.rank))
     ranks.first(where, finish)

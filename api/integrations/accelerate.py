@@ -1,0 +1,69 @@
+"""`Accelerator` of Hugging Face's accelerate, for sharded models: one script, with the numbers of one process.
+
+Accelerate's own wraps a model in DistributedDataParallel, gives each process other batches, scales by the number of
+processes and gathers what each has. Here all processes run one program: each reads the same batches, of which the plan
+takes the parts; losses and results are those of the whole batch on every rank, so that there is nothing to gather.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import accelerate
+from torch import Tensor, nn
+
+from partway.annotations.statements import dataset_was_set
+from partway.attached import engine_of
+from partway.context import current
+from partway.dtensors import is_dtensor
+from partway.options.fields import DatasetMode
+from partway.propagation.torch_internals import tree_map
+from partway.strategy import StrategyError
+
+
+def whole(values: Any) -> Any:
+    """Tensors in lists, tuples and dicts, without DTensor around them."""
+    return tree_map(lambda value: value.full_tensor() if is_dtensor(value) else value, values)
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """An Accelerator whose models may be sharded. A batch is that of one process; seeds must be alike on all ranks."""
+
+    @property
+    def num_processes(self) -> int:
+        """1: how many processes have data of their own. (`process_index` and `is_main_process` are the launcher's.)"""
+        return 1
+
+    @property
+    def split_batches(self) -> bool:
+        """True: a step is a step of one process, so that a scheduler moves once with it."""
+        return True
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The model: a sharded one is not wrapped. Raises StrategyError where each rank would get part of a batch."""
+        sharded = any(engine_of(module) is not None for module in model.modules())
+        if sharded and dataset_was_set(current()) and current().dataset_strategy != DatasetMode.FULL_BATCH:
+            raise StrategyError(
+                "dataset_strategy says that each rank has its part of a batch, and this Accelerator gives every rank "
+                "the whole batch; leave out dataset_strategy, or set it to 'full_batch'"
+            )
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode or sharded)
+        return prepared
+
+    def gather(self, tensor: Any) -> Any:
+        """The tensors themselves, whole: every rank has them."""
+        return whole(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """The data itself, with whole tensors: every rank has it."""
+        return whole(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """What one process would reduce: the tensors, times `scale`."""
+        return tree_map(lambda t: t * scale if isinstance(t, Tensor) else t, whole(tensor))
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """The tensors: all ranks have the same."""
+        return tensor

@@ -1,0 +1,52 @@
+"""`Trainer` of Hugging Face's transformers, for sharded models: under a launcher it trains as in one process.
+
+    from partway.integrations.transformers import Trainer
+
+    trainer = Trainer(model=pw.shard(model, ...), args=arguments, train_dataset=...)
+
+`per_device_train_batch_size` is the size of the whole batch, which the plan splits.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from partway.checkpoints.loading import load
+from partway.checkpoints.saving import save
+from partway.integrations.accelerate import Accelerator
+
+_STATE = "partway"  # the folder of a checkpoint with the optimizer's state
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]
+    """A Trainer whose model may be sharded."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator; then it is one for sharded models."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = Accelerator
+        use = self.args.eval_use_gather_object
+        self.gather_function = functools.partial(self.accelerator.gather_for_metrics, use_gather_object=use)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as Hugging Face has it; every rank comes, and writes its parts."""
+        folder = output_dir or self.args.output_dir
+        os.makedirs(folder, exist_ok=True)
+        self.model.save_pretrained(folder)
+        if self.args.should_save and self.processing_class is not None:
+            self.processing_class.save_pretrained(folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save(Path(output_dir) / _STATE, self.model, self.optimizer, scheduler=self.lr_scheduler, keep=1)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and (folder := Path(checkpoint) / _STATE).is_dir():
+            load(folder, self.model, self.optimizer, scheduler=self.lr_scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        load(resume_from_checkpoint, model or self.model)
