@@ -151,22 +151,32 @@ def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
         def __delattr__(self, name: str) -> None:
             delattr(cls, name)
 
-    @functools.wraps(getattr(cls, "save_pretrained", call))
-    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        original = functools.partial(cls.save_pretrained, self)  # type: ignore[operator]
-        if not launched():
-            return original(save_directory, *args, **kwargs)
-        from partway.checkpoints import pretrained
-
-        names = list(inspect.signature(original).parameters)[1:]
-        return pretrained.save_pretrained(self, original, save_directory, dict(zip(names, args, strict=False)) | kwargs)
-
     body = {"forward": forward, "__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     if callable(getattr(cls, "save_pretrained", None)):
-        body["save_pretrained"] = save_pretrained
+        body["save_pretrained"] = _saves_pretrained(cls)
     sharded: type[torch.nn.Module] = Kind(cls.__name__, (ShardedModule, cls), body)
     made = True
     return sharded
+
+
+def _saves_pretrained(cls: Any) -> Callable[..., Any]:
+    """The `save_pretrained` of a model or an adapter of Hugging Face's: under a launcher every rank comes."""
+    names = list(inspect.signature(cls.save_pretrained).parameters)[2:]
+
+    @functools.wraps(cls.save_pretrained)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        options = dict(zip(names, args, strict=False)) | kwargs
+        if not launched():
+            return cls.save_pretrained(self, save_directory, **options)
+        if any(base.__name__ == "PeftModel" for base in cls.__mro__):
+            from partway.integrations import peft
+
+            return peft.save_pretrained(self, save_directory, **options)
+        from partway.checkpoints import pretrained
+
+        return pretrained.save_pretrained(self, functools.partial(cls.save_pretrained, self), save_directory, options)
+
+    return save_pretrained
 
 
 def _remade(make: Callable[..., Any], kind: Any, *args: Any) -> Any:

@@ -1,5 +1,6 @@
 """Adapters for frameworks that would split data and wrap models themselves under a launcher.
 
 accelerate.py      Accelerator: prepares sharded models, optimizers and loaders
-transformers.py    Trainer: trains sharded models
+peft.py            save_pretrained: the adapter of a sharded model
+    transformers.py    Trainer: trains sharded models
 """

@@ -1,0 +1,36 @@
+"""`save_pretrained` of adapters of Hugging Face's peft, whose model is sharded, or holds a sharded one."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import Tensor
+
+from partway.attached import engine_of
+from partway.checkpoints.ranks import Ranks
+from partway.dtensors import is_dtensor
+from partway.engine import attached_engine
+from partway.propagation.graph.structure import name_of
+from partway.runtime.agreement import Fact, agree
+from partway.runtime.process import launched
+
+
+def save_pretrained(model: Any, directory: str | os.PathLike[str], **options: Any) -> None:
+    """What `model.save_pretrained(directory, **options)` writes, under a launcher too: there every rank comes, and
+    rank 0 writes the adapter, which is gathered."""
+    kind = attached_engine(model).kind if engine_of(model) is not None else type(model)
+    original: Any = kind.save_pretrained  # type: ignore[attr-defined]
+    if launched():
+        where = f"save the adapter of {name_of(model)} in {directory}"
+        agree(where, [Fact("the folder", str(directory))])
+        options |= {"state_dict": _adapter(model), "is_main_process": Ranks().rank == 0}
+    original(model, directory, **options)
+
+
+def _adapter(model: Any) -> dict[str, Tensor]:
+    """The weights of the adapter, whole: those that are trained, and those with its prefix."""
+    prefix = getattr(model.base_model, "prefix", None)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    kept = {n: t for n, t in model.state_dict().items() if n in trained or (prefix and prefix in n)}
+    return {name: t.full_tensor() if is_dtensor(t) else t for name, t in kept.items()}
