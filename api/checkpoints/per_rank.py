@@ -35,6 +35,7 @@ from partway.placing import placing
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import name_of
 from partway.propagation.plan.plan import Plan
+from partway.runtime.agreement import Fact, agreement
 from partway.runtime.process import get_rank, launched
 from partway.strategy import Layout, RuntimeStateError, StrategyError
 from partway.strategy.errors import shown
@@ -85,14 +86,18 @@ def infer_predict_layout(model: nn.Module, *predict_data: Any) -> dict[str, Weig
 
 def save_checkpoint(network: nn.Module, filename: Filename) -> list[Path]:
     """Write the weights of `network` as one safetensors file per rank. `filename` has {rank} in it, as in
-    "ckpt/rank_{rank}/model.safetensors". Under a launcher each process writes its own; virtual devices are written all
-    from one process, as the last plan splits them. Returns what this process wrote.
+    "ckpt/rank_{rank}/model.safetensors". Under a launcher each process writes its own, and every rank calls it; when
+    it returns, all files are there. Virtual devices are written all from one process, as the last plan splits them.
+    Returns what this process wrote.
     """
     if "{rank}" not in os.fspath(filename):
         raise RuntimeStateError(f"filename is {shown(filename)}; write where the rank stands in it, as rank_{{rank}}/x")
     tensors, _, _ = named_tensors(network)
     if launched():
-        return [write_file(_named(filename, get_rank()), {name: part_of(t)[1] for name, t in tensors.items()})]
+        parts = {name: part_of(tensor)[1] for name, tensor in tensors.items()}
+        with agreement(f"save {name_of(network)} as one file per rank") as facts:
+            facts.append(Fact("filename", os.fspath(filename)))
+            return [write_file(_named(filename, get_rank()), parts)]
     plan = attached_engine(network).latest().plan if engine_of(network) is not None else None
     layouts = plan.parameters if plan else {}
     written = []

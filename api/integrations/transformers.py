@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from partway.integrations.accelerate import Accelerator
 _STATE = "partway"  # the folder of a checkpoint with the optimizer's state
 
 
-class Trainer(transformers.Trainer):  # type: ignore[misc]
+class Trainer(transformers.Trainer):
     """A Trainer whose model may be sharded."""
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -35,18 +34,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as Hugging Face has it; every rank comes, and writes its parts."""
-        folder = output_dir or self.args.output_dir
-        os.makedirs(folder, exist_ok=True)
-        self.model.save_pretrained(folder)
-        if self.args.should_save and self.processing_class is not None:
-            self.processing_class.save_pretrained(folder)
+        folder, model, processing = output_dir or self.args.output_dir, self._sharded, self.processing_class
+        assert folder is not None
+        model.save_pretrained(folder)
+        if self.args.should_save and processing is not None:
+            processing.save_pretrained(folder)
+
+    @property
+    def _sharded(self) -> Any:
+        return self.model
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save(Path(output_dir) / _STATE, self.model, self.optimizer, scheduler=self.lr_scheduler, keep=1)
+        save(Path(output_dir) / _STATE, self._sharded, self.optimizer, scheduler=self.lr_scheduler, keep=1)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and (folder := Path(checkpoint) / _STATE).is_dir():
-            load(folder, self.model, self.optimizer, scheduler=self.lr_scheduler)
+            load(folder, self._sharded, self.optimizer, scheduler=self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        load(resume_from_checkpoint, model or self.model)
+        load(resume_from_checkpoint, model or self._sharded)
