@@ -35,11 +35,16 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """All that goes into a checkpoint. `aliases`: further names of tensors, each with the first one."""
+    """All that goes into a checkpoint.
 
-    tensors: Mapping[str, Mapping[str, Kept]]  # by the name of their files
+    tensors   by the name of their files, and by their own
+    aliases   further names of tensors, each with the first one
+    values    all else, as bytes
+    """
+
+    tensors: Mapping[str, Mapping[str, Kept]]
     aliases: Mapping[str, str]
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, bytes] = field(default_factory=dict)
 
     def copied(self) -> Content:
         """A content that later steps of the training do not change, on the CPU."""
@@ -70,7 +75,7 @@ def content_of(
     return Content(
         {stem: {name: keep(tensor, ranks, rank, i) for i, (name, tensor) in enumerate(group.items())}
          for stem, group in tensors.items() if group},
-        aliases, values,
+        aliases, {name: packed(name, value) for name, value in values.items()},
     )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def save_pretrained(
         where, lambda: original(directory, state_dict={}, is_main_process=not ranks.rank, **options) and None
     )
     ranks.first(where, begin)
-    ranks.together(where, lambda: write_parts(Content({MODEL: weights}, {}), fresh, {MODEL: files}, {}, ranks.rank))
+    ranks.together(where, lambda: write_parts(Content({MODEL: weights}, {}), fresh, {MODEL: files}, ranks.rank))
     ranks.first(where, finish)
 
 

@@ -149,10 +149,9 @@ def _write(content: Content, folder: Path, keep: int | None, ranks: Ranks) -> Pa
             for stem, group in content.tensors.items()
         }
         ranks.first(where, lambda: create_files(fresh, files))
-        values = {name: packed(name, value) for name, value in content.values.items()}
-        digests = ranks.together(where, lambda: write_parts(content, fresh, files, values, ranks.rank))
+        digests = ranks.together(where, lambda: write_parts(content, fresh, files, ranks.rank))
         differ = {name for name in digests[0] if len({digest[name] for digest in digests}) > 1}
-        ranks.together(where, lambda: _values(values, differ, fresh, ranks.rank))
+        ranks.together(where, lambda: _values(content.values, differ, fresh, ranks.rank))
         return ranks.first(where, lambda: _complete(content, fresh, files, differ, keep, ranks.size))
     except BaseException:
         if ranks.rank == 0:
@@ -167,7 +166,7 @@ def create_files(fresh: Path, files: Mapping[str, Mapping[str, TensorFile]]) -> 
 
 
 def write_parts(
-    content: Content, fresh: Path, files: Mapping[str, Mapping[str, TensorFile]], values: Mapping[str, bytes], rank: int
+    content: Content, fresh: Path, files: Mapping[str, Mapping[str, TensorFile]], rank: int
 ) -> dict[str, str]:
     """Write this process's parts, and their checksums. Returns a digest of each value that it would keep."""
     mine = [(stem, n, kept) for stem, group in content.tensors.items() for n, kept in group.items() if kept.writes]
@@ -180,7 +179,7 @@ def write_parts(
             written.add(places[stem][name].file)
     write_whole(fresh / parts_file(rank), json.dumps(parts))
     synchronize(fresh, sorted(written))
-    return {name: hashlib.sha256(data).hexdigest() for name, data in values.items()}
+    return {name: hashlib.sha256(data).hexdigest() for name, data in content.values.items()}
 
 
 def _values(values: Mapping[str, bytes], differ: set[str], fresh: Path, rank: int) -> None:

@@ -9,6 +9,7 @@ holds more than its part and one piece.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -122,7 +123,11 @@ def create(folder: Path, files: Mapping[str, TensorFile]) -> None:
 def _reserve(number: int, size: int) -> None:
     """Have the disk keep room, so that a full one is an error here, and not a signal while a window is written."""
     if hasattr(os, "posix_fallocate") and size:
-        os.posix_fallocate(number, 0, size)
+        try:
+            os.posix_fallocate(number, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):  # what some file systems answer
+                raise
 
 
 def places_in(folder: Path, names: Sequence[str]) -> dict[str, Place]:

@@ -67,14 +67,16 @@ def test_each_wrong_argument_is_named(tmp_path):
 def test_one_that_is_written_meanwhile_has_the_values_of_its_call(tmp_path):
     model = nn.Linear(64, 64)
     before = model.weight.detach().clone()
-    first = pw.save(tmp_path, model, asynchronous=True, step=1)
+    seen = [1]
+    first = pw.save(tmp_path, model, asynchronous=True, step=1, seen=seen)
+    seen.append(2)
     with torch.no_grad():
         model.weight.add_(1)
     second = pw.save(tmp_path, model, asynchronous=True, step=2)  # waits for the first
     assert first.done
     assert first.wait().name == "checkpoint-000001"
     assert second.wait().name == "checkpoint-000002"
-    assert pw.load(first.wait(), model)["step"] == 1
+    assert pw.load(first.wait(), model) == {"step": 1, "seen": [1]}
     assert torch.equal(model.weight, before)
 
 
