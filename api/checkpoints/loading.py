@@ -41,6 +41,7 @@ from partway.runtime.agreement import Fact, agree
 from partway.runtime.process import launched
 from partway.strategy import Problem, RuntimeStateError, raise_problems
 from partway.strategy.errors import shown
+from partway.strategy.notation import counted
 from partway.strategy.suggest import nearest
 
 _SHOWN = 8  # names that an error lists
@@ -85,6 +86,7 @@ def load(
     saving.wait()
     if launched():
         facts = [Fact("the path", str(Path(path).absolute())), Fact("what is loaded", ", ".join(state))]
+        facts += [Fact("strict", str(strict)), Fact("skip", ", ".join(sorted(skip)))]
         agree(f"load the checkpoint in {path}", facts)
     ranks = Ranks()
     where = f"load the checkpoint in {path}"
@@ -234,9 +236,14 @@ def _check_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimi
         i = next((i for i, (a, b) in enumerate(zip(groups, known, strict=False)) if set(a) != set(b)), None)
         differ = "" if i is None else f"; group {i} differs, such as in {min(set(groups[i]) ^ set(known[i]))}"
         raise RuntimeStateError(
-            f"{checkpoint.path} has a {kind} of {len(known)} groups with {sum(map(len, known))} parameters, and this "
-            f"one has {len(groups)} with {sum(map(len, groups))}{differ}; make the optimizer as it was made then"
+            f"{checkpoint.path} has the state of {kind} for {_groups(known)}, and this one has {_groups(groups)}{differ}"
+            "; make the optimizer as it was made then"
         )
+
+
+def _groups(groups: Sequence[Sequence[str]]) -> str:
+    """ "2 groups with 6 parameters"."""
+    return f"{counted(len(groups), 'group')} with {counted(sum(map(len, groups)), 'parameter')}"
 
 
 def _check_parts(checkpoint: Checkpoint, weights: bool, optimizers: bool, ranks: Ranks) -> None:
