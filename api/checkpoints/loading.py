@@ -236,7 +236,7 @@ def _check_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimi
         i = next((i for i, (a, b) in enumerate(zip(groups, known, strict=False)) if set(a) != set(b)), None)
         differ = "" if i is None else f"; group {i} differs, such as in {min(set(groups[i]) ^ set(known[i]))}"
         raise RuntimeStateError(
-            f"{checkpoint.path} has the state of {kind} for {_groups(known)}, and this one has {_groups(groups)}{differ}"
+            f"{checkpoint.path} has the state of {kind} for {_groups(known)}, and this has {_groups(groups)}{differ}"
             "; make the optimizer as it was made then"
         )
 

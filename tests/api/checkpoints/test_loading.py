@@ -63,7 +63,7 @@ def test_an_optimizer_that_was_made_otherwise_is_refused(saved, tmp_path):
     model = net()
     assert_unchanged(saved, model, torch.optim.SGD(model.parameters()), r"has the state of Adam, not of SGD$")
     part = torch.optim.Adam(list(model.parameters())[1:])
-    text = r"state of Adam for 1 group with 6 parameters, and this one has 1 group with 5 parameters; group 0"
+    text = r"state of Adam for 1 group with 6 parameters, and this has 1 group with 5 parameters; group 0"
     assert_unchanged(saved, model, part, text)
     alone = pw.save(tmp_path / "alone", model)
     assert_unchanged(
