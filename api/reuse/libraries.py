@@ -13,9 +13,9 @@ from typing import Any
 _TOOLS = (
     "IPython", "PIL", "_pytest", "accelerate", "deepspeed", "einops", "einx", "filelock", "frozendict",
     "huggingface_hub", "hypothesis", "jinja2", "lightning", "loguru", "matplotlib", "mlflow", "mpmath", "networkx",
-    "numpy", "packaging", "pandas", "partway", "pluggy", "pydantic", "pytest", "pytorch_lightning", "requests", "rich",
-    "safetensors", "scipy", "sklearn", "sympy", "tokenizers", "torch", "tqdm", "typer", "typing_extensions", "wandb",
-    "yaml",
+    "numpy", "packaging", "pandas", "partway", "pluggy", "psutil", "pydantic", "pytest", "pytorch_lightning",
+    "requests", "rich", "safetensors", "scipy", "sklearn", "sympy", "tokenizers", "torch", "tqdm", "typer",
+    "typing_extensions", "wandb", "yaml",
 )  # fmt: skip
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _OF_PYTHON = 1 << 9  # the flag of a type that a class statement or `type()` made (Py_TPFLAGS_HEAPTYPE)
