@@ -86,7 +86,7 @@ def load(
     saving.wait()
     if launched():
         facts = [Fact("the path", str(Path(path).absolute())), Fact("what is loaded", ", ".join(state))]
-        facts += [Fact("strict", str(strict)), Fact("skip", ", ".join(sorted(skip)))]
+        facts += [Fact("strict", str(strict)), Fact("skip", ", ".join(sorted(skip)) or "nothing")]
         agree(f"load the checkpoint in {path}", facts)
     ranks = Ranks()
     where = f"load the checkpoint in {path}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checks import whole
 from torch import Tensor, nn
 
 import partway as pw
+from partway.checkpoints import saving
 
 Ranks = Callable[..., list[Any]]
 EXACT = 0.0
@@ -133,3 +136,80 @@ def test_between_numbers_of_processes(
             assert values[:3] == pytest.approx(expected[0][:3], abs=tolerance)
             if ranks == others:
                 assert values[3:] == expected[rank][3:]
+
+
+# -- what goes wrong on one rank of several
+
+
+def split() -> Any:
+    torch.manual_seed(0)
+    model = pw.shard(nn.Linear(8, 8).double(), mesh={"tp": 2}, parameter_plan={"weight": ("tp", None)})
+    model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+    return model
+
+
+def values_of(model: Any) -> list[Tensor]:
+    return [whole(parameter).clone() for parameter in model.parameters()]
+
+
+def goes_wrong(folder: str) -> list[str]:
+    """What every rank is told, of what goes wrong on rank 1 alone; then all is as before."""
+    rank, model, said = pw.get_rank(), split(), []
+
+    def refused(run: Callable[[], object]) -> None:
+        with pytest.raises((pw.RuntimeStateError, OSError)) as error:
+            run()
+        said.append(str(error.value).replace(folder, "FOLDER"))
+
+    first = pw.save(folder, model, step=1)
+    before, plain = values_of(model), saving.write_part
+
+    def full(*args: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    saving.write_part = full if rank else plain
+    refused(lambda: pw.save(folder, model, step=2))
+    saving.write_part = plain
+    refused(lambda: pw.save(folder, model, keep=1 + rank))
+    refused(lambda: pw.load(folder, model, skip=("x",) * rank))
+    second = pw.save(folder, model, step=3, rank=rank)
+    torch.distributed.barrier()
+    if rank:
+        content = bytearray((second / "model.safetensors").read_bytes())
+        content[-5] ^= 1
+        (second / "model.safetensors").write_bytes(content)
+    torch.distributed.barrier()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().add_(1)
+    changed = values_of(model)
+    refused(lambda: pw.load(folder, model))
+    assert all(map(torch.equal, values_of(model), changed))
+    assert pw.load(first, model) == {"step": 1}
+    assert all(map(torch.equal, values_of(model), before))
+    assert pw.load(second) == {"step": 3, "rank": rank}
+    later = pw.save(folder, model, asynchronous=True, step=4)
+    split()
+    assert later.wait().name == "checkpoint-000003"
+    refused(lambda: copy_of(model))
+    return said
+
+
+def copy_of(model: Any) -> None:
+    torch.save(model, io.BytesIO())
+
+
+@pytest.mark.gloo
+def test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing(tmp_path: Path, on_ranks: Ranks) -> None:
+    first, second = on_ranks(2, goes_wrong, str(tmp_path))
+    assert second[0] == "[Errno 28] No space left on device"
+    text = "rank 1 could not write a checkpoint in FOLDER: OSError: [Errno 28] No space left on device"
+    assert first[0] == text
+    assert first[1] == second[1] == "keep is 1 on rank 0 and 2 on rank 1; run the same program on every rank"
+    assert first[2] == second[2] == "skip is nothing on rank 0 and x on rank 1; run the same program on every rank"
+    damaged = "checkpoint-000002/model.safetensors is damaged: the values of"
+    assert damaged in first[3]
+    assert damaged in second[3]
+    assert first[4] == second[4]
+    assert "is not pickled as a whole, since each process has parts of it; keep its state_dict()" in first[4]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"checkpoint-00000{i}" for i in (1, 2, 3)]
