@@ -27,7 +27,7 @@ api/test_context.py                    api/options: algo base fields in_force pa
 ecosystem/test_one_behaviour.py        api: state_dicts; runtime: results
 ecosystem/test_checkpoints.py          api/checkpoints: contents progress ranks
 ecosystem/test_pretrained.py           api/checkpoints: pretrained
-ecosystem/test_frameworks.py           api/integrations: accelerate peft transformers
+ecosystem/test_frameworks.py           api/integrations: accelerate lightning peft transformers
 ecosystem/test_inference_layouts.py    api/checkpoints: per_rank rank_files
 api/test_compiling.py                  api: plan_inputs; api/annotations: annotate
 api/test_guard.py                      api/reuse: guard

@@ -109,6 +109,49 @@ PEFT = """
     tell(found)
 """
 
+LIGHTNING = """
+    import lightning, torchmetrics
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net, self.losses = shard(model.double()), []
+            self.right = torchmetrics.classification.MulticlassAccuracy(66, average="micro")
+            self.sum = torchmetrics.SumMetric()
+
+        def training_step(self, batch, index):
+            output = self.net(input_ids=batch, labels=batch)
+            self.right(output.logits.flatten(0, 1), batch.flatten())
+            self.sum(output.loss)
+            self.log("right", self.right, on_epoch=True)
+            self.losses.append(output.loss.item())
+            return output.loss
+
+        def on_train_epoch_end(self):
+            self.losses.append(float(self.sum.compute()))
+            self.sum.reset()
+
+        def validation_step(self, batch, index):
+            self.log("val", self.net(input_ids=batch, labels=batch).loss)
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    options = {}
+    if mode != "plain":
+        from partway.integrations.lightning import PartwayStrategy
+        options["strategy"] = PartwayStrategy("cpu")
+    module = Module()
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", devices=1, default_root_dir=folder, enable_progress_bar=False, logger=False,
+        enable_model_summary=False, gradient_clip_val=0.5, accumulate_grad_batches=2, **options,
+    )
+    batches = torch.utils.data.DataLoader(ids, 8, shuffle=True), torch.utils.data.DataLoader(ids[:16], 8)
+    trainer.fit(module, *batches, ckpt_path=rest[0] if rest else None)
+    tell([module.losses, float(trainer.callback_metrics["right_epoch"]), float(trainer.callback_metrics["val"])])
+"""
+
 
 def run(script: str, ranks: int, *arguments: str, folder: Path) -> Any:
     """What a script finds: plain (ranks 0), on virtual devices (1), or under torchrun."""
@@ -151,6 +194,19 @@ def test_accelerator(tmp_path: Path) -> None:
     expected = run(ACCELERATOR, 0, folder=tmp_path)
     for ranks in (1, 2, 4):
         assert_close(run(ACCELERATOR, ranks, folder=tmp_path), expected)
+
+
+def test_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    pytest.importorskip("torchmetrics")
+    expected = run(LIGHTNING, 0, folder=tmp_path)
+    for ranks in (1, 2, 4):
+        assert_close(run(LIGHTNING, ranks, folder=tmp_path), expected)
+    (kept,) = (tmp_path / "output ranks 2").rglob("*.ckpt")  # a run that has ended goes on with nothing to do
+    assert (
+        torch.load(kept, weights_only=False)["state_dict"].keys()
+        == torch.load(next((tmp_path / "output plain 0").rglob("*.ckpt")), weights_only=False)["state_dict"].keys()
+    )
 
 
 @pytest.mark.parametrize("order", ["before", "after", "after a call"])
