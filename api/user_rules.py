@@ -190,8 +190,8 @@ def _overloads(operator: Any) -> list[OpOverload]:
         return [defined_by(operator)]
     if not isinstance(operator, str) or operator.count("::") != 1:
         raise StrategyError(
-            f"rule is given {operator!r} for its operator; write its name, as in 'my::op' or 'my::op.overload', or "
-            "give the operator itself"
+            f"rule is given {shown(operator)} for its operator; write its name, as in 'my::op' or 'my::op.overload', "
+            "or give the operator itself"
         )
     namespace, _, name = operator.partition("::")
     base, _, overload = name.partition(".")

@@ -155,6 +155,24 @@ def test_modes_are_listed_and_left_out() -> None:
     assert planning.dispatch_modes() == []
 
 
+def test_classes_of_tensors_can_be_left_out() -> None:
+    class Seen(torch.Tensor):
+        calls = 0
+
+        @classmethod
+        def __torch_function__(cls, *args: Any) -> Any:
+            cls.calls += 1
+            return super().__torch_function__(*args)
+
+    x = torch.ones(2).as_subclass(Seen)
+    with planning.DisableTorchFunction():
+        assert x.shape == (2,)
+        assert (x + 1).sum() == 4
+    assert Seen.calls == 0
+    assert x.shape == (2,)
+    assert Seen.calls == 1
+
+
 def test_autograd_records_inside_an_operator() -> None:
     seen = []
 

@@ -101,6 +101,7 @@ CONTEXT: Mapping[str, Sequence[Any]] = {
     "enable_compile_cache": (False, True),
     "compile_cache_path": ("", "folder"),
     "random_numbers": ("counter", "torch", "rank"),
+    "whole_results": (False, True),
     "on_unknown_op": ("warn", "error"),
     "device_profile": (None, "h100", "cpu"),
     "backend": ("eager",),  # tests/models/test_inductor.py has the other
