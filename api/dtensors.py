@@ -8,21 +8,29 @@ parts work together are removed: the plan does that.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from partway.attached import engine_of
 from partway.propagation.graph.structure import Call
-from partway.propagation.torch_internals import remove_hooks
+from partway.propagation.torch_internals import remove_hooks, tree_map
 from partway.strategy import Layout, Mesh, Problem, StrategyError, from_dtensor, raise_problems
 from partway.strategy.placement import REPLICATE
+
+T = TypeVar("T")
 
 
 def is_dtensor(tensor: Any) -> bool:
     """Whether a tensor is a DTensor."""
     return hasattr(tensor, "placements")
+
+
+def whole(values: T) -> T:
+    """The tensors in lists, tuples and dicts, gathered where they are DTensors; every rank calls it."""
+    gathered: T = tree_map(lambda value: value.full_tensor() if is_dtensor(value) else value, values)
+    return gathered
 
 
 def has_other_data(tensor: Tensor) -> bool:

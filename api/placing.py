@@ -18,7 +18,7 @@ from partway.alike import SEED, asked, draws, modes, of_plan, options, versions
 from partway.annotations.statements import dataset_was_set
 from partway.compiling import Compiled
 from partway.context import current_algo
-from partway.dtensors import drop_hooks, is_dtensor, plain
+from partway.dtensors import drop_hooks, is_dtensor, plain, whole
 from partway.options.fields import DatasetMode
 from partway.options.parallel import ParallelContext
 from partway.propagation.graph.port import Role
@@ -284,7 +284,7 @@ class Launched:
         return own.clone(memory_format=torch.contiguous_format)
 
     def whole(self, tensor: Tensor) -> Tensor:
-        return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+        return whole(tensor)
 
     def enter(self, placed: PlacedPort, local: bool) -> Change | None:
         from partway.runtime.parameters import placed_part

@@ -101,6 +101,14 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], 
     return tensors, aliases, extra
 
 
+def every_name(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> dict[str, list[str]]:
+    """All names of each tensor, by its first."""
+    names = {name: [name] for name in tensors}
+    for other, first in aliases.items():
+        names[first].append(other)
+    return names
+
+
 def part_of(tensor: Tensor) -> tuple[Slices, Tensor]:
     """The part of a tensor that this process has, and where it is in the whole."""
     if not is_dtensor(tensor):

@@ -11,12 +11,21 @@ import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from partway.checkpoints.tensor_files import synchronize
 from partway.strategy import RuntimeStateError
+from partway.strategy.errors import shown
 
 MANIFEST = "partway.json"
 _COMPLETE = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = re.compile(r"\.checkpoint-(\d+)\.saving")
+
+
+def check_path(path: Any) -> None:
+    """Raise RuntimeStateError for what is no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise RuntimeStateError(f"path is {shown(path)}; write the path of a folder as a str or a Path")
 
 
 def begin(folder: Path) -> Path:
@@ -36,7 +45,7 @@ def finish(unfinished: Path, keep: int | None) -> Path:
     """Give a complete checkpoint its name, and remove all but the last `keep`."""
     complete = unfinished.with_name(unfinished.name.removeprefix(".").removesuffix(".saving"))
     os.rename(unfinished, complete)
-    _synchronize(complete.parent)
+    synchronize(complete.parent, ())
     if keep is not None:
         for number in sorted(numbers(complete.parent))[:-keep]:
             old = complete.with_name(f"checkpoint-{number:06d}")
@@ -71,11 +80,3 @@ def numbers(folder: Path) -> list[int]:
     """The numbers of the complete checkpoints in `folder`."""
     found = (_COMPLETE.fullmatch(entry.name) for entry in folder.iterdir())
     return [int(match[1]) for match in found if match]
-
-
-def _synchronize(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -27,6 +27,7 @@ from partway.checkpoints.contents import (
     OPTIMIZER,
     RANDOM,
     STATE,
+    every_name,
     named_tensors,
     parameter_names,
     part_of,
@@ -91,16 +92,15 @@ def load(
     ranks = Ranks()
     where = f"load the checkpoint in {path}"
     chosen = Path(ranks.first(where, lambda: str(folders.newest(Path(path).absolute()))))
-    results: list[Any] = []
-    ranks.together(where, lambda: results.append(_checked(chosen, model, optimizers, strict, set(skip), ranks)))
-    [(checkpoint, wanted, values)] = results
+    checkpoint, wanted, values = ranks.each(
+        where, lambda: _checked(chosen, model, optimizers, strict, set(skip), ranks)
+    )
     ranks.together(where, lambda: _put(checkpoint, wanted, values, model, optimizers, state, ranks.rank))
     return {name.removeprefix(STATE): value for name, value in values.items() if name.startswith(STATE)}
 
 
 def _check(path: Any, model: Any, optimizers: Sequence[Any], state: Mapping[str, Any]) -> None:
-    if not isinstance(path, str | os.PathLike):
-        raise RuntimeStateError(f"path is {shown(path)}; write the path of a folder as a str or a Path")
+    folders.check_path(path)
     if model is not None and not isinstance(model, nn.Module):
         raise RuntimeStateError(f"model is {shown(model)}; it must be an nn.Module")
     if optimizers and model is None:
@@ -161,7 +161,7 @@ def _wanted(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> dict[str,
     for name, first in checkpoint.manifest.get("aliases", {}).items():
         if first in there:
             there.setdefault(name, there[first])
-    names = {name: [name, *(other for other, first in aliases.items() if first == name)] for name in tensors}
+    names = every_name(tensors, aliases)
     wanted: dict[str, tuple[Tensor, Place]] = {}
     problems: list[Problem] = []
     missing = []
@@ -305,7 +305,7 @@ def _put_optimizer(
     checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any], start: str, report: Report
 ) -> None:
     """Give an optimizer its states, each tensor placed as its parameter where it is of its shape, and its options."""
-    parameters = {name: p for p, name in ((p, n) for n, p in model.named_parameters())}
+    parameters = dict(model.named_parameters())
     states: dict[str, dict[str, Any]] = {name: dict(value) for name, value in saved["values"].items()}
     for full, place in checkpoint.places[OPTIMIZER].items():
         if not full.startswith(f"{start}state."):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from partway.attached import engine_of
-from partway.checkpoints.contents import named_tensors, part_of
+from partway.checkpoints.contents import every_name, named_tensors, part_of
 from partway.checkpoints.rank_files import (
     SavedRanks,
     common_part,
@@ -128,7 +128,7 @@ def load_distributed_checkpoint(
         raise RuntimeStateError(f"network is {shown(network)}; it must be an nn.Module")
     source = SavedRanks.of(_strategy(train_strategy_filename), dict(enumerate(map(Path, checkpoint_filenames))))
     tensors, aliases, _ = named_tensors(network)
-    names = {name: (name, *(n for n, first in aliases.items() if first == name)) for name in tensors}
+    names = every_name(tensors, aliases)
     wanted: list[tuple[str, Tensor]] = []
     for name, tensor in tensors.items():
         known = next((n for n in names[name] if n in source.names), None)

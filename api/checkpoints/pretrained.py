@@ -47,7 +47,7 @@ def save_pretrained(
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {name: tensor for name, tensor in tensors.items() if name not in ignored}
     weights = {name: keep(tensor, ranks.size, ranks.rank, i) for i, (name, tensor) in enumerate(kept.items())}
-    files = arrange({name: (kept.dtype, kept.shape) for name, kept in weights.items()}, MODEL, largest, {})
+    files = arrange({name: (kept.dtype, kept.shape) for name, kept in weights.items()}, MODEL, largest)
 
     def begin() -> None:
         shutil.rmtree(fresh, ignore_errors=True)

@@ -165,7 +165,7 @@ def written_file(
     """Write tensors to the safetensors file `path`: all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = f".{path.name}.{os.getpid()}.saving"  # another process may make the same file
-    (file,) = arrange(specs, path.stem, 1 << 62, {}).values()
+    (file,) = arrange(specs, path.stem, 1 << 62).values()
     (path.parent / aside).unlink(missing_ok=True)
     places = {name: type(place)(aside, place.start, place.dtype, place.shape) for name, place in file.places.items()}
     create(path.parent, {aside: file})

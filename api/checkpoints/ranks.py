@@ -50,6 +50,12 @@ class Ranks:
             raise RuntimeStateError(f"rank {failed} could not {step}: {every[failed][1]}")
         return [value for value, _ in every]
 
+    def each(self, step: str, run: Callable[[], T]) -> T:
+        """What `run` gives on this rank, when it has ended on all; it is not sent."""
+        results: list[T] = []
+        self.together(step, lambda: results.append(run()))
+        return results[0]
+
     def first(self, step: str, run: Callable[[], T]) -> T:
         """What `run` gives on rank 0, on all ranks."""
         given = self.together(step, run if self.rank == 0 else lambda: None)

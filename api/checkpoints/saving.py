@@ -104,7 +104,7 @@ def save(
         facts = [Fact("the folder", str(folder)), Fact("what is kept", names), Fact("keep", str(keep))]
         agree(f"save a checkpoint in {folder}", facts)
     ranks = Ranks()
-    [content] = _own(ranks, "keep what it has", lambda: content_of(model, optimizers, state, ranks.size, ranks.rank))
+    content = ranks.each("keep what it has", lambda: content_of(model, optimizers, state, ranks.size, ranks.rank))
     if not asynchronous:
         return _write(content, folder, keep, ranks)
     content = content.copied()
@@ -122,16 +122,8 @@ def wait() -> None:
         waited.wait()
 
 
-def _own(ranks: Ranks, step: str, run: Any) -> list[Any]:
-    """What `run` gives here, once it has ended on all ranks."""
-    results: list[Any] = []
-    ranks.together(step, lambda: results.append(run()))
-    return results
-
-
 def _check(path: Any, model: Any, keep: Any, state: Mapping[str, Any]) -> None:
-    if not isinstance(path, str | os.PathLike):
-        raise RuntimeStateError(f"path is {shown(path)}; write the path of a folder as a str or a Path")
+    folders.check_path(path)
     if not isinstance(model, nn.Module):
         raise RuntimeStateError(f"model is {shown(model)}; it must be an nn.Module")
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
@@ -145,7 +137,7 @@ def _write(content: Content, folder: Path, keep: int | None, ranks: Ranks) -> Pa
     fresh = ranks.first(where, lambda: folders.begin(folder))
     try:
         files = {
-            stem: arrange({name: (kept.dtype, kept.shape) for name, kept in group.items()}, stem, LARGEST, {})
+            stem: arrange({name: (kept.dtype, kept.shape) for name, kept in group.items()}, stem, LARGEST)
             for stem, group in content.tensors.items()
         }
         ranks.first(where, lambda: create_files(fresh, files))

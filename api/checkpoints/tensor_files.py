@@ -68,10 +68,10 @@ class TensorFile:
 
 
 def arrange(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], stem: str, largest: int, about: Mapping[str, str]
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], stem: str, largest: int
 ) -> dict[str, TensorFile]:
-    """Files of at most `largest` bytes (or of one tensor) for `tensors`, by name; `about`: what else their headers say.
-    Raises RuntimeStateError for a dtype that the format lacks."""
+    """Files of at most `largest` bytes (or of one tensor) for `tensors`, by name. Raises RuntimeStateError for a dtype
+    that the format lacks."""
     groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     room = largest
     for name, (dtype, shape) in tensors.items():
@@ -89,15 +89,13 @@ def arrange(
     names = (
         [f"{stem}-{i:05d}-of-{count:05d}{SUFFIX}" for i in range(1, count + 1)] if count > 1 else [f"{stem}{SUFFIX}"]
     )
-    return {file: _arranged(file, group, about) for file, group in zip(names, groups, strict=True)}
+    return {file: _arranged(file, group) for file, group in zip(names, groups, strict=True)}
 
 
-def _arranged(
-    file: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], about: Mapping[str, str]
-) -> TensorFile:
+def _arranged(file: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> TensorFile:
     # the widest first, so that each is aligned, as safetensors' own writer has it
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in order:
         dtype, shape = tensors[name]
@@ -159,14 +157,6 @@ def _places(folder: Path, name: str) -> dict[str, Place]:
             raise ValueError(f"{shown(tensor)} ends at byte {8 + length + end:,}, and it has {size:,} bytes")
         places[tensor] = place
     return places
-
-
-def about(folder: Path, name: str) -> dict[str, str]:
-    """What the header of a file says beside its tensors."""
-    with open(folder / name, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        said: dict[str, str] = json.loads(file.read(length)).get("__metadata__", {})
-    return said
 
 
 def write_part(folder: Path, place: Place, slices: Slices, part: Tensor, report: Report) -> int:

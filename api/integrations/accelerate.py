@@ -15,15 +15,10 @@ from torch import Tensor, nn
 from partway.annotations.statements import dataset_was_set
 from partway.attached import engine_of
 from partway.context import current
-from partway.dtensors import is_dtensor
+from partway.dtensors import whole
 from partway.options.fields import DatasetMode
 from partway.propagation.torch_internals import tree_map
 from partway.strategy import StrategyError
-
-
-def whole(values: Any) -> Any:
-    """Tensors in lists, tuples and dicts, without DTensor around them."""
-    return tree_map(lambda value: value.full_tensor() if is_dtensor(value) else value, values)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]

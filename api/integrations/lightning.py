@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.optim import Optimizer
 
-from partway.integrations.accelerate import whole
+from partway.dtensors import whole
 from partway.runtime.optimizers import bring_up_to_date
 from partway.runtime.process import get_rank, init, launched
 

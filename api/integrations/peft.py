@@ -8,12 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from partway.attached import engine_of
-from partway.checkpoints.ranks import Ranks
-from partway.dtensors import is_dtensor
+from partway.dtensors import whole
 from partway.engine import attached_engine
 from partway.propagation.graph.structure import name_of
 from partway.runtime.agreement import Fact, agree
-from partway.runtime.process import launched
+from partway.runtime.process import get_rank, launched
 
 
 def save_pretrained(model: Any, directory: str | os.PathLike[str], **options: Any) -> None:
@@ -24,7 +23,7 @@ def save_pretrained(model: Any, directory: str | os.PathLike[str], **options: An
     if launched():
         where = f"save the adapter of {name_of(model)} in {directory}"
         agree(where, [Fact("the folder", str(directory))])
-        options |= {"state_dict": _adapter(model), "is_main_process": Ranks().rank == 0}
+        options |= {"state_dict": _adapter(model), "is_main_process": get_rank() == 0}
     original(model, directory, **options)
 
 
@@ -33,4 +32,4 @@ def _adapter(model: Any) -> dict[str, Tensor]:
     prefix = getattr(model.base_model, "prefix", None)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     kept = {n: t for n, t in model.state_dict().items() if n in trained or (prefix and prefix in n)}
-    return {name: t.full_tensor() if is_dtensor(t) else t for name, t in kept.items()}
+    return whole(kept)

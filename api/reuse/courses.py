@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from partway.dtensors import is_dtensor
+from partway.dtensors import whole
 from partway.propagation.capture.questions import Unanswered
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.question import Answer, Leaf, Question, Values
@@ -159,7 +159,6 @@ def values_of(tensors: Sequence[Tensor], state: Callable[[str], Tensor], parts: 
             raise Unanswered(f"are those of input {leaf.name!r}, and each process has a part of it (dataset_strategy)")
         if tensor.is_meta:
             raise Unanswered(f"are those of {leaf.role} {leaf.name!r}, which is on the meta device and has none")
-        whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-        return whole
+        return whole(tensor)
 
     return value

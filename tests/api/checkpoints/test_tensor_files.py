@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from partway.checkpoints import tensor_files
-from partway.checkpoints.tensor_files import about, arrange, checksum_of, create, places_in, read_part, write_part
+from partway.checkpoints.tensor_files import arrange, checksum_of, create, places_in, read_part, write_part
 from partway.strategy import RuntimeStateError
 
 DTYPES = [
@@ -64,7 +64,7 @@ def test_parts_that_are_written_in_pieces_make_the_tensors_that_safetensors_read
     before, tensor_files.PIECE = tensor_files.PIECE, piece
     try:
         tensors = {"one": tensor, "other": torch.arange(3)}
-        (file,) = arrange(specs(tensors), "model", 10**9, {"made": "here"}).values()
+        (file,) = arrange(specs(tensors), "model", 10**9).values()
         create(folder, {"model.safetensors": file})
         checksums = [write_part(folder, file.places["one"], at, tensor[at], nothing) for at in parts_of(cuts)]
         write_part(folder, file.places["other"], whole(torch.arange(3)), torch.arange(3), nothing)
@@ -74,7 +74,6 @@ def test_parts_that_are_written_in_pieces_make_the_tensors_that_safetensors_read
         assert torch.equal(read["other"], torch.arange(3))
         places = places_in(folder, ["model.safetensors"])
         assert places == dict(file.places)
-        assert about(folder, "model.safetensors") == {"format": "pt", "made": "here"}
         for at, checksum in zip(parts_of(cuts), checksums, strict=True):
             assert checksum_of(folder, places["one"], at, nothing) == checksum
             part = torch.zeros_like(tensor[at])
@@ -96,7 +95,7 @@ def test_files_of_safetensors_own_writer_are_read_and_other_dtypes_converted(tmp
 
 def test_more_than_fits_goes_to_further_files_named_as_hugging_face_does(tmp_path):
     tensors = {f"w{i}": torch.full((10,), float(i)) for i in range(5)} | {"large": torch.ones(100)}
-    files = arrange(specs(tensors), "model", 100, {})
+    files = arrange(specs(tensors), "model", 100)
     assert list(files) == [f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
     assert [sorted(file.places) for file in files.values()] == [["w0", "w1"], ["w2", "w3"], ["w4"], ["large"]]
     create(tmp_path, files)
@@ -118,7 +117,7 @@ def test_pieces_are_no_larger_than_asked():
 
 def test_what_was_done_is_told(tmp_path):
     told = []
-    (file,) = arrange({"x": (torch.float32, (8, 2))}, "model", 100, {}).values()
+    (file,) = arrange({"x": (torch.float32, (8, 2))}, "model", 100).values()
     create(tmp_path, {"model.safetensors": file})
     write_part(tmp_path, file.places["x"], (slice(0, 8), slice(0, 1)), torch.ones(8, 1), told.append)
     assert sum(told) == 32
@@ -126,7 +125,7 @@ def test_what_was_done_is_told(tmp_path):
 
 def test_a_dtype_that_the_format_lacks_is_named():
     with pytest.raises(RuntimeStateError, match=r"^w is torch\.complex128, which a safetensors file cannot hold; keep"):
-        arrange({"w": (torch.complex128, (2,))}, "model", 100, {})
+        arrange({"w": (torch.complex128, (2,))}, "model", 100)
 
 
 @pytest.mark.parametrize(
