@@ -12,6 +12,7 @@ An optimizer is looked at once after each such change, and when it has other par
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -25,6 +26,7 @@ from .replaced import current
 _modules: WeakSet[nn.Module] = WeakSet()  # whose parameters Partway lays out
 _seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = WeakKeyDictionary()
 _changes = 0
+_COUNTS = {"step", "mu_product", "mu", "eta"}  # what PyTorch's optimizers keep of a parameter as one number
 
 
 def changed(module: nn.Module) -> None:
@@ -59,8 +61,17 @@ def bring_up_to_date(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _placed(state: Any, parameter: DTensor) -> dict[str, Any]:
-    """What an optimizer keeps for `parameter`, placed like it; the number of steps stays as it is."""
-    return {key: v if isinstance(v, Tensor) and v.dim() == 0 else placed_like(v, parameter) for key, v in state.items()}
+    """What an optimizer keeps for `parameter`, placed like it where it has an entry for each of its elements."""
+    return {
+        key: placed_like(v, parameter) if isinstance(v, Tensor) and by_element(key, v.shape, parameter) else v
+        for key, v in state.items()
+    }
+
+
+def by_element(key: str, shape: Sequence[int], parameter: Tensor) -> bool:
+    """Whether what an optimizer keeps of `parameter` under `key`, a tensor of `shape`, has an entry for each of its
+    elements. For a parameter that is one number the shape does not say it."""
+    return tuple(shape) == tuple(parameter.shape) and key not in _COUNTS
 
 
 def placed_like(value: Any, parameter: DTensor) -> Any:

@@ -39,6 +39,7 @@ from partway.checkpoints.progress import progress
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.tensor_files import Place, Report, checksum_of, places_in, read_part
 from partway.runtime.agreement import Fact, agree
+from partway.runtime.optimizers import by_element
 from partway.runtime.process import launched
 from partway.strategy import Problem, RuntimeStateError, raise_problems
 from partway.strategy.errors import shown
@@ -312,11 +313,10 @@ def _put_optimizer(
             continue
         name, _, key = full.removeprefix(f"{start}state.").rpartition(".")
         parameter = parameters[name]
-        like = parameter.detach() if place.shape == tuple(parameter.shape) and place.shape else None
-        if like is None:
-            value = torch.empty(place.shape, dtype=place.dtype, device=_device(optimizer, key, parameter))
+        if by_element(key, place.shape, parameter):
+            value = torch.zeros_like(parameter.detach(), dtype=place.dtype)
         else:
-            value = torch.zeros_like(like, dtype=place.dtype)
+            value = torch.empty(place.shape, dtype=place.dtype, device=_device(optimizer, key, parameter))
         _read(checkpoint, place, value, report)
         states.setdefault(name, {})[key] = value
     optimizer.state.clear()

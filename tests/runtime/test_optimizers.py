@@ -77,6 +77,20 @@ def test_each_kind_of_optimizer_steps_what_took_the_place_of_its_parameters(make
     assert torch.equal(new, alone)
 
 
+def test_what_is_kept_of_a_parameter_that_is_one_number_is_told_apart_by_its_name():
+    scale, weight = torch.ones(()), torch.ones(3, 2)
+    assert optimizers.by_element("exp_avg", (), scale)
+    assert optimizers.by_element("exp_avg", (3, 2), weight)
+    assert not optimizers.by_element("exp_avg", (3,), weight)
+    for kind in (torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD):
+        optimizer = kind([parameter := nn.Parameter(weight.clone())])
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        numbers = [key for key, value in optimizer.state[parameter].items() if not value.dim()]
+        assert numbers
+        assert not any(optimizers.by_element(key, (), scale) for key in numbers)
+
+
 def test_an_optimizer_that_was_made_before_shard_trains_simulated_ranks():
     torch.manual_seed(0)
     model, plain = nn.Linear(4, 2), nn.Linear(4, 2)
