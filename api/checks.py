@@ -24,6 +24,11 @@ def check_target(call: str, fn: Any) -> None:
     """Raise StrategyError unless `fn` is a function or a module that `call` (shard or compile) can take."""
     if isinstance(fn, torch.jit.ScriptModule):
         raise StrategyError(f"{call} takes an eager module, not a scripted one; give it the module that was scripted")
+    if isinstance(fn, torch.nn.Module) and isinstance(getattr(fn, "_orig_mod", None), torch.nn.Module):
+        raise StrategyError(
+            f"{call} takes a module before torch.compile, which only calls it; write torch.compile({call}(module)), or "
+            "set_auto_parallel_context(backend='inductor'), which compiles what each rank runs"
+        )
     if isinstance(fn, torch.nn.Module) and any(map(torch.nn.parameter.is_lazy, fn.parameters())):
         raise StrategyError(f"{type(fn).__name__} has parameters without a shape yet; call it once before {call}")
     if isinstance(fn, type):

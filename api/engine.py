@@ -96,8 +96,8 @@ class Engine:
     def __reduce__(self) -> Any:
         if launched():
             raise RuntimeStateError(
-                f"{name_of(self.fn)} is not pickled as a whole, since each process has parts of it; keep its "
-                "state_dict(), with torch.distributed.checkpoint"
+                f"{name_of(self.fn)} is not pickled as a whole, since each process has parts of it; keep it "
+                "with partway.save, or its state_dict()"
             )
         return Engine, (self.fn, self.request)
 
@@ -212,7 +212,8 @@ class Engine:
         tied = {other: name for other, name in compiled.graph.aliases.items() if name in self._layouts}
         layouts = self._layouts | {other: self._layouts[name] for other, name in tied.items()}
         maker = Maker(layouts, place, settings, tensors[0].device, context.random_numbers)
-        materialize(self.fn, maker, init)
+        with torch.inference_mode(False):  # training may follow
+            materialize(self.fn, maker, init)
         self.last = None  # it holds what the tensors were
         self._materialized = compiled
 

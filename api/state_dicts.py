@@ -1,7 +1,7 @@
-"""`load_state_dict` of a sharded module under a launcher: it takes what it takes in one process.
+"""`state_dict` and `load_state_dict` of a sharded module under a launcher, whose parameters are DTensors.
 
-The parameters are DTensors then. So plain tensors, which every rank has whole, and DTensors of any mesh are laid out as
-the parameters are before PyTorch copies them (or, with assign=True, puts them in their place).
+Loading takes what it takes in one process: plain tensors, which every rank has whole, and DTensors of any mesh are laid
+out as the parameters are before PyTorch copies them (or, with assign=True, puts them in their place).
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _FIX = "load the same file on every rank"
 
 def follow_layouts(module: nn.Module) -> None:
     """From now on `load_state_dict` of `module`, and of what it is inside, lays out what it is given as the parameters
-    are. Values that ranks have whole must agree."""
+    are, and its `state_dict` has DTensors that say what they are. Values that ranks have whole must agree."""
+    from partway.runtime.weights import split_weights
+
+    module.register_state_dict_post_hook(split_weights)
     module.register_load_state_dict_pre_hook(_lay_out)
 
 
@@ -33,6 +36,7 @@ def _lay_out(
     from torch.distributed.tensor import DTensor
 
     from partway.runtime.optimizers import placed_like
+    from partway.runtime.weights import SplitWeight
 
     held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
     given = {
@@ -48,6 +52,11 @@ def _lay_out(
         if is_dtensor(value) and value.device_mesh.size() != torch.distributed.get_world_size():
             raise RuntimeStateError(
                 f"{prefix}{name} is a DTensor on {value.device_mesh}, a part of the ranks; give the whole tensor"
+            )
+        if isinstance(value, SplitWeight) and metadata.get("assign_to_params_buffers"):
+            raise RuntimeStateError(
+                f"{prefix}{name} is from the state_dict of a sharded module, and with assign=True two modules would "
+                "share its memory, which their layouts need not allow; leave out assign"
             )
         if isinstance(tensor, DTensor) and value.shape == tensor.shape:
             state_dict[prefix + name] = placed_like(value, tensor)

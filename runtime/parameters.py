@@ -58,6 +58,11 @@ def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
     Raises RuntimeStateError for a name that `module` does not have, two layouts for one parameter, one that is no
     DTensor, or one that something else still needs as it is (a graph whose backward has not run, a weak reference).
     """
+    with torch.inference_mode(False), torch.no_grad():  # training may follow a first call in inference mode
+        _redistribute(module, layouts)
+
+
+def _redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     wanted: dict[int, tuple[str, Layout]] = {}
     for name, layout in layouts.items():

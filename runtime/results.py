@@ -77,7 +77,8 @@ class SplitResult(DTensor):
         if "_whole" not in own:
             name = getattr(func, "__name__", "an operator")
             agree(f"gather a result of shape {list(self.shape)}, which {name} needs whole", ())
-            with DisableTorchFunction(), torch.enable_grad():  # also for a later use
+            # also for a later use, with gradients or in inference mode, where tensors do not say when they were written
+            with DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
                 own["_whole"] = _Whole.apply(self)  # type: ignore[no-untyped-call]
         whole: Tensor = own["_whole"]
         return whole

@@ -211,5 +211,5 @@ def test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing(tmp_path
     assert damaged in first[3]
     assert damaged in second[3]
     assert first[4] == second[4]
-    assert "is not pickled as a whole, since each process has parts of it; keep its state_dict()" in first[4]
+    assert "is not pickled as a whole, since each process has parts of it; keep it with partway.save" in first[4]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [f"checkpoint-00000{i}" for i in (1, 2, 3)]
