@@ -179,6 +179,10 @@ class Watch:
                 return Doing("does not answer")
             time.sleep(0.02)
 
+    def _has_ended(self, rank: int) -> bool:
+        """Whether `rank` has left word of its end, or is gone."""
+        return self._store.check([f"ended/{rank}"]) or self._is_gone(rank)
+
     def _is_gone(self, rank: int) -> bool:
         """Whether the process of `rank` was on this host and has ended."""
         if not self._store.check([f"process/{rank}"]):
@@ -259,8 +263,10 @@ class Watch:
                 return
             left = end - time.monotonic()
             missing = [rank for rank in range(self.size) if not self._store.check([f"meeting/{n}/{rank}"])]
-            if self.rank and 0 not in missing and left > 0:
-                continue  # rank 0 looks, and will say
+            if self.rank and 0 not in missing:  # rank 0 looks, and will say, unless it has ended since it came
+                if (left > 0 and not self._has_ended(0)) or self._store.check(keys):
+                    continue
+                missing = [0]
             answers = self.ask(missing)
             before = [*before, answers][-_SURE:]
             why = self._hopeless(before, set(missing))

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from partway.runtime.doing import first_line
 from partway.runtime.process import launched
 from partway.runtime.torch_internals import timeout_of
+from partway.runtime.watch import watch
 from partway.strategy import RuntimeStateError
 
 T = TypeVar("T")
@@ -31,7 +33,8 @@ class Ranks:
 
     def together(self, step: str, run: Callable[[], T]) -> list[T]:
         """What `run` gives on each rank, by rank, when it has ended on all. Where it fails on some, every rank raises:
-        those their error, the others RuntimeStateError with `step`, such as "write the checkpoint at x"."""
+        those their error, the others RuntimeStateError with `step`, such as "write the checkpoint at x"; and where a
+        rank has ended, the others one that says so."""
         mine: Any = None
         error: Exception | None = None
         try:
@@ -42,7 +45,13 @@ class Ranks:
         every: list[Any] = [said]
         if self._group is not None:
             every = [None] * self.size
-            dist.all_gather_object(every, said, self._group)
+            try:
+                dist.all_gather_object(every, said, self._group)
+            except RuntimeError as broken:  # what gloo says of a rank that has ended is where its own source is
+                raise error or RuntimeStateError(
+                    f"rank {self.rank} could not {step}, since it no longer reaches every rank: {first_line(broken)}\n"
+                    f"the other ranks:\n{watch().others()}"
+                ) from broken
         if error:
             raise error
         failed = next((rank for rank, (_, text) in enumerate(every) if text), None)

@@ -1,0 +1,109 @@
+"""Ranks that train and save in a loop until they are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Collection
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from scripts import FORKS
+
+import partway as pw
+from partway.runtime.watch import Watch
+
+RANKS = 2
+TIMEOUT = 5.0  # seconds that the ranks wait for each other
+PATIENCE = 20.0  # seconds in which those that are left have to end
+
+
+def made() -> tuple[Any, torch.optim.Optimizer]:
+    """A model and an optimizer, with the same values each time."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 63))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """One step, of gradients that follow from its number."""
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float(step))
+    optimizer.step()
+
+
+def goes_on(model: Any, optimizer: torch.optim.Optimizer, folder: str, asynchronous: bool) -> None:
+    """Load, train and save without end."""
+    step = pw.load(folder, model, optimizer)["step"]
+    while True:
+        step += 1
+        train(model, optimizer, step)
+        pw.save(folder, model, optimizer, step=step, keep=2, asynchronous=asynchronous)
+
+
+def killed_at(moment: float) -> Callable[[Collection[Any]], None]:
+    """Kills processes `moment` seconds after they have begun to save."""
+
+    def kill(processes: Collection[Any]) -> None:
+        time.sleep(moment)
+        for process in processes:
+            process.kill()
+
+    return kill
+
+
+def until_killed(
+    folder: str, doomed: Collection[int], kill: Callable[[Collection[Any]], None], asynchronous: bool = False,
+    early: bool = False,
+) -> dict[int, str]:  # fmt: skip
+    """Have ranks train and save, and `kill` those of `doomed`; `early`: rank 0 kills itself where it is to tell the
+    others how a meeting went. What each of the others said at its end. Raises AssertionError for one that stays."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes = [Pipe() for _ in range(RANKS)]
+    processes = [
+        FORKS.Process(target=_rank, args=(theirs, rank, store.port, folder, asynchronous, early))
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        assert [ours.recv() for ours, _ in pipes] == ["ready"] * RANKS
+        kill([processes[rank] for rank in doomed])
+        end = time.monotonic() + PATIENCE
+        for rank, process in enumerate(processes):
+            process.join(max(0.0, end - time.monotonic()))
+            assert process.exitcode is not None, f"rank {rank} stays when {list(doomed)} are killed"
+        assert all(processes[rank].exitcode == -signal.SIGKILL for rank in doomed)
+        return {rank: pipes[rank][0].recv() for rank in range(RANKS) if rank not in doomed}
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _rank(parent: Connection, rank: int, port: int, folder: str, asynchronous: bool, early: bool) -> None:
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    pw.init(backend="gloo", timeout=TIMEOUT)
+    model, optimizer = made()
+    model = pw.shard(model, mesh={"tp": RANKS}, parameter_plan={"*.weight": ("tp", None)})
+    dist.barrier()
+    parent.send("ready")
+    if early:
+        Watch._judged = _ends  # type: ignore[method-assign, assignment]
+    try:
+        goes_on(model, optimizer, folder, asynchronous)
+    except Exception as error:
+        parent.send(f"{type(error).__name__}: {error}")
+
+
+def _ends(*args: Any) -> str:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return ""
