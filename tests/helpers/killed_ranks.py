@@ -18,8 +18,8 @@ import partway as pw
 from partway.runtime.watch import Watch
 
 RANKS = 2
-TIMEOUT = 5.0  # seconds that the ranks wait for each other
-PATIENCE = 20.0  # seconds in which those that are left have to end
+TIMEOUT = 60.0  # seconds that the ranks wait for each other
+PATIENCE = 20.0  # seconds in which those that are left have to end: they are told
 
 
 def made() -> tuple[Any, torch.optim.Optimizer]:
@@ -68,8 +68,9 @@ def until_killed(
         FORKS.Process(target=_rank, args=(theirs, rank, store.port, folder, asynchronous, early))
         for rank, (_, theirs) in enumerate(pipes)
     ]
-    for process in processes:
-        process.start()
+    for process, (_, theirs) in zip(processes, pipes, strict=True):
+        with theirs:
+            process.start()
     try:
         assert [ours.recv() for ours, _ in pipes] == ["ready"] * RANKS
         kill([processes[rank] for rank in doomed])
@@ -91,14 +92,14 @@ def _rank(parent: Connection, rank: int, port: int, folder: str, asynchronous: b
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     torch.set_num_threads(1)
-    pw.init(backend="gloo", timeout=TIMEOUT)
-    model, optimizer = made()
-    model = pw.shard(model, mesh={"tp": RANKS}, parameter_plan={"*.weight": ("tp", None)})
-    dist.barrier()
-    parent.send("ready")
-    if early:
-        Watch._judged = _ends  # type: ignore[method-assign, assignment]
     try:
+        pw.init(backend="gloo", timeout=TIMEOUT)
+        model, optimizer = made()
+        model = pw.shard(model, mesh={"tp": RANKS}, parameter_plan={"*.weight": ("tp", None)})
+        dist.barrier()
+        parent.send("ready")
+        if early:
+            Watch._judged = _ends  # type: ignore[method-assign, assignment]
         goes_on(model, optimizer, folder, asynchronous)
     except Exception as error:
         parent.send(f"{type(error).__name__}: {error}")
