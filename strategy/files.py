@@ -8,7 +8,8 @@ import secrets
 import shutil
 import stat
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def write_whole(path: str | PathLike[str], data: str | bytes, mode: int = 0o666)
     remove_abandoned(target.parent, prefix)
     aside = target.with_name(f"{prefix}{secrets.token_hex(6)}{_ASIDE}")
     try:
-        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        with naming(target), open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             _lock(file.fileno())
             file.write(content)
         if target.exists():
@@ -107,15 +108,41 @@ def _is_abandoned(path: str) -> bool:
     try:
         status = os.fstat(number)
         fresh = time.time() - status.st_mtime < _FRESH
-        return stat.S_ISREG(status.st_mode) and not fresh and _lock(number)
+        return stat.S_ISREG(status.st_mode) and not fresh and bool(_lock(number))
     finally:
         os.close(number)
 
 
-def _lock(number: int) -> bool:
-    """Lock an open file until it is closed. False: another process has locked it, or this system has no locks."""
+@contextmanager
+def naming(path: str | PathLike[str]) -> Iterator[None]:
+    """Have an OSError say which file it is of: what a full disk answers names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        raise
+
+
+@contextmanager
+def held(folder: str | PathLike[str]) -> Iterator[bool]:
+    """Hold the lock of a folder. Gives False where another process holds it; a file system without locks gives True."""
+    if fcntl is None:
+        yield True
+        return
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        yield _lock(number) is not None
+    finally:
+        os.close(number)
+
+
+def _lock(number: int) -> bool | None:
+    """Lock an open file until it is closed. None: another process has locked it; False: this system has no locks."""
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
     except (OSError, AttributeError):  # None has no flock
         return False
     return True

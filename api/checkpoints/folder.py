@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from partway.checkpoints.tensor_files import synchronize
 from partway.strategy import RuntimeStateError
 from partway.strategy.errors import shown
+from partway.strategy.files import held
 
 MANIFEST = "partway.json"
 _COMPLETE = re.compile(r"checkpoint-(\d+)")
@@ -31,7 +33,6 @@ def check_path(path: Any) -> None:
 def begin(folder: Path) -> Path:
     """A new folder for the next checkpoint in `folder`, under the name of an unfinished one. What a crash left there is
     removed, so that only one job may save there at a time."""
-    folder.mkdir(parents=True, exist_ok=True)
     for left in folder.iterdir():
         if _UNFINISHED.fullmatch(left.name):
             shutil.rmtree(left)
@@ -39,6 +40,21 @@ def begin(folder: Path) -> Path:
     fresh = folder / f".checkpoint-{number:06d}.saving"
     fresh.mkdir()
     return fresh
+
+
+@contextmanager
+def begun(folder: Path) -> Iterator[Path]:
+    """What `begin` makes, for as long as nobody else may save in `folder`; if it comes to an error, it is removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with held(folder) as ours:
+        if not ours:
+            raise RuntimeStateError(f"another process is saving a checkpoint in {folder}; give each job its own folder")
+        fresh = begin(folder)
+        try:
+            yield fresh
+        except BaseException:
+            drop(fresh)
+            raise
 
 
 def finish(unfinished: Path, keep: int | None) -> Path:

@@ -134,11 +134,14 @@ def _opened(path: Path) -> Checkpoint:
         return Checkpoint(path, {}, {MODEL: places_in(path, names)})
     try:
         manifest = json.loads((path / folders.MANIFEST).read_bytes())
-        sizes, checksums = manifest["sizes"], manifest["checksums"]
+        number, checksum = manifest["format"], manifest["checksum"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RuntimeStateError(f"{path / folders.MANIFEST} is damaged: {error}") from error
-    if manifest.get("format") != 1:
-        raise RuntimeStateError(f"{path} was saved by a later version of Partway (format {manifest.get('format')})")
+    if number != 1:
+        raise RuntimeStateError(f"{path / folders.MANIFEST} is of a later version of Partway (format {number})")
+    if checksum != saving.checksum_of_manifest(manifest):
+        raise RuntimeStateError(f"{path / folders.MANIFEST} is damaged: it is not what was saved")
+    sizes, checksums = manifest["sizes"], manifest["checksums"]
     for name, size in sizes.items():
         file = path / name
         if not file.is_file():
@@ -149,7 +152,7 @@ def _opened(path: Path) -> Checkpoint:
         if zlib.crc32((path / name).read_bytes()) != checksum:
             raise RuntimeStateError(f"{path / name} is damaged: its content is not what was saved")
     places = {
-        stem: places_in(path, [n for n in sizes if n.startswith(stem) and n.endswith(".safetensors")])
+        stem: places_in(path, [name for name in manifest["headers"] if name.startswith(stem)], manifest["headers"])
         for stem in (MODEL, OPTIMIZER)
     }
     return Checkpoint(path, manifest, places)
@@ -279,6 +282,8 @@ def _put(
         if f"{STATE}{name}" not in values:
             known = ", ".join(n.removeprefix(STATE) for n in values if n.startswith(STATE)) or "nothing"
             raise RuntimeStateError(f"{checkpoint.path} has no {name}; beside tensors it has {known}")
+    for name, value in state.items():  # before what cannot fail: they may refuse
+        value.load_state_dict(values[f"{STATE}{name}"])
     with progress("loading", sum(part_of(t)[1].nbytes for t, _ in wanted.values()), rank) as report, torch.no_grad():
         for tensor, place in wanted.values():
             _read(checkpoint, place, tensor, report)
@@ -293,8 +298,6 @@ def _put(
     for name, value in values.items():
         if name.startswith(RANDOM):
             set_random_state(name.removeprefix(RANDOM), value)
-    for name, value in state.items():
-        value.load_state_dict(values[f"{STATE}{name}"])
 
 
 def _read(checkpoint: Checkpoint, place: Place, tensor: Tensor, report: Report) -> None:

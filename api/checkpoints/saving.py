@@ -8,6 +8,7 @@ import os
 import threading
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -128,14 +129,17 @@ def _check(path: Any, model: Any, keep: Any, state: Mapping[str, Any]) -> None:
         raise RuntimeStateError(f"model is {shown(model)}; it must be an nn.Module")
     if keep is not None and (not isinstance(keep, int) or isinstance(keep, bool) or keep < 1):
         raise RuntimeStateError(f"keep is {shown(keep)}; it is how many checkpoints to keep, an int of 1 or more")
-    if Path(path).exists() and not Path(path).is_dir():
-        raise RuntimeStateError(f"{path} is a file; checkpoints are saved into a folder")
+    if os.path.lexists(path) and not Path(path).is_dir():
+        what = "a file" if Path(path).exists() else "a link to what is not there"
+        raise RuntimeStateError(f"{path} is {what}; checkpoints are saved into a folder")
+    if (Path(path) / folders.MANIFEST).exists():
+        raise RuntimeStateError(f"{path} is a checkpoint; give the folder that it is in, for one more beside it")
 
 
 def _write(content: Content, folder: Path, keep: int | None, ranks: Ranks) -> Path:
     where = f"write a checkpoint in {folder}"
-    fresh = ranks.first(where, lambda: folders.begin(folder))
-    try:
+    with ExitStack() as held:
+        fresh = ranks.first(where, lambda: held.enter_context(folders.begun(folder)))
         files = {
             stem: arrange({name: (kept.dtype, kept.shape) for name, kept in group.items()}, stem, LARGEST)
             for stem, group in content.tensors.items()
@@ -145,10 +149,6 @@ def _write(content: Content, folder: Path, keep: int | None, ranks: Ranks) -> Pa
         differ = {name for name in digests[0] if len({digest[name] for digest in digests}) > 1}
         ranks.together(where, lambda: _values(content.values, differ, fresh, ranks.rank))
         return ranks.first(where, lambda: _complete(content, fresh, files, differ, keep, ranks.size))
-    except BaseException:
-        if ranks.rank == 0:
-            folders.drop(fresh)
-        raise
 
 
 def create_files(fresh: Path, files: Mapping[str, Mapping[str, TensorFile]]) -> None:
@@ -184,6 +184,11 @@ def _values(values: Mapping[str, bytes], differ: set[str], fresh: Path, rank: in
             packed("the state", {name: torch.frombuffer(bytearray(d), dtype=torch.uint8) for name, d in own.items()}),
         )
         synchronize(fresh, [file])
+
+
+def checksum_of_manifest(manifest: Mapping[str, Any]) -> int:
+    """The checksum of what a manifest says beside it."""
+    return zlib.crc32(json.dumps({key: value for key, value in manifest.items() if key != "checksum"}).encode())
 
 
 def parts_file(rank: int) -> str:
@@ -222,7 +227,9 @@ def _complete(
         "differ": sorted(differ),
         "sizes": {entry.name: entry.stat().st_size for entry in sorted(fresh.iterdir())},
         "checksums": {entry.name: zlib.crc32(entry.read_bytes()) for entry in small},
+        "headers": {name: zlib.crc32(file.header) for group in files.values() for name, file in group.items()},
     }
+    manifest["checksum"] = checksum_of_manifest(manifest)
     write_whole(fresh / folders.MANIFEST, json.dumps(manifest, indent=1) + "\n")
     synchronize(fresh, [folders.MANIFEST])
     return folders.finish(fresh, keep)

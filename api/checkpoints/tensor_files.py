@@ -25,6 +25,7 @@ from torch import Tensor
 
 from partway.strategy import RuntimeStateError
 from partway.strategy.errors import shown
+from partway.strategy.files import naming
 
 PIECE = 2**25  # bytes
 SUFFIX = ".safetensors"
@@ -112,7 +113,7 @@ def _arranged(file: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...
 def create(folder: Path, files: Mapping[str, TensorFile]) -> None:
     """Make the files, with their headers and without their tensors."""
     for name, file in files.items():
-        with open(folder / name, "xb") as out:
+        with naming(folder / name), open(folder / name, "xb") as out:
             out.write(file.header)
             out.truncate(file.size)
             _reserve(out.fileno(), file.size)
@@ -128,25 +129,28 @@ def _reserve(number: int, size: int) -> None:
                 raise
 
 
-def places_in(folder: Path, names: Sequence[str]) -> dict[str, Place]:
-    """Where the tensors of the files `names` are. Raises RuntimeStateError for a file that is not there, is cut off, or
-    is no safetensors file; it names it."""
+def places_in(folder: Path, names: Sequence[str], headers: Mapping[str, int] | None = None) -> dict[str, Place]:
+    """Where the tensors of the files `names` are. Raises RuntimeStateError for a file that is not there, is cut off, is
+    no safetensors file, or has not the header whose checksum is in `headers`; it names it."""
     places: dict[str, Place] = {}
     for name in names:
         try:
-            places |= _places(folder, name)
+            places |= _places(folder, name, (headers or {}).get(name))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise RuntimeStateError(f"{folder / name} is not a whole safetensors file: {error}") from error
     return places
 
 
-def _places(folder: Path, name: str) -> dict[str, Place]:
+def _places(folder: Path, name: str, checksum: int | None) -> dict[str, Place]:
     size = os.path.getsize(folder / name)
     with open(folder / name, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        length = int.from_bytes(start := file.read(8), "little")
         if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
             raise ValueError(f"its header would have {length:,} bytes, and it has {size:,}")
-        header = json.loads(file.read(length))
+        text = file.read(length)
+    if checksum not in (None, zlib.crc32(start + text)):
+        raise ValueError("its header is not what was saved")
+    header = json.loads(text)
     places = {}
     for tensor, entry in header.items():
         if tensor == "__metadata__":

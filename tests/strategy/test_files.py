@@ -13,8 +13,9 @@ import torch
 import partway as pw
 from partway.fusion import save_chrome_trace
 from partway.propagation.cost.profile import profile_of
+from partway.strategy import files
 from partway.strategy.errors import StrategyError, shown
-from partway.strategy.files import read, save, write_whole
+from partway.strategy.files import held, naming, read, save, write_whole
 
 
 @pytest.fixture
@@ -107,3 +108,27 @@ def test_long_values_are_shown_in_part() -> None:
     assert shown("ab") == "'ab'"
     assert len(shown("x" * 5000)) < 200
     assert shown(10**5000) == "a int that is too large to be shown"
+
+
+def test_what_a_full_disk_answers_names_the_file() -> None:
+    with pytest.raises(OSError, match=r"No space left on device: 'x\.json'"), naming("x.json"):
+        full()
+    with pytest.raises(FileNotFoundError, match=r"'other'"), naming("x.json"):
+        Path("other").read_bytes()
+
+
+def test_the_lock_of_a_folder_is_held_once(tmp_path: Path) -> None:
+    with held(tmp_path) as first, held(tmp_path) as second:
+        assert (first, second) == (True, False)
+    with held(tmp_path) as again:
+        assert again
+
+
+def test_where_there_are_no_locks_none_is_held_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files.fcntl, "flock", full)
+    with held(tmp_path) as first, held(tmp_path) as second:
+        assert first
+        assert second
+    monkeypatch.setattr(files, "fcntl", None)
+    with held(tmp_path) as without:
+        assert without

@@ -1,15 +1,17 @@
 """The folder of checkpoints: each is there as a whole or not at all."""
 
+from contextlib import ExitStack
+
 import pytest
 
-from partway.checkpoints.folder import MANIFEST, begin, drop, finish, newest, numbers
+from partway.checkpoints.folder import MANIFEST, begin, begun, drop, finish, newest, numbers
 from partway.strategy import RuntimeStateError
 
 
 def one_more(folder, keep=None):
-    fresh = begin(folder)
-    (fresh / MANIFEST).write_text("{}")
-    return finish(fresh, keep)
+    with begun(folder) as fresh:
+        (fresh / MANIFEST).write_text("{}")
+        return finish(fresh, keep)
 
 
 def test_checkpoints_are_numbered_and_the_last_are_kept(tmp_path):
@@ -40,6 +42,17 @@ def test_what_was_not_completed_is_never_loaded_and_goes_with_the_next(tmp_path)
     drop(other)
     drop(other)
     assert not other.exists()
+
+
+def test_what_came_to_an_error_is_removed_and_nobody_else_saves_meanwhile(tmp_path):
+    begin_twice = ExitStack()
+    begin_twice.enter_context(begun(tmp_path))
+    with pytest.raises(RuntimeStateError, match=r"^another process is saving a checkpoint in .*; give each job its"):
+        begin_twice.enter_context(begun(tmp_path))
+    with pytest.raises(OSError, match="full"), begin_twice:
+        raise OSError("full")
+    assert not list(tmp_path.iterdir())
+    assert one_more(tmp_path).name == "checkpoint-000001"
 
 
 def test_a_folder_without_a_checkpoint_is_an_error(tmp_path):

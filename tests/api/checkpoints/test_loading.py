@@ -2,6 +2,8 @@
 
 import copy
 import json
+import random
+import re
 
 import pytest
 import torch
@@ -95,13 +97,48 @@ def flipped(content):
         ("state.pt", flipped, r"state\.pt is damaged: its content is not what was saved"),
         ("parts-00000.json", flipped, r"parts-00000\.json is damaged: its content"),
         ("partway.json", lambda c: c[:20], r"partway\.json is damaged: "),
-        ("partway.json", lambda c: c.replace(b'"format": 1', b'"format": 9'), r"saved by a later version .*\(for"),
+        ("partway.json", lambda c: c.replace(b'"format": 1', b'"format": 9'), r"is of a later version .*\(format 9\)$"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_named(saved, name, change, text):
     damaged(saved, name, change)
     model = net()
     assert_unchanged(saved, model, stepped(model), text)
+
+
+@pytest.mark.parametrize("name", ["partway.json", "model.safetensors", "optimizer.safetensors", "state.pt"])
+def test_any_other_byte_is_found_by_the_file_that_it_is_in(saved, name):
+    model = net()
+    optimizer = stepped(model)
+    content, draw = (saved / name).read_bytes(), random.Random(0)
+    said = json.loads(content) if name == "partway.json" else None
+    for at in sorted({*range(0, min(len(content), 1200), 7), *(draw.randrange(len(content)) for _ in range(20))}):
+        changed = bytearray(content)
+        changed[at] ^= 1 << draw.randrange(8)
+        (saved / name).write_bytes(changed)
+        try:
+            same = said is not None and json.loads(changed) == said  # white space in the text
+        except ValueError:
+            same = False
+        if not same:
+            assert_unchanged(saved, model, optimizer, re.escape(f"{saved / name} is "))
+
+
+def test_what_refuses_its_state_leaves_all_as_it_was(tmp_path):
+    class Refuses:
+        def state_dict(self):
+            return {"a": 1}
+
+        def load_state_dict(self, state):
+            raise RuntimeError("no such state")
+
+    model = net()
+    at = pw.save(tmp_path, model, stepped(model), scaler=Refuses())
+    other = net()
+    before = copy.deepcopy((other.state_dict(), torch.get_rng_state()))
+    with pytest.raises(RuntimeError, match=r"^no such state$"):
+        pw.load(at, other, scaler=Refuses())
+    torch.testing.assert_close((other.state_dict(), torch.get_rng_state()), before, rtol=0, atol=0)
 
 
 def test_a_missing_file_is_named(saved):

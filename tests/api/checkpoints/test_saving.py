@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import partway as pw
-from partway.checkpoints import saving
+from partway.checkpoints import saving, tensor_files
 from partway.strategy import RuntimeStateError
 
 
@@ -34,10 +34,14 @@ def test_the_files_are_those_of_hugging_face_and_of_safetensors(tmp_path, monkey
 def test_each_wrong_argument_is_named(tmp_path):
     model = nn.Linear(2, 2)
     (tmp_path / "file").write_text("")
+    (link := tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    made = pw.save(tmp_path / "folder", model)
     for wrong, text in (
         ((3, model), r"^path is 3; write the path of a folder as a str or a Path$"),
         ((tmp_path, 3), r"^model is 3; it must be an nn.Module$"),
         ((tmp_path / "file", model), r"file is a file; checkpoints are saved into a folder$"),
+        ((link, model), r"link is a link to what is not there; checkpoints are saved into a folder$"),
+        ((made, model), r"checkpoint-000001 is a checkpoint; give the folder that it is in, for one more beside it$"),
     ):
         with pytest.raises(RuntimeStateError, match=text):
             pw.save(*wrong)
@@ -61,7 +65,36 @@ def test_each_wrong_argument_is_named(tmp_path):
         RuntimeStateError, match=r"^weight is on the meta device, without values; call model.materialize"
     ):
         pw.save(tmp_path, empty)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder", "link"]
+
+
+def test_two_jobs_that_save_into_one_folder_at_once_are_told(tmp_path, monkeypatch):
+    model, write = nn.Linear(2, 2), saving.write_part
+
+    def interrupted(*args):
+        monkeypatch.undo()
+        with pytest.raises(RuntimeStateError, match=r"^another process is saving a checkpoint in .*; give each job"):
+            pw.save(tmp_path, model)
+        return write(*args)
+
+    monkeypatch.setattr(saving, "write_part", interrupted)
+    assert pw.save(tmp_path, model, step=1).name == "checkpoint-000001"
+    assert pw.save(tmp_path, model, step=2).name == "checkpoint-000002"
+    assert pw.load(tmp_path / "checkpoint-000001", model) == {"step": 1}
+
+
+def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_the_checkpoints_before(tmp_path, monkeypatch):
+    model = nn.Linear(2, 2)
+    pw.save(tmp_path, model, step=1)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensor_files, "_reserve", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*model\.safetensors'"):
+        pw.save(tmp_path, model, step=2)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint-000001"]
+    assert pw.load(tmp_path, model) == {"step": 1}
 
 
 def test_one_that_is_written_meanwhile_has_the_values_of_its_call(tmp_path):
