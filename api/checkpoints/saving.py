@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import json
 import os
@@ -37,6 +39,7 @@ class Saving:
     def __init__(self, run: Any) -> None:
         self._path: Path | None = None
         self._error: BaseException | None = None
+        self._told = False  # it was raised
         self._thread = threading.Thread(target=self._run, args=(run,), name="partway save")
         self._thread.start()
 
@@ -55,9 +58,16 @@ class Saving:
         """Wait until it is complete. Returns where it is. Raises what made it fail."""
         self._thread.join()
         if self._error is not None:
+            self._told = True
             raise self._error
         assert self._path is not None
         return self._path
+
+    def end(self) -> None:
+        """Wait, and raise what made it fail if nobody has been told."""
+        self._thread.join()
+        if not self._told:
+            self.wait()
 
 
 _running: Saving | None = None
@@ -111,6 +121,7 @@ def save(
     content = content.copied()
     _running = Saving(lambda: _write(content, folder, keep, ranks))
     before_shutdown(wait)
+    _at_exit()
     return _running
 
 
@@ -120,7 +131,12 @@ def wait() -> None:
     global _running
     if _running is not None:
         waited, _running = _running, None
-        waited.wait()
+        waited.end()
+
+
+@functools.cache
+def _at_exit() -> None:
+    atexit.register(wait)  # Python prints what it raises
 
 
 def _check(path: Any, model: Any, keep: Any, state: Mapping[str, Any]) -> None:

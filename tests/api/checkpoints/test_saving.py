@@ -130,6 +130,35 @@ def test_an_error_of_one_that_is_written_meanwhile_is_raised_once(tmp_path, monk
     assert pw.save(tmp_path, model).name == "checkpoint-000001"
 
 
+def test_an_error_that_was_raised_by_its_own_wait_is_not_raised_by_the_next_save(tmp_path, monkeypatch):
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(saving, "write_part", lambda *args: 1 / 0)
+    failed = pw.save(tmp_path, model, asynchronous=True)
+    with pytest.raises(ZeroDivisionError):
+        failed.wait()
+    monkeypatch.undo()
+    assert pw.save(tmp_path, model).name == "checkpoint-000001"
+
+
+LAST = """
+    import torch
+    import partway as pw
+    from partway.checkpoints import saving
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    saving.write_part = full
+    pw.save("checkpoints", torch.nn.Linear(2, 2), asynchronous=True)
+"""
+
+
+def test_a_program_whose_last_checkpoint_fails_says_so_at_its_end(tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(LAST))
+    ended = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "OSError: [Errno 28] No space left on device" in ended.stderr
+
+
 KILLED = """
     import os, random, sys, time, torch
     import partway as pw
