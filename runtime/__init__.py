@@ -11,7 +11,8 @@ run the same instructions, and tell `record_collectives` of the same collectives
     local_conversions.py, slices.py, strides.py     what a rank does to its own part
     parameters.py       parameters as DTensors; replaced.py: what holds the old objects; optimizers.py: what steps them
     results.py          large results that stay split, and mix with plain tensors
-    process.py          whether this process is one of several, and which
+    weights.py          the weights in a state_dict, which say that they are split
+    process.py          the processes and their meeting; launchers.py: what started this one
     watch.py            what ranks know of each other: agreement.py, ledger.py, doing.py
     record.py           what ran, and when
 """

@@ -1,11 +1,8 @@
 """The processes that run a program: whether a launcher started them, and which of them this one is.
 
-    torchrun       RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (LOCAL_RANK picks the GPU)
-    a scheduler    MS_ROLE, MS_WORKER_NUM, MS_SCHED_HOST and MS_SCHED_PORT, and MS_NODE_ID for a fixed rank
-    neither        one process simulates every device
-
-With a scheduler, the process whose MS_ROLE is MS_SCHED runs the same script; in it `init` keeps the store through
-which the workers (MS_WORKER) find each other, and ends the process when the last worker has ended.
+`launchers.py` knows the launchers. Without one, a single process simulates every device. With the scheduler, the
+process whose MS_ROLE is MS_SCHED runs the same script; in it `init` keeps the store through which the workers
+(MS_WORKER) find each other, and ends the process when the last worker has ended.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,10 +20,9 @@ import torch
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError, shown
+from .launchers import SCHEDULER, TORCHRUN, Launch, launch, number, started
 from .torch_internals import timeout_of
 
-_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SCHEDULER = ("MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
 _ROLES = ("MS_WORKER", "MS_SCHED")
 _DONE = "partway/done"
 _BEFORE_SHUTDOWN: dict[Callable[[], object], None] = {}
@@ -36,7 +32,7 @@ _LONGEST = 2**31 // 1000  # seconds: PyTorch counts milliseconds
 def launched() -> bool:
     """Whether this process is one of several that run the program, a rank each: a launcher started it, or there is
     a process group already."""
-    return dist.is_initialized() or "RANK" in os.environ or "MS_ROLE" in os.environ
+    return dist.is_initialized() or started()
 
 
 def init(simulate: int | None = None, backend: str | None = None, timeout: float | timedelta | None = None) -> int:
@@ -139,42 +135,44 @@ def _read_timeout(timeout: float | timedelta | None) -> timedelta | None:
 
 def _start(backend: str, timeout: timedelta | None) -> None:
     """Join the default process group as the launcher's variables say."""
-    if "RANK" in os.environ:
-        _require(_TORCHRUN, "torchrun")
-        local = int(os.environ.get("LOCAL_RANK", "0"))
+    found = launch()
+    assert found is not None
+    rank, local = found.rank, found.local_rank
+    if found.launcher == TORCHRUN:
         join: dict[str, object] = {"init_method": "env://"}
     else:
-        _require(_SCHEDULER, "the scheduler")
-        store, rank, local = _meet_scheduler(timeout)
-        join = {"store": store, "rank": rank, "world_size": _number("MS_WORKER_NUM", 1)}
+        if found.launcher == SCHEDULER:
+            store, rank, local = _meet_scheduler(found, timeout)
+        else:
+            store = _meet(found, timeout)
+        join = {"store": store, "rank": rank, "world_size": found.size}
     if backend == "nccl":
-        torch.cuda.set_device(local)
+        torch.cuda.set_device(local or 0)
     dist.init_process_group(backend, timeout=timeout, **join)  # type: ignore[arg-type]
 
 
-def _require(names: Sequence[str], launcher: str) -> None:
-    missing = [name for name in names if name not in os.environ]
-    if missing:
+def _meet(found: Launch, timeout: timedelta | None) -> Any:
+    """A store that rank 0 keeps and the others reach."""
+    limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    keeps = found.rank == 0
+    try:
+        store = dist.TCPStore(found.host, found.port, found.size, keeps, wait_for_workers=False, **limit)  # type: ignore[attr-defined]
+    except dist.DistError as error:
+        where = f"{found.host}:{found.port}"
         raise RuntimeStateError(
-            f"{launcher} started this process, as {names[0]}={os.environ[names[0]]} says, but the environment has no "
-            f"{', '.join(missing)}; set what is missing, or unset {names[0]} to simulate all devices in one process"
-        )
+            f"rank {found.rank} of {found.launcher} cannot {'listen at' if keeps else 'reach rank 0 at'} {where}; "
+            "check that rank 0 runs there and that nothing else takes the port, or give all processes MASTER_ADDR and "
+            f"MASTER_PORT: {str(error).splitlines()[0]}"
+        ) from error
+    return dist.PrefixStore(f"partway/{found.job}", store)
 
 
-def _number(name: str, least: int) -> int:
-    text = os.environ[name]
-    if not text.isdecimal() or int(text) < least:
-        raise RuntimeStateError(f"{name} is {text!r}; it must be an int of {least} or more")
-    return int(text)
-
-
-def _meet_scheduler(timeout: timedelta | None) -> tuple[Any, int, int]:
+def _meet_scheduler(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
     """The scheduler's store, this worker's rank (of MS_NODE_ID, or in order of arrival), and its position on its host.
 
     In the scheduler itself this waits until all workers have ended, and then ends the process.
     """
-    role, host = os.environ["MS_ROLE"], os.environ["MS_SCHED_HOST"]
-    port, workers = _number("MS_SCHED_PORT", 1), _number("MS_WORKER_NUM", 1)
+    role, host, port, workers = os.environ["MS_ROLE"], found.host, found.port, found.size
     if role not in _ROLES:
         raise RuntimeStateError(f"MS_ROLE is {role!r}; it must be {' or '.join(_ROLES)}")
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
@@ -191,7 +189,7 @@ def _meet_scheduler(timeout: timedelta | None) -> tuple[Any, int, int]:
         raise SystemExit(0)
     atexit.register(store.add, _DONE, 1)
     arrived = store.add("partway/rank", 1) - 1
-    rank = _number("MS_NODE_ID", 0) if "MS_NODE_ID" in os.environ else arrived
+    rank = number("MS_NODE_ID", 0) if "MS_NODE_ID" in os.environ else arrived
     if rank >= workers:
         raise RuntimeStateError(f"rank {rank} is one too many for MS_WORKER_NUM={workers}; start {workers} workers")
     return store, rank, store.add(f"partway/host/{socket.gethostname()}", 1) - 1

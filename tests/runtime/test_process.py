@@ -37,10 +37,11 @@ def test_without_a_launcher_one_process_stands_for_all_devices():
     shutdown()
 
 
-def test_variables_left_over_from_a_shell_do_not_make_a_worker(monkeypatch):
-    set_all(monkeypatch, WORLD_SIZE="8", MS_WORKER_NUM="8", MS_SCHED_HOST="127.0.0.1", MS_SCHED_PORT="6667")
-    assert not launched()
-    assert init(simulate=4) == 4
+def test_variables_that_a_shell_has_left_over_are_an_error_and_no_simulation(monkeypatch):
+    set_all(monkeypatch, MS_WORKER_NUM="8", MS_SCHED_HOST="127.0.0.1", MS_SCHED_PORT="6667")
+    assert launched()
+    with pytest.raises(RuntimeStateError, match=r"MS_WORKER_NUM=8 is set, but the environment has no MS_ROLE, so that"):
+        init(simulate=4)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "2"])

@@ -1,0 +1,200 @@
+"""What started this process: the launchers that Partway knows, by the variables they set in the environment.
+
+    torchrun                  RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT; LOCAL_RANK picks the GPU
+    the scheduler             MS_ROLE, MS_WORKER_NUM, MS_SCHED_HOST, MS_SCHED_PORT; MS_NODE_ID asks for a rank
+    mpirun of Open MPI        OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE; OMPI_COMM_WORLD_LOCAL_RANK
+    mpirun of MPICH, Intel    PMI_RANK, PMI_SIZE; MPI_LOCALRANKID
+    srun of Slurm             SLURM_PROCID, SLURM_STEP_NUM_TASKS; SLURM_LOCALID
+
+The first of these that is there counts, since one may start another: srun or mpirun a torchrun on each node, srun an
+mpirun. One that starts a single process is none: such a shell may simulate. What is neither one nor the other is an
+error and not a simulation, which would train a whole copy in each process of a job.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..strategy.errors import RuntimeStateError
+
+TORCHRUN, SCHEDULER = "torchrun", "the scheduler"
+_REQUIRED = {
+    TORCHRUN: ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    SCHEDULER: ("MS_ROLE", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT"),
+}
+_ALONE = {"WORLD_SIZE": "RANK", "MS_WORKER_NUM": "MS_ROLE", "MS_SCHED_HOST": "MS_ROLE", "MS_SCHED_PORT": "MS_ROLE"}
+_PORTS = range(20000, 32768)  # below those that systems give to connections that go out
+
+
+@dataclass(frozen=True)
+class _Tasks:
+    """A launcher that numbers its processes and has no place where they meet: its variables."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    on_one_host: tuple[str, str]  # these are equal where all processes are on one host
+    hosts: str  # whose first is that of rank 0
+    job: tuple[str, ...]  # what tells one of its jobs from another
+    give: str  # how to give a variable to all processes
+
+
+_TASKS = (
+    _Tasks(
+        "mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), "", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        "mpirun -x {}=",
+    ),
+    _Tasks(
+        "mpirun (MPICH or Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", ("PMI_SIZE", "MPI_LOCALNRANKS"),
+        "", (), "mpirun -genv {} ",
+    ),
+    _Tasks(
+        "srun (Slurm)", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
+        ("SLURM_STEP_NUM_NODES", ""), "SLURM_STEP_NODELIST", ("SLURM_JOB_ID", "SLURM_STEP_ID"), "export {}=",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher says of this process.
+
+    launcher     which
+    rank, size   of the processes; the scheduler's workers get their ranks when they meet (None)
+    local_rank   the position on its host; None: not known yet
+    host, port   where the processes meet
+    job          what tells this job from others that may meet there; "" if the launcher has one meeting place a job
+    """
+
+    launcher: str
+    rank: int | None
+    size: int
+    local_rank: int | None
+    host: str
+    port: int
+    job: str = ""
+
+
+def started(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether a launcher started this process, or half of one's variables say so."""
+    env = os.environ if environment is None else environment
+    if "RANK" in env or "MS_ROLE" in env:
+        return True
+    tasks = any(env.get(kind.size, "1") != "1" and kind.rank in env for kind in _TASKS)
+    return tasks or env.get("WORLD_SIZE", "1") != "1" or "MS_WORKER_NUM" in env or _is_batch(env)
+
+
+def launch(environment: Mapping[str, str] | None = None) -> Launch | None:
+    """What started this process; None if no launcher did. Raises RuntimeStateError for variables that are missing, are
+    no numbers, or contradict each other; it says what is there and what to set."""
+    env = os.environ if environment is None else environment
+    tasks = next((kind for kind in _TASKS if kind.rank in env and env.get(kind.size, "1") != "1"), None)
+    if "RANK" in env and "MS_ROLE" in env:
+        raise RuntimeStateError(
+            f"two launchers started this process: RANK={env['RANK']} is torchrun's, and MS_ROLE={env['MS_ROLE']} the "
+            "scheduler's; unset the variables of one"
+        )
+    if "RANK" in env:
+        return _torchrun(env, tasks)
+    if "MS_ROLE" in env:
+        _require(SCHEDULER, env)
+        port = number("MS_SCHED_PORT", 1, env)
+        return Launch(SCHEDULER, None, number("MS_WORKER_NUM", 1, env), None, env["MS_SCHED_HOST"], port)
+    if tasks is not None:
+        return _of_tasks(tasks, env)
+    if _is_batch(env):
+        raise RuntimeStateError(
+            f"this is the batch script of a Slurm job of {env['SLURM_NTASKS']} tasks, which runs once; start the "
+            "program with srun or torchrun there, or unset SLURM_NTASKS to simulate all devices in one process"
+        )
+    for name, lead in _ALONE.items():
+        if name in env and (name != "WORLD_SIZE" or env[name] != "1"):
+            raise RuntimeStateError(
+                f"{name}={env[name]} is set, but the environment has no {lead}, so that it is not known which of the "
+                f"processes this is; start it with a launcher such as torchrun, or unset {name} to simulate all "
+                "devices in one process"
+            )
+    return None
+
+
+def number(name: str, least: int, environment: Mapping[str, str] | None = None) -> int:
+    """A variable as a number. Raises RuntimeStateError if it is none, or less than `least`."""
+    text = (os.environ if environment is None else environment)[name]
+    if not text.isdecimal() or int(text) < least:
+        raise RuntimeStateError(f"{name} is {text!r}; it must be an int of {least} or more")
+    return int(text)
+
+
+def _torchrun(env: Mapping[str, str], tasks: _Tasks | None) -> Launch:
+    _require(TORCHRUN, env)
+    rank, size = number("RANK", 0, env), number("WORLD_SIZE", 1, env)
+    if rank >= size:
+        raise RuntimeStateError(f"RANK is {rank}, and WORLD_SIZE {size}; ranks are 0 to {size - 1}")
+    by_hand = "TORCHELASTIC_RUN_ID" not in env  # torchrun itself may be started by another launcher, once a node
+    if by_hand and tasks is not None and (env[tasks.rank], env[tasks.size]) != (env["RANK"], env["WORLD_SIZE"]):
+        raise RuntimeStateError(
+            f"two launchers started this process: RANK={rank} and WORLD_SIZE={size} are torchrun's, and {tasks.name} "
+            f"says {tasks.rank}={env[tasks.rank]} and {tasks.size}={env[tasks.size]}; unset RANK and WORLD_SIZE, or "
+            "set them alike"
+        )
+    local = number("LOCAL_RANK", 0, env) if "LOCAL_RANK" in env else None
+    return Launch(TORCHRUN, rank, size, local, env["MASTER_ADDR"], number("MASTER_PORT", 0, env))
+
+
+def _of_tasks(kind: _Tasks, env: Mapping[str, str]) -> Launch:
+    rank, size = number(kind.rank, 0, env), number(kind.size, 1, env)
+    all_here, here = kind.on_one_host
+    one_host = env.get(all_here) == (env.get(here) if here else "1")
+    job = "/".join(env[name] for name in kind.job if name in env)
+    host = env.get("MASTER_ADDR") or ("127.0.0.1" if one_host else first_host(env.get(kind.hosts, "")))
+    if not host or not (job or one_host or "MASTER_PORT" in env):
+        raise RuntimeStateError(
+            f"{kind.name} started this process on one of several hosts, and does not say where rank 0 is; give all "
+            f"processes its address and a port, with {kind.give.format('MASTER_ADDR')}... and "
+            f"{kind.give.format('MASTER_PORT')}..."
+        )
+    job = job or _parent_of_session()
+    port = number("MASTER_PORT", 1, env) if "MASTER_PORT" in env else _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
+    local = number(kind.local_rank, 0, env) if kind.local_rank in env else None
+    return Launch(kind.name, rank, size, local, host, port, job)
+
+
+def _parent_of_session() -> str:
+    """What started the session that this process is in: a launcher's process on this host, where each task is a session
+    of its own."""
+    try:
+        status = Path(f"/proc/{os.getsid(0)}/stat").read_text()
+    except OSError:
+        return str(os.getppid())
+    return status.rpartition(")")[2].split()[1]
+
+
+def first_host(hosts: str) -> str:
+    """The first of Slurm's list of hosts, such as "node[07-09,12],login1"."""
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", hosts).split(",")[0]
+
+
+def _is_batch(env: Mapping[str, str]) -> bool:
+    """Whether this is a batch script of Slurm, which is no task of its job but starts them."""
+    return (
+        env.get("SLURM_NTASKS", "1") != "1"
+        and "SLURM_PROCID" in env  # which a shell of salloc has not
+        and "SLURM_STEP_NUM_TASKS" not in env
+    )
+
+
+def _require(launcher: str, env: Mapping[str, str]) -> None:
+    first, *_ = names = _REQUIRED[launcher]
+    missing = [name for name in names if name not in env]
+    if missing:
+        raise RuntimeStateError(
+            f"{launcher} started this process, as {first}={env[first]} says, but the environment has no "
+            f"{', '.join(missing)}; set what is missing, or unset {first} to simulate all devices in one process"
+        )
