@@ -164,7 +164,7 @@ def _meet(found: Launch, timeout: timedelta | None) -> Any:
             "check that rank 0 runs there and that nothing else takes the port, or give all processes MASTER_ADDR and "
             f"MASTER_PORT: {str(error).splitlines()[0]}"
         ) from error
-    return dist.PrefixStore(f"partway/{found.job}", store)
+    return dist.PrefixStore(f"partway/{found.job}", store)  # type: ignore[attr-defined]
 
 
 def _meet_scheduler(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
