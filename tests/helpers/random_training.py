@@ -5,6 +5,7 @@ A `Case` is plain data, so that ranks in other processes make the same model of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -224,10 +225,14 @@ def meshes(draw: Any, axes: st.SearchStrategy[Any], shapes: dict[str, tuple[int,
     names = list(sizes or ())
 
     def strategy(shape: tuple[int, ...]) -> tuple[Any, ...]:
-        """Each axis goes to one dim, or to none; two may share one."""
+        """Each axis goes to one dim, or to none; two may share a dim that they divide, as a DTensor's cut has to."""
         places = [draw(st.sampled_from([None, *(dim for dim, size in enumerate(shape) if size > 1)])) for _ in names]
-        split = [tuple(name for name, at in zip(names, places, strict=True) if at == dim) for dim in range(len(shape))]
-        return tuple(axes[0] if len(axes) == 1 else axes or None for axes in split)
+        split: list[Any] = []
+        for dim, size in enumerate(shape):
+            mine = tuple(name for name, at in zip(names, places, strict=True) if at == dim)
+            together = len(mine) > 1 and size % math.prod(sizes[axis] for axis in mine) == 0
+            split.append(mine if together else mine[0] if mine else None)
+        return tuple(split)
 
     plan = {name: strategy(shape) for name, shape in shapes.items() if draw(st.booleans())}
     return Mesh(sizes, plan, draw(st.sampled_from([None, *names])))
