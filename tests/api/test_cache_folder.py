@@ -393,8 +393,8 @@ def test_three_writers_at_once_get_right_numbers_and_no_warning(folder: Path, mo
 
     def plan_often() -> None:
         with warnings.catch_warnings(action="error"):
-            for _ in range(4):
-                step()
+            for _ in range(4):  # without gradients: a backward does not survive a fork on builds of PyTorch for CUDA
+                torch.testing.assert_close(pw.shard(f, in_strategy=((2, 1),), mesh={"x": 2})(X), f(X))
 
     writers = [forked(plan_often) for _ in range(3)]
     for writer in writers:

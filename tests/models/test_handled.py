@@ -21,7 +21,7 @@ from partway.strategy import RuntimeStateError, StrategyError
 
 pytestmark = [
     # what torch.func and forward_ad import warns about itself, and torch.compile looks at every tensor's .grad
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
