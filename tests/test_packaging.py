@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from lowest import constraints
 
 import partway
 
@@ -82,6 +83,21 @@ def test_every_direct_dependency_has_an_exact_version_in_the_constraints() -> No
     needed = [*project["dependencies"], *(n for extra in project["optional-dependencies"].values() for n in extra)]
     assert {n.split(">=")[0] for n in needed} - pinned == set()
     assert {n.split(">=")[0].split(";")[0] for n in requires("partway") or []} - pinned == set()
+
+
+def test_make_oldest_installs_the_lower_bound_of_every_dependency() -> None:
+    exact = (CHECKOUT / "constraints.txt").read_text(encoding="utf-8")
+    lines = list(constraints(PROJECT["project"], exact))
+    assert len({line.split("==")[0] for line in lines}) == len(lines)
+    project = PROJECT["project"]
+    for requirement in [*project["dependencies"], *project["optional-dependencies"]["data"]]:
+        assert requirement.replace(">=", "==") in lines
+
+
+def test_a_dependency_without_a_lower_bound_is_named() -> None:
+    project = {"dependencies": ["torch>=2.11", "rich"], "optional-dependencies": {"data": []}}
+    with pytest.raises(SystemExit, match=r"rich has no lower bound in pyproject.toml; write rich>= the lowest"):
+        list(constraints(project, ""))
 
 
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *(f"docs/design/{page.name}" for page in DESIGN)]

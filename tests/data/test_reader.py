@@ -12,7 +12,7 @@ import pytest
 import tifffile
 import torch
 import zarr
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from random_examples import examples
 from torch.utils.data import DataLoader, Dataset
@@ -154,6 +154,7 @@ def test_a_zip_file_of_zarr_is_read_too(tmp_path, make_picture):
     mode=st.sampled_from(FillMode),
 )
 def test_what_lies_outside_is_as_numpy_pads(size, start, extent, halo, mode):
+    assume(mode is not FillMode.REFLECT or np.__version__ >= "2")  # NumPy 1 goes wrong at the second reflection
     image = np.arange(1, size[0] * size[1] + 1).reshape(size)
     window = Window(start[0], start[0] + extent[0], start[1], start[1] + extent[1])
     found = WindowReader(image).read(window, halo=halo, mode=mode, fill_value=7)

@@ -1,0 +1,41 @@
+"""Prints the constraints that `make oldest` installs with: those of constraints.txt, but the lowest version that
+pyproject.toml allows of every dependency. It runs before anything is installed."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# Their exact versions do not fit the lowest ones: import-linter needs rich 14, SciPy NumPy 2, and PyTorch 2.11 an older
+# setuptools.
+FREE = ("import-linter", "scipy", "setuptools")
+
+
+def lowest(project: dict[str, Any]) -> dict[str, str]:
+    """The lower bound of every dependency that the package or its extra `data` imports."""
+    bounds = {}
+    for requirement in [*project["dependencies"], *project["optional-dependencies"]["data"]]:
+        name, found, bound = requirement.partition(">=")
+        if not found:
+            raise SystemExit(f"{name} has no lower bound in pyproject.toml; write {name}>= the lowest that works")
+        bounds[name] = bound
+    return bounds
+
+
+def constraints(project: dict[str, Any], exact: str) -> Iterator[str]:
+    """The lines of constraints.txt that still hold, and the lowest versions."""
+    bounds = lowest(project)
+    for line in exact.splitlines():
+        name, found, _ = line.partition("==")
+        if found and name not in (*FREE, *bounds):
+            yield line
+    yield from (f"{name}=={bound}" for name, bound in bounds.items())
+
+
+if __name__ == "__main__":
+    root = Path(__file__).parents[2]
+    pyproject = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    for each in constraints(pyproject["project"], (root / "constraints.txt").read_text(encoding="utf-8")):
+        print(each)  # noqa: T201 - the Makefile reads it
