@@ -1,4 +1,4 @@
-"""The `partway` command."""
+"""The `partway` command. Only the commands that need torch import it: `--help` and completion answer at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from partway.strategy.errors import PartwayError, RuntimeStateError
@@ -18,11 +17,26 @@ app = typer.Typer(
     name="partway",
     help="Plan how a PyTorch model is split over devices.",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
 )
 
 bench = typer.Typer(help="Measure Partway on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The options of `partway` itself."""
 
 
 @app.command()
@@ -34,6 +48,8 @@ def version() -> None:
 @app.command()
 def doctor() -> None:
     """Print what this machine offers: versions, devices, backends, and the launcher if there is one."""
+    import torch
+
     facts = {
         "partway": installed_version("partway"),
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -120,6 +136,8 @@ def check_paths(*paths: Path | None) -> None:
 
 def _devices() -> list[str]:
     """The CPU with its threads, then each GPU with its memory."""
+    import torch
+
     devices = [f"cpu ({torch.get_num_threads()} threads)"]
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
@@ -129,6 +147,8 @@ def _devices() -> list[str]:
 
 def _has_backend(name: str) -> bool:
     """Whether this build of torch has the backend; a build without distributed support has none."""
+    import torch
+
     return torch.distributed.is_available() and torch.distributed.is_backend_available(name)
 
 

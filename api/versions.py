@@ -7,12 +7,21 @@ the warning stands before the error that follows from it.
 from __future__ import annotations
 
 import warnings
-
-import torch
+from importlib.metadata import PackageNotFoundError, version
 
 from partway.strategy.errors import UntestedTorchWarning
 
 OLDEST, NEWEST = (2, 11), (2, 15)  # tests/test_torch_internals.py passes with these, and all tests with 2.13
+
+
+def installed_torch() -> str:
+    """The version of PyTorch, without importing it: `partway --help` needs none of it."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:  # it is on the path without having been installed
+        import torch
+
+        return torch.__version__
 
 
 def warn_if_untested(installed: str) -> None:
@@ -30,4 +39,4 @@ def warn_if_untested(installed: str) -> None:
     )
 
 
-warn_if_untested(torch.__version__)
+warn_if_untested(installed_torch())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+import sys
 import sysconfig
 from importlib.metadata import version
 from pathlib import Path
@@ -27,8 +28,18 @@ def doctor() -> dict[str, str]:
     return dict(lines)
 
 
-def test_version_is_the_installed_one() -> None:
-    assert run("version") == f"partway {version('partway')}\n"
+@pytest.mark.parametrize("asked", ["version", "--version"])
+def test_version_is_the_installed_one(asked: str) -> None:
+    assert run(asked) == f"partway {version('partway')}\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["bench", "fusion", "--help"]])
+def test_what_needs_no_torch_does_not_wait_for_its_import(arguments: list[str]) -> None:
+    text = (
+        f"import sys\nfrom partway.cli import app\napp({arguments!r}, standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, timeout=120)
 
 
 def test_doctor_names_python_and_torch() -> None:

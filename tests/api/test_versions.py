@@ -3,11 +3,13 @@
 import subprocess
 import sys
 import warnings
+from importlib import metadata
 from importlib.metadata import requires
 
 import pytest
+import torch
 
-from partway import UntestedTorchWarning
+from partway import UntestedTorchWarning, versions
 from partway.versions import NEWEST, OLDEST, warn_if_untested
 
 
@@ -29,13 +31,24 @@ def test_another_version_is_a_warning_that_names_the_range(version, age):
 def test_the_warning_stands_before_an_import_that_fails():
     """A later PyTorch may have dropped what Partway imports."""
     text = (
-        "import torch; torch.__version__ = '2.99.0'; del torch.export\n"
-        "import sys; sys.modules['torch.export'] = None\nimport partway\npartway.shard"
+        "import torch; del torch.export\n"
+        "import sys; sys.modules['torch.export'] = None\n"
+        "from importlib import metadata; metadata.version = lambda name: '2.99.0'\n"
+        "import partway\npartway.shard"
     )
     found = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
     assert found.returncode == 1
     assert "UntestedTorchWarning: PyTorch 2.99.0 is newer" in found.stderr
     assert found.stderr.index("UntestedTorchWarning") < found.stderr.index("Traceback")
+
+
+def test_a_torch_that_was_not_installed_says_its_version_itself(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    assert versions.installed_torch() == metadata.version("torch")
+    monkeypatch.setattr(versions, "version", missing)
+    assert versions.installed_torch() == torch.__version__
 
 
 def test_the_oldest_version_is_that_of_the_package():
