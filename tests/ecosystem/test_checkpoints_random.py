@@ -35,7 +35,7 @@ def here(function: Any, *arguments: Any) -> list[Any]:
     return [function(*arguments)]
 
 
-@examples(10)
+@examples(6)
 @given(case=cases(ANY, ANY))
 def test_on_virtual_devices(case: Case) -> None:
     check(case, here, here, alike=True)
