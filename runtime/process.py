@@ -1,17 +1,12 @@
 """The processes that run a program: whether a launcher started them, and which of them this one is.
 
 `launchers.py` knows the launchers. Without one, a single process simulates every device. With the scheduler, the
-process whose MS_ROLE is MS_SCHED runs the same script; in it `init` keeps the store through which the workers
-(MS_WORKER) find each other, and ends the process when the last worker has ended.
+process whose MS_ROLE is MS_SCHED runs the same script, and ends in `init` (scheduler.py).
 """
 
 from __future__ import annotations
 
-import atexit
 import math
-import os
-import socket
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,11 +15,10 @@ import torch
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError, shown
-from .launchers import SCHEDULER, TORCHRUN, Launch, launch, number, started
+from . import scheduler
+from .launchers import SCHEDULER, TORCHRUN, Launch, launch, started
 from .torch_internals import timeout_of
 
-_ROLES = ("MS_WORKER", "MS_SCHED")
-_DONE = "partway/done"
 _BEFORE_SHUTDOWN: dict[Callable[[], object], None] = {}
 _LONGEST = 2**31 // 1000  # seconds: PyTorch counts milliseconds
 
@@ -142,7 +136,7 @@ def _start(backend: str, timeout: timedelta | None) -> None:
         join: dict[str, object] = {"init_method": "env://"}
     else:
         if found.launcher == SCHEDULER:
-            store, rank, local = _meet_scheduler(found, timeout)
+            store, rank, local = scheduler.meet(found, timeout)
         else:
             store = _meet(found, timeout)
         join = {"store": store, "rank": rank, "world_size": found.size}
@@ -165,31 +159,3 @@ def _meet(found: Launch, timeout: timedelta | None) -> Any:
             f"MASTER_PORT: {str(error).splitlines()[0]}"
         ) from error
     return dist.PrefixStore(f"partway/{found.job}", store)  # type: ignore[attr-defined]
-
-
-def _meet_scheduler(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
-    """The scheduler's store, this worker's rank (of MS_NODE_ID, or in order of arrival), and its position on its host.
-
-    In the scheduler itself this waits until all workers have ended, and then ends the process.
-    """
-    role, host, port, workers = os.environ["MS_ROLE"], found.host, found.port, found.size
-    if role not in _ROLES:
-        raise RuntimeStateError(f"MS_ROLE is {role!r}; it must be {' or '.join(_ROLES)}")
-    limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    try:
-        store = dist.TCPStore(host, port, is_master=role == "MS_SCHED", wait_for_workers=False, **limit)  # type: ignore[attr-defined]
-    except dist.DistError as error:
-        raise RuntimeStateError(
-            f"{role} cannot {'listen' if role == 'MS_SCHED' else 'reach the scheduler'} at {host}:{port}; start one "
-            "process with MS_ROLE=MS_SCHED there, and check MS_SCHED_HOST and MS_SCHED_PORT"
-        ) from error
-    if role == "MS_SCHED":
-        while store.add(_DONE, 0) < workers:
-            time.sleep(0.1)
-        raise SystemExit(0)
-    atexit.register(store.add, _DONE, 1)
-    arrived = store.add("partway/rank", 1) - 1
-    rank = number("MS_NODE_ID", 0) if "MS_NODE_ID" in os.environ else arrived
-    if rank >= workers:
-        raise RuntimeStateError(f"rank {rank} is one too many for MS_WORKER_NUM={workers}; start {workers} workers")
-    return store, rank, store.add(f"partway/host/{socket.gethostname()}", 1) - 1

@@ -6,6 +6,7 @@ that have to agree whatever their hash seeds are, starts with `subprocess` inste
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import runpy
@@ -52,4 +53,10 @@ def _run(arguments: list[str], folder: Path, environment: dict[str, str], said: 
     sys.argv[:] = arguments
     sys.path.insert(0, str(Path(folder, arguments[0]).parent))
     sys.modules["__main__"] = types.ModuleType("__main__")  # not that of the tests
-    runpy.run_path(arguments[0], run_name="__main__")
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    except Exception:  # as Python itself ends a script
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
+    finally:  # which multiprocessing leaves out
+        atexit._run_exitfuncs()

@@ -148,45 +148,6 @@ def test_ranks_of_torchrun_have_gloo_on_the_cpu(on_ranks):
     assert on_ranks(2, who, None if not torch.cuda.is_available() else "gloo") == [(0, 2, "gloo"), (1, 2, "gloo")]
 
 
-SCRIPT = """
-import torch, torch.distributed as dist
-from partway.runtime import get_group_size, get_rank, init, shutdown
-torch.set_num_threads(1)
-size = init(backend="gloo")
-x = torch.ones(1) * (get_rank() + 1)
-dist.all_reduce(x)
-print("rank", get_rank(), "of", get_group_size(), size, "sum", x.item())
-shutdown()
-"""
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize("numbered", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_scheduler_and_its_workers_run_one_script(numbered):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "OMP_NUM_THREADS": "1"}
-
-    def start(role, **more):
-        environment = {**os.environ, **common, "MS_ROLE": role, **more}
-        pipe = subprocess.PIPE
-        return subprocess.Popen([sys.executable, "-c", SCRIPT], env=environment, stdout=pipe, stderr=pipe, text=True)
-
-    workers = [start("MS_WORKER", **({"MS_NODE_ID": str(1 - i)} if numbered else {})) for i in range(2)]
-    processes = [start("MS_SCHED"), *workers]
-    try:
-        said = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0, 0], said
-    assert said[0][0] == "", "the scheduler ran the script"
-    lines = [out for out, _ in said[1:]]
-    expected = [f"rank {rank} of 2 2 sum 3.0\n" for rank in (0, 1)]
-    assert lines == expected[::-1] if numbered else sorted(lines) == expected
-
-
 DIFFERS = """
 import atexit, sys
 atexit.register(sys.stderr.write, "earlier handlers run too")
@@ -218,13 +179,3 @@ def test_a_difference_that_is_found_at_exit_is_in_the_status():
     for text in said:
         assert "partway: rank 1 ran another program (or left out a step) than rank 0, at a loss; make the" in text
         assert text.endswith("earlier handlers run too")
-
-
-def test_a_scheduler_that_cannot_listen_says_where(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        set_all(monkeypatch, MS_ROLE="MS_SCHED", MS_WORKER_NUM="1", MS_SCHED_HOST="127.0.0.1", MS_SCHED_PORT=port)
-        with pytest.raises(RuntimeStateError, match=f"MS_SCHED cannot listen at 127.0.0.1:{port}; start one process"):
-            init()
