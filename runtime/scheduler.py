@@ -151,13 +151,13 @@ class _Pulse(threading.Thread):
         """Leave word of an error that ends this process, before what it tears down is an error elsewhere; and say what
         was first, where this is what followed from it."""
         if os.getpid() != self._process:
-            return self._hook(kind, error, trace)
+            self._hook(kind, error, trace)
+            return
         self._end(f"{kind.__name__}: {first_line(error)}")
         self._hook(kind, error, trace)
         with suppress(RuntimeError):  # nobody was first, or the scheduler has gone
             self._store.wait(["partway/over"], timedelta(seconds=2 * _GRACE))
             self._say(self._store.get("partway/over").decode())
-        return None
 
     def _say(self, why: str) -> None:
         if not why.startswith(f"rank {self.rank} "):

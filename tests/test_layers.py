@@ -82,7 +82,7 @@ def private_torch_names(source: Path, package: str) -> set[str]:
 
 
 # Private names that belong to Python's own library.
-OF_PYTHON = {"_getframe", "_current_frames", "_fields", "_replace", "_asdict"}
+OF_PYTHON = {"_exit", "_getframe", "_current_frames", "_fields", "_replace", "_asdict"}
 
 
 def bound_names(layer_sources: list[Path]) -> set[str]:
