@@ -141,14 +141,14 @@ class Compiled:
 
     def program_for(self, wanted: tuple[bool, ...]) -> Program:
         """The program whose backward starts from the outputs marked in `wanted`."""
-        with planning():
+        with planning(), torch.inference_mode(False):  # which would record no gradients
             return self.entry.fetch(
                 f"program-{_bits(wanted)}", lambda: fused(self._step(wanted)), Program, derived=True
             )
 
     def accumulation_for(self, wanted: tuple[bool, ...]) -> Accumulation | None:
         """The backwards of `program_for(wanted)` whose reductions wait, or None if no gradient can wait."""
-        with planning():
+        with planning(), torch.inference_mode(False):
             return self.entry.fetch(
                 f"accumulation-{_bits(wanted)}", lambda: accumulated(self._step(wanted)),
                 Accumulation, NoneType, derived=True,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,8 +19,9 @@ from partway.dtensors import is_dtensor
 from partway.runtime.torch_internals import local_part_of
 from partway.strategy import RuntimeStateError
 
-MODEL, OPTIMIZER = "model", "optimizer"  # how the files are named
+MODEL, OPTIMIZER, VALUES = "model", "optimizer", "state"  # how the files are named
 STATE, RANDOM = "state.", "random."
+_TENSOR = "partway.tensor"  # the only key of a dict that stands for a tensor of VALUES
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +71,11 @@ def content_of(
     for i, optimizer in enumerate(optimizers):
         own, values[f"optimizer.{i}"] = optimizer_state(model, optimizer)
         kept |= {f"{prefix(i, optimizers)}{name}": tensor for name, tensor in own.items()}
+    beside: dict[str, Tensor] = {}
     for name, value in state.items():
-        values[f"{STATE}{name}"] = value.state_dict() if hasattr(value, "state_dict") else value
-    tensors = {MODEL: weights, OPTIMIZER: kept}
+        said = value.state_dict() if hasattr(value, "state_dict") else value
+        values[f"{STATE}{name}"] = _without_dtensors(said, name, beside)
+    tensors = {MODEL: weights, OPTIMIZER: kept, VALUES: beside}
     return Content(
         {stem: {name: keep(tensor, ranks, rank, i) for i, (name, tensor) in enumerate(group.items())}
          for stem, group in tensors.items() if group},
@@ -209,6 +213,35 @@ def _plain(value: Any) -> Any:
 
 
 # -- Values
+
+
+def _without_dtensors(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """A value in which names stand for its DTensors, which go to `tensors`: each rank has a part of them only."""
+    if is_dtensor(value):
+        name = path if path not in tensors else f"{path}.{len(tensors)}"
+        tensors[name] = value
+        return {_TENSOR: name}
+    if isinstance(value, dict):
+        copied = copy.copy(value)  # what a state_dict has beside its items stays
+        copied.update({key: _without_dtensors(inner, f"{path}.{key}", tensors) for key, inner in value.items()})
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(_without_dtensors(inner, f"{path}.{i}", tensors) for i, inner in enumerate(value))
+    return value
+
+
+def with_tensors(value: Any, like: Any, read: Callable[[str, Any], Tensor]) -> Any:
+    """A value with its tensors: `read` gives each by its name and by what is at its place in `like`."""
+    if isinstance(value, dict) and value.keys() == {_TENSOR}:
+        return read(value[_TENSOR], like)
+    if isinstance(value, dict):
+        others = like if isinstance(like, Mapping) else {}
+        value.update({key: with_tensors(inner, others.get(key), read) for key, inner in value.items()})
+        return value
+    if type(value) in (list, tuple):
+        others = like if isinstance(like, list | tuple) and len(like) == len(value) else [None] * len(value)
+        return type(value)(with_tensors(inner, other, read) for inner, other in zip(value, others, strict=True))
+    return value
 
 
 def packed(name: str, value: Any) -> bytes:

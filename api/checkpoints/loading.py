@@ -27,6 +27,7 @@ from partway.checkpoints.contents import (
     OPTIMIZER,
     RANDOM,
     STATE,
+    VALUES,
     every_name,
     named_tensors,
     parameter_names,
@@ -34,10 +35,12 @@ from partway.checkpoints.contents import (
     prefix,
     set_random_state,
     unpacked,
+    with_tensors,
 )
 from partway.checkpoints.progress import progress
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.tensor_files import Place, Report, checksum_of, places_in, read_part
+from partway.dtensors import is_dtensor
 from partway.runtime.agreement import Fact, agree
 from partway.runtime.optimizers import by_element
 from partway.runtime.process import launched
@@ -55,7 +58,7 @@ class Checkpoint:
 
     path: Path
     manifest: Mapping[str, Any]
-    places: Mapping[str, Mapping[str, Place]]  # of the model and of the optimizer, by name
+    places: Mapping[str, Mapping[str, Place]]  # of the model, the optimizer and other values, by name
 
     @property
     def processes(self) -> int:
@@ -124,7 +127,9 @@ def _checked(
     for i, optimizer in enumerate(optimizers):
         assert model is not None
         _check_optimizer(checkpoint, model, optimizer, values.get(f"optimizer.{i}"), prefix(i, optimizers))
-    _check_parts(checkpoint, model is not None, bool(optimizers), ranks)
+    stems = {MODEL} if model is not None else set()
+    stems |= {OPTIMIZER} if optimizers else set()
+    _check_parts(checkpoint, stems | {VALUES}, ranks)
     return checkpoint, wanted, values
 
 
@@ -153,7 +158,7 @@ def _opened(path: Path) -> Checkpoint:
             raise RuntimeStateError(f"{path / name} is damaged: its content is not what was saved")
     places = {
         stem: places_in(path, [name for name in manifest["headers"] if name.startswith(stem)], manifest["headers"])
-        for stem in (MODEL, OPTIMIZER)
+        for stem in (MODEL, OPTIMIZER, VALUES)
     }
     return Checkpoint(path, manifest, places)
 
@@ -250,14 +255,14 @@ def _groups(groups: Sequence[Sequence[str]]) -> str:
     return f"{counted(len(groups), 'group')} with {counted(sum(map(len, groups)), 'parameter')}"
 
 
-def _check_parts(checkpoint: Checkpoint, weights: bool, optimizers: bool, ranks: Ranks) -> None:
+def _check_parts(checkpoint: Checkpoint, stems: Collection[str], ranks: Ranks) -> None:
     """Raise RuntimeStateError if a byte of the tensors is not what was written. This rank looks at a share of it."""
     if not checkpoint.manifest:
         return
     parts = []
     for rank in range(checkpoint.processes):
         for stem, name, ends, checksum in json.loads((checkpoint.path / saving.parts_file(rank)).read_bytes()):
-            if (weights and stem == MODEL) or (optimizers and stem == OPTIMIZER):
+            if stem in stems:
                 parts.append((checkpoint.places[stem][name], name, tuple(slice(*end) for end in ends), checksum))
     parts.sort(key=lambda part: -math.prod(s.stop - s.start for s in part[2]) * part[0].dtype.itemsize)
     mine = parts[ranks.rank :: ranks.size]
@@ -274,7 +279,7 @@ def _check_parts(checkpoint: Checkpoint, weights: bool, optimizers: bool, ranks:
 
 
 def _put(
-    checkpoint: Checkpoint, wanted: Mapping[str, tuple[Tensor, Place]], values: Mapping[str, Any],
+    checkpoint: Checkpoint, wanted: Mapping[str, tuple[Tensor, Place]], values: dict[str, Any],
     model: nn.Module | None, optimizers: Sequence[Optimizer], state: Mapping[str, Any], rank: int,
 ) -> None:  # fmt: skip
     """Give everything what the checkpoint has of it."""
@@ -282,6 +287,7 @@ def _put(
         if f"{STATE}{name}" not in values:
             known = ", ".join(n.removeprefix(STATE) for n in values if n.startswith(STATE)) or "nothing"
             raise RuntimeStateError(f"{checkpoint.path} has no {name}; beside tensors it has {known}")
+    _put_tensors(checkpoint, values, state, rank)
     for name, value in state.items():  # before what cannot fail: they may refuse
         value.load_state_dict(values[f"{STATE}{name}"])
     with progress("loading", sum(part_of(t)[1].nbytes for t, _ in wanted.values()), rank) as report, torch.no_grad():
@@ -298,6 +304,27 @@ def _put(
     for name, value in values.items():
         if name.startswith(RANDOM):
             set_random_state(name.removeprefix(RANDOM), value)
+
+
+def _put_tensors(checkpoint: Checkpoint, values: dict[str, Any], state: Mapping[str, Any], rank: int) -> None:
+    """Put tensors where names stand for them: this rank's part where what gets them has a DTensor of that shape, else
+    the whole."""
+    places = checkpoint.places.get(VALUES, {})
+    with progress("loading", sum(place.size for place in places.values()), rank) as report:
+
+        def read(name: str, like: Any) -> Tensor:
+            place = places[name]
+            if is_dtensor(like) and tuple(like.shape) == place.shape:
+                tensor = torch.zeros_like(like.detach(), dtype=place.dtype)
+            else:
+                tensor = torch.empty(place.shape, dtype=place.dtype)
+            _read(checkpoint, place, tensor, report)
+            return tensor
+
+        for name in [name for name in values if places and name.startswith(STATE)]:
+            owner: Any = state.get(name.removeprefix(STATE))
+            like = owner.state_dict() if hasattr(owner, "state_dict") else None
+            values[name] = with_tensors(values[name], like, read)
 
 
 def _read(checkpoint: Checkpoint, place: Place, tensor: Tensor, report: Report) -> None:

@@ -147,13 +147,15 @@ def trace(attempt: Attempt) -> Traced:
 def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch.Tensor]]:
     """The functional program of `flat`, and the tensors from outside that it reads as numbers."""
     fn, answering = attempt.fn, attempt.answering
-    example = tuple(t.detach().requires_grad_(t.requires_grad) for t in attempt.call.tensors)
     before = _capturing.get()
     with (
         without_pythons_random_numbers(fn), afterwards(lambda: _capturing.set(before)), warnings.catch_warnings(),
+        torch.inference_mode(torch.is_inference_mode_enabled() and not attempt.gradients),
         torch.set_grad_enabled(attempt.gradients),
     ):  # fmt: skip
         _capturing.set(True)
+        given = attempt.call.tensors
+        example = tuple((t.clone() if t.is_inference() else t).detach().requires_grad_(t.requires_grad) for t in given)
         warnings.simplefilter("ignore")
         with (
             ModuleHooks(attempt.hooks, attempt.effects.noted).of(fn),

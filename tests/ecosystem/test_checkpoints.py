@@ -13,6 +13,7 @@ import pytest
 import torch
 from checks import whole
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import partway as pw
 from partway.checkpoints import saving
@@ -136,6 +137,66 @@ def test_between_numbers_of_processes(
             assert values[:3] == pytest.approx(expected[0][:3], abs=tolerance)
             if ranks == others:
                 assert values[3:] == expected[rank][3:]
+
+
+def saved_average(folder: str, mesh: str) -> list[float]:
+    model, stepper = made(mesh, "sgd")
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    for step in range(3):
+        train(model, stepper, range(step, step + 1))
+        average.update_parameters(model)
+    notes = {"weights": [model.inner.weight.detach()], 1: (model.inner.weight.detach(), "text")}
+    pw.save(folder, model, average=average, notes=notes)
+    return losses_of(average, model)
+
+
+def loaded_average(folder: str, mesh: str | None, called: bool) -> list[float]:
+    model, _ = made(mesh, "sgd", seed=5)
+    if called:
+        model(*batch(0))
+    average = AveragedModel(model)
+    notes = pw.load(folder, model, average=average)["notes"]
+    (weight,) = notes["weights"]
+    assert torch.equal(weight, whole(model.inner.weight))
+    assert torch.equal(notes[1][0], weight)
+    assert notes[1][1] == "text"
+    assert int(average.n_averaged) == 3
+    plain = AveragedModel(made(None, "sgd")[0])
+    assert "notes" not in pw.load(folder, average=plain, skip=("notes",))
+    for name, value in plain.module.state_dict().items():
+        assert torch.equal(value, whole(average.module.state_dict()[name]))
+    return losses_of(average, model)
+
+
+def losses_of(*models: nn.Module) -> list[float]:
+    return [model.eval()(*batch(9)).item() for model in models]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("one", "ranks", "other", "others"), [
+    ("dp2", 1, "tp2", 1), ("tp2", 2, "tp2", 2), ("tp2", 2, "dp8", 1), ("dp8", 1, "tp2", 2), ("tp2", 2, None, 1),
+    pytest.param("dp2tp2", 4, "tp2", 2, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_averages_that_are_given_by_name(
+    tmp_path: Path, one: str, ranks: int, other: str | None, others: int, on_ranks: Ranks
+) -> None:
+    """What has DTensors in its state_dict: each rank writes its parts, and they load on any number of processes."""
+    arguments = str(tmp_path), one
+    expected = on_ranks(ranks, saved_average, *arguments)[0] if ranks > 1 else saved_average(*arguments)
+    for called in (False, True):
+        loads = str(tmp_path), other, called
+        found = on_ranks(others, loaded_average, *loads) if others > 1 else [loaded_average(*loads)]
+        for losses in found:
+            assert losses == pytest.approx(expected, abs=1e-12)
+    if ranks > 1:
+        file = tmp_path / "checkpoint-000001" / "state.safetensors"
+        file.write_bytes(flipped_at_end(file.read_bytes()))
+        with pytest.raises(pw.RuntimeStateError, match=r"state\.safetensors is damaged: the values of \S+ are not"):
+            pw.load(tmp_path)
+
+
+def flipped_at_end(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
 
 
 # -- what goes wrong on one rank of several

@@ -111,6 +111,24 @@ def results_are_whole_if_asked(devices: int) -> None:
     assert [type(t) for t in model(*batch())] == [Tensor, Tensor]
 
 
+def inference_first(devices: int) -> None:
+    """The first call is in inference mode, where what it returns is used and written; then the model trains."""
+    for options in ({}, {"parameter_plan": {"first.weight": ("dp", None)}}):
+        plain, model = pair(devices, **options)
+        steppers = adam(plain), adam(model)
+        with torch.inference_mode():
+            (loss, scores), (expected, others) = model(*batch()), plain(*batch())
+            assert loss.item() == pytest.approx(expected.item(), rel=EXACT)
+            assert torch.equal(scores.argmax(-1), others.argmax(-1))
+            for kept in (scores, others):
+                kept.mul_(2)[0] = 1.0
+            torch.testing.assert_close(scores.detach().sum(), others.sum())
+        torch.testing.assert_close(scores + torch.zeros(64, 256), others)
+        for one, stepper in zip((plain, model), steppers, strict=True):
+            step(one, stepper)
+        assert_same(model, plain)
+
+
 def averages_of_weights(devices: int) -> None:
     """An average that is made before the first call follows the model, on a given mesh and on one that is chosen."""
     for options in ({}, {"mesh": None, "in_strategy": None}):
@@ -232,7 +250,7 @@ def hooks_of_parameters(devices: int) -> None:
 
 
 SCRIPTS = [
-    results_beside_a_loss, results_are_whole_if_asked, averages_of_weights, state_dicts, copies,
+    results_beside_a_loss, results_are_whole_if_asked, inference_first, averages_of_weights, state_dicts, copies,
     parameters_that_come_later, hooks_of_parameters,
 ]  # fmt: skip
 every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
