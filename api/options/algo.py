@@ -12,9 +12,9 @@ class AlgoParameters(Options):
 
     fully_use_devices: bool = True
     """Matrix products, convolutions and attention are spread over all devices wherever they can be; lighter operators
-    are split where that is cheapest. False: the objective alone decides, and small work may be repeated. True as in the
-    seeds; the reference changed it to False in 2.7, and then leaves half the machine repeating work. Set explicitly to
-    True, a strategy of split counts that uses some devices but not all is an error."""
+    are split where that is cheapest. False: the objective alone decides, and small work may be repeated. The reference
+    changed it to False in 2.7, and then leaves half the machine repeating work. Set explicitly to True, a strategy of
+    split counts that uses some devices but not all is an error."""
 
     elementwise_op_strategy_follow: bool = False
     """True: an elementwise operator takes the strategy of what consumes it, so that no conversion follows it. Where

@@ -54,8 +54,11 @@ class StrategyCkptConfig(Options):
     """Where plans are loaded from and saved to."""
 
     load_file: str = Field(default="", description="the path of an existing file, or ''")
+    """A plan whose layouts of parameters are kept; the rest is searched for. '': none."""
     save_file: str = Field(default="", description="a path, or ''")
+    """Where each plan that is made is written. '': nowhere."""
     only_trainable_params: bool = True
+    """False: the layouts of parameters that need no gradient are kept from load_file, too."""
 
     @field_validator("load_file")
     @classmethod
@@ -127,8 +130,8 @@ class ParallelContext(Options):
 
     dataset_strategy: DatasetStrategy = DatasetMode.DATA_PARALLEL
     """A mode, or split counts for each input, as in ((1, 1, 1, 8), (1,)). An input of smaller rank may have a smaller
-    split count, as in the seeds; the reference wants them equal. In stand_alone and data_parallel mode only the default
-    has a meaning, and a call may go back to it."""
+    split count; the reference wants them equal. In stand_alone and data_parallel mode only the default has a meaning,
+    and a call may go back to it."""
 
     full_batch: bool = False
     """Short for `dataset_strategy="full_batch"`: whichever was set, both read the same."""
@@ -155,7 +158,7 @@ class ParallelContext(Options):
 
     all_reduce_fusion_config: Positions = Field(default=None, description="None or a list such as [20, 35]")
     """Short for comm_fusion={"allreduce": {"mode": "index", "config": ...}}. The reference's code counts [20, 35] as
-    21, 15, the rest; its documents and the seeds as 20, 15, the rest, and so do we."""
+    21, 15, the rest; its documents as 20, 15, the rest, and so do we."""
 
     comm_fusion: CommFusion = Field(
         default=CommFusion(), description="a dict with the keys openstate, allreduce, allgather and reducescatter"
@@ -166,7 +169,8 @@ class ParallelContext(Options):
     strategy_ckpt_config: StrategyCkptConfig = Field(
         default=StrategyCkptConfig(), description="a dict with the keys load_file, save_file and only_trainable_params"
     )
-    """A load_file must exist when it is set, so that a wrong path is an error at its own line."""
+    """Where plans are loaded from and saved to. A load_file must exist when it is set, so that a wrong path is an error
+    at its own line."""
 
     enable_parallel_optimizer: bool = False
     """True: parameters, their gradients and the states of the optimizer are split over the devices that would hold

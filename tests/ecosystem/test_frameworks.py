@@ -1,4 +1,4 @@
-"""Trainer, Accelerator and peft: the losses of a plain model in one process, and under torchrun with 2 and 4."""
+"""Trainer, Accelerator, peft and Lightning: a plain model's losses in one process, and under torchrun with 2 and 4."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.slow
-for needed in ("accelerate", "peft"):
+for needed in ("accelerate", "lightning", "peft", "torchmetrics"):
     pytest.importorskip(needed)
 
 HEAD = """
@@ -144,8 +144,9 @@ LIGHTNING = """
         options["strategy"] = PartwayStrategy("cpu")
     module = Module()
     trainer = lightning.Trainer(
-        max_epochs=2, accelerator="cpu", devices=1, default_root_dir=folder, enable_progress_bar=False, logger=False,
-        enable_model_summary=False, gradient_clip_val=0.5, accumulate_grad_batches=2, **options,
+        max_epochs=int(rest[1]) if rest else 2, accelerator="cpu", devices=1, default_root_dir=folder,
+        enable_progress_bar=False, logger=False, enable_model_summary=False, gradient_clip_val=0.5,
+        accumulate_grad_batches=2, **options,
     )
     batches = torch.utils.data.DataLoader(ids, 8, shuffle=True), torch.utils.data.DataLoader(ids[:16], 8)
     trainer.fit(module, *batches, ckpt_path=rest[0] if rest else None)
@@ -197,16 +198,16 @@ def test_accelerator(tmp_path: Path) -> None:
 
 
 def test_lightning(tmp_path: Path) -> None:
-    pytest.importorskip("lightning")
-    pytest.importorskip("torchmetrics")
     expected = run(LIGHTNING, 0, folder=tmp_path)
     for ranks in (1, 2, 4):
         assert_close(run(LIGHTNING, ranks, folder=tmp_path), expected)
-    (kept,) = (tmp_path / "output ranks 2").rglob("*.ckpt")  # a run that has ended goes on with nothing to do
-    assert (
-        torch.load(kept, weights_only=False)["state_dict"].keys()
-        == torch.load(next((tmp_path / "output plain 0").rglob("*.ckpt")), weights_only=False)["state_dict"].keys()
-    )
+    runs = {ranks: f"output {mode} {ranks}" for ranks, mode in enumerate(("plain", "simulated", "ranks"))}
+    kept = {ranks: str(*(tmp_path / folder).rglob("*.ckpt")) for ranks, folder in runs.items()}
+    names = [torch.load(path, weights_only=True)["state_dict"].keys() for path in kept.values()]
+    assert names[0] == names[1] == names[2]
+    expected = run(LIGHTNING, 0, kept[0], "3", folder=tmp_path)
+    for before, ranks in ((2, 2), (2, 1), (1, 2), (2, 0)):  # goes on from a checkpoint of another number of processes
+        assert_close(run(LIGHTNING, ranks, kept[before], "3", folder=tmp_path), expected)
 
 
 @pytest.mark.parametrize("order", ["before", "after", "after a call"])

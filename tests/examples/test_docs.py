@@ -12,7 +12,10 @@ import pytest
 import partway
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["checkpoints", "inference", "huggingface"]
+RANKS = {  # under torchrun
+    "checkpoints": 2, "ema": 2, "evaluation": 2, "huggingface": 2, "inference": 4, "lightning": 2, "options": 2,
+}  # fmt: skip
+PAGES = sorted(RANKS)
 
 Runner = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -42,7 +45,7 @@ def test_the_code_of_a_page_runs(page: str, python: Runner, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "ranks"), [("checkpoints", 2), ("inference", 4), ("huggingface", 2)])
+@pytest.mark.parametrize(("page", "ranks"), RANKS.items())
 def test_the_code_of_a_page_runs_under_torchrun(page: str, ranks: int, python: Runner, tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(code_of(page), encoding="utf-8")
     done = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "page.py")
