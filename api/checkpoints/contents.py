@@ -239,8 +239,8 @@ def with_tensors(value: Any, like: Any, read: Callable[[str, Any], Tensor]) -> A
         value.update({key: with_tensors(inner, others.get(key), read) for key, inner in value.items()})
         return value
     if type(value) in (list, tuple):
-        others = like if isinstance(like, list | tuple) and len(like) == len(value) else [None] * len(value)
-        return type(value)(with_tensors(inner, other, read) for inner, other in zip(value, others, strict=True))
+        places = like if isinstance(like, list | tuple) and len(like) == len(value) else [None] * len(value)
+        return type(value)(with_tensors(inner, place, read) for inner, place in zip(value, places, strict=True))
     return value
 
 

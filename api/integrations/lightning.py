@@ -25,7 +25,7 @@ from partway.runtime.optimizers import bring_up_to_date
 from partway.runtime.process import get_rank, init, launched
 
 
-class PartwayStrategy(SingleDeviceStrategy):  # type: ignore[misc]
+class PartwayStrategy(SingleDeviceStrategy):
     """One device for Lightning, and as many processes as the launcher has started for Partway."""
 
     strategy_name = "partway"
