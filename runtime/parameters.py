@@ -58,11 +58,6 @@ def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
     Raises RuntimeStateError for a name that `module` does not have, two layouts for one parameter, one that is no
     DTensor, or one that something else still needs as it is (a graph whose backward has not run, a weak reference).
     """
-    with torch.inference_mode(False), torch.no_grad():  # training may follow a first call in inference mode
-        _redistribute(module, layouts)
-
-
-def _redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     wanted: dict[int, tuple[str, Layout]] = {}
     for name, layout in layouts.items():
@@ -129,9 +124,10 @@ def _swap(parameter: nn.Parameter, new: nn.Parameter) -> None:
 
 def _parameter(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     """A DTensor parameter of the same value and gradient, with the attributes that people gave `parameter`."""
-    new = nn.Parameter(shard_tensor(parameter, layout), requires_grad=parameter.requires_grad)
-    if parameter.grad is not None:
-        new.grad = shard_tensor(parameter.grad, layout)
+    with torch.inference_mode(parameter.is_inference()), torch.no_grad():  # the mode of this call may be another
+        new = nn.Parameter(shard_tensor(parameter, layout), requires_grad=parameter.requires_grad)
+        if parameter.grad is not None:
+            new.grad = shard_tensor(parameter.grad, layout)
     for name, attribute in vars(parameter).items():
         setattr(new, name, attribute)
     return new

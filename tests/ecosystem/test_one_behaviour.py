@@ -112,9 +112,12 @@ def results_are_whole_if_asked(devices: int) -> None:
 
 
 def inference_first(devices: int) -> None:
-    """The first call is in inference mode, where what it returns is used and written; then the model trains."""
-    for options in ({}, {"parameter_plan": {"first.weight": ("dp", None)}}):
-        plain, model = pair(devices, **options)
+    """The first call, and a shard, in inference mode, where what it returns is used and written; then it trains."""
+    for options in ({}, {"parameter_plan": {"first.bias": ("dp",)}}):
+        plain, _ = pair(devices)
+        model = copy.deepcopy(plain)
+        with torch.inference_mode(bool(options)):
+            model = pw.shard(model, mesh={"dp": devices}, in_strategy=(("dp", None), ("dp",)), **options)
         steppers = adam(plain), adam(model)
         with torch.inference_mode():
             (loss, scores), (expected, others) = model(*batch()), plain(*batch())
