@@ -64,6 +64,35 @@ def doctor() -> None:
         typer.echo(f"{name:<{width}}  {fact}")
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    script: Annotated[Path, typer.Argument(help="the script; what follows it are its own arguments")],
+    arguments: Annotated[list[str] | None, typer.Argument(show_default=False, metavar="[ARGS]...")] = None,
+    workers: Annotated[int, typer.Option(help="how many processes, on each host")] = 1,
+    simulate: Annotated[int | None, typer.Option(help="run it alone instead, on as many virtual devices")] = None,
+    hosts: Annotated[str, typer.Option(help="print what to start on each of these hosts, such as a,b")] = "",
+    nodes: Annotated[int, typer.Option(help="on how many hosts this is started")] = 1,
+    meet: Annotated[str, typer.Option(help="host:port of one of the hosts, where they find each other")] = "",
+    restarts: Annotated[int, typer.Option(help="how often to start all processes again after one failed")] = 0,
+    logs: Annotated[Path, typer.Option(help="the folder for <run>/rank.N/stdout and stderr")] = Path("log_output"),
+    tail: Annotated[list[int] | None, typer.Option(help="show the output of this rank only; may be repeated")] = None,
+) -> None:
+    """Run a script in several processes, a rank each; torch's elastic launcher starts and watches them."""
+    from partway import jobs
+
+    job = jobs.Job(script, tuple(arguments or ()), workers, nodes, meet, restarts, logs, tail or None)
+    try:
+        if hosts:
+            typer.echo(jobs.commands(job, [host.strip() for host in hosts.split(",")]))
+            return
+        job.check()
+        status = jobs.run(job) if simulate is None else jobs.simulate(job, simulate)
+    except PartwayError as error:
+        typer.echo(f"partway run: {error}", err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(status)
+
+
 @app.command()
 def calibrate(
     out: Annotated[Path, typer.Option(help="the file to write")] = Path("profile.json"),
@@ -153,7 +182,14 @@ def _has_backend(name: str) -> bool:
 
 
 def _launcher() -> str:
-    """The rank of this process and how many there are, by the variables that torchrun sets."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
-    return "none: models run on virtual devices in this process"
+    """What started this process, and which of its processes this is."""
+    from partway.runtime.launchers import launch
+
+    try:
+        found = launch()
+    except PartwayError as error:
+        return f"unclear: {error}"
+    if found is None:
+        return "none: models run on virtual devices in this process"
+    rank = "a worker" if found.rank is None else f"rank {found.rank}"
+    return f"{found.launcher}: {rank} of {found.size}, which meet at {found.host}:{found.port}"

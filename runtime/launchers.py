@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ..strategy.errors import RuntimeStateError
 
+SIMULATE = "PARTWAY_SIMULATE"  # the number of virtual devices: `partway run --simulate` sets it
 TORCHRUN, SCHEDULER = "torchrun", "the scheduler"
 _REQUIRED = {
     TORCHRUN: ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -122,6 +123,11 @@ def launch(environment: Mapping[str, str] | None = None) -> Launch | None:
                 "devices in one process"
             )
     return None
+
+
+def simulated() -> int | None:
+    """The number of virtual devices that the environment asks for, if it does."""
+    return number(SIMULATE, 1) if SIMULATE in os.environ else None
 
 
 def number(name: str, least: int, environment: Mapping[str, str] | None = None) -> int:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError, shown
 from . import scheduler
-from .launchers import SCHEDULER, TORCHRUN, Launch, launch, started
+from .launchers import SCHEDULER, TORCHRUN, Launch, launch, simulated, started
 from .torch_internals import timeout_of
 
 _BEFORE_SHUTDOWN: dict[Callable[[], object], None] = {}
@@ -32,8 +32,8 @@ def launched() -> bool:
 def init(simulate: int | None = None, backend: str | None = None, timeout: float | timedelta | None = None) -> int:
     """Start the default process group if a launcher started this process, and return the number of devices.
 
-    simulate   the number of devices if no launcher did (default 1); a launcher's world size comes first, so that
-               one script serves both
+    simulate   the number of devices if no launcher did (default 1); a launcher's world size comes first, and that of
+               `partway run --simulate`, so that one script serves all
     backend    "gloo" or "nccl" (default: nccl where there is CUDA, and this process takes the GPU of its LOCAL_RANK)
     timeout    how long a rank waits for others before it raises an error, a timedelta or seconds (default: PyTorch's,
                10 minutes for nccl and 30 for gloo): for each other's start, in every collective, and to plan
@@ -46,7 +46,7 @@ def init(simulate: int | None = None, backend: str | None = None, timeout: float
     _check_backend(backend)
     limit = _read_timeout(timeout)
     if not launched():
-        return simulate or 1
+        return simulated() or simulate or 1
     if not dist.is_initialized():
         _start(backend or ("nccl" if torch.cuda.is_available() else "gloo"), limit)
     elif backend is not None and backend != dist.get_backend():

@@ -79,7 +79,10 @@ def test_doctor_says_that_no_launcher_means_virtual_devices(monkeypatch: pytest.
 def test_doctor_names_the_rank_under_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert doctor()["launcher"] == "rank 3 of 4"
+    assert doctor()["launcher"].startswith("unclear: torchrun started this process, as RANK=3 says, but the environ")
+    monkeypatch.setenv("MASTER_ADDR", "host0")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert doctor()["launcher"] == "torchrun: rank 3 of 4, which meet at host0:29500"
 
 
 def test_an_unknown_command_is_an_error_that_names_it() -> None:
