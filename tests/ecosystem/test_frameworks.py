@@ -197,6 +197,7 @@ def test_accelerator(tmp_path: Path) -> None:
         assert_close(run(ACCELERATOR, ranks, folder=tmp_path), expected)
 
 
+@pytest.mark.timeout(900)  # nine runs
 def test_lightning(tmp_path: Path) -> None:
     expected = run(LIGHTNING, 0, folder=tmp_path)
     for ranks in (1, 2, 4):
