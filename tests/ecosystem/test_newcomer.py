@@ -420,6 +420,7 @@ def test_under_a_launcher(script: Callable[[int], Any], ranks: int, on_ranks: Ra
 
 
 TRAIN = """
+    import sys
     import torch
     import partway as pw
     from model import GPT, batch
@@ -433,7 +434,7 @@ TRAIN = """
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    print(f"LOSS {loss.item():.9f}")
+    sys.stdout.write(f"LOSS {loss.item():.9f}\\n")
 """
 
 
