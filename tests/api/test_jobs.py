@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import partway as pw
 from partway.cli import app
-from partway.jobs import Job, commands
+from partway.jobs import Job, commands, run, simulate
 from partway.strategy import RuntimeStateError
 
 SCRIPT = """
@@ -70,6 +71,7 @@ def logs(script: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in folder.rglob("std*")}
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_each_rank_has_its_log_and_a_prefix_here(partway: Run, script: Path) -> None:
     ended = partway("run", "--workers", "2", "script.py", "--lr", "3")
@@ -108,9 +110,37 @@ def test_an_interrupt_ends_all(script: Path) -> None:
     assert not left.stdout
 
 
+@pytest.mark.slow
 def test_a_script_runs_alone_on_virtual_devices(partway: Run) -> None:
     ended = partway("run", "--simulate", "8", "script.py", "a", "--b")
     assert (ended.returncode, ended.stdout) == (0, "rank 0 of 8: a --b\n"), ended.stderr
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the launcher leaves files open
+def test_the_launcher_has_the_logs_of_ranks_and_the_status_of_the_first_that_failed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of scripts without PyTorch, which start at once."""
+    for name in ("OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        monkeypatch.setenv(name, "1")  # the launcher sets them for its processes
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys\nprint('rank ' + os.environ['RANK'] + sys.argv[1])\nsys.exit(3)")
+    assert run(Job(script, ("!",), workers=1, logs=tmp_path / "logs")) == 3
+    said = capfd.readouterr()
+    assert said.out == "[rank 0] rank 0!\n"
+    assert f"partway run: rank 0 failed first, with exit status 3 ({tmp_path}/logs/" in said.err
+    [log] = (tmp_path / "logs").glob("*/rank.0/stdout")
+    assert log.read_text(encoding="utf-8") == "rank 0!\n"
+    script.write_text("import os, sys\nsys.stdout.write(os.environ['PARTWAY_SIMULATE'])\nsys.exit(4)")
+    assert simulate(Job(script), 8) == 4
+    assert capfd.readouterr().out == "8"
+
+
+@pytest.mark.parametrize("wrong", ["0", "many"])
+def test_a_number_of_virtual_devices_is_a_number(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTWAY_SIMULATE", wrong)
+    with pytest.raises(RuntimeStateError, match=f"PARTWAY_SIMULATE is '{wrong}'; it must be an int of 1 or more"):
+        pw.init()
 
 
 def test_what_to_start_on_each_host() -> None:

@@ -33,8 +33,9 @@ def begin(folder: str) -> None:
 
 @pytest.mark.gloo
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kills", [1, pytest.param(50, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("kills", "asynchronous"), [
+    (1, True), *(pytest.param(50, asynchronous, marks=pytest.mark.slow) for asynchronous in (False, True)),
+])  # fmt: skip
 def test_after_a_kill_of_one_rank_or_both_the_last_good_one_loads(
     tmp_path: Path, kills: int, asynchronous: bool
 ) -> None:

@@ -393,7 +393,7 @@ def meta_and_saved_plans(devices: int) -> None:
 
 
 SCRIPTS: dict[Callable[[int], Any], str] = {
-    generation: "", safetensors_files: "", pickles: "", compiled: "", meta_and_saved_plans: "slow",
+    generation: "slow", safetensors_files: "", pickles: "", compiled: "", meta_and_saved_plans: "slow",
     optimizers_schedules_and_clipping: "slow", mixed_precision: "slow", dropout: "slow", data_loaders: "slow",
     loaders_of_accelerate: "slow", evaluation: "slow", generation_of_hugging_face: "slow",
     state_dicts_of_pytorch: "slow", distributed_checkpoints: "slow", compiled_by_inductor: "slow",

@@ -35,7 +35,10 @@ def test_each_page_is_found_from_the_readme() -> None:
     assert partway.load.__doc__
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [
+    page if page in ("checkpoints", "inference", "options") else pytest.param(page, marks=pytest.mark.slow)
+    for page in PAGES
+])  # fmt: skip
 def test_the_code_of_a_page_runs(page: str, python: Runner, tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(code_of(page), encoding="utf-8")
     done = python("page.py")

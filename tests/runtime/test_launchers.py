@@ -8,9 +8,11 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from scripts import run_script
 
 from partway.runtime.launchers import Launch, first_host, launch, started
 from partway.strategy import RuntimeStateError
@@ -139,20 +141,21 @@ def free_port() -> str:
 
 @pytest.mark.gloo
 @pytest.mark.parametrize("kind", ["slurm", pytest.param("open mpi", marks=pytest.mark.slow)])
-def test_tasks_meet_by_the_variables_of_their_launcher(kind: str, clean: dict[str, str]) -> None:
+def test_tasks_meet_by_the_variables_of_their_launcher(kind: str, clean: dict[str, str], tmp_path: Path) -> None:
     """A stand-in for the launcher: processes with its variables."""
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     given = {**clean, "MASTER_PORT": free_port()}
-    processes = []
+    every = []
     for rank in ("0", "1"):
-        mine = {
+        own = {
             "slurm": {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"},
             "open mpi": {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2",
                          "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
         }[kind]  # fmt: skip
-        command, pipe = [sys.executable, "-c", SCRIPT], subprocess.PIPE
-        processes.append(subprocess.Popen(command, env={**given, **mine}, stdout=pipe, stderr=pipe, text=True))
-    said = [process.communicate(timeout=100) for process in processes]
-    assert [out.strip() for out, _ in said] == EXPECTED, said
+        every.append({**given, **own})
+    with ThreadPoolExecutor(2) as pool:
+        ended = list(pool.map(lambda environment: run_script(["script.py"], tmp_path, environment), every))
+    assert [process.stdout.strip() for process in ended] == EXPECTED, ended
 
 
 REAL = {

@@ -85,6 +85,7 @@ def test_a_scheduler_and_its_workers_run_one_script(job: Job, numbered: bool) ->
     assert lines == expected[::-1] if numbered else sorted(lines) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_too_few_workers_are_told_who_came(job: Job) -> None:
     ended = job(SCRIPT, [{"MS_NODE_ID": "1"}], 3, MS_TOPO_TIMEOUT="2")
