@@ -160,9 +160,12 @@ def _logs(folder: Path, tail: Collection[int] | None) -> LogsSpecs:
                     kept[local] = str(own / (name if attempt == "0" else f"{name}.{attempt}"))
                 env["TORCHELASTIC_ERROR_FILE"] = files["error.json"][local]
             shown = {local for local, env in envs.items() if tail is None or int(env["RANK"]) in tail}
-            tees: list[dict[int, str]] = [
-                {local: path for local, path in files[name].items() if local in shown} for name in ("stdout", "stderr")
-            ]
-            return LogsDest(files["stdout"], files["stderr"], *tees, files["error.json"])
+            tees = {
+                name: {local: path for local, path in kept.items() if local in shown} for name, kept in files.items()
+            }
+            return LogsDest(
+                stdouts=files["stdout"], stderrs=files["stderr"], error_files=files["error.json"],
+                tee_stdouts=tees["stdout"], tee_stderrs=tees["stderr"],
+            )  # fmt: skip
 
     return Logs()
