@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from partway.fusion.timeline import save_chrome_trace
     from partway.propagation.plan.plan import Plan
+    from partway.resume import Resume
     from partway.runtime.process import get_group_size, get_rank, init, shutdown
     from partway.runtime.record import record_collectives, record_timeline
     from partway.sharding import shard
@@ -76,6 +77,7 @@ _HOMES = {
         reset_auto_parallel_context set_algo_parameters set_auto_parallel_context""",
     "fusion.timeline": "save_chrome_trace",
     "propagation.plan.plan": "Plan",
+    "resume": "Resume",
     "runtime.process": "get_group_size get_rank init shutdown",
     "runtime.record": "record_collectives record_timeline",
     "sharding": "shard",
@@ -99,6 +101,7 @@ __all__ = [
     "PartwayError",
     "Plan",
     "Replicate",
+    "Resume",
     "RuntimeStateError",
     "Shard",
     "StrategyError",

@@ -184,7 +184,7 @@ class _Scheduler:
         self._patience = seconds_of("MS_TOPO_TIMEOUT", 1800)
         self._silence = seconds_of("MS_NODE_TIMEOUT", 30)
         self._store = _listening(found.host, found.port)
-        self._read = 0
+        self._counted, self._awaited = 0, set[int]()  # those that have come, and of them those without a card yet
         self._cards: dict[int, Card] = {}  # of those that were let in, by the number of their card
 
     def run(self) -> None:
@@ -227,17 +227,19 @@ class _Scheduler:
 
     def _look(self) -> None:
         """Read the cards of those that have come, and answer those that cannot be let in."""
-        while self._read < self._store.add("partway/count", 0):
-            key = f"partway/card/{self._read + 1}"
-            if not self._store.check([key]):
-                return
-            self._read += 1
-            card = Card(**json.loads(self._store.get(key)))
-            wrong = self._refused(card)
-            if wrong:
-                self._answer(self._read, error=f"{card} is not let in by the scheduler at {self._where}: {wrong}")
+        count = self._store.add("partway/count", 0)
+        self._awaited |= set(range(self._counted + 1, count + 1))
+        self._counted = count
+        for one in sorted(one for one in self._awaited if self._store.check([f"partway/card/{one}"])):
+            self._awaited.discard(one)
+            try:
+                card = Card(**json.loads(self._store.get(f"partway/card/{one}")))
+            except (TypeError, ValueError):  # of no worker of ours
+                continue
+            if wrong := self._refused(card):
+                self._answer(one, error=f"{card} is not let in by the scheduler at {self._where}: {wrong}")
             else:
-                self._cards[self._read] = card
+                self._cards[one] = card
 
     def _refused(self, card: Card) -> str | None:
         if card.workers != self._size:

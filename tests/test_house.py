@@ -26,6 +26,7 @@ api/test_bad_input.py                  api: checks request; api/annotations: nam
 api/test_context.py                    api/options: algo base fields in_force parallel refusals
 ecosystem/test_one_behaviour.py        api: state_dicts; runtime: results
 ecosystem/test_newcomer.py             runtime: weights
+ecosystem/test_resume.py               api: resume
 ecosystem/test_checkpoints.py          api/checkpoints: contents progress ranks
 ecosystem/test_pretrained.py           api/checkpoints: pretrained
 ecosystem/test_frameworks.py           api/integrations: accelerate lightning peft transformers

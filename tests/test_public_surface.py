@@ -23,6 +23,7 @@ PUBLIC = [
     "PartwayError",
     "Plan",
     "Replicate",
+    "Resume",
     "RuntimeStateError",
     "Shard",
     "StrategyError",

@@ -1,0 +1,145 @@
+"""`Resume`: a training loop that goes on from its last checkpoint, however it was ended and is started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from partway.checkpoints import folder as folders
+from partway.checkpoints.loading import load
+from partway.checkpoints.ranks import Ranks
+from partway.checkpoints.saving import save, wait
+from partway.runtime.process import launched
+from partway.strategy import RuntimeStateError
+from partway.strategy.errors import shown
+
+AGAIN = 128 + signal.SIGTERM  # the exit status of what was asked to end, and may be started again
+_STOP = "partway/stop"
+
+
+class Resume:
+    """A training loop that saves as it goes, and goes on from the last good checkpoint when it is started again: by
+    torchrun's restarts, by a scheduler, by hand, on as many processes or on others.
+
+        training = pw.Resume("checkpoints", model, optimizer, every=100)
+        for step in training.steps(10_000):
+            ...  # one step
+
+    or, over a data loader:
+
+        training = pw.Resume("checkpoints", model, optimizer, loader=loader, every=100)
+        for epoch, batch in training.batches(epochs=3):
+            ...
+
+    path, model, optimizer   as `save` takes them
+    loader   a data loader. With one that has a state_dict (torchdata's StatefulDataLoader) training goes on within an
+             epoch, with the next batch; a plain one is refused, since it would begin anew
+    every    steps from one checkpoint to the next; the last step is saved, too
+    keep     how many checkpoints to keep
+    asynchronous   True: they are written while the training goes on
+    state    what else goes on: anything with state_dict() and load_state_dict(), such as a scheduler or a GradScaler
+
+    `step` and `epoch` are where the training is; `resumed` says whether it has found a checkpoint. Random generators
+    go on as they were, so that a run that was ended has the losses of one that never was.
+
+    On SIGTERM, which launchers and clusters send before they end a job, all ranks finish the same step, save, and exit
+    with status 143. Under a launcher every rank makes one, and takes the same steps.
+
+    Raises RuntimeStateError for wrong arguments, and what `load` raises for a checkpoint of another model.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None, *, loader: Any = None, every: int = 100,
+        keep: int | None = 2, asynchronous: bool = False, **state: Any,
+    ) -> None:  # fmt: skip
+        folders.check_path(path)
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise RuntimeStateError(f"every is {shown(every)}; it is a number of steps, an int of 1 or more")
+        self._state = state if loader is None else {"loader": loader, **state}
+        for name, value in self._state.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                fix = "use torchdata's StatefulDataLoader" if name == "loader" else "give what has a state of its own"
+                raise RuntimeStateError(f"{name} has no state_dict() and load_state_dict() to go on with; {fix}")
+        self.path, self.every, self.keep, self.asynchronous = Path(path), every, keep, asynchronous
+        self.step = self.epoch = 0
+        self._model, self._optimizer, self._loader = model, optimizer, loader
+        self.resumed = Ranks().first(f"look for a checkpoint in {path}", self._is_there)
+        self._saved = -1
+        if self.resumed:
+            found = load(self.path, model, optimizer, **self._state)
+            self.step = self._saved = found["step"]
+            self.epoch = found["epoch"]
+        self._told = False  # to end
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._terminate)
+
+    def _is_there(self) -> bool:
+        return self.path.is_dir() and bool(folders.numbers(self.path))
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The numbers of the steps that are left of `total`."""
+        while self.step < total:
+            yield self.step
+            self._done(last=self.step + 1 == total)
+        wait()
+
+    def batches(self, epochs: int) -> Iterator[tuple[int, Any]]:
+        """The epoch and the next batch of the loader, of what is left of `epochs`."""
+        if self._loader is None:
+            raise RuntimeStateError("there is no loader to take batches from; give Resume one")
+        while self.epoch < epochs:
+            sampler = getattr(self._loader, "sampler", None)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(self.epoch)
+            for batch in self._loader:
+                yield self.epoch, batch
+                self._done()
+            self.epoch += 1
+        if self._saved != self.step:
+            self.save()
+        wait()
+
+    def save(self) -> None:
+        """Save a checkpoint now; every rank calls it."""
+        here: dict[str, Any] = {"step": self.step, "epoch": self.epoch, **self._state}
+        save(self.path, self._model, self._optimizer, keep=self.keep, asynchronous=self.asynchronous, **here)  # type: ignore[call-overload]
+        self._saved = self.step
+
+    def _done(self, last: bool = False) -> None:
+        """A step is done."""
+        self.step += 1
+        ends = self._ends()
+        if ends or last or self.step % self.every == 0:
+            self.save()
+        if ends:
+            wait()
+            raise SystemExit(AGAIN)
+
+    # -- the end that is asked for
+
+    def _terminate(self, number: int, frame: Any) -> None:
+        self._told = True
+        if launched():
+            # ranks are within a step of each other, so that none has done this one yet
+            _store().compare_set(_STOP, "", str(self.step + 2))
+
+    def _ends(self) -> bool:
+        """Whether to end after the step that is done: all ranks after the same one."""
+        if not launched():
+            return self._told
+        store = _store()
+        return bool(store.check([_STOP])) and self.step >= int(store.get(_STOP))
+
+
+def _store() -> Any:
+    from partway.runtime.torch_internals import default_store
+
+    return default_store()
