@@ -96,7 +96,7 @@ class Resume:
         if self._loader is None:
             raise RuntimeStateError("there is no loader to take batches from; give Resume one")
         while self.epoch < epochs:
-            sampler = getattr(self._loader, "sampler", None)
+            sampler: Any = getattr(self._loader, "sampler", None)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self.epoch)
             for batch in self._loader:
