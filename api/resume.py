@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from partway.checkpoints import folder as folders
+from partway.checkpoints.contents import random_states, set_random_state
 from partway.checkpoints.loading import load
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.saving import save, wait
@@ -72,7 +73,7 @@ class Resume:
         self.step = self.epoch = 0
         self._model, self._optimizer, self._loader = model, optimizer, loader
         self.resumed = Ranks().first(f"look for a checkpoint in {path}", self._is_there)
-        self._saved = -1
+        self._saved, self._within = -1, self.resumed
         if self.resumed:
             found = load(self.path, model, optimizer, **self._state)
             self.step = self._saved = found["step"]
@@ -99,13 +100,23 @@ class Resume:
             sampler: Any = getattr(self._loader, "sampler", None)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(self.epoch)
-            for batch in self._loader:
+            for batch in self._stream():
                 yield self.epoch, batch
                 self._done()
             self.epoch += 1
         if self._saved != self.step:
             self.save()
         wait()
+
+    def _stream(self) -> Iterator[Any]:
+        """The batches of this epoch that are left. A loader draws random numbers as it begins; one that goes on has
+        drawn them before the checkpoint."""
+        before = random_states() if self._within else {}
+        stream = iter(self._loader)
+        for name, state in before.items():
+            set_random_state(name, state)
+        self._within = False
+        return stream
 
     def save(self) -> None:
         """Save a checkpoint now; every rank calls it."""

