@@ -112,7 +112,7 @@ class Resume:
         """The batches of this epoch that are left. A loader draws random numbers as it begins; one that goes on has
         drawn them before the checkpoint."""
         before = random_states() if self._within else {}
-        stream = iter(self._loader)
+        stream: Iterator[Any] = iter(self._loader)
         for name, state in before.items():
             set_random_state(name, state)
         self._within = False
