@@ -80,7 +80,7 @@ class Resume:
             self.epoch = found["epoch"]
         self._told = False  # to end
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._terminate)
+            signal.signal(signal.SIGTERM, self._terminate)
 
     def _is_there(self) -> bool:
         return self.path.is_dir() and bool(folders.numbers(self.path))

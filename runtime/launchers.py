@@ -86,17 +86,15 @@ class Launch:
 def started(environment: Mapping[str, str] | None = None) -> bool:
     """Whether a launcher started this process, or half of one's variables say so."""
     env = os.environ if environment is None else environment
-    if "RANK" in env or "MS_ROLE" in env:
-        return True
-    tasks = any(env.get(kind.size, "1") != "1" and kind.rank in env for kind in _TASKS)
-    return tasks or env.get("WORLD_SIZE", "1") != "1" or "MS_WORKER_NUM" in env or _is_batch(env)
+    leads = "RANK" in env or "MS_ROLE" in env
+    return leads or _tasks_in(env) is not None or _is_batch(env) or _half_of_one(env) is not None
 
 
 def launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     """What started this process; None if no launcher did. Raises RuntimeStateError for variables that are missing, are
     no numbers, or contradict each other; it says what is there and what to set."""
     env = os.environ if environment is None else environment
-    tasks = next((kind for kind in _TASKS if kind.rank in env and env.get(kind.size, "1") != "1"), None)
+    tasks = _tasks_in(env)
     if "RANK" in env and "MS_ROLE" in env:
         raise RuntimeStateError(
             f"two launchers started this process: RANK={env['RANK']} is torchrun's, and MS_ROLE={env['MS_ROLE']} the "
@@ -115,13 +113,12 @@ def launch(environment: Mapping[str, str] | None = None) -> Launch | None:
             f"this is the batch script of a Slurm job of {env['SLURM_NTASKS']} tasks, which runs once; start the "
             "program with srun or torchrun there, or unset SLURM_NTASKS to simulate all devices in one process"
         )
-    for name, lead in _ALONE.items():
-        if name in env and (name != "WORLD_SIZE" or env[name] != "1"):
-            raise RuntimeStateError(
-                f"{name}={env[name]} is set, but the environment has no {lead}, so that it is not known which of the "
-                f"processes this is; start it with a launcher such as torchrun, or unset {name} to simulate all "
-                "devices in one process"
-            )
+    if name := _half_of_one(env):
+        raise RuntimeStateError(
+            f"{name}={env[name]} is set, but the environment has no {_ALONE[name]}, so that it is not known which of "
+            f"the processes this is; start it with a launcher such as torchrun, or unset {name} to simulate all "
+            "devices in one process"
+        )
     return None
 
 
@@ -185,6 +182,16 @@ def _parent_of_session() -> str:
 def first_host(hosts: str) -> str:
     """The first of Slurm's list of hosts, such as "node[07-09,12],login1"."""
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", hosts).split(",")[0]
+
+
+def _tasks_in(env: Mapping[str, str]) -> _Tasks | None:
+    """The launcher of which this process is one of several tasks."""
+    return next((kind for kind in _TASKS if kind.rank in env and env.get(kind.size, "1") != "1"), None)
+
+
+def _half_of_one(env: Mapping[str, str]) -> str | None:
+    """A variable that means nothing without another; a WORLD_SIZE of 1 asks for nothing."""
+    return next((name for name in _ALONE if name in env and (name != "WORLD_SIZE" or env[name] != "1")), None)
 
 
 def _is_batch(env: Mapping[str, str]) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from scripts import free_port
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -27,9 +27,7 @@ def run(page: str, command: str, folder: Path) -> str:
     shutil.rmtree(folder)
     folder.mkdir()
     (folder / "train.py").write_text("".join(blocks(page, "python")), encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        command = command.replace("6667", str(free.getsockname()[1]))
+    command = command.replace("6667", str(free_port()))
     kept = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     found = {**kept, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(

@@ -10,6 +10,7 @@ import atexit
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,14 @@ from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["partway", "torch.optim"])
+
+
+def free_port() -> int:
+    """A port of this host that nothing takes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def run_script(

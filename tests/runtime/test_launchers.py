@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from scripts import run_script
+from scripts import free_port, run_script
 
 from partway.runtime.launchers import Launch, first_host, launch, started
 from partway.strategy import RuntimeStateError
@@ -92,6 +91,7 @@ def test_the_nearest_launcher_counts() -> None:
      r"SIZE=4; unset RANK and WORLD_SIZE, or set them alike"),
     ({"WORLD_SIZE": "4"}, r"^WORLD_SIZE=4 is set, but the environment has no RANK, .*; start it with a launcher such"),
     ({"MS_WORKER_NUM": "4"}, r"^MS_WORKER_NUM=4 is set, but the environment has no MS_ROLE, .* or unset MS_WORKER_NUM"),
+    ({"MS_SCHED_HOST": "a"}, r"^MS_SCHED_HOST=a is set, but the environment has no MS_ROLE, .* or unset MS_SCHED_HOST"),
     ({"RANK": "3", "MASTER_ADDR": "a"}, r"torchrun started .* no WORLD_SIZE, MASTER_PORT; set what is missing, or"),
     ({"MS_ROLE": "MS_WORKER"}, r"the scheduler started .* no MS_WORKER_NUM, MS_SCHED_HOST, MS_SCHED_PORT; set what is"),
     ({**TORCHRUN, "RANK": "4"}, r"^RANK is 4, and WORLD_SIZE 4; ranks are 0 to 3$"),
@@ -133,18 +133,12 @@ def clean() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1"}
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 @pytest.mark.gloo
 @pytest.mark.parametrize("kind", ["slurm", pytest.param("open mpi", marks=pytest.mark.slow)])
 def test_tasks_meet_by_the_variables_of_their_launcher(kind: str, clean: dict[str, str], tmp_path: Path) -> None:
     """A stand-in for the launcher: processes with its variables."""
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
-    given = {**clean, "MASTER_PORT": free_port()}
+    given = {**clean, "MASTER_PORT": str(free_port())}
     every = []
     for rank in ("0", "1"):
         own = {

@@ -1,6 +1,5 @@
 import functools
 import os
-import socket
 import subprocess
 import sys
 from datetime import timedelta
@@ -8,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from scripts import free_port
 
 from partway.runtime import get_group_size, get_rank, init, launched, shutdown
 from partway.runtime.execute import device_mesh, process_group
@@ -160,10 +160,7 @@ watch().ran(1 + get_rank(), "a loss", False)
 
 @pytest.mark.gloo
 def test_a_difference_that_is_found_at_exit_is_in_the_status():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", DIFFERS], env={**common, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True

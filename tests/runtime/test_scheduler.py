@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripts import run_script
+from scripts import free_port, run_script
 
 import partway as pw
 from partway.strategy import RuntimeStateError
@@ -40,13 +40,6 @@ GOES_ON = (
         time.sleep(0.1)
 """
 )
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 @pytest.fixture
