@@ -192,4 +192,4 @@ def _launcher() -> str:
     if found is None:
         return "none: models run on virtual devices in this process"
     rank = "a worker" if found.rank is None else f"rank {found.rank}"
-    return f"{found.launcher}: {rank} of {found.size}, which meet at {found.host}:{found.port}"
+    return f"{found.launcher}: {rank} of {found.size}, which meet at {found.where}"

@@ -82,6 +82,11 @@ class Launch:
     port: int
     job: str = ""
 
+    @property
+    def where(self) -> str:
+        """Where the processes meet, "host:port"."""
+        return f"{self.host}:{self.port}"
+
 
 def started(environment: Mapping[str, str] | None = None) -> bool:
     """Whether a launcher started this process, or half of one's variables say so."""

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError, shown
 from . import scheduler
+from .doing import first_line
 from .launchers import SCHEDULER, TORCHRUN, Launch, launch, simulated, started
 from .torch_internals import timeout_of
 
@@ -152,10 +153,9 @@ def _meet(found: Launch, timeout: timedelta | None) -> Any:
     try:
         store = dist.TCPStore(found.host, found.port, found.size, keeps, wait_for_workers=False, **limit)  # type: ignore[attr-defined]
     except dist.DistError as error:
-        where = f"{found.host}:{found.port}"
         raise RuntimeStateError(
-            f"rank {found.rank} of {found.launcher} cannot {'listen at' if keeps else 'reach rank 0 at'} {where}; "
-            "check that rank 0 runs there and that nothing else takes the port, or give all processes MASTER_ADDR and "
-            f"MASTER_PORT: {str(error).splitlines()[0]}"
+            f"rank {found.rank} of {found.launcher} cannot {'listen at' if keeps else 'reach rank 0 at'} {found.where};"
+            " check that rank 0 runs there and that nothing else takes the port, or give all processes MASTER_ADDR and "
+            f"MASTER_PORT: {first_line(error)}"
         ) from error
     return dist.PrefixStore(f"partway/{found.job}", store)  # type: ignore[attr-defined]

@@ -105,7 +105,7 @@ def _join(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
         store = dist.TCPStore(found.host, found.port, timeout=timedelta(seconds=patience))  # type: ignore[attr-defined]
     except dist.DistError as error:
         raise RuntimeStateError(
-            f"MS_WORKER cannot reach the scheduler at {found.host}:{found.port}; start one process with "
+            f"MS_WORKER cannot reach the scheduler at {found.where}; start one process with "
             f"MS_ROLE=MS_SCHED there, and check MS_SCHED_HOST and MS_SCHED_PORT: {first_line(error)}"
         ) from error
     mine = store.add("partway/count", 1)
@@ -113,7 +113,7 @@ def _join(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
     try:
         store.wait([f"partway/answer/{mine}"], timedelta(seconds=patience + 10))
     except dist.DistError as error:
-        raise RuntimeStateError(f"the scheduler at {found.host}:{found.port} has ended: {first_line(error)}") from error
+        raise RuntimeStateError(f"the scheduler at {found.where} has ended: {first_line(error)}") from error
     answer = json.loads(store.get(f"partway/answer/{mine}"))
     if "error" in answer:
         raise RuntimeStateError(answer["error"])
@@ -129,7 +129,7 @@ class _Pulse(threading.Thread):
 
     def __init__(self, found: Launch, rank: int) -> None:
         super().__init__(name="partway pulse", daemon=True)
-        self.rank, self._where, self._process = rank, f"{found.host}:{found.port}", os.getpid()
+        self.rank, self._where, self._process = rank, found.where, os.getpid()
         self._store = dist.TCPStore(found.host, found.port, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
         self._ended, self._hook = threading.Event(), sys.excepthook
         sys.excepthook = self._failed
@@ -180,7 +180,7 @@ class _Scheduler:
     """The process that keeps the store."""
 
     def __init__(self, found: Launch) -> None:
-        self._size, self._where = found.size, f"{found.host}:{found.port}"
+        self._size, self._where = found.size, found.where
         self._patience = seconds_of("MS_TOPO_TIMEOUT", 1800)
         self._silence = seconds_of("MS_NODE_TIMEOUT", 30)
         self._store = _listening(found.host, found.port)
