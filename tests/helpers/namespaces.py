@@ -62,7 +62,7 @@ class Host:
 
 
 def finished(process: subprocess.Popen[str], seconds: float = 120) -> subprocess.CompletedProcess[str]:
-    """What a started process said, when it has ended. Raises subprocess.TimeoutExpired, and ends it, after `seconds`."""
+    """What a started process said, when it has ended. It is ended after `seconds`: subprocess.TimeoutExpired."""
     try:
         said, wrong = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired as error:
