@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         set_auto_parallel_context,
     )
     from partway.fusion.timeline import save_chrome_trace
+    from partway.loss_monitor import LossMonitor
     from partway.propagation.plan.plan import Plan
     from partway.resume import Resume
     from partway.runtime.process import get_group_size, get_rank, init, shutdown
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         ContextError,
         DataError,
         Layout,
+        LossError,
         Mesh,
         OperatorError,
         Partial,
@@ -76,14 +78,15 @@ _HOMES = {
     "context": """auto_parallel_context get_algo_parameters get_auto_parallel_context reset_algo_parameters
         reset_auto_parallel_context set_algo_parameters set_auto_parallel_context""",
     "fusion.timeline": "save_chrome_trace",
+    "loss_monitor": "LossMonitor",
     "propagation.plan.plan": "Plan",
     "resume": "Resume",
     "runtime.process": "get_group_size get_rank init shutdown",
     "runtime.record": "record_collectives record_timeline",
     "sharding": "shard",
-    "strategy": """Broadcast CaptureError ContextError DataError Layout Mesh OperatorError Partial PartwayError
-        Replicate RuntimeStateError Shard StrategyError UnknownOperatorWarning UntestedTorchWarning VerifyError
-        WholeReadWarning""",
+    "strategy": """Broadcast CaptureError ContextError DataError Layout LossError Mesh OperatorError Partial
+        PartwayError Replicate RuntimeStateError Shard StrategyError UnknownOperatorWarning UntestedTorchWarning
+        VerifyError WholeReadWarning""",
     "user_rules": "rule",
 }
 _HOME_OF = {name: f"partway.{module}" for module, names in _HOMES.items() for name in names.split()}
@@ -95,6 +98,8 @@ __all__ = [
     "ContextError",
     "DataError",
     "Layout",
+    "LossError",
+    "LossMonitor",
     "Mesh",
     "OperatorError",
     "Partial",

@@ -64,6 +64,8 @@ class Resume:
         folders.check_path(path)
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise RuntimeStateError(f"every is {shown(every)}; it is a number of steps, an int of 1 or more")
+        if taken := sorted({"step", "epoch"} & state.keys()):
+            raise RuntimeStateError(f"Resume keeps {' and '.join(taken)} itself; give what you keep another name")
         self._state = state if loader is None else {"loader": loader, **state}
         for name, value in self._state.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):

@@ -77,29 +77,52 @@ def agree(purpose: str, facts: Iterable[Fact]) -> None:
 
 
 def gathered(purpose: str, mine: Any) -> list[Any]:
-    """The values, which JSON has, that all ranks give, by rank; every rank comes to it."""
-    values: list[Any] = json.loads(watch().meet(purpose, json.dumps(mine), _listed))
+    """The values, which JSON has, that all ranks give, by rank; every rank comes to it.
+
+    Raises RuntimeStateError, on every rank, where some are elsewhere in the program.
+    """
+    own = watch()
+    with _giving_up():
+        verdict = json.loads(own.meet(purpose, _answer(purpose, value=mine), _listed))
+        if verdict["error"]:
+            raise RuntimeStateError(verdict["error"])
+    values: list[Any] = verdict["values"]
     return values
 
 
-def _listed(texts: dict[int, str]) -> str:
-    return f"[{', '.join(texts.values())}]"
+def _listed(answers: dict[int, str]) -> str:
+    """What rank 0 finds of values: what it finds of facts, and the values by rank."""
+    verdict = json.loads(_compared(answers))
+    return json.dumps({**verdict, "values": [json.loads(text).get("value") for text in answers.values()]})
+
+
+def _answer(purpose: str, refused: str = "", facts: Iterable[Fact] = (), **more: Any) -> str:
+    """What a rank hands in when it meets the others."""
+    digests = {fact.name: [fact.follows, fact.digest] for fact in facts}
+    return json.dumps({"purpose": purpose, "refused": refused, "facts": digests, **more})
+
+
+@contextmanager
+def _giving_up() -> Iterator[None]:
+    """Where a meeting in the block fails, it fails on every rank."""
+    try:
+        yield
+    except RuntimeStateError as error:
+        own = watch()
+        own.gave_up(error)
+        own.part()
+        raise
 
 
 def _agree(purpose: str, facts: list[Fact], refused: str, detail: str) -> None:
     own = watch()
-    mine = {"purpose": purpose, "refused": refused, "facts": {fact.name: [fact.follows, fact.digest] for fact in facts}}
-    try:
-        verdict = json.loads(own.meet(purpose, json.dumps(mine), _compared, detail))
+    with _giving_up():
+        verdict = json.loads(own.meet(purpose, _answer(purpose, refused, facts), _compared, detail))
         if verdict["differ"]:
             told = {fact.name: [fact.text, fact.fix, fact.digest] for fact in facts if fact.name in verdict["differ"]}
             verdict["error"] = own.meet(f"say how the ranks differ that would {purpose}", json.dumps(told), _described)
         if verdict["error"]:
             raise RuntimeStateError(verdict["error"])
-    except RuntimeStateError as error:
-        own.gave_up(error)
-        own.part()
-        raise
 
 
 def _compared(answers: dict[int, str]) -> str:

@@ -7,6 +7,7 @@
     ├── OperatorError (ValueError)      an operator without a rule where that is not allowed
     ├── VerifyError (AssertionError)    a broken invariant: a bug in Partway, not in the caller's code
     ├── DataError (ValueError)          an image, a window, a part or a list of shards that cannot be read or cut
+    ├── LossError (ValueError)          the loss of a step is NaN or Inf
     └── RuntimeStateError (RuntimeError) processes, devices or parameters are not as the plan needs them
 
 Warnings are UserWarnings: `UnknownOperatorWarning` names an operator that has no rule and is replicated,
@@ -50,6 +51,10 @@ class VerifyError(PartwayError, AssertionError):
 
 class DataError(PartwayError, ValueError):
     """An image, a window of it, a rank's part or a list of shards cannot be read or cut as asked."""
+
+
+class LossError(PartwayError, ValueError):
+    """The loss of a step, on this rank or on another, is NaN or Inf."""
 
 
 class RuntimeStateError(PartwayError, RuntimeError):

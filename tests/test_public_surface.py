@@ -17,6 +17,8 @@ PUBLIC = [
     "ContextError",
     "DataError",
     "Layout",
+    "LossError",
+    "LossMonitor",
     "Mesh",
     "OperatorError",
     "Partial",

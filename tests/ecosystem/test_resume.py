@@ -158,6 +158,8 @@ def test_wrong_arguments_are_named(tmp_path: Path, handler: None) -> None:
         ({"every": 0}, r"^every is 0; it is a number of steps, an int of 1 or more$"),
         ({"every": True}, r"^every is True; it is a number"),
         ({"loader": [1]}, r"^loader has no state_dict\(\) and load_state_dict\(\) .*; use torchdata's Stateful"),
+        ({"step": model}, r"^Resume keeps step itself; give what you keep another name$"),
+        ({"step": model, "epoch": model}, r"^Resume keeps epoch and step itself; give what"),
         ({"count": 3}, r"^count has no state_dict\(\) and load_state_dict\(\) to go on with; give what has a state"),
     ):
         with pytest.raises(RuntimeStateError, match=text):

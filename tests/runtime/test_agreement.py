@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from partway.runtime import Fact, agree, agreement, facts_of, generators
+from partway.runtime.agreement import gathered
 from partway.strategy import RuntimeStateError
 
 pytestmark = pytest.mark.gloo
@@ -100,3 +101,26 @@ def test_a_block_that_fails_on_one_rank_is_an_error_on_all(on_ranks):
     points += "  rank 0 would sit\n  rank 1 would try"
     failed = "rank 1 could not try, and other ranks could; run the same program on every rank:\nValueError: no"
     assert on_ranks(2, blocks) == [(failed, points), ("no", points)]
+
+
+def values():
+    rank = dist.get_rank()
+    here = gathered("count", [rank, float("inf")])
+    errors = []
+    for meet in (
+        lambda: gathered("count" if rank else "weigh", rank),
+        lambda: agree("try", []) if rank else gathered("count", 0),
+    ):
+        with pytest.raises(RuntimeStateError) as error:
+            meet()
+        errors.append(str(error.value))
+    return here, errors, gathered("count", rank)
+
+
+def test_values_of_all_ranks_are_gathered_where_they_are_at_one_point_of_the_program(on_ranks):
+    points = "the ranks are at different points of the program; run the same program on every rank:\n"
+    errors = [
+        f"{points}  rank 0 would weigh\n  rank 1 would count",
+        f"{points}  rank 0 would count\n  rank 1 would try",
+    ]
+    assert on_ranks(2, values) == [([[0, float("inf")], [1, float("inf")]], errors, [0, 1])] * 2
