@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,12 +31,9 @@ def cifar(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def data(cifar: ModuleType, tmp_path: Path) -> Path:
-    """Two files of CIFAR-10's format, of 8 images."""
+    """Files of CIFAR-10's format."""
     folder = tmp_path / "cifar-10-batches-bin"
-    folder.mkdir()
-    images, labels = cifar.stripes(8)
-    for i in range(2):
-        cifar.write_records(folder / f"data_batch_{i + 1}.bin", images[4 * i : 4 * i + 4], labels[4 * i : 4 * i + 4])
+    cifar.make_files(folder, 2)
     return folder
 
 
@@ -71,17 +67,6 @@ def test_processes_that_are_given_their_slices_train_as_one_device(python: Runne
     assert losses(split.stdout) == pytest.approx(losses(one.stdout), abs=1e-8)
 
 
-def test_the_format_is_that_of_cifar_10(cifar: ModuleType, tmp_path: Path) -> None:
-    record = bytes([7]) + bytes([1] * 1024) + bytes([2] * 1024) + bytes([3] * 1023) + bytes([9])
-    (tmp_path / "data_batch_1.bin").write_bytes(record)
-    images, labels = cifar.read_records(tmp_path)
-    assert labels.tolist() == [7]
-    assert images[0, :, 0, 0].tolist() == [1, 2, 3]
-    assert images[0, 2, 31, 31] == 9
-    cifar.write_records(tmp_path / "again.bin", images, labels)
-    assert (tmp_path / "again.bin").read_bytes() == record
-
-
 def test_ranks_have_the_slices_of_one_image(cifar: ModuleType, data: Path) -> None:
     whole = cifar.Slices(data, 64, pw.data.Part.whole(4))
     parts = [cifar.Slices(data, 64, pw.data.part_of((1, 1, 1, 8), rank, devices=8)) for rank in range(8)]
@@ -90,14 +75,6 @@ def test_ranks_have_the_slices_of_one_image(cifar: ModuleType, data: Path) -> No
         slices = [part[index] for part in parts]
         assert torch.equal(torch.cat([own for own, _ in slices], -1), image)
         assert {int(other) for _, other in slices} == {int(label)}
-
-
-def test_files_that_are_not_cifar_10_are_refused(cifar: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no data_batch_\*.bin; give the folder cifar-10-batches-bin"):
-        cifar.read_records(tmp_path)
-    np.zeros(3000, np.uint8).tofile(tmp_path / "data_batch_1.bin")
-    with pytest.raises(ValueError, match=r"has 3000 bytes, no multiple of the 3073 of an image: it is incomplete"):
-        cifar.read_records(tmp_path)
 
 
 def test_a_size_that_the_devices_do_not_divide_is_refused(python: Runner) -> None:
