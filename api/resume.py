@@ -17,11 +17,12 @@ from partway.checkpoints.contents import random_states, set_random_state
 from partway.checkpoints.loading import load
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.saving import save, wait
+from partway.runtime import worker
 from partway.runtime.process import launched
+from partway.runtime.scheduler import AGAIN
 from partway.strategy import RuntimeStateError
 from partway.strategy.errors import shown
 
-AGAIN = 128 + signal.SIGTERM  # the exit status of what was asked to end, and may be started again
 _STOP = "partway/stop"
 
 
@@ -134,6 +135,7 @@ class Resume:
             self.save()
         if ends:
             wait()
+            worker.leave("SIGTERM" if self._told else None)
             raise SystemExit(AGAIN)
 
     # -- the end that is asked for

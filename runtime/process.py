@@ -7,6 +7,7 @@ process whose MS_ROLE is MS_SCHED runs the same script, and ends in `init` (sche
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError, shown
-from . import scheduler
+from . import scheduler, worker
 from .doing import first_line
 from .launchers import SCHEDULER, TORCHRUN, Launch, launch, simulated, started
 from .torch_internals import timeout_of
@@ -137,13 +138,24 @@ def _start(backend: str, timeout: timedelta | None) -> None:
         join: dict[str, object] = {"init_method": "env://"}
     else:
         if found.launcher == SCHEDULER:
-            store, rank, local = scheduler.meet(found, timeout)
+            store, rank, local = _by_the_scheduler(found, timeout)
         else:
             store = _meet(found, timeout)
         join = {"store": store, "rank": rank, "world_size": found.size}
     if backend == "nccl":
         torch.cuda.set_device(local or 0)
     dist.init_process_group(backend, timeout=timeout, **join)  # type: ignore[arg-type]
+
+
+def _by_the_scheduler(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
+    """The store, the rank and the local rank of this worker. The scheduler itself ends here, when its workers have."""
+    role = os.environ["MS_ROLE"]
+    if role == "MS_SCHED":
+        scheduler.keep(found)
+        raise SystemExit(0)
+    if role != "MS_WORKER":
+        raise RuntimeStateError(f"MS_ROLE is {role!r}; it must be MS_WORKER or MS_SCHED")
+    return worker.join(found, timeout)
 
 
 def _meet(found: Launch, timeout: timedelta | None) -> Any:

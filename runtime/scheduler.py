@@ -10,43 +10,47 @@ workers (MS_WORKER) find each other, gives them ranks, and looks after them:
                process is gone, has failed
     the end    when all workers have ended well, the scheduler does; when one fails, all others and the scheduler end
                within seconds, with what it was
+    attempts   with MS_ENABLE_RECOVERY=1 all others start again instead, and wait for one that takes its place. What an
+               attempt has in the store bears its number, so that nothing of the last one is read
 
-What is in the store is JSON. (torch's own rendezvous keeps pickles there, which run what they say.)
+The workers' side is worker.py. What is in the store is JSON. (torch's own rendezvous keeps pickles there, which run
+what they say.)
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import platform
+import signal
 import socket
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError
-from .doing import first_line, is_alive
+from .doing import is_alive, named
 from .launchers import Launch, number
 
-_BEAT = 0.5  # seconds between two signs of life
+AGAIN = 128 + signal.SIGTERM  # the exit status of what was asked to end, and may be started again
+BEAT = 0.5  # seconds between two signs of life
+GRACE = 3.0  # seconds in which a process may end by itself, and say why, before it is ended
 _LOOK = 0.1  # seconds between two looks of the scheduler
-_GRACE = 3.0  # seconds in which a process may end by itself, and say why, before it is ended
 
 
 @dataclass(frozen=True)
 class Card:
     """What a worker says of itself. `space`: where its process has its number; `node`: the rank that it asks for by
-    MS_NODE_ID."""
+    MS_NODE_ID; `recovers`: whether it starts again with the others."""
 
     host: str
     space: str
@@ -54,6 +58,7 @@ class Card:
     node: int | None
     workers: int
     versions: str
+    recovers: bool
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}" + ("" if self.node is None else f" (MS_NODE_ID={self.node})")
@@ -62,7 +67,7 @@ class Card:
     def own(cls, workers: int) -> Card:
         """That of this process."""
         node = number("MS_NODE_ID", 0) if "MS_NODE_ID" in os.environ else None
-        return cls(socket.gethostname(), _space(), os.getpid(), node, workers, versions())
+        return cls(socket.gethostname(), _space(), os.getpid(), node, workers, versions(), recovers())
 
 
 def versions() -> str:
@@ -84,136 +89,106 @@ def seconds_of(name: str, default: float) -> float:
     return value
 
 
-def meet(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
-    """The store, the rank and the local rank of this worker. In the scheduler it ends the process when all workers
-    have ended. Raises RuntimeStateError where that goes wrong."""
-    role = os.environ["MS_ROLE"]
-    if role == "MS_SCHED":
-        _Scheduler(found).run()
-        raise SystemExit(0)
-    if role != "MS_WORKER":
-        raise RuntimeStateError(f"MS_ROLE is {role!r}; it must be MS_WORKER or MS_SCHED")
-    return _join(found, timeout)
+def recovers() -> bool:
+    """Whether MS_ENABLE_RECOVERY asks that workers start again where one failed. Raises RuntimeStateError for what is
+    neither 0 nor 1."""
+    text = os.environ.get("MS_ENABLE_RECOVERY", "0")
+    if text not in ("0", "1"):
+        raise RuntimeStateError(f"MS_ENABLE_RECOVERY is {text!r}; it is 1, or 0 for no recovery")
+    return text == "1"
 
 
-# -- A worker
+def key(attempt: int, name: str) -> str:
+    """What an attempt calls `name` in the store."""
+    return f"partway/{attempt}/{name}"
 
 
-def _join(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
-    card, patience = Card.own(found.size), seconds_of("MS_TOPO_TIMEOUT", 1800)
-    try:
-        store = dist.TCPStore(found.host, found.port, timeout=timedelta(seconds=patience))  # type: ignore[attr-defined]
-    except dist.DistError as error:
-        raise RuntimeStateError(
-            f"MS_WORKER cannot reach the scheduler at {found.where}; start one process with "
-            f"MS_ROLE=MS_SCHED there, and check MS_SCHED_HOST and MS_SCHED_PORT: {first_line(error)}"
-        ) from error
-    mine = store.add("partway/count", 1)
-    store.set(f"partway/card/{mine}", json.dumps(asdict(card)))
-    try:
-        store.wait([f"partway/answer/{mine}"], timedelta(seconds=patience + 10))
-    except dist.DistError as error:
-        raise RuntimeStateError(f"the scheduler at {found.where} has ended: {first_line(error)}") from error
-    answer = json.loads(store.get(f"partway/answer/{mine}"))
-    if "error" in answer:
-        raise RuntimeStateError(answer["error"])
-    rank: int = answer["rank"]
-    _Pulse(found, rank).start()
-    if timeout is not None:
-        store.set_timeout(timeout)
-    return dist.PrefixStore("partway/group", store), rank, answer["local"]  # type: ignore[attr-defined]
+@dataclass(frozen=True)
+class Ended:
+    """A worker's word of how it ended: "done", "failed", "asked" to end by a signal, or it "left" with one that was.
+    `order`: which word of its attempt it was; `text`: the error, or the signal."""
+
+    kind: str
+    order: int = 0
+    text: str = ""
 
 
-class _Pulse(threading.Thread):
-    """The thread of a worker that says that it lives, and ends it with the job."""
+@dataclass(frozen=True)
+class Over:
+    """The scheduler's word that an attempt is over: why, whether the workers start again, which of them does not since
+    it is the one that failed (one that was only silent may), and with which status the scheduler ends if not."""
 
-    def __init__(self, found: Launch, rank: int) -> None:
-        super().__init__(name="partway pulse", daemon=True)
-        self.rank, self._where, self._process = rank, found.where, os.getpid()
-        self._store = dist.TCPStore(found.host, found.port, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
-        self._ended, self._hook = threading.Event(), sys.excepthook
-        sys.excepthook = self._failed
-        atexit.register(self._end)
-
-    def run(self) -> None:
-        while not self._ended.wait(_BEAT):
-            try:
-                self._store.add(f"partway/beat/{self.rank}", 1)
-                why = self._store.get("partway/over").decode() if self._store.check(["partway/over"]) else None
-            except RuntimeError as error:
-                why = f"the scheduler at {self._where} has ended: {first_line(error)}"
-            if why is not None and not self._ended.is_set():
-                self._ended.wait(_GRACE)
-                self._say(why)
-                os._exit(1)
-
-    def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Leave word of an error that ends this process, before what it tears down is an error elsewhere; and say what
-        was first, where this is what followed from it."""
-        if os.getpid() != self._process:
-            self._hook(kind, error, trace)
-            return
-        self._end(f"{kind.__name__}: {first_line(error)}")
-        self._hook(kind, error, trace)
-        with suppress(RuntimeError):  # nobody was first, or the scheduler has gone
-            self._store.wait(["partway/over"], timedelta(seconds=2 * _GRACE))
-            self._say(self._store.get("partway/over").decode())
-
-    def _say(self, why: str) -> None:
-        if not why.startswith(f"rank {self.rank} "):
-            sys.stderr.write(f"partway: rank {self.rank} ends: {why}\n")
-            sys.stderr.flush()
-
-    def _end(self, error: str = "") -> None:
-        """Leave word of how this process ends; a child of it that was forked has no word in that."""
-        if os.getpid() == self._process and not self._ended.is_set():
-            self._ended.set()
-            with suppress(RuntimeError):
-                order = self._store.add("partway/failures", 1) if error else 0
-                self._store.set(f"partway/ended/{self.rank}", json.dumps([order, error]))
+    why: str
+    again: bool
+    failed: int | None = None
+    status: int = 1
 
 
-# -- The scheduler
+def keep(found: Launch) -> None:
+    """Be the scheduler of a job until all its workers have ended. Raises RuntimeStateError if one failed and the job
+    does not recover, and SystemExit if it was asked to end."""
+    scheduler = _Scheduler(found)
+    with _until_asked_to_end():
+        try:
+            scheduler.run()
+        except _Asked as asked:
+            again = recovers() and asked.number != signal.SIGINT
+            scheduler.tell(Over(f"the scheduler was asked to end by {asked}", again))
+            raise SystemExit(128 + asked.number) from None
 
 
 class _Scheduler:
     """The process that keeps the store."""
 
     def __init__(self, found: Launch) -> None:
-        self._size, self._where = found.size, found.where
+        self._size, self._where, self._recovers = found.size, found.where, recovers()
         self._patience = seconds_of("MS_TOPO_TIMEOUT", 1800)
         self._silence = seconds_of("MS_NODE_TIMEOUT", 30)
         self._store = _listening(found.host, found.port)
+        self._attempt = 1
         self._counted, self._awaited = 0, set[int]()  # those that have come, and of them those without a card yet
-        self._cards: dict[int, Card] = {}  # of those that were let in, by the number of their card
+        self._cards: dict[int, Card] = {}  # of those that were let in to this attempt, by the number of their card
+        self._next: dict[int, tuple[Card, float]] = {}  # of those that may be let in to the next one, and since when
+        self._runs = False  # whether this attempt has its workers
 
     def run(self) -> None:
-        """Let the workers in, and look after them until they have ended. Raises RuntimeStateError if one failed."""
-        ranks = self._admit()
-        failed = self._watch(ranks)
-        if failed is not None:
-            self._store.set("partway/over", failed)
-            time.sleep(_GRACE + 2 * _BEAT)  # they look for it
-            raise RuntimeStateError(failed)
+        """Let the workers in, and look after them until they have ended; again, where one failed and the job recovers.
+        Raises RuntimeStateError or SystemExit if one failed for good."""
+        while (ranks := self._admit()) and (over := self._watch(ranks)) is not None:
+            self.tell(over)
+            if over.again:
+                waits = f"waits for {self._size} workers to start again (MS_TOPO_TIMEOUT={self._patience:g} s)"
+                _say(f"{waits}: {over.why}")
+                self._attempt, self._cards, self._runs = self._attempt + 1, {}, False
+                continue
+            time.sleep(GRACE + 2 * BEAT)  # they look for it
+            if over.status == 1:
+                raise RuntimeStateError(over.why)
+            _say(f"ends: {over.why}")
+            raise SystemExit(over.status)
+
+    def tell(self, over: Over) -> None:
+        """Tell all workers that the attempt is over."""
+        self._store.set(key(self._attempt, "over"), json.dumps(asdict(over)))
+        if not over.again:
+            waiting = [*self._next, *(() if self._runs else self._cards)]
+            for one in waiting:
+                self._answer(one, error=over.why)
 
     def _admit(self) -> dict[int, Card]:
-        """The workers, by their ranks, when all have come."""
-        end = time.monotonic() + self._patience
+        """The workers, by their ranks, when all have come; none, where the last attempt has ended well after all."""
+        begin = time.monotonic()
+        end = begin + self._patience
         while len(self._cards) < self._size:
             self._look()
+            done = self._done_late()
+            if len(done) == self._size:
+                return {}
+            if done and time.monotonic() > begin + 4 * GRACE:
+                self._fail(f"the job cannot start again: {named(done)} ended well, after another had failed")
             self._cards = {one: card for one, card in self._cards.items() if not _is_gone(card)}
             if time.monotonic() > end:
-                came = "; ".join(map(str, self._cards.values())) or "none"
-                nodes = {card.node for card in self._cards.values()} - {None}
-                missing = sorted(set(range(self._size)) - nodes) if nodes else []
-                text = (
-                    f"{len(self._cards)} of {self._size} workers came to the scheduler at {self._where} in "
-                    f"{self._patience:g} s (MS_TOPO_TIMEOUT): {came}"
-                ) + (f"; missing: {', '.join(f'MS_NODE_ID={node}' for node in missing)}" if missing else "")
-                for one in self._cards:
-                    self._answer(one, error=text)
-                time.sleep(2 * _BEAT)
-                raise RuntimeStateError(text)
+                self._too_few()
             time.sleep(_LOOK)
         fixed = {card.node: one for one, card in self._cards.items() if card.node is not None}
         free = iter([one for one, card in self._cards.items() if card.node is None])
@@ -221,12 +196,34 @@ class _Scheduler:
         hosts: dict[str, int] = {}
         for rank, one in enumerate(order):
             host = self._cards[one].host
-            self._answer(one, rank=rank, local=hosts.get(host, 0))
+            self._answer(one, rank=rank, local=hosts.get(host, 0), attempt=self._attempt)
             hosts[host] = hosts.get(host, 0) + 1
+        self._runs = True
         return {rank: self._cards[one] for rank, one in enumerate(order)}
 
+    def _too_few(self) -> NoReturn:
+        came = "; ".join(map(str, self._cards.values())) or "none"
+        nodes = {card.node for card in self._cards.values()} - {None}
+        missing = sorted(set(range(self._size)) - nodes) if nodes else []
+        text = (
+            f"{len(self._cards)} of {self._size} workers came to the scheduler at {self._where} in "
+            f"{self._patience:g} s (MS_TOPO_TIMEOUT): {came}"
+        ) + (f"; missing: {', '.join(f'MS_NODE_ID={node}' for node in missing)}" if missing else "")
+        self._fail(text)
+
+    def _fail(self, why: str) -> NoReturn:
+        self.tell(Over(why, again=False))
+        time.sleep(2 * BEAT)
+        raise RuntimeStateError(why)
+
+    def _done_late(self) -> list[int]:
+        """The ranks that have ended well in the attempt before this one, which was not known when it was over."""
+        words = {rank: key(self._attempt - 1, f"ended/{rank}") for rank in range(self._size)}
+        there = {rank: word for rank, word in words.items() if self._attempt > 1 and self._store.check([word])}
+        return [rank for rank, word in there.items() if Ended(*json.loads(self._store.get(word))).kind == "done"]
+
     def _look(self) -> None:
-        """Read the cards of those that have come, and answer those that cannot be let in."""
+        """Read the cards of those that have come, let in who fits, and answer who cannot be let in."""
         count = self._store.add("partway/count", 0)
         self._awaited |= set(range(self._counted + 1, count + 1))
         self._counted = count
@@ -236,18 +233,32 @@ class _Scheduler:
                 card = Card(**json.loads(self._store.get(f"partway/card/{one}")))
             except (TypeError, ValueError):  # of no worker of ours
                 continue
-            if wrong := self._refused(card):
+            self._next[one] = card, time.monotonic()
+        for one, (card, since) in list(self._next.items()):
+            waits = self._recovers and self._runs and time.monotonic() - since < self._silence
+            wrong = self._refused(card) or (None if waits else self._without_room(card))
+            if wrong:
                 self._answer(one, error=f"{card} is not let in by the scheduler at {self._where}: {wrong}")
+            elif waits:  # it may take the place of one that is not known to have failed yet
+                continue
             else:
                 self._cards[one] = card
+            del self._next[one]
 
     def _refused(self, card: Card) -> str | None:
         if card.workers != self._size:
             return f"it has MS_WORKER_NUM={card.workers}, and the scheduler {self._size}; set one number everywhere"
         if card.versions != versions():
             return f"it runs {card.versions}, and the scheduler {versions()}; install the same everywhere"
+        if card.recovers != self._recovers:
+            return (
+                f"MS_ENABLE_RECOVERY=1 is set for {'it' if card.recovers else 'the scheduler'} alone; set it everywhere"
+            )
         if card.node is not None and card.node >= self._size:
             return f"with MS_WORKER_NUM={self._size}, MS_NODE_ID is 0 to {self._size - 1}"
+        return None
+
+    def _without_room(self, card: Card) -> str | None:
         twin = next((c for c in self._cards.values() if card.node is not None and c.node == card.node), None)
         if twin is not None:
             return f"{twin} has that number already; give each worker its own MS_NODE_ID, or none any"
@@ -258,32 +269,75 @@ class _Scheduler:
     def _answer(self, one: int, **answer: Any) -> None:
         self._store.set(f"partway/answer/{one}", json.dumps(answer))
 
-    def _watch(self, ranks: dict[int, Card]) -> str | None:
-        """Look after the workers. What the first that failed said, or None when all have ended well."""
+    def _watch(self, ranks: dict[int, Card]) -> Over | None:
+        """Look after the workers. What the first that failed said; None when all have ended well."""
         beats = dict.fromkeys(ranks, (0, time.monotonic()))
-        left, reports, until = dict(ranks), dict[int, str](), float("inf")
-        while left:
+        left, ended, until = dict(ranks), dict[int, Ended](), float("inf")
+        while left and time.monotonic() <= until:
             self._look()
             now = time.monotonic()
             for rank, card in list(left.items()):
-                count = self._store.add(f"partway/beat/{rank}", 0)
+                count = self._store.add(key(self._attempt, f"beat/{rank}"), 0)
                 if count != beats[rank][0]:
                     beats[rank] = count, now
-                key = f"partway/ended/{rank}"
-                if self._store.check([key]):
+                word = key(self._attempt, f"ended/{rank}")
+                if self._store.check([word]):
                     del left[rank]
-                    order, error = json.loads(self._store.get(key))
-                    if error:
-                        reports[order] = f"rank {rank} ({card}) failed: {error}"
-                        until = min(until, now + _GRACE)  # it may have lost one that has said nothing yet
+                    ended[rank] = Ended(*json.loads(self._store.get(word)))
+                    if ended[rank].kind == "failed":
+                        until = min(until, now + GRACE)  # it may have lost one that has said nothing yet
                 elif _is_gone(card):
-                    return f"rank {rank} ({card}) was killed or crashed"
-                elif now - beats[rank][1] > (_GRACE if reports else self._silence):
-                    return f"rank {rank} ({card}) has not answered for {now - beats[rank][1]:.0f} s"
-            if now > until:
-                break
+                    return self._over(f"rank {rank} ({card}) was killed or crashed", ended, rank)
+                elif now - beats[rank][1] > (GRACE if until < float("inf") else self._silence):
+                    silent = f"has not answered for {now - beats[rank][1]:.0f} s"
+                    return self._over(f"rank {rank} ({card}) {silent}", ended, None)
             time.sleep(_LOOK)
-        return reports[min(reports)] if reports else None
+        words = [(one.order, rank, one) for rank, one in ended.items() if one.kind in ("failed", "asked")]
+        if not words:
+            return None
+        _, rank, first = min(words, key=lambda word: word[0])
+        how = "failed:" if first.kind == "failed" else "was asked to end by"
+        status = 1 if first.kind == "failed" else AGAIN
+        return self._over(f"rank {rank} ({ranks[rank]}) {how} {first.text}", ended, rank, status)
+
+    def _over(self, why: str, ended: dict[int, Ended], failed: int | None, status: int = 1) -> Over:
+        done = [rank for rank, one in ended.items() if one.kind == "done"]
+        why += f"; {named(done)} had ended before, without an error" if done else ""
+        return Over(why, self._recovers and not done, failed, status)
+
+
+class _Asked(BaseException):
+    """The signal that asks the scheduler to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextmanager
+def _until_asked_to_end() -> Iterator[None]:
+    """Raise _Asked for a signal that asks this process to end, but for those that it ignores."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        raise _Asked(number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
+    try:
+        for number in before:
+            signal.signal(number, asked)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"partway: the scheduler {text}\n")
+    sys.stderr.flush()
 
 
 def _listening(host: str, port: int) -> Any:

@@ -50,7 +50,7 @@ def test_each_command_gives_the_loss_of_one_process(page: str, said: str, tmp_pa
     expected = lines(run(page, "python train.py", tmp_path))
     assert re.fullmatch(said, expected[0])
     commands = blocks(page, "sh")
-    assert len(commands) == {"launch": 4, "recovery": 2}[page]
+    assert len(commands) == {"launch": 4, "recovery": 3}[page]
     for command in commands:
         found = lines(run(page, command, tmp_path))
         if "--hosts" in command:

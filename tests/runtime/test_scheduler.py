@@ -94,6 +94,7 @@ WRONG = {
     "MS_NODE_ID=7": ({"MS_NODE_ID": "7"}, r"with MS_WORKER_NUM=2, MS_NODE_ID is 0 to 1"),
     "number": ({"MS_WORKER_NUM": "4"}, r"it has MS_WORKER_NUM=4, and the scheduler 2; set one number everywhere"),
     "version": ({"OTHER": "1"}, r"it runs something else, and the scheduler partway"),
+    "recovery": ({"MS_ENABLE_RECOVERY": "1"}, r"MS_ENABLE_RECOVERY=1 is its alone; set it everywhere"),
     "too many": ({}, r"all 2 workers are there already \(MS_WORKER_NUM\); start no more"),
 }
 LATE = """
@@ -186,6 +187,7 @@ def set_all(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     ("MS_ROLE", "MS_SERVER", "MS_ROLE is 'MS_SERVER'; it must be MS_WORKER or MS_SCHED"),
     ("MS_NODE_ID", "-1", "MS_NODE_ID is '-1'; it must be an int of 0 or more"),
     ("MS_TOPO_TIMEOUT", "soon", "MS_TOPO_TIMEOUT is 'soon'; it is a number of seconds, such as 30"),
+    ("MS_ENABLE_RECOVERY", "yes", "MS_ENABLE_RECOVERY is 'yes'; it is 1, or 0 for no recovery"),
 ])  # fmt: skip
 def test_wrong_variables_are_named(set_all: Callable[..., None], name: str, text: str, said: str) -> None:
     set_all(**{name: text})

@@ -1,0 +1,209 @@
+"""A worker of a scheduler's job (scheduler.py): how it joins the others, says that it lives, and ends or starts again
+with them."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, astuple
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from ..strategy.errors import RuntimeStateError
+from .doing import first_line
+from .launchers import Launch
+from .scheduler import BEAT, GRACE, Card, Ended, Over, key, seconds_of
+
+_PULSES: list[_Pulse] = []  # of this process, where a scheduler has let it in
+
+
+def join(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
+    """The store, the rank and the local rank of this worker. Raises RuntimeStateError if the scheduler does not answer,
+    or does not let it in."""
+    card, patience = Card.own(found.size), seconds_of("MS_TOPO_TIMEOUT", 1800)
+    start = _Start() if card.recovers else None
+    while True:
+        store = _reach(found, patience)
+        try:
+            answer = _ask(store, card, patience)
+            break
+        except dist.DistError as error:
+            if not card.recovers:
+                raise RuntimeStateError(f"the scheduler at {found.where} has ended: {first_line(error)}") from error
+            time.sleep(BEAT)  # it may start again
+    if "error" in answer:
+        raise RuntimeStateError(answer["error"])
+    rank, attempt = answer["rank"], answer["attempt"]
+    _PULSES.append(_Pulse(found, rank, attempt, start))
+    _PULSES[-1].start()
+    if timeout is not None:
+        store.set_timeout(timeout)
+    return dist.PrefixStore(key(attempt, "group"), store), rank, answer["local"]  # type: ignore[attr-defined]
+
+
+def _reach(found: Launch, patience: float) -> Any:
+    try:
+        return dist.TCPStore(found.host, found.port, timeout=timedelta(seconds=patience))  # type: ignore[attr-defined]
+    except dist.DistError as error:
+        raise RuntimeStateError(
+            f"MS_WORKER cannot reach the scheduler at {found.where}; start one process with "
+            f"MS_ROLE=MS_SCHED there, and check MS_SCHED_HOST and MS_SCHED_PORT: {first_line(error)}"
+        ) from error
+
+
+def _ask(store: Any, card: Card, patience: float) -> dict[str, Any]:
+    """Hand in the card. The scheduler's answer."""
+    mine = store.add("partway/count", 1)
+    store.set(f"partway/card/{mine}", json.dumps(asdict(card)))
+    store.wait([f"partway/answer/{mine}"], timedelta(seconds=patience + 10))
+    answer: dict[str, Any] = json.loads(store.get(f"partway/answer/{mine}"))
+    return answer
+
+
+def leave(asked: str | None) -> None:
+    """Leave word that this worker ends before the work is done; nothing to do where there is no scheduler.
+
+    asked   what asked this process to end, such as "SIGTERM"; None where another worker was asked. Where the scheduler
+            recovers, this process then starts again, with the one that takes the other's place, and does not return
+    """
+    for pulse in _PULSES:
+        pulse.leave(asked)
+
+
+class _Pulse(threading.Thread):
+    """The thread of a worker that says that it lives, and ends it with the job, or starts it again.
+
+    start   how to start this process again; None where the scheduler does not recover
+    """
+
+    def __init__(self, found: Launch, rank: int, attempt: int, start: _Start | None) -> None:
+        super().__init__(name="partway pulse", daemon=True)
+        self._rank, self._attempt, self._where, self._start_again = rank, attempt, found.where, start
+        self._process = os.getpid()
+        self._store = dist.TCPStore(found.host, found.port, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
+        self._ended, self._how, self._hook = threading.Event(), "", sys.excepthook
+        sys.excepthook = self._failed
+        atexit.register(self._exit)
+
+    def run(self) -> None:
+        while not self._ended.wait(BEAT):
+            over = self._over()
+            if over is not None and not self._ended.is_set():
+                if self._ended.wait(GRACE):
+                    time.sleep(2 * GRACE)  # it ends by itself, and is ended only if that hangs
+                self._follow(over)
+                _flush()
+                os._exit(1)
+
+    def _over(self) -> Over | None:
+        """Why the job is over, if it is, and whether it starts again; say that this worker lives."""
+        try:
+            self._store.add(self._key(f"beat/{self._rank}"), 1)
+            if not self._store.check([self._key("over")]):
+                return None
+            return Over(**json.loads(self._store.get(self._key("over"))))
+        except RuntimeError as error:
+            return Over(f"the scheduler at {self._where} has ended: {first_line(error)}", again=True)
+
+    def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Leave word of an error that ends this process, before what it tears down is an error elsewhere."""
+        self._end("failed", f"{kind.__name__}: {first_line(error)}")
+        self._hook(kind, error, trace)
+
+    def _exit(self) -> None:
+        """The end of the script. After an error, say what was first, where it is what followed from it. (In the hook of
+        the error torch keeps what is written.)"""
+        self._end()
+        if self._how == "failed":
+            self._wait_and_follow()
+
+    def leave(self, asked: str | None) -> None:
+        """As the function."""
+        self._end("left" if asked is None else "asked", asked or "")
+        if asked is None and self._start_again is not None:
+            self._wait_and_follow()
+
+    def _wait_and_follow(self) -> None:
+        if os.getpid() != self._process:
+            return
+        with suppress(RuntimeError):  # nobody was first, or the scheduler has gone
+            self._store.wait([self._key("over")], timedelta(seconds=2 * GRACE))
+        over = self._over()
+        if over is not None:
+            self._follow(over)
+
+    def _follow(self, over: Over) -> None:
+        """Say why this worker ends; start again, where the job does and this is not the one that failed, nor one that
+        has ended well."""
+        if self._how == "done" or self._rank == over.failed:
+            return
+        again = over.again and self._start_again is not None
+        sys.stderr.write(f"partway: rank {self._rank} {'starts again' if again else 'ends'}: {over.why}\n")
+        if again and self._start_again is not None:
+            self._start_again.now()
+
+    def _end(self, kind: str = "done", text: str = "") -> None:
+        """Leave word of how this process ends; a child of it that was forked has no word in that."""
+        if os.getpid() == self._process and not self._ended.is_set():
+            self._how = kind
+            self._ended.set()
+            with suppress(RuntimeError):
+                word = Ended(kind, self._store.add(self._key("words"), 1), text)
+                self._store.set(self._key(f"ended/{self._rank}"), json.dumps(astuple(word)))
+
+    def _key(self, name: str) -> str:
+        return key(self._attempt, name)
+
+
+class _Start:
+    """How this process was started, to start the same script in its place: what it computed is gone, its number and
+    the files where its output goes stay. Raises RuntimeStateError where the script has left its folder already."""
+
+    def __init__(self) -> None:
+        script = Path(getattr(sys.modules["__main__"], "__file__", None) or "-c").name
+        gone = [text for text in sys.orig_argv[1:] if Path(text).name == script != "-c" and not Path(text).exists()]
+        if gone:
+            raise RuntimeStateError(
+                f"MS_ENABLE_RECOVERY=1 starts {gone[0]} again from the folder where it was started, which {Path.cwd()} "
+                "is not; call init() before os.chdir()"
+            )
+        self._command, self._folder = [sys.executable, *sys.orig_argv[1:]], Path.cwd()
+        self._kept = {one for one in _descriptors() if os.get_inheritable(one)}
+
+    def now(self) -> None:
+        """Start again; what this process has open is closed, so that its peers see that it has gone."""
+        for child in multiprocessing.active_children():  # which see no end of a parent that keeps its number
+            child.kill()
+        _flush()
+        for one in _descriptors() - self._kept:
+            with suppress(OSError):  # closed meanwhile
+                os.set_inheritable(one, False)
+        os.chdir(self._folder)
+        os.execv(self._command[0], self._command)
+
+
+def _descriptors() -> set[int]:
+    """The files that this process has open, but for its input and output."""
+    found = set()
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):  # the one of the listing itself
+            os.fstat(int(name))
+            found.add(int(name))
+    return found - {0, 1, 2}
+
+
+def _flush() -> None:
+    """Write out what was printed; not for long, where another thread holds the stream."""
+    writer = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
+    writer.start()
+    writer.join(1)
