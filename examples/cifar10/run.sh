@@ -22,7 +22,7 @@ threads=$(($(getconf _NPROCESSORS_ONLN) / MS_WORKER_NUM))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))} # or each worker would take all cores
 
 here=$(dirname "${BASH_SOURCE[0]}")
-pids=() logs=()
+pids=() logs=() gone=()
 
 start() { # LOG [options]: a process that writes to LOG
     local log=$1
@@ -31,11 +31,21 @@ start() { # LOG [options]: a process that writes to LOG
     pids+=("$!") logs+=("$log")
 }
 
-finish() { # STATUS: end what still runs; a worker that keeps checkpoints saves one first
-    trap '' INT TERM
-    kill "${pids[@]}" 2>/dev/null
+destroy() { # STATUS: end at once what still runs
+    kill -KILL "${pids[@]}" 2>/dev/null
     wait
     exit "$1"
+}
+
+finish() { # STATUS: have the workers end; one that keeps checkpoints saves one first, for which it needs the others
+    trap "destroy $1" INT TERM
+    kill "${pids[@]:1}" 2>/dev/null
+    wait "${pids[@]:1}"
+    for ((i = 0; i < 50; i++)); do # the scheduler ends when its workers have, if they had reached it
+        kill -0 "${pids[0]}" 2>/dev/null || break
+        sleep 0.1
+    done
+    destroy "$1"
 }
 trap 'finish 130' INT
 trap 'finish 143' TERM
@@ -57,16 +67,16 @@ while ((running)); do
             running=1
             continue
         fi
+        ((gone[n])) && continue
         wait "${pids[n]}"
-        ended=$?
-        unset "pids[n]"
+        ended=$? gone[n]=1
         if ((ended)); then
             echo "${logs[n]} ends with status $ended: $(grep -v '^ *$' "${logs[n]}" | tail -n 1)" >&2
             ((status)) || { status=$ended deadline=$((SECONDS + 20)); }
         fi
     done
     if ((running && status && SECONDS >= deadline)); then
-        finish "$status"
+        destroy "$status"
     fi
 done
 exit "$status"

@@ -19,8 +19,10 @@ import partway as pw
 from partway.measure.workloads import ResNet50
 
 Batch = tuple[Tensor, Tensor]
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)  # the last line of a log says what failed
 
 
+@app.command()
 def train(
     data: Annotated[Path, typer.Option(envvar="DATA_PATH", help="the folder cifar-10-batches-bin")],
     epochs: Annotated[int, typer.Option(min=1, help="how often all images are seen")] = 10,
@@ -84,4 +86,4 @@ def epochs_of(loader: DataLoader[Batch], epochs: int) -> Iterator[tuple[int, Bat
 
 
 if __name__ == "__main__":
-    typer.run(train)
+    app()
