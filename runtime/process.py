@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ from .launchers import SCHEDULER, TORCHRUN, Launch, launch, simulated, started
 from .torch_internals import timeout_of
 
 _BEFORE_SHUTDOWN: dict[Callable[[], object], None] = {}
+_MADE: list[object] = []  # the process group that was started here, if one was
 _LONGEST = 2**31 // 1000  # seconds: PyTorch counts milliseconds
 
 
@@ -51,12 +53,14 @@ def init(simulate: int | None = None, backend: str | None = None, timeout: float
         return simulated() or simulate or 1
     if not dist.is_initialized():
         _start(backend or ("nccl" if torch.cuda.is_available() else "gloo"), limit)
-    elif backend is not None and backend != dist.get_backend():
+        return dist.get_world_size()
+    _warn_of_restarts()
+    if backend is not None and backend != dist.get_backend():
         raise RuntimeStateError(
             f"the process group there is uses {dist.get_backend()}, not {backend}; leave out backend, or call "
             "shutdown() first"
         )
-    elif limit is not None and limit != (there := timeout_of(dist.group.WORLD)):
+    if limit is not None and limit != (there := timeout_of(dist.group.WORLD)):
         raise RuntimeStateError(
             f"collectives of the process group there wait {there.total_seconds():g} s, not {limit.total_seconds():g}; "
             "give the timeout where the group is made, or call shutdown() first"
@@ -90,6 +94,7 @@ def shutdown() -> None:
             wait()
         found = end_watch()
         dist.destroy_process_group()
+        _MADE.clear()
         if found is not None:
             raise RuntimeStateError(found)
 
@@ -135,16 +140,35 @@ def _start(backend: str, timeout: timedelta | None) -> None:
     assert found is not None
     rank, local = found.rank, found.local_rank
     if found.launcher == TORCHRUN:
-        join: dict[str, object] = {"init_method": "env://"}
+        store = _of_torchrun(timeout)
+    elif found.launcher == SCHEDULER:
+        store, rank, local = _by_the_scheduler(found, timeout)
     else:
-        if found.launcher == SCHEDULER:
-            store, rank, local = _by_the_scheduler(found, timeout)
-        else:
-            store = _meet(found, timeout)
-        join = {"store": store, "rank": rank, "world_size": found.size}
+        store = _meet(found, timeout)
     if backend == "nccl":
         torch.cuda.set_device(local or 0)
-    dist.init_process_group(backend, timeout=timeout, **join)  # type: ignore[arg-type]
+    assert rank is not None
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=found.size)
+    _MADE[:] = [dist.group.WORLD]
+
+
+def _warn_of_restarts() -> None:
+    """Ranks that torchrun starts again read in its store what those before them have left there."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and dist.group.WORLD not in _MADE
+    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and dist.get_rank() == 0:
+        warnings.warn(
+            "torchrun starts the processes of this job again where one fails, and the process group there is would "
+            "then wait for those before: call pw.init() before anything else makes a group, or set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun", stacklevel=3,
+        )  # fmt: skip
+
+
+def _of_torchrun(timeout: timedelta | None) -> Any:
+    """The store of torchrun, which outlives the processes that it starts again: what an attempt keeps there bears its
+    number, or the next one would read where the ranks of the last one listened."""
+    store, _, _ = next(dist.rendezvous("env://", **({} if timeout is None else {"timeout": timeout})))  # type: ignore[attr-defined]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"partway/{attempt}", store)  # type: ignore[attr-defined]
 
 
 def _by_the_scheduler(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:

@@ -1,4 +1,3 @@
-import functools
 import os
 import subprocess
 import sys
@@ -35,6 +34,16 @@ def test_without_a_launcher_one_process_stands_for_all_devices():
     assert (get_rank(), get_group_size()) == (0, 1)
     assert not dist.is_initialized()
     shutdown()
+
+
+def test_a_group_that_torchrun_cannot_start_again_is_warned_of(monkeypatch):
+    set_all(monkeypatch, TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_MAX_RESTARTS="3")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.warns(UserWarning, match=r"torchrun starts the processes of .* again .*: call pw.init\(\) before"):
+            init()
+    finally:
+        shutdown()
 
 
 def test_variables_that_a_shell_has_left_over_are_an_error_and_no_simulation(monkeypatch):
@@ -99,7 +108,6 @@ def test_a_timeout_is_a_time(wrong):
 
 def test_the_timeout_of_a_process_group_reaches_the_groups_of_axes_and_cannot_be_changed(monkeypatch):
     set_all(monkeypatch, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    monkeypatch.setattr(dist, "init_process_group", functools.partial(start_alone, dist.init_process_group))
     try:
         init(backend="gloo", timeout=7.5)
         groups = [
@@ -116,11 +124,6 @@ def test_the_timeout_of_a_process_group_reaches_the_groups_of_axes_and_cannot_be
             init(timeout=8)
     finally:
         shutdown()
-
-
-def start_alone(start, backend, timeout, init_method):
-    assert init_method == "env://"
-    start(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def test_a_process_group_that_is_there_already_is_used():
