@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -292,3 +296,40 @@ def test_ranks_at_different_steps_are_told(on_ranks: Ranks) -> None:
     points += "  rank 0 would look at the loss of epoch 3, step 4\n"
     points += "  rank 1 would look at the losses of 2 steps up to epoch 1, step 2"
     assert on_ranks(2, apart) == [points] * 2
+
+
+ALONE = """
+import torch
+import partway as pw
+
+pw.init(timeout=60)
+torch.manual_seed(0)
+model, monitor = pw.shard(torch.nn.Linear(4, 1), mesh={"dp": 2}, in_strategy=(("dp", None),)), pw.LossMonitor()
+for step in range(3):
+    loss = model(torch.ones(4, 4)).mean()
+    if step == 0 or pw.get_rank() == 0:
+        monitor(loss)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_a_rank_that_calls_it_alone_is_told_where_the_others_wait(tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text(ALONE, encoding="utf-8")
+    kept = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "alone.py"]
+    done = subprocess.run(
+        start,
+        cwd=tmp_path,
+        env={**kept, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert done.stdout.count("epoch: 1 step: 1, loss is ") == 2
+    assert (
+        "rank 0 would look at the loss of epoch 1, step 2, and rank 1 waits in a collective that needs all of its "
+        "ranks; run the same program on every rank:"
+    ) in done.stderr

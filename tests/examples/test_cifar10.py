@@ -320,6 +320,16 @@ def test_a_failure_ends_all_and_is_said_with_a_status(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.gloo
+def test_a_loss_that_is_no_number_ends_all_and_names_the_step(folder: Path) -> None:
+    done = run(folder, f"bash run.sh data {SMALL} --rate 1e30", MS_WORKER_NUM="2")
+    assert done.returncode == 1
+    said = re.findall(r"^worker_\d.txt ends with status 1: .*: the loss of (.*?);", done.stderr, re.M)
+    assert said
+    assert set(said) == {"epoch 1, step 2 is nan on every rank"}, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
 @pytest.mark.parametrize("way", ["INT", "TERM"])
 def test_ctrl_c_ends_all_after_a_checkpoint(way: str, folder: Path) -> None:
     start = ["env", "--default-signal=INT", "bash", "run.sh"]  # a shell in the background ignores Ctrl-C
