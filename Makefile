@@ -51,7 +51,7 @@ quick: $(STAMP)
 test: $(STAMP)
 	$(call pytest,-m "not slow and not gpu")
 
-conformance: $(STAMP) oldest
+conformance: $(STAMP) $(VENV)/.ray oldest
 	$(call pytest,-m "(slow or deep or hypothesis) and not gpu" --hypothesis-profile deep --timeout 3600)
 
 # What is relied on of PyTorch's private names, and a slice of the tests, with the lower bounds of pyproject.toml: on
@@ -66,6 +66,11 @@ oldest: .venv-oldest/.stamp
 	$(PYTHON) tests/helpers/lowest.py >.venv-oldest/constraints.txt
 	.venv-oldest/bin/python -m pip install -c .venv-oldest/constraints.txt torch 'setuptools>=77'
 	.venv-oldest/bin/python -m pip install -c .venv-oldest/constraints.txt --no-build-isolation -e '.[test,demo]'
+	@touch $@
+
+# Hundreds of megabytes, which only slow tests need.
+$(VENV)/.ray: $(STAMP)
+	$(PIP) install -c constraints.txt 'ray[train]'
 	@touch $@
 
 bench: $(STAMP)

@@ -46,22 +46,43 @@ def version() -> None:
 
 
 @app.command()
-def doctor() -> None:
-    """Print what this machine offers: versions, devices, backends, and the launcher if there is one."""
-    import torch
+def doctor(
+    timeout: Annotated[float, typer.Option(min=1, help="seconds that ranks wait for each other")] = 30,
+) -> None:
+    """Print what this machine offers: versions, devices, backends; under a launcher, whether ranks reach each other.
 
-    facts = {
-        "partway": installed_version("partway"),
-        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        "torch": str(torch.__version__),
-        "devices": "; ".join(_devices()),
-        "gloo": "available" if _has_backend("gloo") else "missing: processes cannot talk on the CPU",
-        "nccl": "available" if _has_backend("nccl") else "missing: processes cannot talk on GPUs",
-        "launcher": _launcher(),
-    }
-    width = max(map(len, facts))
-    for name, fact in facts.items():
-        typer.echo(f"{name:<{width}}  {fact}")
+    Every rank runs it then. Rank 0 prints what all found, the others what is wrong with them; the exit status is 1 if
+    anything is.
+    """
+    from partway.runtime.launchers import launch
+
+    try:
+        found = launch()
+    except PartwayError as error:
+        _print_facts(f"unclear: {error}")
+        raise typer.Exit(1) from None
+    if found is None:
+        _print_facts("none: models run on virtual devices in this process")
+        return
+    from partway import reach
+
+    try:
+        met = reach.join(found, timeout)
+        found = met.launch
+        if found.rank == 0:
+            _print_facts(f"{found.launcher}: {found.size} processes, which meet at {found.where}")
+        health = reach.check(met, timeout)
+    except PartwayError as error:
+        typer.echo(f"partway doctor: {error}", err=True)
+        raise typer.Exit(1) from None
+    if found.rank == 0:
+        typer.echo(f"\n{health.table()}\n")
+    for problem in health.problems:
+        if found.rank in (0, problem.rank):
+            typer.echo(f"partway doctor: {problem.text}", err=True)
+    if found.rank == 0 and not health.problems:
+        typer.echo(health.well)
+    raise typer.Exit(1 if health.problems else 0)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -181,15 +202,18 @@ def _has_backend(name: str) -> bool:
     return torch.distributed.is_available() and torch.distributed.is_backend_available(name)
 
 
-def _launcher() -> str:
-    """What started this process, and which of its processes this is."""
-    from partway.runtime.launchers import launch
+def _print_facts(launcher: str) -> None:
+    import torch
 
-    try:
-        found = launch()
-    except PartwayError as error:
-        return f"unclear: {error}"
-    if found is None:
-        return "none: models run on virtual devices in this process"
-    rank = "a worker" if found.rank is None else f"rank {found.rank}"
-    return f"{found.launcher}: {rank} of {found.size}, which meet at {found.where}"
+    facts = {
+        "partway": installed_version("partway"),
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "torch": str(torch.__version__),
+        "devices": "; ".join(_devices()),
+        "gloo": "available" if _has_backend("gloo") else "missing: processes cannot talk on the CPU",
+        "nccl": "available" if _has_backend("nccl") else "missing: processes cannot talk on GPUs",
+        "launcher": launcher,
+    }
+    width = max(map(len, facts))
+    for name, fact in facts.items():
+        typer.echo(f"{name:<{width}}  {fact}")

@@ -8,13 +8,15 @@
 
 The first of these that is there counts, since one may start another: srun or mpirun a torchrun on each node, srun an
 mpirun. One that starts a single process is none: such a shell may simulate. What is neither one nor the other is an
-error and not a simulation, which would train a whole copy in each process of a job.
+error and not a simulation, which would train a whole copy in each process of a job. Ray Train makes a process group,
+which is used as it is; a trainer of its that makes none sets no variable, either, so that Ray itself is asked.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,7 +94,8 @@ def started(environment: Mapping[str, str] | None = None) -> bool:
     """Whether a launcher started this process, or half of one's variables say so."""
     env = os.environ if environment is None else environment
     leads = "RANK" in env or "MS_ROLE" in env
-    return leads or _tasks_in(env) is not None or _is_batch(env) or _half_of_one(env) is not None
+    half = _is_batch(env) or _half_of_one(env) is not None or _of_ray() is not None
+    return leads or half or _tasks_in(env) is not None
 
 
 def launch(environment: Mapping[str, str] | None = None) -> Launch | None:
@@ -123,6 +126,11 @@ def launch(environment: Mapping[str, str] | None = None) -> Launch | None:
             f"{name}={env[name]} is set, but the environment has no {_ALONE[name]}, so that it is not known which of "
             f"the processes this is; start it with a launcher such as torchrun, or unset {name} to simulate all "
             "devices in one process"
+        )
+    if worker := _of_ray():
+        raise RuntimeStateError(
+            f"this is {worker} of Ray Train, whose trainer has made no process group; train with its TorchTrainer "
+            "(ray.train.torch), or call torch.distributed.init_process_group in each worker"
         )
     return None
 
@@ -191,7 +199,8 @@ def first_host(hosts: str) -> str:
 
 def _tasks_in(env: Mapping[str, str]) -> _Tasks | None:
     """The launcher of which this process is one of several tasks."""
-    return next((kind for kind in _TASKS if kind.rank in env and env.get(kind.size, "1") != "1"), None)
+    here = () if _by_ray(env) else _TASKS
+    return next((kind for kind in here if kind.rank in env and env.get(kind.size, "1") != "1"), None)
 
 
 def _half_of_one(env: Mapping[str, str]) -> str | None:
@@ -205,7 +214,24 @@ def _is_batch(env: Mapping[str, str]) -> bool:
         env.get("SLURM_NTASKS", "1") != "1"
         and "SLURM_PROCID" in env  # which a shell of salloc has not
         and "SLURM_STEP_NUM_TASKS" not in env
+        and not _by_ray(env)
     )
+
+
+def _by_ray(env: Mapping[str, str]) -> bool:
+    """Whether a node of Ray started this process: what srun or mpirun say there is of the node, not of its workers."""
+    return env.get("RAY_RAYLET_PID") == str(os.getppid())
+
+
+def _of_ray() -> str | None:
+    """Which of several workers of Ray Train this process is."""
+    train = sys.modules.get("ray.train")  # a worker has imported it
+    try:
+        context = train.get_context() if train is not None else None
+        rank, size = (context.get_world_rank(), context.get_world_size()) if context is not None else (0, 1)
+    except (AttributeError, RuntimeError):  # Ray Train did not start this process
+        return None
+    return None if size == 1 else f"worker {rank} of {size}"
 
 
 def _require(launcher: str, env: Mapping[str, str]) -> None:

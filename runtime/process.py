@@ -142,9 +142,9 @@ def _start(backend: str, timeout: timedelta | None) -> None:
     if found.launcher == TORCHRUN:
         store = _of_torchrun(timeout)
     elif found.launcher == SCHEDULER:
-        store, rank, local = _by_the_scheduler(found, timeout)
+        store, rank, local = meet_by_scheduler(found, timeout)
     else:
-        store = _meet(found, timeout)
+        store = meet(found, timeout)
     if backend == "nccl":
         torch.cuda.set_device(local or 0)
     assert rank is not None
@@ -171,7 +171,7 @@ def _of_torchrun(timeout: timedelta | None) -> Any:
     return dist.PrefixStore(f"partway/{attempt}", store)  # type: ignore[attr-defined]
 
 
-def _by_the_scheduler(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
+def meet_by_scheduler(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
     """The store, the rank and the local rank of this worker. The scheduler itself ends here, when its workers have."""
     role = os.environ["MS_ROLE"]
     if role == "MS_SCHED":
@@ -182,8 +182,8 @@ def _by_the_scheduler(found: Launch, timeout: timedelta | None) -> tuple[Any, in
     return worker.join(found, timeout)
 
 
-def _meet(found: Launch, timeout: timedelta | None) -> Any:
-    """A store that rank 0 keeps and the others reach."""
+def meet(found: Launch, timeout: timedelta | None) -> Any:
+    """A store that rank 0 keeps and the others reach. Raises RuntimeStateError where it cannot, or they cannot."""
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     keeps = found.rank == 0
     try:

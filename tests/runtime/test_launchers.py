@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from scripts import free_port, run_script
@@ -53,6 +54,27 @@ def test_each_launcher_is_read() -> None:
         assert found is not None
         assert (found.rank, found.size, found.local_rank, found.host) == (rank, size, local, host)
         assert 20000 <= found.port < 32768
+
+
+def test_what_ray_started_is_no_task_of_what_started_ray() -> None:
+    """srun starts a node of Ray on each host; its workers have srun's variables."""
+    for of_the_node in (SLURM, OPEN_MPI, BATCH):
+        assert not started({**of_the_node, "RAY_RAYLET_PID": str(os.getppid())})
+        assert started({**of_the_node, "RAY_RAYLET_PID": "1"}), "mpirun was started by a worker of Ray"
+
+
+def test_one_of_several_workers_of_ray_train_without_a_group_does_not_simulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = SimpleNamespace(get_world_rank=lambda: 1, get_world_size=lambda: 2)
+    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=lambda: worker))
+    assert started({})
+    with pytest.raises(
+        RuntimeStateError,
+        match=r"^this is worker 1 of 2 of Ray Train, whose trainer has made no process group; train with its TorchTrai"
+        r"ner \(ray.train.torch\), or call torch.distributed.init_process_group in each worker$",
+    ):
+        launch({})
+    worker.get_world_size = lambda: 1
+    assert not started({})
 
 
 def test_jobs_meet_at_ports_of_their_own_unless_one_is_given() -> None:
