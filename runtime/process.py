@@ -166,7 +166,8 @@ def _warn_of_restarts() -> None:
 def _of_torchrun(timeout: timedelta | None) -> Any:
     """The store of torchrun, which outlives the processes that it starts again: what an attempt keeps there bears its
     number, or the next one would read where the ranks of the last one listened."""
-    store, _, _ = next(dist.rendezvous("env://", **({} if timeout is None else {"timeout": timeout})))  # type: ignore[attr-defined]
+    limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    store, _, _ = next(dist.rendezvous("env://", **limit))  # type: ignore[attr-defined]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"partway/{attempt}", store)  # type: ignore[attr-defined]
 

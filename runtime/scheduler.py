@@ -184,8 +184,10 @@ class _Scheduler:
             done = self._done_late()
             if len(done) == self._size:
                 return {}
-            if done and time.monotonic() > begin + 4 * GRACE:
-                self._fail(f"the job cannot start again: {named(done)} ended well, after another had failed")
+            if done and time.monotonic() > begin + self._silence + 4 * GRACE:
+                self._fail(
+                    f"the job cannot start again: {named(done)} had ended, without an error, and did not come back"
+                )
             self._cards = {one: card for one, card in self._cards.items() if not _is_gone(card)}
             if time.monotonic() > end:
                 self._too_few()
@@ -217,7 +219,7 @@ class _Scheduler:
         raise RuntimeStateError(why)
 
     def _done_late(self) -> list[int]:
-        """The ranks that have ended well in the attempt before this one, which was not known when it was over."""
+        """The ranks that have ended well in the attempt before this one. (Or by sys.exit(1), which comes back.)"""
         words = {rank: key(self._attempt - 1, f"ended/{rank}") for rank in range(self._size)}
         there = {rank: word for rank, word in words.items() if self._attempt > 1 and self._store.check([word])}
         return [rank for rank, word in there.items() if Ended(*json.loads(self._store.get(word))).kind == "done"]
@@ -303,7 +305,7 @@ class _Scheduler:
     def _over(self, why: str, ended: dict[int, Ended], failed: int | None, status: int = 1) -> Over:
         done = [rank for rank, one in ended.items() if one.kind == "done"]
         why += f"; {named(done)} had ended before, without an error" if done else ""
-        return Over(why, self._recovers and not done, failed, status)
+        return Over(why, self._recovers, failed, status)
 
 
 class _Asked(BaseException):

@@ -140,6 +140,7 @@ def test_a_job_of_which_a_part_has_ended_well_does_not_start_again(start: Start,
     ended = [process.communicate(timeout=100) for process in processes]
     assert [process.returncode for process in processes] == [1, 0, -9], ended
     assert "was killed or crashed; rank 0 had ended before, without an error" in ended[0][1]
+    assert "the job cannot start again: rank 0 had ended, without an error, and did not come back" in ended[0][1]
 
 
 @pytest.mark.gloo
