@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from partway.checkpoints import folder as folders
-from partway.checkpoints.contents import random_states, set_random_state
+from partway.checkpoints.contents import RANDOM, random_states, set_random_state
 from partway.checkpoints.loading import load
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.saving import save, wait
@@ -24,6 +26,8 @@ from partway.strategy import RuntimeStateError
 from partway.strategy.errors import shown
 
 _STOP = "partway/stop"
+_BEGAN, _NOW = f"{RANDOM}began.", f"{RANDOM}now."
+_GENERATORS = ("generator", "sampler.generator", "batch_sampler.generator", "batch_sampler.sampler.generator")
 
 
 class Resume:
@@ -42,7 +46,8 @@ class Resume:
 
     path, model, optimizer   as `save` takes them
     loader   a data loader. With one that has a state_dict (torchdata's StatefulDataLoader) training goes on within an
-             epoch, with the next batch; a plain one is refused, since it would begin anew
+             epoch, with the next batch, and later epochs are shuffled as they would have been; a plain one is refused,
+             since it would begin anew
     every    steps from one checkpoint to the next; the last step is saved, too
     keep     how many checkpoints to keep
     asynchronous   True: they are written while the training goes on
@@ -75,12 +80,16 @@ class Resume:
         self.path, self.every, self.keep, self.asynchronous = Path(path), every, keep, asynchronous
         self.step = self.epoch = 0
         self._model, self._optimizer, self._loader = model, optimizer, loader
+        _check_generators(loader)
         self.resumed = Ranks().first(f"look for a checkpoint in {path}", self._is_there)
         self._saved, self._within = -1, self.resumed
+        self._began: dict[str, Any] = {}  # the random states in which the epoch began
         if self.resumed:
             found = load(self.path, model, optimizer, **self._state)
             self.step = self._saved = found["step"]
             self.epoch = found["epoch"]
+            self._began = _named(found, _BEGAN)
+            self._set_random(_named(found, _NOW))
         self._told = False  # to end
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._terminate)
@@ -112,18 +121,36 @@ class Resume:
         wait()
 
     def _stream(self) -> Iterator[Any]:
-        """The batches of this epoch that are left. A loader draws random numbers as it begins; one that goes on has
-        drawn them before the checkpoint."""
-        before = random_states() if self._within else {}
+        """The batches of this epoch that are left. A loader and its sampler draw random numbers as they begin. One that
+        goes on begins again, with the numbers of the first time; after it all generators are as the checkpoint was."""
+        now = self._random()
+        if self._within:
+            self._set_random(self._began)
+        else:
+            self._began = now
         stream: Iterator[Any] = iter(self._loader)
-        for name, state in before.items():
-            set_random_state(name, state)
+        if self._within:
+            self._set_random(now)
         self._within = False
         return stream
+
+    def _random(self) -> dict[str, Any]:
+        """The states of all random generators."""
+        return random_states() | {name: one.get_state() for name, one in _generators(self._loader).items()}
+
+    def _set_random(self, states: Mapping[str, Any]) -> None:
+        own = _generators(self._loader)
+        for name, state in states.items():
+            if name in own:
+                own[name].set_state(state)
+            else:
+                set_random_state(name, state)
 
     def save(self) -> None:
         """Save a checkpoint now; every rank calls it."""
         here: dict[str, Any] = {"step": self.step, "epoch": self.epoch, **self._state}
+        here |= {f"{_BEGAN}{name}": state for name, state in self._began.items()}
+        here |= {f"{_NOW}{name}": one.get_state() for name, one in _generators(self._loader).items()}
         save(self.path, self._model, self._optimizer, keep=self.keep, asynchronous=self.asynchronous, **here)  # type: ignore[call-overload]
         self._saved = self.step
 
@@ -152,6 +179,33 @@ class Resume:
             return self._told
         store = _store()
         return bool(store.check([_STOP])) and self.step >= int(store.get(_STOP))
+
+
+def _generators(loader: Any) -> dict[str, torch.Generator]:
+    """The random generators of a loader and its samplers, by where they are."""
+
+    def at(path: str) -> Any:
+        return functools.reduce(lambda value, name: getattr(value, name, None), path.split("."), loader)
+
+    return {path: found for path in _GENERATORS if isinstance(found := at(path), torch.Generator)}
+
+
+def _check_generators(loader: Any) -> None:
+    """Torchdata restores a sampler's generator as of the beginning of the epoch, without what the loader draws between
+    two draws of the sampler."""
+    sampler: Any = getattr(loader, "sampler", None)
+    generator = getattr(sampler, "generator", None)
+    if generator is None or generator is not loader.generator or not type(sampler).__module__.startswith("torchdata."):
+        return
+    if sampler.replacement or sampler.num_samples > len(sampler.data_source):
+        raise RuntimeStateError(
+            "the loader and its sampler draw from one generator, the sampler more than once an epoch: it cannot go on "
+            "within an epoch; give the sampler a generator of its own"
+        )
+
+
+def _named(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
 def _store() -> Any:

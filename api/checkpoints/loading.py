@@ -213,7 +213,7 @@ def _values(checkpoint: Checkpoint, skip: set[str], ranks: Ranks) -> dict[str, A
         blobs |= {name: own[name] for name in differ}
     elif checkpoint.processes != ranks.size:
         for name in sorted(differ):
-            if name.startswith(RANDOM):
+            if name.removeprefix(STATE).startswith(RANDOM):
                 del blobs[name]
                 if ranks.rank == 0 and name.removeprefix(RANDOM) in ("torch", "cuda"):  # those that operators draw from
                     warnings.warn(

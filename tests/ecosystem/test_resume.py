@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import RandomSampler, WeightedRandomSampler
 
 import partway as pw
 from partway.strategy import RuntimeStateError
@@ -168,3 +171,74 @@ def test_wrong_arguments_are_named(tmp_path: Path, handler: None) -> None:
         pw.Resume(3, model)  # type: ignore[arg-type]
     with pytest.raises(RuntimeStateError, match=r"^there is no loader to take batches from; give Resume one$"):
         next(pw.Resume(tmp_path, model).batches(1))
+
+
+def own(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def loader_of(kind: str, stateful: Any) -> Any:
+    data = torch.arange(10)
+    sampler = {
+        "weighted": lambda: WeightedRandomSampler(torch.ones(10).tolist(), 10),
+        "weighted, its own generator": lambda: WeightedRandomSampler(torch.ones(10).tolist(), 10, generator=own(2)),
+        "PyTorch's": lambda: RandomSampler(data),  # type: ignore[arg-type]
+        "PyTorch's, with replacement": lambda: RandomSampler(data, True, 70, generator=own(3)),  # type: ignore[arg-type]
+        "with replacement": lambda: stateful.sampler.RandomSampler(data, True, 70, generator=own(3)),
+        "Python's": Shuffled,
+    }.get(kind)
+    if sampler is not None:
+        return stateful.StatefulDataLoader(data, batch_size=2, sampler=sampler(), generator=own(4))
+    options = {"workers": {"num_workers": 2}, "a generator": {"generator": own(1)}, "shuffled": {}}[kind]
+    return stateful.StatefulDataLoader(data, batch_size=2, shuffle=True, **options)  # type: ignore[arg-type]
+
+
+class Shuffled:
+    """A sampler without a state, which draws from Python's generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from random.sample(range(10), 10)
+
+    def __len__(self) -> int:
+        return 10
+
+
+@pytest.mark.parametrize("kind", [
+    "shuffled", "a generator", "workers", "weighted", "weighted, its own generator", "PyTorch's",
+    "PyTorch's, with replacement", "with replacement", "Python's",
+])  # fmt: skip
+@pytest.mark.parametrize("stop", [3, 5, 7])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_every_epoch_is_shuffled_as_it_would_have_been(kind: str, stop: int, tmp_path: Path, handler: None) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def read(folder: str, seed: int, most: int | None = None) -> list[Any]:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        model = nn.Linear(2, 2)
+        training = pw.Resume(tmp_path / folder, model, loader=loader_of(kind, stateful))
+        found = []
+        for epoch, batch in training.batches(epochs=3):
+            found.append((epoch, batch.tolist(), torch.rand(()).item()))
+            if len(found) == most:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.01)
+        return found
+
+    whole = read("whole", 0)
+    at = stop if len(whole) == 15 else stop + 20
+    with pytest.raises(SystemExit):
+        read("parts", 0, at)
+    assert read("parts", 99) == whole[at:]
+    assert len({str([batch for epoch, batch, _ in whole if epoch == i]) for i in range(3)}) == 3
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loader_that_cannot_go_on_within_an_epoch_is_named(tmp_path: Path, handler: None) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    generator = own(1)
+    data = torch.arange(10)
+    sampler = stateful.sampler.RandomSampler(data, replacement=True, generator=generator)
+    loader = stateful.StatefulDataLoader(data, sampler=sampler, generator=generator)
+    with pytest.raises(RuntimeStateError, match=r"draw from one generator, .*; give the sampler a generator"):
+        pw.Resume(tmp_path, nn.Linear(2, 2), loader=loader)
