@@ -274,10 +274,12 @@ class _Scheduler:
     def _watch(self, ranks: dict[int, Card]) -> Over | None:
         """Look after the workers. What the first that failed said; None when all have ended well."""
         beats = dict.fromkeys(ranks, (0, time.monotonic()))
-        left, ended, until = dict(ranks), dict[int, Ended](), float("inf")
+        left, ended, until, now = dict(ranks), dict[int, Ended](), float("inf"), time.monotonic()
         while left and time.monotonic() <= until:
             self._look()
-            now = time.monotonic()
+            last, now = now, time.monotonic()
+            if now - last > GRACE:  # this process was stopped, and what its workers said is still to be read
+                beats = {rank: (count, now) for rank, (count, _) in beats.items()}
             for rank, card in list(left.items()):
                 count = self._store.add(key(self._attempt, f"beat/{rank}"), 0)
                 if count != beats[rank][0]:

@@ -10,12 +10,13 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, astuple
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -23,6 +24,8 @@ from ..strategy.errors import RuntimeStateError
 from .doing import first_line
 from .launchers import Launch
 from .scheduler import BEAT, GRACE, Card, Ended, Over, key, seconds_of
+
+T = TypeVar("T")
 
 _PULSES: list[_Pulse] = []  # of this process, where a scheduler has let it in
 
@@ -89,7 +92,7 @@ class _Pulse(threading.Thread):
     def __init__(self, found: Launch, rank: int, attempt: int, start: _Start | None) -> None:
         super().__init__(name="partway pulse", daemon=True)
         self._rank, self._attempt, self._where, self._start_again = rank, attempt, found.where, start
-        self._process = os.getpid()
+        self._process, self._silence = os.getpid(), seconds_of("MS_NODE_TIMEOUT", 30)
         self._store = dist.TCPStore(found.host, found.port, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
         self._ended, self._how, self._hook = threading.Event(), "", sys.excepthook
         sys.excepthook = self._failed
@@ -107,13 +110,18 @@ class _Pulse(threading.Thread):
 
     def _over(self) -> Over | None:
         """Why the job is over, if it is, and whether it starts again; say that this worker lives."""
-        try:
-            self._store.add(self._key(f"beat/{self._rank}"), 1)
-            if not self._store.check([self._key("over")]):
-                return None
-            return Over(**json.loads(self._store.get(self._key("over"))))
-        except RuntimeError as error:
-            return Over(f"the scheduler at {self._where} has ended: {first_line(error)}", again=True)
+
+        def ask() -> Over | None:
+            try:
+                self._store.add(self._key(f"beat/{self._rank}"), 1)
+                if not self._store.check([self._key("over")]):
+                    return None
+                return Over(**json.loads(self._store.get(self._key("over"))))
+            except RuntimeError as error:
+                return Over(f"the scheduler at {self._where} has ended: {first_line(error)}", again=True)
+
+        silent = f"has not answered for {self._silence:g} s (MS_NODE_TIMEOUT)"
+        return _within(self._silence, ask, Over(f"the scheduler at {self._where} {silent}", again=True))
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Leave word of an error that ends this process, before what it tears down is an error elsewhere."""
@@ -136,8 +144,12 @@ class _Pulse(threading.Thread):
     def _wait_and_follow(self) -> None:
         if os.getpid() != self._process:
             return
-        with suppress(RuntimeError):  # nobody was first, or the scheduler has gone
-            self._store.wait([self._key("over")], timedelta(seconds=2 * GRACE))
+
+        def wait() -> None:
+            with suppress(RuntimeError):  # nobody was first, or the scheduler has gone
+                self._store.wait([self._key("over")], timedelta(seconds=2 * GRACE))
+
+        _within(self._silence, wait, None)
         over = self._over()
         if over is not None:
             self._follow(over)
@@ -154,15 +166,29 @@ class _Pulse(threading.Thread):
 
     def _end(self, kind: str = "done", text: str = "") -> None:
         """Leave word of how this process ends; a child of it that was forked has no word in that."""
-        if os.getpid() == self._process and not self._ended.is_set():
-            self._how = kind
-            self._ended.set()
+
+        def tell() -> None:
             with suppress(RuntimeError):
                 word = Ended(kind, self._store.add(self._key("words"), 1), text)
                 self._store.set(self._key(f"ended/{self._rank}"), json.dumps(astuple(word)))
 
+        if os.getpid() == self._process and not self._ended.is_set():
+            self._how = kind
+            self._ended.set()
+            _within(self._silence, tell, None)
+
     def _key(self, name: str) -> str:
         return key(self._attempt, name)
+
+
+def _within(seconds: float, ask: Callable[[], T], otherwise: T) -> T:
+    """What `ask` returns, or `otherwise` if that takes longer: what is asked of a scheduler that was stopped, or whose
+    network was cut, has no end."""
+    found: list[T] = []
+    asks = threading.Thread(target=lambda: found.append(ask()), name="partway asks", daemon=True)
+    asks.start()
+    asks.join(seconds)
+    return found[0] if found else otherwise
 
 
 class _Start:

@@ -128,6 +128,8 @@ FROM_OUTSIDE: dict[str, tuple[str, str, tuple[str, ...], int, float]] = {
     "the scheduler killed": ("the scheduler", "kill", ("scheduler",), signal.SIGKILL, 0),
     "the scheduler told to end": ("the scheduler", "kill", ("scheduler",), signal.SIGTERM, 0),
     "the scheduler stopped for 5 s": ("the scheduler", "stop", ("scheduler",), signal.SIGSTOP, 5),
+    "the scheduler stopped for 15 s": ("the scheduler", "stop", ("scheduler",), signal.SIGSTOP, 15),
+    "a worker of torchrun stopped": ("torchrun", "kill", ("1",), signal.SIGSTOP, 0),
     "torchrun stopped for 5 s": ("torchrun", "stop", ("agent",), signal.SIGSTOP, 5),
     "SIGTERM to both workers": ("the scheduler", "kill", ("0", "1"), signal.SIGTERM, 0),
 }
@@ -141,16 +143,20 @@ def test_what_comes_from_outside_is_survived(fault: str, whole: dict[int, set[st
     goes_on(launcher, fault, job.run(lambda job: job.kill(number, *names), resumes), whole)
 
 
-@pytest.mark.parametrize("fault", ["a worker stopped", "the scheduler killed", "the scheduler told to end", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "fault",
+    ["a worker stopped", "the scheduler stopped", "the scheduler killed", "the scheduler told to end", "Ctrl-C"],
+)
 def test_what_does_not_recover_ends_from_outside_too(fault: str, tmp_path: Path) -> None:
     job = by_the_scheduler(tmp_path, 0)
     names, number, said, by = {
         "a worker stopped": (("1",), signal.SIGSTOP, r"rank 1 .* has not answered for \d+ s", "scheduler"),
+        "the scheduler stopped": (("scheduler",), signal.SIGSTOP, r"the scheduler at 127\S+ has not answered for", "0"),
         "the scheduler killed": (("scheduler",), signal.SIGKILL, r"the scheduler at 127\S+ has ended", "0"),
         "the scheduler told to end": (("scheduler",), signal.SIGTERM, "the scheduler was asked to end by SIGTERM", "0"),
         "Ctrl-C": (("scheduler", "0", "1"), signal.SIGINT, "KeyboardInterrupt", "0"),
     }[fault]
-    later = (12.0, lambda job: job.kill(signal.SIGCONT, "1")) if fault == "a worker stopped" else None
+    later = (15.0, lambda job: job.kill(signal.SIGCONT, *names)) if number == signal.SIGSTOP else None
     ends("the scheduler, no recovery", fault, job.run(lambda job: job.kill(number, *names), later), said, by)
 
 
@@ -225,6 +231,25 @@ def test_an_agent_of_torchrun_that_never_comes(tmp_path: Path) -> None:
     ends("torchrun", "an agent never started", outcome, r"Rendezvous\w*Timeout\w*", "agent")
 
 
+@pytest.mark.parametrize("host", ["192.0.2.7", "no-such-host.invalid"])
+def test_a_host_of_torchrun_that_is_not_there(host: str, tmp_path: Path) -> None:
+    job = by_torchrun(tmp_path, 0)
+    command, own = job.start["agent"]
+    job.start = {"agent": ([text.replace("127.0.0.1", host) for text in command], own)}
+    outcome = job.run(lambda job: None, until=never, limit=200)
+    ends("torchrun", f"--rdzv-endpoint={host}", outcome, "The connection to the C10d store has failed", "agent")
+
+
+def test_a_torchrun_that_is_started_twice_ends(whole: dict[int, set[str]], tmp_path: Path) -> None:
+    job = by_torchrun(tmp_path, 0)
+    job.start = {**job.start, "twin": job.start["agent"]}
+    outcome = job.run(lambda job: None, until=never)
+    [ended] = [name for name, code in outcome.codes.items() if code != 0]
+    del outcome.codes[ended]
+    outcome.goes_on = True
+    goes_on("torchrun", "started twice", outcome, whole)
+
+
 # -- Disks and networks
 
 
@@ -284,6 +309,34 @@ def test_a_network_that_is_cut_for_10_s(
         job.start = {**job.start, name: (command, {**own, "LIMIT": "60"})}
     outcome = job.run(lambda job: hosts[1].cut(), (10, lambda job: hosts[1].mend()))
     goes_on("the scheduler", "the network cut for 10 s", outcome, whole)
+
+
+def by_torchrun_on(hosts: tuple[namespaces.Host, namespaces.Host], folder: Path, again: int, limit: int) -> Job:
+    """An agent and a worker on each host."""
+    job = by_torchrun(folder, again, LIMIT=str(limit))
+    command, own = job.start["agent"]
+    command = [hosts[0].address + text[9:] if text.startswith("127.0.0.1") else text for text in command]
+    command[command.index("--nproc-per-node") + 1] = "1"
+    names = zip(("agent", "other agent"), hosts, strict=True)
+    nodes = [*command[:-1], "--nnodes", "2", "--local-addr"]
+    job.start = {name: (host.command([*nodes, host.address, command[-1]]), own) for name, host in names}
+    job.ports = ()
+    return job
+
+
+def test_a_network_of_torchrun_that_is_cut_for_10_s(
+    hosts: tuple[namespaces.Host, namespaces.Host], whole: dict[int, set[str]], tmp_path: Path
+) -> None:
+    job = by_torchrun_on(hosts, tmp_path, 3, 60)
+    outcome = job.run(lambda job: hosts[1].cut(), (10, lambda job: hosts[1].mend()), limit=200)
+    goes_on("torchrun", "the network cut for 10 s", outcome, whole)
+
+
+def test_a_network_of_torchrun_that_is_cut_for_good(
+    hosts: tuple[namespaces.Host, namespaces.Host], tmp_path: Path
+) -> None:
+    outcome = by_torchrun_on(hosts, tmp_path, 0, 20).run(lambda job: hosts[1].cut(), limit=300)
+    ends("torchrun", "the network cut for good", outcome, r"RuntimeError|RuntimeStateError", "agent")
 
 
 def test_a_network_that_is_cut_for_good(hosts: tuple[namespaces.Host, namespaces.Host], tmp_path: Path) -> None:

@@ -124,17 +124,17 @@ class Job:
         """Start all, let it happen, and wait for the end. `until`: instead of at step 12."""
         for name in self.start:
             self.begin(name)
-        end, when, resumed = time.monotonic() + limit, None, None
+        end, when, resumed, reached = time.monotonic() + limit, None, None, STEP
         while self.running and time.monotonic() < end:
             self.look()
             if when is None and (self.has_happened() if happens is None else (until or Job.at_the_step)(self)):
-                when = time.monotonic()
+                when, reached = time.monotonic(), self.step()
                 if happens is not None:
                     happens(self)
             if when is not None and later is not None and time.monotonic() > when + later[0]:
                 later[1](self)
                 later = None
-            if when is not None and resumed is None and self.step() > STEP + 1:
+            if when is not None and resumed is None and self.step() > reached + 1:
                 resumed = time.monotonic()
             time.sleep(0.02)
         over = time.monotonic()
