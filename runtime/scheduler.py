@@ -134,7 +134,8 @@ def keep(found: Launch) -> None:
         except _Asked as asked:
             again = recovers() and asked.number != signal.SIGINT
             scheduler.tell(Over(f"the scheduler was asked to end by {asked}", again))
-            raise SystemExit(128 + asked.number) from None
+            if not scheduler.ends_well():
+                raise SystemExit(128 + asked.number) from None
 
 
 class _Scheduler:
@@ -175,13 +176,22 @@ class _Scheduler:
             for one in waiting:
                 self._answer(one, error=over.why)
 
+    def ends_well(self) -> bool:
+        """Whether all workers end well in the time in which they look for what they were told."""
+        end = time.monotonic() + GRACE + 2 * BEAT
+        while time.monotonic() < end:
+            if len(self._done(self._attempt)) == self._size:
+                return True
+            time.sleep(_LOOK)
+        return False
+
     def _admit(self) -> dict[int, Card]:
         """The workers, by their ranks, when all have come; none, where the last attempt has ended well after all."""
         begin = time.monotonic()
         end = begin + self._patience
         while len(self._cards) < self._size:
             self._look()
-            done = self._done_late()
+            done = self._done(self._attempt - 1)  # after all. (Or by sys.exit(1), and they come back.)
             if len(done) == self._size:
                 return {}
             if done and time.monotonic() > begin + self._silence + 4 * GRACE:
@@ -218,11 +228,11 @@ class _Scheduler:
         time.sleep(2 * BEAT)
         raise RuntimeStateError(why)
 
-    def _done_late(self) -> list[int]:
-        """The ranks that have ended well in the attempt before this one. (Or by sys.exit(1), which comes back.)"""
-        words = {rank: key(self._attempt - 1, f"ended/{rank}") for rank in range(self._size)}
-        there = {rank: word for rank, word in words.items() if self._attempt > 1 and self._store.check([word])}
-        return [rank for rank, word in there.items() if Ended(*json.loads(self._store.get(word))).kind == "done"]
+    def _done(self, attempt: int) -> list[int]:
+        """The ranks that have said that they ended well in an attempt."""
+        words = {rank: key(attempt, f"ended/{rank}") for rank in range(self._size)}
+        there = [rank for rank, word in words.items() if self._store.check([word])]
+        return [rank for rank in there if Ended(*json.loads(self._store.get(words[rank]))).kind == "done"]
 
     def _look(self) -> None:
         """Read the cards of those that have come, let in who fits, and answer who cannot be let in."""

@@ -94,6 +94,7 @@ class _Pulse(threading.Thread):
         self._rank, self._attempt, self._where, self._start_again = rank, attempt, found.where, start
         self._process, self._silence = os.getpid(), seconds_of("MS_NODE_TIMEOUT", 30)
         self._store = dist.TCPStore(found.host, found.port, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
+        self._told: Over | None = None
         self._ended, self._how, self._hook = threading.Event(), "", sys.excepthook
         sys.excepthook = self._failed
         atexit.register(self._exit)
@@ -114,14 +115,16 @@ class _Pulse(threading.Thread):
         def ask() -> Over | None:
             try:
                 self._store.add(self._key(f"beat/{self._rank}"), 1)
-                if not self._store.check([self._key("over")]):
-                    return None
-                return Over(**json.loads(self._store.get(self._key("over"))))
+                if self._store.check([self._key("over")]):
+                    self._told = Over(**json.loads(self._store.get(self._key("over"))))
+                return self._told
             except RuntimeError as error:
                 return Over(f"the scheduler at {self._where} has ended: {first_line(error)}", again=True)
 
-        silent = f"has not answered for {self._silence:g} s (MS_NODE_TIMEOUT)"
-        return _within(self._silence, ask, Over(f"the scheduler at {self._where} {silent}", again=True))
+        if self._told is not None:
+            return self._told
+        silent = f"the scheduler at {self._where} has not answered for {self._silence:g} s (MS_NODE_TIMEOUT)"
+        return self._told or _within(self._silence, ask, lambda: Over(silent, again=True))
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Leave word of an error that ends this process, before what it tears down is an error elsewhere."""
@@ -149,7 +152,7 @@ class _Pulse(threading.Thread):
             with suppress(RuntimeError):  # nobody was first, or the scheduler has gone
                 self._store.wait([self._key("over")], timedelta(seconds=2 * GRACE))
 
-        _within(self._silence, wait, None)
+        _within(self._silence, wait)
         over = self._over()
         if over is not None:
             self._follow(over)
@@ -175,20 +178,20 @@ class _Pulse(threading.Thread):
         if os.getpid() == self._process and not self._ended.is_set():
             self._how = kind
             self._ended.set()
-            _within(self._silence, tell, None)
+            _within(self._silence, tell)
 
     def _key(self, name: str) -> str:
         return key(self._attempt, name)
 
 
-def _within(seconds: float, ask: Callable[[], T], otherwise: T) -> T:
+def _within(seconds: float, ask: Callable[[], T], otherwise: Callable[[], T | None] = lambda: None) -> T | None:
     """What `ask` returns, or `otherwise` if that takes longer: what is asked of a scheduler that was stopped, or whose
     network was cut, has no end."""
     found: list[T] = []
     asks = threading.Thread(target=lambda: found.append(ask()), name="partway asks", daemon=True)
     asks.start()
     asks.join(seconds)
-    return found[0] if found else otherwise
+    return found[0] if found else otherwise()
 
 
 class _Start:

@@ -22,6 +22,7 @@ from faults import STEPS, Job, Outcome, by_the_scheduler, by_torchrun
 pytestmark = [pytest.mark.slow, pytest.mark.gloo]
 
 LAUNCHERS: dict[str, Callable[..., Job]] = {"the scheduler": by_the_scheduler, "torchrun": by_torchrun}
+PAUSE = "0.5"  # so that the job is not done before it looks for what it was told
 KILL = "os.kill(os.getpid(), 9)"
 RAISE = "raise ValueError('a bad batch')"
 LIMIT = "resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))"
@@ -90,7 +91,7 @@ def test_a_worker_that_ends_is_replaced(launcher: str, fault: str, whole: dict[i
 
 WORDS = {
     "killed": "was killed or crashed",
-    "exception": "failed: ValueError: a bad batch",
+    "exception": "(failed|could not keep what it has):.* ValueError: a bad batch",
     "memory": "failed: RuntimeError",
 }
 
@@ -104,7 +105,7 @@ def test_a_job_that_does_not_recover_ends_with_the_name_of_the_first(fault: str,
         "crashed": "was killed or crashed", "os._exit(7)": "was killed or crashed",
         "sys.exit(1)": "rank 1 had ended before, without an error", "SIGTERM": "was asked to end by SIGTERM",
     }.get(fault) or next(text for word, text in WORDS.items() if word in fault)  # fmt: skip
-    first = "" if fault == "sys.exit(1)" else r"rank 1 \(process \d+ on .* \(MS_NODE_ID=1\)\) "
+    first = "" if fault == "sys.exit(1)" else r"rank 1 (\(process \d+ on .* \(MS_NODE_ID=1\)\) )?"
     ends("the scheduler, no recovery", f"worker: {fault}", outcome, f"{first}.*{how}", "scheduler")
     assert outcome.codes["scheduler"] == (143 if fault == "SIGTERM" else 1)
 
@@ -119,26 +120,26 @@ def test_a_job_of_torchrun_without_restarts_ends(fault: str, tmp_path: Path) -> 
     ends("torchrun, no restarts", f"worker: {fault}", job.run(), said, "agent")
 
 
-FROM_OUTSIDE: dict[str, tuple[str, str, tuple[str, ...], int, float]] = {
-    "both workers killed": ("the scheduler", "kill", ("0", "1"), signal.SIGKILL, 0),
-    "both workers of torchrun killed": ("torchrun", "kill", ("0", "1"), signal.SIGKILL, 0),
-    "a worker stopped for 3 s": ("the scheduler", "stop", ("1",), signal.SIGSTOP, 3),
-    "a worker of torchrun stopped for 3 s": ("torchrun", "stop", ("1",), signal.SIGSTOP, 3),
-    "a worker stopped for 15 s": ("the scheduler", "stop", ("1",), signal.SIGSTOP, 15),
-    "the scheduler killed": ("the scheduler", "kill", ("scheduler",), signal.SIGKILL, 0),
-    "the scheduler told to end": ("the scheduler", "kill", ("scheduler",), signal.SIGTERM, 0),
-    "the scheduler stopped for 5 s": ("the scheduler", "stop", ("scheduler",), signal.SIGSTOP, 5),
-    "the scheduler stopped for 15 s": ("the scheduler", "stop", ("scheduler",), signal.SIGSTOP, 15),
-    "a worker of torchrun stopped": ("torchrun", "kill", ("1",), signal.SIGSTOP, 0),
-    "torchrun stopped for 5 s": ("torchrun", "stop", ("agent",), signal.SIGSTOP, 5),
-    "SIGTERM to both workers": ("the scheduler", "kill", ("0", "1"), signal.SIGTERM, 0),
+FROM_OUTSIDE: dict[str, tuple[str, tuple[str, ...], int, float]] = {
+    "both workers killed": ("the scheduler", ("0", "1"), signal.SIGKILL, 0),
+    "both workers of torchrun killed": ("torchrun", ("0", "1"), signal.SIGKILL, 0),
+    "a worker stopped for 3 s": ("the scheduler", ("1",), signal.SIGSTOP, 3),
+    "a worker of torchrun stopped for 3 s": ("torchrun", ("1",), signal.SIGSTOP, 3),
+    "a worker stopped for 15 s": ("the scheduler", ("1",), signal.SIGSTOP, 15),
+    "the scheduler killed": ("the scheduler", ("scheduler",), signal.SIGKILL, 0),
+    "the scheduler told to end": ("the scheduler", ("scheduler",), signal.SIGTERM, 0),
+    "the scheduler stopped for 5 s": ("the scheduler", ("scheduler",), signal.SIGSTOP, 5),
+    "the scheduler stopped for 15 s": ("the scheduler", ("scheduler",), signal.SIGSTOP, 15),
+    "a worker of torchrun stopped": ("torchrun", ("1",), signal.SIGSTOP, 0),
+    "torchrun stopped for 5 s": ("torchrun", ("agent",), signal.SIGSTOP, 5),
+    "SIGTERM to both workers": ("the scheduler", ("0", "1"), signal.SIGTERM, 0),
 }
 
 
 @pytest.mark.parametrize("fault", FROM_OUTSIDE)
 def test_what_comes_from_outside_is_survived(fault: str, whole: dict[int, set[str]], tmp_path: Path) -> None:
-    launcher, _, names, number, later = FROM_OUTSIDE[fault]
-    job = LAUNCHERS[launcher](tmp_path, 3)
+    launcher, names, number, later = FROM_OUTSIDE[fault]
+    job = LAUNCHERS[launcher](tmp_path, 3, PAUSE=PAUSE)
     resumes = (later, lambda job: job.kill(signal.SIGCONT, *names)) if later else None
     goes_on(launcher, fault, job.run(lambda job: job.kill(number, *names), resumes), whole)
 
@@ -148,7 +149,7 @@ def test_what_comes_from_outside_is_survived(fault: str, whole: dict[int, set[st
     ["a worker stopped", "the scheduler stopped", "the scheduler killed", "the scheduler told to end", "Ctrl-C"],
 )
 def test_what_does_not_recover_ends_from_outside_too(fault: str, tmp_path: Path) -> None:
-    job = by_the_scheduler(tmp_path, 0)
+    job = by_the_scheduler(tmp_path, 0, PAUSE=PAUSE)
     names, number, said, by = {
         "a worker stopped": (("1",), signal.SIGSTOP, r"rank 1 .* has not answered for \d+ s", "scheduler"),
         "the scheduler stopped": (("scheduler",), signal.SIGSTOP, r"the scheduler at 127\S+ has not answered for", "0"),
@@ -226,7 +227,7 @@ def test_a_host_that_is_not_there(host: str, tmp_path: Path) -> None:
 def test_an_agent_of_torchrun_that_never_comes(tmp_path: Path) -> None:
     job = by_torchrun(tmp_path, 0)
     command, own = job.start["agent"]
-    job.start = {"agent": ([*command[:-1], "--nnodes", "2", "--rdzv-conf", "timeout=8", command[-1]], own)}
+    job.start = {"agent": ([*command[:-1], "--nnodes", "2", "--rdzv-conf", "join_timeout=8", command[-1]], own)}
     outcome = job.run(lambda job: None, until=never)
     ends("torchrun", "an agent never started", outcome, r"Rendezvous\w*Timeout\w*", "agent")
 
@@ -342,4 +343,4 @@ def test_a_network_of_torchrun_that_is_cut_for_good(
 def test_a_network_that_is_cut_for_good(hosts: tuple[namespaces.Host, namespaces.Host], tmp_path: Path) -> None:
     outcome = on_hosts(hosts, tmp_path, 6).run(lambda job: hosts[1].cut())
     ends("the scheduler", "the network cut for good", outcome, r"rank 1 .* has not answered for \d+ s", "scheduler")
-    assert "has ended" in outcome.said["1"], outcome
+    assert re.search(r"rank 1 ends: the scheduler at \S+ has not answered for 6 s", outcome.said["1"]), outcome

@@ -83,7 +83,7 @@ with open(f"losses.{number}", "a") as losses:
         if step == STEP:
             reach("between steps")
         pathlib.Path(f"step.{number}").write_text(str(step))
-        time.sleep(0.05)
+        time.sleep(float(os.environ.get("PAUSE", "0.05")))
 reach("the end")
 """.replace("STEP, STEPS = @", f"STEP, STEPS = {STEP}, {STEPS}")
 

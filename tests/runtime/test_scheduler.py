@@ -94,7 +94,7 @@ WRONG = {
     "MS_NODE_ID=7": ({"MS_NODE_ID": "7"}, r"with MS_WORKER_NUM=2, MS_NODE_ID is 0 to 1"),
     "number": ({"MS_WORKER_NUM": "4"}, r"it has MS_WORKER_NUM=4, and the scheduler 2; set one number everywhere"),
     "version": ({"OTHER": "1"}, r"it runs something else, and the scheduler partway"),
-    "recovery": ({"MS_ENABLE_RECOVERY": "1"}, r"MS_ENABLE_RECOVERY=1 is its alone; set it everywhere"),
+    "recovery": ({"MS_ENABLE_RECOVERY": "1"}, r"MS_ENABLE_RECOVERY=1 is set for it alone; set it everywhere"),
     "too many": ({}, r"all 2 workers are there already \(MS_WORKER_NUM\); start no more"),
 }
 LATE = """
