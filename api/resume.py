@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,8 +21,10 @@ from partway.checkpoints.loading import load
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.saving import save, wait
 from partway.runtime import worker
+from partway.runtime.answering import AnsweringStore
 from partway.runtime.process import launched
 from partway.runtime.scheduler import AGAIN
+from partway.runtime.torch_internals import default_store, timeout_of
 from partway.strategy import RuntimeStateError
 from partway.strategy.errors import shown
 
@@ -171,13 +174,13 @@ class Resume:
         self._told = True
         if launched():
             # ranks are within a step of each other, so that none has done this one yet
-            _store().compare_set(_STOP, "", str(self.step + 2))
+            _store(dist.group.WORLD).compare_set(_STOP, "", str(self.step + 2))
 
     def _ends(self) -> bool:
         """Whether to end after the step that is done: all ranks after the same one."""
         if not launched():
             return self._told
-        store = _store()
+        store = _store(dist.group.WORLD)
         return bool(store.check([_STOP])) and self.step >= int(store.get(_STOP))
 
 
@@ -208,7 +211,7 @@ def _named(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
-def _store() -> Any:
-    from partway.runtime.torch_internals import default_store
-
-    return default_store()
+@functools.lru_cache(maxsize=1)
+def _store(world: Any) -> AnsweringStore:
+    """The store by which the ranks of the process group have met."""
+    return AnsweringStore(default_store(), timeout_of(world).total_seconds())

@@ -32,6 +32,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError
+from .answering import AnsweringStore
 from .doing import Doing, first_line, is_alive, last_words, lines_of, named, place_of
 from .functions import trail_of
 from .ledger import Ledger
@@ -52,20 +53,23 @@ class Watch:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.timeout = timeout_of(self.group).total_seconds()
         self._prefix = f"partway/{generation}"
-        self._store, self._own = self._connected(), self._connected()
+        self._store, self._own = self._answering(), self._connected()
         self._process, self._meetings, self._asked = os.getpid(), 0, 0
         self._planning: list[str] = []
         self._at: str | None = None  # the meeting that this rank waits at
         self.failed: str | None = None
         self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {self._process}")
         self._broken: str | None = None  # what was found to differ, until it is raised
-        self._ledger = Ledger(self._connected(), self.rank, self.size, self._tell)
+        self._ledger = Ledger(self._answering(), self.rank, self.size, self._tell)
         self.ran, self.given, self.stepped = self._ledger.ran, self._ledger.given, self._ledger.stepped
         self._thread = threading.Thread(target=self._listen, name="partway watch", daemon=True)
         self._thread.start()
 
     def _connected(self) -> Any:
         return dist.PrefixStore(self._prefix, _connection())  # type: ignore[attr-defined]
+
+    def _answering(self) -> AnsweringStore:
+        return AnsweringStore(self._connected(), self.timeout)
 
     # -- the thread
 

@@ -10,22 +10,20 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, astuple
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError
+from .answering import AnsweringStore, NoAnswer
 from .doing import first_line
 from .launchers import Launch
 from .scheduler import BEAT, GRACE, Card, Ended, Over, key, seconds_of
-
-T = TypeVar("T")
 
 _PULSES: list[_Pulse] = []  # of this process, where a scheduler has let it in
 
@@ -93,7 +91,8 @@ class _Pulse(threading.Thread):
         super().__init__(name="partway pulse", daemon=True)
         self._rank, self._attempt, self._where, self._start_again = rank, attempt, found.where, start
         self._process, self._silence = os.getpid(), seconds_of("MS_NODE_TIMEOUT", 30)
-        self._store = dist.TCPStore(found.host, found.port, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
+        store = dist.TCPStore(found.host, found.port, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
+        self._store = AnsweringStore(store, self._silence)
         self._told: Over | None = None
         self._ended, self._how, self._hook = threading.Event(), "", sys.excepthook
         sys.excepthook = self._failed
@@ -112,19 +111,16 @@ class _Pulse(threading.Thread):
     def _over(self) -> Over | None:
         """Why the job is over, if it is, and whether it starts again; say that this worker lives."""
 
-        def ask() -> Over | None:
-            try:
-                self._store.add(self._key(f"beat/{self._rank}"), 1)
-                if self._store.check([self._key("over")]):
-                    self._told = Over(**json.loads(self._store.get(self._key("over"))))
-                return self._told
-            except RuntimeError as error:
-                return Over(f"the scheduler at {self._where} has ended: {first_line(error)}", again=True)
-
-        if self._told is not None:
+        try:
+            self._store.add(self._key(f"beat/{self._rank}"), 1)
+            if self._told is None and self._store.check([self._key("over")]):
+                self._told = Over(**json.loads(self._store.get(self._key("over"))))
             return self._told
-        silent = f"the scheduler at {self._where} has not answered for {self._silence:g} s (MS_NODE_TIMEOUT)"
-        return self._told or _within(self._silence, ask, lambda: Over(silent, again=True))
+        except NoAnswer:
+            silent = f"has not answered for {self._silence:g} s (MS_NODE_TIMEOUT)"
+            return self._told or Over(f"the scheduler at {self._where} {silent}", again=True)
+        except RuntimeError as error:
+            return self._told or Over(f"the scheduler at {self._where} has ended: {first_line(error)}", again=True)
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Leave word of an error that ends this process, before what it tears down is an error elsewhere."""
@@ -147,12 +143,8 @@ class _Pulse(threading.Thread):
     def _wait_and_follow(self) -> None:
         if os.getpid() != self._process:
             return
-
-        def wait() -> None:
-            with suppress(RuntimeError):  # nobody was first, or the scheduler has gone
-                self._store.wait([self._key("over")], timedelta(seconds=2 * GRACE))
-
-        _within(self._silence, wait)
+        with suppress(RuntimeError):  # nobody was first, or the scheduler has gone
+            self._store.wait([self._key("over")], timedelta(seconds=2 * GRACE))
         over = self._over()
         if over is not None:
             self._follow(over)
@@ -169,29 +161,15 @@ class _Pulse(threading.Thread):
 
     def _end(self, kind: str = "done", text: str = "") -> None:
         """Leave word of how this process ends; a child of it that was forked has no word in that."""
-
-        def tell() -> None:
+        if os.getpid() == self._process and not self._ended.is_set():
+            self._how = kind
+            self._ended.set()
             with suppress(RuntimeError):
                 word = Ended(kind, self._store.add(self._key("words"), 1), text)
                 self._store.set(self._key(f"ended/{self._rank}"), json.dumps(astuple(word)))
 
-        if os.getpid() == self._process and not self._ended.is_set():
-            self._how = kind
-            self._ended.set()
-            _within(self._silence, tell)
-
     def _key(self, name: str) -> str:
         return key(self._attempt, name)
-
-
-def _within(seconds: float, ask: Callable[[], T], otherwise: Callable[[], T | None] = lambda: None) -> T | None:
-    """What `ask` returns, or `otherwise` if that takes longer: what is asked of a scheduler that was stopped, or whose
-    network was cut, has no end."""
-    found: list[T] = []
-    asks = threading.Thread(target=lambda: found.append(ask()), name="partway asks", daemon=True)
-    asks.start()
-    asks.join(seconds)
-    return found[0] if found else otherwise()
 
 
 class _Start:

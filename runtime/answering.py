@@ -1,0 +1,86 @@
+"""A store that answers in time, or is an error.
+
+The store of torch.distributed waits without end for the answer of a process that was stopped, or that the network no
+longer reaches; only a `wait` for a key has a limit of its own.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+
+class NoAnswer(dist.DistNetworkError):
+    """The store has not answered in time."""
+
+
+class AnsweringStore:
+    """`store`, each of whose calls raises NoAnswer where it takes longer than `seconds`. It is asked on a thread of its
+    own, which then waits on: every later call raises at once."""
+
+    def __init__(self, store: Any, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+        self._asked = queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[tuple[Any, BaseException | None]]]]()
+        self._silent = False
+        self._thread = threading.Thread(target=self._answer, name="partway store", daemon=True)
+        self._thread.start()
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key to a value."""
+        self._ask(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Its value; waits for the key."""
+        value: bytes = self._ask(lambda: self._store.get(key))
+        return value
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether it has all keys."""
+        return bool(self._ask(lambda: self._store.check(list(keys))))
+
+    def add(self, key: str, amount: int) -> int:
+        """The number that it then is."""
+        return int(self._ask(lambda: self._store.add(key, amount)))
+
+    def compare_set(self, key: str, expected: str, value: str) -> None:
+        """Set a key that has the `expected` value, or none where that is ""."""
+        self._ask(lambda: self._store.compare_set(key, expected, value))
+
+    def delete_key(self, key: str) -> None:
+        """Remove a key."""
+        self._ask(lambda: self._store.delete_key(key))
+
+    def wait(self, keys: Sequence[str], limit: timedelta) -> None:
+        """Wait until it has all keys."""
+        self._ask(lambda: self._store.wait(list(keys), limit), limit.total_seconds())
+
+    def _ask(self, call: Callable[[], Any], more: float = 0) -> Any:
+        if not self._thread.is_alive():
+            raise NoAnswer("a process that was forked has no connection to the store; ask in the one that made it")
+        told = queue.SimpleQueue[tuple[Any, BaseException | None]]()
+        self._asked.put((call, told))
+        try:
+            value, error = told.get(timeout=0 if self._silent else self._seconds + more)
+        except queue.Empty:
+            self._silent = True
+            raise NoAnswer(
+                f"the store has not answered for {self._seconds:g} s: the process that keeps it was stopped, or the "
+                "network does not reach it"
+            ) from None
+        if error is not None:
+            raise error
+        return value
+
+    def _answer(self) -> None:
+        while True:
+            call, told = self._asked.get()
+            try:
+                told.put((call(), None))
+            except BaseException as error:
+                told.put((None, error))
+            del call, told
