@@ -35,10 +35,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError
 from .doing import is_alive, named
+from .door import guard, store_behind
 from .launchers import Launch, number
 
 AGAIN = 128 + signal.SIGTERM  # the exit status of what was asked to end, and may be started again
@@ -355,8 +355,9 @@ def _say(text: str) -> None:
 
 
 def _listening(host: str, port: int) -> Any:
-    """A store that listens on the interface of `host` only. Raises RuntimeStateError if it cannot."""
-    listener = socket.socket()
+    """A store that listens on the interface of `host` only, behind a door if the job has a secret. Raises
+    RuntimeStateError if it cannot."""
+    own, listener = guard(), socket.socket()
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -367,9 +368,7 @@ def _listening(host: str, port: int) -> Any:
             f"MS_SCHED cannot listen at {host}:{port}: {error.strerror or error}; MS_SCHED_HOST is an address of this "
             "host, and MS_SCHED_PORT a port that nothing else takes"
         ) from error
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    return store_behind(listener, own)
 
 
 def _is_gone(card: Card) -> bool:

@@ -21,6 +21,9 @@ Each name, and why:
     torch.autograd.forward_ad._current_level                 whether tensors may have tangents: to ask each of them on
                                                              every call would cost more than the call; without the name
                                                              they are never asked
+    STORE_PING                                               what a client of a TCPStore sends first, with a number that
+                                                             comes back: a store says nothing to who sends anything
+                                                             else, and the client waits long for what is none
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 
 __all__ = [
+    "STORE_PING",
     "base_of",
     "coalescing_manager",
     "default_store",
@@ -54,6 +58,7 @@ __all__ = [
 ]
 
 Hooks = tuple[Any, Any]
+STORE_PING = bytes([0, 0xCE, 0xF7, 0x85, 0x3C, 13, 1, 2, 3, 4])  # "validate" and its number; "ping" and ours
 spec_of: Callable[[Tensor], Any] = attrgetter("_spec")  # of a DTensor
 local_part_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ..strategy.errors import RuntimeStateError
 from .answering import AnsweringStore, NoAnswer
 from .doing import first_line
+from .door import guard, way_to
 from .launchers import Launch
 from .scheduler import BEAT, GRACE, Card, Ended, Over, key, seconds_of
 
@@ -54,8 +55,9 @@ def join(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:
 
 def _reach(found: Launch, patience: float) -> Any:
     try:
-        return dist.TCPStore(found.host, found.port, timeout=timedelta(seconds=patience))  # type: ignore[attr-defined]
-    except dist.DistError as error:
+        way = way_to(found.host, found.port, guard(), patience, "the scheduler")
+        return dist.TCPStore(*way, timeout=timedelta(seconds=patience))  # type: ignore[attr-defined]
+    except (OSError, dist.DistError) as error:
         raise RuntimeStateError(
             f"MS_WORKER cannot reach the scheduler at {found.where}; start one process with "
             f"MS_ROLE=MS_SCHED there, and check MS_SCHED_HOST and MS_SCHED_PORT: {first_line(error)}"
@@ -91,8 +93,7 @@ class _Pulse(threading.Thread):
         super().__init__(name="partway pulse", daemon=True)
         self._rank, self._attempt, self._where, self._start_again = rank, attempt, found.where, start
         self._process, self._silence = os.getpid(), seconds_of("MS_NODE_TIMEOUT", 30)
-        store = dist.TCPStore(found.host, found.port, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
-        self._store = AnsweringStore(store, self._silence)
+        self._store = AnsweringStore(_reach(found, 30), self._silence)
         self._told: Over | None = None
         self._ended, self._how, self._hook = threading.Event(), "", sys.excepthook
         sys.excepthook = self._failed

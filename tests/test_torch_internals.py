@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,13 @@ def test_groups_have_a_store_a_timeout_and_coalescing(one_process: Any) -> None:
     assert running.default_store().get("canary") == b"sings"
     assert running.timeout_of(dist.group.WORLD).total_seconds() == 1800
     assert callable(running.coalescing_manager)
+
+
+def test_a_store_answers_the_ping() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.create_connection(("127.0.0.1", store.port), timeout=10) as client:
+        client.sendall(running.STORE_PING)
+        assert client.recv(5) == running.STORE_PING[-4:]
 
 
 def test_hooks_of_a_tensor_move_with_their_handles() -> None:

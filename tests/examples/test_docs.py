@@ -14,7 +14,7 @@ import partway
 ROOT = Path(__file__).parents[2]
 RANKS = {  # under torchrun
     "checkpoints": 2, "ema": 2, "evaluation": 2, "huggingface": 2, "inference": 4, "launch": 4, "lightning": 2,
-    "options": 2, "recovery": 2,
+    "options": 2, "recovery": 2, "security": 2,
 }  # fmt: skip
 PAGES = sorted(RANKS)
 

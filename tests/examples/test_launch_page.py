@@ -1,4 +1,4 @@
-"""The commands of docs/launch.md and docs/recovery.md run as they stand there, and all give one loss."""
+"""The commands of the pages on launching, recovery and security run as they stand there, and all give one loss."""
 
 from __future__ import annotations
 
@@ -45,12 +45,13 @@ def lines(said: str) -> list[str]:
 @pytest.mark.gloo
 @pytest.mark.parametrize(("page", "said"), [
     ("launch", r"4 devices, loss 0\.\d{4}"), ("recovery", r"step 99, loss 0\.\d{4}"),
+    ("security", r"loss 0\.\d{4}"),
 ])  # fmt: skip
 def test_each_command_gives_the_loss_of_one_process(page: str, said: str, tmp_path: Path) -> None:
     expected = lines(run(page, "python train.py", tmp_path))
     assert re.fullmatch(said, expected[0])
     commands = blocks(page, "sh")
-    assert len(commands) == {"launch": 4, "recovery": 3}[page]
+    assert len(commands) == {"launch": 4, "recovery": 3, "security": 1}[page]
     for command in commands:
         found = lines(run(page, command, tmp_path))
         if "--hosts" in command:

@@ -168,6 +168,32 @@ def test_workers_end_where_their_scheduler_is_gone(job: Job) -> None:
         assert "has ended" in worker.stderr
 
 
+KEY = "0123456789abcdef"
+
+
+@pytest.mark.gloo
+def test_workers_with_the_secret_train_and_one_without_is_refused(job: Job) -> None:
+    mine = {"PARTWAY_JOB_SECRET": KEY}
+    others = [{"PARTWAY_JOB_SECRET": KEY[::-1]}, {"PARTWAY_JOB_SECRET": ""}]
+    wait = "import os\nif not os.environ['PARTWAY_JOB_SECRET']: del os.environ['PARTWAY_JOB_SECRET']\n"
+    script = wait + "\n".join(line[4:] for line in SCRIPT.splitlines())
+    ended = job(script, [mine, mine, *others], 2, PARTWAY_JOB_SECRET=KEY)
+    scheduler, *workers, wrong, without = ended
+    assert [one.returncode for one in (scheduler, *workers)] == [0, 0, 0], ended
+    assert sorted(one.stdout for one in workers) == [f"rank {rank} of 2 2 sum 3.0\n" for rank in (0, 1)]
+    assert "has another secret; give all processes of a job the same PARTWAY_JOB_SECRET" in last(wrong)
+    assert "asks for the job's secret, and this process has none" in last(without)
+    assert not any(KEY in one.stderr + one.stdout for one in ended)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_a_worker_with_a_secret_is_not_content_with_a_scheduler_without(job: Job) -> None:
+    _, worker = job(SCRIPT, [{"PARTWAY_JOB_SECRET": KEY}], 2, MS_TOPO_TIMEOUT="20")
+    assert worker.returncode == 1
+    assert "does not ask for the secret that this process has: set PARTWAY_JOB_SECRET there, too" in last(worker)
+
+
 # -- In one process
 
 

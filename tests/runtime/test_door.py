@@ -1,0 +1,204 @@
+"""The door before the store lets in who knows the job's secret, and nobody else, whatever they send."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from partway.runtime import door
+from partway.runtime.door import Guard, guard, store_behind, way_to
+from partway.strategy import RuntimeStateError
+
+ONE, OTHER = Guard(b"a secret of this job"), Guard(b"a secret of another job")
+KEY = "0123456789abcdef"
+Address = tuple[str, int]
+
+
+@pytest.fixture(autouse=True)
+def shut() -> Iterator[None]:
+    yield
+    door.shut()
+
+
+@pytest.fixture
+def kept() -> tuple[Any, Address]:
+    """A store behind a door, and the address of the door."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    return store_behind(listener, ONE), address
+
+
+def test_who_knows_the_secret_reaches_the_store(kept: tuple[Any, Address]) -> None:
+    store, address = kept
+    way = way_to(*address, ONE, 5, "the scheduler")
+    assert way != address
+    first, second = (dist.TCPStore(*way) for _ in range(2))
+    first.set("large", "x" * 10**6)
+    assert store.get("large") == second.get("large") == b"x" * 10**6
+    assert way_to(*address, ONE, 5, "the scheduler") == way, "a passage serves all"
+    assert second.clone().add("count", 2) == 2
+
+
+@pytest.mark.parametrize(("own", "said"), [
+    (OTHER, "the scheduler at 127.0.0.1:{} has another secret; give all processes of a job the same PARTWAY_"),
+    (None, "the scheduler at 127.0.0.1:{} asks for the job's secret, and this process has none; give it the same PART"),
+])  # fmt: skip
+def test_others_are_told_why_not(kept: tuple[Any, Address], own: Guard | None, said: str) -> None:
+    with pytest.raises(RuntimeStateError) as error:
+        way_to(*kept[1], own, 5, "the scheduler")
+    assert said.format(kept[1][1]) in str(error.value)
+
+
+def test_a_store_without_a_door_is_not_taken_for_one_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_HANDSHAKE", 0.5)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert way_to("127.0.0.1", store.port, None, 5, "rank 0") == ("127.0.0.1", store.port)
+    with pytest.raises(RuntimeStateError, match=r"rank 0 at .* does not ask for the secret that this process has: set"):
+        way_to("127.0.0.1", store.port, ONE, 5, "rank 0")
+
+
+def test_a_door_that_does_not_know_the_secret_is_not_trusted() -> None:
+    class Pretends(Guard):
+        async def admit(self, peer: Any) -> bool:
+            await peer.send(b"partway door 1\n" + bytes(32))
+            await peer.take(64)
+            await peer.send(bytes(32))
+            return True
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    store_behind(listener, Pretends(b""))
+    with pytest.raises(RuntimeStateError, match="does not know the secret that it asks for, and is not to be trusted"):
+        way_to(*address, ONE, 5, "the scheduler")
+
+
+def test_nobody_there_is_an_error_after_the_patience() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+    with pytest.raises(OSError, match=r"refused|Connect call failed"):
+        way_to(*address, ONE, 0.5, "the scheduler")
+
+
+def test_strangers_do_not_keep_others_out(kept: tuple[Any, Address], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_PENDING", 4)
+    monkeypatch.setattr(door, "_HANDSHAKE", 2.0)
+    store, address = kept
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(20)]
+        for stranger in silent[::2]:
+            with contextlib.suppress(OSError):  # hung up on
+                stranger.sendall(os.urandom(200))
+        with socket.create_connection(address) as gone:
+            gone.close()
+        reached = dist.TCPStore(*way_to(*address, ONE, 5, "the scheduler"))
+        reached.set("here", "1")
+        assert store.get("here") == b"1"
+        for stranger in silent[:10]:  # nothing but the greeting, and the end
+            said = b""
+            with contextlib.suppress(ConnectionError):
+                while part := stranger.recv(4096):
+                    said += part
+            assert said[:15] in (b"", b"partway door 1\n")
+            assert said[47:] in (b"", b"refused".ljust(32))
+
+
+def test_a_recorded_answer_does_not_open(kept: tuple[Any, Address]) -> None:
+    """Whoever has seen a worker come in cannot come in with what it sent."""
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        seen: list[bytes] = []
+
+        def overhear() -> None:
+            client, _ = between.accept()
+            with client, socket.create_connection(kept[1]) as upstream:
+                client.sendall(upstream.recv(47, socket.MSG_WAITALL))
+                seen.append(client.recv(64, socket.MSG_WAITALL))
+                upstream.sendall(seen[0])
+                client.sendall(upstream.recv(32, socket.MSG_WAITALL))
+
+        thread = threading.Thread(target=overhear)
+        thread.start()
+        way_to(*between.getsockname(), ONE, 5, "the scheduler")
+        thread.join()
+    with socket.create_connection(kept[1]) as again:
+        again.recv(47, socket.MSG_WAITALL)
+        again.sendall(seen[0])
+        assert again.recv(32, socket.MSG_WAITALL) == b"refused".ljust(32)
+
+
+def test_a_passage_is_for_its_own_user(kept: tuple[Any, Address], monkeypatch: pytest.MonkeyPatch) -> None:
+    way = way_to(*kept[1], ONE, 5, "the scheduler")
+    real = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: real + 1)
+    with socket.create_connection(way, timeout=10) as other:
+        other.sendall(b"x")
+        with contextlib.suppress(ConnectionError):
+            assert other.recv(1) == b""
+
+
+def test_what_goes_through_ends_when_it_is_shut(kept: tuple[Any, Address]) -> None:
+    with socket.create_connection(way_to(*kept[1], ONE, 5, "the scheduler"), timeout=10) as client:
+        time.sleep(0.2)
+        door.shut()
+        with contextlib.suppress(ConnectionError):
+            assert client.recv(1) == b""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(kept[1], timeout=1)
+
+
+# -- The secret
+
+
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """`named(secret, file, mode)`: the environment of a process."""
+
+    def run(secret: str | None = None, file: bytes | None = None, mode: int = 0o600) -> None:
+        monkeypatch.delenv("PARTWAY_JOB_SECRET", raising=False)
+        if secret is not None:
+            monkeypatch.setenv("PARTWAY_JOB_SECRET", secret)
+        if file is not None:
+            (tmp_path / "secret").write_bytes(file)
+            (tmp_path / "secret").chmod(mode)
+            monkeypatch.setenv("PARTWAY_JOB_SECRET_FILE", str(tmp_path / "secret"))
+
+    return run
+
+
+def test_a_secret_is_read_and_never_shown(named: Callable[..., None]) -> None:
+    named()
+    assert guard() is None
+    named(KEY)
+    assert guard() == Guard(KEY.encode())
+    assert KEY not in repr(guard())
+    named(file=KEY.encode() + b"\n")
+    assert guard() == Guard(KEY.encode())
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ((KEY[:15],), r"PARTWAY_JOB_SECRET has 15 characters; a job's secret has 16 or more, as `openssl rand -hex 32` "),
+    (("",), r"PARTWAY_JOB_SECRET has 0 characters"),
+    ((None, b"short\n"), r"PARTWAY_JOB_SECRET_FILE \(.*secret\) has 5 characters"),
+    ((None, b"\xff" * 20), r"PARTWAY_JOB_SECRET_FILE names .*secret, which cannot be read: it is no text"),
+    ((None, KEY.encode(), 0o640), r"PARTWAY_JOB_SECRET_FILE names .*, which other users may read or write; run: ch"),
+    ((KEY, KEY.encode()), r"PARTWAY_JOB_SECRET and PARTWAY_JOB_SECRET_FILE are both set; unset one"),
+])  # fmt: skip
+def test_a_wrong_secret_is_an_error_without_it(named: Callable[..., None], given: tuple[Any, ...], said: str) -> None:
+    named(*given)
+    with pytest.raises(RuntimeStateError, match=said) as error:
+        guard()
+    assert KEY[:15] not in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARTWAY_JOB_SECRET_FILE", "/nowhere/secret")
+    with pytest.raises(RuntimeStateError, match="names /nowhere/secret, which cannot be read: No such file"):
+        guard()
