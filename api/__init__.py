@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from partway.loss_monitor import LossMonitor
     from partway.propagation.plan.plan import Plan
     from partway.resume import Resume
-    from partway.runtime.process import get_group_size, get_rank, init, shutdown
+    from partway.runtime.process import get_group_size, get_local_rank, get_rank, init, shutdown
     from partway.runtime.record import record_collectives, record_timeline
     from partway.sharding import shard
     from partway.strategy import (
@@ -81,7 +81,7 @@ _HOMES = {
     "loss_monitor": "LossMonitor",
     "propagation.plan.plan": "Plan",
     "resume": "Resume",
-    "runtime.process": "get_group_size get_rank init shutdown",
+    "runtime.process": "get_group_size get_local_rank get_rank init shutdown",
     "runtime.record": "record_collectives record_timeline",
     "sharding": "shard",
     "strategy": """Broadcast CaptureError ContextError DataError Layout LossError Mesh OperatorError Partial
@@ -121,6 +121,7 @@ __all__ = [
     "get_algo_parameters",
     "get_auto_parallel_context",
     "get_group_size",
+    "get_local_rank",
     "get_rank",
     "infer_predict_layout",
     "init",

@@ -23,7 +23,7 @@ from .agreement import Fact, agree, agreement, facts_of
 from .execute import Worker, broadcast, device_mesh
 from .loaded import Executor
 from .parameters import as_dtensor, distribute, placed_part, redistribute, shard_tensor
-from .process import get_group_size, get_rank, init, launched, shutdown
+from .process import get_group_size, get_local_rank, get_rank, init, launched, shutdown
 from .random_state import generators, share_generators
 from .record import Event, record_collectives, record_timeline
 from .simulate import Simulator, join, split
@@ -45,6 +45,7 @@ __all__ = [
     "facts_of",
     "generators",
     "get_group_size",
+    "get_local_rank",
     "get_rank",
     "init",
     "join",

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from ..strategy.errors import RuntimeStateError, shown
 from . import scheduler, worker
 from .doing import first_line
-from .launchers import SCHEDULER, TORCHRUN, Launch, launch, simulated, started
+from .launchers import SCHEDULER, TORCHRUN, Launch, launch, number, simulated, started
 from .torch_internals import timeout_of
 
 _BEFORE_SHUTDOWN: dict[Callable[[], object], None] = {}
-_MADE: list[object] = []  # the process group that was started here, if one was
+_MADE: dict[object, int | None] = {}  # the process group that was started here, if one was, and the local rank
 _LONGEST = 2**31 // 1000  # seconds: PyTorch counts milliseconds
 
 
@@ -80,6 +80,21 @@ def get_group_size() -> int:
     that reads the share `get_rank()` of `get_group_size()` reads the whole batch, as it has to.
     """
     return dist.get_world_size() if _ready() else 1
+
+
+def get_local_rank() -> int:
+    """The position of this process among those of its host, which take a GPU each: 0 where no launcher started it.
+    Raises RuntimeStateError before `init`, and where a process group was there that nothing says it of."""
+    if not _ready():
+        return 0
+    local = _MADE.get(dist.group.WORLD)
+    if local is None and "LOCAL_RANK" in os.environ:
+        local = number("LOCAL_RANK", 0)
+    if local is None:
+        raise RuntimeStateError(
+            "nothing says which of its host's processes this is; give each its own LOCAL_RANK, from 0"
+        )
+    return local
 
 
 def shutdown() -> None:
@@ -149,7 +164,8 @@ def _start(backend: str, timeout: timedelta | None) -> None:
         torch.cuda.set_device(local or 0)
     assert rank is not None
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=found.size)
-    _MADE[:] = [dist.group.WORLD]
+    _MADE.clear()
+    _MADE[dist.group.WORLD] = local
 
 
 def _warn_of_restarts() -> None:

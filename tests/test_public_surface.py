@@ -40,6 +40,7 @@ PUBLIC = [
     "get_algo_parameters",
     "get_auto_parallel_context",
     "get_group_size",
+    "get_local_rank",
     "get_rank",
     "infer_predict_layout",
     "init",
@@ -110,6 +111,7 @@ def test_these_are_the_public_names():
         (pw.init, "(simulate=None, backend=None, timeout=None)"),
         (pw.get_rank, "()"),
         (pw.get_group_size, "()"),
+        (pw.get_local_rank, "()"),
         (pw.shutdown, "()"),
         (pw.Mesh, "(axes)"),
         (pw.Layout, "(mesh, placements)"),
@@ -183,7 +185,7 @@ optional = {"transformers", "sklearn", "scipy", "matplotlib", "pandas", "torchvi
 heavy = optional & (set(sys.modules) - before)
 assert not heavy, heavy
 assert not torch.distributed.is_initialized()
-assert get_rank() == 0 and get_group_size() == 1
+assert get_rank() == get_local_rank() == 0 and get_group_size() == 1
 """
 
 

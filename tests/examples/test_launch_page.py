@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,17 @@ def run(page: str, command: str, folder: Path) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.gloo
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'partway[ray]'")
+@pytest.mark.parametrize("page", ["launch", "recovery"])
+def test_ray_gives_the_loss_of_one_process(page: str, tmp_path: Path) -> None:
+    [loss] = re.findall(r"loss \S+", run(page, "python train.py", tmp_path))
+    [script] = blocks(page, "py")
+    command = f"RAY_AUTH_MODE=disabled RAY_USAGE_STATS_ENABLED=0 python -c {shlex.quote(script)} 2>&1"
+    assert loss in re.findall(r"loss \S+", run(page, command, tmp_path))
+
+
 def lines(said: str) -> list[str]:
     return [line.removeprefix("[rank 0] ") for line in said.splitlines()]
 
@@ -51,10 +64,13 @@ def test_each_command_gives_the_loss_of_one_process(page: str, said: str, tmp_pa
     expected = lines(run(page, "python train.py", tmp_path))
     assert re.fullmatch(said, expected[0])
     commands = blocks(page, "sh")
-    assert len(commands) == {"launch": 4, "recovery": 3, "security": 1}[page]
+    assert len(commands) == {"launch": 5, "recovery": 3, "security": 1}[page]
     for command in commands:
-        found = lines(run(page, command, tmp_path))
-        if "--hosts" in command:
+        said = run(page, command, tmp_path)
+        found = lines(said)
+        if "doctor" in command:
+            assert "4 ranks on 1 host reach each other" in said
+        elif "--hosts" in command:
             assert found[-1].strip() == "partway run --workers 4 --nodes 2 --meet node1:29400 train.py"
         else:
             assert found == expected, command

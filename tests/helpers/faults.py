@@ -40,7 +40,8 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 import partway as pw
 
-pw.init(backend="gloo", timeout=float(os.environ.get("LIMIT", "20")))
+limit = {} if torch.distributed.is_initialized() else {"timeout": float(os.environ.get("LIMIT", "20"))}
+pw.init(backend="gloo", **limit)
 reach("after init")
 
 class Reach(nn.Module):
@@ -88,6 +89,27 @@ reach("the end")
 """.replace("STEP, STEPS = @", f"STEP, STEPS = {STEP}, {STEPS}")
 
 
+RAY = """
+import os, runpy
+from pathlib import Path
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchConfig, TorchTrainer
+
+folder = Path.cwd()
+
+def train():
+    os.chdir(folder)
+    runpy.run_path("train.py")
+
+ray.init(num_cpus=2, include_dashboard=False)
+failures = FailureConfig(max_failures=int(os.environ["AGAIN"]))
+run = RunConfig(name="run", storage_path=str(folder / "ray"), failure_config=failures)
+gloo = TorchConfig(backend="gloo", timeout_s=20)
+TorchTrainer(train, scaling_config=ScalingConfig(num_workers=2), run_config=run, torch_config=gloo).fit()
+"""
+
+
 @dataclass
 class Outcome:
     """What became of a job. `seconds`: from what happened to the end of all, or to the next step that is new;
@@ -106,12 +128,14 @@ class Job:
     """Processes in `folder`, which are started again where `again` says how often.
 
     start      the commands, by name, with the variables of each
+    patience   seconds in which all processes that they started have to end after them
     """
 
     folder: Path
     start: Mapping[str, tuple[list[str], Mapping[str, str]]]
     again: int = 0
     ports: tuple[int, ...] = ()
+    patience: float = 3
     mark: str = field(default_factory=lambda: f"{os.getpid()}-{time.monotonic_ns()}")
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     codes: dict[str, list[int]] = field(default_factory=dict)
@@ -176,7 +200,7 @@ class Job:
             process.wait()
             self.codes.setdefault(name, []).append(-99)
         self.running.clear()
-        deadline = time.monotonic() + 3
+        deadline = time.monotonic() + self.patience
         while (found := marked(self.mark)) and time.monotonic() < deadline:
             time.sleep(0.1)
         for process in found:
@@ -254,6 +278,14 @@ def by_torchrun(folder: Path, again: int, **variables: str) -> Job:
     ]  # fmt: skip
     prepare(folder)
     return Job(folder, {"agent": (command, variables)}, 0, (port,))
+
+
+def by_ray(folder: Path, again: int, **variables: str) -> Job:
+    """Ray Train with two workers; with `again`, it starts them again so often."""
+    prepare(folder)
+    (folder / "by_ray.py").write_text(RAY, encoding="utf-8")
+    own = {"AGAIN": str(again), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **variables}
+    return Job(folder, {"driver": ([sys.executable, "by_ray.py"], own)}, patience=30)
 
 
 def prepare(folder: Path) -> None:

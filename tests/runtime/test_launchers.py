@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import slurm
 from scripts import free_port, run_script
 
 from partway.runtime.launchers import Launch, first_host, launch, started
@@ -189,19 +191,17 @@ def test_the_launcher_itself(program: str, wrapped: bool, clean: dict[str, str],
     """Open MPI's, MPICH's and Slurm's own, where they are installed; by way of a shell script, too."""
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
-    if program == "srun":
-        found = subprocess.run(
-            ["sinfo", "--noheader"], capture_output=True, text=True, check=False, env=dict(os.environ)
-        )
-        if found.returncode or not found.stdout:
-            pytest.skip("there is no Slurm to ask (sinfo)")
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     command = [sys.executable, str(tmp_path / "script.py")]
     if wrapped:
         command = ["sh", "-c", f"{' '.join(command)}; true"]
-    if "SLURM_CONF" in os.environ:
-        clean["SLURM_CONF"] = os.environ["SLURM_CONF"]
-    ended = subprocess.run(
-        [program, *REAL[program], *command], env=clean, capture_output=True, text=True, check=False, timeout=120
-    )
+    with ExitStack() as stack:
+        if program == "srun":
+            try:
+                clean |= stack.enter_context(slurm.one_node(tmp_path))
+            except RuntimeError as error:
+                pytest.skip(f"there is no Slurm: {error}")
+        ended = subprocess.run(
+            [program, *REAL[program], *command], env=clean, capture_output=True, text=True, check=False, timeout=120
+        )
     assert sorted(ended.stdout.split("\n"))[1:] == EXPECTED, ended

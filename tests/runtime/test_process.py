@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from scripts import free_port
 
-from partway.runtime import get_group_size, get_rank, init, launched, shutdown
+from partway.runtime import get_group_size, get_local_rank, get_rank, init, launched, shutdown
 from partway.runtime.execute import device_mesh, process_group
 from partway.runtime.torch_internals import timeout_of
 from partway.strategy import Mesh, RuntimeStateError
@@ -31,7 +31,7 @@ def set_all(monkeypatch, **variables):
 def test_without_a_launcher_one_process_stands_for_all_devices():
     assert not launched()
     assert (init(), init(simulate=8)) == (1, 8)
-    assert (get_rank(), get_group_size()) == (0, 1)
+    assert (get_rank(), get_local_rank(), get_group_size()) == (0, 0, 1)
     assert not dist.is_initialized()
     shutdown()
 
@@ -76,8 +76,9 @@ def test_missing_variables_of_a_launcher_are_named(monkeypatch):
     expected = r"torchrun started this process, as RANK=3 says, but .* no WORLD_SIZE, MASTER_PORT; set .* or unset RANK"
     with pytest.raises(RuntimeStateError, match=expected):
         init()
-    with pytest.raises(RuntimeStateError, match=r"there is no process group yet; call init\(\) first"):
-        get_rank()
+    for ask in (get_rank, get_local_rank):
+        with pytest.raises(RuntimeStateError, match=r"there is no process group yet; call init\(\) first"):
+            ask()
     monkeypatch.delenv("RANK")
     set_all(monkeypatch, MS_ROLE="MS_WORKER", MS_SCHED_HOST="127.0.0.1")
     with pytest.raises(RuntimeStateError, match=r"the scheduler started .* no MS_WORKER_NUM, MS_SCHED_PORT; set"):
@@ -126,12 +127,19 @@ def test_the_timeout_of_a_process_group_reaches_the_groups_of_axes_and_cannot_be
         shutdown()
 
 
-def test_a_process_group_that_is_there_already_is_used():
+def test_a_process_group_that_is_there_already_is_used(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         assert launched()
         assert init(simulate=8, backend="gloo") == 1
         assert (get_rank(), get_group_size()) == (0, 1)
+        with pytest.raises(RuntimeStateError, match=r"^nothing says which of its host's processes this is; give each"):
+            get_local_rank()
+        monkeypatch.setenv("LOCAL_RANK", "3")
+        assert get_local_rank() == 3
+        monkeypatch.setenv("LOCAL_RANK", "-3")
+        with pytest.raises(RuntimeStateError, match=r"^LOCAL_RANK is '-3'; it must be an int of 0 or more$"):
+            get_local_rank()
     finally:
         shutdown()
     assert not dist.is_initialized()
