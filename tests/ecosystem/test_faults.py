@@ -13,11 +13,12 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import namespaces
 import pytest
-from faults import STEPS, Job, Outcome, by_the_scheduler, by_torchrun
+from faults import STEPS, Job, Outcome, by_ray, by_the_scheduler, by_torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.gloo]
 
@@ -168,6 +169,52 @@ def test_torchrun_that_is_ended_ends_its_workers(number: int, tmp_path: Path) ->
     said = "rank 1|Sending process|ended" if number != signal.SIGKILL else ""
     ends("torchrun", f"{signal.Signals(number).name} to torchrun", by_torchrun(tmp_path, 0).run(
         lambda job: job.kill(number, "agent")), said, "agent")  # fmt: skip
+
+
+# -- Ray Train
+
+ON_RAY = [
+    "killed in a step", "crashed", "an exception in planning", "an exception in forward", "sys.exit(1)", "os._exit(7)",
+    "out of memory", "SIGTERM",
+]  # fmt: skip
+ray_train = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'partway[ray]'")
+
+
+@ray_train
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("fault", ON_RAY)
+def test_a_worker_of_ray_that_ends_is_replaced(fault: str, whole: dict[int, set[str]], tmp_path: Path) -> None:
+    job = by_ray(tmp_path, 3, PAUSE="0.2")
+    (tmp_path / "fault").write_text(IN_THE_SCRIPT[fault])
+    goes_on("Ray Train", f"worker: {fault}", job.run(limit=300), whole)
+
+
+@ray_train
+@pytest.mark.timeout(400)
+def test_both_workers_of_ray_are_replaced(whole: dict[int, set[str]], tmp_path: Path) -> None:
+    outcome = by_ray(tmp_path, 3, PAUSE="0.2").run(lambda job: job.kill(signal.SIGKILL, "0", "1"), limit=300)
+    goes_on("Ray Train", "both workers killed", outcome, whole)
+
+
+@ray_train
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("fault", "said"), [
+    ("killed in a step", "ActorDiedError|[Aa]ctor died"), ("an exception in forward", "ValueError: a bad batch"),
+])  # fmt: skip
+def test_a_job_of_ray_without_restarts_ends(fault: str, said: str, tmp_path: Path) -> None:
+    job = by_ray(tmp_path, 0, PAUSE="0.2")
+    (tmp_path / "fault").write_text(IN_THE_SCRIPT[fault])
+    ends("Ray Train, no restarts", f"worker: {fault}", job.run(limit=300), said, "driver")
+
+
+@ray_train
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=["SIGTERM", "SIGINT", "SIGKILL"]
+)
+def test_a_driver_of_ray_that_is_ended_ends_its_workers(number: int, tmp_path: Path) -> None:
+    outcome = by_ray(tmp_path, 0, PAUSE="0.2").run(lambda job: job.kill(number, "driver"), limit=300)
+    ends("Ray Train", f"{signal.Signals(number).name} to the driver", outcome, "", "driver")
 
 
 # -- At the start

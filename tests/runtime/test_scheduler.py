@@ -81,11 +81,11 @@ def test_a_scheduler_and_its_workers_run_one_script(job: Job, numbered: bool) ->
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_too_few_workers_are_told_who_came(job: Job) -> None:
-    ended = job(SCRIPT, [{"MS_NODE_ID": "1"}], 3, MS_TOPO_TIMEOUT="2")
+    ended = job(SCRIPT, [{"MS_NODE_ID": "1"}], 3, MS_TOPO_TIMEOUT="10")
     assert [process.returncode for process in ended] == [1, 1]
     for process in ended:
         assert "1 of 3 workers came to the scheduler at 127.0.0.1:" in last(process)
-        assert "in 2 s (MS_TOPO_TIMEOUT): process" in last(process)
+        assert "in 10 s (MS_TOPO_TIMEOUT): process" in last(process)
         assert last(process).endswith("(MS_NODE_ID=1); missing: MS_NODE_ID=0, MS_NODE_ID=2")
 
 
@@ -97,13 +97,27 @@ WRONG = {
     "recovery": ({"MS_ENABLE_RECOVERY": "1"}, r"MS_ENABLE_RECOVERY=1 is set for it alone; set it everywhere"),
     "too many": ({}, r"all 2 workers are there already \(MS_WORKER_NUM\); start no more"),
 }
-LATE = """
-    import os, time
-    if "LATE" in os.environ:  # the others are let in before
+BEFORE = """
+    import atexit, os, pathlib, time
+
+    def wait_for(*names):
+        while not all(map(os.path.exists, names)):
+            time.sleep(0.05)
+
+    wait_for(*os.environ["AFTER"].split())
+    if "SLEEP" in os.environ:  # until the first has handed in its card
         time.sleep(3)
+    if "WRONG" in os.environ:
+        atexit.register(pathlib.Path("refused").touch)
+    else:
+        pathlib.Path("begins").touch()
     if "OTHER" in os.environ:
         import partway.runtime.scheduler as scheduler
         scheduler.versions = lambda: "something else"
+"""
+STAY = """
+    pathlib.Path(f"in.{pw.get_rank()}").touch()
+    wait_for("refused")
 """
 
 
@@ -112,12 +126,10 @@ LATE = """
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_worker_that_does_not_fit_is_told_so_and_the_others_go_on(job: Job, wrong: str) -> None:
     own, text = WRONG[wrong]
-    stay = SCRIPT + "    time.sleep(4)\n"
-    early = [{"MS_NODE_ID": "1"}, {} if wrong == "too many" else {"LATE": "1"}]
-    if wrong == "MS_NODE_ID=1":  # there is room yet
-        early[1] = {"LATE": "1", "LATER": "1"}
-    script = LATE + "    if 'LATER' in os.environ: time.sleep(2)\n" + stay
-    scheduler, *workers, refused = job(script, [*early, {"LATE": "1", **own}], 2)
+    when = {"AFTER": "in.0 in.1"} if wrong == "too many" else {"AFTER": "begins", "SLEEP": "1"}
+    first, second = {"MS_NODE_ID": "1"}, {} if wrong == "too many" else {"AFTER": "refused"}  # there is room till then
+    every = [{"AFTER": "", **first}, {"AFTER": "", **second}, {"WRONG": "1", **when, **own}]
+    scheduler, *workers, refused = job(BEFORE + SCRIPT + STAY, every, 2, AFTER="")
     assert refused.returncode == 1
     assert last(refused).startswith("partway.strategy.errors.RuntimeStateError: process")
     assert "is not let in by the scheduler at 127.0.0.1:" in last(refused)
