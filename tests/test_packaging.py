@@ -95,7 +95,7 @@ def test_make_oldest_installs_the_lower_bound_of_every_dependency() -> None:
 
 
 def test_a_dependency_without_a_lower_bound_is_named() -> None:
-    project = {"dependencies": ["torch>=2.11", "rich"], "optional-dependencies": {"data": []}}
+    project = {"dependencies": ["torch>=2.11", "rich"], "optional-dependencies": {"data": [], "ssl": []}}
     with pytest.raises(SystemExit, match=r"rich has no lower bound in pyproject.toml; write rich>= the lowest"):
         list(constraints(project, ""))
 

@@ -14,9 +14,10 @@ FREE = ("import-linter", "scipy", "setuptools")
 
 
 def lowest(project: dict[str, Any]) -> dict[str, str]:
-    """The lower bound of every dependency that the package or its extra `data` imports."""
+    """The lower bound of every dependency that the package or its extras `data` and `ssl` import."""
     bounds = {}
-    for requirement in [*project["dependencies"], *project["optional-dependencies"]["data"]]:
+    optional = project["optional-dependencies"]
+    for requirement in [*project["dependencies"], *optional["data"], *optional["ssl"]]:
         name, found, bound = requirement.partition(">=")
         if not found:
             raise SystemExit(f"{name} has no lower bound in pyproject.toml; write {name}>= the lowest that works")
