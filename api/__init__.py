@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from partway.resume import Resume
     from partway.runtime.process import get_group_size, get_local_rank, get_rank, init, shutdown
     from partway.runtime.record import record_collectives, record_timeline
+    from partway.security import set_ps_context
     from partway.sharding import shard
     from partway.strategy import (
         Broadcast,
@@ -83,6 +84,7 @@ _HOMES = {
     "resume": "Resume",
     "runtime.process": "get_group_size get_local_rank get_rank init shutdown",
     "runtime.record": "record_collectives record_timeline",
+    "security": "set_ps_context",
     "sharding": "shard",
     "strategy": """Broadcast CaptureError ContextError DataError Layout LossError Mesh OperatorError Partial
         PartwayError Replicate RuntimeStateError Shard StrategyError UnknownOperatorWarning UntestedTorchWarning
@@ -138,6 +140,7 @@ __all__ = [
     "save_chrome_trace",
     "set_algo_parameters",
     "set_auto_parallel_context",
+    "set_ps_context",
     "shard",
     "shutdown",
     "transform_checkpoint_by_rank",

@@ -15,8 +15,6 @@ import os
 import secrets
 import socket
 import socketserver
-import struct
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,13 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from partway.runtime import process, scheduler
+from partway.runtime import interfaces, process, scheduler
 from partway.runtime.doing import first_line, named
 from partway.runtime.launchers import SCHEDULER, Launch
 from partway.strategy import RuntimeStateError
@@ -223,7 +220,9 @@ def _absent(missing: Sequence[int], cards: Mapping[int, Card], found: Launch, li
 def problems(cards: Mapping[int, Card], reports: Mapping[int, Report]) -> Iterator[Problem]:
     """What is wrong, with what to do."""
     several = len({card.place for card in cards.values()}) > 1
-    hidden = {rank for rank, card in cards.items() if several and not card.wrong and _is_loopback(card.address)}
+    hidden = {
+        rank for rank, card in cards.items() if several and not card.wrong and interfaces.is_loopback(card.address)
+    }
     for rank, card in cards.items():
         if card.wrong:
             yield Problem(rank, f"{card}: {card.wrong}")
@@ -297,7 +296,7 @@ class _Answer(socketserver.StreamRequestHandler):
 
 def _opened(rank: int, found: Launch, versions: str) -> tuple[_Door | None, Card]:
     """The door of this rank, and its card."""
-    there = _interfaces()
+    there = interfaces.addresses()
     towards = _towards(found, there)
     family, address, wrong = _listens_at(there)
     door = None
@@ -308,9 +307,9 @@ def _opened(rank: int, found: Launch, versions: str) -> tuple[_Door | None, Card
             wrong = f"cannot listen at {address}: {error.strerror or error}"
     port, token = (door.server_address[1], door.token) if door is not None else (0, "")
     names = {value: name for name, value in there.items()}
-    interface = "lo" if _is_loopback(address) else names.get(address, "an interface without a known name")
+    interface = "lo" if interfaces.is_loopback(address) else names.get(address, "an interface without a known name")
     return door, Card(
-        rank, socket.gethostname(), _place(), os.getpid(), address, interface, int(port), towards,
+        rank, socket.gethostname(), interfaces.place(), os.getpid(), address, interface, int(port), towards,
         names.get(towards, ""), token, versions, os.environ.get(_INTERFACE, ""), wrong,
     )  # fmt: skip
 
@@ -333,41 +332,12 @@ def _listens_at(there: Mapping[str, str]) -> tuple[int, str, str]:
     return socket.AF_INET, "127.0.0.1", ""
 
 
-def _interfaces() -> dict[str, str]:
-    """The IPv4 addresses of this host's interfaces, where the system is one that can be asked (Linux)."""
-    if sys.platform != "linux":
-        return {}
-    import fcntl
-
-    ask_address = 0x8915  # SIOCGIFADDR
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has none
-                answer = fcntl.ioctl(asking, ask_address, struct.pack("256s", name.encode()))
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
 def _towards(found: Launch, there: Mapping[str, str]) -> str:
     """The address of this host on the way to where the ranks meet; nothing is sent."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((found.host, found.port or 1))
-        if not _is_loopback(address := str(way.getsockname()[0])):
-            return address
-    return next((address for address in there.values() if not _is_loopback(address)), "")
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
-def _place() -> str:
-    """What tells hosts apart whose names are alike: the system's start, and the container's network."""
-    told = [socket.gethostname()]
     with suppress(OSError):
-        told += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/net")]
-    return " ".join(told)
+        if not interfaces.is_loopback(address := interfaces.from_here(found.host, found.port)):
+            return address
+    return next((address for address in there.values() if not interfaces.is_loopback(address)), "")
 
 
 # -- What the ranks say to each other

@@ -113,6 +113,19 @@ def _read_alone(path: str) -> str:
     return text
 
 
+def listening(host: str, port: int) -> socket.socket:
+    """What listens at one address of this host only ("": at all). Raises OSError if it cannot."""
+    listener = socket.socket()
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(4096)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
 def store_behind(listener: socket.socket, own: Guard | None) -> Any:
     """A store that who comes to `listener` reaches, which is bound and listens: all, or who passes the door."""
     host, port = listener.getsockname()[:2]
@@ -152,9 +165,10 @@ def way_to(host: str, port: int, own: Guard | None, patience: float, keeper: str
 
 
 def shut() -> None:
-    """Shut all doors and passages of this process, with what goes through them."""
-    while _OPEN:
-        _OPEN.pop().close()
+    """Shut the doors of this process, with what goes through them."""
+    for one in [one for one in _OPEN if isinstance(one, _Door)]:
+        _OPEN.remove(one)
+        one.close()
 
 
 async def _knock(host: str, port: int, own: Guard | None) -> str | None:

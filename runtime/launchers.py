@@ -73,6 +73,7 @@ class Launch:
     rank, size   of the processes; the scheduler's workers get their ranks when they meet (None)
     local_rank   the position on its host; None: not known yet
     host, port   where the processes meet
+    one_host     whether the launcher says that all processes are on one host
     job          what tells this job from others that may meet there; "" if the launcher has one meeting place a job
     """
 
@@ -83,6 +84,7 @@ class Launch:
     host: str
     port: int
     job: str = ""
+    one_host: bool = False
 
     @property
     def where(self) -> str:
@@ -112,8 +114,8 @@ def launch(environment: Mapping[str, str] | None = None) -> Launch | None:
         return _torchrun(env, tasks)
     if "MS_ROLE" in env:
         _require(SCHEDULER, env)
-        port = number("MS_SCHED_PORT", 1, env)
-        return Launch(SCHEDULER, None, number("MS_WORKER_NUM", 1, env), None, env["MS_SCHED_HOST"], port)
+        host, port = env["MS_SCHED_HOST"], number("MS_SCHED_PORT", 1, env)
+        return Launch(SCHEDULER, None, number("MS_WORKER_NUM", 1, env), None, host, port, one_host=_is_local(host))
     if tasks is not None:
         return _of_tasks(tasks, env)
     if _is_batch(env):
@@ -161,7 +163,9 @@ def _torchrun(env: Mapping[str, str], tasks: _Tasks | None) -> Launch:
             "set them alike"
         )
     local = number("LOCAL_RANK", 0, env) if "LOCAL_RANK" in env else None
-    return Launch(TORCHRUN, rank, size, local, env["MASTER_ADDR"], number("MASTER_PORT", 0, env))
+    host, port, here = env["MASTER_ADDR"], number("MASTER_PORT", 0, env), env.get("LOCAL_WORLD_SIZE")
+    one_host = _is_local(host) if here is None else here == env["WORLD_SIZE"]
+    return Launch(TORCHRUN, rank, size, local, host, port, one_host=one_host)
 
 
 def _of_tasks(kind: _Tasks, env: Mapping[str, str]) -> Launch:
@@ -179,7 +183,11 @@ def _of_tasks(kind: _Tasks, env: Mapping[str, str]) -> Launch:
     job = job or _parent_of_session()
     port = number("MASTER_PORT", 1, env) if "MASTER_PORT" in env else _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
     local = number(kind.local_rank, 0, env) if kind.local_rank in env else None
-    return Launch(kind.name, rank, size, local, host, port, job)
+    return Launch(kind.name, rank, size, local, host, port, job, one_host)
+
+
+def _is_local(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _parent_of_session() -> str:

@@ -6,10 +6,14 @@ process whose MS_ROLE is MS_SCHED runs the same script, and ends in `init` (sche
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
+import socket
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,13 +21,15 @@ import torch
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError, shown
-from . import scheduler, worker
+from . import door, scheduler, security, worker
 from .doing import first_line
 from .launchers import SCHEDULER, TORCHRUN, Launch, launch, number, simulated, started
 from .torch_internals import timeout_of
 
 _BEFORE_SHUTDOWN: dict[Callable[[], object], None] = {}
 _MADE: dict[object, int | None] = {}  # the process group that was started here, if one was, and the local rank
+_STARTS = [0]  # how often a process group was started here: what each keeps in a store has its number
+_PATIENCE = timedelta(seconds=300)  # PyTorch's, for a store
 _LONGEST = 2**31 // 1000  # seconds: PyTorch counts milliseconds
 
 
@@ -50,10 +56,11 @@ def init(simulate: int | None = None, backend: str | None = None, timeout: float
     _check_backend(backend)
     limit = _read_timeout(timeout)
     if not launched():
-        return simulated() or simulate or 1
+        return simulated() or simulate or 1  # which sends nothing
     if not dist.is_initialized():
         _start(backend or ("nccl" if torch.cuda.is_available() else "gloo"), limit)
         return dist.get_world_size()
+    _check_that_it_is_protected()
     _warn_of_restarts()
     if backend is not None and backend != dist.get_backend():
         raise RuntimeStateError(
@@ -110,6 +117,8 @@ def shutdown() -> None:
         found = end_watch()
         dist.destroy_process_group()
         _MADE.clear()
+        door.shut()
+        security.release()
         if found is not None:
             raise RuntimeStateError(found)
 
@@ -153,16 +162,19 @@ def _start(backend: str, timeout: timedelta | None) -> None:
     """Join the default process group as the launcher's variables say."""
     found = launch()
     assert found is not None
+    way = security.prepare(found)
     rank, local = found.rank, found.local_rank
+    _STARTS[0] += 1
     if found.launcher == TORCHRUN:
-        store = _of_torchrun(timeout)
+        store = _of_torchrun(found, timeout, way)
     elif found.launcher == SCHEDULER:
         store, rank, local = meet_by_scheduler(found, timeout)
     else:
-        store = meet(found, timeout)
+        store = meet(found, timeout, way)
     if backend == "nccl":
         torch.cuda.set_device(local or 0)
     assert rank is not None
+    security.confirm(dist.PrefixStore(f"start/{_STARTS[0]}", store), rank, found.size, way)  # type: ignore[attr-defined]
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=found.size)
     _MADE.clear()
     _MADE[dist.group.WORLD] = local
@@ -179,7 +191,43 @@ def _warn_of_restarts() -> None:
         )  # fmt: skip
 
 
-def _of_torchrun(timeout: timedelta | None) -> Any:
+def _check_that_it_is_protected() -> None:
+    """A group that something else has made was made without what was asked for."""
+    if dist.group.WORLD in _MADE:
+        return
+    asked = "set_ps_context(enable_ssl=True)" if security.wanted() else door.SECRET if door.guard() else ""
+    if asked:
+        raise RuntimeStateError(
+            f"{asked} cannot protect the process group there, which something else has made (a call of "
+            "torch.distributed.init_process_group, or Ray Train); have pw.init() make it, or leave that out"
+        )
+
+
+def _of_torchrun(found: Launch, timeout: timedelta | None, secured: security.Way | None) -> Any:
+    """Torchrun's own store or, where the ranks' meeting is to be protected, one that rank 0 keeps, whose address is
+    there: who changes that can keep the ranks apart, and no more."""
+    store, own, name = _kept_by_torchrun(timeout), door.guard(), f"door/{_STARTS[0]}"
+    if own is None and secured is None:
+        return store
+    if found.rank == 0:
+        listener, host = _listener(found, secured), security.meeting(found.host, secured)
+        store.set(name, json.dumps([host, listener.getsockname()[1]]))
+        return _of_job(found, door.store_behind(listener, own))
+    host, port = json.loads(store.get(name))
+    return meet(replace(found, host=str(host), port=int(port)), timeout, secured)
+
+
+def _listener(found: Launch, secured: security.Way | None) -> socket.socket:
+    """Where rank 0 keeps a store. Its own name may stand for an address of its loopback, where no other host comes."""
+    host = secured.address if secured is not None else found.host if re.fullmatch(r"[\d.]+", found.host) else ""
+    try:
+        return door.listening(host, 0 if found.launcher == TORCHRUN else found.port)
+    except OSError as error:
+        where = f"{host or 'its addresses'}: {error.strerror or error}"
+        raise RuntimeStateError(f"rank 0 cannot listen at {where}; MASTER_ADDR is an address of its host") from error
+
+
+def _kept_by_torchrun(timeout: timedelta | None) -> Any:
     """The store of torchrun, which outlives the processes that it starts again: what an attempt keeps there bears its
     number, or the next one would read where the ranks of the last one listened."""
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
@@ -199,16 +247,28 @@ def meet_by_scheduler(found: Launch, timeout: timedelta | None) -> tuple[Any, in
     return worker.join(found, timeout)
 
 
-def meet(found: Launch, timeout: timedelta | None) -> Any:
+def meet(found: Launch, timeout: timedelta | None, secured: security.Way | None = None) -> Any:
     """A store that rank 0 keeps and the others reach. Raises RuntimeStateError where it cannot, or they cannot."""
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    keeps = found.rank == 0
+    keeps, own = found.rank == 0, door.guard()
     try:
-        store = dist.TCPStore(found.host, found.port, found.size, keeps, wait_for_workers=False, **limit)  # type: ignore[attr-defined]
-    except dist.DistError as error:
+        if not keeps:
+            patience = (timeout or _PATIENCE).total_seconds()
+            way = door.way_to(security.meeting(found.host, secured), found.port, own, patience, "rank 0")
+            store = dist.TCPStore(*way, **limit)  # type: ignore[attr-defined]
+        elif own is not None or secured is not None:
+            store = door.store_behind(_listener(found, secured), own)
+        else:
+            store = dist.TCPStore(found.host, found.port, found.size, True, wait_for_workers=False, **limit)  # type: ignore[attr-defined]
+    except (OSError, dist.DistError) as error:
         raise RuntimeStateError(
             f"rank {found.rank} of {found.launcher} cannot {'listen at' if keeps else 'reach rank 0 at'} {found.where};"
             " check that rank 0 runs there and that nothing else takes the port, or give all processes MASTER_ADDR and "
             f"MASTER_PORT: {first_line(error)}"
         ) from error
+    return _of_job(found, store)
+
+
+def _of_job(found: Launch, store: Any) -> Any:
+    """What this job keeps in a store that others may come to by mistake."""
     return dist.PrefixStore(f"partway/{found.job}", store)  # type: ignore[attr-defined]

@@ -38,7 +38,7 @@ import torch
 
 from ..strategy.errors import RuntimeStateError
 from .doing import is_alive, named
-from .door import guard, store_behind
+from .door import guard, listening, store_behind
 from .launchers import Launch, number
 
 AGAIN = 128 + signal.SIGTERM  # the exit status of what was asked to end, and may be started again
@@ -357,18 +357,13 @@ def _say(text: str) -> None:
 def _listening(host: str, port: int) -> Any:
     """A store that listens on the interface of `host` only, behind a door if the job has a secret. Raises
     RuntimeStateError if it cannot."""
-    own, listener = guard(), socket.socket()
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(4096)
+        return store_behind(listening(host, port), guard())
     except OSError as error:
-        listener.close()
         raise RuntimeStateError(
             f"MS_SCHED cannot listen at {host}:{port}: {error.strerror or error}; MS_SCHED_HOST is an address of this "
             "host, and MS_SCHED_PORT a port that nothing else takes"
         ) from error
-    return store_behind(listener, own)
 
 
 def _is_gone(card: Card) -> bool:

@@ -85,6 +85,7 @@ runtime/test_stretches.py              runtime: functions
 models/test_inductor.py                runtime: inductor
 runtime/test_execute.py                runtime: instructions memory
 conformance/test_ranks.py              runtime: watch
+runtime/test_security.py               runtime: interfaces
 """
 
 
