@@ -8,9 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("cryptography")
-
 from certificates import Authority
 
 from partway.runtime.certificates import Certificates, Identity, contexts_of, pem_of
