@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from partway.runtime import security
+from partway.runtime.certificates import Certificates, Contexts, Identity, contexts_of
 from partway.strategy import ContextError, RuntimeStateError
 from partway.strategy.errors import shown
 
@@ -18,33 +21,92 @@ class _Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     secure_interfaces: list[str] = []
+    server_cert_path: str = ""
+    client_cert_path: str = ""
+    ca_cert_path: str = ""
+    crl_path: str = ""
+    cipher_list: str = ""
+    cert_expire_warning_time_in_day: int = Field(default=90, ge=0)
+    password_path: str = ""
 
 
 def set_ps_context(
-    *, enable_ssl: bool = False, config_file_path: str = "", secure_interface: str | None = None
+    *,
+    enable_ssl: bool = False,
+    config_file_path: str = "",
+    secure_interface: str | None = None,
+    client_password: str = "",
+    server_password: str = "",
 ) -> None:
     """Ask that no byte of what the ranks send leaves a host in plain. Before `init`, on every rank.
 
     enable_ssl          whether that is asked; where it cannot be had, `init` raises RuntimeStateError and sends nothing
-    config_file_path    a JSON file: "secure_interfaces" lists those that encrypt without being WireGuard's
+    config_file_path    a JSON file: "secure_interfaces" lists those that encrypt without being WireGuard's, and
+                        "server_cert_path", "client_cert_path" and "ca_cert_path" name certificates (docs/security.md)
     secure_interface    the interface that all ranks use; without it they have to be on one host
+    client_password, server_password    of the files of certificates; "": what PARTWAY_SSL_PASSWORD says, or the file
+                        of "password_path"
 
     Raises ContextError for wrong arguments, and for a file that cannot be read, that others may write, or that has keys
-    that are not known; RuntimeStateError where the processes have joined already.
+    that are not known; RuntimeStateError for certificates that do not serve, and where the processes have joined.
     """
-    for name, value, of in (
-        ("enable_ssl", enable_ssl, bool),
-        ("config_file_path", config_file_path, str),
-        ("secure_interface", secure_interface, str | None),
-    ):
-        if not isinstance(value, of):
-            raise ContextError(f"set_ps_context: {name} is {shown(value)}; it must be {getattr(of, '__name__', of)}")
-    if not enable_ssl and (config_file_path or secure_interface):
-        raise ContextError("set_ps_context: config_file_path and secure_interface mean nothing without enable_ssl=True")
+    given = {
+        "config_file_path": config_file_path, "secure_interface": secure_interface,
+        "client_password": client_password, "server_password": server_password,
+    }  # fmt: skip
+    for name, value in given.items():
+        if not (isinstance(value, str) or (name == "secure_interface" and value is None)):
+            told = "what was given" if "password" in name else shown(value)
+            raise ContextError(f"set_ps_context: {name} must be a str, and {told} is none")
+    if not isinstance(enable_ssl, bool):
+        raise ContextError(f"set_ps_context: enable_ssl is {shown(enable_ssl)}; it must be a bool")
+    if useless := [name for name, value in given.items() if value and not enable_ssl]:
+        raise ContextError(f"set_ps_context: {useless[0]} means nothing without enable_ssl=True")
     if dist.is_initialized():
         raise RuntimeStateError("set_ps_context comes before init(), and the processes have joined already")
     config = _read(config_file_path) if config_file_path else _Config()
-    security.want(security.Wanted(secure_interface, tuple(config.secure_interfaces)) if enable_ssl else None)
+    contexts = _contexts(config, Path(config_file_path).parent, client_password, server_password)
+    declared = tuple(config.secure_interfaces)
+    security.want(security.Wanted(secure_interface, declared, contexts) if enable_ssl else None)
+
+
+def _contexts(config: _Config, folder: Path, client: str, server: str) -> Contexts | None:
+    """The certificates that the file names, tried; paths are from its folder."""
+    needed = ("server_cert_path", "client_cert_path", "ca_cert_path")
+    missing = [name for name in needed if not getattr(config, name)]
+    if len(missing) == len(needed):
+        of_them = ("crl_path", "cipher_list", "cert_expire_warning_time_in_day", "password_path")
+        useless = [name for name in of_them if name in config.model_fields_set]
+        if useless or client or server:
+            what = [*useless, "a password"][0]
+            raise ContextError(f"set_ps_context: {what} means nothing without {', '.join(needed)} in the file")
+        return None
+    if missing:
+        raise ContextError(f"set_ps_context: the file of config_file_path lacks {', '.join(missing)}")
+    common = os.environ.get("PARTWAY_SSL_PASSWORD", "")
+    if config.password_path:
+        common = _password_in(folder / config.password_path)
+    return contexts_of(
+        Certificates(
+            Identity("server_cert_path", folder / config.server_cert_path, server or common),
+            Identity("client_cert_path", folder / config.client_cert_path, client or common),
+            folder / config.ca_cert_path,
+            folder / config.crl_path if config.crl_path else None,
+            config.cipher_list,
+            timedelta(days=config.cert_expire_warning_time_in_day),
+        )
+    )
+
+
+def _password_in(path: Path) -> str:
+    told = f"set_ps_context: password_path names {path}"
+    try:
+        mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContextError(f"{told}, which cannot be read: {getattr(error, 'strerror', 'it is no text')}") from None
+    if mode & 0o077:
+        raise ContextError(f"{told}, which other users may read or write; run: chmod 600 {path}")
+    return text.rstrip("\r\n")
 
 
 def _read(name: str) -> _Config:

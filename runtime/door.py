@@ -1,15 +1,18 @@
-"""The door to the store in which the processes of a job meet: it lets in who knows the job's secret.
+"""The door to the store in which the processes of a job meet: it lets in who knows the job's secret, or has a
+certificate of the job's authority.
 
-torch's store answers whoever reaches its port. Where PARTWAY_JOB_SECRET is set, the process that keeps the store has it
-listen on a loopback port that nobody is told, and a door on the address that the launcher names:
+torch's store answers whoever reaches its port. Where PARTWAY_JOB_SECRET or certificates are set, the process that keeps
+the store has it listen on a loopback port that nobody is told, and a door on the address that the launcher names:
 
-    greeting    the door says that it is one, with 32 random bytes
-    answer      who comes sends 32 random bytes of its own, and their HMAC with the door's under the secret
+    greeting    the door says that it is one, and what it asks for
+    TLS         where there are certificates: each side shows its own, and the rest is encrypted
+    challenge   the door sends 32 random bytes
+    answer      where there is a secret, who comes sends 32 of its own, and their HMAC with the door's under the secret
     answer      the door sends its HMAC of both, or "refused"; each side knows that the other has the secret
     bytes       go to the store and back from then on
 
 A worker's store goes by a port of its own loopback, which opens a way through the door for each connection. The secret
-itself is never sent. What is sent afterwards is not encrypted: docs/security.md says what that means.
+itself is never sent. What is sent without certificates is not encrypted: docs/security.md says what that means.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ import hmac
 import os
 import secrets
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +34,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError
+from .certificates import Contexts
 from .torch_internals import STORE_PING
 
 T = TypeVar("T")
@@ -37,6 +42,11 @@ T = TypeVar("T")
 SECRET, FILE = "PARTWAY_JOB_SECRET", "PARTWAY_JOB_SECRET_FILE"
 _LEAST = 16  # characters of a secret
 _GREETING = b"partway door 1\n"
+_ASKS = {
+    b"s": f"the job's secret ({SECRET})",
+    b"t": "a certificate (set_ps_context)",
+    b"b": f"the job's secret ({SECRET}) and a certificate (set_ps_context)",
+}
 _REFUSED = b"refused".ljust(32)
 _HANDSHAKE = 10.0  # seconds that either side waits for the other
 _PENDING = 256  # handshakes at once; where there are more, the oldest gives way
@@ -47,20 +57,31 @@ _OPEN: list[_Door | _Passage] = []  # of this process, until `shut`
 
 @dataclass(frozen=True)
 class Guard:
-    """What lets a process in. Its parts are not for people to read."""
+    """What lets a process in: a secret, TLS with certificates, or both. Its parts are not for people to read."""
 
-    secret: bytes = field(repr=False)
+    secret: bytes = field(default=b"", repr=False)
+    contexts: Contexts | None = field(default=None, repr=False)
 
-    async def admit(self, peer: _Peer) -> bool:
+    @property
+    def kind(self) -> bytes:
+        """What it asks for, a key of `_ASKS`."""
+        return b"s" if self.contexts is None else b"b" if self.secret else b"t"
+
+    async def admit(self, peer: Peer) -> bool:
         """Whether who has come to the door may pass; say so to it."""
+        await peer.send(_GREETING + self.kind)
+        if self.contexts is not None:
+            await peer.encrypt(self.contexts.server)
         own = secrets.token_bytes(32)
-        await peer.send(_GREETING + own)
+        await peer.send(own)
+        if not self.secret:
+            return True
         other, proof = await peer.take(32), await peer.take(32)
         passes = hmac.compare_digest(proof, self._proof(b"worker", own + other))
         await peer.send(self._proof(b"door", own + other) if passes else _REFUSED)
         return passes
 
-    async def present(self, peer: _Peer) -> str | None:
+    async def present(self, peer: Peer) -> str | None:
         """Pass a door. Returns why it cannot be passed; None if it was. Raises OSError or EOFError where there is
         nobody."""
         try:
@@ -68,8 +89,28 @@ class Guard:
         except TimeoutError:
             greeting = b""
         if greeting != _GREETING:
-            return f"does not ask for the secret that this process has: set {SECRET} there, too, or nowhere"
-        other, own = await peer.take(32), secrets.token_bytes(32)
+            return f"does not ask for {_ASKS[self.kind]} that this process has: set that there, too, or nowhere"
+        kind = await peer.take(1)
+        if kind != self.kind:
+            return f"asks for {_asked(kind)}, and this process has {_ASKS[self.kind]}; set the same everywhere"
+        if self.contexts is None:
+            return await self._answered(peer, await peer.take(32))
+        try:
+            await peer.encrypt(self.contexts.client)
+            other = await peer.take(32)
+        except ssl.SSLCertVerificationError as error:
+            return f"shows a certificate that this process does not accept: {error.verify_message}"
+        except (OSError, EOFError):  # asyncio's server hangs up without a word
+            return (
+                "hangs up on the certificate of this process: give all processes certificates of one authority "
+                "(ca_cert_path), none of which another has in its crl_path"
+            )
+        return await self._answered(peer, other)
+
+    async def _answered(self, peer: Peer, other: bytes) -> str | None:
+        if not self.secret:
+            return None
+        own = secrets.token_bytes(32)
         await peer.send(own + self._proof(b"worker", other + own))
         answer = await peer.take(32)
         if answer == _REFUSED:
@@ -82,8 +123,8 @@ class Guard:
         return hmac.digest(self.secret, b"partway " + role + nonces, "sha256")
 
 
-def guard() -> Guard | None:
-    """That of this process's environment; None where it names no secret. Raises RuntimeStateError for a secret that is
+def secret() -> bytes:
+    """That of this process's environment; empty where it names none. Raises RuntimeStateError for a secret that is
     too short, and for a file that cannot be read, or that others may read."""
     text, path = os.environ.get(SECRET), os.environ.get(FILE)
     if text is not None and path is not None:
@@ -93,12 +134,12 @@ def guard() -> Guard | None:
     else:
         name = SECRET
     if text is None:
-        return None
+        return b""
     if len(text) < _LEAST:
         raise RuntimeStateError(
             f"{name} has {len(text)} characters; a job's secret has {_LEAST} or more, as `openssl rand -hex 32` prints"
         )
-    return Guard(text.encode())
+    return text.encode()
 
 
 def _read_alone(path: str) -> str:
@@ -171,47 +212,56 @@ def shut() -> None:
         one.close()
 
 
+def _asked(kind: bytes) -> str:
+    return _ASKS.get(kind, "what this Partway does not know")
+
+
 async def _knock(host: str, port: int, own: Guard | None) -> str | None:
     """Whether a door can be passed, or a store without one be talked to: why not, or None."""
-    peer = await _Peer.reach(host, port)
+    peer = await Peer.reach(host, port)
     try:
         if own is not None:
-            return await peer.within(own.present(peer))
+            async with asyncio.timeout(2 * _HANDSHAKE):
+                return await own.present(peer)
         await peer.send(STORE_PING)  # which a store answers, and a door greets all
         with suppress(TimeoutError):
             if await peer.take(4) == _GREETING[:4]:
-                return f"asks for the job's secret, and this process has none; give it the same {SECRET}"
+                kind = (await peer.take(len(_GREETING) - 3))[-1:]
+                return f"asks for {_asked(kind)}, and this process has none; set the same everywhere"
         return None
     finally:
         peer.close()
 
 
-class _Peer:
+class Peer:
     """A connection, whose other end may be anybody."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def reach(cls, host: str, port: int) -> _Peer:
+    async def reach(cls, host: str, port: int) -> Peer:
         """Raises OSError where nobody listens."""
-        return cls(*await asyncio.wait_for(asyncio.open_connection(host, port), _HANDSHAKE))
+        async with asyncio.timeout(_HANDSHAKE):
+            return cls(*await asyncio.open_connection(host, port))
 
     async def send(self, data: bytes) -> None:
         self.writer.write(data)
         await self.writer.drain()
 
+    async def encrypt(self, context: ssl.SSLContext) -> None:
+        """Shake hands by TLS. Raises OSError, of which ssl.SSLError is one, and EOFError."""
+        await self.writer.start_tls(context, ssl_handshake_timeout=_HANDSHAKE)
+
     async def take(self, count: int) -> bytes:
         """So many bytes. Raises EOFError if it hangs up, and TimeoutError."""
-        return await asyncio.wait_for(self.reader.readexactly(count), _HANDSHAKE)
-
-    async def within(self, asked: Awaitable[T]) -> T:
-        return await asyncio.wait_for(asked, 2 * _HANDSHAKE)
+        async with asyncio.timeout(_HANDSHAKE):
+            return await self.reader.readexactly(count)
 
     def close(self) -> None:
         self.writer.close()
 
-    async def carry(self, other: _Peer) -> None:
+    async def carry(self, other: Peer) -> None:
         """Carry bytes both ways until one end hangs up."""
         ways = [asyncio.ensure_future(one.pour(two)) for one, two in ((self, other), (other, self))]
         try:
@@ -222,7 +272,7 @@ class _Peer:
             self.close()
             other.close()
 
-    async def pour(self, other: _Peer) -> None:
+    async def pour(self, other: Peer) -> None:
         with suppress(OSError):
             while data := await self.reader.read(2**16):
                 await other.send(data)
@@ -251,12 +301,12 @@ class _Listens:
         self._here[task] = None
         try:
             with suppress(OSError, EOFError, asyncio.CancelledError):
-                await self.serve(_Peer(reader, writer))
+                await self.serve(Peer(reader, writer))
         finally:
             del self._here[task]
             writer.close()
 
-    async def serve(self, peer: _Peer) -> None:
+    async def serve(self, peer: Peer) -> None:
         raise NotImplementedError
 
 
@@ -265,19 +315,20 @@ class _Door(_Listens):
 
     def __init__(self, listener: socket.socket, inner: tuple[str, int], own: Guard) -> None:
         self._inner, self._guard = inner, own
-        self._pending: dict[_Peer, None] = {}
+        self._pending: dict[Peer, None] = {}
         super().__init__(listener)
 
-    async def serve(self, peer: _Peer) -> None:
+    async def serve(self, peer: Peer) -> None:
         if len(self._pending) >= _PENDING:
             next(iter(self._pending)).close()
         self._pending[peer] = None
         try:
-            passes = await peer.within(self._guard.admit(peer))
+            async with asyncio.timeout(2 * _HANDSHAKE):
+                passes = await self._guard.admit(peer)
         finally:
             del self._pending[peer]
         if passes:
-            await peer.carry(await _Peer.reach(*self._inner))
+            await peer.carry(await Peer.reach(*self._inner))
 
 
 class _Passage(_Listens):
@@ -289,13 +340,15 @@ class _Passage(_Listens):
         self.address: tuple[str, int] = listener.getsockname()
         super().__init__(listener)
 
-    async def serve(self, peer: _Peer) -> None:
+    async def serve(self, peer: Peer) -> None:
         if not _is_ours(peer.writer.get_extra_info("peername")[1], self.address[1]):
             return
         host, port, own = self.leads
-        there = await _Peer.reach(host, port)
+        there = await Peer.reach(host, port)
         try:
-            if await there.within(own.present(there)) is None:
+            async with asyncio.timeout(2 * _HANDSHAKE):
+                refused = await own.present(there)
+            if refused is None:
                 await peer.carry(there)
         finally:
             there.close()

@@ -195,7 +195,7 @@ def _check_that_it_is_protected() -> None:
     """A group that something else has made was made without what was asked for."""
     if dist.group.WORLD in _MADE:
         return
-    asked = "set_ps_context(enable_ssl=True)" if security.wanted() else door.SECRET if door.guard() else ""
+    asked = "set_ps_context(enable_ssl=True)" if security.wanted() else door.SECRET if door.secret() else ""
     if asked:
         raise RuntimeStateError(
             f"{asked} cannot protect the process group there, which something else has made (a call of "
@@ -206,7 +206,7 @@ def _check_that_it_is_protected() -> None:
 def _of_torchrun(found: Launch, timeout: timedelta | None, secured: security.Way | None) -> Any:
     """Torchrun's own store or, where the ranks' meeting is to be protected, one that rank 0 keeps, whose address is
     there: who changes that can keep the ranks apart, and no more."""
-    store, own, name = _kept_by_torchrun(timeout), door.guard(), f"door/{_STARTS[0]}"
+    store, own, name = _kept_by_torchrun(timeout), security.guard(), f"door/{_STARTS[0]}"
     if own is None and secured is None:
         return store
     if found.rank == 0:
@@ -250,7 +250,7 @@ def meet_by_scheduler(found: Launch, timeout: timedelta | None) -> tuple[Any, in
 def meet(found: Launch, timeout: timedelta | None, secured: security.Way | None = None) -> Any:
     """A store that rank 0 keeps and the others reach. Raises RuntimeStateError where it cannot, or they cannot."""
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-    keeps, own = found.rank == 0, door.guard()
+    keeps, own = found.rank == 0, security.guard()
     try:
         if not keeps:
             patience = (timeout or _PATIENCE).total_seconds()

@@ -38,8 +38,9 @@ import torch
 
 from ..strategy.errors import RuntimeStateError
 from .doing import is_alive, named
-from .door import guard, listening, store_behind
+from .door import listening, store_behind
 from .launchers import Launch, number
+from .security import guard
 
 AGAIN = 128 + signal.SIGTERM  # the exit status of what was asked to end, and may be started again
 BEAT = 0.5  # seconds between two signs of life

@@ -23,7 +23,9 @@ import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError, shown
 from . import interfaces
+from .certificates import Contexts
 from .doing import first_line, named
+from .door import Guard, secret
 from .launchers import Launch
 
 _log = logging.getLogger("partway.security")
@@ -39,10 +41,12 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a script asks for: an interface, if any, and those that are declared to encrypt."""
+    """What a script asks for: an interface, if any, those that are declared to encrypt, and the certificates by which
+    ranks meet, if any."""
 
     interface: str | None = None
     declared: tuple[str, ...] = ()
+    contexts: Contexts | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,13 @@ def want(wanted: Wanted | None) -> None:
 def wanted() -> Wanted | None:
     """What `init` is asked for."""
     return _WANTED[0] if _WANTED else None
+
+
+def guard() -> Guard | None:
+    """Who is let in to the store in which the ranks meet; None: all. Raises RuntimeStateError for a wrong secret."""
+    contexts = _WANTED[0].contexts if _WANTED else None
+    known = secret()
+    return Guard(known, contexts) if known or contexts is not None else None
 
 
 def prepare(found: Launch) -> Way | None:

@@ -22,9 +22,10 @@ import torch.distributed as dist
 from ..strategy.errors import RuntimeStateError
 from .answering import AnsweringStore, NoAnswer
 from .doing import first_line
-from .door import guard, way_to
+from .door import way_to
 from .launchers import Launch
 from .scheduler import BEAT, GRACE, Card, Ended, Over, key, seconds_of
+from .security import guard
 
 _PULSES: list[_Pulse] = []  # of this process, where a scheduler has let it in
 

@@ -121,7 +121,10 @@ def test_these_are_the_public_names():
         (pw.Broadcast, "()"),
         (pw.Partial, "(reduce='sum')"),
         (pw.set_auto_parallel_context, "(**kwargs)"),
-        (pw.set_ps_context, "(*, enable_ssl=False, config_file_path='', secure_interface=None)"),
+        (
+            pw.set_ps_context,
+            "(*, enable_ssl=False, config_file_path='', secure_interface=None, client_password='', server_password='')",
+        ),
         (pw.get_auto_parallel_context, "(key)"),
         (pw.reset_auto_parallel_context, "()"),
         (pw.auto_parallel_context, "(**kwargs)"),

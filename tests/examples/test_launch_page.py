@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import pytest
 from scripts import free_port
+
+import partway as pw
+from partway.runtime import security
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -87,3 +91,19 @@ def test_mpirun_and_srun_give_it_too(program: str, tmp_path: Path) -> None:
     [command] = [line for line in "".join(blocks("launch", "text")).splitlines() if line.startswith(f"{program} ")]
     expected = run("launch", "python train.py", tmp_path)
     assert run("launch", command.replace(program, OTHERS[program], 1), tmp_path) == expected
+
+
+@pytest.mark.slow
+def test_the_certificates_of_the_page_serve(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    [commands] = [block for block in blocks("security", "text") if block.startswith("openssl ")]
+    run("security", commands, tmp_path)
+    config = {**{f"{side}_cert_path": f"{side}.pem" for side in ("server", "client")}, "ca_cert_path": "ca.pem"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "config.json").chmod(0o600)
+    pw.set_ps_context(enable_ssl=True, config_file_path=str(tmp_path / "config.json"))
+    try:
+        assert security.guard() is not None
+    finally:
+        pw.set_ps_context()

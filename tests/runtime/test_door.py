@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from certificates import Authority
 
 from partway.runtime import door
-from partway.runtime.door import Guard, guard, store_behind, way_to
+from partway.runtime.certificates import Contexts
+from partway.runtime.door import Guard, secret, store_behind, way_to
 from partway.strategy import RuntimeStateError
 
 ONE, OTHER = Guard(b"a secret of this job"), Guard(b"a secret of another job")
@@ -50,7 +54,7 @@ def test_who_knows_the_secret_reaches_the_store(kept: tuple[Any, Address]) -> No
 
 @pytest.mark.parametrize(("own", "said"), [
     (OTHER, "the scheduler at 127.0.0.1:{} has another secret; give all processes of a job the same PARTWAY_"),
-    (None, "the scheduler at 127.0.0.1:{} asks for the job's secret, and this process has none; give it the same PART"),
+    (None, "the scheduler at 127.0.0.1:{} asks for the job's secret (PARTWAY_JOB_SECRET), and this process has none"),
 ])  # fmt: skip
 def test_others_are_told_why_not(kept: tuple[Any, Address], own: Guard | None, said: str) -> None:
     with pytest.raises(RuntimeStateError) as error:
@@ -62,14 +66,14 @@ def test_a_store_without_a_door_is_not_taken_for_one_that_has_it(monkeypatch: py
     monkeypatch.setattr(door, "_HANDSHAKE", 0.5)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert way_to("127.0.0.1", store.port, None, 5, "rank 0") == ("127.0.0.1", store.port)
-    with pytest.raises(RuntimeStateError, match=r"rank 0 at .* does not ask for the secret that this process has: set"):
+    with pytest.raises(RuntimeStateError, match=r"rank 0 at .* does not ask for the job's secret .* that this proc"):
         way_to("127.0.0.1", store.port, ONE, 5, "rank 0")
 
 
 def test_a_door_that_does_not_know_the_secret_is_not_trusted() -> None:
     class Pretends(Guard):
         async def admit(self, peer: Any) -> bool:
-            await peer.send(b"partway door 1\n" + bytes(32))
+            await peer.send(b"partway door 1\ns" + bytes(32))
             await peer.take(64)
             await peer.send(bytes(32))
             return True
@@ -108,7 +112,7 @@ def test_strangers_do_not_keep_others_out(kept: tuple[Any, Address], monkeypatch
                 while part := stranger.recv(4096):
                     said += part
             assert said[:15] in (b"", b"partway door 1\n")
-            assert said[47:] in (b"", b"refused".ljust(32))
+            assert said[48:] in (b"", b"refused".ljust(32))
 
 
 def test_a_recorded_answer_does_not_open(kept: tuple[Any, Address]) -> None:
@@ -119,7 +123,7 @@ def test_a_recorded_answer_does_not_open(kept: tuple[Any, Address]) -> None:
         def overhear() -> None:
             client, _ = between.accept()
             with client, socket.create_connection(kept[1]) as upstream:
-                client.sendall(upstream.recv(47, socket.MSG_WAITALL))
+                client.sendall(upstream.recv(48, socket.MSG_WAITALL))
                 seen.append(client.recv(64, socket.MSG_WAITALL))
                 upstream.sendall(seen[0])
                 client.sendall(upstream.recv(32, socket.MSG_WAITALL))
@@ -129,7 +133,7 @@ def test_a_recorded_answer_does_not_open(kept: tuple[Any, Address]) -> None:
         way_to(*between.getsockname(), ONE, 5, "the scheduler")
         thread.join()
     with socket.create_connection(kept[1]) as again:
-        again.recv(47, socket.MSG_WAITALL)
+        again.recv(48, socket.MSG_WAITALL)
         again.sendall(seen[0])
         assert again.recv(32, socket.MSG_WAITALL) == b"refused".ljust(32)
 
@@ -175,12 +179,12 @@ def named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None
 
 def test_a_secret_is_read_and_never_shown(named: Callable[..., None]) -> None:
     named()
-    assert guard() is None
+    assert secret() == b""
     named(KEY)
-    assert guard() == Guard(KEY.encode())
-    assert KEY not in repr(guard())
+    assert secret() == KEY.encode()
+    assert KEY not in repr(Guard(secret()))
     named(file=KEY.encode() + b"\n")
-    assert guard() == Guard(KEY.encode())
+    assert secret() == KEY.encode()
 
 
 @pytest.mark.parametrize(("given", "said"), [
@@ -194,11 +198,112 @@ def test_a_secret_is_read_and_never_shown(named: Callable[..., None]) -> None:
 def test_a_wrong_secret_is_an_error_without_it(named: Callable[..., None], given: tuple[Any, ...], said: str) -> None:
     named(*given)
     with pytest.raises(RuntimeStateError, match=said) as error:
-        guard()
+        secret()
     assert KEY[:15] not in str(error.value)
 
 
 def test_a_file_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARTWAY_JOB_SECRET_FILE", "/nowhere/secret")
     with pytest.raises(RuntimeStateError, match="names /nowhere/secret, which cannot be read: No such file"):
-        guard()
+        secret()
+
+
+# -- Certificates
+
+
+@pytest.fixture
+def certified(tmp_path: Path) -> Callable[..., Contexts]:
+    """`certified(authority, **dates)`: the contexts of a process whose certificates it has signed, unchecked."""
+
+    def make(authority: Authority, number: int = 0, trusts: Authority | None = None, **dates: Any) -> Contexts:
+        files = [authority.sign(f"{side}{number}", **dates) for side in ("server", "client")]
+        made = []
+        for protocol, file in zip((ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT), files, strict=True):
+            context = ssl.SSLContext(protocol)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
+            context.load_cert_chain(file)
+            context.load_verify_locations((trusts or authority).file)
+            made.append(context)
+        return Contexts(*made)
+
+    return make
+
+
+def opened(own: Guard) -> tuple[Any, Address]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    return store_behind(listener, own), address
+
+
+@pytest.mark.parametrize("known", [b"", b"a secret of this job"])
+def test_who_has_a_certificate_reaches_the_store(
+    certified: Callable[..., Contexts], tmp_path: Path, known: bytes
+) -> None:
+    authority = Authority(tmp_path)
+    store, address = opened(Guard(known, certified(authority)))
+    client = dist.TCPStore(*way_to(*address, Guard(known, certified(authority, 1)), 5, "the scheduler"))
+    client.set("large", "x" * 10**6)
+    assert store.get("large") == b"x" * 10**6
+
+
+def test_what_is_kept_goes_encrypted(certified: Callable[..., Contexts], tmp_path: Path) -> None:
+    own, seen = Guard(b"", certified(Authority(tmp_path))), bytearray()
+    _, address = opened(own)
+    with socket.create_server(("127.0.0.1", 0)) as between:
+
+        def carry(source: socket.socket, target: socket.socket) -> None:
+            with source, contextlib.suppress(OSError):
+                while part := source.recv(65536):
+                    seen.extend(part)
+                    target.sendall(part)
+            with contextlib.suppress(OSError):
+                target.shutdown(socket.SHUT_RDWR)
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    client, _ = between.accept()
+                    upstream = socket.create_connection(address)
+                    for pair in ((client, upstream), (upstream, client)):
+                        threading.Thread(target=carry, args=pair, daemon=True).start()
+
+        threading.Thread(target=listen, daemon=True).start()
+        client = dist.TCPStore(*way_to(*between.getsockname(), own, 5, "the scheduler"))
+        client.set("known", "pattern" * 100)
+        assert client.get("known") == b"pattern" * 100
+        assert b"partway door 1" in seen
+        assert b"pattern" not in seen
+
+
+HANGS_UP = r"at .* hangs up on the certificate of this process: give all processes certificates of one authority \(ca_"
+WRONG = {
+    "a foreign one": HANGS_UP,
+    "an expired one": HANGS_UP,
+    "none": HANGS_UP,
+    "a foreign door": r"shows a certificate that this process does not accept: .*certificate",
+    "a secret": r"asks for a certificate \(set_ps_context\), and this process has the job's secret \(PARTW",
+    "nothing": r"asks for a certificate \(set_ps_context\), and this process has none; set the same everywhere",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_who_has_no_certificate_that_serves_stays_out(
+    certified: Callable[..., Contexts], tmp_path: Path, wrong: str
+) -> None:
+    own, other = Authority(tmp_path), Authority(tmp_path, "other")
+    _, address = opened(Guard(b"", certified(own)))
+    shows: Guard | None
+    if wrong == "an expired one":
+        shows = Guard(b"", certified(own, 1, end=timedelta(hours=-1)))
+    elif wrong == "none":
+        contexts = certified(own, 1)
+        bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        bare.check_hostname = False
+        bare.load_verify_locations(own.file)
+        shows = Guard(b"", Contexts(contexts.server, bare))
+    elif wrong.startswith("a foreign"):
+        shows = Guard(b"", certified(other, 1, trusts=own if wrong == "a foreign one" else other))
+    else:
+        shows = ONE if wrong == "a secret" else None
+    with pytest.raises(RuntimeStateError, match=WRONG[wrong]):
+        way_to(*address, shows, 5, "the scheduler")

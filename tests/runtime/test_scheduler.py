@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import Authority
 from scripts import free_port, run_script
 
 import partway as pw
@@ -194,7 +196,7 @@ def test_workers_with_the_secret_train_and_one_without_is_refused(job: Job) -> N
     assert [one.returncode for one in (scheduler, *workers)] == [0, 0, 0], ended
     assert sorted(one.stdout for one in workers) == [f"rank {rank} of 2 2 sum 3.0\n" for rank in (0, 1)]
     assert "has another secret; give all processes of a job the same PARTWAY_JOB_SECRET" in last(wrong)
-    assert "asks for the job's secret, and this process has none" in last(without)
+    assert "asks for the job's secret (PARTWAY_JOB_SECRET), and this process has none" in last(without)
     assert not any(KEY in one.stderr + one.stdout for one in ended)
 
 
@@ -203,7 +205,26 @@ def test_workers_with_the_secret_train_and_one_without_is_refused(job: Job) -> N
 def test_a_worker_with_a_secret_is_not_content_with_a_scheduler_without(job: Job) -> None:
     _, worker = job(SCRIPT, [{"PARTWAY_JOB_SECRET": KEY}], 2, MS_TOPO_TIMEOUT="20")
     assert worker.returncode == 1
-    assert "does not ask for the secret that this process has: set PARTWAY_JOB_SECRET there, too" in last(worker)
+    assert "does not ask for the job's secret (PARTWAY_JOB_SECRET) that this process has: set" in last(worker)
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_workers_with_certificates_train_and_one_of_another_authority_is_refused(job: Job, tmp_path: Path) -> None:
+    for name in ("authority", "other"):
+        authority = Authority(tmp_path, name)
+        files = {f"{side}_cert_path": authority.sign(f"{side} {name}").name for side in ("server", "client")}
+        config = tmp_path / f"{name}.json"
+        config.write_text(json.dumps({**files, "ca_cert_path": authority.file.name}), encoding="utf-8")
+        config.chmod(0o600)
+    context = (
+        "    import partway as pw, os; pw.set_ps_context(enable_ssl=True, config_file_path=os.environ['CONFIG'])\n"
+    )
+    ended = job(context + SCRIPT, [{}, {}, {"CONFIG": "other.json"}], 2, CONFIG="authority.json")
+    *well, refused = ended
+    assert [one.returncode for one in well] == [0, 0, 0], ended
+    assert sorted(one.stdout for one in well) == ["", *(f"rank {rank} of 2 2 sum 3.0\n" for rank in (0, 1))]
+    assert "shows a certificate that this process does not accept" in last(refused)
 
 
 # -- In one process
