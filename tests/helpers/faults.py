@@ -112,8 +112,8 @@ TorchTrainer(train, scaling_config=ScalingConfig(num_workers=2), run_config=run,
 
 @dataclass
 class Outcome:
-    """What became of a job. `seconds`: from what happened to the end of all, or to the next step that is new;
-    `codes`: how each process ended, by its name; `said`: what each wrote on stderr."""
+    """What became of a job. `seconds`: from what happened to the end of all or, where it goes on, the longest between
+    two new steps after it; `codes`: how each process ended, by its name; `said`: what each wrote on stderr."""
 
     seconds: float
     codes: dict[str, int]
@@ -148,25 +148,26 @@ class Job:
         """Start all, let it happen, and wait for the end. `until`: instead of at step 12."""
         for name in self.start:
             self.begin(name)
-        end, when, resumed, reached = time.monotonic() + limit, None, None, STEP
+        end, when, new, best, longest = time.monotonic() + limit, None, time.monotonic(), -1, 0.0
         while self.running and time.monotonic() < end:
             self.look()
             if when is None and (self.has_happened() if happens is None else (until or Job.at_the_step)(self)):
-                when, reached = time.monotonic(), self.step()
+                when = new = time.monotonic()
                 if happens is not None:
                     happens(self)
             if when is not None and later is not None and time.monotonic() > when + later[0]:
                 later[1](self)
                 later = None
-            if when is not None and resumed is None and self.step() > reached + 1:
-                resumed = time.monotonic()
+            if self.step() > best:
+                longest = max(longest, time.monotonic() - new) if when is not None else 0.0
+                best, new = self.step(), time.monotonic()
             time.sleep(0.02)
         over = time.monotonic()
         left = [*self.end(), *(f"port {port}" for port in self.ports if listens(port))]
         goes_on = all(codes[-1] == 0 for codes in self.codes.values()) and not left
-        moment = resumed if goes_on and resumed is not None else over
+        seconds = longest if goes_on else over - (when if when is not None else over)
         return Outcome(
-            moment - (when if when is not None else over), {name: codes[-1] for name, codes in self.codes.items()},
+            seconds, {name: codes[-1] for name, codes in self.codes.items()},
             {name: self.log(name).read_text(errors="replace") for name in self.start}, goes_on, self.losses(), left,
         )  # fmt: skip
 
@@ -206,7 +207,7 @@ class Job:
         for process in found:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
-        return [*names, *(f"process {one}" for one in found)]
+        return [*names, *found.values()]
 
     def kill(self, number: int, *names: str) -> None:
         """Send a signal to the processes of the script with these numbers ("0", "1"), or to one of `start`."""
@@ -240,14 +241,14 @@ class Job:
         return found
 
 
-def marked(mark: str) -> list[int]:
-    """The processes that run with a job's mark in their environment."""
-    found = []
+def marked(mark: str) -> dict[int, str]:
+    """The processes that run with a job's mark in their environment, with their commands."""
+    found = {}
     for place in Path("/proc").iterdir():
         if place.name.isdecimal():
             with suppress(OSError):
                 if f"FAULT_TEST={mark}".encode() in (place / "environ").read_bytes():
-                    found.append(int(place.name))
+                    found[int(place.name)] = (place / "cmdline").read_text(errors="replace").replace("\0", " ")
     return found
 
 
@@ -285,7 +286,7 @@ def by_ray(folder: Path, again: int, **variables: str) -> Job:
     prepare(folder)
     (folder / "by_ray.py").write_text(RAY, encoding="utf-8")
     own = {"AGAIN": str(again), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **variables}
-    return Job(folder, {"driver": ([sys.executable, "by_ray.py"], own)}, patience=30)
+    return Job(folder, {"driver": ([sys.executable, "by_ray.py"], own)}, patience=120)  # of the agents of Ray, where the driver is killed
 
 
 def prepare(folder: Path) -> None:
