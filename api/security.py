@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from partway.runtime import security
-from partway.runtime.certificates import Certificates, Contexts, Identity, contexts_of
+from partway.runtime.certificates import Certificates, Identity, contexts_of
 from partway.strategy import ContextError, RuntimeStateError
 from partway.strategy.errors import shown
 
@@ -65,13 +65,14 @@ def set_ps_context(
     if dist.is_initialized():
         raise RuntimeStateError("set_ps_context comes before init(), and the processes have joined already")
     config = _read(config_file_path) if config_file_path else _Config()
-    contexts = _contexts(config, Path(config_file_path).parent, client_password, server_password)
+    named = _certificates(config, Path(config_file_path).parent, client_password, server_password)
+    contexts = contexts_of(named) if named is not None else None
     declared = tuple(config.secure_interfaces)
-    security.want(security.Wanted(secure_interface, declared, contexts) if enable_ssl else None)
+    security.want(security.Wanted(secure_interface, declared, contexts, named) if enable_ssl else None)
 
 
-def _contexts(config: _Config, folder: Path, client: str, server: str) -> Contexts | None:
-    """The certificates that the file names, tried; paths are from its folder."""
+def _certificates(config: _Config, folder: Path, client: str, server: str) -> Certificates | None:
+    """The certificates that the file names; paths are from its folder."""
     needed = ("server_cert_path", "client_cert_path", "ca_cert_path")
     missing = [name for name in needed if not getattr(config, name)]
     if len(missing) == len(needed):
@@ -86,15 +87,13 @@ def _contexts(config: _Config, folder: Path, client: str, server: str) -> Contex
     common = os.environ.get("PARTWAY_SSL_PASSWORD", "")
     if config.password_path:
         common = _password_in(folder / config.password_path)
-    return contexts_of(
-        Certificates(
-            Identity("server_cert_path", folder / config.server_cert_path, server or common),
-            Identity("client_cert_path", folder / config.client_cert_path, client or common),
-            folder / config.ca_cert_path,
-            folder / config.crl_path if config.crl_path else None,
-            config.cipher_list,
-            timedelta(days=config.cert_expire_warning_time_in_day),
-        )
+    return Certificates(
+        Identity("server_cert_path", folder / config.server_cert_path, server or common),
+        Identity("client_cert_path", folder / config.client_cert_path, client or common),
+        folder / config.ca_cert_path,
+        folder / config.crl_path if config.crl_path else None,
+        config.cipher_list,
+        timedelta(days=config.cert_expire_warning_time_in_day),
     )
 
 

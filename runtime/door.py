@@ -246,6 +246,7 @@ class Peer:
             return cls(*await asyncio.open_connection(host, port))
 
     async def send(self, data: bytes) -> None:
+        """Send all of it."""
         self.writer.write(data)
         await self.writer.drain()
 
@@ -259,6 +260,7 @@ class Peer:
             return await self.reader.readexactly(count)
 
     def close(self) -> None:
+        """Hang up."""
         self.writer.close()
 
     async def carry(self, other: Peer) -> None:
@@ -273,6 +275,7 @@ class Peer:
             other.close()
 
     async def pour(self, other: Peer) -> None:
+        """Send to another what comes from this one, until it hangs up."""
         with suppress(OSError):
             while data := await self.reader.read(2**16):
                 await other.send(data)

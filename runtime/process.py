@@ -162,7 +162,7 @@ def _start(backend: str, timeout: timedelta | None) -> None:
     """Join the default process group as the launcher's variables say."""
     found = launch()
     assert found is not None
-    way = security.prepare(found)
+    way = security.prepare(found, backend)
     rank, local = found.rank, found.local_rank
     _STARTS[0] += 1
     if found.launcher == TORCHRUN:
@@ -219,7 +219,13 @@ def _of_torchrun(found: Launch, timeout: timedelta | None, secured: security.Way
 
 def _listener(found: Launch, secured: security.Way | None) -> socket.socket:
     """Where rank 0 keeps a store. Its own name may stand for an address of its loopback, where no other host comes."""
-    host = secured.address if secured is not None else found.host if re.fullmatch(r"[\d.]+", found.host) else ""
+    host = (
+        secured.address
+        if secured is not None and secured.interface
+        else found.host
+        if re.fullmatch(r"[\d.]+", found.host)
+        else ""
+    )
     try:
         return door.listening(host, 0 if found.launcher == TORCHRUN else found.port)
     except OSError as error:

@@ -3,7 +3,7 @@
     the interface   all ranks meet at, and gloo and NCCL bind to, an interface that encrypts: WireGuard, as the kernel
                     says, or one that is declared to
     one host        all ranks are on one host: they meet, and gloo and NCCL bind, on the loopback
-    gloo's TLS      which PyTorch's wheels do not have
+    gloo's TLS      with certificates, where PyTorch was built so; its wheels are not
 
 `prepare` chooses before anything is sent; `confirm` has the ranks compare what they chose, in the store, before a
 process group is made.
@@ -13,20 +13,24 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import os
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError, shown
 from . import interfaces
-from .certificates import Contexts
+from .certificates import Certificates, Contexts, pem_of
 from .doing import first_line, named
 from .door import Guard, secret
 from .launchers import Launch
+from .torch_internals import GLOO_TLS
 
 _log = logging.getLogger("partway.security")
 _WANTED: list[Wanted] = []  # one, where it is wanted
@@ -47,6 +51,7 @@ class Wanted:
     interface: str | None = None
     declared: tuple[str, ...] = ()
     contexts: Contexts | None = None
+    certificates: Certificates | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,9 @@ class Way:
     text: str
 
     def leads_to(self, host: str) -> bool:
-        """Whether what this host sends to another stays on the interface."""
+        """Whether what this host sends to another stays on the interface, if there is one."""
+        if not self.interface:
+            return True
         source = _from_here(host)
         return source == self.address or (self.is_local and interfaces.is_loopback(source))
 
@@ -85,7 +92,7 @@ def guard() -> Guard | None:
     return Guard(known, contexts) if known or contexts is not None else None
 
 
-def prepare(found: Launch) -> Way | None:
+def prepare(found: Launch, backend: str) -> Way | None:
     """Choose how, and bind gloo and NCCL of this process so; None where nothing is wanted. Nothing is sent.
 
     Raises RuntimeStateError where there is no way, or the environment contradicts it.
@@ -98,11 +105,9 @@ def prepare(found: Launch) -> Way | None:
     elif found.one_host:
         way = _on_one_host(found)
     else:
-        raise RuntimeStateError(
-            "enable_ssl=True, and what the ranks send would not be encrypted: they are on several hosts, as far as "
-            f"{found.launcher} says, and the gloo of this PyTorch has no TLS. {WAYS}"
-        )
-    _bind(way.interface)
+        way = _by_tls(asked.certificates, found, backend)
+    if way.interface:
+        _bind(way.interface)
     _log.info("enable_ssl: %s", way.text)
     return way
 
@@ -188,6 +193,41 @@ def _by_interface(name: str, declared: tuple[str, ...], found: Launch) -> Way:
     return Way(name, address, f"all ranks bind to {name} ({how}), here {address}")
 
 
+def gloo_has_tls() -> bool:
+    """Whether the gloo of this PyTorch was built with TLS."""
+    for library in Path(torch.__file__).parent.joinpath("lib").glob("libtorch_cpu.*"):
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(GLOO_TLS) >= 0:
+                return True
+    return False
+
+
+def _by_tls(certificates: Certificates | None, found: Launch, backend: str) -> Way:
+    if backend != "gloo":
+        lacks = f"{backend} has no TLS"
+    elif not gloo_has_tls():
+        lacks = "the gloo of this PyTorch has no TLS"
+    elif certificates is None:
+        lacks = "gloo's TLS needs certificates, which the file of config_file_path does not name"
+    else:
+        files = {"PKEY": _kept(pem_of(certificates.server)[0]), "CERT": _kept(pem_of(certificates.server)[1])}
+        files["CA_FILE"] = str(certificates.authority)
+        variables = {f"GLOO_DEVICE_TRANSPORT_TCP_TLS_{name}": file for name, file in files.items()}
+        _set({"GLOO_DEVICE_TRANSPORT": "TCP_TLS", **variables})
+        return Way("", found.host, "gloo's TLS, and the store's, with certificates")
+    raise RuntimeStateError(
+        "enable_ssl=True, and what the ranks send would not be encrypted: they are on several hosts, as far as "
+        f"{found.launcher} says, and {lacks}. {WAYS}"
+    )
+
+
+def _kept(pem: bytes) -> str:
+    """A file in memory, for as long as this process is there: a private key is not written to a disk."""
+    number = os.memfd_create("partway")
+    os.write(number, pem)
+    return f"/proc/self/fd/{number}"
+
+
 _MEET: Mapping[str, str] = {"the scheduler": "MS_SCHED_HOST"}
 
 
@@ -200,6 +240,10 @@ def _bind(interface: str) -> None:
         "NCCL_IB_DISABLE": "1",
         "NCCL_MNNVL_ENABLE": "0",
     }
+    _set(variables)
+
+
+def _set(variables: Mapping[str, str]) -> None:
     for name, text in variables.items():
         there = os.environ.get(name, text)
         if there.removeprefix("=") != text.removeprefix("="):

@@ -21,6 +21,8 @@ Each name, and why:
     torch.autograd.forward_ad._current_level                 whether tensors may have tangents: to ask each of them on
                                                              every call would cost more than the call; without the name
                                                              they are never asked
+    GLOO_TLS                                                 the name of a variable that only a gloo with TLS reads; to
+                                                             ask for such a device keeps a process from any other
     STORE_PING                                               what a client of a TCPStore sends first, with a number that
                                                              comes back: a store says nothing to who sends anything
                                                              else, and the client waits long for what is none
@@ -42,6 +44,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 
 __all__ = [
+    "GLOO_TLS",
     "STORE_PING",
     "base_of",
     "coalescing_manager",
@@ -58,6 +61,7 @@ __all__ = [
 ]
 
 Hooks = tuple[Any, Any]
+GLOO_TLS = b"GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY"  # in the library where gloo was built with TLS
 STORE_PING = bytes([0, 0xCE, 0xF7, 0x85, 0x3C, 13, 1, 2, 3, 4])  # "validate" and its number; "ping" and ours
 spec_of: Callable[[Tensor], Any] = attrgetter("_spec")  # of a DTensor
 local_part_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")

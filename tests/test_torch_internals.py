@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import mmap
 import socket
 import threading
 from pathlib import Path
@@ -343,6 +344,13 @@ def test_groups_have_a_store_a_timeout_and_coalescing(one_process: Any) -> None:
     assert running.default_store().get("canary") == b"sings"
     assert running.timeout_of(dist.group.WORLD).total_seconds() == 1800
     assert callable(running.coalescing_manager)
+
+
+def test_a_gloo_with_tls_would_name_its_variables_as_it_does_the_others() -> None:
+    assert running.GLOO_TLS.startswith(b"GLOO_DEVICE_TRANSPORT")
+    [library] = Path(torch.__file__).parent.joinpath("lib").glob("libtorch_cpu.so")
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        assert content.find(b"GLOO_DEVICE_TRANSPORT\0") >= 0
 
 
 def test_a_store_answers_the_ping() -> None:

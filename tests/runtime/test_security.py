@@ -6,15 +6,19 @@ import io
 import json
 import logging
 import os
+import ssl
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from certificates import Authority
 
 import partway as pw
 from partway.runtime import interfaces, security
+from partway.runtime.certificates import Certificates, Identity
 from partway.runtime.launchers import Launch, launch
 from partway.runtime.security import Wanted, Way, confirm, prepare, want
 from partway.strategy import RuntimeStateError
@@ -34,7 +38,7 @@ def nothing_wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_nothing_is_bound_where_nothing_is_wanted() -> None:
-    assert prepare(APART) is None
+    assert prepare(APART, "gloo") is None
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
@@ -45,7 +49,7 @@ def test_ranks_on_one_host_bind_to_the_loopback() -> None:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
-        way = prepare(HERE)
+        way = prepare(HERE, "gloo")
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
@@ -62,11 +66,36 @@ def test_ranks_on_one_host_bind_to_the_loopback() -> None:
 def test_several_hosts_without_a_way_are_refused_with_the_three_that_there_are() -> None:
     want(Wanted())
     with pytest.raises(RuntimeStateError) as error:
-        prepare(APART)
+        prepare(APART, "gloo")
     assert "what the ranks send would not be encrypted: they are on several hosts" in str(error.value)
     for way in ("Start all ranks on one host", "secure_interface=, an interface that encrypts", "gloo has TLS"):
         assert way in str(error.value)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_gloo_with_tls_is_given_the_certificates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That it encrypts cannot be tested with PyTorch's wheels, whose gloo has no TLS."""
+    assert not security.gloo_has_tls()
+    monkeypatch.setattr(security, "gloo_has_tls", lambda: True)
+    authority = Authority(tmp_path)
+    server, client = (Identity(side, authority.sign(side)) for side in ("server", "client"))
+    want(Wanted())
+    with pytest.raises(RuntimeStateError, match="gloo's TLS needs certificates, which the file of config_file"):
+        prepare(APART, "gloo")
+    want(Wanted(certificates=Certificates(server, client, authority.file)))
+    with pytest.raises(
+        RuntimeStateError, match=r"they are on several hosts, as far as torchrun says, and nccl has no T"
+    ):
+        prepare(APART, "nccl")
+    way = prepare(APART, "gloo")
+    assert way is not None
+    assert (way.interface, way.leads_to("192.0.2.1")) == ("", True)
+    assert os.environ["GLOO_DEVICE_TRANSPORT"] == "TCP_TLS"
+    given = {name: os.environ[f"GLOO_DEVICE_TRANSPORT_TCP_TLS_{name}"] for name in ("PKEY", "CERT", "CA_FILE")}
+    ssl.create_default_context(cafile=given["CA_FILE"]).load_cert_chain(given["CERT"], given["PKEY"])
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    security.release()
+    assert not [name for name in os.environ if name.startswith("GLOO_")]
 
 
 @pytest.mark.parametrize(("wanted", "found", "said"), [
@@ -80,23 +109,23 @@ def test_several_hosts_without_a_way_are_refused_with_the_three_that_there_are()
 def test_what_cannot_be_is_refused(wanted: Wanted, found: Launch, said: str) -> None:
     want(wanted)
     with pytest.raises(RuntimeStateError, match=said):
-        prepare(found)
+        prepare(found, "gloo")
 
 
 def test_an_interface_that_is_down_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     want(Wanted("lo", ("lo",)))
     monkeypatch.setattr(interfaces, "is_up", lambda name: False)
     with pytest.raises(RuntimeStateError, match="secure_interface 'lo' is down; bring it up first"):
-        prepare(HERE)
+        prepare(HERE, "gloo")
     monkeypatch.setattr(interfaces, "addresses", dict)
     with pytest.raises(RuntimeStateError, match="secure_interface 'lo' has no IPv4 address; bring it up first"):
-        prepare(HERE)
+        prepare(HERE, "gloo")
 
 
 def test_wireguard_is_known_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     want(Wanted("lo"))
     monkeypatch.setattr(interfaces, "kind", lambda name: "wireguard")
-    way = prepare(HERE)
+    way = prepare(HERE, "gloo")
     assert way is not None
     assert way.text == "all ranks bind to lo (WireGuard, verified), here 127.0.0.1"
 
@@ -105,7 +134,7 @@ def test_an_environment_that_contradicts_is_refused(monkeypatch: pytest.MonkeyPa
     want(Wanted())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     with pytest.raises(RuntimeStateError, match="enable_ssl=True needs GLOO_SOCKET_IFNAME=lo, and it is 'eth0'; unset"):
-        prepare(HERE)
+        prepare(HERE, "gloo")
     assert "NCCL_NET" not in os.environ
 
 
