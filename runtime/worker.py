@@ -126,7 +126,7 @@ class _Pulse(threading.Thread):
 
     def _failed(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Leave word of an error that ends this process, before what it tears down is an error elsewhere."""
-        self._end("failed", f"{kind.__name__}: {first_line(error)}")
+        self._end("failed", f"{kind.__name__}: {first_line(error).rstrip(':')}")
         self._hook(kind, error, trace)
 
     def _exit(self) -> None:

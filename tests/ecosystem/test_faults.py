@@ -67,19 +67,19 @@ def row(launcher: str, fault: str, outcome: Outcome, said: str = "") -> None:
 
 
 def goes_on(launcher: str, fault: str, outcome: Outcome, whole: dict[int, set[str]]) -> None:
-    row(launcher, fault, outcome)
     assert outcome.left == [], outcome
     assert outcome.goes_on, outcome
     assert outcome.losses == whole
+    row(launcher, fault, outcome)
 
 
 def ends(launcher: str, fault: str, outcome: Outcome, said: str, by: str) -> None:
     """All have ended, with a status that says so, and `by` has said why."""
     found = re.search(said, outcome.said[by])
-    row(launcher, fault, outcome, found.group().replace("|", "/") if found else "")
     assert outcome.left == [], outcome
     assert found, outcome
     assert all(code != 0 for code in outcome.codes.values()), outcome
+    row(launcher, fault, outcome, found.group().replace("|", "/"))
 
 
 @pytest.mark.parametrize("fault", IN_THE_SCRIPT)
@@ -386,11 +386,11 @@ def test_a_network_of_torchrun_that_is_cut_for_good(
     """The workers end. PyTorch's agent on the host that was cut off waits for its store, as long as the system tries to
     reach it: a quarter of an hour on Linux."""
     outcome = by_torchrun_on(hosts, tmp_path, 0, 20).run(lambda job: hosts[1].cut(), limit=100)
-    row("torchrun", "the network cut for good", outcome, "workers end; the agent that was cut off waits 15 min")
     assert outcome.left == ["other agent"], outcome
     assert outcome.codes["agent"] == 1
     assert "does not answer" in outcome.said["agent"], outcome
     assert "the store has not answered for 20 s" in outcome.said["other agent"], outcome
+    row("torchrun", "the network cut for good", outcome, "workers end; the agent that was cut off waits 15 min")
 
 
 def test_a_network_that_is_cut_for_good(hosts: tuple[namespaces.Host, namespaces.Host], tmp_path: Path) -> None:
