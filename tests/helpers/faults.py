@@ -282,8 +282,8 @@ def by_torchrun(folder: Path, again: int, **variables: str) -> Job:
 
 
 def by_ray(folder: Path, again: int, **variables: str) -> Job:
-    """Ray Train with two workers; with `again`, it starts them again so often. Its agents end a while after a driver that
-    was killed."""
+    """Ray Train with two workers; with `again`, it starts them again so often. Its agents end a while after a driver
+    that was killed."""
     prepare(folder)
     (folder / "by_ray.py").write_text(RAY, encoding="utf-8")
     own = {"AGAIN": str(again), "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", **variables}
