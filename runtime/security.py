@@ -35,6 +35,7 @@ from .torch_internals import GLOO_TLS
 _log = logging.getLogger("partway.security")
 _WANTED: list[Wanted] = []  # one, where it is wanted
 _BOUND: dict[str, str] = {}  # the variables that were set here
+_IN_PLAIN = set[str]()  # the backends that this process has used without TLS of their own
 
 WAYS = (
     "Start all ranks on one host; or give every rank secure_interface=, an interface that encrypts, such as "
@@ -99,6 +100,7 @@ def prepare(found: Launch, backend: str) -> Way | None:
     """
     asked = wanted()
     if asked is None:
+        _IN_PLAIN.add(backend)
         return None
     if asked.interface is not None:
         way = _by_interface(asked.interface, asked.declared, found)
@@ -108,6 +110,7 @@ def prepare(found: Launch, backend: str) -> Way | None:
         way = _by_tls(asked.certificates, found, backend)
     if way.interface:
         _bind(way.interface)
+        _IN_PLAIN.add(backend)
     _log.info("enable_ssl: %s", way.text)
     return way
 
@@ -209,6 +212,12 @@ def _by_tls(certificates: Certificates | None, found: Launch, backend: str) -> W
         lacks = "the gloo of this PyTorch has no TLS"
     elif certificates is None:
         lacks = "gloo's TLS needs certificates, which the file of config_file_path does not name"
+    elif certificates.revoked is not None or certificates.ciphers:
+        lacks = (
+            "gloo's TLS cannot be told crl_path or cipher_list, which would hold for the store alone; leave them out"
+        )
+    elif backend in _IN_PLAIN:
+        lacks = "gloo was used in this process before, without TLS, to which it then does not change; start it anew"
     else:
         files = {"PKEY": _kept(pem_of(certificates.server)[0]), "CERT": _kept(pem_of(certificates.server)[1])}
         files["CA_FILE"] = str(certificates.authority)

@@ -32,6 +32,7 @@ LOCAL = Way("lo", "127.0.0.1", "")
 def nothing_wanted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_NET", "NCCL_IB_DISABLE", "NCCL_MNNVL_ENABLE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(security, "_IN_PLAIN", set())
     yield
     want(None)
     security.release()
@@ -82,7 +83,14 @@ def test_gloo_with_tls_is_given_the_certificates(monkeypatch: pytest.MonkeyPatch
     want(Wanted())
     with pytest.raises(RuntimeStateError, match="gloo's TLS needs certificates, which the file of config_file"):
         prepare(APART, "gloo")
-    want(Wanted(certificates=Certificates(server, client, authority.file)))
+    certificates = Certificates(server, client, authority.file)
+    for more in ({"revoked": authority.revoke()}, {"ciphers": "ECDHE+AESGCM"}):
+        want(Wanted(certificates=replace(certificates, **more)))  # type: ignore[arg-type]
+        with pytest.raises(
+            RuntimeStateError, match="gloo's TLS cannot be told crl_path or cipher_list, which would hold"
+        ):
+            prepare(APART, "gloo")
+    want(Wanted(certificates=certificates))
     with pytest.raises(
         RuntimeStateError, match=r"they are on several hosts, as far as torchrun says, and nccl has no T"
     ):
@@ -96,6 +104,11 @@ def test_gloo_with_tls_is_given_the_certificates(monkeypatch: pytest.MonkeyPatch
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     security.release()
     assert not [name for name in os.environ if name.startswith("GLOO_")]
+    want(None)
+    assert prepare(APART, "gloo") is None
+    want(Wanted(certificates=certificates))
+    with pytest.raises(RuntimeStateError, match="gloo was used in this process before, without TLS, to which it then"):
+        prepare(APART, "gloo")
 
 
 @pytest.mark.parametrize(("wanted", "found", "said"), [
