@@ -234,12 +234,12 @@ def _listener(found: Launch, secured: security.Way | None) -> socket.socket:
 
 
 def _kept_by_torchrun(timeout: timedelta | None) -> Any:
-    """The store of torchrun, which outlives the processes that it starts again: what an attempt keeps there bears its
-    number, or the next one would read where the ranks of the last one listened."""
+    """The store of torchrun, which outlives the processes that it starts again, and their groups: what is kept there
+    bears the number of both, or the next ranks would read where those of the last group listened."""
     limit: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     store, _, _ = next(dist.rendezvous("env://", **limit))  # type: ignore[attr-defined]
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"partway/{attempt}", store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"partway/{attempt}/{_STARTS[0]}", store)  # type: ignore[attr-defined]
 
 
 def meet_by_scheduler(found: Launch, timeout: timedelta | None) -> tuple[Any, int, int]:

@@ -169,6 +169,7 @@ class _Pulse(threading.Thread):
             with suppress(RuntimeError):
                 word = Ended(kind, self._store.add(self._key("words"), 1), text)
                 self._store.set(self._key(f"ended/{self._rank}"), json.dumps(astuple(word)))
+                self._store.check([self._key("over")])  # behind a door the word is on its way until this is answered
 
     def _key(self, name: str) -> str:
         return key(self._attempt, name)

@@ -187,3 +187,26 @@ def test_a_difference_that_is_found_at_exit_is_in_the_status():
     for text in said:
         assert "partway: rank 1 ran another program (or left out a step) than rank 0, at a loss; make the" in text
         assert text.endswith("earlier handlers run too")
+
+
+AGAIN = """
+import sys, torch, torch.distributed as dist
+import partway as pw
+
+for _ in range(3):
+    pw.init(backend="gloo", timeout=30)
+    x = torch.ones(1) * (pw.get_rank() + 1)
+    dist.all_reduce(x)
+    sys.stdout.write(f"rank {pw.get_rank()} has {x.item()}\\n")
+    pw.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_a_second_group_does_not_read_where_the_first_listened(tmp_path):
+    (tmp_path / "again.py").write_text(AGAIN, encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "again.py"]
+    own = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=False, timeout=120)
+    assert sorted(ended.stdout.splitlines()) == ["rank 0 has 3.0"] * 3 + ["rank 1 has 3.0"] * 3, ended
