@@ -210,11 +210,12 @@ def test_a_job_of_ray_without_restarts_ends(fault: str, said: str, tmp_path: Pat
 @ray_train
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=["SIGTERM", "SIGINT", "SIGKILL"]
+    ("name", "said"), [("SIGTERM", "SIGTERM received"), ("SIGINT", "Received SIGINT"), ("SIGKILL", "")]
 )
-def test_a_driver_of_ray_that_is_ended_ends_its_workers(number: int, tmp_path: Path) -> None:
+def test_a_driver_of_ray_that_is_ended_ends_its_workers(name: str, said: str, tmp_path: Path) -> None:
+    number = signal.Signals[name]
     outcome = by_ray(tmp_path, 0, PAUSE="0.2").run(lambda job: job.kill(number, "driver"), limit=300)
-    ends("Ray Train", f"{signal.Signals(number).name} to the driver", outcome, "", "driver")
+    ends("Ray Train", f"{name} to the driver", outcome, said, "driver")
 
 
 # -- At the start
