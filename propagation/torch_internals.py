@@ -29,6 +29,8 @@ Each name, and why:
     torch._C.DispatchKey               what an operator is made of: nothing public tells
     _split_decomp_table_to_cia_..., _decompose_exported_program   the two halves of ExportedProgram.run_decompositions,
                                        which overrides 500 operators anew each time (written_out.py)
+    torch.export._trace._EXPORT_...    what a call of torch.export resets when it ends, also one inside of another
+    torch.overrides._pop_mode_temporarily   takes off the modes of functions one by one, for such a call
     torch._functorch.aot_autograd.preserve_rng_state   what it does around its tracing: see `decompose`
     torch.nn.modules.module._global_...    the hooks of all modules; there is no public name that lists them
     Tensor._version                    how often a tensor was written in place; autograd itself goes by it
@@ -78,12 +80,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, _trace
 from torch.export.exported_program import _decompose_exported_program
 from torch.export.exported_program import _split_decomp_table_to_cia_and_python_decomp as split_decompositions
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
@@ -125,6 +128,21 @@ def without_modes() -> Iterator[None]:
     """Computes as outside of all modes, such as those of a capture."""
     with DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+@contextlib.contextmanager
+def beside_export() -> Iterator[None]:
+    """Calls torch.export as if none were under way, though one is: without its modes, and without what it ends with."""
+    kept = _trace._EXPORT_MODULE_HIERARCHY, _trace._EXPORT_FLAGS
+
+    def restore() -> None:
+        _trace._EXPORT_MODULE_HIERARCHY, _trace._EXPORT_FLAGS = kept
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(_len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        with _disable_current_modes(), afterwards(restore):
+            yield
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ output; no operator writes to its operands; every tensor has `meta["val"]` with 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -83,7 +83,11 @@ class Graph:
     @cached_property
     def differentiable(self) -> frozenset[Value]:
         """The values that depend differentiably on an input that requires a gradient."""
-        needs = {Value(port.node) for port in self.inputs if port.requires_grad}
+        return self.depending(Value(port.node) for port in self.inputs if port.requires_grad)
+
+    def depending(self, on: Iterable[Value]) -> frozenset[Value]:
+        """The values that depend differentiably on one of `on`, and these."""
+        needs = set(on)
         for node in self.nodes:
             if node.target is operator.getitem or node.target is torch.ops.aten.detach.default:
                 continue

@@ -118,3 +118,21 @@ def payload_bytes(source: Placement, target: Placement, shape: Sequence[int], it
         case Payload.SENT:
             window = next(side for side in (source, target) if isinstance(side, SliceWindow))
             return held // shape[window.dim] * window.rows[window.adds]
+
+
+def payload_of_whole(
+    kind: Kind, source: Placement, target: Placement, whole_bytes: int, size: int, forward: bool
+) -> int:
+    """The payload of a collective, which is the conversion from `source` to `target` (`forward`) or its transpose, of a
+    value of which one rank would hold `whole_bytes` if none of its `size` ranks had only a part."""
+    match COLLECTIVES[kind].payload:
+        case Payload.WHOLE:
+            return whole_bytes
+        case Payload.HELD:
+            held = source if forward else target
+            if isinstance(held, Shard) and held.cut:
+                return whole_bytes // held.cut.size * held.cut.width
+            return whole_bytes // size
+        case Payload.SENT:
+            assert isinstance(target, SliceWindow)
+            return whole_bytes // target.cut.size * target.rows[not forward]

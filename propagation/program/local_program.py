@@ -11,16 +11,15 @@ from functools import cached_property
 import torch
 from torch import fx
 
-from ...strategy.cut import SliceWindow
 from ...strategy.errors import VerifyError
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
-from ...strategy.placement import Kind, Placement, Shard, kind
+from ...strategy.placement import Kind, Placement, kind
 from ..cost.conversion import step_kind
 from ..graph.nodes import operator_name
 from ..graph.port import Port
 from ..ops.collectives import convert
-from ..ops.kinds import COLLECTIVES, Payload
+from ..ops.kinds import payload_of_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +60,7 @@ class Conversion:
     def payload(self, phase: str) -> int:
         """The payload of the collective that it is in a phase: see `Collective.payload_bytes`."""
         forward = self.again or phase == "forward"
-        match COLLECTIVES[self.kind(phase)].payload:
-            case Payload.WHOLE:
-                return self.whole_bytes
-            case Payload.HELD:
-                held = self.source if forward else self.target
-                if isinstance(held, Shard) and held.cut:
-                    return self.whole_bytes // held.cut.size * held.cut.width
-                return self.whole_bytes // self.size
-            case Payload.SENT:
-                assert isinstance(self.target, SliceWindow)
-                return self.whole_bytes // self.target.cut.size * self.target.rows[not forward]
+        return payload_of_whole(self.kind(phase), self.source, self.target, self.whole_bytes, self.size, forward)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,11 @@ from ..graph.nodes import (
     values_of,
 )
 from ..graph.port import Port, Role
+from ..islands.flows import gradients_inside
+from ..islands.island import Island
+from ..islands.writing import Converted, written
 from ..ops.collectives import constrain, convert
+from ..ops.islands import island, island_of
 from ..ops.kinds import is_gather
 from ..rules.rule import Emitter, LocalShapes, Rule, windows_of
 from ..rules.windows import by_dim, own_slice, place_in, united
@@ -71,6 +75,7 @@ class _Lowering:
             if problem.vertices[edge.consumer].kind is VertexKind.HUB
         }
         self.joint = self._joint_windows()
+        self.regions: dict[tuple[fx.Node, int], int] = {}  # those of torch.utils.checkpoint inside islands
 
     def program(self) -> LocalProgram:
         inputs = []
@@ -131,6 +136,10 @@ class _Lowering:
         if node.target is constrain:
             self._produce(produced[0], args[0], rests[0], consumer)
             return
+        if node.target is island:
+            for v, part, rest in zip(produced, self._of_island(node, args[0], consumer), rests, strict=True):
+                self._produce(v, part, rest, consumer)
+            return
         if emit and emit.rule.local:
             result: Any = emit.rule.local(emit, tuple(args), dict(kwargs))
         else:
@@ -143,6 +152,50 @@ class _Lowering:
                 one = isinstance(result, fx.Node)
                 item = self.graph.call_function(operator.getitem, (result, v.index)) if one else result[v.index]
                 self._produce(v, item, rest, consumer)
+
+    def _of_island(self, node: fx.Node, parts: Sequence[fx.Node], consumer: str) -> tuple[fx.Node, ...]:
+        """The program of an island in the place of its call: what a rank has of its results."""
+        its = island_of(str(node.args[1]))
+        text = written(its)
+        flows = gradients_inside(its, node, self.problem.tensors.flows)
+        env = dict(zip(text.graph.find_nodes(op="placeholder"), parts, strict=True))
+        for inner in text.graph.nodes:
+            if inner.op == "call_function":
+                env[inner] = self.graph.node_copy(inner, env.__getitem__)
+                if inner.target is convert:
+                    *how, place = env[inner].args
+                    env[inner].args = (*how, len(self.conversions))
+                    c = text.conversions[place]
+                    self.conversions.append(self._conversion_inside(c, its, node, c.of in flows, consumer))
+                if (region := region_of(inner)) is not None:  # regions of the graph around have numbers from 0 on
+                    mark(env[inner], -1 - self.regions.setdefault((node, region), len(self.regions)))
+        (returned,) = text.graph.output_node().args
+        return tuple(env[part] for part in returned)
+
+    def _conversion_inside(
+        self, c: Converted, its: Island, call: fx.Node, gradient: bool, consumer: str
+    ) -> Conversion:
+        """A conversion of an island, as one of the program."""
+        at = c.at if c.at is not None else c.of.node
+        name = next((port.name for port in its.graph.inputs if port.node is c.of.node), c.of.node.name)
+        by = f"{operator_name(at)} {at.name}" if at.op == "call_function" else name
+        return Conversion(
+            tag=len(self.conversions),
+            tensor=f"{call.name}.{name}",
+            axes=c.axes,
+            size=self.settings.mesh.size(*c.axes),
+            source=c.source,
+            target=c.target,
+            whole_bytes=c.whole_bytes,
+            dtype=tensor_of(c.of).dtype,
+            gradient=gradient,
+            parameter=False,
+            producer=consumer,
+            consumer=f"{by} of the island {its.name}",
+            where=call.name,
+            path=module_path(call),
+            line=source_line(at) or source_line(call),
+        )
 
     def _emitter(self, node: fx.Node, rule: Rule, option: Option) -> Emitter:
         """What the local form of a call is written with."""

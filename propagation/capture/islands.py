@@ -1,0 +1,65 @@
+"""From a function that a person wrote for one rank to an Island.
+
+It is traced where it is called, in the midst of the capture of what surrounds it, since Python may change what it does
+later. (A lambda in a loop sees the loop's variable.) Its call is then one operator of the graph around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...strategy.errors import CaptureError
+from ...strategy.layout import Layout
+from ...strategy.notation import counted
+from ...strategy.place import Place, placed
+from ..graph.graph import Graph
+from ..graph.port import Role
+from ..graph.structure import Call, name_of
+from ..torch_internals import beside_export
+from .capture import CaptureOptions, capture
+
+
+def trace_rank(fn: Callable[..., Any], call: Call, layouts: Sequence[Layout], place: Place) -> Graph:
+    """The program of the rank at `place`: what `fn` does with parts of the tensors of `call`, laid out as `layouts` say.
+
+    Raises CaptureError where it has no static graph of its own, and for what a program of one rank may not do: use
+    tensors that it is not given, write to those that it is.
+    """
+    gradients = torch.is_grad_enabled()
+    parts = []
+    for tensor, layout in zip(call.tensors, layouts, strict=True):
+        able = tensor.is_floating_point() or tensor.is_complex()
+        shape = layout.local_shape(tuple(tensor.shape))
+        parts.append(torch.empty(shape, dtype=tensor.dtype, device=tensor.device, requires_grad=able and gradients))
+    with beside_export(), placed(place):
+        args, kwargs = call.structure.build(list(parts))
+        graph = capture(fn, args, kwargs, CaptureOptions(gradients=gradients))
+    _check(fn, graph, len(parts))
+    return graph
+
+
+def _check(fn: Callable[..., Any], graph: Graph, arguments: int) -> None:
+    """Raise CaptureError for a program that is more than a function of its arguments."""
+    outside = [port for port in graph.inputs if port.role is not Role.INPUT]
+    if outside:
+        sizes = ", ".join(str(list(port.node.meta["val"].shape)) for port in outside)
+        raise CaptureError(
+            f"{name_of(fn)} is the program of one rank and uses {counted(len(outside), 'tensor')} from outside "
+            f"({sizes}), of which nothing says what part a rank has; pass them as arguments, with an entry of "
+            "in_strategy"
+        )
+    assert len(graph.inputs) == arguments
+    for port in graph.outputs:
+        if port.role is not Role.RESULT:
+            raise CaptureError(
+                f"{name_of(fn)} is the program of one rank and writes to {port.name} in place; compute a new tensor and "
+                "return it"
+            )
+    if graph.hooks.by_number:
+        raise CaptureError(
+            f"{name_of(fn)} is the program of one rank and registers hooks, which an island cannot have; register them "
+            "outside"
+        )
