@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
-
-import torch
 
 from partway.annotations.names import by_argument, check_out_strategy
 from partway.checks import check_target
 from partway.engine import Engine
-from partway.propagation.capture.islands import trace_rank
+from partway.propagation.capture.islands import trace_ranks
 from partway.propagation.capture.tracing import capturing
-from partway.propagation.islands.island import Crossing, Island
 from partway.propagation.graph.structure import flatten_call, name_of
+from partway.propagation.islands.island import Crossing, Island
 from partway.propagation.ops.islands import island, keep
 from partway.request import Request
 from partway.strategy import Layout, Mesh, Problem, StrategyError, check_strategies, raise_problems
-from partway.strategy.notation import counted
-from partway.strategy.place import Place, current
+from partway.strategy.place import current
 
 
 def manual(fn: Any = None, in_strategy: Any = None, out_strategy: Any = None, *, mesh: Any = None) -> Any:
@@ -77,7 +74,7 @@ class ManualFunction:
         words = [f"argument {label!r} of {name_of(self.fn)}" for label in call.names]
         shapes = [tuple(t.shape) for t in call.tensors]
         layouts = _layouts(words, shapes, [by_name.get(a) for a in call.arguments], mesh)
-        graph = trace_rank(self.fn, call, layouts, Place(mesh, 0))
+        graph = trace_ranks(self.fn, call, layouts, mesh)
         local = [port.node.meta["val"] for port in graph.outputs]
         check_out_strategy(self.request.out_strategy, len(local), problems)
         wanted = [*(self.request.out_strategy or ()), *[None] * len(local)][: len(local)]

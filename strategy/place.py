@@ -1,9 +1,12 @@
 from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+
 from .mesh import Mesh
+
 
 @dataclass(frozen=True)
 class Place:
@@ -24,3 +27,9 @@ def placed(place: Place | None) -> Iterator[None]:
         yield
     finally:
         _place.set(before)
+
+
+def axis_index(axis):
+    p = current()
+    p.asked.update({axis} if isinstance(axis, str) else axis)
+    return p.mesh.position(p.rank, *((axis,) if isinstance(axis, str) else axis))

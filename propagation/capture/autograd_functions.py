@@ -29,7 +29,7 @@ from torch.autograd import Function
 
 from ...strategy.afterwards import afterwards
 from ...strategy.errors import CaptureError
-from ..graph.nodes import at_source, module_path, source_of, value
+from ..graph.nodes import at_source, module_path, source_of, stays, value
 from ..rules.builder import Builder
 from ..torch_internals import make_fx
 
@@ -136,7 +136,7 @@ def adopt(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.target is with_backward:
             _transpose(Builder(module.graph, node, 1, {}), node)
-    module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    module.graph.eliminate_dead_code(is_impure_node=stays)
 
 
 def _transpose(b: Builder, node: fx.Node) -> None:

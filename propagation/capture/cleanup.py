@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..graph.nodes import stays
 from ..torch_internals import FakeTensor, tree_map
 
 
@@ -34,5 +35,5 @@ def prune(module: fx.GraphModule) -> None:
             node.target = torch.ops.aten.reshape.default
         if node.op == "call_function" and "_assert" in str(node.target):
             module.graph.erase_node(node)
-    module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    module.graph.eliminate_dead_code(is_impure_node=stays)
     module.recompile()

@@ -84,8 +84,9 @@ def _modest(body: fx.GraphModule, steps: int) -> bool:
     return steps * len(calls) <= MOST_NODES
 
 
-def _text(node: fx.Node, name: str, body: fx.GraphModule) -> str:
-    """The graph `body` as a Python function called `name`."""
+def function_text(node: fx.Node, name: str, body: fx.GraphModule) -> str:
+    """The graph `body` as a Python function called `name`, for the call `node`. Raises CaptureError for what cannot run
+    twice, or is no operator."""
     for inner in body.graph.nodes:
         known = inner.target in (operator.getitem, *_WRITES) or isinstance(inner.target, OpOverload)
         if inner.op == "get_attr" or (inner.op == "call_function" and not known):
@@ -115,7 +116,7 @@ def _called(b: Builder, operands: Sequence[fx.Node], text: str) -> list[fx.Node]
 def _branch(b: Builder, node: fx.Node) -> list[fx.Node]:
     """torch.cond(condition, yes, no, operands)."""
     condition, yes, no, operands = node.args
-    text = _text(node, "yes", _child(node, yes)) + _text(node, "no", _child(node, no))
+    text = function_text(node, "yes", _child(node, yes)) + function_text(node, "no", _child(node, no))
     text += "def forward(condition, *operands):\n    return (yes if condition else no)(*operands)\n\n"
     text += "def like(condition, *operands):\n    return yes(*operands)\n"
     return _called(b, [condition, *operands], text)  # type: ignore[list-item, misc]
@@ -125,7 +126,7 @@ def _loop(b: Builder, node: fx.Node) -> list[fx.Node]:
     """while_loop(test, body, carried, further operands)."""
     test, body = (_child(node, graph) for graph in node.args[:2])
     carried, further = _lists(node.args[2:4])
-    text = _text(node, "test", test) + _text(node, "body", body)
+    text = function_text(node, "test", test) + function_text(node, "body", body)
     text += f"""def forward(*operands):
     carried, further = operands[:{len(carried)}], operands[{len(carried)}:]
     while test(*carried, *further):
@@ -145,7 +146,7 @@ def _scan(b: Builder, node: fx.Node) -> list[fx.Node]:
     steps, count = shape(scanned[0])[0], len(carried)
     stop = count + len(scanned)
     if not _modest(body, steps):
-        text = _text(node, "body", body)
+        text = function_text(node, "body", body)
         text += f"""def step(i, carried, operands):
     found = body(*carried, *(x[i] for x in operands[{count}:{stop}]), *operands[{stop}:])
     return found[:{count}], found[{count}:]
@@ -186,7 +187,7 @@ def _writing(b: Builder, node: fx.Node) -> list[fx.Node]:
     body.output(body.node_copy(node, copies.__getitem__))
     owner = node.graph.owning_module
     assert owner is not None
-    text = _text(node, "written", fx.GraphModule(owner, body))
+    text = function_text(node, "written", fx.GraphModule(owner, body))
     text += """def forward(*operands):
     return [x for x in written(*operands) if x is not None]
 

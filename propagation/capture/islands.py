@@ -13,21 +13,54 @@ import torch
 
 from ...strategy.errors import CaptureError
 from ...strategy.layout import Layout
+from ...strategy.mesh import Mesh
 from ...strategy.notation import counted
 from ...strategy.place import Place, placed
 from ..graph.graph import Graph
 from ..graph.port import Role
 from ..graph.structure import Call, name_of
 from ..torch_internals import beside_export
+from .by_rank import merged
 from .capture import CaptureOptions, capture
 
 
-def trace_rank(fn: Callable[..., Any], call: Call, layouts: Sequence[Layout], place: Place) -> Graph:
-    """The program of the rank at `place`: what `fn` does with parts of the tensors of `call`, laid out as `layouts` say.
+def trace_ranks(fn: Callable[..., Any], call: Call, layouts: Sequence[Layout], mesh: Mesh) -> Graph:
+    """The program of a rank: what `fn` does with parts of the tensors of `call`, laid out as `layouts` say.
+
+    `fn` is traced for the first rank and, where it asks for its place on some axes, for each place along these.
 
     Raises CaptureError where it has no static graph of its own, and for what a program of one rank may not do: use
     tensors that it is not given, write to those that it is.
     """
+    traced: dict[int, Graph] = {}
+    asked: set[str] = set()
+    while True:
+        axes = [axis for axis in mesh.axes if axis in asked]
+        ranks = [rank for rank in range(mesh.device_num) if _is_first(mesh, rank, axes)]
+        for rank in ranks:
+            if rank not in traced:
+                place = Place(mesh, rank)
+                traced[rank] = _trace(fn, call, layouts, place)
+                asked |= place.asked
+        if asked <= set(axes):
+            break
+    graphs = [traced[rank] for rank in ranks]
+    graph = graphs[0]
+    if len({str(graph.module.graph) for graph in graphs}) > 1:
+        with beside_export():
+            graph = merged(graphs, axes, [mesh.size(axis) for axis in axes])
+    # collectives stay in a trace, so that ranks can be compared; those whose results no rank reads may go now
+    graph.module.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    return graph
+
+
+def _is_first(mesh: Mesh, rank: int, axes: Sequence[str]) -> bool:
+    """Whether a rank is the first of those at its place along `axes`."""
+    return all(i == 0 for axis, i in zip(mesh.axes, mesh.coordinate(rank), strict=True) if axis not in axes)
+
+
+def _trace(fn: Callable[..., Any], call: Call, layouts: Sequence[Layout], place: Place) -> Graph:
+    """The program of the rank at `place`."""
     gradients = torch.is_grad_enabled()
     parts = []
     for tensor, layout in zip(call.tensors, layouts, strict=True):

@@ -12,11 +12,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..ops.by_hand import COLLECTIVES
 from ..ops.collectives import constrain
 from ..ops.functions import functions_of, run
 from ..torch_internals import OpOverload, schema_of
 
 _REGION = "partway_checkpoint"
+
+
+def stays(node: fx.Node) -> bool:
+    """Whether `node` stays in a captured graph though nothing reads it: ports, and collectives that a person wrote,
+    which other ranks wait for."""
+    return node.op in ("placeholder", "output") or node.target in COLLECTIVES
 
 
 def value(node: fx.Node) -> Any:

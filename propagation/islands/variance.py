@@ -19,22 +19,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 from torch import fx
 
 from ..graph.graph import Graph
-from .island import Island
 from ..graph.nodes import Value, argument, operands, source_of, values_of
-from ..ops import by_hand
+from ..ops import by_hand, indexing
+from ..ops.by_hand import COLLECTIVES
+from .island import Island
 
 Axes = frozenset[str]
 _NONE: Axes = frozenset()
 
 # Collectives whose results are the same on all ranks of their group; those of the others vary.
 _ALIKE = frozenset({by_hand.all_reduce, by_hand.all_gather, by_hand.broadcast})
-COLLECTIVES = _ALIKE | {by_hand.reduce_scatter, by_hand.all_to_all, by_hand.permute, by_hand.send_receive}
 
 
 def axes_of(node: fx.Node) -> Axes:
@@ -88,6 +86,8 @@ class _Variance:
 
     def _forward(self, node: fx.Node) -> None:
         together = axes_of(node)
+        if node.target is indexing.position:
+            together = frozenset(node.args[0])  # type: ignore[arg-type]
         wanted = together.union(*(self.values[source_of(operand)] for operand in operands(node)))
         self.wanted[node] = wanted
         for v in values_of(node):

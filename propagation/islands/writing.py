@@ -26,29 +26,27 @@ from torch import fx
 
 from ...strategy.cut import Cut, SliceWindow
 from ...strategy.errors import CaptureError
-from ...strategy.mesh import Mesh
 from ...strategy.placement import BROADCAST, PARTIAL, PARTIAL_MAX, REPLICATE, Placement, Shard
 from ..graph.nodes import (
     Value,
     argument,
     at_source,
     mark,
-    module_path,
     operands,
     region_of,
-    source_line,
     source_of,
     tensor_of,
     value,
     values_of,
 )
 from ..ops import by_hand, indexing
+from ..ops.by_hand import COLLECTIVES
 from ..ops.collectives import convert
 from ..ops.random_numbers import draw
 from ..rules.rule import Emitter, LocalShapes
 from ..rules.table import rule_of
 from .island import Island
-from .variance import COLLECTIVES, Variance, axes_of, variance_of
+from .variance import Variance, axes_of, variance_of
 
 aten = torch.ops.aten
 _REDUCED = {"max": aten.amax.default, "min": aten.amin.default}

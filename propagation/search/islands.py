@@ -15,8 +15,8 @@ from ..cost.cost import BACKWARD_FACTOR, collective_seconds, operator_seconds
 from ..graph.nodes import Value, is_view, operands, source_of, tensor_of, values_of
 from ..islands.flows import gradients_inside
 from ..islands.island import Island
-from ..islands.variance import COLLECTIVES
 from ..islands.writing import Converted, Written, written
+from ..ops.by_hand import COLLECTIVES
 from ..ops.islands import island_of
 from ..ops.kinds import payload_of_whole
 from ..rules.table import rule_of

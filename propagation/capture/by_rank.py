@@ -1,0 +1,309 @@
+"""Programs of ranks that ask where they are, as one program.
+
+`pw.axis_index` is a plain number, so that a person may write `if pw.axis_index("tp") == 0`. The program is then traced
+for each place, and the traces are merged: what all have in common is written once, and between two collectives what
+differs becomes one call of `partway::run`, which runs the text of the rank that it is on. All ranks meet in the same
+collectives, in the same order.
+
+    what is common        the same calls of operators on operands that are common
+    what crosses          values that a rank's own calls hand to a collective, to a later stretch or to the result: they
+                          have the same shape on every rank; where a rank has none, zeros stand in its place
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from ...strategy.errors import CaptureError
+from ..graph.graph import Graph, Text
+from ..graph.nodes import at_source, describe, draws_random_numbers, operator_name, value
+from ..ops import indexing
+from ..ops.by_hand import COLLECTIVES
+from ..ops.functions import made_of, run
+from ..ops.random_numbers import keys
+from .control import function_text
+
+aten = torch.ops.aten
+
+
+@dataclass
+class _Rank:
+    """One trace, in the making. `where`: what stands for its nodes in the merged graph."""
+
+    name: str
+    graph: Graph
+    stretches: list[list[fx.Node]]
+    meetings: list[fx.Node]
+    where: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    numbers: dict[fx.Node, Hashable] = field(default_factory=dict)
+
+
+def merged(graphs: Sequence[Graph], axes: Sequence[str], sizes: Sequence[int]) -> Graph:
+    """The program of all ranks: `graphs` are those of the positions along `axes`, of these sizes, in order.
+
+    Raises CaptureError where ranks do not meet in the same collectives, or hand in tensors of different shapes.
+    """
+    places = itertools.product(*map(range, sizes))
+    names = [", ".join(f"{a}={i}" for a, i in zip(axes, place, strict=True)) for place in places]
+    return _Merging([_rank(name, graph) for name, graph in zip(names, graphs, strict=True)], axes, sizes).graph()
+
+
+def _rank(name: str, graph: Graph) -> _Rank:
+    """A trace cut at its collectives. What takes a tensor out of a result stands where that does."""
+    stretches: list[list[fx.Node]] = [[]]
+    meetings: list[fx.Node] = []
+    place: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        here = len(meetings)
+        if node.target is operator.getitem:
+            here = place[node.args[0]]  # type: ignore[index]
+        place[node] = here
+        if node.target in COLLECTIVES:
+            meetings.append(node)
+            stretches.append([])
+            place[node] = here + 1
+        else:
+            stretches[here].append(node)
+    return _Rank(name, graph, stretches, meetings)
+
+
+class _Merging:
+    """The state of one merge."""
+
+    def __init__(self, ranks: Sequence[_Rank], axes: Sequence[str], sizes: Sequence[int]) -> None:
+        self.ranks, self.axes, self.sizes = ranks, list(axes), list(sizes)
+        self.out = fx.Graph()
+        self.interned: dict[Hashable, int] = {}
+
+    def graph(self) -> Graph:
+        first = self.ranks[0]
+        self._check_alike()
+        for i, port in enumerate(first.graph.inputs):
+            copy = self.out.node_copy(port.node)
+            for rank in self.ranks:
+                node = rank.graph.inputs[i].node
+                rank.where[node], rank.numbers[node] = copy, ("input", i)
+        self.place = self.out.call_function(indexing.position, (self.axes, self.sizes))
+        self.place.meta["val"] = value(first.graph.inputs[0].node).new_empty((), dtype=torch.int64)
+        for i in range(len(first.stretches)):
+            self._common(i)
+            last = i == len(first.meetings)
+            pinned = [self._returned(rank) if last else list(rank.meetings[i].all_input_nodes) for rank in self.ranks]
+            handed = self._own(i, pinned, "the result" if last else operator_name(first.meetings[i]))
+            if not last:
+                self._meet(i, handed)
+        returned = self.out.output(tuple(handed))
+        module = Text({}, self.out)
+        inputs = tuple(replace(p, node=first.where[p.node]) for p in first.graph.inputs)
+        outputs = tuple(
+            replace(p, node=node) for p, node in zip(first.graph.outputs, returned.args[0], strict=True)  # type: ignore[arg-type]
+        )
+        return replace(first.graph, module=module, inputs=inputs, outputs=outputs)
+
+    def _check_alike(self) -> None:
+        """Raise CaptureError unless all ranks meet alike and return alike."""
+        first = self.ranks[0]
+        for rank in self.ranks[1:]:
+            for mine, theirs in itertools.zip_longest(first.meetings, rank.meetings):
+                if _call(mine) != _call(theirs):
+                    at = at_source(mine if mine is not None else theirs)
+                    raise CaptureError(
+                        f"the ranks of an island do not meet: the one at {first.name} calls {_told(mine)} where the one "
+                        f"at {rank.name} calls {_told(theirs)}; call collectives on all ranks alike, outside of "
+                        f"conditions on axis_index{at}"
+                    )
+            if first.graph.result.key() != rank.graph.result.key():
+                raise CaptureError(
+                    f"the ranks of an island return different things: the one at {first.name} "
+                    f"{first.graph.result.text()}, and the one at {rank.name} {rank.graph.result.text()}"
+                )
+
+    def _returned(self, rank: _Rank) -> list[fx.Node]:
+        return [port.node for port in rank.graph.outputs]
+
+    # -- what is common
+
+    def _common(self, i: int) -> None:
+        """Write what all ranks compute in stretch `i` on operands that are common."""
+        by_number = [self._numbered(rank, i) for rank in self.ranks]
+        for number, node in by_number[0].items():
+            its = [numbers.get(number) for numbers in by_number]
+            everywhere = all(n is not None for n in its)
+            if everywhere and all(operand in self.ranks[0].where for operand in node.all_input_nodes):
+                copy = self.out.node_copy(node, self.ranks[0].where.__getitem__)
+                for rank in self.ranks:
+                    for same in rank.stretches[i]:
+                        if rank.numbers[same] == number:
+                            rank.where[same] = copy
+
+    def _numbered(self, rank: _Rank, i: int) -> dict[Hashable, fx.Node]:
+        """The calls of a stretch by numbers, which are equal for equal calls on equal operands."""
+        found: dict[Hashable, fx.Node] = {}
+        for node in rank.stretches[i]:
+            drawn = len(rank.numbers) if node.target is keys or draws_random_numbers(node) else 0
+            key = (str(node.target), self._frozen(rank, node), drawn)
+            rank.numbers[node] = self.interned.setdefault(key, len(self.interned))
+            found.setdefault(rank.numbers[node], node)
+        return found
+
+    def _frozen(self, rank: _Rank, node: fx.Node) -> str:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: f"<{rank.numbers[n]}>")
+        return f"{args} {kwargs}"
+
+    # -- what differs
+
+    def _own(self, i: int, pinned: Sequence[Sequence[fx.Node]], what: str) -> list[fx.Node]:
+        """Write what ranks compute by themselves in stretch `i`, and what stands for `pinned`, the values that each of
+        them hands to `what`."""
+        slots = [_Slot([nodes[p] for nodes in pinned]) for p in range(len(pinned[0]))]
+        for slot in slots:
+            self._check_shapes(slot, what)
+        whole = [self._alike(slot) for slot in slots]
+        needed = [slot for slot, node in zip(slots, whole, strict=True) if node is None]
+        carried = self._carried(i, needed)
+        results = self._switched(i, [*needed, *carried]) if needed or carried else []
+        for slot, result in zip([*needed, *carried], results, strict=True):
+            for rank, node in zip(self.ranks, slot.nodes, strict=True):
+                if node is not None and node not in rank.where:
+                    rank.where[node] = result
+        own = iter(results)
+        return [node if node is not None else next(own) for node in whole]
+
+    def _alike(self, slot: _Slot) -> fx.Node | None:
+        """The one node that stands for a slot on all ranks, if there is one."""
+        standing = {rank.where.get(node) for rank, node in zip(self.ranks, slot.nodes, strict=True)}  # type: ignore[arg-type]
+        return standing.pop() if len(standing) == 1 else None
+
+    def _check_shapes(self, slot: _Slot, what: str) -> None:
+        first = slot.nodes[0]
+        for rank, node in zip(self.ranks, slot.nodes, strict=True):
+            if describe(node) != describe(first):  # type: ignore[arg-type]
+                raise CaptureError(
+                    f"the ranks of an island hand different tensors to {what}: the one at {self.ranks[0].name} "
+                    f"{describe(first)}, and the one at {rank.name} {describe(node)}; pad them to one shape"  # type: ignore[arg-type]
+                    f"{at_source(node)}"  # type: ignore[arg-type]
+                )
+
+    def _carried(self, i: int, needed: Sequence[_Slot]) -> list[_Slot]:
+        """Slots for what ranks have computed by themselves and read later: of one kind one after another."""
+        by_kind: dict[str, list[list[fx.Node]]] = {}
+        for r, rank in enumerate(self.ranks):
+            here = set(rank.stretches[i]) - rank.where.keys()
+            held = {slot.nodes[r] for slot in needed}
+            for node in rank.stretches[i]:
+                if node in here and node not in held and self._is_read_later(rank, node, i):
+                    every = by_kind.setdefault(describe(node), [[] for _ in self.ranks])
+                    every[r].append(node)
+        return [
+            _Slot(list(nodes))
+            for every in by_kind.values()
+            for nodes in itertools.zip_longest(*every)
+        ]
+
+    def _is_read_later(self, rank: _Rank, node: fx.Node, i: int) -> bool:
+        if not isinstance(value(node), torch.Tensor):
+            return False
+        later = {n for stretch in rank.stretches[i + 1 :] for n in stretch} | set(rank.meetings[i + 1 :])
+        returned = self._returned(rank) if i < len(rank.meetings) else []
+        return node in returned or any(user in later for user in node.users)
+
+    def _switched(self, i: int, slots: Sequence[_Slot]) -> list[fx.Node]:
+        """A call that computes `slots` of what stands for the operands, by the text of the rank."""
+        bodies = [_body(rank, i, [slot.nodes[r] for slot in slots]) for r, rank in enumerate(self.ranks)]
+        operands = list(dict.fromkeys(node for body in bodies for node in body))
+        text = ""
+        for r, (rank, nodes) in enumerate(zip(self.ranks, bodies, strict=True)):
+            text += function_text(self._at(slots), f"rank{r}", self._function(rank, nodes, operands, slots, r))
+        every = ", ".join(f"rank{r}" for r in range(len(self.ranks)))
+        text += f"def forward(place, *operands):\n    return ({every},)[int(place)](*operands)\n\n"
+        text += "def like(place, *operands):\n    return rank0(*operands)\n"
+        call = self.out.call_function(run, ([self.place, *operands], made_of(text)))
+        kinds = [value(next(node for node in slot.nodes if node is not None)) for slot in slots]
+        call.meta |= {"val": list(kinds), "stack_trace": self._at(slots).meta.get("stack_trace")}
+        results = []
+        for n, kind in enumerate(kinds):
+            results.append(self.out.call_function(operator.getitem, (call, n)))
+            results[-1].meta["val"] = kind
+        return results
+
+    def _at(self, slots: Sequence[_Slot]) -> fx.Node:
+        return next(node for slot in slots for node in slot.nodes if node is not None)
+
+    def _function(
+        self, rank: _Rank, nodes: Sequence[fx.Node], operands: Sequence[fx.Node], slots: Sequence[_Slot], r: int
+    ) -> fx.GraphModule:
+        """A rank's own calls in a stretch, of `operands`."""
+        graph = fx.Graph()
+        given = {operand: graph.placeholder(operand.name) for operand in operands}
+        env: dict[fx.Node, fx.Node] = {}
+
+        def standing(node: fx.Node) -> fx.Node:
+            return env[node] if node in env else given[rank.where[node]]
+
+        for node in _needed(rank, [slot.nodes[r] for slot in slots]):
+            env[node] = graph.node_copy(node, standing)
+        ends = []
+        for slot in slots:
+            node = slot.nodes[r]
+            if node is None:
+                kind = value(next(n for n in slot.nodes if n is not None))
+                ends.append(graph.call_function(aten.zeros.default, (list(kind.shape),), {"dtype": kind.dtype, "device": kind.device}))
+            else:
+                ends.append(standing(node))
+        graph.output(tuple(ends))
+        return fx.GraphModule(torch.nn.Module(), graph)
+
+    # -- where ranks meet
+
+    def _meet(self, i: int, handed: Sequence[fx.Node]) -> None:
+        given = iter(handed)
+        first = self.ranks[0].meetings[i]
+        by_operand = dict(zip(first.all_input_nodes, given, strict=True))
+        copy = self.out.node_copy(first, by_operand.__getitem__)
+        for rank in self.ranks:
+            rank.where[rank.meetings[i]], rank.numbers[rank.meetings[i]] = copy, ("meeting", i)
+
+
+@dataclass
+class _Slot:
+    """A result of a call that each rank computes by itself: the node of each rank, or None where it has none."""
+
+    nodes: list[fx.Node | None]
+
+
+def _needed(rank: _Rank, ends: Sequence[fx.Node | None]) -> list[fx.Node]:
+    """The calls of its own that `ends` are made of, in order."""
+    wanted, stack = set[fx.Node](), [end for end in ends if end is not None]
+    while stack:
+        node = stack.pop()
+        if node not in wanted and node not in rank.where:
+            wanted.add(node)
+            stack += node.all_input_nodes
+    return [node for stretch in rank.stretches for node in stretch if node in wanted]
+
+
+def _body(rank: _Rank, i: int, ends: Sequence[fx.Node | None]) -> Iterator[fx.Node]:
+    """What stands for the operands of a rank's own calls."""
+    own = _needed(rank, ends)
+    mine = set(own)
+    for node in own:
+        yield from (rank.where[operand] for operand in node.all_input_nodes if operand not in mine)
+    yield from (rank.where[end] for end in ends if end is not None and end not in mine)
+
+
+def _call(node: fx.Node | None) -> str:
+    """A collective without its operands."""
+    if node is None:
+        return ""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: "tensor")
+    return f"{operator_name(node)}{args}{kwargs}"
+
+
+def _told(node: fx.Node | None) -> str:
+    return "nothing more" if node is None else _call(node)
