@@ -17,7 +17,7 @@ from partway.propagation.islands.island import Crossing, Island
 from partway.propagation.ops.islands import island, keep
 from partway.request import Request
 from partway.strategy import Layout, Mesh, Problem, StrategyError, check_strategies, raise_problems
-from partway.strategy.place import current
+from partway.strategy.place import island_place
 
 
 def manual(fn: Any = None, in_strategy: Any = None, out_strategy: Any = None, *, mesh: Any = None) -> Any:
@@ -49,7 +49,7 @@ class ManualFunction:
         return alone
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if current() is not None:
+        if island_place() is not None:
             raise StrategyError(f"{name_of(self.fn)} is called inside of an island")
         if capturing():
             return self._as_operator(args, kwargs)

@@ -250,6 +250,12 @@ class _Call:
         received = self.convert(sent, Shard(1), Shard(0))
         return self.apply(aten.squeeze.dim, received, 0)
 
+    def elsewhere(self) -> fx.Node:
+        """Whether this rank is another one than the root."""
+        axes = [axis for axis in self.writing.mesh.axes if axis in self.axes]
+        place = self.apply(indexing.position, axes, [self.writing.mesh.size(axis) for axis in axes])
+        return self.apply(aten.ne.Scalar, place, self.root)
+
     def reduced(self, stack: fx.Node) -> fx.Node:
         """The reduction of a stack."""
         if self.op == "prod":
@@ -310,13 +316,15 @@ def _permute(c: _Call) -> fx.Node:
 
 
 def _broadcast(c: _Call) -> fx.Node:
-    axes = [axis for axis in c.writing.mesh.axes if axis in c.axes]
-    place = c.apply(indexing.position, axes, [c.writing.mesh.size(axis) for axis in axes])
-    other = c.apply(aten.ne.Scalar, place, c.root)
+    other = c.elsewhere()
     flag = tensor_of(c.v).dtype is torch.bool
     x = c.writing.call(aten._to_copy.default, c.x, dtype=torch.uint8) if flag else c.x
     sent = c.convert(c.apply(aten.masked_fill.Scalar, x, other, 0), PARTIAL, c.whole)
     return c.writing.call(aten._to_copy.default, sent, dtype=torch.bool) if flag else sent
+
+
+def _reduce(c: _Call) -> fx.Node:
+    return c.apply(aten.masked_fill.Scalar, c.convert(c.x, PARTIAL, BROADCAST), c.elsewhere(), 0)
 
 
 _COLLECTIVES: Mapping[Any, Callable[[_Call], Any]] = {
@@ -324,6 +332,7 @@ _COLLECTIVES: Mapping[Any, Callable[[_Call], Any]] = {
     by_hand.all_gather: _all_gather,
     by_hand.reduce_scatter: _reduce_scatter,
     by_hand.broadcast: _broadcast,
+    by_hand.reduce: _reduce,
     by_hand.all_to_all: _all_to_all,
     by_hand.permute: _permute,
 }
