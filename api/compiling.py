@@ -62,6 +62,7 @@ from partway.reuse.state import State, warn_of_unwatched
 from partway.runtime.process import get_rank
 from partway.strategy import Layout, Mesh, StrategyError, raise_problems
 from partway.strategy.afterwards import afterwards
+from partway.strategy.place import on_mesh
 from partway.user_rules import rules, text_of
 
 
@@ -271,7 +272,10 @@ def capture_call(call: CallInputs) -> Captured:
     state = State(fn)
     effects = Effects(fn, state)
     warn_of_unwatched(fn, state)
-    with own_saved_tensors(), constrained_modules(fn, call.request), afterwards(effects.finish):
+    with (
+        own_saved_tensors(), constrained_modules(fn, call.request), on_mesh(_given_mesh(call)),
+        afterwards(effects.finish),
+    ):  # fmt: skip
         gradients = torch.is_grad_enabled() or not state.reached.asks.gradients
         options = CaptureOptions(context.batch_norm_parts, context.random_numbers, rules(), gradients, call.late)
         graph = capture(fn, call.args, call.kwargs, options, call.values, effects)
@@ -280,6 +284,13 @@ def capture_call(call: CallInputs) -> Captured:
     if effects.kept or observers or graph.read or not state.holds():  # hooks may have been added
         state = State(fn, observers, effects.kept, graph.read)
     return Captured(graph, state, effects)
+
+
+def _given_mesh(call: CallInputs) -> Mesh | None:
+    """The mesh of a call, where one is given: islands inside are traced on it."""
+    layouts = (*call.inputs.values(), *call.parameters.values())
+    meshes = [call.request.own_mesh, *(plan.mesh for plan in call.request.plans), *(layout.mesh for layout in layouts)]
+    return next((mesh for mesh in meshes if mesh is not None), None)
 
 
 def _plan_inputs(call: CallInputs, graph: Graph, loaded: Plan | None) -> PlanInputs:

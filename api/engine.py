@@ -46,6 +46,7 @@ from partway.runtime.process import launched
 from partway.runtime.waiting import Waiting
 from partway.strategy import Layout, Problem, RuntimeStateError, StrategyError, raise_problems
 from partway.strategy.afterwards import afterwards
+from partway.strategy.place import island_place
 from partway.user_rules import rules, version
 
 _captured: ContextVar[Engine | None] = ContextVar("captured", default=None)  # whose function is planned right now
@@ -135,6 +136,11 @@ class Engine:
         context = current()
         if _captured.get() is self:
             return original(*args, **kwargs)
+        if island_place() is not None:
+            raise StrategyError(
+                f"{name_of(self.fn)} is sharded and is called inside of an island, which is the program of one rank; "
+                "call what was sharded outside of it"
+            )
         if capturing():
             return self._constrained(original, args, kwargs)
         if stands_alone(context):

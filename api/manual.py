@@ -1,110 +1,222 @@
-"""`manual`: islands, which are programs of one rank that a person wrote by hand, with their layouts outside."""
+"""`manual`: islands, programs of one rank that a person wrote by hand, as operators of whole tensors."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import torch
+from torch import Tensor
 
 from partway.annotations.names import by_argument, check_out_strategy
 from partway.checks import check_target
-from partway.engine import Engine
+from partway.context import current
+from partway.engine import Engine, stands_alone, uncompiled
+from partway.fusion.program import Program
 from partway.propagation.capture.islands import trace_ranks
 from partway.propagation.capture.tracing import capturing
-from partway.propagation.graph.structure import flatten_call, name_of
+from partway.propagation.graph.structure import check_call, flatten_call, name_of
 from partway.propagation.islands.island import Crossing, Island
 from partway.propagation.ops.islands import island, keep
+from partway.propagation.plan.plan import Plan
 from partway.request import Request
-from partway.strategy import Layout, Mesh, Problem, StrategyError, check_strategies, raise_problems
-from partway.strategy.place import island_place
+from partway.strategy import (
+    Layout,
+    Mesh,
+    Partial,
+    Problem,
+    Replicate,
+    Shard,
+    StrategyError,
+    check_strategies,
+    raise_problems,
+)
+from partway.strategy.place import Place, island_place, placed, surrounding_mesh
+
+P = ParamSpec("P")
+R = TypeVar("R")
+InStrategy = tuple[Any, ...] | Mapping[str, Any] | None
 
 
+@overload
+def manual(
+    fn: Callable[P, R], in_strategy: InStrategy = None, out_strategy: tuple[Any, ...] | None = None, *, mesh: Any = None
+) -> ManualFunction[P, R]: ...
+@overload
+def manual(
+    fn: None = None, in_strategy: InStrategy = None, out_strategy: tuple[Any, ...] | None = None, *, mesh: Any = None
+) -> Callable[[Callable[P, R]], ManualFunction[P, R]]: ...
 def manual(fn: Any = None, in_strategy: Any = None, out_strategy: Any = None, *, mesh: Any = None) -> Any:
-    """Make `fn`, the program of one rank, an operator of whole tensors."""
+    """Make an operator of whole tensors of `fn`, the program that every rank runs on its parts of them.
+
+        @pw.manual(in_strategy=(("dp", None), (None, "tp"), ("tp", None)), out_strategy=(("dp", None),))
+        def mlp(x, up, down):
+            return pw.ops.all_reduce(torch.relu(x @ up) @ down, group="tp")
+
+    fn              a function of tensors. It gets parts, calls the collectives of `partway.ops` by the names of mesh
+                    axes, and asks `pw.axis_index` and `pw.axis_size`. All tensors that it computes with are arguments
+    in_strategy     one entry per argument, or a dict by argument name, as `shard` takes them: axis names, or
+                    placements (Shard and Replicate). None: every rank gets the whole tensor. Sizes must divide
+    out_strategy    likewise, one entry per tensor that `fn` returns. None: every rank returns the whole result, and
+                    all the same. Partial(): ranks return addends of it
+    mesh            a Mesh, a dict of axis sizes or a DeviceMesh; None: that of the function around it
+
+    It stands alone, or inside a function or module that `shard` plans: its strategies are taken as they are, and all
+    around it is planned. It runs on virtual devices or, under a launcher, on their processes.
+
+    Gradients are those of the operator on whole tensors. What a rank has alike with all others along an axis (an
+    argument that is whole, a sum) has one gradient, the same on all ranks; where ranks use it each in their own way,
+    their gradients are added up. No gradient is to be reduced by hand.
+
+    A random mask differs from rank to rank where the tensors that it is used with do, and is the same where they are.
+
+    Raises StrategyError for strategies that do not fit, CaptureError for a function that has no static graph, or whose
+    ranks do not meet in the same collectives. That a result is whole is believed; with PARTWAY_VERIFY=1 it is checked,
+    and a VerifyError says where ranks differ.
+    """
     request = Request(in_strategy, out_strategy, mesh=mesh)
-    if fn is None:
-        return functools.partial(_manual, request=request)
-    return _manual(fn, request)
+    return functools.partial(_manual, request=request) if fn is None else _manual(fn, request)
 
 
-def _manual(fn: Any, request: Request) -> ManualFunction:
+def _manual(fn: Any, request: Request) -> ManualFunction[Any, Any]:
     check_target("manual", fn)
+    if isinstance(fn, torch.nn.Module):
+        raise StrategyError(
+            f"manual takes a function of tensors, not the module {type(fn).__name__}, of whose parameters nothing says "
+            "what part a rank has; write a function that takes them as arguments"
+        )
     return ManualFunction(fn, request)
 
 
-class ManualFunction:
-    """A function of whole tensors, of which every rank runs its program."""
+class ManualFunction(Generic[P, R]):
+    """A function of whole tensors that every rank runs on its parts. `plan` and `program` are those of its last call by
+    itself."""
 
-    def __init__(self, fn: Callable[..., Any], request: Request) -> None:
+    def __init__(self, fn: Callable[P, R], request: Request) -> None:
         functools.update_wrapper(self, fn)
         self.fn, self.request = fn, request
-        self._engine = Engine(self._alone(), Request(mesh=request.mesh))
 
-    def _alone(self) -> Callable[..., Any]:
-        @functools.wraps(self.fn)
-        def alone(*args: Any, **kwargs: Any) -> Any:
-            return self._as_operator(args, kwargs)
+        @functools.wraps(fn)  # the engine reads the names of arguments, and watches what `fn` reads
+        def operator(*args: Any, **kwargs: Any) -> Any:
+            return self._operator(*args, **kwargs)
 
-        return alone
+        self._engine = Engine(operator, Request(mesh=request.mesh))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if island_place() is not None:
-            raise StrategyError(f"{name_of(self.fn)} is called inside of an island")
-        if capturing():
-            return self._as_operator(args, kwargs)
-        return self._engine.call(args, kwargs)
+            raise StrategyError(
+                f"the island {name_of(self.fn)} is called inside of an island, which is the program of one rank; call "
+                "the function itself, with the parts that the rank has"
+            )
+        result: R
+        if torch.compiler.is_dynamo_compiling():
+            result = uncompiled(self, args, kwargs)
+        elif capturing():
+            result = self._operator(*args, **kwargs)
+        elif stands_alone(current()):
+            result = self._alone(args, kwargs)
+        else:
+            result = self._engine.call(args, kwargs)
+        return result
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        raise StrategyError(
+            f"{name_of(self.fn)} is a method, and `self` has no strategy; make an island of a function of its tensors"
+        )
 
     @property
-    def plan(self) -> Any:
-        """The plan of the last call."""
+    def plan(self) -> Plan:
+        """The plan of the last call by itself."""
         return self._engine.latest().plan
 
     @property
-    def program(self) -> Any:
-        """The program of the last call."""
+    def program(self) -> Program:
+        """The program of the last call by itself."""
         return self._engine.latest().program
 
-    def _as_operator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call as one operator of the graph that is captured."""
-        mesh = self._mesh()
-        call = flatten_call(self.fn, args, kwargs)
-        problems: list[Problem] = []
-        by_name = by_argument(self.fn, self.request.in_strategy, call.arguments, problems)
-        words = [f"argument {label!r} of {name_of(self.fn)}" for label in call.names]
-        shapes = [tuple(t.shape) for t in call.tensors]
-        layouts = _layouts(words, shapes, [by_name.get(a) for a in call.arguments], mesh)
+    def _alone(self, args: Any, kwargs: Any) -> R:
+        """A call in stand_alone, on one device: every axis has one rank."""
+        mesh = self.request.own_mesh
+        place = Place(Mesh(dict.fromkeys(mesh.axes if mesh else ("device",), 1)), 0)
+        with placed(place):
+            return self.fn(*args, **kwargs)
+
+    def _operator(self, *args: Any, **kwargs: Any) -> Any:
+        """A call as one operator of the graph that is captured."""
+        check_call(self.fn, args, kwargs)
+        mesh, call, problems = self._mesh(), flatten_call(self.fn, args, kwargs), list[Problem]()
+        its, wanted = name_of(self.fn), by_argument(self.fn, self.request.in_strategy, call.arguments, problems)
+        raise_problems(f"the island {its} cannot be called so:", problems)
+        words = [f"argument {label!r} of {its}" for label in call.names]
+        shapes = [tuple(tensor.shape) for tensor in call.tensors]
+        layouts = _layouts(words, shapes, [wanted.get(name) for name in call.arguments], mesh, (Shard, Replicate))
         graph = trace_ranks(self.fn, call, layouts, mesh)
-        local = [port.node.meta["val"] for port in graph.outputs]
-        check_out_strategy(self.request.out_strategy, len(local), problems)
-        wanted = [*(self.request.out_strategy or ()), *[None] * len(local)][: len(local)]
-        raise_problems(f"the island {name_of(self.fn)} cannot be called so:", problems)
-        words_out = [f"output {i} of {name_of(self.fn)}" for i in range(len(local))]
-        out = _out_layouts(words_out, [tuple(t.shape) for t in local], wanted, mesh)
+        parts = [port.node.meta["val"] for port in graph.outputs]
         made = Island(
-            name_of(self.fn), mesh,
-            tuple(Crossing(w, lo, tuple(t.shape), t.dtype, t.device) for w, lo, t in zip(words, layouts, call.tensors, strict=True)),
-            tuple(Crossing(w, lo, lo.global_shape(tuple(t.shape)), t.dtype, t.device) for w, lo, t in zip(words_out, out, local, strict=True)),
-            graph,
+            its, mesh, tuple(map(_crossing, words, layouts, shapes, call.tensors)), self._results(parts, mesh), graph
         )
         keep(made.key, made)
         return graph.result.build(list(island(list(call.tensors), made.key)))
 
+    def _results(self, parts: Sequence[Tensor], mesh: Mesh) -> tuple[Crossing, ...]:
+        """What comes out, of which a rank has `parts`."""
+        problems: list[Problem] = []
+        given = self.request.out_strategy
+        check_out_strategy(given, len(parts), problems)
+        raise_problems(f"the island {name_of(self.fn)} cannot be called so:", problems)
+        strategies = [*(given or ()), *[None] * len(parts)][: len(parts)]
+        words = [f"output {i} of {name_of(self.fn)}" for i in range(len(parts))]
+        divided = [tuple(size * mesh.device_num for size in part.shape) for part in parts]  # by every split
+        layouts = _layouts(words, divided, strategies, mesh, (Shard, Replicate, Partial))
+        shapes = [layout.global_shape(tuple(part.shape)) for layout, part in zip(layouts, parts, strict=True)]
+        return tuple(map(_crossing, words, layouts, shapes, parts))
+
     def _mesh(self) -> Mesh:
-        mesh = self.request.own_mesh or surrounding.get()
-        if mesh is None:
-            raise StrategyError("no mesh")
+        own, outer = self.request.own_mesh, surrounding_mesh()
+        if own is None and outer is None:
+            raise StrategyError(
+                f"the island {name_of(self.fn)} is on no mesh; pass mesh={{'dp': 2, 'tp': 4}} to manual, or to the "
+                "shard around it"
+            )
+        if own is not None and outer is not None and own != outer:
+            raise StrategyError(
+                f"the island {name_of(self.fn)} is on the mesh ({own}), and what calls it on ({outer}); leave one out"
+            )
+        mesh = own or outer
+        assert mesh is not None
         return mesh
 
 
-surrounding: ContextVar[Mesh | None] = ContextVar("surrounding", default=None)
+def _crossing(name: str, layout: Layout, shape: tuple[int, ...], tensor: Tensor) -> Crossing:
+    return Crossing(name, layout, shape, tensor.dtype, tensor.device)
 
 
-def _layouts(words: Sequence[str], shapes: Sequence[tuple[int, ...]], strategies: Sequence[Any], mesh: Mesh) -> list[Layout]:
+def _layouts(
+    words: Sequence[str], shapes: Sequence[tuple[int, ...]], strategies: Sequence[Any], mesh: Mesh, kinds: Any
+) -> list[Layout]:
+    """The one layout that each strategy means. Raises one StrategyError with all that is wrong."""
     read = check_strategies(list(zip(words, shapes, strategies, strict=True)), mesh)
-    return [Layout.replicated(mesh) if one is None else one.layouts(shape)[0] for one, shape in zip(read, shapes, strict=True)]
+    layouts, problems = list[Layout](), list[Problem]()
+    for name, shape, annotation in zip(words, shapes, read, strict=True):
+        meant = annotation.layouts(shape) if annotation is not None else (Layout.replicated(mesh),)
+        layouts.append(meant[0])
+        problems += _problems(name, shape, meant, str(annotation), kinds)
+    raise_problems("an island cannot have these strategies:", problems)
+    return layouts
 
 
-def _out_layouts(words: Sequence[str], local: Sequence[tuple[int, ...]], strategies: Sequence[Any], mesh: Mesh) -> list[Layout]:
-    from partway.strategy.notation import read as read_one
-    return [Layout.replicated(mesh) if s is None else read_one(s, mesh, len(shape)).cuts(len(shape))[0] for s, shape in zip(strategies, local, strict=True)]
+def _problems(name: str, shape: tuple[int, ...], meant: Sequence[Layout], text: str, kinds: Any) -> Iterator[Problem]:
+    """Why one of these strategies cannot be that of a tensor that goes into an island, or comes out of one."""
+    if len(meant) > 1:
+        yield Problem(name, f"{text} may mean {', '.join(map(str, meant))}", "write the names of axes")
+    for placement in meant[0].placements:
+        if not isinstance(placement, kinds):
+            fix = "write Shard(dim) or Replicate(), or for a result that is made of addends Partial()"
+            yield Problem(name, f"{placement!r} is no layout of parts that ranks can be given", fix)
+    for dim, (size, parts) in enumerate(zip(shape, meant[0].splits(len(shape)), strict=True)):
+        if size % parts:
+            what = f"dim {dim} of {list(shape)} has {size} elements, which {parts} ranks cannot share evenly"
+            yield Problem(name, what, "pad it: every rank of an island has a part of one shape")

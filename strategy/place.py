@@ -69,3 +69,21 @@ def placed(place: Place) -> Iterator[None]:
         yield
     finally:
         _island.reset(token)
+
+
+_mesh: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
+
+
+def surrounding_mesh() -> Mesh | None:
+    """The mesh of the function that is captured right now, where it is known by then."""
+    return _mesh.get()
+
+
+@contextmanager
+def on_mesh(mesh: Mesh | None) -> Iterator[None]:
+    """A block in which a function is captured that is planned on `mesh`."""
+    token = _mesh.set(mesh)
+    try:
+        yield
+    finally:
+        _mesh.reset(token)

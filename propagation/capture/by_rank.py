@@ -102,7 +102,8 @@ class _Merging:
         module = Text({}, self.out)
         inputs = tuple(replace(p, node=first.where[p.node]) for p in first.graph.inputs)
         outputs = tuple(
-            replace(p, node=node) for p, node in zip(first.graph.outputs, returned.args[0], strict=True)  # type: ignore[arg-type]
+            replace(p, node=node)
+            for p, node in zip(first.graph.outputs, returned.args[0], strict=True)  # type: ignore[arg-type]
         )
         return replace(first.graph, module=module, inputs=inputs, outputs=outputs)
 
@@ -114,8 +115,8 @@ class _Merging:
                 if _call(mine) != _call(theirs):
                     at = at_source(mine if mine is not None else theirs)
                     raise CaptureError(
-                        f"the ranks of an island do not meet: the one at {first.name} calls {_told(mine)} where the one "
-                        f"at {rank.name} calls {_told(theirs)}; call collectives on all ranks alike, outside of "
+                        f"the ranks of an island do not meet: the one at {first.name} calls {_told(mine)} where the "
+                        f"one at {rank.name} calls {_told(theirs)}; call collectives on all ranks alike, outside of "
                         f"conditions on axis_index{at}"
                     )
             if first.graph.result.key() != rank.graph.result.key():
@@ -200,11 +201,7 @@ class _Merging:
                 if node in here and node not in held and self._is_read_later(rank, node, i):
                     every = by_kind.setdefault(describe(node), [[] for _ in self.ranks])
                     every[r].append(node)
-        return [
-            _Slot(list(nodes))
-            for every in by_kind.values()
-            for nodes in itertools.zip_longest(*every)
-        ]
+        return [_Slot(list(nodes)) for every in by_kind.values() for nodes in itertools.zip_longest(*every)]
 
     def _is_read_later(self, rank: _Rank, node: fx.Node, i: int) -> bool:
         if not isinstance(value(node), torch.Tensor):
@@ -253,7 +250,7 @@ class _Merging:
             node = slot.nodes[r]
             if node is None:
                 kind = value(next(n for n in slot.nodes if n is not None))
-                ends.append(graph.call_function(aten.zeros.default, (list(kind.shape),), {"dtype": kind.dtype, "device": kind.device}))
+X
             else:
                 ends.append(standing(node))
         graph.output(tuple(ends))

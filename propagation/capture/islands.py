@@ -88,8 +88,8 @@ def _check(fn: Callable[..., Any], graph: Graph, arguments: int) -> None:
     for port in graph.outputs:
         if port.role is not Role.RESULT:
             raise CaptureError(
-                f"{name_of(fn)} is the program of one rank and writes to {port.name} in place; compute a new tensor and "
-                "return it"
+                f"{name_of(fn)} is the program of one rank and writes to {port.name} in place; compute a new tensor "
+                "and return it"
             )
     if graph.hooks.by_number:
         raise CaptureError(

@@ -266,8 +266,8 @@ class _Call:
         """Raise CaptureError for parts of different sizes."""
         if len(set(sizes)) > 1:
             raise CaptureError(
-                f"{self.node.target} is called with parts of the sizes {list(sizes)} in an island, where all ranks have "
-                f"tensors of one shape; pad them{at_source(self.node)}"
+                f"{self.node.target} is called with parts of the sizes {list(sizes)} in an island, where all ranks "
+                f"have tensors of one shape; pad them{at_source(self.node)}"
             )
 
 

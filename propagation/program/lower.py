@@ -172,9 +172,7 @@ class _Lowering:
         (returned,) = text.graph.output_node().args
         return tuple(env[part] for part in returned)
 
-    def _conversion_inside(
-        self, c: Converted, its: Island, call: fx.Node, gradient: bool, consumer: str
-    ) -> Conversion:
+    def _conversion_inside(self, c: Converted, its: Island, call: fx.Node, gradient: bool, consumer: str) -> Conversion:
         """A conversion of an island, as one of the program."""
         at = c.at if c.at is not None else c.of.node
         name = next((port.name for port in its.graph.inputs if port.node is c.of.node), c.of.node.name)

@@ -189,9 +189,8 @@ class _Formulation:
             rule, options, annotation = self._constraint(node, produced[0])
             self.near_annotation.add(produced[0])
         elif node.target is island:
-            rule, options = None, option_of_island(
-                node, tuple(map(self._table, sources)), tuple(map(self._table, produced)), self.tensors.flows, self.settings
-            )
+            tables = tuple(map(self._table, sources)), tuple(map(self._table, produced))
+            rule, options = None, option_of_island(node, *tables, self.tensors.flows, self.settings)
         else:
             rule, options = self._operator(node, sources, produced)
         index = self._append(Vertex(node.name, VertexKind.OPERATOR, node, options, rule, None, annotation), produced)
