@@ -250,7 +250,8 @@ class _Merging:
             node = slot.nodes[r]
             if node is None:
                 kind = value(next(n for n in slot.nodes if n is not None))
-X
+                like = {"dtype": kind.dtype, "device": kind.device}
+                ends.append(graph.call_function(aten.zeros.default, (list(kind.shape),), like))
             else:
                 ends.append(standing(node))
         graph.output(tuple(ends))
