@@ -24,10 +24,7 @@ from partway.request import Request
 from partway.strategy import (
     Layout,
     Mesh,
-    Partial,
     Problem,
-    Replicate,
-    Shard,
     StrategyError,
     check_strategies,
     raise_problems,
@@ -152,7 +149,7 @@ class ManualFunction(Generic[P, R]):
         raise_problems(f"the island {its} cannot be called so:", problems)
         words = [f"argument {label!r} of {its}" for label in call.names]
         shapes = [tuple(tensor.shape) for tensor in call.tensors]
-        layouts = _layouts(words, shapes, [wanted.get(name) for name in call.arguments], mesh, (Shard, Replicate))
+        layouts = _layouts(words, shapes, [wanted.get(name) for name in call.arguments], mesh)
         graph = trace_ranks(self.fn, call, layouts, mesh)
         parts = [port.node.meta["val"] for port in graph.outputs]
         made = Island(
@@ -170,7 +167,7 @@ class ManualFunction(Generic[P, R]):
         strategies = [*(given or ()), *[None] * len(parts)][: len(parts)]
         words = [f"output {i} of {name_of(self.fn)}" for i in range(len(parts))]
         divided = [tuple(size * mesh.device_num for size in part.shape) for part in parts]  # by every split
-        layouts = _layouts(words, divided, strategies, mesh, (Shard, Replicate, Partial))
+        layouts = _layouts(words, divided, strategies, mesh, addends=words)
         shapes = [layout.global_shape(tuple(part.shape)) for layout, part in zip(layouts, parts, strict=True)]
         return tuple(map(_crossing, words, layouts, shapes, parts))
 
@@ -195,27 +192,24 @@ def _crossing(name: str, layout: Layout, shape: tuple[int, ...], tensor: Tensor)
 
 
 def _layouts(
-    words: Sequence[str], shapes: Sequence[tuple[int, ...]], strategies: Sequence[Any], mesh: Mesh, kinds: Any
-) -> list[Layout]:
+    words: Sequence[str], shapes: Sequence[tuple[int, ...]], strategies: Sequence[Any], mesh: Mesh,
+    addends: Sequence[str] = (),
+) -> list[Layout]:  # fmt: skip
     """The one layout that each strategy means. Raises one StrategyError with all that is wrong."""
-    read = check_strategies(list(zip(words, shapes, strategies, strict=True)), mesh)
+    read = check_strategies(list(zip(words, shapes, strategies, strict=True)), mesh, addends=addends)
     layouts, problems = list[Layout](), list[Problem]()
     for name, shape, annotation in zip(words, shapes, read, strict=True):
         meant = annotation.layouts(shape) if annotation is not None else (Layout.replicated(mesh),)
         layouts.append(meant[0])
-        problems += _problems(name, shape, meant, str(annotation), kinds)
+        problems += _problems(name, shape, meant, str(annotation))
     raise_problems("an island cannot have these strategies:", problems)
     return layouts
 
 
-def _problems(name: str, shape: tuple[int, ...], meant: Sequence[Layout], text: str, kinds: Any) -> Iterator[Problem]:
+def _problems(name: str, shape: tuple[int, ...], meant: Sequence[Layout], text: str) -> Iterator[Problem]:
     """Why one of these strategies cannot be that of a tensor that goes into an island, or comes out of one."""
     if len(meant) > 1:
         yield Problem(name, f"{text} may mean {', '.join(map(str, meant))}", "write the names of axes")
-    for placement in meant[0].placements:
-        if not isinstance(placement, kinds):
-            fix = "write Shard(dim) or Replicate(), or for a result that is made of addends Partial()"
-            yield Problem(name, f"{placement!r} is no layout of parts that ranks can be given", fix)
     for dim, (size, parts) in enumerate(zip(shape, meant[0].splits(len(shape)), strict=True)):
         if size % parts:
             what = f"dim {dim} of {list(shape)} has {size} elements, which {parts} ranks cannot share evenly"

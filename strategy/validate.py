@@ -29,7 +29,7 @@ from .notation import (
     read,
     read_placement,
 )
-from .placement import Broadcast, Partial, Shard
+from .placement import PARTIAL, REPLICATE, Broadcast, Partial, Shard
 from .suggest import did_you_mean, either
 
 DATASET_MODES = ("semi_auto_parallel", "auto_parallel")
@@ -51,13 +51,15 @@ def check_strategies(
     fully_use_devices: bool = False,
     chunked: Collection[str] = (),
     varying: Collection[str] = (),
+    addends: Collection[str] = (),
 ) -> tuple[Annotation | None, ...]:
     """The annotation on `mesh` for each (name, shape, strategy) of `named`; None for a strategy of None.
 
     A name is what messages call the tensor: "input 'x'", "output 0". With `fully_use_devices`, split counts that
     leave some but not all devices without a part of their own are wrong too. Slices may be short or empty; tensors
     named in `chunked` may become DTensors, and must be cut as these are. Tensors named in `varying` have other sizes in
-    other calls: a dim of one element, as a last batch may have, is whole, whatever is written for it.
+    other calls: a dim of one element, as a last batch may have, is whole, whatever is written for it. Of tensors named
+    in `addends` ranks may hold addends, as Partial() says.
 
     Raises one StrategyError with the problems of all strategies.
     """
@@ -67,7 +69,8 @@ def check_strategies(
         size = tuple(shape)
         own_problems, varies = list[Problem](), where in varying
         if strategy is not None:
-            own_problems += _problems(where, size, strategy, mesh, fully_use_devices, varies)
+            summed = _summed(strategy, mesh, len(size)) if where in addends else strategy
+            own_problems += _problems(where, size, summed, mesh, fully_use_devices, varies)
         valid = strategy is not None and not own_problems
         annotation = read(strategy, mesh, len(shape), where in chunked, varies) if valid else None
         if annotation is not None and not annotation.layouts(size):
@@ -76,6 +79,15 @@ def check_strategies(
         problems += own_problems
     raise_problems(f"{counted(len(problems), 'problem')} with strategies on the mesh {mesh}:", problems)
     return tuple(annotations)
+
+
+def _summed(strategy: Any, mesh: Mesh, ndim: int) -> Any:
+    """`strategy` as it is when the addends are added up."""
+    if form_of(strategy) is not Form.PLACEMENTS or (isinstance(strategy, Layout) and strategy.mesh != mesh):
+        return strategy
+    read = [read_placement("", placement, ndim) for placement in placements_of(strategy)]
+    pairs = zip(placements_of(strategy), read, strict=True)
+    return tuple(REPLICATE if one == PARTIAL else placement for placement, one in pairs)
 
 
 def _chunk_problems(where: str, shape: tuple[int, ...], annotation: Annotation) -> Iterator[Problem]:
