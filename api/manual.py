@@ -16,6 +16,7 @@ from partway.engine import Engine, stands_alone, uncompiled
 from partway.fusion.program import Program
 from partway.propagation.capture.islands import trace_ranks
 from partway.propagation.capture.tracing import capturing
+from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import check_call, flatten_call, name_of
 from partway.propagation.islands.island import Crossing, Island
 from partway.propagation.ops.islands import island, keep
@@ -152,11 +153,18 @@ class ManualFunction(Generic[P, R]):
         layouts = _layouts(words, shapes, [wanted.get(name) for name in call.arguments], mesh)
         graph = trace_ranks(self.fn, call, layouts, mesh)
         parts = [port.node.meta["val"] for port in graph.outputs]
-        made = Island(
-            its, mesh, tuple(map(_crossing, words, layouts, shapes, call.tensors)), self._results(parts, mesh), graph
-        )
+        given = dict(zip(call.names, map(_crossing, words, layouts, shapes, call.tensors), strict=True))
+        whole = Layout.replicated(mesh)
+        operands, crossings = list[Tensor](), list[Crossing]()
+        for port in graph.inputs:
+            constant = graph.constants.get(port.name) if port.role is Role.CONSTANT else None
+            operands.append(call.tensors[call.names.index(port.name)] if constant is None else constant)
+            crossings.append(
+                given[port.name] if constant is None else _crossing(port.name, whole, tuple(constant.shape), constant)
+            )
+        made = Island(its, mesh, tuple(crossings), self._results(parts, mesh), graph)
         keep(made.key, made)
-        return graph.result.build(list(island(list(call.tensors), made.key)))
+        return graph.result.build(list(island(operands, made.key)))
 
     def _results(self, parts: Sequence[Tensor], mesh: Mesh) -> tuple[Crossing, ...]:
         """What comes out, of which a rank has `parts`."""

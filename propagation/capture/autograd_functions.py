@@ -30,10 +30,12 @@ from torch.autograd import Function
 from ...strategy.afterwards import afterwards
 from ...strategy.errors import CaptureError
 from ..graph.nodes import at_source, module_path, source_of, stays, value
+from ..ops.by_hand import COLLECTIVES
 from ..rules.builder import Builder
 from ..torch_internals import make_fx
 
 aten = torch.ops.aten
+_ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
 
 _LIBRARY = torch.library.Library("partway", "FRAGMENT")
 _LIBRARY.define("cotangent(Tensor y) -> Tensor")
@@ -135,8 +137,23 @@ def adopt(module: fx.GraphModule) -> None:
     """Write every recorded backward as its transpose (in place; capture owns the module)."""
     for node in list(module.graph.nodes):
         if node.target is with_backward:
+            _check_local(node)
             _transpose(Builder(module.graph, node, 1, {}), node)
     module.graph.eliminate_dead_code(is_impure_node=stays)
+
+
+def _check_local(node: fx.Node) -> None:
+    """Raise CaptureError where the forward or backward of a Function calls a collective: what the gradients of ranks
+    mean there, only its author knows."""
+    outputs, cotangents, inputs, gradients = (list(part) for part in node.args)  # type: ignore[arg-type]
+    inside = [n for end in outputs for n in _between(inputs, end)]
+    inside += [n for end in gradients for n in _between(cotangents, end)]
+    for called in inside:
+        if called.target in COLLECTIVES:
+            raise CaptureError(
+                f"a torch.autograd.Function in {module_path(node) or 'the function'} calls {called.target}; call the "
+                f"collective without the Function: in an island each has the gradient of the whole{at_source(called)}"
+            )
 
 
 def _transpose(b: Builder, node: fx.Node) -> None:
@@ -159,9 +176,13 @@ def _transpose(b: Builder, node: fx.Node) -> None:
 
 def _transposed(b: Builder, cotangents: list[fx.Node], gradient: fx.Node, x: fx.Node) -> list[fx.Node | None]:
     """For each cotangent: what computes `gradient` from it, transposed and applied to x; None if nothing does."""
+    if gradient in cotangents:  # handed on as it is, as a straight-through estimator does
+        gradient = b(aten.clone.default, gradient)
     inner = _between(cotangents, gradient)
     if not inner:
-        return [None] * len(cotangents)
+        if gradient.target in _ZEROS:
+            return [None] * len(cotangents)
+        raise _not_linear(gradient)
     part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     outer = list({n: None for node in inner for n in node.all_input_nodes if n not in {*inner, *cotangents}})
     for n in (*cotangents, *outer):
@@ -183,11 +204,7 @@ def _transposed(b: Builder, cotangents: list[fx.Node], gradient: fx.Node, x: fx.
     traced.graph.eliminate_dead_code()
     placeholders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     if any(n.users for n in placeholders[: len(cotangents)]):
-        raise CaptureError(
-            f"a torch.autograd.Function in {module_path(gradient) or 'the function'} has a backward that is not linear "
-            "in the gradient it is given, as one that clips it; change the gradient after backward(), or do this part "
-            f"outside the sharded function{at_source(gradient)}"
-        )
+        raise _not_linear(gradient)
     env: dict[fx.Node, Any] = dict(zip(placeholders, [*cotangents, *outer, x], strict=True))
     for n in traced.graph.nodes:
         if n.op == "call_function":
@@ -195,6 +212,14 @@ def _transposed(b: Builder, cotangents: list[fx.Node], gradient: fx.Node, x: fx.
             env[n] = b(n.target, *args, **kwargs)
     final = next(n for n in traced.graph.nodes if n.op == "output").args[0]
     return [None if n is None else env[n] for n in final] or [None] * len(cotangents)
+
+
+def _not_linear(gradient: fx.Node) -> CaptureError:
+    return CaptureError(
+        f"a torch.autograd.Function in {module_path(gradient) or 'the function'} has a backward that is not linear "
+        "in the gradient it is given, as one that clips it, or leaves it out; change the gradient after backward(), or "
+        f"do this part outside the sharded function{at_source(gradient)}"
+    )
 
 
 def _between(cotangents: list[fx.Node], gradient: fx.Node) -> list[fx.Node]:

@@ -23,6 +23,7 @@ from torch import fx
 from ...strategy.errors import CaptureError
 from ..graph.graph import Graph, Text
 from ..graph.nodes import at_source, describe, draws_random_numbers, operator_name, value
+from ..graph.port import Port, Role
 from ..ops import indexing
 from ..ops.by_hand import COLLECTIVES
 from ..ops.functions import made_of, run
@@ -51,7 +52,39 @@ def merged(graphs: Sequence[Graph], axes: Sequence[str], sizes: Sequence[int]) -
     """
     places = itertools.product(*map(range, sizes))
     names = [", ".join(f"{a}={i}" for a, i in zip(axes, place, strict=True)) for place in places]
+    for graph in graphs:
+        _write_numbers(graph)
+    _check_constants(graphs)
+    if len({str(graph.module.graph) for graph in graphs}) == 1:
+        return graphs[0]
     return _Merging([_rank(name, graph) for name, graph in zip(names, graphs, strict=True)], axes, sizes).graph()
+
+
+def _write_numbers(graph: Graph) -> None:
+    """Let a call make each constant that is one number (in place): `y[0] = rank` is a constant of each trace."""
+    for port in graph.inputs:
+        constant = graph.constants.get(port.name) if port.role is Role.CONSTANT else None
+        if constant is not None and not constant.shape:
+            like = {"dtype": constant.dtype, "device": constant.device}
+            with graph.module.graph.inserting_before(graph.nodes[0]):
+                made = graph.module.graph.call_function(aten.full.default, ([], constant.item()), like)
+            made.meta["val"] = value(port.node)
+            port.node.replace_all_uses_with(made)
+
+
+def _check_constants(graphs: Sequence[Graph]) -> None:
+    """Raise CaptureError unless all ranks use the same constants."""
+    used = [[g.constants[p.name] for p in g.inputs if p.role is Role.CONSTANT and p.node.users] for g in graphs]
+    for mine in used[1:]:
+        alike = len(mine) == len(used[0]) and all(
+            a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+            for a, b in zip(mine, used[0], strict=True)
+        )
+        if not alike:
+            raise CaptureError(
+                "the ranks of an island use constant tensors that differ; make them of numbers, as by torch.full or "
+                "torch.arange, or pass them as an argument that is split"
+            )
 
 
 def _rank(name: str, graph: Graph) -> _Rank:
@@ -73,6 +106,11 @@ def _rank(name: str, graph: Graph) -> _Rank:
     return _Rank(name, graph, stretches, meetings)
 
 
+def _used(graph: Graph) -> list[Port]:
+    """The inputs of a graph, but for constants that nothing reads."""
+    return [port for port in graph.inputs if port.role is not Role.CONSTANT or port.node.users]
+
+
 class _Merging:
     """The state of one merge."""
 
@@ -84,11 +122,11 @@ class _Merging:
     def graph(self) -> Graph:
         first = self.ranks[0]
         self._check_alike()
-        for i, port in enumerate(first.graph.inputs):
+        inputs = [_used(rank.graph) for rank in self.ranks]
+        for i, port in enumerate(inputs[0]):
             copy = self.out.node_copy(port.node)
-            for rank in self.ranks:
-                node = rank.graph.inputs[i].node
-                rank.where[node], rank.numbers[node] = copy, ("input", i)
+            for rank, ports in zip(self.ranks, inputs, strict=True):
+                rank.where[ports[i].node], rank.numbers[ports[i].node] = copy, ("input", i)
         self.place = self.out.call_function(indexing.position, (self.axes, self.sizes))
         self.place.meta["val"] = value(first.graph.inputs[0].node).new_empty((), dtype=torch.int64)
         for i in range(len(first.stretches)):
@@ -100,12 +138,12 @@ class _Merging:
                 self._meet(i, handed)
         returned = self.out.output(tuple(handed))
         module = Text({}, self.out)
-        inputs = tuple(replace(p, node=first.where[p.node]) for p in first.graph.inputs)
+        ports = tuple(replace(p, node=first.where[p.node]) for p in inputs[0])
         outputs = tuple(
             replace(p, node=node)
             for p, node in zip(first.graph.outputs, returned.args[0], strict=True)  # type: ignore[arg-type]
         )
-        return replace(first.graph, module=module, inputs=inputs, outputs=outputs)
+        return replace(first.graph, module=module, inputs=ports, outputs=outputs)
 
     def _check_alike(self) -> None:
         """Raise CaptureError unless all ranks meet alike and return alike."""

@@ -14,12 +14,11 @@ import torch
 from ...strategy.errors import CaptureError
 from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
-from ...strategy.notation import counted
 from ...strategy.place import Place, placed
 from ..graph.graph import Graph
 from ..graph.port import Role
 from ..graph.structure import Call, name_of
-from ..torch_internals import beside_export
+from ..torch_internals import FakeTensor, beside_export
 from .by_rank import merged
 from .capture import CaptureOptions, capture
 
@@ -30,7 +29,8 @@ def trace_ranks(fn: Callable[..., Any], call: Call, layouts: Sequence[Layout], m
     `fn` is traced for the first rank and, where it asks for its place on some axes, for each place along these.
 
     Raises CaptureError where it has no static graph of its own, and for what a program of one rank may not do: use
-    tensors that it is not given, write to those that it is.
+    tensors that need gradients and are not given to it, write to those that are. Constants that it uses are
+    inputs, too.
     """
     traced: dict[int, Graph] = {}
     asked: set[str] = set()
@@ -46,7 +46,7 @@ def trace_ranks(fn: Callable[..., Any], call: Call, layouts: Sequence[Layout], m
             break
     graphs = [traced[rank] for rank in ranks]
     graph = graphs[0]
-    if len({str(graph.module.graph) for graph in graphs}) > 1:
+    if len(graphs) > 1:
         with beside_export():
             graph = merged(graphs, axes, [mesh.size(axis) for axis in axes])
     # collectives stay in a trace, so that ranks can be compared; those whose results no rank reads may go now
@@ -70,21 +70,21 @@ def _trace(fn: Callable[..., Any], call: Call, layouts: Sequence[Layout], place:
     with beside_export(), placed(place):
         args, kwargs = call.structure.build(list(parts))
         graph = capture(fn, args, kwargs, CaptureOptions(gradients=gradients))
-    _check(fn, graph, len(parts))
+    _check(fn, graph)
     return graph
 
 
-def _check(fn: Callable[..., Any], graph: Graph, arguments: int) -> None:
-    """Raise CaptureError for a program that is more than a function of its arguments."""
-    outside = [port for port in graph.inputs if port.role is not Role.INPUT]
-    if outside:
-        sizes = ", ".join(str(list(port.node.meta["val"].shape)) for port in outside)
-        raise CaptureError(
-            f"{name_of(fn)} is the program of one rank and uses {counted(len(outside), 'tensor')} from outside "
-            f"({sizes}), of which nothing says what part a rank has; pass them as arguments, with an entry of "
-            "in_strategy"
-        )
-    assert len(graph.inputs) == arguments
+def _check(fn: Callable[..., Any], graph: Graph) -> None:
+    """Raise CaptureError for a program that is more than a function of its arguments and of constants."""
+    for port in graph.inputs:
+        if port.role is Role.INPUT:
+            continue
+        tensor = graph.constants[port.name]
+        if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter | FakeTensor):
+            raise CaptureError(
+                f"{name_of(fn)} is the program of one rank and uses a tensor from outside ({list(tensor.shape)}), of "
+                "which nothing says what part a rank has; pass it as an argument, with an entry of in_strategy"
+            )
     for port in graph.outputs:
         if port.role is not Role.RESULT:
             raise CaptureError(

@@ -52,7 +52,8 @@ class Island:
     @cached_property
     def key(self) -> str:
         """A digest of all that it is."""
-        text = f"{self.name}\n{self.mesh}\n{self.operands}\n{self.results}\n{self.graph.module.graph}"
+        needing = [port.requires_grad for port in self.graph.inputs]
+        text = f"{self.name}\n{self.mesh}\n{self.operands}\n{self.results}\n{needing}\n{self.graph.module.graph}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def __str__(self) -> str:

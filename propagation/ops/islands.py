@@ -30,8 +30,8 @@ _KNOWN: dict[str, Any] = {}  # by key: the islands that were traced in this proc
 
 
 def keep(key: str, island: Known) -> None:
-    """Let the island be known by its key."""
-    _KNOWN[key] = island
+    """Let the island be known by its key. An equal one that is known already stays."""
+    _KNOWN.setdefault(key, island)
 
 
 def island_of(key: str) -> Any:

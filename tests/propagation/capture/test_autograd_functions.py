@@ -56,6 +56,41 @@ class Both(Function):
         return 5 * g + 7 * h, None
 
 
+class Through(Function):
+    """A straight-through estimator: the gradient is handed on as it is, also to what is only broadcast."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        return x.round() + y, x.sum()
+
+    @staticmethod
+    def backward(ctx, g, _):
+        return g, g
+
+
+class Saved(Function):
+    """A loss whose forward has computed the gradient, and whose backward leaves out the one it is given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(2 * x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.saved_tensors[0]
+
+
+class Stopped(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        return torch.zeros_like(g)
+
+
 class Clipped(Function):
     @staticmethod
     def forward(ctx, x):
@@ -85,6 +120,8 @@ class Written(Function):
         lambda x, w: Reversed.apply(x, w, 3.0)[0].square().sum() * (1 + Reversed.apply(x, w)[1].sum()),
         lambda x, w: (Reversed.apply(Rounded.apply(x), w)[0] ** 3).sum(),
         lambda x, w: (Both.apply(x, w[0, 0])[0] ** 2).sum() + w.sum(),
+        lambda x, w: (Through.apply(3 * x, w[0])[0] * x).sum(),
+        lambda x, w: (Stopped.apply(x) * x).sum() + w.sum(),
     ],
 )
 @pytest.mark.parametrize("split", [0, 1])
@@ -114,6 +151,13 @@ def test_a_function_is_as_it_was_after_the_capture():
     before = Function.__dict__["apply"]
     capture(Rounded.apply, (torch.ones(3),), {})
     assert Function.__dict__["apply"] is before
+
+
+def test_a_backward_that_leaves_its_gradient_out_is_refused():
+    with pytest.raises(
+        CaptureError, match=r"not linear in the gradient it is given, (.|\n)*or leaves it out(.|\n)*Saved"
+    ):
+        capture(lambda x: Saved.apply(x) * 3, (torch.ones(3, requires_grad=True),), {})
 
 
 def test_a_backward_that_is_not_linear_is_refused():
