@@ -142,8 +142,10 @@ class Reachable:
             self.unwatched.append((label, kind.__name__))
 
     def _look_at(self, value: Any, label: str, every: bool) -> None:
-        kind = type(value)
-        if issubclass(kind, functools.partial):
+        kind, engine = type(value), _own_store(value).get("_engine")
+        if engine is not None and is_closed_type(type(engine)):  # a sharded function, or an island
+            self.reach(engine.fn, label)
+        elif issubclass(kind, functools.partial):
             self._reach_all((value.func, *value.args, *value.keywords.values()), label)
         elif issubclass(kind, MethodType):
             self._reach_all((value.__func__, value.__self__), label)
@@ -177,9 +179,6 @@ class Reachable:
             name in vars(cls) for cls in type(value).__mro__[:-1] for name in ("__getattr__", "__getattribute__")
         )
         store = _own_store(value)
-        if (engine := store.get("_engine")) is not None and is_closed_type(type(engine)):
-            self.reach(engine.fn, label)  # a sharded function
-            return
         self._reach_type(type(value))
         if store is not _NO_STORE:
             self.owners.append(Owner(label, store, every or dynamic, type(value)))

@@ -282,6 +282,11 @@ class _Merging:
             return env[node] if node in env else given[rank.where[node]]
 
         for node in _needed(rank, [slot.nodes[r] for slot in slots]):
+            if node.target is keys:
+                raise CaptureError(
+                    "the ranks of an island draw different numbers of random tensors; draw on all ranks alike, outside "
+                    f"of conditions on axis_index{at_source(node)}"
+                )
             env[node] = graph.node_copy(node, standing)
         ends = []
         for slot in slots:

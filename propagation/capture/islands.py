@@ -16,8 +16,10 @@ from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.place import Place, placed
 from ..graph.graph import Graph
+from ..graph.nodes import at_source, draws_random_numbers, operator_name
 from ..graph.port import Role
 from ..graph.structure import Call, name_of
+from ..ops.random_numbers import keys
 from ..torch_internals import FakeTensor, beside_export
 from .by_rank import merged
 from .capture import CaptureOptions, capture
@@ -90,6 +92,12 @@ def _check(fn: Callable[..., Any], graph: Graph) -> None:
             raise CaptureError(
                 f"{name_of(fn)} is the program of one rank and writes to {port.name} in place; compute a new tensor "
                 "and return it"
+            )
+    for node in graph.nodes:
+        if draws_random_numbers(node) and node.target is not keys:
+            raise CaptureError(
+                f"{name_of(fn)} is the program of one rank and calls {operator_name(node)}, which draws whole tensors "
+                f"from PyTorch's generator, the same on all ranks; call it outside of the island{at_source(node)}"
             )
     if graph.hooks.by_number:
         raise CaptureError(

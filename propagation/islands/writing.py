@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,10 +43,11 @@ from ..graph.nodes import (
 from ..ops import by_hand, indexing
 from ..ops.by_hand import COLLECTIVES
 from ..ops.collectives import convert
+from ..ops.islands import alike
 from ..ops.random_numbers import draw
 from ..rules.rule import Emitter, LocalShapes
 from ..rules.table import rule_of
-from .island import Island
+from .island import Crossing, Island
 from .variance import Variance, axes_of, variance_of
 
 aten = torch.ops.aten
@@ -63,6 +65,11 @@ class Converted:
     whole_bytes: int
     at: fx.Node | None
 
+    def has_gradient(self, flows: Collection[Value]) -> bool:
+        """Whether its transpose runs, where `flows` are the values that a gradient reaches. What is compared over ranks
+        is detached."""
+        return self.of in flows and PARTIAL_MAX not in (self.source, self.target)
+
 
 @dataclass(frozen=True)
 class Written:
@@ -73,21 +80,22 @@ class Written:
     variance: Variance
 
 
-_WRITTEN: dict[str, Written] = {}  # by the keys of islands
+_WRITTEN: dict[tuple[str, bool], Written] = {}  # by the keys of islands, and whether they are verified
 
 
 def written(island: Island) -> Written:
-    """`island` as a rank runs it."""
-    if island.key not in _WRITTEN:
-        _WRITTEN[island.key] = _Writing(island).written()
-    return _WRITTEN[island.key]
+    """`island` as a rank runs it. With PARTWAY_VERIFY=1 it checks that results that are said to be whole are."""
+    verifies = os.environ.get("PARTWAY_VERIFY") == "1"
+    if (island.key, verifies) not in _WRITTEN:
+        _WRITTEN[island.key, verifies] = _Writing(island, verifies).written()
+    return _WRITTEN[island.key, verifies]
 
 
 class _Writing:
     """The state of writing one island: what stands for each value."""
 
-    def __init__(self, island: Island) -> None:
-        self.island, self.mesh = island, island.mesh
+    def __init__(self, island: Island, verifies: bool) -> None:
+        self.island, self.mesh, self.verifies = island, island.mesh, verifies
         self.variance = variance_of(island)
         self.able = island.graph.differentiable
         self.graph = fx.Graph()
@@ -105,7 +113,7 @@ class _Writing:
                 for new in list(self.graph.nodes)[before:]:
                     mark(new, region_of(node))
         ports = zip(self.island.graph.outputs, self.island.results, strict=True)
-        self.graph.output(tuple(self._result(source_of(port.node), c.parted, c.whole) for port, c in ports))
+        self.graph.output(tuple(self._result(source_of(port.node), crossing) for port, crossing in ports))
         return Written(self.graph, tuple(self.conversions), self.variance)
 
     def _write(self, node: fx.Node) -> None:
@@ -150,15 +158,32 @@ class _Writing:
             self.varied[v, axes] = self.convert(self.local[v], v, axes, REPLICATE, BROADCAST, at)
         return self.varied[v, axes]
 
-    def _result(self, v: Value, parted: frozenset[str], whole: frozenset[str]) -> fx.Node:
+    def _result(self, v: Value, crossing: Crossing) -> fx.Node:
         """What comes out: slices and addends vary, and what is whole is alike, or said to be."""
-        varies = self.variance.values[v]
+        varies, x = self.variance.values[v], self.local[v]
+        said = crossing.whole & varies
+        if said and self.verifies:
+            x = self._verified(x, v, said, crossing.name)
         if v not in self.able:
-            return self.local[v]
-        if missing := parted - varies:
+            return x
+        if missing := crossing.parted - varies:
             return self._varied(v, missing, None)
-        said = whole & varies
-        return self.convert(self.local[v], v, said, BROADCAST, REPLICATE, None) if said else self.local[v]
+        return self.convert(x, v, said, BROADCAST, REPLICATE, None) if said else x
+
+    def _verified(self, x: fx.Node, v: Value, said: frozenset[str], name: str) -> fx.Node:
+        """`x`, where it is the same on all ranks along `said`; else a call that raises."""
+        tensor, compared = tensor_of(v), self.call(aten.detach.default, x)
+        if tensor.dtype.is_complex:
+            compared = self.call(aten.view_as_real.default, compared)
+        elif tensor.dtype is torch.bool:
+            compared = self.call(aten._to_copy.default, compared, dtype=torch.uint8)
+        turn = (
+            aten.neg.default if tensor.dtype.is_floating_point or tensor.dtype.is_complex else aten.bitwise_not.default
+        )
+        largest = self.convert(compared, v, said, PARTIAL_MAX, REPLICATE, None)
+        least = self.call(turn, self.convert(self.call(turn, compared), v, said, PARTIAL_MAX, REPLICATE, None))
+        axes = ",".join(axis for axis in self.mesh.axes if axis in said)
+        return self.call(alike, x, largest, least, f"{name}, over {axes},")
 
     # -- local operators
 

@@ -4,17 +4,21 @@
 
 The key is a digest of all that the island is. A graph with the call is a plain list of calls and can be kept on disk;
 the next start traces the same island, and finds it under the same key. Lowering writes the island in its place.
+
+    partway::alike(x, largest, least, name)   x, of which all ranks should have the same: of their values these are the
+                                              largest and the least. Written with PARTWAY_VERIFY=1 only
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ...strategy.errors import RuntimeStateError, shown
+from ...strategy.errors import RuntimeStateError, VerifyError, shown
 from .registration import define
 
 
@@ -48,6 +52,36 @@ def _fake_island(operands: list[Tensor], key: str) -> list[Tensor]:
     return [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in island_of(key).results]
 
 
-# -- The operator
+def _alike(x: Tensor, largest: Tensor, least: Tensor, name: str) -> Tensor:
+    if not torch.allclose(largest, least, **_TOLERANCES.get(x.dtype, {}), equal_nan=True):
+        apart = (largest.to(torch.float64) - least.to(torch.float64)).abs().nan_to_num(math.inf)
+        raise VerifyError(
+            f"{name} is said to be whole, the same on every rank, and ranks differ in {int((apart > 0).sum())} of "
+            f"{apart.numel()} elements, by up to {float(apart.max()):.3g}; add it up, gather it, or say in "
+            "out_strategy how it is split"
+        )
+    return x.clone()
 
+
+_TOLERANCES = {torch.float16: {"rtol": 1e-3}, torch.bfloat16: {"rtol": 1.6e-2}, torch.float32: {"rtol": 1.3e-6}}
+
+
+def _fake_alike(x: Tensor, largest: Tensor, least: Tensor, name: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _alike_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grad, None, None, None
+
+
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """A gradient passes as it is."""
+
+
+# -- The operators
+
+alike = define(
+    "alike(Tensor x, Tensor largest, Tensor least, str name) -> Tensor", _alike, _fake_alike, backward=_alike_backward,
+    keep=_keep_nothing,
+)  # fmt: skip
 island = define("island(Tensor[] operands, str key) -> Tensor[]", fake=_fake_island)

@@ -24,6 +24,7 @@ from ..cost.conversion import ConversionTable
 from ..graph.nodes import operands, source_of
 from ..graph.port import Port
 from ..graph.queries import beside_losses
+from ..ops.islands import island, island_of
 from ..program.collective import Collective, collectives_of
 from ..program.local_program import LocalProgram
 from ..program.lower import lower, tensor_name
@@ -230,8 +231,17 @@ class Alternatives:
         return not _same(plan.cost, self.optimum.cost)
 
     def of_collective(self, c: Collective) -> list[str]:
-        """Two lines: what the cheapest plan without `c` would cost, and which annotation caused it."""
+        """Two lines: what the cheapest plan without `c` would cost, and which annotation caused it. Of one that an
+        island calls a line that says so."""
+        if inside := self._island_of(c):
+            return [f"written by hand in the island {inside}, which is taken as it is"]
         return [self._price_without(c), f"caused by {self._cause(c)}"]
+
+    def _island_of(self, c: Collective) -> str:
+        """The name of the island whose call `c` is, if it is one's."""
+        calls = {node.name: node for node in self.problem.graph.nodes if node.target is island}
+        inside = c.where in calls and c.tensor.startswith(f"{c.where}.")
+        return island_of(str(calls[c.where].args[1])).name if inside else ""
 
     def _price_without(self, c: Collective) -> str:
         plan = self.without(c)

@@ -166,7 +166,7 @@ class _Lowering:
                     *how, place = env[inner].args
                     env[inner].args = (*how, len(self.conversions))
                     c = text.conversions[place]
-                    self.conversions.append(self._conversion_inside(c, its, node, c.of in flows, consumer))
+                    self.conversions.append(self._conversion_inside(c, its, node, c.has_gradient(flows), consumer))
                 if (region := region_of(inner)) is not None:  # regions of the graph around have numbers from 0 on
                     mark(env[inner], -1 - self.regions.setdefault((node, region), len(self.regions)))
         (returned,) = text.graph.output_node().args

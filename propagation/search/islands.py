@@ -34,7 +34,7 @@ def option_of_island(
     text, inside = written(its), gradients_inside(its, call, flows)
     seconds, flops, held = _work(its, inside, settings)
     unary = settings.weights.compute * seconds + settings.weights.memory * held / 1e9
-    unary += sum(_cost(c, c.of in inside, settings) for c in text.conversions)
+    unary += sum(_cost(c, c.has_gradient(inside), settings) for c in text.conversions)
 
     def codes(tables: Tables, layouts: Sequence[Layout]) -> tuple[np.ndarray, ...]:
         return tuple(np.array([table.index[lo]], dtype=np.intp) for table, lo in zip(tables, layouts, strict=True))

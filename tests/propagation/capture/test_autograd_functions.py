@@ -154,9 +154,7 @@ def test_a_function_is_as_it_was_after_the_capture():
 
 
 def test_a_backward_that_leaves_its_gradient_out_is_refused():
-    with pytest.raises(
-        CaptureError, match=r"not linear in the gradient it is given, (.|\n)*or leaves it out(.|\n)*Saved"
-    ):
+    with pytest.raises(CaptureError, match="not linear in the gradient it is given, as one that clips it, or leaves"):
         capture(lambda x: Saved.apply(x) * 3, (torch.ones(3, requires_grad=True),), {})
 
 
