@@ -17,18 +17,20 @@ import operator
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import fx
 
 from ...strategy.errors import CaptureError
 from ..graph.graph import Graph, Text
-from ..graph.nodes import at_source, describe, draws_random_numbers, operator_name, value
+from ..graph.nodes import argument, at_source, describe, draws_random_numbers, operator_name, value
 from ..graph.port import Port, Role
-from ..ops import indexing
+from ..ops import by_hand, indexing
 from ..ops.by_hand import COLLECTIVES
 from ..ops.functions import made_of, run
 from ..ops.random_numbers import keys
 from .control import function_text
+from .messages import messages_of, rounds_of, sent_in
 
 aten = torch.ops.aten
 
@@ -131,11 +133,12 @@ class _Merging:
         self.place.meta["val"] = value(first.graph.inputs[0].node).new_empty((), dtype=torch.int64)
         for i in range(len(first.stretches)):
             self._common(i)
-            last = i == len(first.meetings)
-            pinned = [self._returned(rank) if last else list(rank.meetings[i].all_input_nodes) for rank in self.ranks]
-            handed = self._own(i, pinned, "the result" if last else operator_name(first.meetings[i]))
-            if not last:
-                self._meet(i, handed)
+            if i == len(first.meetings):
+                handed = self._own(i, [self._returned(rank) for rank in self.ranks], "the result")
+            elif first.meetings[i].target is by_hand.send_receive:
+                self._exchange(i)
+            else:
+                self._meet(i)
         returned = self.out.output(tuple(handed))
         module = Text({}, self.out)
         ports = tuple(replace(p, node=first.where[p.node]) for p in inputs[0])
@@ -178,13 +181,15 @@ class _Merging:
                 copy = self.out.node_copy(node, self.ranks[0].where.__getitem__)
                 for rank in self.ranks:
                     for same in rank.stretches[i]:
-                        if rank.numbers[same] == number:
+                        if rank.numbers[same] == number and same not in rank.where:
                             rank.where[same] = copy
 
     def _numbered(self, rank: _Rank, i: int) -> dict[Hashable, fx.Node]:
         """The calls of a stretch by numbers, which are equal for equal calls on equal operands."""
         found: dict[Hashable, fx.Node] = {}
         for node in rank.stretches[i]:
+            if node in rank.where:  # what was received
+                continue
             drawn = len(rank.numbers) if node.target is keys or draws_random_numbers(node) else 0
             key = (str(node.target), self._frozen(rank, node), drawn)
             rank.numbers[node] = self.interned.setdefault(key, len(self.interned))
@@ -197,9 +202,9 @@ class _Merging:
 
     # -- what differs
 
-    def _own(self, i: int, pinned: Sequence[Sequence[fx.Node]], what: str) -> list[fx.Node]:
+    def _own(self, i: int, pinned: Sequence[Sequence[fx.Node | None]], what: str) -> list[fx.Node]:
         """Write what ranks compute by themselves in stretch `i`, and what stands for `pinned`, the values that each of
-        them hands to `what`."""
+        them hands to `what`. One that has none hands in zeros."""
         slots = [_Slot([nodes[p] for nodes in pinned]) for p in range(len(pinned[0]))]
         for slot in slots:
             self._check_shapes(slot, what)
@@ -220,13 +225,13 @@ class _Merging:
         return standing.pop() if len(standing) == 1 else None
 
     def _check_shapes(self, slot: _Slot, what: str) -> None:
-        first = slot.nodes[0]
-        for rank, node in zip(self.ranks, slot.nodes, strict=True):
-            if describe(node) != describe(first):  # type: ignore[arg-type]
+        given = [(rank.name, node) for rank, node in zip(self.ranks, slot.nodes, strict=True) if node is not None]
+        (name, first), *others = given
+        for other, node in others:
+            if describe(node) != describe(first):
                 raise CaptureError(
-                    f"the ranks of an island hand different tensors to {what}: the one at {self.ranks[0].name} "
-                    f"{describe(first)}, and the one at {rank.name} {describe(node)}; pad them to one shape"  # type: ignore[arg-type]
-                    f"{at_source(node)}"  # type: ignore[arg-type]
+                    f"the ranks of an island hand different tensors to {what}: the one at {name} {describe(first)}, "
+                    f"and the one at {other} {describe(node)}; pad them to one shape{at_source(node)}"
                 )
 
     def _carried(self, i: int, needed: Sequence[_Slot]) -> list[_Slot]:
@@ -302,13 +307,42 @@ class _Merging:
 
     # -- where ranks meet
 
-    def _meet(self, i: int, handed: Sequence[fx.Node]) -> None:
-        given = iter(handed)
-        first = self.ranks[0].meetings[i]
-        by_operand = dict(zip(first.all_input_nodes, given, strict=True))
-        copy = self.out.node_copy(first, by_operand.__getitem__)
-        for rank in self.ranks:
-            rank.where[rank.meetings[i]], rank.numbers[rank.meetings[i]] = copy, ("meeting", i)
+    def _meet(self, i: int) -> None:
+        """Write the collective after stretch `i`."""
+        meetings = [rank.meetings[i] for rank in self.ranks]
+        handed = self._own(i, [list(node.all_input_nodes) for node in meetings], operator_name(meetings[0]))
+        given = dict(zip(meetings[0].all_input_nodes, handed, strict=True))
+        copy = self.out.node_copy(meetings[0], given.__getitem__)
+        for rank, node in zip(self.ranks, meetings, strict=True):
+            rank.where[node], rank.numbers[node] = copy, ("meeting", i)
+
+    def _exchange(self, i: int) -> None:
+        """Write the exchange of messages after stretch `i`: permutations, in each of which a rank sends and receives at
+        most one tensor."""
+        calls = [rank.meetings[i] for rank in self.ranks]
+        axes, size = list(argument(calls[0], "axes")), argument(calls[0], "size")
+        places = [self._place_along(r, axes) for r in range(len(self.ranks))]
+        rounds = rounds_of(messages_of(calls, places, axes))
+        sending = [[sent_in(calls[r], places[r], one) for one in rounds] for r in range(len(self.ranks))]
+        handed = self._own(i, sending, "an exchange with neighbours")
+        for n, (messages, x) in enumerate(zip(rounds, handed, strict=True)):
+            pairs = [end for message in messages for end in (message.source, message.target)]
+            moved = self.out.call_function(by_hand.permute, (x, pairs, axes, size))
+            moved.meta |= {"val": x.meta["val"], "stack_trace": calls[0].meta.get("stack_trace")}
+            for rank, call, place in zip(self.ranks, calls, places, strict=True):
+                wanted = {message.into for message in messages if message.target == place}
+                for item in call.users:
+                    if item.args[1] in wanted:
+                        rank.where[item], rank.numbers[item] = moved, ("round", i, n)
+
+    def _place_along(self, r: int, axes: Sequence[str]) -> int:
+        """The position along `axes` of the rank of trace `r`."""
+        missing = [axis for axis in axes if axis not in self.axes]
+        if missing:
+            raise CaptureError(f"an exchange over {','.join(axes)} is the same at every place along {missing[0]}")
+        coordinate = dict(zip(self.axes, np.unravel_index(r, self.sizes), strict=True))
+        sizes = dict(zip(self.axes, self.sizes, strict=True))
+        return int(np.ravel_multi_index([coordinate[a] for a in axes], [sizes[a] for a in axes]))
 
 
 @dataclass
@@ -342,6 +376,8 @@ def _call(node: fx.Node | None) -> str:
     """A collective without its operands."""
     if node is None:
         return ""
+    if node.target is by_hand.send_receive:  # whose neighbours are not those of another rank
+        return f"{operator_name(node)}({argument(node, 'axes')})"
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: "tensor")
     return f"{operator_name(node)}{args}{kwargs}"
 

@@ -352,6 +352,13 @@ def _reduce(c: _Call) -> fx.Node:
     return c.apply(aten.masked_fill.Scalar, c.convert(c.x, PARTIAL, BROADCAST), c.elsewhere(), 0)
 
 
+def _send_receive(c: _Call) -> fx.Node:
+    raise CaptureError(
+        "every rank of an island sends to the same neighbours and receives from the same ones; call partway.ops, which "
+        f"asks each rank for its place{at_source(c.node)}"
+    )
+
+
 _COLLECTIVES: Mapping[Any, Callable[[_Call], Any]] = {
     by_hand.all_reduce: _all_reduce,
     by_hand.all_gather: _all_gather,
@@ -360,4 +367,5 @@ _COLLECTIVES: Mapping[Any, Callable[[_Call], Any]] = {
     by_hand.reduce: _reduce,
     by_hand.all_to_all: _all_to_all,
     by_hand.permute: _permute,
+    by_hand.send_receive: _send_receive,
 }
