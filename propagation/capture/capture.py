@@ -31,7 +31,7 @@ from ..rules.padded_convolution import absorb
 from ..rules.recurrent import true_states
 from .autograd_functions import adopt
 from .checks import check_dtypes, warn_of_updates
-from .cleanup import leave_meta, prune
+from .cleanup import leave_meta, name_islands, prune
 from .control import flatten_control
 from .failures import Undecided
 from .hooks import Hooks
@@ -165,6 +165,7 @@ def _passes(inputs: InputPorts, outputs: list[Port], device: str, options: Captu
     yield adopt  # the backward of a torch.autograd.Function becomes one that autograd makes
     yield flatten_control  # loops are unrolled, and branches become one operator each
     yield expand_operators  # operators whose rule would not be local become sums and pointwise operators
+    yield name_islands  # their calls have the names of their functions
     yield absorb  # convolutions take over the padding of their operands
     yield prune  # views become reshapes; asserts and dead nodes go
 

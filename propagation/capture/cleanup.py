@@ -1,13 +1,15 @@
-"""The first and the last pass over a captured module: tensors of the meta device, and what nothing needs."""
+"""Passes over a captured module: tensors of the meta device, names of islands, and what nothing needs."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..graph.nodes import stays
+from ..ops.islands import island, island_of
 from ..torch_internals import FakeTensor, tree_map
 
 
@@ -37,3 +39,14 @@ def prune(module: fx.GraphModule) -> None:
             module.graph.erase_node(node)
     module.graph.eliminate_dead_code(is_impure_node=stays)
     module.recompile()
+
+
+def name_islands(module: fx.GraphModule) -> None:
+    """Let the call of an island have the name of its function (in place)."""
+    for node in module.graph.find_nodes(op="call_function", target=island):
+        words = re.findall(r"\w+", island_of(str(node.args[1])).name)
+        with module.graph.inserting_before(node):
+            named = module.graph.create_node("call_function", island, node.args, name=words[-1] if words else "island")
+        named.meta = node.meta
+        node.replace_all_uses_with(named)
+        module.graph.erase_node(node)
