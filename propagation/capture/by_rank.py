@@ -16,6 +16,7 @@ import itertools
 import operator
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ class _Rank:
 
     name: str
     graph: Graph
-    stretches: list[list[fx.Node]]
+    stretches: list[list[fx.Node]]  # its calls, cut where ranks meet
     meetings: list[fx.Node]
     where: dict[fx.Node, fx.Node] = field(default_factory=dict)
     numbers: dict[fx.Node, Hashable] = field(default_factory=dict)
@@ -67,7 +68,7 @@ def _write_numbers(graph: Graph) -> None:
     for port in graph.inputs:
         constant = graph.constants.get(port.name) if port.role is Role.CONSTANT else None
         if constant is not None and not constant.shape:
-            like = {"dtype": constant.dtype, "device": constant.device}
+            like: Any = {"dtype": constant.dtype, "device": constant.device}
             with graph.module.graph.inserting_before(graph.nodes[0]):
                 made = graph.module.graph.call_function(aten.full.default, ([], constant.item()), like)
             made.meta["val"] = value(port.node)
@@ -124,13 +125,13 @@ class _Merging:
     def graph(self) -> Graph:
         first = self.ranks[0]
         self._check_alike()
-        inputs = [_used(rank.graph) for rank in self.ranks]
-        for i, port in enumerate(inputs[0]):
+        ports = [_used(rank.graph) for rank in self.ranks]
+        for i, port in enumerate(ports[0]):
             copy = self.out.node_copy(port.node)
-            for rank, ports in zip(self.ranks, inputs, strict=True):
-                rank.where[ports[i].node], rank.numbers[ports[i].node] = copy, ("input", i)
+            for rank, own in zip(self.ranks, ports, strict=True):
+                rank.where[own[i].node], rank.numbers[own[i].node] = copy, ("input", i)
         self.place = self.out.call_function(indexing.position, (self.axes, self.sizes))
-        self.place.meta["val"] = value(first.graph.inputs[0].node).new_empty((), dtype=torch.int64)
+        self.place.meta["val"] = torch.empty((), dtype=torch.int64, device="meta")
         for i in range(len(first.stretches)):
             self._common(i)
             if i == len(first.meetings):
@@ -139,14 +140,10 @@ class _Merging:
                 self._exchange(i)
             else:
                 self._meet(i)
-        returned = self.out.output(tuple(handed))
-        module = Text({}, self.out)
-        ports = tuple(replace(p, node=first.where[p.node]) for p in inputs[0])
-        outputs = tuple(
-            replace(p, node=node)
-            for p, node in zip(first.graph.outputs, returned.args[0], strict=True)  # type: ignore[arg-type]
-        )
-        return replace(first.graph, module=module, inputs=ports, outputs=outputs)
+        self.out.output(tuple(handed))
+        inputs = tuple(replace(port, node=first.where[port.node]) for port in ports[0])
+        outputs = tuple(replace(port, node=node) for port, node in zip(first.graph.outputs, handed, strict=True))
+        return replace(first.graph, module=Text({}, self.out), inputs=inputs, outputs=outputs)
 
     def _check_alike(self) -> None:
         """Raise CaptureError unless all ranks meet alike and return alike."""
@@ -211,7 +208,7 @@ class _Merging:
         whole = [self._alike(slot) for slot in slots]
         needed = [slot for slot, node in zip(slots, whole, strict=True) if node is None]
         carried = self._carried(i, needed)
-        results = self._switched(i, [*needed, *carried]) if needed or carried else []
+        results = self._switched([*needed, *carried]) if needed or carried else []
         for slot, result in zip([*needed, *carried], results, strict=True):
             for rank, node in zip(self.ranks, slot.nodes, strict=True):
                 if node is not None and node not in rank.where:
@@ -253,18 +250,19 @@ class _Merging:
         returned = self._returned(rank) if i < len(rank.meetings) else []
         return node in returned or any(user in later for user in node.users)
 
-    def _switched(self, i: int, slots: Sequence[_Slot]) -> list[fx.Node]:
+    def _switched(self, slots: Sequence[_Slot]) -> list[fx.Node]:
         """A call that computes `slots` of what stands for the operands, by the text of the rank."""
-        bodies = [_body(rank, i, [slot.nodes[r] for slot in slots]) for r, rank in enumerate(self.ranks)]
-        operands = list(dict.fromkeys(node for body in bodies for node in body))
+        ends = [[slot.nodes[r] for slot in slots] for r in range(len(self.ranks))]
+        read = (_read(rank, own) for rank, own in zip(self.ranks, ends, strict=True))
+        operands = list(dict.fromkeys(itertools.chain.from_iterable(read)))
+        kinds = [value(next(node for node in slot.nodes if node is not None)) for slot in slots]
         text = ""
-        for r, (rank, nodes) in enumerate(zip(self.ranks, bodies, strict=True)):
-            text += function_text(self._at(slots), f"rank{r}", self._function(rank, nodes, operands, slots, r))
+        for r, (rank, own) in enumerate(zip(self.ranks, ends, strict=True)):
+            text += function_text(self._at(slots), f"rank{r}", _function(rank, operands, own, kinds))
         every = ", ".join(f"rank{r}" for r in range(len(self.ranks)))
         text += f"def forward(place, *operands):\n    return ({every},)[int(place)](*operands)\n\n"
         text += "def like(place, *operands):\n    return rank0(*operands)\n"
         call = self.out.call_function(run, ([self.place, *operands], made_of(text)))
-        kinds = [value(next(node for node in slot.nodes if node is not None)) for slot in slots]
         call.meta |= {"val": list(kinds), "stack_trace": self._at(slots).meta.get("stack_trace")}
         results = []
         for n, kind in enumerate(kinds):
@@ -274,36 +272,6 @@ class _Merging:
 
     def _at(self, slots: Sequence[_Slot]) -> fx.Node:
         return next(node for slot in slots for node in slot.nodes if node is not None)
-
-    def _function(
-        self, rank: _Rank, nodes: Sequence[fx.Node], operands: Sequence[fx.Node], slots: Sequence[_Slot], r: int
-    ) -> fx.GraphModule:
-        """A rank's own calls in a stretch, of `operands`."""
-        graph = fx.Graph()
-        given = {operand: graph.placeholder(operand.name) for operand in operands}
-        env: dict[fx.Node, fx.Node] = {}
-
-        def standing(node: fx.Node) -> fx.Node:
-            return env[node] if node in env else given[rank.where[node]]
-
-        for node in _needed(rank, [slot.nodes[r] for slot in slots]):
-            if node.target is keys:
-                raise CaptureError(
-                    "the ranks of an island draw different numbers of random tensors; draw on all ranks alike, outside "
-                    f"of conditions on axis_index{at_source(node)}"
-                )
-            env[node] = graph.node_copy(node, standing)
-        ends = []
-        for slot in slots:
-            node = slot.nodes[r]
-            if node is None:
-                kind = value(next(n for n in slot.nodes if n is not None))
-                like = {"dtype": kind.dtype, "device": kind.device}
-                ends.append(graph.call_function(aten.zeros.default, (list(kind.shape),), like))
-            else:
-                ends.append(standing(node))
-        graph.output(tuple(ends))
-        return fx.GraphModule(torch.nn.Module(), graph)
 
     # -- where ranks meet
 
@@ -363,13 +331,40 @@ def _needed(rank: _Rank, ends: Sequence[fx.Node | None]) -> list[fx.Node]:
     return [node for stretch in rank.stretches for node in stretch if node in wanted]
 
 
-def _body(rank: _Rank, i: int, ends: Sequence[fx.Node | None]) -> Iterator[fx.Node]:
-    """What stands for the operands of a rank's own calls."""
+def _read(rank: _Rank, ends: Sequence[fx.Node | None]) -> Iterator[fx.Node]:
+    """What stands for the operands of the calls of its own that `ends` are made of."""
     own = _needed(rank, ends)
-    mine = set(own)
     for node in own:
-        yield from (rank.where[operand] for operand in node.all_input_nodes if operand not in mine)
-    yield from (rank.where[end] for end in ends if end is not None and end not in mine)
+        yield from (rank.where[operand] for operand in node.all_input_nodes if operand in rank.where)
+    yield from (rank.where[end] for end in ends if end in rank.where)
+
+
+def _function(
+    rank: _Rank, operands: Sequence[fx.Node], ends: Sequence[fx.Node | None], kinds: Sequence[torch.Tensor]
+) -> fx.GraphModule:
+    """The calls of its own that `ends`, of these kinds, are made of, as a function of `operands`."""
+    graph = fx.Graph()
+    given = {operand: graph.placeholder(operand.name) for operand in operands}
+    env: dict[fx.Node, fx.Node] = {}
+
+    def standing(node: fx.Node) -> fx.Node:
+        return env[node] if node in env else given[rank.where[node]]
+
+    for node in _needed(rank, ends):
+        if node.target is keys:
+            raise CaptureError(
+                "the ranks of an island draw different numbers of random tensors; draw on all ranks alike, outside "
+                f"of conditions on axis_index{at_source(node)}"
+            )
+        env[node] = graph.node_copy(node, standing)
+    results = []
+    for end, kind in zip(ends, kinds, strict=True):
+        like: Any = {"dtype": kind.dtype, "device": kind.device}
+        zeros = graph.call_function(aten.zeros.default, (list(kind.shape),), like) if end is None else None
+        results.append(standing(end) if end is not None else zeros)
+    graph.output(tuple(results))
+    graph.eliminate_dead_code()
+    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def _call(node: fx.Node | None) -> str:

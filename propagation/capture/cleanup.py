@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -44,9 +43,9 @@ def prune(module: fx.GraphModule) -> None:
 def name_islands(module: fx.GraphModule) -> None:
     """Let the call of an island have the name of its function (in place)."""
     for node in module.graph.find_nodes(op="call_function", target=island):
-        words = re.findall(r"\w+", island_of(str(node.args[1])).name)
+        word = island_of(str(node.args[1])).word
         with module.graph.inserting_before(node):
-            named = module.graph.create_node("call_function", island, node.args, name=words[-1] if words else "island")
+            named = module.graph.create_node("call_function", island, node.args, name=word)
         named.meta = node.meta
         node.replace_all_uses_with(named)
         module.graph.erase_node(node)

@@ -34,9 +34,10 @@ def messages_of(calls: Sequence[fx.Node], places: Sequence[int], axes: Sequence[
     sent, expected = defaultdict[tuple[int, int], list[Any]](list), defaultdict[tuple[int, int], list[Any]](list)
     known: dict[int, tuple[Any, ...]] = {}
     for call, place in zip(calls, places, strict=True):
-        xs, targets, sources, sizes, ndims, dtype, *_ = call.args
-        shapes = shapes_of(sizes, ndims)  # type: ignore[arg-type]
-        table = targets, sources, shapes, [describe(x) for x in xs]  # type: ignore[union-attr]
+        arguments: tuple[Any, ...] = call.args
+        xs, targets, sources, sizes, ndims, dtype, *_ = arguments
+        shapes = shapes_of(sizes, ndims)
+        table = targets, sources, shapes, [describe(x) for x in xs]
         if known.setdefault(place, table) != table:
             raise CaptureError(
                 f"ranks at one place along {','.join(axes)} have different neighbours; exchange over all axes that the "
@@ -44,10 +45,10 @@ def messages_of(calls: Sequence[fx.Node], places: Sequence[int], axes: Sequence[
             )
         if known[place] is not table:
             continue
-        for number, (x, target) in enumerate(zip(xs, targets, strict=True)):  # type: ignore[arg-type]
+        for number, (x, target) in enumerate(zip(xs, targets, strict=True)):
             sent[place, target].append((number, describe(x)))
         kind = str(dtype).removeprefix("torch.")
-        for into, (source, shape) in enumerate(zip(sources, shapes, strict=True)):  # type: ignore[arg-type]
+        for into, (source, shape) in enumerate(zip(sources, shapes, strict=True)):
             expected[source, place].append((into, f"{kind}{shape}"))
     messages = []
     for source, target in dict.fromkeys([*sent, *expected]):

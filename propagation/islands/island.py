@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,8 @@ from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import REPLICATE
 from ..graph.graph import Graph
+
+_LOCAL = ("locals", "lambda")  # of `<locals>.<lambda>`
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,12 @@ class Island:
     operands: tuple[Crossing, ...]
     results: tuple[Crossing, ...]
     graph: Graph
+
+    @cached_property
+    def word(self) -> str:
+        """What plans call it: the last word of its name."""
+        words: list[str] = re.findall(r"\w+", self.name)
+        return next((word for word in reversed(words) if word not in _LOCAL), "island")
 
     @cached_property
     def key(self) -> str:

@@ -118,7 +118,8 @@ class _Writing:
 
     def _write(self, node: fx.Node) -> None:
         taken = iter([self._operand(node, source_of(operand)) for operand in operands(node)])
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda _: next(taken))
+        called: Any = fx.node.map_arg((node.args, node.kwargs), lambda _: next(taken))
+        args, kwargs = called
         if node.target in COLLECTIVES:
             result: Any = _COLLECTIVES[node.target](_Call(self, node, args[0]))
         else:

@@ -26,6 +26,10 @@ class Known(Protocol):
     """What the call itself needs to know of an island."""
 
     @property
+    def word(self) -> str:
+        """What plans call it."""
+
+    @property
     def results(self) -> Sequence[Any]:
         """What each result is: `shape` of the whole tensor, `dtype` and `device`."""
 

@@ -163,13 +163,14 @@ class _Lowering:
             if inner.op == "call_function":
                 env[inner] = self.graph.node_copy(inner, env.__getitem__)
                 if inner.target is convert:
-                    *how, place = env[inner].args
+                    arguments: tuple[Any, ...] = env[inner].args
+                    *how, place = arguments
                     env[inner].args = (*how, len(self.conversions))
                     c = text.conversions[place]
                     self.conversions.append(self._conversion_inside(c, its, node, c.has_gradient(flows), consumer))
                 if (region := region_of(inner)) is not None:  # regions of the graph around have numbers from 0 on
                     mark(env[inner], -1 - self.regions.setdefault((node, region), len(self.regions)))
-        (returned,) = text.graph.output_node().args
+        returned: Any = text.graph.output_node().args[0]
         return tuple(env[part] for part in returned)
 
     def _conversion_inside(self, c: Converted, its: Island, call: fx.Node, gradient: bool, consumer: str) -> Conversion:
@@ -189,7 +190,7 @@ class _Lowering:
             gradient=gradient,
             parameter=False,
             producer=consumer,
-            consumer=f"{by} of the island {its.name}",
+            consumer=f"{by} of the island {its.word}",
             where=call.name,
             path=module_path(call),
             line=source_line(at) or source_line(call),
