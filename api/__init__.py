@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from partway.fusion.timeline import save_chrome_trace
     from partway.loss_monitor import LossMonitor
+    from partway.manual import manual
     from partway.propagation.plan.plan import Plan
     from partway.resume import Resume
     from partway.runtime.process import get_group_size, get_local_rank, get_rank, init, shutdown
@@ -80,6 +81,7 @@ _HOMES = {
         reset_auto_parallel_context set_algo_parameters set_auto_parallel_context""",
     "fusion.timeline": "save_chrome_trace",
     "loss_monitor": "LossMonitor",
+    "manual": "manual",
     "propagation.plan.plan": "Plan",
     "resume": "Resume",
     "runtime.process": "get_group_size get_local_rank get_rank init shutdown",
@@ -129,6 +131,7 @@ __all__ = [
     "init",
     "load",
     "load_distributed_checkpoint",
+    "manual",
     "rank_list_for_transform",
     "record_collectives",
     "record_timeline",
