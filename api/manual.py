@@ -30,6 +30,7 @@ from partway.strategy import (
     check_strategies,
     raise_problems,
 )
+from partway.strategy.notation import Form, form_of
 from partway.strategy.place import Place, island_place, placed, surrounding_mesh
 
 P = ParamSpec("P")
@@ -174,7 +175,7 @@ class ManualFunction(Generic[P, R]):
         raise_problems(f"the island {name_of(self.fn)} cannot be called so:", problems)
         strategies = [*(given or ()), *[None] * len(parts)][: len(parts)]
         words = [f"output {i} of {name_of(self.fn)}" for i in range(len(parts))]
-        divided = [tuple(size * mesh.device_num for size in part.shape) for part in parts]  # by every split
+        divided = [_divided(tuple(part.shape), s, mesh) for part, s in zip(parts, strategies, strict=True)]
         layouts = _layouts(words, divided, strategies, mesh, addends=words)
         shapes = [layout.global_shape(tuple(part.shape)) for layout, part in zip(layouts, parts, strict=True)]
         return tuple(map(_crossing, words, layouts, shapes, parts))
@@ -193,6 +194,13 @@ class ManualFunction(Generic[P, R]):
         mesh = own or outer
         assert mesh is not None
         return mesh
+
+
+def _divided(part: tuple[int, ...], strategy: Any, mesh: Mesh) -> tuple[int, ...]:
+    """A shape with the dims of `part` that every strategy divides; `part` itself where one has another number of
+    entries, and is refused."""
+    dims = form_of(strategy) in (Form.NAMES, Form.INTS)
+    return part if dims and len(strategy) != len(part) else tuple(size * mesh.device_num for size in part)
 
 
 def _crossing(name: str, layout: Layout, shape: tuple[int, ...], tensor: Tensor) -> Crossing:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import shim_ops as ops
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import partway as pw
-import shim_ops as ops
 from partway.strategy import Partial, Replicate
 
 

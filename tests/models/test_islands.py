@@ -47,7 +47,10 @@ def test_what_islands_send_is_in_the_plan() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fusion", [{"mode": "index", "config": [6]}, {"mode": "size", "config": 1}])
+@pytest.mark.parametrize(
+    "fusion",
+    [{"mode": "index", "config": [6]}, pytest.param({"mode": "size", "config": 1}, marks=pytest.mark.slow)],
+)
 def test_gradients_of_weights_of_islands_are_grouped_with_the_others(fusion: Any) -> None:
     pw.set_auto_parallel_context(comm_fusion={"allreduce": fusion})
     plain, model = hand_written.pair(mesh={"dp": 2, "tp": 4})
@@ -57,12 +60,14 @@ def test_gradients_of_weights_of_islands_are_grouped_with_the_others(fusion: Any
     assert any(group & inside and group - inside for group in groups)
 
 
+@pytest.mark.slow
 def test_they_run_by_inductor() -> None:
     pw.set_auto_parallel_context(backend="inductor")
     plain, model = hand_written.pair(mesh={"dp": 1, "tp": 2})
     assert_same_step(plain, model)
 
 
+@pytest.mark.slow
 def test_a_saved_plan_has_them(tmp_path: Any) -> None:
     plain, model = hand_written.pair(mesh={"dp": 2, "tp": 4})
     gradients(model, hand_written.batch())
@@ -85,6 +90,7 @@ def test_a_cached_plan_has_them(folder: Any) -> None:
     assert sorted(folder.rglob("*.plan")) == written
 
 
+@pytest.mark.slow
 def test_gradients_wait_in_no_sync() -> None:
     plain, model = hand_written.pair(mesh={"dp": 2, "tp": 4})
     first, second = hand_written.batch(), {k: v.flip(0) for k, v in hand_written.batch().items()}
@@ -121,7 +127,7 @@ def steps(sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("sizes", [{"dp": 1, "tp": 2}, {"dp": 2, "tp": 2}])
+@pytest.mark.parametrize("sizes", [pytest.param({"dp": 1, "tp": 2}, marks=pytest.mark.slow), {"dp": 2, "tp": 2}])
 def test_processes_run_them_alike(on_ranks: Ranks, sizes: dict[str, int]) -> None:
     on_ranks(sizes["dp"] * sizes["tp"], steps, sizes)
 
