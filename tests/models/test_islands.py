@@ -134,7 +134,7 @@ def test_processes_run_them_alike(on_ranks: Ranks, sizes: dict[str, int]) -> Non
 
 def differ() -> None:
     island = pw.manual(lambda x: x * 2, in_strategy=(("tp", None),), mesh={"tp": 2})
-    with pytest.raises(pw.VerifyError, match="output 0 of .* over tp, is said to be whole, .* ranks differ in 8 of 8"):
+    with pytest.raises(pw.VerifyError, match=r"output 0 of .* over tp, is said to be whole, .* ranks differ in 8 of 8"):
         island(torch.arange(16.0).view(4, 4)[:, :4])
 
 
