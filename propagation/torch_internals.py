@@ -29,6 +29,7 @@ Each name, and why:
     torch._C.DispatchKey               what an operator is made of: nothing public tells
     _split_decomp_table_to_cia_..., _decompose_exported_program   the two halves of ExportedProgram.run_decompositions,
                                        which overrides 500 operators anew each time (written_out.py)
+    torch.autograd.function._SingleLevelFunction   the class whose `apply` that of a Function calls
     torch.export._trace._EXPORT_...    what a call of torch.export resets when it ends, also one inside of another
     torch.overrides._pop_mode_temporarily   takes off the modes of functions one by one, for such a call
     torch._functorch.aot_autograd.preserve_rng_state   what it does around its tracing: see `decompose`
@@ -80,6 +81,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.autograd.function import _SingleLevelFunction
 from torch.export import ExportedProgram, _trace
 from torch.export.exported_program import _decompose_exported_program
 from torch.export.exported_program import _split_decomp_table_to_cia_and_python_decomp as split_decompositions
@@ -119,6 +121,8 @@ forward_pre_hooks_in: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("
 
 CONVERT = "_apply"  # the method of a module that its conversions call, such as `module.to(dtype)`
 PRIVATE_STATE = ("_backward_hooks", "_base", "_version")  # attributes of a tensor that say where it comes from
+
+FunctionBase: Any = _SingleLevelFunction
 
 data_dependent = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
 
@@ -304,12 +308,14 @@ __all__ = [
     "DisableTorchFunction",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionBase",
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
     "TreeSpec",
     "UnsupportedOperatorException",
     "all_operator_names",
+    "beside_export",
     "buffers_in",
     "check_input_dim",
     "chunked_losses",

@@ -86,6 +86,9 @@ models/test_inductor.py                runtime: inductor
 runtime/test_execute.py                runtime: instructions memory
 conformance/test_ranks.py              runtime: watch
 runtime/test_security.py               runtime: interfaces
+api/test_manual.py                     propagation/capture: by_rank islands messages; propagation/search: islands
+api/test_manual.py                     propagation/islands: flows island variance writing
+api/test_manual.py                     propagation/ops: by_hand islands; strategy: place
 """
 
 

@@ -46,6 +46,7 @@ PUBLIC = [
     "init",
     "load",
     "load_distributed_checkpoint",
+    "manual",
     "rank_list_for_transform",
     "record_collectives",
     "record_timeline",

@@ -310,6 +310,40 @@ def test_decomposing_leaves_the_random_generators_alone(exported: torch.export.E
     assert threading.current_thread() is threading.main_thread()
 
 
+def test_a_function_is_exported_inside_of_another_export() -> None:
+    class Twice(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    class Outer(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            with planning.beside_export():
+                inner = torch.export.export(Twice(), (torch.ones(2),), strict=False)
+            assert [str(node.target) for node in inner.graph.nodes if node.op == "call_function"] == ["aten.mul.Tensor"]
+            return x + 1
+
+    outer = torch.export.export(Outer(), (torch.ones(3),), strict=False)
+    assert [str(node.target) for node in outer.graph.nodes if node.op == "call_function"] == ["aten.add.Tensor"]
+
+
+def test_a_function_of_autograd_calls_the_apply_of_its_base() -> None:
+    called = []
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x
+
+    kept = Same.apply
+    planning.FunctionBase.apply = classmethod(lambda cls, *args: called.append(cls))
+    try:
+        kept(torch.ones(2))
+    finally:
+        del planning.FunctionBase.apply
+    assert called == [Same]
+    assert kept(torch.ones(2)).tolist() == [1, 1]
+
+
 def test_losses_in_chunks_are_operators_where_there_are_any() -> None:
     assert all(isinstance(operator, planning.OpOverload) for operator in planning.chunked_losses)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from ...strategy.errors import CaptureError
 from ..graph.nodes import at_source, module_path, source_of, stays, value
 from ..ops.by_hand import COLLECTIVES
 from ..rules.builder import Builder
-from ..torch_internals import make_fx
+from ..torch_internals import FunctionBase, make_fx
 
 aten = torch.ops.aten
 _ZEROS = frozenset({aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default})
@@ -87,20 +87,32 @@ def recorded() -> Iterator[None]:
     as those of torch.utils.checkpoint, are left to it.)
 
     `apply` is replaced meanwhile: neither a mode nor a key of PyTorch's dispatcher sees such a call, and without it
-    the gradients would silently be wrong."""
+    the gradients would silently be wrong. So is the one of the base class that it calls, since a person may have kept
+    the method itself (`op = MyFunction.apply`)."""
     plain, thread = Function.__dict__["apply"], threading.get_ident()
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = threading.get_ident() == thread and cls.__module__.split(".")[0] != "torch"
-        if not ours or not torch.is_grad_enabled():
-            return plain.__get__(None, cls)(*args, **kwargs)
-        try:
-            return _record(cls, args, kwargs)
-        except CaptureError as error:
-            raise CaptureError(f"{cls.__qualname__}, a torch.autograd.Function, {error}") from None
+    def calling(otherwise: Callable[[Any], Callable[..., Any]]) -> Any:
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            ours = threading.get_ident() == thread and cls.__module__.split(".")[0] != "torch"
+            if not ours or not torch.is_grad_enabled():
+                return otherwise(cls)(*args, **kwargs)
+            try:
+                return _record(cls, args, kwargs)
+            except CaptureError as error:
+                raise CaptureError(f"{cls.__qualname__}, a torch.autograd.Function, {error}") from None
 
-    with afterwards(lambda: setattr(Function, "apply", plain)):
-        Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        return classmethod(apply)
+
+    def restore() -> None:
+        Function.apply = plain  # type: ignore[method-assign]
+        if not nested and "apply" in vars(FunctionBase):
+            del FunctionBase.apply
+
+    nested = "apply" in vars(FunctionBase)
+    with afterwards(restore):
+        Function.apply = calling(lambda cls: plain.__get__(None, cls))  # type: ignore[method-assign]
+        if not nested:
+            FunctionBase.apply = calling(lambda cls: super(FunctionBase, cls).apply)
         yield
 
 

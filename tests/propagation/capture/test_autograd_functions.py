@@ -112,9 +112,13 @@ class Written(Function):
         return g
 
 
+rounded = Rounded.apply  # kept before any capture, as people do
+
+
 @pytest.mark.parametrize(
     "fn",
     [
+        lambda x, w: (rounded(2 * x) * x).sum() + w.sum(),
         lambda x, w: (Rounded.apply(2 * x) * x).sum() + w.sum(),
         lambda x, w: Reversed.apply(x.sin(), w)[0].square().sum(),
         lambda x, w: Reversed.apply(x, w, 3.0)[0].square().sum() * (1 + Reversed.apply(x, w)[1].sum()),
