@@ -359,10 +359,15 @@ def told(error: Exception) -> Exception:
         trail = trail_of(traceback.tb_frame)
         step, about = trail.at(traceback.tb_lineno) if trail else (None, "")
         if trail and step and trail.peers(step) and not isinstance(error, RuntimeStateError):
-            own = watch()
-            own.failed = f"has failed in {about}: {first_line(error)}"
-            return RuntimeStateError(
-                f"rank {own.rank} has failed in {about}: {first_line(error)}\nthe other ranks:\n{own.others()}"
-            )
+            return failed_in(about, error)
         traceback = traceback.tb_next
     return error
+
+
+def failed_in(about: str, error: Exception) -> RuntimeStateError:
+    """What to raise where the collective that `about` tells of raised `error`: with what every other rank does."""
+    own = watch()
+    own.failed = f"has failed in {about}: {first_line(error)}"
+    return RuntimeStateError(
+        f"rank {own.rank} has failed in {about}: {first_line(error)}\nthe other ranks:\n{own.others()}"
+    )

@@ -1,0 +1,73 @@
+"""Where a program of one rank runs: what `axis_index` and the collectives of `partway.ops` ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partway.context import current
+from partway.propagation.capture.tracing import capturing
+from partway.request import given_mesh
+from partway.runtime.launchers import simulated
+from partway.runtime.process import get_group_size, launched
+from partway.strategy import CaptureError, Mesh, RuntimeStateError
+from partway.strategy.place import Group, Place, island_place
+
+_alone: list[Mesh] = []  # the mesh that was set in a process that no launcher started
+
+
+def set_mesh(mesh: Any) -> None:
+    """Let this process name the axes of a mesh in `axis_index`, `axis_size` and the collectives of `partway.ops`.
+
+    mesh    a Mesh, a dict of axis sizes or a DeviceMesh, with one device for each process; None: no names, and the
+            group of all ranks alone
+
+    Every rank calls it. An island has a mesh of its own. Raises StrategyError for what is no mesh, RuntimeStateError
+    for one of another number of devices than there are processes.
+    """
+    wanted = given_mesh(mesh)
+    if launched():
+        get_group_size()  # raises before init()
+        from partway.runtime import by_hand
+
+        by_hand.set_mesh(wanted)
+        return
+    _alone[:] = [] if wanted is None else [wanted]
+
+
+def axis_index(group: Group = None) -> int:
+    """The position of this rank along a mesh axis (of several: major to minor in the order of the mesh; None: of all).
+
+    In an island it is a plain number, which may decide what the rank does between collectives; the island is then
+    traced for each position. Raises as `partway.ops.all_reduce` does.
+    """
+    return here("axis_index").index(group)
+
+
+def axis_size(group: Group = None) -> int:
+    """How many ranks there are along a mesh axis, or several (None: all). Raises as `partway.ops.all_reduce` does."""
+    return here("axis_size").size(group)
+
+
+def here(call: str) -> Place:
+    """The place of the rank that makes `call`: of an island that is traced, else of this process."""
+    inside = island_place()
+    if inside is not None:
+        return inside
+    if capturing():
+        raise CaptureError(
+            f"{call} is for the program of one rank, and is called in a function that is planned as a whole; put what "
+            "calls it into an island, pw.manual(fn, in_strategy, out_strategy)"
+        )
+    if launched():
+        get_group_size()
+        from partway.runtime import by_hand
+
+        return by_hand.place()
+    mesh = _alone[0] if _alone else Mesh({"world": 1})
+    devices = max(mesh.device_num, simulated() or 1, current().device_num if current().device_num_was_set else 1)
+    if devices > 1:
+        raise RuntimeStateError(
+            f"{call} is for the program of one rank, and this process stands for {devices} virtual devices; put what "
+            "calls it into an island, pw.manual(fn, in_strategy, out_strategy), or start a process for each device"
+        )
+    return Place(mesh, 0)

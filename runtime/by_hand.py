@@ -1,0 +1,276 @@
+"""Collectives that people call by hand, on the process group of this rank: the kernels of `propagation/ops/by_hand.py`.
+
+Sums, maxima and even gathers are issued as those of a program are (`issue.py`). Everything else is one exchange, in
+which each rank sends bytes to each other one: pieces of other sizes, permutations, messages; reductions of these are
+then computed here.
+
+What ranks call is noted as the programs that they run are (`watch.py`): a rank that calls something else, or that never
+comes, is named. With PARTWAY_VERIFY=1 ranks compare each call before they make it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..propagation.ops import by_hand
+from ..strategy.errors import RuntimeStateError
+from ..strategy.mesh import Mesh
+from ..strategy.place import Place
+from ..strategy.placement import PARTIAL, PARTIAL_MAX, REPLICATE, Kind, Placement, Shard, kind
+from ..strategy.torch_mesh import check_ranks
+from .execute import process_group
+from .instructions import Relayout
+from .issue import ISSUERS, Scratch, Seat, as_bytes
+from .process import device_type
+from .record import note
+from .watch import failed_in, watch
+
+WORLD = "world"  # the axis of all ranks, where no mesh was set
+_set: list[tuple[Any, Mesh]] = []  # the process group that a mesh was set for, and the mesh
+_scratch = Scratch()
+
+
+def set_mesh(mesh: Mesh | None) -> None:
+    """Let collectives of this process name the axes of `mesh`; None: no axes. Every rank calls it.
+
+    Raises RuntimeStateError for a mesh of another number of devices than there are processes.
+    """
+    if mesh is not None:
+        check_ranks(mesh, dist.get_world_size())
+    _set[:] = [] if mesh is None else [(dist.group.WORLD, mesh)]
+    if mesh is not None:
+        for axes in [mesh.axes, *((axis,) for axis in mesh.axes)]:
+            process_group(mesh, axes)  # a group is made by all ranks, whoever uses it first
+
+
+def place() -> Place:
+    """Where this process is: on the mesh that was set, else on one axis of all ranks."""
+    mesh = next((mesh for group, mesh in _set if group is dist.group.WORLD), None)
+    return Place(mesh or Mesh({WORLD: dist.get_world_size()}), dist.get_rank())
+
+
+# -- A call
+
+
+class _Call:
+    """One collective of this rank: where it is, and with whom."""
+
+    def __init__(self, name: str, axes: Sequence[str]) -> None:
+        here = place()
+        self.name, self.axes = name, here.axes(tuple(axes))
+        self.position, self.size = here.mesh.position(here.rank, *self.axes), here.size(self.axes)
+        self.group = process_group(here.mesh, self.axes)
+        self.ranks = here.mesh.group(here.rank, *self.axes)
+
+    def seat(self) -> Seat:
+        """This rank in its group."""
+        return Seat(self.group, self.position, _scratch)
+
+    def relayout(self, source: Placement, target: Placement, what: Kind | None = None) -> Relayout:
+        """It as an instruction of a program."""
+        what = what or kind(source, target)
+        return Relayout(what, source, target, self.axes, self.size, "by hand", (0,), False, (False,), (False,))
+
+    def converted(self, x: Tensor, source: Placement, target: Placement) -> Tensor:
+        """What a conversion makes of this rank's `x`."""
+        c = self.relayout(source, target)
+        result: Tensor = ISSUERS[c.kind](c, self.seat())(x.contiguous()).wait()
+        return result
+
+    def exchanged(self, outgoing: Sequence[Tensor], counts: Sequence[int], like: Tensor) -> list[Tensor]:
+        """A flat tensor from each rank, of as many elements as `counts` says; `outgoing` has one for each."""
+        note(self.relayout(Shard(1), Shard(0)), [like.new_empty((self.size, sum(map(torch.numel, outgoing)) // self.size))])
+        sent = torch.cat([x.reshape(-1) for x in outgoing])
+        received = like.new_empty(sum(counts))
+        width = like.element_size()
+        dist.all_to_all_single(
+            as_bytes(received), as_bytes(sent.contiguous()), [n * width for n in counts],
+            [x.numel() * width for x in outgoing], group=self.group,
+        )  # fmt: skip
+        return list(received.split(list(counts)))
+
+
+def _kernel(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function of a call and the operator's arguments the kernel of `operator`."""
+    name = operator.name().removeprefix("partway::")
+
+    def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
+        def kernel(x: Any, *arguments: Any) -> Any:
+            axes = arguments[_AXES[name]]
+            call, own = _Call(name, axes), watch()
+            about = f"{_told(name, arguments)} over {','.join(call.axes)}"
+            own.check()
+            own.ran(zlib.crc32(about.encode()), about, False)
+            if os.environ.get("PARTWAY_VERIFY") == "1":
+                _compare(call, f"{about} of {_kinds(name, x)}")
+            try:
+                return run(call, x, *arguments)
+            except RuntimeStateError:
+                raise
+            except RuntimeError as error:
+                raise failed_in(about, error) from error
+
+        _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        return run
+
+    return decorate
+
+
+_LONGEST = 512  # bytes of a call that is compared
+_LIBRARY = torch.library.Library("partway", "IMPL")
+_AXES = {
+    "all_reduce": 1, "all_gather": 1, "reduce_scatter": 2, "broadcast": 1, "reduce": 1, "all_to_all": 2, "permute": 1,
+    "send_receive": 6,
+}  # fmt: skip  # which argument after the tensor has the axes
+_OWN = {"all_to_all": 3, "send_receive": 0, "reduce_scatter": 4}  # from which one on they are a rank's own
+
+
+def _told(name: str, arguments: Sequence[Any]) -> str:
+    """A call as messages tell it, alike on all ranks."""
+    told = [a for a in arguments[: _OWN.get(name)] if not isinstance(a, list | tuple) or not all(isinstance(s, str) for s in a)]
+    return f"{name}({', '.join(map(str, told))})"
+
+
+def _kinds(name: str, x: Any) -> str:
+    """What ranks must hand in alike: of tensors whose sizes may differ dtype and dims."""
+    if name == "send_receive":
+        return "messages"
+    kind = str(x.dtype).removeprefix("torch.")
+    uneven = name in ("all_gather", "all_to_all")
+    return f"{kind}, {x.dim()} dims" if uneven else f"{kind}{list(x.shape)}"
+
+
+def _compare(call: _Call, about: str) -> None:
+    """Raise RuntimeStateError unless all ranks of the group make the same call."""
+    told = torch.zeros(_LONGEST, dtype=torch.uint8, device=device_type())
+    text = about.encode()[:_LONGEST]
+    told[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    every = [torch.empty_like(told) for _ in call.ranks]
+    dist.all_gather(every, told, group=call.group)
+    first, *others = [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in every]
+    for rank, other in zip(call.ranks[1:], others, strict=True):
+        if other != first:
+            raise RuntimeStateError(
+                f"rank {call.ranks[0]} calls {first} where rank {rank} calls {other}; let all ranks call collectives in "
+                "one order, on tensors of one shape and dtype"
+            )
+
+
+# -- The kernels
+
+_BY_DIST = {"prod": dist.ReduceOp.PRODUCT, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_STACKED: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: x.sum(0, dtype=x.dtype), "mean": lambda x: x.mean(0), "prod": lambda x: x.prod(0, dtype=x.dtype),
+    "max": lambda x: x.amax(0), "min": lambda x: x.amin(0),
+}  # fmt: skip
+
+
+@_kernel(by_hand.all_reduce)
+def _all_reduce(c: _Call, x: Tensor, op: str, axes: list[str], size: int) -> Tensor:
+    if op in ("sum", "mean"):
+        total = c.converted(x, PARTIAL, REPLICATE)
+        return total / c.size if op == "mean" else total
+    if op == "max" and x.dtype is not torch.bool:
+        return c.converted(x, PARTIAL_MAX, REPLICATE)
+    note(c.relayout(PARTIAL_MAX, REPLICATE), [x])
+    if x.is_complex() or x.dtype in (torch.bool, torch.int16):
+        return _STACKED[op](_stacked(c, x))
+    buffer = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(buffer, _BY_DIST[op], group=c.group)
+    return buffer
+
+
+def _stacked(c: _Call, x: Tensor) -> Tensor:
+    """What all ranks have, stacked."""
+    every = c.exchanged([x.contiguous()] * c.size, [x.numel()] * c.size, x)
+    return torch.stack([one.view(x.shape) for one in every])
+
+
+@_kernel(by_hand.all_gather)
+def _all_gather(c: _Call, x: Tensor, dim: int, axes: list[str], sizes: list[int]) -> Tensor:
+    if len(set(sizes)) == 1:
+        return c.converted(x, Shard(dim), REPLICATE)
+    shapes = [[*x.shape[:dim], size, *x.shape[dim + 1 :]] for size in sizes]
+    counts = [torch.Size(shape).numel() for shape in shapes]
+    every = c.exchanged([x.contiguous()] * c.size, counts, x)
+    return torch.cat([one.view(shape) for one, shape in zip(every, shapes, strict=True)], dim)
+
+
+@_kernel(by_hand.reduce_scatter)
+def _reduce_scatter(c: _Call, x: Tensor, op: str, dim: int, axes: list[str], sizes: list[int], own: int) -> Tensor:
+    if op in ("sum", "mean") and len(set(sizes)) == 1:
+        total = c.converted(x, PARTIAL, Shard(dim))
+        return total / c.size if op == "mean" else total
+    pieces = [piece.contiguous() for piece in x.split(sizes, dim)]
+    shape = pieces[c.position].shape
+    every = c.exchanged(pieces, [shape.numel()] * c.size, x)
+    return _STACKED[op](torch.stack([one.view(shape) for one in every]))
+
+
+@_kernel(by_hand.broadcast)
+def _broadcast(c: _Call, x: Tensor, root: int, axes: list[str], size: int) -> Tensor:
+    note(c.relayout(PARTIAL, REPLICATE), [x])
+    buffer = x.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(as_bytes(buffer), c.ranks[root], group=c.group)
+    return buffer
+
+
+@_kernel(by_hand.reduce)
+def _reduce(c: _Call, x: Tensor, root: int, axes: list[str], size: int) -> Tensor:
+    total = c.converted(x, PARTIAL, REPLICATE)
+    return total if c.position == root else torch.zeros_like(total)
+
+
+@_kernel(by_hand.all_to_all)
+def _all_to_all(
+    c: _Call, x: Tensor, split_dim: int, concat_dim: int, axes: list[str], sends: list[int], receives: list[int], own: int
+) -> Tensor:  # fmt: skip
+    pieces = [piece.contiguous() for piece in x.split(sends, split_dim)]
+    shapes = []
+    for size in receives:
+        shape = list(x.shape)
+        shape[split_dim] = own
+        shape[concat_dim] = size
+        shapes.append(shape)
+    every = c.exchanged(pieces, [torch.Size(shape).numel() for shape in shapes], x)
+    return torch.cat([one.view(shape) for one, shape in zip(every, shapes, strict=True)], concat_dim)
+
+
+@_kernel(by_hand.permute)
+def _permute(c: _Call, x: Tensor, pairs: list[int], axes: list[str], size: int) -> Tensor:
+    to = dict(zip(pairs[::2], pairs[1::2], strict=True)).get(c.position)
+    source = dict(zip(pairs[1::2], pairs[::2], strict=True)).get(c.position)
+    nothing = x.new_empty(0)
+    outgoing = [x.contiguous() if rank == to else nothing for rank in range(c.size)]
+    came = c.exchanged(outgoing, [x.numel() if rank == source else 0 for rank in range(c.size)], x)
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if source is None else came[source].clone().view(x.shape)
+
+
+@_kernel(by_hand.send_receive)
+def _send_receive(
+    c: _Call, xs: list[Tensor], targets: list[int], sources: list[int], sizes: list[int], ndims: list[int],
+    dtype: torch.dtype, device: torch.device, axes: list[str], size: int,
+) -> list[Tensor]:  # fmt: skip
+    like = torch.empty(0, dtype=dtype, device=device)
+    shapes = by_hand.shapes_of(sizes, ndims)
+    outgoing, counts = [], []
+    for rank in range(c.size):
+        mine = [x.reshape(-1) for x, target in zip(xs, targets, strict=True) if target == rank]
+        outgoing.append(torch.cat([like, *mine]))
+        counts.append(sum(torch.Size(s).numel() for s, source in zip(shapes, sources, strict=True) if source == rank))
+    came = c.exchanged(outgoing, counts, like)
+    taken = [0] * c.size
+    results = []
+    for source, shape in zip(sources, shapes, strict=True):
+        start, count = taken[source], torch.Size(shape).numel()
+        results.append(came[source][start : start + count].clone().view(shape))
+        taken[source] += count
+    return results
