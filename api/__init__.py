@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import partway.versions  # noqa: F401 - first: it warns of a PyTorch that Partway is not tested with
 
 if TYPE_CHECKING:
-    from partway import data
+    from partway import data, ops
     from partway.checkpoints.loading import load
     from partway.checkpoints.per_rank import (
         WeightLayout,
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from partway.fusion.timeline import save_chrome_trace
     from partway.loss_monitor import LossMonitor
     from partway.manual import manual
+    from partway.ops.where import axis_index, axis_size, set_mesh
     from partway.propagation.plan.plan import Plan
     from partway.resume import Resume
     from partway.runtime.process import get_group_size, get_local_rank, get_rank, init, shutdown
@@ -82,6 +83,7 @@ _HOMES = {
     "fusion.timeline": "save_chrome_trace",
     "loss_monitor": "LossMonitor",
     "manual": "manual",
+    "ops.where": "axis_index axis_size set_mesh",
     "propagation.plan.plan": "Plan",
     "resume": "Resume",
     "runtime.process": "get_group_size get_local_rank get_rank init shutdown",
@@ -120,6 +122,8 @@ __all__ = [
     "WeightLayout",
     "WholeReadWarning",
     "auto_parallel_context",
+    "axis_index",
+    "axis_size",
     "compile",
     "data",
     "get_algo_parameters",
@@ -132,6 +136,7 @@ __all__ = [
     "load",
     "load_distributed_checkpoint",
     "manual",
+    "ops",
     "rank_list_for_transform",
     "record_collectives",
     "record_timeline",
@@ -143,6 +148,7 @@ __all__ = [
     "save_chrome_trace",
     "set_algo_parameters",
     "set_auto_parallel_context",
+    "set_mesh",
     "set_ps_context",
     "shard",
     "shutdown",
@@ -153,8 +159,8 @@ __all__ = [
 
 def _public(name: str) -> Any:
     """The public name `name`, from now on an attribute of the package."""
-    if name == "data":
-        return importlib.import_module("partway.data")
+    if name in ("data", "ops"):
+        return importlib.import_module(f"partway.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'partway' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -10,7 +10,6 @@ comes, is named. With PARTWAY_VERIFY=1 ranks compare each call before they make 
 
 from __future__ import annotations
 
-import itertools
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -87,7 +86,10 @@ class _Call:
 
     def exchanged(self, outgoing: Sequence[Tensor], counts: Sequence[int], like: Tensor) -> list[Tensor]:
         """A flat tensor from each rank, of as many elements as `counts` says; `outgoing` has one for each."""
-        note(self.relayout(Shard(1), Shard(0)), [like.new_empty((self.size, sum(map(torch.numel, outgoing)) // self.size))])
+        note(
+            self.relayout(Shard(1), Shard(0)),
+            [like.new_empty((self.size, sum(map(torch.numel, outgoing)) // self.size))],
+        )
         sent = torch.cat([x.reshape(-1) for x in outgoing])
         received = like.new_empty(sum(counts))
         width = like.element_size()
@@ -135,7 +137,11 @@ _OWN = {"all_to_all": 3, "send_receive": 0, "reduce_scatter": 4}  # from which o
 
 def _told(name: str, arguments: Sequence[Any]) -> str:
     """A call as messages tell it, alike on all ranks."""
-    told = [a for a in arguments[: _OWN.get(name)] if not isinstance(a, list | tuple) or not all(isinstance(s, str) for s in a)]
+    told = [
+        a
+        for a in arguments[: _OWN.get(name)]
+        if not isinstance(a, list | tuple) or not all(isinstance(s, str) for s in a)
+    ]
     return f"{name}({', '.join(map(str, told))})"
 
 
@@ -159,8 +165,8 @@ def _compare(call: _Call, about: str) -> None:
     for rank, other in zip(call.ranks[1:], others, strict=True):
         if other != first:
             raise RuntimeStateError(
-                f"rank {call.ranks[0]} calls {first} where rank {rank} calls {other}; let all ranks call collectives in "
-                "one order, on tensors of one shape and dtype"
+                f"rank {call.ranks[0]} calls {first} where rank {rank} calls {other}; let all ranks call collectives "
+                "in one order, on tensors of one shape and dtype"
             )
 
 
@@ -231,7 +237,8 @@ def _reduce(c: _Call, x: Tensor, root: int, axes: list[str], size: int) -> Tenso
 
 @_kernel(by_hand.all_to_all)
 def _all_to_all(
-    c: _Call, x: Tensor, split_dim: int, concat_dim: int, axes: list[str], sends: list[int], receives: list[int], own: int
+    c: _Call, x: Tensor, split_dim: int, concat_dim: int, axes: list[str], sends: list[int], receives: list[int],
+    own: int,
 ) -> Tensor:  # fmt: skip
     pieces = [piece.contiguous() for piece in x.split(sends, split_dim)]
     shapes = []
@@ -251,7 +258,9 @@ def _permute(c: _Call, x: Tensor, pairs: list[int], axes: list[str], size: int) 
     nothing = x.new_empty(0)
     outgoing = [x.contiguous() if rank == to else nothing for rank in range(c.size)]
     came = c.exchanged(outgoing, [x.numel() if rank == source else 0 for rank in range(c.size)], x)
-    return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if source is None else came[source].clone().view(x.shape)
+    return (
+        torch.zeros(x.shape, dtype=x.dtype, device=x.device) if source is None else came[source].clone().view(x.shape)
+    )
 
 
 @_kernel(by_hand.send_receive)

@@ -4,7 +4,8 @@
     ├── StrategyError (ValueError)      a strategy, layout, mesh or annotation that cannot be met
     ├── ContextError (ValueError)       an unknown or wrong option of the parallel context
     ├── CaptureError (RuntimeError)     a function that cannot be captured as one static graph
-    ├── OperatorError (ValueError)      an operator without a rule where that is not allowed
+    ├── OperatorError (ValueError)      an operator without a rule where that is not allowed, or a collective that is
+    │                                   called with what it does not take
     ├── VerifyError (AssertionError)    a broken invariant: a bug in Partway, not in the caller's code
     ├── DataError (ValueError)          an image, a window, a part or a list of shards that cannot be read or cut
     ├── LossError (ValueError)          the loss of a step is NaN or Inf
@@ -42,7 +43,8 @@ class CaptureError(PartwayError, RuntimeError):
 
 
 class OperatorError(PartwayError, ValueError):
-    """An operator has no rule and `on_unknown_op="error"` forbids running it replicated."""
+    """An operator has no rule and `on_unknown_op="error"` forbids running it replicated; or a collective of
+    `partway.ops` does not take its operands."""
 
 
 class VerifyError(PartwayError, AssertionError):

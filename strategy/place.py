@@ -14,6 +14,20 @@ from .suggest import did_you_mean, there_are
 Group = str | tuple[str, ...] | None
 
 
+def check_group(group: object) -> tuple[str, ...]:
+    """The names in a group. Raises StrategyError for what is none."""
+    if group is None:
+        return ()
+    names = (group,) if isinstance(group, str) else group
+    if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
+        raise StrategyError(
+            f"a group is the name of a mesh axis, a tuple of several, or None for all, not {shown(group)}"
+        )
+    if len(set(names)) < len(names):
+        raise StrategyError(f"the group {shown(group)} names an axis twice; name each once")
+    return tuple(names)
+
+
 @dataclass(frozen=True)
 class Place:
     """A rank of a mesh. `asked`: the axes along which a program has asked for its position, which it notes here."""
@@ -29,17 +43,11 @@ class Place:
         """
         if group is None:
             return self.mesh.axes
-        names = (group,) if isinstance(group, str) else group
-        if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
-            raise StrategyError(
-                f"a group is the name of a mesh axis, a tuple of several, or None for all, not {shown(group)}"
-            )
+        names = check_group(group)
         for name in names:
             if name not in self.mesh.axes:
                 fix = did_you_mean(name, self.mesh.axes, there_are("axes of the mesh", self.mesh.axes))
                 raise StrategyError(f"the mesh ({self.mesh}) has no axis {name!r}; {fix}")
-        if len(set(names)) < len(names):
-            raise StrategyError(f"the group {shown(group)} names an axis twice; name each once")
         return tuple(axis for axis in self.mesh.axes if axis in names)
 
     def size(self, group: Group) -> int:

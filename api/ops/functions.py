@@ -70,8 +70,8 @@ def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, sizes: Sequence[
     parts = _sizes("all_gather", sizes, size, x.shape[dim])
     if sizes is not None and parts[place.index(group)] != x.shape[dim]:
         raise OperatorError(
-            f"all_gather: rank {place.index(group)} of the group has {x.shape[dim]} elements along dim {dim}, and sizes "
-            f"says {parts[place.index(group)]}"
+            f"all_gather: rank {place.index(group)} of the group has {x.shape[dim]} elements along dim {dim}, and "
+            f"sizes says {parts[place.index(group)]}"
         )
     result: Tensor = by_hand.all_gather(x, dim, axes, parts)
     return result
@@ -109,7 +109,7 @@ def broadcast(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
     """
     place = here("broadcast")
     axes, size = _group("broadcast", x, place, group)
-    _check_position("broadcast", "root", root, size)
+    check_position("broadcast", "root is", root, size)
     if size == 1:
         return x.clone()
     result: Tensor = by_hand.broadcast(x, root, axes, size)
@@ -145,8 +145,8 @@ def all_to_all(
     own = going[0] if len(set(going)) == 1 else going[place.index(group)]
     if receives is not None and split != concat and coming[place.index(group)] != x.shape[concat]:
         raise OperatorError(
-            f"all_to_all: rank {place.index(group)} of the group has {x.shape[concat]} elements along dim {concat}, and "
-            f"receives says {coming[place.index(group)]}"
+            f"all_to_all: rank {place.index(group)} of the group has {x.shape[concat]} elements along dim {concat}, "
+            f"and receives says {coming[place.index(group)]}"
         )
     result: Tensor = by_hand.all_to_all(x, split, concat, axes, going, coming, own)
     return result
@@ -165,7 +165,7 @@ def permute(x: Tensor, pairs: Sequence[tuple[int, int]], group: Group = None) ->
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise OperatorError(f"permute: {shown(pair)} is no pair of positions (source, target)")
         for end in pair:
-            _check_position("permute", "a pair", end, size)
+            check_position("permute", "a pair has", end, size)
         flat += pair
     for what, ends in (("sends", flat[::2]), ("receives", flat[1::2])):
         if twice := sorted(end for end in set(ends) if ends.count(end) > 1):
@@ -199,9 +199,14 @@ def check_tensor(call: str, x: Any) -> None:
         raise OperatorError(f"{call} takes a dense tensor, not a {x.layout} one; give it x.to_dense()")
 
 
-def _check_reduction(call: str, x: Tensor, op: object) -> None:
+def check_op(call: str, op: object) -> None:
+    """Raise OperatorError unless `op` is a reduction."""
     if not isinstance(op, str) or op not in REDUCTIONS:
         raise OperatorError(f"{call}: op is {shown(op)}; write one of {', '.join(map(repr, REDUCTIONS))}")
+
+
+def _check_reduction(call: str, x: Tensor, op: str) -> None:
+    check_op(call, op)
     whole = not (x.is_floating_point() or x.is_complex())
     kind = str(x.dtype).removeprefix("torch.")
     if op == "mean" and whole:
@@ -222,16 +227,19 @@ def _dim(call: str, x: Tensor, dim: object) -> int:
     return dim % x.dim()
 
 
-def _check_position(call: str, what: str, position: object, size: int) -> None:
-    if not isinstance(position, int) or isinstance(position, bool) or not 0 <= position < size:
-        raise OperatorError(f"{call}: {what} is {shown(position)}; the positions in the group are 0 to {size - 1}")
+def check_position(call: str, what: str, position: object, size: int | None = None) -> None:
+    """Raise OperatorError unless `position` is one in a group, of `size` ranks where that is known."""
+    if isinstance(position, int) and not isinstance(position, bool) and 0 <= position < (size or position + 1):
+        return
+    there = f"; the positions in the group are 0 to {size - 1}" if size else ", which is no position in a group"
+    raise OperatorError(f"{call}: {what} {shown(position)}{there}")
 
 
 def _sizes(call: str, sizes: Any, count: int, own: int) -> list[int]:
     """How many elements each rank has; all as many as this one if nothing says otherwise."""
     if sizes is None:
         return [own] * count
-    given = list(sizes) if isinstance(sizes, Sequence) else [None]
+    given: list[Any] = list(sizes) if isinstance(sizes, Sequence) else []
     if len(given) != count or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in given):
         raise OperatorError(f"{call}: {shown(sizes)} are no sizes of {count} ranks; write one int for each")
     return given
@@ -241,8 +249,8 @@ def _slices(call: str, x: Tensor, dim: int, count: int, sizes: Any) -> list[int]
     """How many elements along `dim` each rank gets. Raises OperatorError where they do not make up the dim."""
     if sizes is None and x.shape[dim] % count:
         raise OperatorError(
-            f"{call}: dim {dim} of {list(x.shape)} has {x.shape[dim]} elements, which {count} ranks cannot share evenly; "
-            "pad it, or say how many each gets"
+            f"{call}: dim {dim} of {list(x.shape)} has {x.shape[dim]} elements, which {count} ranks cannot share "
+            "evenly; pad it, or say how many each gets"
         )
     parts = _sizes(call, sizes, count, x.shape[dim] // count)
     if sum(parts) != x.shape[dim]:

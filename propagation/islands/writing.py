@@ -353,10 +353,14 @@ def _reduce(c: _Call) -> fx.Node:
     return c.apply(aten.masked_fill.Scalar, c.convert(c.x, PARTIAL, BROADCAST), c.elsewhere(), 0)
 
 
-def _send_receive(c: _Call) -> fx.Node:
+def _send_receive(c: _Call) -> list[fx.Node]:
+    """Exchanges in which ranks differ were written as permutations when their traces were merged."""
+    _, targets, sources, *_ = c.node.args
+    if not targets and not sources:
+        return []
     raise CaptureError(
-        "every rank of an island sends to the same neighbours and receives from the same ones; call partway.ops, which "
-        f"asks each rank for its place{at_source(c.node)}"
+        f"every rank of an island sends to {targets} and receives from {sources}; compute the neighbours of a rank from "
+        f"pw.axis_index{at_source(c.node)}"
     )
 
 

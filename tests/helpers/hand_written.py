@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import shim_ops as ops
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from partway.strategy import Partial, Replicate
 def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of queries that a rank has to the keys of all ranks, which go round. q, k, v: [batch, heads,
     positions, width], of which a rank has some positions."""
-    n, here, own = ops.axis_size("tp"), ops.axis_index("tp"), q.shape[-2]
+    n, here, own = pw.axis_size("tp"), pw.axis_index("tp"), q.shape[-2]
     out, weight = torch.zeros_like(q), torch.full_like(q[..., 0], -math.inf)
     for step in range(n):
         source = (here - step) % n
@@ -31,7 +30,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             weight = new
         if step < n - 1:
             pairs = [(rank, (rank + 1) % n) for rank in range(n)]
-            k, v = ops.permute(k, pairs, group="tp"), ops.permute(v, pairs, group="tp")
+            k, v = pw.ops.permute(k, pairs, group="tp"), pw.ops.permute(v, pairs, group="tp")
     return out
 
 
@@ -41,7 +40,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def split_mlp(x: Tensor, up: Tensor, bias: Tensor, down: Tensor, last: Tensor) -> Tensor:
     """Megatron-LM's: the first weight by rows, the second by columns, and one sum."""
-    return ops.all_reduce(F.gelu(x @ up.t() + bias) @ down.t(), group="tp") + last
+    return pw.ops.all_reduce(F.gelu(x @ up.t() + bias) @ down.t(), group="tp") + last
 
 
 def mlp(x: Tensor, up: Tensor, bias: Tensor, down: Tensor, last: Tensor) -> Tensor:
@@ -50,11 +49,11 @@ def mlp(x: Tensor, up: Tensor, bias: Tensor, down: Tensor, last: Tensor) -> Tens
 
 def exchanged_experts(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Each token goes to the rank of its expert, and back. x: [tokens, width]; up, down: those of a rank's experts."""
-    count = up.shape[0] * ops.axis_size("tp")
+    count = up.shape[0] * pw.axis_size("tp")
     weight, chosen = (x @ gate).softmax(-1).max(-1)
     places = F.one_hot(chosen, count).to(x.dtype)
-    sent = ops.all_to_all(torch.einsum("td,te->etd", x, places), 0, 1, group="tp")
-    back = ops.all_to_all(torch.relu(sent @ up) @ down, 1, 0, group="tp")
+    sent = pw.ops.all_to_all(torch.einsum("td,te->etd", x, places), 0, 1, group="tp")
+    back = pw.ops.all_to_all(torch.relu(sent @ up) @ down, 1, 0, group="tp")
     return torch.einsum("etd,te->td", back, places) * weight[:, None]
 
 
@@ -68,12 +67,12 @@ def experts(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 def split_loss(hidden: Tensor, vocabulary: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy over a vocabulary of which a rank has some words; the addend of a rank's tokens."""
     logits = hidden @ vocabulary.t()
-    largest = ops.all_reduce(logits.detach().amax(-1), "max", group="tp")
-    total = ops.all_reduce((logits - largest[:, None]).exp().sum(-1), group="tp")
-    own = labels - ops.axis_index("tp") * len(vocabulary)
+    largest = pw.ops.all_reduce(logits.detach().amax(-1), "max", group="tp")
+    total = pw.ops.all_reduce((logits - largest[:, None]).exp().sum(-1), group="tp")
+    own = labels - pw.axis_index("tp") * len(vocabulary)
     has = (own >= 0) & (own < len(vocabulary))
     wanted = logits.gather(1, own.clamp(0, len(vocabulary) - 1)[:, None])[:, 0] * has
-    return (total.log() + largest - ops.all_reduce(wanted, group="tp")).sum()
+    return (total.log() + largest - pw.ops.all_reduce(wanted, group="tp")).sum()
 
 
 def loss(hidden: Tensor, vocabulary: Tensor, labels: Tensor) -> Tensor:

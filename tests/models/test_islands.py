@@ -113,7 +113,7 @@ def test_explain_says_what_is_written_by_hand() -> None:
     text = str(model.plan.explain("split_mlp"))
     assert "split_mlp = island.split_mlp" in text
     assert "written by hand in the island split_mlp, which is taken as it is" in text
-    assert "in split_mlp: return ops.all_reduce(" in text  # the line of the person's code
+    assert "in split_mlp: return pw.ops.all_reduce(" in text  # the line of the person's code
 
 
 # -- on processes
