@@ -5,13 +5,14 @@ which each rank sends bytes to each other one: pieces of other sizes, permutatio
 then computed here.
 
 What ranks call is noted as the programs that they run are (`watch.py`): a rank that calls something else, or that never
-comes, is named. With PARTWAY_VERIFY=1 ranks compare each call before they make it.
+comes, is named. With PARTWAY_VERIFY=1 ranks compare each call before they make it. Where ranks may have tensors of
+different sizes, they first tell each other how many elements they send.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,36 +25,56 @@ from ..strategy.errors import RuntimeStateError
 from ..strategy.mesh import Mesh
 from ..strategy.place import Place
 from ..strategy.placement import PARTIAL, PARTIAL_MAX, REPLICATE, Kind, Placement, Shard, kind
-from ..strategy.torch_mesh import check_ranks
-from .execute import process_group
+from ..strategy.torch_mesh import check_ranks, own_group
 from .instructions import Relayout
 from .issue import ISSUERS, Scratch, Seat, as_bytes
 from .process import device_type
 from .record import note
+from .torch_internals import timeout_of
 from .watch import failed_in, watch
 
 WORLD = "world"  # the axis of all ranks, where no mesh was set
-_set: list[tuple[Any, Mesh]] = []  # the process group that a mesh was set for, and the mesh
 _scratch = Scratch()
+
+
+class _Groups:
+    """The process groups of one mesh: not those of programs, which the call of one rank alone would meet there."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.world, self.mesh = dist.group.WORLD, mesh
+        several = [axes for n in range(1, len(mesh.axes) + 1) for axes in itertools.combinations(mesh.axes, n)]
+        timeout = timeout_of(dist.group.WORLD)
+        self.of = {axes: own_group(mesh.groups(*axes), timeout) for axes in several}
+
+
+_current: list[_Groups] = []  # of the mesh that was set, or of all ranks
 
 
 def set_mesh(mesh: Mesh | None) -> None:
     """Let collectives of this process name the axes of `mesh`; None: no axes. Every rank calls it.
 
+    Makes a process group for each axis and each set of axes: ranks then call as they like, each group by itself.
     Raises RuntimeStateError for a mesh of another number of devices than there are processes.
     """
-    if mesh is not None:
-        check_ranks(mesh, dist.get_world_size())
-    _set[:] = [] if mesh is None else [(dist.group.WORLD, mesh)]
-    if mesh is not None:
-        for axes in [mesh.axes, *((axis,) for axis in mesh.axes)]:
-            process_group(mesh, axes)  # a group is made by all ranks, whoever uses it first
+    mesh = mesh or Mesh({WORLD: dist.get_world_size()})
+    check_ranks(mesh, dist.get_world_size())
+    about = f"making the process groups of the mesh ({mesh})"
+    try:
+        _current[:] = [_Groups(mesh)]
+    except RuntimeError as error:
+        raise failed_in(about, error) from error
+
+
+def _groups() -> _Groups:
+    """Those of the mesh that was set, or else of all ranks."""
+    if not _current or _current[0].world is not dist.group.WORLD:
+        set_mesh(None)
+    return _current[0]
 
 
 def place() -> Place:
     """Where this process is: on the mesh that was set, else on one axis of all ranks."""
-    mesh = next((mesh for group, mesh in _set if group is dist.group.WORLD), None)
-    return Place(mesh or Mesh({WORLD: dist.get_world_size()}), dist.get_rank())
+    return Place(_groups().mesh, dist.get_rank())
 
 
 # -- A call
@@ -66,7 +87,7 @@ class _Call:
         here = place()
         self.name, self.axes = name, here.axes(tuple(axes))
         self.position, self.size = here.mesh.position(here.rank, *self.axes), here.size(self.axes)
-        self.group = process_group(here.mesh, self.axes)
+        self.group = _groups().of[self.axes]
         self.ranks = here.mesh.group(here.rank, *self.axes)
 
     def seat(self) -> Seat:
@@ -84,13 +105,15 @@ class _Call:
         result: Tensor = ISSUERS[c.kind](c, self.seat())(x.contiguous()).wait()
         return result
 
-    def exchanged(self, outgoing: Sequence[Tensor], counts: Sequence[int], like: Tensor) -> list[Tensor]:
-        """A flat tensor from each rank, of as many elements as `counts` says; `outgoing` has one for each."""
-        note(
-            self.relayout(Shard(1), Shard(0)),
-            [like.new_empty((self.size, sum(map(torch.numel, outgoing)) // self.size))],
-        )
+    def exchanged(
+        self, outgoing: Sequence[Tensor], counts: Sequence[int], like: Tensor, known: bool = False
+    ) -> list[Tensor]:
+        """A flat tensor from each rank, of as many elements as `counts` says; `outgoing` has one for each. Raises
+        RuntimeStateError where a rank sends another count, unless it is `known` that none does."""
         sent = torch.cat([x.reshape(-1) for x in outgoing])
+        if not known:
+            self._check_counts([x.numel() for x in outgoing], counts)
+        note(self.relayout(Shard(1), Shard(0)), [sent.new_empty((self.size, sent.numel() // self.size))])
         received = like.new_empty(sum(counts))
         width = like.element_size()
         dist.all_to_all_single(
@@ -98,6 +121,18 @@ class _Call:
             [x.numel() * width for x in outgoing], group=self.group,
         )  # fmt: skip
         return list(received.split(list(counts)))
+
+    def _check_counts(self, sent: Sequence[int], expected: Sequence[int]) -> None:
+        """What a rank sends is not always what another waits for, and a transport may not say so."""
+        told = torch.tensor(sent, dtype=torch.int64, device=device_type())
+        coming = torch.empty_like(told)
+        dist.all_to_all_single(coming, told, group=self.group)
+        for position, (count, wanted) in enumerate(zip(coming.tolist(), expected, strict=True)):
+            if count != wanted:
+                raise RuntimeStateError(
+                    f"{self.name} over {','.join(self.axes)}: rank {self.ranks[position]} sends {count} elements to "
+                    f"rank {self.ranks[self.position]}, which expects {wanted}; let both say the same"
+                )
 
 
 def _kernel(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -107,13 +142,14 @@ def _kernel(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(x: Any, *arguments: Any) -> Any:
             axes = arguments[_AXES[name]]
-            call, own = _Call(name, axes), watch()
-            about = f"{_told(name, arguments)} over {','.join(call.axes)}"
+            call, own = _Call(_NAMES.get(name, name), axes), watch()
+            about = _told(name, arguments)
             own.check()
-            own.ran(zlib.crc32(about.encode()), about, False)
-            if os.environ.get("PARTWAY_VERIFY") == "1":
-                _compare(call, f"{about} of {_kinds(name, x)}")
+            of = f"{about} of {_kind_of(name, x, arguments)}"
             try:
+                if os.environ.get("PARTWAY_VERIFY") == "1":
+                    _compare(call, of)
+                own.ledger(f"calls/{','.join(call.axes)}/{call.ranks[0]}", call.ranks).called(of)
                 return run(call, x, *arguments)
             except RuntimeStateError:
                 raise
@@ -132,26 +168,41 @@ _AXES = {
     "all_reduce": 1, "all_gather": 1, "reduce_scatter": 2, "broadcast": 1, "reduce": 1, "all_to_all": 2, "permute": 1,
     "send_receive": 6,
 }  # fmt: skip  # which argument after the tensor has the axes
-_OWN = {"all_to_all": 3, "send_receive": 0, "reduce_scatter": 4}  # from which one on they are a rank's own
+_NAMES = {"send_receive": "neighbor_exchange"}  # as people call it
 
 
 def _told(name: str, arguments: Sequence[Any]) -> str:
     """A call as messages tell it, alike on all ranks."""
-    told = [
-        a
-        for a in arguments[: _OWN.get(name)]
-        if not isinstance(a, list | tuple) or not all(isinstance(s, str) for s in a)
-    ]
-    return f"{name}({', '.join(map(str, told))})"
+    at = _AXES[name]
+    told = [] if name == "send_receive" else list(arguments[:at])
+    if name in ("all_gather", "reduce_scatter") and not _even(arguments[at + 1]):
+        told.append(arguments[at + 1])
+    if name == "all_to_all" and not _even(*arguments[at + 1 : at + 3]):
+        told.append("uneven")
+    return f"{_NAMES.get(name, name)}({', '.join(map(str, told))}) over {','.join(arguments[at])}"
 
 
-def _kinds(name: str, x: Any) -> str:
-    """What ranks must hand in alike: of tensors whose sizes may differ dtype and dims."""
+def _kind_of(name: str, x: Any, arguments: Sequence[Any]) -> str:
+    """What ranks must hand in alike: the dtype and the shape, with None for sizes that may differ."""
     if name == "send_receive":
         return "messages"
-    kind = str(x.dtype).removeprefix("torch.")
-    uneven = name in ("all_gather", "all_to_all")
-    return f"{kind}, {x.dim()} dims" if uneven else f"{kind}{list(x.shape)}"
+    shape = list(x.shape)
+    for dim in _own_dims(name, arguments):
+        shape[dim] = None
+    return f"{str(x.dtype).removeprefix('torch.')}{shape}"
+
+
+def _own_dims(name: str, arguments: Sequence[Any]) -> Sequence[int]:
+    """The dims of whose sizes each rank may have its own."""
+    if name == "all_gather":
+        return arguments[:1]
+    if name == "all_to_all" and not _even(arguments[3], arguments[4]):
+        return arguments[:2]
+    return ()
+
+
+def _even(*sizes: Sequence[int]) -> bool:
+    return all(len(set(each)) == 1 for each in sizes)
 
 
 def _compare(call: _Call, about: str) -> None:
@@ -196,13 +247,13 @@ def _all_reduce(c: _Call, x: Tensor, op: str, axes: list[str], size: int) -> Ten
 
 def _stacked(c: _Call, x: Tensor) -> Tensor:
     """What all ranks have, stacked."""
-    every = c.exchanged([x.contiguous()] * c.size, [x.numel()] * c.size, x)
+    every = c.exchanged([x.contiguous()] * c.size, [x.numel()] * c.size, x, known=True)
     return torch.stack([one.view(x.shape) for one in every])
 
 
 @_kernel(by_hand.all_gather)
 def _all_gather(c: _Call, x: Tensor, dim: int, axes: list[str], sizes: list[int]) -> Tensor:
-    if len(set(sizes)) == 1:
+    if _even(sizes):
         return c.converted(x, Shard(dim), REPLICATE)
     shapes = [[*x.shape[:dim], size, *x.shape[dim + 1 :]] for size in sizes]
     counts = [torch.Size(shape).numel() for shape in shapes]
@@ -212,7 +263,7 @@ def _all_gather(c: _Call, x: Tensor, dim: int, axes: list[str], sizes: list[int]
 
 @_kernel(by_hand.reduce_scatter)
 def _reduce_scatter(c: _Call, x: Tensor, op: str, dim: int, axes: list[str], sizes: list[int], own: int) -> Tensor:
-    if op in ("sum", "mean") and len(set(sizes)) == 1:
+    if op in ("sum", "mean") and _even(sizes):
         total = c.converted(x, PARTIAL, Shard(dim))
         return total / c.size if op == "mean" else total
     pieces = [piece.contiguous() for piece in x.split(sizes, dim)]
@@ -247,7 +298,7 @@ def _all_to_all(
         shape[split_dim] = own
         shape[concat_dim] = size
         shapes.append(shape)
-    every = c.exchanged(pieces, [torch.Size(shape).numel() for shape in shapes], x)
+    every = c.exchanged(pieces, [torch.Size(shape).numel() for shape in shapes], x, _even(sends, receives))
     return torch.cat([one.view(shape) for one, shape in zip(every, shapes, strict=True)], concat_dim)
 
 

@@ -5,7 +5,8 @@ still be given another batch, be seeded anew, or leave out a step, and nothing h
 each run writes a line into its rank's ledger: which program ran, the state of the random generator if it draws, a
 sample of the inputs if all ranks are given the same, whether an optimizer has stepped since the call before. A line
 costs microseconds. A thread of its own makes checksums of the lines, twice a second, and compares them with those of
-rank 0. What it finds is raised by the next run of every rank, and written to stderr where none comes.
+the first rank. What it finds is raised by the next run of every rank, and written to stderr where none comes. All ranks
+have a ledger of the programs that they run, and each group one of the collectives that are called by hand in it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ _END = "end"
 
 _SAYS = {
     "runs": "ran another program (or left out a step)",
+    "calls": "called another collective",
     "random": "drew from a random generator in another state",
     "inputs": "was given inputs of other values",
     "steps": "stepped its optimizer (or wrote to its parameters) between other calls",
 }
 _FIXES = {
     "runs": "make the same calls, in the same modes and the same order, on every rank",
+    "calls": "let all ranks of a group call collectives in one order, on tensors of one shape and dtype",
     "random": "seed every rank alike, and draw what is a rank's own from a torch.Generator of its own",
     "steps": "step the optimizer on every rank, or on none",
     "inputs": "give every rank the same whole batch, or set dataset_strategy where each has its own part",
@@ -41,10 +44,14 @@ _FIXES = {
 
 
 class Ledger:
-    """The lines of this rank. `store` is a connection of its own; `tell` tells all ranks what was found."""
+    """The lines of this rank, one of `ranks`, which share the ledger `name`. `store` is a connection of its own; `tell`
+    tells all ranks what was found."""
 
-    def __init__(self, store: Any, rank: int, size: int, tell: Callable[[str], None]) -> None:
-        self._store, self._rank, self._size, self._tell = store, rank, size, tell
+    def __init__(
+        self, store: Any, rank: int, ranks: Sequence[int], tell: Callable[[str], None], name: str = "ledger"
+    ) -> None:
+        self._store, self._rank, self._first, self._tell = store, rank, ranks[0], tell
+        self._size, self._name = len(ranks), name
         self._lines: list[tuple[str, Any, str]] = []  # not yet summed up: what, of what, and for people where
         self._own: list[tuple[str, str]] = []  # not yet compared: the checksum, and where
         self._page = 0  # of rank 0's
@@ -58,6 +65,14 @@ class Ledger:
         self._lines.append(("runs", identity, where))
         if draws:
             self._lines.append(("random", torch.get_rng_state(), where))
+        self._start()
+
+    def called(self, what: str) -> None:
+        """A collective is called by hand, which `what` tells from others."""
+        self._lines.append(("calls", zlib.crc32(what.encode()), what))
+        self._start()
+
+    def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._compare, name="partway ledger", daemon=True)
             self._thread.start()
@@ -92,7 +107,7 @@ class Ledger:
             if self._found:
                 return True
             try:
-                return self._hand_out(last) if self._rank == 0 else self._read(last)
+                return self._hand_out(last) if self._rank == self._first else self._read(last)
             except RuntimeError:  # the store has gone
                 return True
 
@@ -106,22 +121,22 @@ class Ledger:
         ended, self._ended = self._ended, last
         checksums = [checksum for checksum, _ in self._sum_up()] + [_END] * (last and not ended)
         if checksums:
-            self._store.set(f"ledger/{self._page}", " ".join(checksums))
+            self._store.set(f"{self._name}/{self._page}", " ".join(checksums))
             self._page += 1
-        return last and not self._store.check([f"ledger/{self._page - 1}"])  # all have read it
+        return last and not self._store.check([f"{self._name}/{self._page - 1}"])  # all have read it
 
     def _read(self, last: bool) -> bool:
         self._own += self._sum_up()
-        while self._own and self._store.check([f"ledger/{self._page}"]):
-            page = self._store.get(f"ledger/{self._page}").decode().split()
+        while self._own and self._store.check([f"{self._name}/{self._page}"]):
+            page = self._store.get(f"{self._name}/{self._page}").decode().split()
             ended = page[-1] == _END
             if not last and len(page) - ended > len(self._own):
                 return False  # this rank is behind
             if self._differs(page, last):
                 return True
-            if self._store.add(f"ledger/{self._page}/read", 1) == self._size - 1:
-                self._store.delete_key(f"ledger/{self._page}")
-                self._store.delete_key(f"ledger/{self._page}/read")
+            if self._store.add(f"{self._name}/{self._page}/read", 1) == self._size - 1:
+                self._store.delete_key(f"{self._name}/{self._page}")
+                self._store.delete_key(f"{self._name}/{self._page}/read")
             self._page += 1
             if ended:
                 return True
@@ -143,9 +158,12 @@ class Ledger:
         kinds = [text.partition(":")[0] for text in (theirs, ours)]
         kind = kinds[0] if kinds[0] == kinds[1] else "runs"
         if _END in kinds:
-            more, fewer = (self._rank, 0) if theirs == _END else (0, self._rank)
-            return f"rank {more} ran more than rank {fewer} before that ended; {_FIXES['runs']}"
-        return f"rank {self._rank} {_SAYS[kind]} than rank 0, at {where}; {_FIXES[kind]}"
+            more, fewer = (self._rank, self._first) if theirs == _END else (self._first, self._rank)
+            kind = next(kind for kind in kinds if kind != _END)
+            if kind != "calls":
+                return f"rank {more} ran more than rank {fewer} before that ended; {_FIXES['runs']}"
+            return f"rank {more} called more collectives than rank {fewer} before that ended; {_FIXES[kind]}"
+        return f"rank {self._rank} {_SAYS[kind]} than rank {self._first}, at {where}; {_FIXES[kind]}"
 
 
 class Written:

@@ -60,13 +60,20 @@ class Watch:
         self.failed: str | None = None
         self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {self._process}")
         self._broken: str | None = None  # what was found to differ, until it is raised
-        self._ledger = Ledger(self._answering(), self.rank, self.size, self._tell)
-        self.ran, self.given, self.stepped = self._ledger.ran, self._ledger.given, self._ledger.stepped
+        self._ledgers: dict[str, Ledger] = {}
+        own = self.ledger("ledger", range(self.size))
+        self.ran, self.given, self.stepped = own.ran, own.given, own.stepped
         self._thread = threading.Thread(target=self._listen, name="partway watch", daemon=True)
         self._thread.start()
 
     def _connected(self) -> Any:
         return dist.PrefixStore(self._prefix, _connection())  # type: ignore[attr-defined]
+
+    def ledger(self, name: str, ranks: Sequence[int]) -> Ledger:
+        """The ledger `name` that this rank shares with other `ranks`."""
+        if name not in self._ledgers:
+            self._ledgers[name] = Ledger(self._answering(), self.rank, ranks, self._tell, name)
+        return self._ledgers[name]
 
     def _answering(self) -> AnsweringStore:
         return AnsweringStore(self._connected(), self.timeout)
@@ -94,7 +101,8 @@ class Watch:
         if os.getpid() != self._process or not self._thread.is_alive():
             return None
         failed = self.failed is not None or hasattr(sys, "last_value")
-        self._ledger.end(failed)
+        for ledger in self._ledgers.values():
+            ledger.end(failed)
         difference = None if failed else self._broken
         if difference is not None:
             self.failed = f"has found: {difference}"

@@ -9,7 +9,7 @@ from partway.propagation.capture.tracing import capturing
 from partway.request import given_mesh
 from partway.runtime.launchers import simulated
 from partway.runtime.process import get_group_size, launched
-from partway.strategy import CaptureError, Mesh, RuntimeStateError
+from partway.strategy import CaptureError, Mesh, RuntimeStateError, StrategyError
 from partway.strategy.place import Group, Place, island_place
 
 _alone: list[Mesh] = []  # the mesh that was set in a process that no launcher started
@@ -24,7 +24,10 @@ def set_mesh(mesh: Any) -> None:
     Every rank calls it. An island has a mesh of its own. Raises StrategyError for what is no mesh, RuntimeStateError
     for one of another number of devices than there are processes.
     """
-    wanted = given_mesh(mesh)
+    try:
+        wanted = given_mesh(mesh)
+    except StrategyError as error:
+        raise StrategyError(f"set_mesh cannot use this mesh: {error}") from None
     if launched():
         get_group_size()  # raises before init()
         from partway.runtime import by_hand

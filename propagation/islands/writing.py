@@ -285,7 +285,7 @@ class _Call:
     def reduced(self, stack: fx.Node) -> fx.Node:
         """The reduction of a stack."""
         if self.op == "prod":
-            return self.apply(aten.prod.dim_int, stack, 0)
+            return self.writing.call(aten.prod.dim_int, stack, 0, dtype=tensor_of(self.v).dtype)
         return self.apply(_REDUCED[self.op], stack, [0])
 
     def check_even(self, sizes: Sequence[int]) -> None:
@@ -359,8 +359,8 @@ def _send_receive(c: _Call) -> list[fx.Node]:
     if not targets and not sources:
         return []
     raise CaptureError(
-        f"every rank of an island sends to {targets} and receives from {sources}; compute the neighbours of a rank from "
-        f"pw.axis_index{at_source(c.node)}"
+        f"every rank of an island sends to {targets} and receives from {sources}; compute the neighbours of a rank "
+        f"from pw.axis_index{at_source(c.node)}"
     )
 
 

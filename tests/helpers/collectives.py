@@ -1,0 +1,123 @@
+"""Each collective of `partway.ops` as the program of one rank, and as a formula over what all ranks of a group have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import partway as pw
+from partway.strategy import Mesh
+from partway.strategy.place import Place
+
+ROWS = 24  # of a rank's tensor: 2, 3, 4 and 8 ranks divide them
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: x.sum(0),
+    "mean": lambda x: x.mean(0),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+    "prod": lambda x: x.prod(0),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`program(x, group)` is what a rank does; `formula(xs)` what all of a group get from what they have."""
+
+    program: Callable[[Tensor, Any], Tensor]
+    formula: Callable[[list[Tensor]], list[Tensor]]
+
+
+def uneven(total: int, count: int) -> list[int]:
+    """`total` elements in `count` parts of different sizes."""
+    parts = [total // count] * count
+    parts[0] += 1
+    parts[-1] -= 1
+    return parts
+
+
+def _reduced(op: str) -> Case:
+    return Case(
+        lambda x, group: pw.ops.all_reduce(x, op, group),
+        lambda xs: [REDUCTIONS[op](torch.stack(xs))] * len(xs),
+    )
+
+
+def _scattered(op: str, dim: int) -> Case:
+    return Case(
+        lambda x, group: pw.ops.reduce_scatter(x, op, dim, group),
+        lambda xs: list(REDUCTIONS[op](torch.stack(xs)).chunk(len(xs), dim)),
+    )
+
+
+def _exchanged(split: int, concat: int) -> Case:
+    return Case(
+        lambda x, group: pw.ops.all_to_all(x, split, concat, group),
+        lambda xs: [torch.cat([x.chunk(len(xs), split)[rank] for x in xs], concat) for rank in range(len(xs))],
+    )
+
+
+def _shifted(x: Tensor, group: Any) -> Tensor:
+    size = pw.axis_size(group)
+    return pw.ops.permute(x, [(rank, rank + 1) for rank in range(size - 1)], group)
+
+
+def _from_neighbours(x: Tensor, group: Any) -> Tensor:
+    """Twice what comes from the rank above, and thrice what comes from the one below; none comes round the ends."""
+    here, size = pw.axis_index(group), pw.axis_size(group)
+    others = [other for other in (here - 1, here + 1) if 0 <= other < size]
+    came = dict(
+        zip(others, pw.ops.neighbor_exchange([x.sin()] * len(others), others, others, group=group), strict=True)
+    )
+    return x + sum(came[other] * (2 if other < here else 3) for other in others)
+
+
+def _neighbours(xs: list[Tensor]) -> list[Tensor]:
+    ends = [torch.zeros_like(xs[0]), *(x.sin() for x in xs), torch.zeros_like(xs[0])]
+    return [x + 2 * ends[rank] + 3 * ends[rank + 2] for rank, x in enumerate(xs)]
+
+
+CASES = {
+    **{f"all_reduce {op}": _reduced(op) for op in REDUCTIONS},
+    **{f"reduce_scatter {op}": _scattered(op, 0) for op in REDUCTIONS},
+    "reduce_scatter along 1": _scattered("sum", 1),
+    "all_gather": Case(lambda x, group: pw.ops.all_gather(x, 0, group), lambda xs: [torch.cat(xs)] * len(xs)),
+    "all_gather along -1": Case(
+        lambda x, group: pw.ops.all_gather(x, -1, group), lambda xs: [torch.cat(xs, -1)] * len(xs)
+    ),
+    "broadcast": Case(lambda x, group: pw.ops.broadcast(x, 1, group), lambda xs: [xs[1].clone()] * len(xs)),
+    "all_to_all 0 to 1": _exchanged(0, 1),
+    "all_to_all 1 to 0": _exchanged(1, 0),
+    "all_to_all 0 to 0": _exchanged(0, 0),
+    "permute": Case(_shifted, lambda xs: [torch.zeros_like(xs[0]), *xs[:-1]]),
+    "neighbor_exchange": Case(_from_neighbours, _neighbours),
+}
+
+
+def values(mesh: Mesh, seed: int = 0) -> Tensor:
+    """What each rank has: (ranks, rows, columns), around 1, no two alike."""
+    generator = torch.Generator().manual_seed(seed)
+    return 1 + torch.rand(mesh.device_num, ROWS, ROWS, dtype=torch.float64, generator=generator) / 8
+
+
+def expected(case: Case, x: Tensor, mesh: Mesh, group: Any) -> Tensor:
+    """By the formula: what each rank gets of `x` that all have, stacked."""
+    results: dict[int, Tensor] = {}
+    for ranks in mesh.groups(*Place(mesh, 0).axes(group)):
+        results |= zip(ranks, case.formula([x[rank].sin() for rank in ranks]), strict=True)
+    return torch.stack([results[rank] for rank in range(mesh.device_num)])
+
+
+def program(case: Case, group: Any) -> Callable[[Tensor], Tensor]:
+    """What a rank does with what it has, made nonlinear: second derivatives are not all zero."""
+    return lambda x: case.program(x.sin(), group)
+
+
+def derivatives(y: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Of sum(y w) after x, and of half the square of that after x."""
+    (first,) = torch.autograd.grad((y * weights).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum() / 2, x)
+    return first.detach(), second
