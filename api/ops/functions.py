@@ -16,7 +16,7 @@ from partway.ops.where import here
 from partway.propagation.ops import by_hand
 from partway.strategy import OperatorError
 from partway.strategy.errors import shown
-from partway.strategy.place import Group, Place
+from partway.strategy.place import Group, Place, island_place
 
 REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stack: stack.sum(0, dtype=stack.dtype),
@@ -242,6 +242,10 @@ def _sizes(call: str, sizes: Any, count: int, own: int) -> list[int]:
     given: list[Any] = list(sizes) if isinstance(sizes, Sequence) else []
     if len(given) != count or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in given):
         raise OperatorError(f"{call}: {shown(sizes)} are no sizes of {count} ranks; write one int for each")
+    if len(set(given)) > 1 and island_place() is not None:
+        raise OperatorError(
+            f"{call}: parts of the sizes {given} in an island, where all ranks have tensors of one shape; pad them"
+        )
     return given
 
 

@@ -80,6 +80,7 @@ def test_a_group_is_one_of_axes() -> None:
 
 
 def places() -> tuple[Any, ...]:
+    pw.set_mesh(None)
     rank = pw.get_rank()
     before = (pw.axis_index(), pw.axis_size())
     with pytest.raises(StrategyError, match="has no axis 'tp'"):
