@@ -22,6 +22,7 @@ COVERED = """
 propagation/plan/test_files.py         propagation/plan: forms
 runtime/test_step.py                   runtime: doing loaded random_state
 models/test_accumulation.py            runtime: waiting
+api/ops/test_operators.py              runtime: by_hand
 api/test_bad_input.py                  api: checks request; api/annotations: names statements
 api/test_context.py                    api/options: algo base fields in_force parallel refusals
 ecosystem/test_one_behaviour.py        api: state_dicts; runtime: results

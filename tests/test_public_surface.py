@@ -35,6 +35,8 @@ PUBLIC = [
     "WeightLayout",
     "WholeReadWarning",
     "auto_parallel_context",
+    "axis_index",
+    "axis_size",
     "compile",
     "data",
     "get_algo_parameters",
@@ -47,6 +49,7 @@ PUBLIC = [
     "load",
     "load_distributed_checkpoint",
     "manual",
+    "ops",
     "rank_list_for_transform",
     "record_collectives",
     "record_timeline",
@@ -58,6 +61,7 @@ PUBLIC = [
     "save_chrome_trace",
     "set_algo_parameters",
     "set_auto_parallel_context",
+    "set_mesh",
     "set_ps_context",
     "shard",
     "shutdown",
@@ -81,6 +85,24 @@ DATA = [
     "planned_part",
     "to_global",
     "web_dataset",
+]
+
+OPS = [
+    "AllGather",
+    "AllReduce",
+    "AlltoAll",
+    "Broadcast",
+    "NeighborExchange",
+    "NeighborExchangeV2",
+    "ReduceScatter",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "neighbor_exchange",
+    "neighbor_exchange_v2",
+    "permute",
+    "reduce_scatter",
 ]
 
 
@@ -132,6 +154,37 @@ def test_these_are_the_public_names():
         (pw.set_algo_parameters, "(**kwargs)"),
         (pw.get_algo_parameters, "(key)"),
         (pw.reset_algo_parameters, "()"),
+        (pw.manual, "(fn=None, in_strategy=None, out_strategy=None, *, mesh=None)"),
+        (pw.set_mesh, "(mesh)"),
+        (pw.axis_index, "(group=None)"),
+        (pw.axis_size, "(group=None)"),
+        (pw.ops.all_reduce, "(x, op='sum', group=None)"),
+        (pw.ops.all_gather, "(x, dim=0, group=None, *, sizes=None)"),
+        (pw.ops.reduce_scatter, "(x, op='sum', dim=0, group=None, *, sizes=None)"),
+        (pw.ops.broadcast, "(x, root=0, group=None)"),
+        (pw.ops.all_to_all, "(x, split_dim=0, concat_dim=0, group=None, *, sends=None, receives=None)"),
+        (pw.ops.permute, "(x, pairs, group=None)"),
+        (
+            pw.ops.neighbor_exchange,
+            "(xs, send_rank_ids, recv_rank_ids, recv_shapes=None, group=None, *, dtype=None, device=None)",
+        ),
+        (
+            pw.ops.neighbor_exchange_v2,
+            "(x, send_rank_ids, send_lens, recv_rank_ids, recv_lens, data_format='NCHW', group=None)",
+        ),
+        (pw.ops.AllReduce, "(op='sum', group=None)"),
+        (pw.ops.AllGather, "(group=None)"),
+        (pw.ops.ReduceScatter, "(op='sum', group=None)"),
+        (pw.ops.Broadcast, "(root_rank, group=None)"),
+        (pw.ops.AlltoAll, "(split_count, split_dim, concat_dim, group=None)"),
+        (
+            pw.ops.NeighborExchange,
+            "(send_rank_ids, recv_rank_ids, recv_shapes, send_shapes, recv_type, group=None)",
+        ),
+        (
+            pw.ops.NeighborExchangeV2,
+            "(send_rank_ids, send_lens, recv_rank_ids, recv_lens, data_format='NCHW', group=None)",
+        ),
         (pw.data.SlicePatches, "(num_height=1, num_width=1, slice_mode=<SliceMode.PAD: 'pad'>, fill_value=0)"),
         (pw.data.part_of, "(strategy, rank=None, *, mesh=None, devices=None)"),
         (pw.data.planned_part, "(planned, input=0, rank=None)"),
@@ -168,7 +221,9 @@ def test_every_public_name_and_method_has_a_docstring(name):
 
 def test_these_are_the_public_names_of_the_data_side():
     assert pw.data.__all__ == DATA
+    assert pw.ops.__all__ == OPS
     assert [name for name in DATA if not inspect.getdoc(getattr(pw.data, name))] == []
+    assert [name for name in OPS if not inspect.getdoc(getattr(pw.ops, name))] == []
 
 
 @pytest.mark.parametrize("name", [name for name in PUBLIC if name.endswith("Error") and name != "PartwayError"])
@@ -206,7 +261,7 @@ def test_names_are_known_to_type_checkers_where_they_are_found_when_they_are_use
     imported = {
         alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    assert imported == {**pw._HOME_OF, "data": "partway"}
+    assert imported == {**pw._HOME_OF, "data": "partway", "ops": "partway"}
     assert sorted(imported) == pw.__all__
 
 

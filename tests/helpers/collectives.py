@@ -39,24 +39,46 @@ def uneven(total: int, count: int) -> list[int]:
     return parts
 
 
-def _reduced(op: str) -> Case:
+def reduced(op: str) -> Case:
+    """The reduction `op`."""
     return Case(
         lambda x, group: pw.ops.all_reduce(x, op, group),
         lambda xs: [REDUCTIONS[op](torch.stack(xs))] * len(xs),
     )
 
 
-def _scattered(op: str, dim: int) -> Case:
+def scattered(op: str, dim: int) -> Case:
+    """Slices along `dim` of the reduction `op`."""
     return Case(
         lambda x, group: pw.ops.reduce_scatter(x, op, dim, group),
         lambda xs: list(REDUCTIONS[op](torch.stack(xs)).chunk(len(xs), dim)),
     )
 
 
-def _exchanged(split: int, concat: int) -> Case:
+def exchanged(split: int, concat: int) -> Case:
+    """Pieces along `split`, put together along `concat`."""
     return Case(
         lambda x, group: pw.ops.all_to_all(x, split, concat, group),
         lambda xs: [torch.cat([x.chunk(len(xs), split)[rank] for x in xs], concat) for rank in range(len(xs))],
+    )
+
+
+def gathered(dim: int) -> Case:
+    """Along `dim`."""
+    return Case(lambda x, group: pw.ops.all_gather(x, dim, group), lambda xs: [torch.cat(xs, dim)] * len(xs))
+
+
+def broadcast(root: int) -> Case:
+    """From `root`."""
+    return Case(lambda x, group: pw.ops.broadcast(x, root, group), lambda xs: [xs[root].clone()] * len(xs))
+
+
+def permuted(pairs: list[tuple[int, int]]) -> Case:
+    """By pairs of source and target."""
+    sources = {target: source for source, target in pairs}
+    return Case(
+        lambda x, group: pw.ops.permute(x, pairs, group),
+        lambda xs: [xs[sources[i]] if i in sources else torch.zeros_like(x) for i, x in enumerate(xs)],
     )
 
 
@@ -81,17 +103,15 @@ def _neighbours(xs: list[Tensor]) -> list[Tensor]:
 
 
 CASES = {
-    **{f"all_reduce {op}": _reduced(op) for op in REDUCTIONS},
-    **{f"reduce_scatter {op}": _scattered(op, 0) for op in REDUCTIONS},
-    "reduce_scatter along 1": _scattered("sum", 1),
-    "all_gather": Case(lambda x, group: pw.ops.all_gather(x, 0, group), lambda xs: [torch.cat(xs)] * len(xs)),
-    "all_gather along -1": Case(
-        lambda x, group: pw.ops.all_gather(x, -1, group), lambda xs: [torch.cat(xs, -1)] * len(xs)
-    ),
-    "broadcast": Case(lambda x, group: pw.ops.broadcast(x, 1, group), lambda xs: [xs[1].clone()] * len(xs)),
-    "all_to_all 0 to 1": _exchanged(0, 1),
-    "all_to_all 1 to 0": _exchanged(1, 0),
-    "all_to_all 0 to 0": _exchanged(0, 0),
+    **{f"all_reduce {op}": reduced(op) for op in REDUCTIONS},
+    **{f"reduce_scatter {op}": scattered(op, 0) for op in REDUCTIONS},
+    "reduce_scatter along 1": scattered("sum", 1),
+    "all_gather": gathered(0),
+    "all_gather along -1": gathered(-1),
+    "broadcast": broadcast(1),
+    "all_to_all 0 to 1": exchanged(0, 1),
+    "all_to_all 1 to 0": exchanged(1, 0),
+    "all_to_all 0 to 0": exchanged(0, 0),
     "permute": Case(_shifted, lambda xs: [torch.zeros_like(xs[0]), *xs[:-1]]),
     "neighbor_exchange": Case(_from_neighbours, _neighbours),
 }

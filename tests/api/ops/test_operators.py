@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from random import Random
 from typing import Any
 
 import collectives
 import pytest
 import torch
 from collectives import CASES, ROWS, derivatives, expected, program, values
+from hypothesis import given
+from hypothesis import strategies as st
+from random_examples import examples
 from torch import Tensor
 
 import partway as pw
 from partway.strategy import Mesh
+from partway.strategy.place import Place
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
 GROUPS: list[tuple[dict[str, int], Any]] = [
@@ -128,3 +134,49 @@ def test_islands_reduce_every_dtype(dtype: torch.dtype) -> None:
         found = pw.manual(lambda x, op=op: _of_dtype(x[0], op, True)[None], split, split, mesh={"a": 2})(x)
         wanted = torch.stack([_right_of_dtype(x, op, rank) for rank in range(2)])
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+# -- at random
+
+MESHES = [{"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2}, {"a": 2, "b": 3}, {"a": 2, "b": 2, "c": 2}]
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[dict[str, int], tuple[str, ...], list[int], str, int, int, str]:
+    """A mesh, a group, the shape of a rank's tensor, and a collective with two of its dims and a reduction."""
+    sizes = draw(st.sampled_from(MESHES))
+    group = draw(st.lists(st.sampled_from(list(sizes)), min_size=1, unique=True))
+    count = math.prod(sizes[axis] for axis in group)
+    shape = [count * n for n in draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))]
+    dims = st.integers(-len(shape), len(shape) - 1)
+    name = draw(st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "permute"]))
+    return sizes, tuple(group), shape, name, draw(dims), draw(dims), draw(st.sampled_from(list(collectives.REDUCTIONS)))
+
+
+@examples(25)
+@given(calls(), st.integers(0, 1000))
+def test_any_call_computes_its_formula(call: Any, seed: int) -> None:
+    sizes, group, shape, name, dim, other, op = call
+    mesh, random = Mesh(sizes), Random(seed)
+    count = Place(mesh, 0).size(group)
+    root, places = random.randrange(count), random.sample(range(count), count)
+    pairs = list(zip(random.sample(range(count), count), places, strict=True))[: random.randrange(count + 1)]
+    if name in ("all_reduce", "reduce_scatter") and op in ("max", "min") and 0 in shape:
+        shape = [max(1, n) * count for n in shape]  # amax of nothing has no meaning
+    case = {
+        "all_reduce": collectives.reduced(op),
+        "all_gather": collectives.gathered(dim),
+        "reduce_scatter": collectives.scattered(op, dim),
+        "all_to_all": collectives.exchanged(dim, other),
+        "broadcast": collectives.broadcast(root),
+        "permute": collectives.permuted(pairs),
+    }[name]
+    x = 1 + torch.rand(mesh.device_num, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    x.requires_grad_()
+    split = ((mesh.axes, *[None] * len(shape)),)
+    y = pw.manual(lambda x: program(case, group)(x[0])[None], split, split, mesh=mesh)(x)
+    wanted = expected(case, x, mesh, group)
+    weights = torch.rand(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    (found,), (right,) = (torch.autograd.grad((z * weights).sum(), x) for z in (y, wanted))
+    torch.testing.assert_close(y, wanted, **EXACT)
+    torch.testing.assert_close(found, right, **EXACT)
