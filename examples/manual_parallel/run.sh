@@ -1,0 +1,52 @@
+#!/bin/bash
+# Trains on this host with 8 processes:
+#
+#     bash run.sh [mpirun | torchrun | scheduler] [options of train.py]
+#
+# DATA_PATH may be the folder of MNIST's files; without it, scikit-learn's digits are used. The log of each rank is
+# log_output/1/rank.N/stdout, here. WORKERS may be set to another number, and PYTHON to another Python.
+
+launcher=mpirun
+case $1 in mpirun | torchrun | scheduler)
+    launcher=$1
+    shift
+    ;;
+esac
+workers=${WORKERS:-8} python=${PYTHON:-python}
+train=$(dirname "${BASH_SOURCE[0]}")/train.py
+threads=$(($(getconf _NPROCESSORS_ONLN) / workers))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))} # or each rank would take all cores
+
+log() { # RANK: the log of a rank, in a folder of its own
+    mkdir -p "log_output/1/rank.$1"
+    echo "log_output/1/rank.$1/stdout"
+}
+
+rm -rf log_output
+case $launcher in
+mpirun) # Open MPI writes log_output/1/rank.N/stdout itself
+    mpirun -n "$workers" --oversubscribe --output-filename log_output --merge-stderr-to-stdout \
+        "$python" "$train" "$@" >/dev/null
+    ;;
+torchrun)
+    export -f log
+    # shellcheck disable=SC2016 - each process knows its rank
+    "$python" -m torch.distributed.run --nproc-per-node "$workers" --no-python \
+        bash -c 'exec "$0" "$@" >"$(log "$RANK")" 2>&1' "$python" "$train" "$@" 2>/dev/null
+    ;;
+scheduler)
+    export MS_WORKER_NUM=$workers MS_SCHED_HOST=${MS_SCHED_HOST:-127.0.0.1} MS_SCHED_PORT=${MS_SCHED_PORT:-8118}
+    pids=()
+    trap 'kill "${pids[@]}" 2>/dev/null' EXIT
+    MS_ROLE=MS_SCHED "$python" "$train" "$@" >scheduler.txt 2>&1 &
+    pids+=("$!")
+    for ((i = 0; i < workers; i++)); do
+        MS_ROLE=MS_WORKER MS_NODE_ID=$i "$python" "$train" "$@" >"$(log "$i")" 2>&1 &
+        pids+=("$!")
+    done
+    wait "${pids[0]}" # it ends when all have, with the status of the first that failed
+    ;;
+esac
+status=$?
+((status)) && tail -n 1 log_output/1/rank.*/stdout >&2
+exit "$status"
