@@ -27,12 +27,14 @@ case $launcher in
 mpirun) # Open MPI writes log_output/1/rank.N/stdout itself
     mpirun -n "$workers" --oversubscribe --output-filename log_output --merge-stderr-to-stdout \
         "$python" "$train" "$@" >/dev/null
+    status=$?
     ;;
 torchrun)
     export -f log
     # shellcheck disable=SC2016 - each process knows its rank
     "$python" -m torch.distributed.run --nproc-per-node "$workers" --no-python \
         bash -c 'exec "$0" "$@" >"$(log "$RANK")" 2>&1' "$python" "$train" "$@" 2>/dev/null
+    status=$?
     ;;
 scheduler)
     export MS_WORKER_NUM=$workers MS_SCHED_HOST=${MS_SCHED_HOST:-127.0.0.1} MS_SCHED_PORT=${MS_SCHED_PORT:-8118}
@@ -44,9 +46,11 @@ scheduler)
         MS_ROLE=MS_WORKER MS_NODE_ID=$i "$python" "$train" "$@" >"$(log "$i")" 2>&1 &
         pids+=("$!")
     done
-    wait "${pids[0]}" # it ends when all have, with the status of the first that failed
+    status=0
+    for pid in "${pids[@]}"; do
+        wait "$pid" || status=$?
+    done
     ;;
 esac
-status=$?
 ((status)) && tail -n 1 log_output/1/rank.*/stdout >&2
 exit "$status"

@@ -17,7 +17,8 @@ from torch.func import functional_call
 import partway as pw
 from partway import ops
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+# the last line of a log says what failed
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def own_slice(x: Tensor) -> Tensor:
