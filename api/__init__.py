@@ -17,6 +17,7 @@ import partway.versions  # noqa: F401 - first: it warns of a PyTorch that Partwa
 
 if TYPE_CHECKING:
     from partway import data, ops
+    from partway.checking.checker import check_manual
     from partway.checkpoints.loading import load
     from partway.checkpoints.per_rank import (
         WeightLayout,
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
 # Where the public names are. A module is imported when one of its names is first used: all of them take longer than
 # torch does, since capturing a graph needs much of torch that `import torch` leaves out.
 _HOMES = {
+    "checking.checker": "check_manual",
     "checkpoints.loading": "load",
     "checkpoints.per_rank": """WeightLayout infer_predict_layout load_distributed_checkpoint rank_list_for_transform
         save_checkpoint transform_checkpoint_by_rank transform_checkpoints""",
@@ -124,6 +126,7 @@ __all__ = [
     "auto_parallel_context",
     "axis_index",
     "axis_size",
+    "check_manual",
     "compile",
     "data",
     "get_algo_parameters",

@@ -17,7 +17,7 @@ from partway.fusion.program import Program
 from partway.propagation.capture.islands import trace_ranks
 from partway.propagation.capture.tracing import capturing
 from partway.propagation.graph.port import Role
-from partway.propagation.graph.structure import check_call, flatten_call, name_of
+from partway.propagation.graph.structure import Call, check_call, flatten_call, name_of
 from partway.propagation.islands.island import Crossing, Island
 from partway.propagation.ops.islands import island, keep
 from partway.propagation.plan.plan import Plan
@@ -146,12 +146,10 @@ class ManualFunction(Generic[P, R]):
     def _operator(self, *args: Any, **kwargs: Any) -> Any:
         """A call as one operator of the graph that is captured."""
         check_call(self.fn, args, kwargs)
-        mesh, call, problems = self._mesh(), flatten_call(self.fn, args, kwargs), list[Problem]()
-        its, wanted = name_of(self.fn), by_argument(self.fn, self.request.in_strategy, call.arguments, problems)
-        raise_problems(f"the island {its} cannot be called so:", problems)
-        words = [f"argument {label!r} of {its}" for label in call.names]
+        mesh, call, its = self._mesh(), flatten_call(self.fn, args, kwargs), name_of(self.fn)
+        words = words_of(self.fn, call)
         shapes = [tuple(tensor.shape) for tensor in call.tensors]
-        layouts = _layouts(words, shapes, [wanted.get(name) for name in call.arguments], mesh)
+        layouts = in_layouts(self.fn, call, self.request.in_strategy, mesh)
         graph = trace_ranks(self.fn, call, layouts, mesh)
         parts = [port.node.meta["val"] for port in graph.outputs]
         given = dict(zip(call.names, map(_crossing, words, layouts, shapes, call.tensors), strict=True))
@@ -169,14 +167,8 @@ class ManualFunction(Generic[P, R]):
 
     def _results(self, parts: Sequence[Tensor], mesh: Mesh) -> tuple[Crossing, ...]:
         """What comes out, of which a rank has `parts`."""
-        problems: list[Problem] = []
-        given = self.request.out_strategy
-        check_out_strategy(given, len(parts), problems)
-        raise_problems(f"the island {name_of(self.fn)} cannot be called so:", problems)
-        strategies = [*(given or ()), *[None] * len(parts)][: len(parts)]
         words = [f"output {i} of {name_of(self.fn)}" for i in range(len(parts))]
-        divided = [_divided(tuple(part.shape), s, mesh) for part, s in zip(parts, strategies, strict=True)]
-        layouts = _layouts(words, divided, strategies, mesh, addends=words)
+        layouts = out_layouts(self.fn, [tuple(part.shape) for part in parts], self.request.out_strategy, mesh)
         shapes = [layout.global_shape(tuple(part.shape)) for layout, part in zip(layouts, parts, strict=True)]
         return tuple(map(_crossing, words, layouts, shapes, parts))
 
@@ -194,6 +186,33 @@ class ManualFunction(Generic[P, R]):
         mesh = own or outer
         assert mesh is not None
         return mesh
+
+
+def words_of(fn: Callable[..., Any], call: Call) -> list[str]:
+    """What messages call the tensors of a call."""
+    return [f"argument {label!r} of {name_of(fn)}" for label in call.names]
+
+
+def in_layouts(fn: Callable[..., Any], call: Call, in_strategy: InStrategy, mesh: Mesh) -> list[Layout]:
+    """How the tensors of a call are laid out. Raises StrategyError for strategies that do not fit."""
+    problems: list[Problem] = []
+    wanted = by_argument(fn, in_strategy, call.arguments, problems)
+    raise_problems(f"the island {name_of(fn)} cannot be called so:", problems)
+    shapes = [tuple(tensor.shape) for tensor in call.tensors]
+    return _layouts(words_of(fn, call), shapes, [wanted.get(name) for name in call.arguments], mesh)
+
+
+def out_layouts(
+    fn: Callable[..., Any], parts: Sequence[tuple[int, ...]], out_strategy: tuple[Any, ...] | None, mesh: Mesh
+) -> list[Layout]:
+    """How the tensors are laid out whose `parts`, by shape, a rank returns. Raises StrategyError likewise."""
+    problems: list[Problem] = []
+    check_out_strategy(out_strategy, len(parts), problems)
+    raise_problems(f"the island {name_of(fn)} cannot be called so:", problems)
+    strategies = [*(out_strategy or ()), *[None] * len(parts)][: len(parts)]
+    words = [f"output {i} of {name_of(fn)}" for i in range(len(parts))]
+    divided = [_divided(part, strategy, mesh) for part, strategy in zip(parts, strategies, strict=True)]
+    return _layouts(words, divided, strategies, mesh, addends=words)
 
 
 def _divided(part: tuple[int, ...], strategy: Any, mesh: Mesh) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ Each name, and why:
     Module._apply                      what `module.to(dtype)` calls, which swaps parameters
     _BatchNorm._check_input_dim        the error for an input of the wrong rank
     Distribution._validate_args        whether distributions look at values; only setting it is public
+    torch._C._current_autograd_node, Node._sequence_nr   which operation a backward pass is at
     torch.ops.torch_nn                 the operators of linear_cross_entropy in chunks, which the first import of
                                        their module registers; not in 2.11
 """
@@ -301,6 +302,17 @@ def defined_by(definition: CustomOpDef) -> OpOverload:
     return operator
 
 
+def sequence_number(node: Any) -> int:
+    """The number that autograd gave the operation of a `grad_fn`: later ones have larger numbers."""
+    return int(node._sequence_nr())
+
+
+def sequence_number_now() -> int | None:
+    """That of the operation whose backward runs in this thread right now, if one does."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else sequence_number(node)
+
+
 __all__ = [
     "CONVERT",
     "PRIVATE_STATE",
@@ -344,6 +356,8 @@ __all__ = [
     "set_grad_enabled",
     "split_decompositions",
     "storage_key",
+    "sequence_number",
+    "sequence_number_now",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import traceback
@@ -16,15 +17,25 @@ from torch import fx
 def callers_line(frames: traceback.StackSummary, fn: Callable[..., Any]) -> str:
     """Where in the caller's code something happened, as the end of a message: the innermost of `frames` that is neither
     PyTorch's nor ours."""
-    torchs, ours = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    own = [os.path.join(ours, name) + os.sep for name in ("api", "strategy", "propagation", "fusion", "runtime", "")]
-    installed = not os.path.exists(os.path.join(ours, "pyproject.toml"))
     for frame in reversed(frames):
-        mine = any(frame.filename.startswith(folder) for folder in (own if installed else own[:-1]))
-        if not mine and not frame.filename.startswith((torchs + os.sep, "<")):
+        if is_persons(frame.filename):
             name = frame_name(fn, frame.filename, frame.lineno or 0, frame.name)
             return f"\n  at {frame.filename}:{frame.lineno}, in {name}: {frame.line}"
     return ""
+
+
+def is_persons(filename: str) -> bool:
+    """Whether a file of code is neither PyTorch's nor ours."""
+    return not filename.startswith(_others())
+
+
+@functools.cache
+def _others() -> tuple[str, ...]:
+    """How the names of other files begin."""
+    torchs, ours = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    own = [os.path.join(ours, name) + os.sep for name in ("api", "strategy", "propagation", "fusion", "runtime", "")]
+    installed = not os.path.exists(os.path.join(ours, "pyproject.toml"))
+    return (torchs + os.sep, "<", *(own if installed else own[:-1]))
 
 
 def with_source_lines(fn: Callable[..., Any]) -> Callable[..., Any]:
