@@ -23,10 +23,10 @@ from partway.checks import check_target, check_tensors
 from partway.context import current, current_algo
 from partway.dtensors import inputs_on, own_dtensors, parameters_on, plain
 from partway.fusion.program import Program
+from partway.graphs.record import Record, StepRecord, record
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.passes import (
-    Around,
     PlanDraft,
     Planned,
     StepDraft,
@@ -76,6 +76,7 @@ class Compiled:
     searched   the draft that the plan was made of; searched for again, once, where the plan was on disk
     state      what the call depends on beside its arguments
     effects    what the function leaves behind
+    record     what hears the passes
     """
 
     inputs: PlanInputs
@@ -84,6 +85,7 @@ class Compiled:
     searched: Callable[[], PlanDraft]
     state: State
     effects: Effects
+    record: Record
 
     @property
     def graph(self) -> Graph:
@@ -143,20 +145,27 @@ class Compiled:
     def program_for(self, wanted: tuple[bool, ...]) -> Program:
         """The program whose backward starts from the outputs marked in `wanted`."""
         with planning(), torch.inference_mode(False):  # which would record no gradients
-            return self.entry.fetch(
-                f"program-{_bits(wanted)}", lambda: fused(self._step(wanted)), Program, derived=True
+            name = f"program-{_bits(wanted)}"
+            heard = self.record.of_step("" if wanted == differentiated(self.graph) else name)
+            program = self.entry.fetch(
+                name, lambda: fused(self._step(wanted, heard), heard.around), Program, derived=True
             )
+            heard.made(program)
+            return program
 
     def accumulation_for(self, wanted: tuple[bool, ...]) -> Accumulation | None:
         """The backwards of `program_for(wanted)` whose reductions wait, or None if no gradient can wait."""
         with planning(), torch.inference_mode(False):
-            return self.entry.fetch(
-                f"accumulation-{_bits(wanted)}", lambda: accumulated(self._step(wanted)),
-                Accumulation, NoneType, derived=True,
-            )  # fmt: skip
+            name = f"accumulation-{_bits(wanted)}"
+            heard = self.record.of_step(name)
+            made = self.entry.fetch(
+                name, lambda: accumulated(self._step(wanted, heard), heard.around), Accumulation, NoneType, derived=True
+            )
+            heard.made(made)
+            return made
 
-    def _step(self, wanted: tuple[bool, ...]) -> StepDraft:
-        return make_step(self.inputs, self.planned, wanted)
+    def _step(self, wanted: tuple[bool, ...], heard: StepRecord) -> StepDraft:
+        return make_step(self.inputs, self.planned, wanted, heard.around)
 
 
 def _bits(wanted: tuple[bool, ...]) -> str:
@@ -238,23 +247,34 @@ def compile(
     )  # fmt: skip
 
 
-@planning()
 def compile_call(call: CallInputs) -> Compiled:
     """Capture a call and plan it: on every mesh that it may be planned on, unless the plan is in the cache."""
+    with planning():
+        kept = record(_called(call.fn), call.processes)
+        with kept.watching():
+            return _compiled(call, kept)
+
+
+def _called(fn: Callable[..., Any]) -> str:
+    return f"{name_of(fn)}.forward" if isinstance(fn, torch.nn.Module) else name_of(fn)
+
+
+def _compiled(call: CallInputs, record: Record) -> Compiled:
     context = call.context
     loaded = Plan.load(path) if (path := context.strategy_ckpt_config.load_file) else None
-    captured = capture_call(call)
+    captured = capture_call(call, record)
     inputs = _plan_inputs(call, captured.graph, loaded)
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
-    around: Around[PlanDraft] = verified if verifies else applied
+    around = record.planning(verified if verifies else applied)
     searched = functools.cache(lambda: search_on_cheapest_mesh(inputs, meshes_to_try(inputs), around))
     entry = _entry(inputs, kept=context.enable_compile_cache and not verifies)
     planned = entry.fetch("plan", lambda: lowered(searched(), around), Planned)
+    record.planned(inputs, planned)
     planned.plan.of(lambda: alternatives(searched(), planned.local))
     warn_of_unknown(inputs.graph, planned.plan.unknown_operators)
     if context.strategy_ckpt_config.save_file and (call.processes is None or get_rank() == 0):
         planned.plan.save(context.strategy_ckpt_config.save_file)
-    return Compiled(inputs, planned, entry, searched, captured.state, captured.effects)
+    return Compiled(inputs, planned, entry, searched, captured.state, captured.effects, record)
 
 
 @dataclass(frozen=True)
@@ -266,7 +286,7 @@ class Captured:
     effects: Effects
 
 
-def capture_call(call: CallInputs) -> Captured:
+def capture_call(call: CallInputs, record: Record) -> Captured:
     """The graph of a call. Raises CaptureError, and StrategyError for constraints inside that do not fit."""
     fn, context = call.fn, call.context
     state = State(fn)
@@ -278,7 +298,7 @@ def capture_call(call: CallInputs) -> Captured:
     ):  # fmt: skip
         gradients = torch.is_grad_enabled() or not state.reached.asks.gradients
         options = CaptureOptions(context.batch_norm_parts, context.random_numbers, rules(), gradients, call.late)
-        graph = capture(fn, call.args, call.kwargs, options, call.values, effects)
+        graph = capture(fn, call.args, call.kwargs, options, call.values, effects, record.capturing)
     effects.check(graph.constants)
     observers = frozenset(map(id, graph.hooks.observers))
     if effects.kept or observers or graph.read or not state.holds():  # hooks may have been added

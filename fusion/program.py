@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -61,20 +60,22 @@ def make_program(step: Step, policies: FusionPolicies, profile: DeviceProfile) -
         step = replace(step, backward=fuse(step.backward, parameters, policies, mesh, profile))
     graphs = [("forward", step.forward.graph)]
     graphs += [("backward", step.backward.graph)] if step.backward is not None else []
-    collectives = [c for phase, graph in graphs for c in _collectives(graph, phase, step, profile)]
+    collectives = [c for phase, graph in graphs for c in collectives_in(graph, phase, step, profile).values()]
     return Program(step, tuple(collectives), profile)
 
 
-def _collectives(graph: fx.Graph, phase: str, step: Step, profile: DeviceProfile) -> Iterator[Collective]:
-    mesh = step.program.mesh
+def collectives_in(graph: fx.Graph, phase: str, step: Step, profile: DeviceProfile) -> dict[fx.Node, Collective]:
+    """The collectives that the "forward" or "backward" graph of a step issues, by the node that does."""
+    mesh, found = step.program.mesh, dict[fx.Node, Collective]()
     for node in graph.nodes:
         if node.target is convert:
             single = _collective(node.args[5], phase, step, profile)
             if single is not None:
-                yield single
+                found[node] = single
         elif node.target is convert_group:
             members = [_collective(tag, phase, step, profile) for tag in node.args[5]]
-            yield _joined([m for m in members if m is not None], mesh, profile)
+            found[node] = _joined([m for m in members if m is not None], mesh, profile)
+    return found
 
 
 def _collective(tag: int, phase: str, step: Step, profile: DeviceProfile) -> Collective | None:

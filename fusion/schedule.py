@@ -11,9 +11,10 @@ Views, and conversions that only change a tensor's meaning, take no time. All ot
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -211,15 +212,16 @@ def with_values(step: Step) -> Step:
         }
         likes = pieces_of(step.forward.graph, inputs)[1]
         graph.output(graph.graph_copy(step.forward.graph, copies))
+        empty = functools.cache(Like.empty)  # many values are alike
         for node, copy in copies.items():
-            copy.meta["val"] = _tensor_like(likes[node])
+            copy.meta["val"] = _tensor_like(likes[node], empty)
     return replace(step, forward=Text(step.forward, graph))
 
 
-def _tensor_like(like: Any) -> Any:
+def _tensor_like(like: Any, empty: Callable[[Like], Any]) -> Any:
     if isinstance(like, Like):
-        return like.empty()
-    return tuple(map(_tensor_like, like)) if isinstance(like, tuple) else like
+        return empty(like)
+    return tuple(_tensor_like(one, empty) for one in like) if isinstance(like, tuple) else like
 
 
 class _Meter:

@@ -33,6 +33,8 @@ ecosystem/test_pretrained.py           api/checkpoints: pretrained
 ecosystem/test_frameworks.py           api/integrations: accelerate lightning peft transformers
 ecosystem/test_inference_layouts.py    api/checkpoints: per_rank rank_files
 api/test_compiling.py                  api: plan_inputs; api/annotations: annotate
+api/graphs/test_saving.py              api/graphs: files figures index operators record stages text
+api/graphs/test_compare.py             api/graphs: saved
 api/test_guard.py                      api/reuse: guard
 api/test_planned.py                    api/reuse: courses
 api/test_threads.py                    api: attached engine planning

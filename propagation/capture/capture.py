@@ -42,6 +42,12 @@ from .source_lines import callers_line
 from .tracing import Attempt, Effects, NoEffects, Traced, trace
 
 Pass = Callable[[fx.GraphModule], None]
+Around = Callable[[Pass, fx.GraphModule, Sequence[Port]], None]
+
+
+def applied(each: Pass, module: fx.GraphModule, inputs: Sequence[Port]) -> None:
+    """Apply a pass to `module`, whose inputs are `inputs`. What stands around passes in its place may watch them."""
+    each(module)
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ def capture(
     options: CaptureOptions = _DEFAULTS,
     values: Values | None = None,
     effects: Effects | None = None,
+    around: Around = applied,
 ) -> Graph:
     """Capture one call of `fn` (a function or nn.Module; meta tensors welcome) as a Graph.
 
@@ -80,6 +87,7 @@ def capture(
               nothing
     effects   notes the values that `fn` leaves behind; their tensors become outputs of the graph, before what `fn`
               asks late
+    around    applies each pass
 
     Raises CaptureError when torch.export cannot make one static graph of it, or when `fn` itself raises: it names
     the line of the caller's code, and its cause is the original exception. What `fn` raises because of an answer is
@@ -93,7 +101,7 @@ def capture(
         except Undecided as error:
             undecided = error
             continue
-        graph = _graph(traced, attempt, options)
+        graph = _graph(traced, attempt, options, around)
         warn_of_updates(graph)
         asked = tuple(attempt.answering.asked) if attempt.answering else ()
         return verify(check_dtypes(replace(graph, asked=asked, read=tuple(traced.read))))
@@ -134,7 +142,7 @@ def _other_answers(assumed: Sequence[Answer], known: int) -> Sequence[Answer] | 
     return None if last is None else (*assumed[:last], True)
 
 
-def _graph(traced: Traced, attempt: Attempt, options: CaptureOptions) -> Graph:
+def _graph(traced: Traced, attempt: Attempt, options: CaptureOptions, around: Around) -> Graph:
     """The graph of a traced call."""
     program, hooks = traced.program, attempt.hooks
     module = fx.GraphModule(program.graph_module, program.graph)
@@ -142,8 +150,8 @@ def _graph(traced: Traced, attempt: Attempt, options: CaptureOptions) -> Graph:
     inputs = input_ports(program, module, attempt.call, attempt.fn)
     outputs = output_ports(program, module, traced, inputs)
     device = next((value(port.node).device.type for port in inputs.ports), "cpu")
-    for apply in _passes(inputs, outputs, device, options):
-        apply(module)
+    for each in _passes(inputs, outputs, device, options):
+        around(each, module, inputs.ports)
     hooks.check(module)
     graph = Graph(
         module, tuple(inputs.ports), (), traced.result, inputs.aliases, inputs.constants, device, left=traced.left,

@@ -24,6 +24,7 @@ from ..ops.batch_norm import merge_gradients
 from ..ops.collectives import convert
 from ..torch_internals import FakeTensorMode, OpOverload, compiled_when_run, data_dependent, make_fx, schema_of
 from .local_program import LocalProgram
+from .origins import inherit, number, position, tracing
 from .segments import Like, Piece, pieces_of
 from .step import Step, calls_of, is_port, returned_by
 
@@ -131,10 +132,11 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
 
     def joint(*flat: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         primals, cotangents = flat[: len(inputs)], flat[len(inputs) :]
-        outputs = _run(module, *primals)
-        chosen = [output for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
-        leaves = [primal for primal, needs in zip(primals, needed, strict=True) if needs]
-        computed = iter(torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True) if chosen else ())
+        with tracing() as run:
+            outputs = run(module, *primals)
+            chosen = [output for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
+            leaves = [primal for primal, needs in zip(primals, needed, strict=True) if needs]
+            computed = iter(torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True) if chosen else ())
         gradients = [next(computed, None) if needs else None for needs in needed]
         # the piece before is traced for tangents that are like these, and a Like makes no lazy tensor
         return (*outputs, *(None if g is None else g.resolve_conj().resolve_neg() for g in gradients))
@@ -150,7 +152,7 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
         ) from error
     if any(map(_overwrites, traced.graph.nodes)):  # some of autograd's formulas fill a buffer, as that of rfft
         with torch.no_grad():
-            traced = make_fx(torch.func.functionalize(functools.partial(_run, traced)))(*inputs, *given)
+            traced = make_fx(torch.func.functionalize(functools.partial(_again, traced)))(*inputs, *given)
     for node in traced.graph.nodes:
         if _overwrites(node):
             raise VerifyError(f"the traced program writes in place: {node.format_node()}")
@@ -167,20 +169,20 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
     return _Derivative(forward, backward, gradients, constants)
 
 
-def _run(module: fx.GraphModule, *inputs: torch.Tensor) -> tuple[Any, ...]:
-    """The outputs of `module`. What is traced of a node keeps the region of the node."""
-    if all(region_of(node) is None for node in module.graph.nodes):
-        return tuple(module(*inputs))
-    with fx.traceback.preserve_node_meta():
-        return tuple(fx.Interpreter(module).run(*inputs))
+def _again(module: fx.GraphModule, *inputs: torch.Tensor) -> tuple[Any, ...]:
+    """The outputs of `module`, which was traced before. What is traced of a node keeps what the node notes."""
+    with tracing() as run:
+        return run(module, *inputs)
 
 
 def _as_module(piece: Piece) -> fx.GraphModule:
-    """`piece` by itself, with the positions of its conversions for tags, and those of its regions for regions."""
+    """`piece` by itself, with the positions of its conversions for tags, those of its regions for regions, and those of
+    its nodes noted."""
     graph = fx.Graph()
     env = {node: graph.placeholder(node.name) for node in piece.inputs}
     positions = {tag: i for i, tag in enumerate(piece.tags)}
     _copy(piece.nodes, graph, env, positions, {region: i for i, region in enumerate(piece.regions)})
+    number([env[node] for node in piece.nodes])
     graph.output(tuple(env[node] for node in piece.outputs))
     return fx.GraphModule(torch.nn.Module(), graph)
 
@@ -199,6 +201,7 @@ def _copy(
         else:
             env[node] = graph.node_copy(node, env.__getitem__)
         region = region_of(node)
+        env[node].meta.pop("custom", None)
         mark(env[node], None if region is None else regions[region])
 
 
@@ -312,7 +315,11 @@ def _inlined(source: fx.Graph, target: fx.Graph, starts: Sequence[fx.Node], piec
     """Write the calls of `source`, traced of a piece like `piece`, to the end of `target`, with `starts` for its
     inputs: what stands for what."""
     env = dict(zip(source.find_nodes(op="placeholder"), starts, strict=True))
-    _copy(calls_of(source), target, env, piece.tags, piece.regions)
+    calls = calls_of(source)
+    _copy(calls, target, env, piece.tags, piece.regions)
+    for node in calls:
+        if (at := position(node)) is not None:
+            inherit(env[node], piece.nodes[at])
     return env
 
 

@@ -43,6 +43,7 @@ from ..rules.rule import Emitter, LocalShapes, Rule, windows_of
 from ..rules.windows import by_dim, own_slice, place_in, united
 from ..search.problem import Option, SearchProblem, Vertex, VertexKind
 from .local_program import Conversion, LocalProgram, PlacedPort
+from .origins import inherit
 
 _slice = torch.ops.aten.slice.Tensor
 
@@ -92,6 +93,7 @@ class _Lowering:
                 self._emit(node)
                 for new in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
                     mark(new, region_of(node))
+                    inherit(new, node)
         outputs, results = [], []
         for port in self.problem.graph.outputs:
             chosen = self.chosen.get((VertexKind.OUTPUT, port.node, port.name))

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
 import partway
+from partway.cli import app
 
 ROOT = Path(__file__).parents[2]
 RANKS = {  # under torchrun
-    "checkpoints": 2, "ema": 2, "evaluation": 2, "huggingface": 2, "inference": 4, "launch": 4, "lightning": 2,
-    "options": 2, "recovery": 2, "security": 2,
+    "checkpoints": 2, "ema": 2, "evaluation": 2, "graphs": 4, "huggingface": 2, "inference": 4, "launch": 4,
+    "lightning": 2, "options": 2, "recovery": 2, "security": 2,
 }  # fmt: skip
 PAGES = sorted(RANKS)
 
@@ -46,6 +49,34 @@ def test_the_code_of_a_page_runs(page: str, python: Runner, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     if page == "checkpoints":
         assert done.stdout.split() == ["3", "checkpoint-000005"]
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="another PyTorch writes other operators")
+def test_the_graphs_in_the_guide_are_those_that_its_program_saves(
+    python: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = code_of("graphs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PARTWAY_SAVE_GRAPHS", "2")
+    for name, text in (("annotated", code), ("free", re.sub(r"train\(parameter_plan=.*\)", "train()", code))):
+        monkeypatch.setenv("PARTWAY_SAVE_GRAPHS_PATH", name)
+        (tmp_path / "net.py").write_text(text, encoding="utf-8")
+        done = python("net.py")
+        assert done.returncode == 0, done.stderr
+    texts = [path.read_text(encoding="utf-8") for path in sorted(tmp_path.glob("annotated/**/*.txt"))]
+    texts.append(CliRunner().invoke(app, ["diff", "annotated", "free"]).output)
+    written = {without_seconds(line) for text in texts for line in text.splitlines()}
+    page = (ROOT / "docs" / "graphs.md").read_text(encoding="utf-8")
+    shown = [line for block in re.findall(r"```text\n(.*?)```", page, re.S) for line in block.splitlines()]
+    assert len(shown) > 50
+    assert [line for line in shown if line != "..." and without_seconds(line) not in written] == []
+    files = {path.name.partition(".")[0] for path in tmp_path.glob("annotated/rank_0/000_Net.forward/*")}
+    assert [name for name in sorted(files) if f"`{name}" not in page] == []
+
+
+def without_seconds(line: str) -> str:
+    """A line of an index without the seconds of its pass."""
+    return re.sub(r"\b\d+\.\d{3}\b", "0.000", line)
 
 
 @pytest.mark.slow
