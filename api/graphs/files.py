@@ -111,6 +111,11 @@ class Series:
         self._now: tuple[str, int, Page] | None = None
         self._passes = 0
 
+    @property
+    def empty(self) -> bool:
+        """Whether no pass has left anything yet."""
+        return self._now is None
+
     def left(self, name: str, row: int, page: Page) -> None:
         """The pass `name`, noted in `row`, has changed what there is."""
         if self._now is not None:

@@ -31,6 +31,7 @@ from partway.strategy.notation import to_names
 from partway.strategy.placement import BROADCAST, REPLICATE, Kind, Partial
 
 _OWN = re.compile(r" at 0x[0-9a-f]+")  # what a text may have that is of this process
+_KEY = re.compile(r"[0-9a-f]{40,}")  # the digest of something, of which the beginning tells enough
 _LONGEST = 100  # characters of an argument that is neither a tensor nor a number
 _NAMED = 4  # tensors of a group that are named
 
@@ -97,6 +98,7 @@ class Shown:
         if isinstance(value, dict):
             return "{" + ", ".join(f"{key!r}: {self.written(one)}" for key, one in value.items()) + "}"
         text = repr(value) if isinstance(value, str) else _OWN.sub("", str(value)).removeprefix("torch.")
+        text = _KEY.sub(lambda found: f"{found[0][:8]}...", text)
         half = _LONGEST // 2
         return text if len(text) <= _LONGEST else f"{text[:half]}...{text[-half:]}"
 

@@ -87,6 +87,7 @@ class SavingRecord(Record):
     def __init__(self, files: CallFiles) -> None:
         self.files = files
         self._figures = NOTHING  # of the graph that the last pass left
+        self._stage: Stage | None = stages.CAPTURED  # of capture; None when that is done
         self._captured = Series(files, stages.CAPTURED)
         self._key: object = None  # of the graph that is captured
         self._attempts: list[_Attempt] = []
@@ -101,6 +102,7 @@ class SavingRecord(Record):
         except Exception as error:
             with self.files.unharmed():
                 self.files.tell(failed=_first_line(error))
+                self._enter(None)
                 self._decide(None)
                 self.files.write_index()
             raise
@@ -108,35 +110,36 @@ class SavingRecord(Record):
     # -- Capture, which changes a module in place
 
     def capturing(self, each: capture.Pass, module: fx.GraphModule, inputs: Sequence[Port]) -> None:
-        stage = stages.OF_CAPTURE.get(each.__name__)
         with self.files.unharmed():
             if self._key is None:
                 self._left("trace", module, inputs, _clock() - self._start)
-            if stage is stages.EXPANDED:
-                self._captured.end()
+            self._enter(stages.OF_CAPTURE.get(each.__name__, self._stage))
         start = _clock()
         each(module)
         seconds = _clock() - start
         with self.files.unharmed():
-            if stage is None:
-                self._left(each.__name__, module, inputs, seconds)
-            else:
-                before, page = self._figures, text.captured(module, inputs)
-                self._figures = page.figures
-                self.files.add(row_of(each.__name__, before, self._figures, seconds, self.files.save(stage, page)))
+            self._left(each.__name__, module, inputs, seconds)
             self.files.write_index()
 
+    def _enter(self, stage: Stage | None) -> None:
+        """The passes of `stage` come; None: those of capture are done."""
+        if stage is not self._stage:
+            self._captured.end()
+            self._stage = stage
+            if stage is not None:
+                self._captured = Series(self.files, stage)
+
     def _left(self, name: str, module: fx.GraphModule, inputs: Sequence[Port], seconds: float) -> None:
-        """A pass before operators are expanded."""
+        """A pass of capture is done. The first of a stage has a file, those after it where they changed something."""
         before, self._figures = self._figures, figures_of(module.graph, {})
         row = row_of(name, before, self._figures, seconds)
         key, old = key_of(module.graph), self._key
         self._key = key
-        if key == old:
+        if key == old and not self._captured.empty:
             self.files.add(row)
             return
-        if row.changed == NOTHING_CHANGED:
-            row = row.model_copy(update={"changed": "arguments of operators"})
+        if row.changed == NOTHING_CHANGED and key != old:
+            row = row.model_copy(update={"changed": "names or arguments of operators"})
         page, level = text.captured(module, inputs), self.files.wanted.level
         if level >= Level.PASSES:
             page = page.as_it_is(level >= Level.PICTURES)
@@ -148,6 +151,8 @@ class SavingRecord(Record):
         def heard(each: Pass, draft: PlanDraft) -> PlanDraft:
             if self._planned:  # somebody asks for an explanation
                 return around(each, draft)
+            with self.files.unharmed():
+                self._enter(None)
             start = _clock()
             try:
                 after = around(each, draft)
@@ -215,6 +220,7 @@ class SavingRecord(Record):
     def planned(self, inputs: PlanInputs, planned: Planned) -> None:
         self._profile = inputs.profile
         with self.files.unharmed():
+            self._enter(None)
             if not self._planned:
                 self._lowered(planned.local, inputs, None)
                 self._plan(planned.plan, inputs, None)

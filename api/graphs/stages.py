@@ -69,7 +69,7 @@ WAITING = Stage(
     "10_fused", "a backward that keeps gradients of micro-batches, or adds what was kept", words=_CONVERSIONS
 )
 
-OF_CAPTURE = {"expand_operators": EXPANDED, "absorb": ABSORBED, "prune": PRUNED}  # by the pass; before them CAPTURED
+OF_CAPTURE = {"expand_operators": EXPANDED, "absorb": ABSORBED, "prune": PRUNED}  # by their first pass
 OF_PLANNING = {  # by the field of the draft that a pass makes
     "annotations": ANNOTATED, "problem": FORMULATED, "solution": SEARCHED, "local": LOWERED, "plan": SEARCHED,
 }  # fmt: skip

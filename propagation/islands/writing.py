@@ -40,6 +40,7 @@ from ..graph.nodes import (
     value,
     values_of,
 )
+from ..graph.origins import inherit_line
 from ..ops import by_hand, indexing
 from ..ops.by_hand import COLLECTIVES
 from ..ops.collectives import convert
@@ -112,6 +113,7 @@ class _Writing:
                 self._write(node)
                 for new in list(self.graph.nodes)[before:]:
                     mark(new, region_of(node))
+                    inherit_line(new, node)
         ports = zip(self.island.graph.outputs, self.island.results, strict=True)
         self.graph.output(tuple(self._result(source_of(port.node), crossing) for port, crossing in ports))
         return Written(self.graph, tuple(self.conversions), self.variance)

@@ -32,6 +32,7 @@ from ..graph.nodes import (
     tensor_of,
     values_of,
 )
+from ..graph.origins import inherit
 from ..graph.port import Port, Role
 from ..islands.flows import gradients_inside
 from ..islands.island import Island
@@ -43,7 +44,6 @@ from ..rules.rule import Emitter, LocalShapes, Rule, windows_of
 from ..rules.windows import by_dim, own_slice, place_in, united
 from ..search.problem import Option, SearchProblem, Vertex, VertexKind
 from .local_program import Conversion, LocalProgram, PlacedPort
-from .origins import inherit
 
 _slice = torch.ops.aten.slice.Tensor
 

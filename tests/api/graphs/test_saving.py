@@ -6,6 +6,7 @@ import ast
 import gc
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -130,6 +131,38 @@ def test_any_operator_is_written_with_its_arguments(saved: Path) -> None:
     text = next((saved / RANK).glob("000_*")) / "00_captured.txt"
     assert "bend: float32[4] = partway_tests.bend.default(x)    # 16 B\n" in text.read_text()
     assert "aten._to_copy.default(y, dtype=float64)    # 16 B\n" in text.read_text()
+
+
+def test_an_island_is_called_by_its_name_and_its_lines_are_shown(saved: Path) -> None:
+    @pw.manual(in_strategy=(("dp", None), (None, "tp"), ("tp", None)), out_strategy=(("dp", None),), mesh=MESH)
+    def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        hidden = torch.relu(x @ up)
+        return pw.ops.all_reduce(hidden @ down, group="tp")
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Parameter(torch.ones(8, 16)), torch.nn.Parameter(torch.ones(16, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return mlp(x, self.up, self.down).tanh()
+
+    model = pw.shard(torch.nn.Sequential(Block(), Block()), mesh=MESH, in_strategy=(("dp", None),))
+    model(torch.ones(4, 8)).sum().backward()
+    folder = saved / RANK / "000_Sequential.forward"
+    searched, lowered, fused = (
+        (folder / f"{name}.txt").read_text() for name in ("06_searched", "07_lowered", "10_fused")
+    )
+    assert re.search(
+        r"^mlp: \(float32\[4, 8\]\) = island.mlp\(\[input, 0.up, 0.down\], '[0-9a-f]{8}\.\.\.'\)", searched, re.M
+    )
+    strategy = '{in_strategy: (("dp", None), (None, "tp"), ("tp", None)), out_strategy: (("dp", None),)}'
+    assert searched.count(strategy) == 2
+    for i in range(2):
+        for each in (lowered, fused):
+            assert re.search(rf"^# {i}: test_saving.py:\d+, in mlp: hidden = torch.relu\(x @ up\)$", each, re.M)
+    backward = fused.split("\nbackward\n")[1]
+    assert re.search(r"in mlp: hidden = torch.relu\(x @ up\)\nthreshold_backward: ", backward)
 
 
 # -- Which calls have a folder

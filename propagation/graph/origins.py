@@ -14,16 +14,20 @@ from typing import Any
 import torch
 from torch import fx
 
-_KEYS = ("nn_module_stack", "stack_trace")
+_LINE = "stack_trace"
+_KEYS = ("nn_module_stack", _LINE)
 _POSITION = "partway_position"
 
 
 def inherit(new: fx.Node, old: fx.Node) -> None:
-    """`new` comes from where `old` does."""
-    for key in _KEYS:
-        new.meta.pop(key, None)
-        if key in old.meta:
-            new.meta[key] = old.meta[key]
+    """`new` comes from where `old` does, unless it has an origin of its own."""
+    new.meta |= {key: old.meta[key] for key in _KEYS if key in old.meta and key not in new.meta}
+
+
+def inherit_line(new: fx.Node, old: fx.Node) -> None:
+    """`new` comes from the line that `old` does; its module is still to be said."""
+    if _LINE in old.meta:
+        new.meta[_LINE] = old.meta[_LINE]
 
 
 def number(nodes: Sequence[fx.Node]) -> None:
