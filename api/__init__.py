@@ -18,6 +18,7 @@ import partway.versions  # noqa: F401 - first: it warns of a PyTorch that Partwa
 if TYPE_CHECKING:
     from partway import data, ops
     from partway.checking.checker import check_manual
+    from partway.checking.report import ManualReport, Mistake
     from partway.checkpoints.loading import load
     from partway.checkpoints.per_rank import (
         WeightLayout,
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
         set_auto_parallel_context,
     )
     from partway.fusion.timeline import save_chrome_trace
+    from partway.islands import manual
     from partway.loss_monitor import LossMonitor
-    from partway.manual import manual
     from partway.ops.where import axis_index, axis_size, set_mesh
     from partway.propagation.plan.plan import Plan
     from partway.resume import Resume
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
 # torch does, since capturing a graph needs much of torch that `import torch` leaves out.
 _HOMES = {
     "checking.checker": "check_manual",
+    "checking.report": "ManualReport Mistake",
     "checkpoints.loading": "load",
     "checkpoints.per_rank": """WeightLayout infer_predict_layout load_distributed_checkpoint rank_list_for_transform
         save_checkpoint transform_checkpoint_by_rank transform_checkpoints""",
@@ -84,7 +86,7 @@ _HOMES = {
         reset_auto_parallel_context set_algo_parameters set_auto_parallel_context""",
     "fusion.timeline": "save_chrome_trace",
     "loss_monitor": "LossMonitor",
-    "manual": "manual",
+    "islands": "manual",
     "ops.where": "axis_index axis_size set_mesh",
     "propagation.plan.plan": "Plan",
     "resume": "Resume",
@@ -108,7 +110,9 @@ __all__ = [
     "Layout",
     "LossError",
     "LossMonitor",
+    "ManualReport",
     "Mesh",
+    "Mistake",
     "OperatorError",
     "Partial",
     "PartwayError",

@@ -89,6 +89,7 @@ class _Call:
         self.position, self.size = here.mesh.position(here.rank, *self.axes), here.size(self.axes)
         self.group = _groups().of[self.axes]
         self.ranks = here.mesh.group(here.rank, *self.axes)
+        self.ledger = f"calls/{here.mesh}/{','.join(self.axes)}/{self.ranks[0]}"  # its name: of these ranks alone
 
     def seat(self) -> Seat:
         """This rank in its group."""
@@ -149,7 +150,7 @@ def _kernel(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             try:
                 if os.environ.get("PARTWAY_VERIFY") == "1":
                     _compare(call, of)
-                own.ledger(f"calls/{','.join(call.axes)}/{call.ranks[0]}", call.ranks).called(of)
+                own.ledger(call.ledger, call.ranks).called(of)
                 return run(call, x, *arguments)
             except RuntimeStateError:
                 raise

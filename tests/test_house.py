@@ -35,6 +35,8 @@ ecosystem/test_inference_layouts.py    api/checkpoints: per_rank rank_files
 api/test_compiling.py                  api: plan_inputs; api/annotations: annotate
 api/graphs/test_saving.py              api/graphs: files figures index operators record stages text
 api/graphs/test_compare.py             api/graphs: saved
+api/checking/test_programs.py          api/checking: checker matching measured ranks reasons records
+api/checking/test_reports.py           api/checking: report
 api/test_guard.py                      api/reuse: guard
 api/test_planned.py                    api/reuse: courses
 api/test_threads.py                    api: attached engine planning
@@ -89,9 +91,9 @@ models/test_inductor.py                runtime: inductor
 runtime/test_execute.py                runtime: instructions memory
 conformance/test_ranks.py              runtime: watch
 runtime/test_security.py               runtime: interfaces
-api/test_manual.py                     propagation/capture: by_rank islands messages; propagation/search: islands
-api/test_manual.py                     propagation/islands: flows island variance writing
-api/test_manual.py                     propagation/ops: by_hand islands; strategy: place
+api/test_islands.py                    propagation/capture: by_rank islands messages; propagation/search: islands
+api/test_islands.py                    propagation/islands: flows island variance writing
+api/test_islands.py                    propagation/ops: by_hand islands; strategy: place
 """
 
 

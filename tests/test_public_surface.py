@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,9 @@ PUBLIC = [
     "Layout",
     "LossError",
     "LossMonitor",
+    "ManualReport",
     "Mesh",
+    "Mistake",
     "OperatorError",
     "Partial",
     "PartwayError",
@@ -37,6 +40,7 @@ PUBLIC = [
     "auto_parallel_context",
     "axis_index",
     "axis_size",
+    "check_manual",
     "compile",
     "data",
     "get_algo_parameters",
@@ -114,6 +118,11 @@ def parameters(function: object) -> str:
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
 
 
+def test_no_module_has_the_name_of_a_function_of_the_package() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(pw.__path__)}
+    assert modules & set(pw.__all__) == {"data", "ops"}  # an import of it would put it in the function's place
+
+
 def test_these_are_the_public_names():
     assert pw.__all__ == PUBLIC
     assert all(hasattr(pw, name) for name in PUBLIC)
@@ -155,6 +164,7 @@ def test_these_are_the_public_names():
         (pw.get_algo_parameters, "(key)"),
         (pw.reset_algo_parameters, "()"),
         (pw.manual, "(fn=None, in_strategy=None, out_strategy=None, *, mesh=None)"),
+        (pw.check_manual, "(fn, in_strategy=None, out_strategy=None, args=(), *, mesh=None, whole=None)"),
         (pw.set_mesh, "(mesh)"),
         (pw.axis_index, "(group=None)"),
         (pw.axis_size, "(group=None)"),

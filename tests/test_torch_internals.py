@@ -41,6 +41,24 @@ def test_a_version_counts_writes_in_place() -> None:
     assert planning.version_of(x) == before + 2
 
 
+def test_operations_have_numbers_that_their_backward_passes_know() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y, seen = x.exp(), []
+    z = y * 2
+    assert planning.sequence_number(y.grad_fn) < planning.sequence_number(z.grad_fn)
+    assert planning.sequence_number_now() is None
+
+    class Seen(planning.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(planning.sequence_number_now())
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        z.sum().backward()
+    assert {planning.sequence_number(y.grad_fn), planning.sequence_number(z.grad_fn)} <= set(seen)
+    assert seen[0] is None
+
+
 def test_tensors_that_share_memory_have_one_storage_key() -> None:
     x, other = torch.zeros(4), torch.zeros(4)
     assert planning.storage_key(x) == planning.storage_key(x[1:].view(3, 1))

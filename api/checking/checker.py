@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,15 +14,14 @@ from partway.checking.matching import matched
 from partway.checking.measured import Measured, equal, measure
 from partway.checking.ranks import Run, run_ranks
 from partway.checking.reasons import Measurements
-from partway.checking.records import tensors_in
+from partway.checking.records import Exact, tensors_in
 from partway.checking.report import Difference, Finding, ManualReport
 from partway.checks import check_target
-from partway.manual import InStrategy, ManualFunction, in_layouts, out_layouts
+from partway.islands import InStrategy, ManualFunction, in_layouts, out_layouts
 from partway.propagation.graph.structure import Call, check_call, flatten_call, name_of
 from partway.request import Request
 from partway.runtime.slices import part_of
 from partway.strategy import Layout, Mesh, Replicate, Shard, StrategyError
-from partway.strategy.errors import shown
 
 _NOISE = 0.1  # of the deviation of a tensor: so that no zeros or ones, as of new biases and norms, hide a mistake
 
@@ -56,19 +56,12 @@ def check_manual(
 
     Raises StrategyError for strategies and arguments that do not fit, CaptureError where ranks do not meet.
     """
-    request = Request(in_strategy, out_strategy, mesh=mesh)
-    if isinstance(fn, ManualFunction):
-        fn, request = (
-            fn.fn,
-            Request(
-                in_strategy or fn.request.in_strategy,
-                out_strategy or fn.request.out_strategy,
-                mesh=mesh or fn.request.mesh,
-            ),
-        )
+    fn, request = _asked(fn, Request(in_strategy, out_strategy, mesh=mesh))
     check_target("check_manual", fn)
     if not isinstance(args, tuple | list):
-        raise StrategyError(f"check_manual takes the arguments of {name_of(fn)} in a tuple, not {shown(args)}")
+        raise StrategyError(
+            f"check_manual takes the arguments of {name_of(fn)} in a tuple, such as (x,), not a {type(args).__name__}"
+        )
     on = request.own_mesh
     if on is None:
         raise StrategyError(f"check_manual has no mesh to run {name_of(fn)} on; pass mesh={{'dp': 2, 'tp': 4}}")
@@ -81,6 +74,16 @@ def check_manual(
     return _report(fn, on, runs, one, right, request.out_strategy, whole)
 
 
+def _asked(fn: Any, request: Request) -> tuple[Any, Request]:
+    """The program of one rank, and its strategies: an island has its own."""
+    if not isinstance(fn, ManualFunction):
+        return fn, request
+    own = fn.request
+    if request.in_strategy is None and request.out_strategy is None:
+        request = replace(request, in_strategy=own.in_strategy, out_strategy=own.out_strategy)
+    return fn.fn, request if request.mesh is not None else replace(request, mesh=own.mesh)
+
+
 def _reference(
     fn: Callable[..., Any], call: Call, mesh: Mesh, whole: Callable[..., Any] | None
 ) -> tuple[list[Tensor], Run, list[Tensor]]:
@@ -90,20 +93,32 @@ def _reference(
     generator = torch.Generator().manual_seed(0)
     tries = [[_noisy(tensor, generator) for tensor in exact], exact]
     for given in tries:
-        (one,) = run_ranks(fn, call, [given], alone)
+        one = _one(fn, call, given, alone, needed=whole is None)
         right = list(one.outputs)
         if whole is not None:
             args, kwargs = call.structure.build([t.clone().requires_grad_(t.is_floating_point()) for t in given])
-            right = [tensor.detach() for tensor in tensors_in(whole(*args, **kwargs))]
+            with Exact():  # type: ignore[no-untyped-call]
+                right = [tensor.detach() for tensor in tensors_in(whole(*args, **kwargs))]
         if all(output.isfinite().all() for output in right):
             break
+    return given, one, right
+
+
+def _one(fn: Callable[..., Any], call: Call, given: Sequence[Tensor], alone: Mesh, *, needed: bool) -> Run:
+    """What one rank computes that has everything. That may fail where it is not `needed`."""
+    try:
+        (one,) = run_ranks(fn, call, [given], alone)
+    except Exception as error:
+        if needed:
+            error.add_note(
+                f"check_manual runs {name_of(fn)} on one rank with everything whole, to know what it should compute; "
+                "let it ask pw.axis_size and pw.axis_index in place of numbers, or pass whole"
+            )
+            raise
+        return Run((), (), ())
     if not one.outputs:
         raise StrategyError(f"{name_of(fn)} returns no tensors, so that there is nothing to check; return its results")
-    if len(right) != len(one.outputs):
-        raise StrategyError(
-            f"{name_of(fn)} returns {len(one.outputs)} tensors, and whole {len(right)}; let both return the same"
-        )
-    return given, one, right
+    return one
 
 
 def _exact(tensor: Tensor) -> Tensor:
@@ -130,11 +145,11 @@ def _report(
     counts = {len(run.outputs) for run in runs}
     if counts != {len(right)}:
         raise StrategyError(
-            f"{name_of(fn)} returns {sorted(counts)} tensors on the ranks, and {len(right)} on one; let all return "
-            "the same"
+            f"{name_of(fn)} returns {' or '.join(map(str, sorted(counts)))} tensors on a rank, and {len(right)} on one "
+            "device; let it return the same everywhere"
         )
     wanted = out_layouts(fn, [tuple(output.shape) for output in first.outputs], out_strategy, mesh)
-    alike = [equal(found, expected) for found, expected in zip(one.outputs, right, strict=True)]
+    alike = [equal(found, expected) for found, expected in zip_longest(one.outputs, right)]
     measurements = Measurements(mesh, first.records, _known(runs, one, mesh) if all(alike) else {})
     differences, findings, unknown = list[Difference](), list[Finding](), list[str]()
     for i, (layout, expected) in enumerate(zip(wanted, right, strict=True)):
@@ -146,7 +161,7 @@ def _report(
         found = list(measurements.findings(first.numbers[i], layout))
         findings += [replace(finding, outputs=(word,)) for finding in found]
         if not found:
-            unknown.append(_why_not(word, fn, all(alike), first, measurements))
+            unknown.append(_why_not(word, fn, all(alike), first.numbers[i], measurements))
     against = "whole" if whole is not None else "one rank with everything whole"
     drawn = dict.fromkeys(line for run in (one, *runs) for line in run.drawn)
     unknown += [f"random numbers are drawn at {line}: what they are differs from one device" for line in drawn]
@@ -162,26 +177,34 @@ def _joined(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     return tuple(replace(finding, outputs=outputs) for finding, outputs in joined.items())
 
 
-def _why_not(word: str, fn: Callable[..., Any], alike: bool, first: Run, measurements: Measurements) -> str:
+def _why_not(word: str, fn: Callable[..., Any], alike: bool, number: int | None, measurements: Measurements) -> str:
     """Why a wrong result is not explained."""
     if not alike:
         return (
             f"why {word} is wrong: on one rank {name_of(fn)} does not compute what whole does, so that no value on "
             "the way is known; let it ask pw.axis_size and pw.axis_index in place of numbers"
         )
-    lost = [r for i, r in enumerate(first.records) if i not in measurements.known and r.line.number]
+    if number is None:
+        return f"why {word} is wrong: it is not computed of the arguments"
+    records = measurements.records
+    if culprits := measurements.culprits(number):
+        return (
+            f"why {word} is wrong: from {records[culprits[0]].line} on, values are not those of one device in any "
+            "layout, which need not be a mistake there"
+        )
+    lost = [record for i, record in enumerate(records) if i not in measurements.known and record.line.number]
     where = f", first at {lost[0].line}" if lost else ""
     return f"why {word} is wrong: {len(lost)} values on the way have no counterpart on one rank{where}"
 
 
-def _known(runs: Sequence[Run], one: Run, mesh: Mesh) -> dict[int, Measured | None]:
+def _known(runs: Sequence[Run], one: Run, mesh: Mesh) -> dict[int, tuple[Measured, ...]]:
     """What the records of the first rank are, where one device has a counterpart. A collective moves a value, and
     leaves it what it is on one device."""
     records = runs[0].records
     counterparts = matched(records, one.records, collectives=False)
     others = [matched(records, run.records) for run in runs[1:]]
     sources: dict[int, int] = {}
-    known: dict[int, Measured | None] = {}
+    known: dict[int, tuple[Measured, ...]] = {}
     for i, record in enumerate(records):
         source = counterparts.get(i)
         if record.collective and record.operands:

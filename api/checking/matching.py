@@ -17,5 +17,5 @@ def matched(one: Sequence[Record], other: Sequence[Record], collectives: bool = 
     keys = [[records[i].key for i in numbers] for records, numbers in ((one, left), (other, right))]
     if keys[0] == keys[1]:
         return dict(zip(left, right, strict=True))
-    blocks = SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks()
+    blocks = SequenceMatcher(a=keys[0], b=keys[1], autojunk=False).get_matching_blocks()
     return {left[block.a + i]: right[block.b + i] for block in blocks for i in range(block.size)}

@@ -26,30 +26,45 @@ class Measured:
     placements: tuple[Placed, ...]
     factor: Fraction = Fraction(1)
 
+    def axes(self, placement: Placed, mesh: Mesh) -> list[str]:
+        """The axes on which it has `placement`."""
+        return [axis for axis, own in zip(mesh.axes, self.placements, strict=True) if own == placement]
+
+    @property
+    def slices(self) -> list[Shard]:
+        """How it is split."""
+        return [placement for placement in self.placements if isinstance(placement, Shard)]
+
+    def of_means(self, mesh: Mesh) -> bool:
+        """Whether ranks have means of their own parts, of which the mean is what one device has."""
+        addends = self.axes(PARTIAL, mesh)
+        return bool(addends) and self.factor == mesh.size(*addends)
+
     def told(self, mesh: Mesh) -> str:
         """It in words."""
+        means = self.of_means(mesh)
         words = [
-            _word(placement, axis)
+            _word(placement, axis, means)
             for placement, axis in zip(self.placements, mesh.axes, strict=True)
             if mesh.size(axis) > 1
         ]
-        times = "" if self.factor == 1 else f", {self.factor} times what it should be"
-        return f"{' and '.join(dict.fromkeys(words)) or 'whole'}{times}"
+        times = "" if self.factor == 1 or means else f", {self.factor} times what it should be"
+        return f"{' and '.join(words) or 'whole'}{times}"
 
 
-def _word(placement: Placed, axis: str) -> str:
+def _word(placement: Placed, axis: str, means: bool) -> str:
     match placement:
         case Shard():
             return f"a slice of dim {placement.dim} over {axis}"
         case Partial():
-            return f"an addend over {axis}"
+            return f"a mean of each rank's own part over {axis}" if means else f"a partial sum over {axis}"
         case _:
-            return f"alike over {axis}"
+            return f"replicated over {axis}"
 
 
-def equal(one: Tensor, other: Tensor) -> bool:
+def equal(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two tensors differ by rounding only."""
-    if one.shape != other.shape:
+    if one is None or other is None or one.shape != other.shape:
         return False
     if not (other.is_floating_point() or other.is_complex()):
         return torch.equal(one, other)
@@ -57,8 +72,8 @@ def equal(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, EXACT, EXACT * scale, equal_nan=True)
 
 
-def measure(values: Sequence[Tensor], whole: Tensor, mesh: Mesh) -> Measured | None:
-    """What `values`, one of each rank, are of the `whole`; None if nothing of it. What is right as it is, and what
+def measure(values: Sequence[Tensor], whole: Tensor, mesh: Mesh) -> tuple[Measured, ...]:
+    """What `values`, one of each rank, may be of the `whole`; empty if nothing of it. What is right as it is, and what
     needs no sum, comes first."""
     found: list[Measured] = []
     for placements, together in _together(list(values), tuple(whole.shape), mesh, len(mesh.axes)):
@@ -66,7 +81,7 @@ def measure(values: Sequence[Tensor], whole: Tensor, mesh: Mesh) -> Measured | N
             found.append(Measured(placements))
         elif (factor := _factor(together, whole, mesh)) is not None:
             found.append(Measured(placements, factor))
-    return min(found, key=lambda m: (m.factor != 1, m.placements.count(PARTIAL)), default=None)
+    return tuple(sorted(found, key=lambda m: (m.factor != 1, m.placements.count(PARTIAL))))
 
 
 def _together(

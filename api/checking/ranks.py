@@ -58,7 +58,7 @@ def _run(fn: Callable[..., Any], call: Call, parts: Sequence[Tensor], place: Pla
     args, kwargs = call.structure.build(list(leaves))
     for name, leaf in zip(call.names, leaves, strict=True):
         recorder.given(name, leaf)
-    with placed(place), torch.enable_grad(), recorder:
+    with placed(place), torch.enable_grad(), recorder.recording():
         outputs = tensors_in(fn(*args, **kwargs))
     numbers = [recorder.number_of(output) for output in outputs]
     return Run(recorder.records, [output.detach() for output in outputs], numbers, recorder.drawn)

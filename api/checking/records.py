@@ -5,8 +5,10 @@ from __future__ import annotations
 import linecache
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,7 +17,14 @@ from torch.overrides import TorchFunctionMode
 
 from partway.propagation.capture.source_lines import is_persons
 from partway.propagation.ops.by_hand import COLLECTIVES, all_reduce, reduce_scatter
-from partway.propagation.torch_internals import TorchDispatchMode, sequence_number, sequence_number_now, tree_flatten
+from partway.propagation.torch_internals import (
+    TorchDispatchMode,
+    schema_of,
+    sequence_number,
+    sequence_number_now,
+    tree_flatten,
+    tree_map,
+)
 
 
 @dataclass(frozen=True)
@@ -75,14 +84,42 @@ class Record:
 _COLLECTIVES = frozenset(str(operator) for operator in COLLECTIVES)
 
 
-class Recorder(TorchDispatchMode):
+_EXACT = {
+    torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}  # fmt: skip
+
+
+class Exact(TorchDispatchMode):
+    """Computes in float64 whatever a program asks for, such as a loss in float32: else what ranks have would differ
+    from what one device has by more than rounding."""
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = args, dict(kwargs or {})
+        args, kwargs = tree_map(_exact_dtype if schema_of(operator).is_mutable else _exact, given)
+        return tree_map(_exact, operator(*args, **(kwargs or {})))
+
+
+def _exact(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype in _EXACT:
+        return value.to(_EXACT[value.dtype])
+    return _exact_dtype(value)
+
+
+def _exact_dtype(value: Any) -> Any:
+    return _EXACT.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+class Recorder(Exact):
     """Records what the thread computes in which it is on. `collective(operator, arguments)` does a collective.
 
     `drawn` has the lines that draw random numbers.
     """
 
     def __init__(self, collective: Callable[[Any, Sequence[Any]], Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.records: list[Record] = []
         self.drawn: list[Line] = []
         self._collective = collective
@@ -90,13 +127,11 @@ class Recorder(TorchDispatchMode):
         self._kept: list[Tensor] = []  # so that no memory is used twice
         self._lines = _Lines()
 
-    def __enter__(self) -> Any:
-        self._lines.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._lines.__exit__(*error)
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While this is open."""
+        with self._lines, self:
+            yield
 
     def given(self, name: str, tensor: Tensor) -> None:
         """Note an argument."""
@@ -109,15 +144,17 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         operands = tuple(
             number for tensor in tensors_in((args, kwargs)) if (number := self.number_of(tensor)) is not None
         )
-        meets = operator in COLLECTIVES
-        result = self._collective(operator, args) if meets else operator(*args, **kwargs)
+        meets, line, backward, inside = operator in COLLECTIVES, *self._lines.here()
+        state = torch.get_rng_state() if torch.Tag.nondeterministic_seeded in operator.tags else None
+        result = (
+            self._collective(operator, args) if meets else super().__torch_dispatch__(operator, types, args, kwargs)
+        )
         about = (axes_of(operator, args), _reduction(operator, args)) if meets else ()
-        line, backward, inside = self._lines.here()
-        if torch.Tag.nondeterministic_seeded in operator.tags:
+        if state is not None and (kwargs.get("generator") or not torch.equal(state, torch.get_rng_state())):
             self.drawn.append(line)
         for tensor in tensors_in(result):
             self._note(Record(str(operator), line, backward, inside, operands, tensor.detach().clone(), *about), tensor)
@@ -131,7 +168,7 @@ class Recorder(TorchDispatchMode):
 
 def axes_of(operator: Any, args: Sequence[Any]) -> tuple[str, ...]:
     """The axes that a collective is over."""
-    names = [argument.name for argument in operator._schema.arguments]
+    names = [argument.name for argument in schema_of(operator).arguments]
     return tuple(args[names.index("axes")])
 
 
@@ -150,8 +187,8 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class _Lines(TorchFunctionMode):
-    """The lines of a person's code that ask for operators. Those of a backward pass follow from the number that autograd
-    gives each operation."""
+    """The lines of a person's code that ask for operators. Those of a backward pass follow from the number that
+    autograd gives each operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,12 +225,13 @@ class _Lines(TorchFunctionMode):
 
 def _line() -> tuple[Line, Any]:
     """The innermost line of a person's code, and the frame of `partway.ops` that it called, if it did."""
-    frame, call = sys._getframe(1), None
+    frame: FrameType | None = sys._getframe(1)
+    call = None
     while frame is not None:
         name = frame.f_code.co_filename
         if is_persons(name):
             return Line(name, frame.f_lineno, frame.f_code.co_name), call
         if frame.f_globals.get("__name__", "").startswith("partway.ops"):
             call = frame
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return NOWHERE, call

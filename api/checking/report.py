@@ -12,15 +12,15 @@ class Mistake(StrEnum):
     """What is wrong."""
 
     MISSING_SUM = "a sum is missing"
-    GRADIENT = "a gradient that is an addend is used as whole"
-    TWICE = "a sum of what every rank has alike"
+    GRADIENT = "a gradient that is a partial sum is used as whole"
+    TWICE = "a sum of what is replicated"
     LOCAL_COUNT = "a mean by the local count"
-    ON_EVERY_RANK = "what every rank has alike is added to an addend"
-    OF_A_SLICE = "a slice is reduced as if it were whole"
-    SLICES = "slices are reduced as if they were addends"
-    MEAN_OF_ADDENDS = "a mean of addends"
+    ON_EVERY_RANK = "what is replicated is added to a partial sum"
+    OF_A_SLICE = "a slice is used as if it were whole"
+    SLICES = "slices are reduced as if they were partial sums"
+    MEAN_OF_PARTS = "a mean of partial sums"
+    LOCAL_SIZE = "a constant of the local size is the same on every rank"
     LAYOUT = "another layout than out_strategy says"
-    UNEXPLAINED = "another result than one device"
 
 
 @dataclass(frozen=True)
