@@ -17,7 +17,7 @@ from partway.cli import app
 ROOT = Path(__file__).parents[2]
 RANKS = {  # under torchrun
     "checkpoints": 2, "ema": 2, "evaluation": 2, "graphs": 4, "huggingface": 2, "inference": 4, "launch": 4,
-    "lightning": 2, "options": 2, "recovery": 2, "security": 2,
+    "lightning": 2, "manual": 4, "options": 2, "recovery": 2, "security": 2,
 }  # fmt: skip
 PAGES = sorted(RANKS)
 
@@ -40,7 +40,7 @@ def test_each_page_is_found_from_the_readme() -> None:
 
 
 @pytest.mark.parametrize("page", [
-    page if page in ("checkpoints", "inference", "options") else pytest.param(page, marks=pytest.mark.slow)
+    page if page in ("checkpoints", "inference", "manual", "options") else pytest.param(page, marks=pytest.mark.slow)
     for page in PAGES
 ])  # fmt: skip
 def test_the_code_of_a_page_runs(page: str, python: Runner, tmp_path: Path) -> None:
@@ -49,6 +49,10 @@ def test_the_code_of_a_page_runs(page: str, python: Runner, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     if page == "checkpoints":
         assert done.stdout.split() == ["3", "checkpoint-000005"]
+    if page == "manual":
+        report = (ROOT / "docs" / "manual.md").read_text(encoding="utf-8").split("```text\n")[1].split("```")[0]
+        mistake = report[report.index("a gradient that") :]
+        assert mistake in done.stdout.replace(f"{tmp_path}/", "")
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="another PyTorch writes other operators")
