@@ -61,7 +61,9 @@ def parameters_on(module: nn.Module, names: Collection[str], mesh: Mesh | None) 
     problems = [Problem(words, "is a DTensor", "keep buffers plain, alike on every rank") for words in buffers]
     layouts = _layouts({words: tensor for words, (_, tensor) in held.items()}, mesh, problems)
     fix = "redistribute it to Shard or Replicate"
-    problems += [Problem(words, f"holds addends, {layout}", fix) for words, layout in layouts.items() if layout.adds]
+    problems += [
+        Problem(words, f"holds partial sums, {layout}", fix) for words, layout in layouts.items() if layout.adds
+    ]
     raise_problems("the DTensors of the module cannot be taken:", problems)
     return {held[words][0]: layout for words, layout in layouts.items()}
 

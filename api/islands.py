@@ -58,7 +58,7 @@ def manual(fn: Any = None, in_strategy: Any = None, out_strategy: Any = None, *,
     in_strategy     one entry per argument, or a dict by argument name, as `shard` takes them: axis names, or
                     placements (Shard and Replicate). None: every rank gets the whole tensor. Sizes must divide
     out_strategy    likewise, one entry per tensor that `fn` returns. None: every rank returns the whole result, and
-                    all the same. Partial(): ranks return addends of it
+                    all the same. Partial(): ranks return partial sums of it
     mesh            a Mesh, a dict of axis sizes or a DeviceMesh; None: that of the function around it
 
     It stands alone, or inside a function or module that `shard` plans: its strategies are taken as they are, and all

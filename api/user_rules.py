@@ -57,10 +57,10 @@ def rule(
                  are split together. `1`: a dim that cannot be split; `...`: any leading dims, which may broadcast;
                  `(b s)`: a dim merged of two, major first; `+n`: an operand that enters a sum once, as a bias does.
                  An argument that is a list of tensors has one spec, that of each tensor; an optional one has one too
-    reduce       names of dims that are summed over: a rank with a part of them computes an addend of the result.
+    reduce       names of dims that are summed over: a rank with a part of them computes a partial sum.
                  A dim that results lack and that is not named here stays whole
     whole        names of dims that cannot be split
-    linear       the operands in which the operator is linear, so that addends may pass through it: `(0, 1)` for a
+    linear       the operands in which the operator is linear, so that partial sums may pass through it: `(0, 1)` for a
                  product; ("0 1",) for one that is linear in both together, as a sum is
     contraction  it multiplies and adds over all its dims, and is priced so
     local        writes what a rank runs where that differs from the global call, as for an argument that holds a

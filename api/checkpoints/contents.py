@@ -119,7 +119,9 @@ def part_of(tensor: Tensor) -> tuple[Slices, Tensor]:
         return tuple(slice(0, size) for size in tensor.shape), tensor.detach()
     dtensor: Any = tensor
     if any(placement.is_partial() for placement in dtensor.placements):
-        raise RuntimeStateError(f"a DTensor {list(tensor.shape)} holds addends {dtensor.placements}; redistribute it")
+        raise RuntimeStateError(
+            f"a DTensor {list(tensor.shape)} holds partial sums, {dtensor.placements}; redistribute it"
+        )
     part = local_part_of(tensor).detach()
     chunks = dtensor.__create_chunk_list__()
     offsets = chunks[0].offsets if chunks else (0,) * tensor.dim()

@@ -27,12 +27,12 @@ class Stage:
 
 
 LAYOUTS = (
-    "[dp:S0 tp:R] is a layout: over the mesh axis dp a rank has its slice of dim 0 (S0), over tp the whole (R).",
-    "B is the whole, too, but its gradient is added up over the ranks; P an addend: the value is the sum of all",
+    "A layout such as [dp:S0 tp:R] says what a rank holds over each mesh axis: S0 its slice of dim 0, R the whole,",
+    "P a partial sum (the value is the sum of all ranks'), B the whole where each rank's gradient is a partial sum",
 )
 _STRATEGIES = (
-    "a strategy has for each tensor one entry for each dim: the axes that split it, or None; where ranks hold",
-    "addends, one placement for each axis. `splits dp:m` says which index of the operator's rule dp splits",
+    "a strategy has for each tensor one entry for each dim: the axes that split it, or None; where ranks hold partial",
+    "sums, one placement for each axis. `splits dp:m` says which index of the operator's rule dp splits",
     *LAYOUTS,
 )
 _CONVERSIONS = (

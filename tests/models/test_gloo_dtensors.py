@@ -170,7 +170,7 @@ def _refused(case: str) -> str:
         ("mesh", "parameter '0.weight': is a DTensor (Shard(dim=0),) on DeviceMesh((tp=2)"),
         ("mesh", "its axes are not those of the mesh dp=2; distribute it over axes of the mesh, by name"),
         ("plan", "parameter '0.weight': is already split as [tp:S0], which (None, 'tp') does not allow"),
-        ("addends", "parameter '0.weight': holds addends, [tp:P]; redistribute it to Shard or Replicate"),
+        ("addends", "parameter '0.weight': holds partial sums, [tp:P]; redistribute it to Shard or Replicate"),
         ("buffer", "buffer 'seen': is a DTensor; keep buffers plain, alike on every rank"),
         ("input", "input 'input': is a DTensor (Shard(dim=0),) on DeviceMesh((tp=2)"),
     ],
