@@ -78,7 +78,7 @@ def permuted(pairs: list[tuple[int, int]]) -> Case:
     sources = {target: source for source, target in pairs}
     return Case(
         lambda x, group: pw.ops.permute(x, pairs, group),
-        lambda xs: [xs[sources[i]] if i in sources else torch.zeros_like(x) for i, x in enumerate(xs)],
+        lambda xs: [xs[sources[i]] if i in sources else 0 * x for i, x in enumerate(xs)],  # 0 * x: with a gradient
     )
 
 
