@@ -33,9 +33,10 @@ def is_persons(filename: str) -> bool:
 def _others() -> tuple[str, ...]:
     """How the names of other files begin."""
     torchs, ours = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    own = [os.path.join(ours, name) + os.sep for name in ("api", "strategy", "propagation", "fusion", "runtime", "")]
-    installed = not os.path.exists(os.path.join(ours, "pyproject.toml"))
-    return (torchs + os.sep, "<", *(own if installed else own[:-1]))
+    stages = ("api", "strategy", "propagation", "fusion", "runtime")
+    installed = not os.path.exists(os.path.join(ours, "pyproject.toml"))  # a checkout has the tests and examples too
+    folders = [ours] if installed else [os.path.join(ours, stage) for stage in stages]
+    return ("<", *(os.path.join(folder, "") for folder in (torchs, *folders)))
 
 
 def with_source_lines(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,13 @@
 """Operators and errors name the lines of the caller's code."""
 
+import pytest
 import torch
 from torch import nn
 
+import partway.checking.records
+import partway.propagation.capture
 from partway.propagation.capture.capture import capture
+from partway.propagation.capture.source_lines import is_persons
 from partway.propagation.graph.nodes import module_path, source_line
 
 
@@ -35,3 +39,13 @@ def test_the_operators_of_a_plain_function_name_its_lines():
         "half_of_a_product: return y / 2",
     ]
     assert all(line.startswith("test_source_lines.py:") for line in lines)
+
+
+@pytest.mark.parametrize("module", [torch, torch.nn, partway, partway.checking.records, partway.propagation.capture])
+def test_no_line_of_ours_or_of_pytorch_is_taken_for_the_persons(module):
+    assert not is_persons(module.__file__)
+
+
+def test_the_lines_of_a_script_are_the_persons():
+    assert is_persons(__file__)
+    assert not is_persons("<frozen importlib._bootstrap>")
