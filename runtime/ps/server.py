@@ -1,0 +1,534 @@
+"""A server: its pieces, and the steps that it takes. Plain Python: cluster.py has it run as an actor of Ray.
+
+Every call may come again, since the first may have been carried out by a process that then died: so each is written to
+the shelf, with what it is known by, before it is answered.
+
+    in sync mode     `prepare` keeps a worker's gradients for a step; `apply` takes the step, by the workers that the
+                     coordinator decided on, and returns what changed
+    in async mode    `push` takes a worker's step at once
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...strategy.errors import RuntimeStateError
+from .job import Job
+from .pieces import Parameter, Piece
+from .shelf import Record, View, open_shelf, viewing
+from .update import Maker, Shard, Table, is_of_rows
+from .wire import array_of, bytes_of, name_of, tensor_from, tensor_of
+
+Values = dict[str, Any]  # arrays by the keys of pieces
+
+
+@dataclass
+class Decision:
+    """What a step of sync mode is: whose gradients are averaged, with which options; whose the next step is."""
+
+    version: int
+    members: list[int]
+    options: list[dict[str, Any]]
+    next: list[int]
+
+
+@dataclass
+class Gradients:
+    """What a worker pushes to one server.
+
+    dense    arrays by the keys of pieces
+    rows     by the keys of pieces of tables: the rows, counted within the piece, and their gradients
+    dtype    of all, where it is not the parameter's own
+    """
+
+    dense: Values
+    rows: dict[str, tuple[Any, Any]]
+    dtype: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(a.nbytes for a in self.dense.values()) + sum(i.nbytes + g.nbytes for i, g in self.rows.values())
+
+
+@dataclass
+class Changes:
+    """What a worker gets: the version, the values of pieces that changed since the one that it knows, and, of
+    parameters that stay on workers, the mean gradients of this step (their values where more than that changed)."""
+
+    version: int
+    values: Values
+    means: Values
+
+
+@dataclass
+class Moved:
+    """A piece on its way, or at its beginning: what it is worth, what the optimizer keeps of it, whose steps it has.
+
+    state    tensors and numbers; a tensor with an entry for each element is of the piece alone
+    seen     the last step of each worker that it has (async mode)
+    table    of a table: the last step of each row, how many there were, the options from each on, numbers at the start
+    """
+
+    piece: Piece
+    value: Any
+    state: dict[str, Any]
+    seen: dict[int, int] | None = None
+    table: dict[str, Any] | None = None
+
+
+class Server:
+    """The pieces of one server, in `folder`. Raises RuntimeStateError where that has those of another job."""
+
+    def __init__(self, name: str, job: Job, maker: Maker, folder: Path | None) -> None:
+        warnings.filterwarnings("ignore", "The given NumPy array is not writ")
+        torch.set_num_threads(1)
+        self.name, self._job = name, job
+        self._maker = maker
+        self._parameters = {parameter.index: parameter for parameter in job.parameters}
+        self._shelf = open_shelf(folder, job.durability)
+        self._folder = folder
+        self._snapshots: dict[str, View] = {}
+        self._counts = {"prepared": 0, "applied": 0, "repeated": 0}
+        self._load()
+
+    # -- What it is
+
+    def status(self) -> dict[str, Any]:
+        """Counts and sizes, for a view."""
+        pieces = self._shard.pieces
+        size = sum(self._bytes(key) for key in pieces)
+        return {
+            "name": self.name, "version": self._version, "pieces": len(pieces), "bytes": size, **self._counts,
+            "seen": dict(self._seen), "staleness": list(self._staleness[-1000:]),
+        }  # fmt: skip
+
+    def staleness(self) -> list[tuple[int, int, int]]:
+        """(worker, step, staleness) of each push since this process began."""
+        return list(self._staleness)
+
+    def _bytes(self, key: str) -> int:
+        piece, parameter = self._shard.pieces[key], self._shard.parameter(key)
+        return (piece.stop - piece.start) * parameter.row_bytes
+
+    # -- Pieces
+
+    def give(self, moved: list[Moved]) -> None:
+        """Take pieces: at the beginning, or from another server."""
+        records: list[Record] = []
+        for each in moved:
+            if each.piece.key in self._shard.pieces:
+                self._shard.remove(each.piece.key)
+            self._take(each)
+            records += self._records(each.piece.key, whole=True)
+        self._commit(records)
+
+    def keep(self, keys: list[str], version: int) -> None:
+        """Give up all pieces but these, and be at this version, with those that came from elsewhere."""
+        gone = [key for key in self._shard.pieces if key not in keys]
+        for key in gone:
+            self._shard.remove(key)
+            self._own_seen.pop(key, None)
+        self._version = max(self._version, version)
+        self._commit([], [prefix for key in gone for prefix in (b"p/%s/" % key.encode(), b"r/%s/" % key.encode())])
+
+    def take(self, keys: list[str]) -> list[Moved]:
+        """Pieces as another server takes them."""
+        return [self._moved(key) for key in keys]
+
+    # -- Sync mode
+
+    def prepare(self, worker: int, incarnation: int, version: int, gradients: Gradients) -> int:
+        """Keep a worker's gradients for step `version`. Returns this server's version: the step is over, or the worker
+        began again since, where they were not taken."""
+        if version <= self._version or incarnation < self._incarnations.get(worker, 0):
+            return self._version
+        self._incarnations[worker] = incarnation
+        prefix = _gradients_key(version, worker)
+        head = {
+            "dense": list(gradients.dense), "rows": list(gradients.rows), "dtype": gradients.dtype,
+            "shapes": [list(each.shape) for each in gradients.dense.values()],
+            "kinds": [str(each.dtype) for each in gradients.dense.values()],
+            "row_kinds": [str(each.dtype) for _, each in gradients.rows.values()],
+        }  # fmt: skip
+        records: list[Record] = [(prefix + b"h", json.dumps(head).encode())]
+        records += [(prefix + b"d%06d" % i, _buffer(each)) for i, each in enumerate(gradients.dense.values())]
+        for i, (ids, rows) in enumerate(gradients.rows.values()):
+            records += [(prefix + b"i%06d" % i, _buffer(ids)), (prefix + b"r%06d" % i, _buffer(rows))]
+        self._counts["prepared"] += 1
+        self._shelf.commit([*records, self._meta()], gradients.size, [prefix])
+        return self._version
+
+    def apply(self, decision: Decision, known: int) -> Changes:
+        """Take step `decision.version`, if it is not taken yet. Returns what changed since version `known`."""
+        if decision.version == self._version + 1:
+            self._apply(decision)
+        elif decision.version > self._version:
+            raise RuntimeStateError(
+                f"server {self.name} is at step {self._version} and was asked for {decision.version}: its shard folder "
+                f"{self._folder} is of an older state"
+            )
+        else:
+            self._counts["repeated"] += 1
+        return self.changed(known)
+
+    def _apply(self, decision: Decision) -> None:
+        self._shelf.reserve(self._bytes_of_a_step())
+        version = decision.version
+        with viewing(self._shelf) as view:
+            pushed = [self._pushed(view, version, worker) for worker in decision.members]
+            dense: dict[str, Tensor] = {}
+            for key in self._shard.values:
+                parts = [each.dense[key] for each in pushed if key in each.dense]
+                if parts:
+                    dense[key] = self._mean(parts, self._shard.parameter(key).dtype, len(pushed), _any_dtype(pushed))
+            rows = {
+                key: self._mean_rows(key, [each.rows[key] for each in pushed if key in each.rows], len(pushed), _any_dtype(pushed))
+                for key in self._shard.tables
+                if any(key in each.rows for each in pushed)
+            }  # fmt: skip
+        self._step(dense, rows, decision.options, version, [b"g/"])
+        self._counts["applied"] += len(decision.members)
+
+    def _pushed(self, view: View, version: int, worker: int) -> Gradients:
+        prefix = _gradients_key(version, worker)
+        text = view.get(prefix + b"h")
+        if text is None:
+            raise RuntimeStateError(f"server {self.name} has no gradients of worker {worker} for step {version}")
+        head = json.loads(bytes(text))
+        dense = {}
+        for i, (key, shape, kind) in enumerate(zip(head["dense"], head["shapes"], head["kinds"], strict=True)):
+            dense[key] = np.frombuffer(view.get(prefix + b"d%06d" % i), kind).reshape(shape)
+        rows = {}
+        for i, (key, kind) in enumerate(zip(head["rows"], head["row_kinds"], strict=True)):
+            ids = np.frombuffer(view.get(prefix + b"i%06d" % i), np.int64)
+            width = self._shard.parameter(key).shape[1:]
+            rows[key] = ids, np.frombuffer(view.get(prefix + b"r%06d" % i), kind).reshape(len(ids), *width)
+        return Gradients(dense, rows, head["dtype"])
+
+    # -- Async mode
+
+    def push(
+        self, worker: int, number: int, read: int, gradients: Gradients, options: list[dict[str, Any]], known: int
+    ) -> Changes:
+        """Take the step `number` of a worker, computed from this server's version `read`. Returns what changed since
+        version `known`."""
+        skipped = {key for key in self._shard.pieces if self._seen_of(key).get(worker, 0) >= number}
+        if self._seen.get(worker, 0) >= number:
+            self._counts["repeated"] += 1
+            if not (self._shard.pieces.keys() - skipped):
+                return self.changed(known)
+        self._shelf.reserve(self._bytes_of_a_step())
+        stale = self._version - read
+        dense = {
+            key: self._mean([array], self._shard.parameter(key).dtype, 1, gradients.dtype)
+            for key, array in gradients.dense.items()
+            if key not in skipped
+        }
+        rows = {
+            key: self._mean_rows(key, [each], 1, gradients.dtype)
+            for key, each in gradients.rows.items()
+            if key not in skipped
+        }
+        if self._seen.get(worker, 0) < number:
+            self._seen[worker] = number
+            self._staleness.append((worker, number, stale))
+        for key in self._own_seen:
+            self._own_seen[key][worker] = max(number, self._own_seen[key].get(worker, 0))
+        self._step(dense, rows, options, self._version + 1, [])
+        self._counts["applied"] += 1
+        return self.changed(known)
+
+    def _seen_of(self, key: str) -> Mapping[int, int]:
+        return self._own_seen.get(key, self._seen)
+
+    # -- Both
+
+    def changed(self, known: int) -> Changes:
+        """The dense pieces that changed since version `known`."""
+        keys = [key for key in self._shard.values if self._changed[key] > known]
+        means = {key: self._means[key] for key in keys if key in self._means} if known == self._version - 1 else {}
+        return Changes(self._version, {key: array_of(self._shard.values[key]) for key in keys if key not in means}, means)
+
+    def rows(self, wanted: dict[str, Any]) -> tuple[int, Values]:
+        """The rows of tables, counted within their pieces."""
+        found: Values = {}
+        for key, ids in wanted.items():
+            table = self._shard.tables[key]
+            own = tensor_of(ids, "int64")
+            table.catch_up(self._maker, own)
+            found[key] = array_of(table.value[own])
+        return self._version, found
+
+    def all_of(self, keys: list[str]) -> list[Moved]:
+        """Pieces with all that the optimizer keeps of them: of parameters that stay on workers, for one that comes."""
+        return [self._moved(key) for key in keys]
+
+    def _step(
+        self, dense: dict[str, Tensor], rows: dict[str, tuple[Tensor, Tensor]], options: list[dict[str, Any]],
+        version: int, done: list[bytes],
+    ) -> None:  # fmt: skip
+        """Take a step, and keep it: all, or nothing."""
+        self._means = {
+            key: array_of(gradient.clone()) for key, gradient in dense.items() if self._shard.parameter(key).on_workers
+        }
+        self._version = version
+        records: list[Record] = []
+        try:
+            self._shard.step(dense, options)
+            for key in dense:
+                self._changed[key] = version
+                records += self._records(key)
+            for key, (ids, gradient) in rows.items():
+                table = self._shard.tables[key]
+                table.step(self._maker, options[self._shard.parameter(key).group], ids, gradient)
+                self._changed[key] = version
+                records += self._records(key) + self._row_records(key, ids)
+            self._commit(records, done)
+        except BaseException:
+            self._load()  # what is in memory has gone ahead of what is kept
+            raise
+
+    def _mean(self, parts: list[Any], dtype: str, count: int, sent: str | None) -> Tensor:
+        total = tensor_of(parts[0], sent or dtype).to(getattr(torch, dtype))
+        for part in parts[1:]:
+            total += tensor_of(part, sent or dtype).to(total.dtype)
+        return total if count == 1 else total.div_(count)
+
+    def _mean_rows(
+        self, key: str, parts: list[tuple[Any, Any]], count: int, sent: str | None
+    ) -> tuple[Tensor, Tensor]:
+        parameter = self._shard.parameter(key)
+        kind = getattr(torch, parameter.dtype)
+        ids = np.unique(np.concatenate([each for each, _ in parts]))
+        total = torch.zeros(len(ids), *parameter.shape[1:], dtype=kind)
+        for each, gradient in parts:
+            at = torch.from_numpy(np.searchsorted(ids, each))
+            total.index_add_(0, at, tensor_of(gradient, sent or parameter.dtype).to(kind))
+        return torch.from_numpy(ids), total if count == 1 else total.div_(count)
+
+    def _bytes_of_a_step(self) -> int:
+        return sum(3 * self._bytes(key) for key in self._shard.values) + 2**22
+
+    # -- The cut
+
+    def snapshot(self, name: str) -> int:
+        """Keep all as it is now, for `read`, whatever comes later. Returns the version."""
+        self.release(name)
+        self._snapshots[name] = self._shelf.view()
+        return self._version
+
+    def read(self, name: str, key: str) -> Moved:
+        """A piece as it was in a snapshot; rows of tables with the steps that they had missed."""
+        if name not in self._snapshots:
+            raise RuntimeStateError(f"server {self.name} was started again while a checkpoint was written; save again")
+        moved = self._kept(self._snapshots[name], key)
+        if moved.table is not None:
+            table = self._table(moved)
+            table.catch_up(self._maker, torch.arange(len(table.value)))
+            moved.value, moved.state = array_of(table.value), {**table.state, **table.numbers(self._maker)}
+        return moved
+
+    def release(self, name: str) -> None:
+        """A snapshot is needed no more."""
+        if (view := self._snapshots.pop(name, None)) is not None:
+            view.close()
+
+    def close(self) -> None:
+        """Write what is left, and close the shelf."""
+        for name in list(self._snapshots):
+            self.release(name)
+        self._shelf.close()
+
+    # -- Records
+
+    def _meta(self) -> Record:
+        meta = {
+            "format": 1, "job": self._job.fingerprint, "version": self._version, "seen": _texts(self._seen),
+            "own_seen": {key: _texts(seen) for key, seen in self._own_seen.items()},
+            "incarnations": _texts(self._incarnations), "name": self.name,
+        }  # fmt: skip
+        return b"meta", json.dumps(meta).encode()
+
+    def _commit(self, records: list[Record], without: Iterable[bytes] = ()) -> None:
+        size = sum(len(value) for _, value in records)
+        self._shelf.commit(sorted([*records, self._meta()], key=lambda record: record[0]), size, without)
+
+    def _records(self, key: str, whole: bool = False) -> list[Record]:
+        """The records of a piece; `whole`: with all rows of a table."""
+        prefix, piece = b"p/%s/" % key.encode(), self._shard.pieces[key]
+        head: dict[str, Any] = {"piece": asdict(piece), "changed": self._changed.get(key, 0)}
+        if key in self._shard.tables:
+            table = self._shard.tables[key]
+            head |= {"time": table.time, "base": _numbers_out(table.base), "began": list(table.began)}
+            head["keys"] = sorted(table.state)
+            head["runs"] = {str(time): dict(options) for time, options in table.runs.items()}
+            rows = self._row_records(key, torch.arange(len(table.value))) if whole else []
+            return [(prefix + b"h", json.dumps(head).encode()), *rows]
+        value, state = self._shard.values[key], self._shard.state(key)
+        tensors = {name: kept for name, kept in state.items() if is_of_rows(name, kept, value)}
+        head |= {"keys": sorted(tensors), "kinds": {name: name_of(kept.dtype) for name, kept in tensors.items()}}
+        head["numbers"] = _numbers_out({name: kept for name, kept in state.items() if name not in tensors})
+        return [
+            (prefix + b"h", json.dumps(head).encode()), (prefix + b"v", bytes_of(value)),
+            *((prefix + b"s%04d" % i, bytes_of(tensors[name])) for i, name in enumerate(sorted(tensors))),
+        ]  # fmt: skip
+
+    def _row_records(self, key: str, ids: Tensor) -> list[Record]:
+        table = self._shard.tables[key]
+        parts = [bytes_matrix(table.last[ids][:, None])]
+        parts += [bytes_matrix(each[ids]) for each in (table.value, *(table.state[k] for k in sorted(table.state)))]
+        joined = np.concatenate(parts, axis=1)
+        prefix = b"r/%s/" % key.encode()
+        numbers = ids.numpy().astype(">u8").tobytes()
+        return [(prefix + numbers[8 * i : 8 * i + 8], memoryview(joined[i])) for i in range(len(ids))]
+
+    def _kept(self, view: View, key: str) -> Moved:
+        """A piece as the records have it."""
+        prefix = b"p/%s/" % key.encode()
+        head = json.loads(bytes(view.get(prefix + b"h")))
+        piece = Piece(**head["piece"])
+        parameter = self._parameters[piece.parameter]
+        shape = (piece.stop - piece.start, *parameter.shape[1:]) if parameter.shape else ()
+        if parameter.by_rows:
+            return self._kept_table(view, piece, parameter, head)
+        value = tensor_from(view.get(prefix + b"v"), parameter.dtype, shape)
+        state: dict[str, Any] = {
+            name: tensor_from(view.get(prefix + b"s%04d" % i), head["kinds"][name], shape)
+            for i, name in enumerate(head["keys"])
+        }
+        return Moved(piece, array_of(value), state | _numbers_in(head["numbers"]))
+
+    def _kept_table(self, view: View, piece: Piece, parameter: Parameter, head: dict[str, Any]) -> Moved:
+        width, count = parameter.row_bytes, piece.stop - piece.start
+        joined = np.empty((count, 8 + width * (1 + len(head["keys"]))), np.uint8)
+        filled = 0
+        for key, row in view.items(b"r/%s/" % piece.key.encode()):
+            found = np.frombuffer(row, np.uint8)
+            joined[int.from_bytes(key[-8:], "big"), : len(found)] = found
+            joined[int.from_bytes(key[-8:], "big"), len(found) :] = 0  # of before the optimizer kept anything of it
+            filled += 1
+        assert filled == count
+
+        def part(i: int) -> Tensor:
+            own = np.ascontiguousarray(joined[:, 8 + i * width : 8 + (i + 1) * width])
+            return tensor_from(own.reshape(-1).data, parameter.dtype, (count, *parameter.shape[1:]))
+
+        last = torch.from_numpy(np.ascontiguousarray(joined[:, :8]).view(np.int64).reshape(-1).copy())
+        table = {
+            "last": last, "time": head["time"], "base": _numbers_in(head["base"]), "began": tuple(head["began"]),
+            "runs": {int(time): options for time, options in head["runs"].items()},
+        }  # fmt: skip
+        return Moved(piece, array_of(part(0)), {name: part(1 + i) for i, name in enumerate(head["keys"])}, None, table)
+
+    def _moved(self, key: str) -> Moved:
+        with viewing(self._shelf) as view:
+            moved = self._kept(view, key)
+        moved.seen = dict(self._seen_of(key))
+        return moved
+
+    def _take(self, moved: Moved) -> None:
+        piece = moved.piece
+        parameter = self._parameters[piece.parameter]
+        if parameter.by_rows:
+            self._shard.put_table(piece, self._table(moved))
+        else:
+            self._shard.put(piece, tensor_of(moved.value, parameter.dtype), _tensors_own(moved.state))
+        self._changed[piece.key] = self._version
+        if moved.seen is not None and moved.seen != self._seen:
+            self._own_seen[piece.key] = dict(moved.seen)
+
+    def _table(self, moved: Moved) -> Table:
+        parameter = self._parameters[moved.piece.parameter]
+        value = tensor_of(moved.value, parameter.dtype)
+        tensors = {name: kept.clone() for name, kept in moved.state.items() if is_of_rows(name, kept, value)}
+        numbers = {name: kept for name, kept in moved.state.items() if name not in tensors}
+        if (own := moved.table) is None:
+            return Table(value, tensors, numbers, tuple(tensors), torch.zeros(len(value), dtype=torch.int64))
+        runs = dict(own["runs"])
+        return Table(value, tensors, dict(own["base"]), own["began"], own["last"].clone(), own["time"], runs)
+
+    def _load(self) -> None:
+        """All as the records have it."""
+        self._shard = Shard(self._maker, self._parameters)
+        self._changed: dict[str, int] = {}
+        self._means: Values = {}
+        self._version, self._seen, self._incarnations = 0, dict[int, int](), dict[int, int]()
+        self._own_seen: dict[str, dict[int, int]] = {}
+        self._staleness: list[tuple[int, int, int]] = getattr(self, "_staleness", [])
+        with viewing(self._shelf) as view:
+            text = view.get(b"meta")
+            if text is None:
+                return
+            meta = json.loads(bytes(text))
+            if meta["format"] != 1 or meta["job"] != self._job.fingerprint:
+                raise RuntimeStateError(
+                    f"the shard folder {self._folder} holds the parameters of another job ({meta['job'][:12]}, and this "
+                    f"is {self._job.fingerprint[:12]}): of another model, optimizer, mode or version of Partway; give "
+                    "this job a folder of its own"
+                )
+            self._version = meta["version"]
+            self._seen, self._incarnations = _ints(meta["seen"]), _ints(meta["incarnations"])
+            keys = [key.split(b"/")[1].decode() for key, _ in view.items(b"p/") if key.endswith(b"/h")]
+            for key in keys:
+                head = json.loads(bytes(view.get(b"p/%s/h" % key.encode())))
+                self._take(self._kept(view, key))
+                self._changed[key] = head["changed"]
+            self._own_seen = {key: _ints(seen) for key, seen in meta["own_seen"].items()}
+
+
+def bytes_matrix(rows: Tensor) -> Any:
+    """Rows as bytes, one line each."""
+    array = array_of(rows)
+    return array.reshape(len(array), -1).view(np.uint8)
+
+
+def _buffer(array: Any) -> Any:
+    return memoryview(np.ascontiguousarray(array).reshape(-1)).cast("B") if array.size else b""
+
+
+def _gradients_key(version: int, worker: int) -> bytes:
+    return b"g/" + version.to_bytes(8, "big") + worker.to_bytes(4, "big") + b"/"
+
+
+def _any_dtype(pushed: list[Gradients]) -> str | None:
+    return pushed[0].dtype if pushed else None
+
+
+def _texts(numbers: Mapping[int, int]) -> dict[str, int]:
+    return {str(key): value for key, value in numbers.items()}
+
+
+def _ints(texts: Mapping[str, int]) -> dict[int, int]:
+    return {int(key): value for key, value in texts.items()}
+
+
+def _tensors_own(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: kept.clone() if isinstance(kept, Tensor) else kept for name, kept in state.items()}
+
+
+def _numbers_out(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers as JSON has them: tensors of one number or of a few with their dtypes."""
+    return {
+        name: {"tensor": kept.tolist(), "dtype": name_of(kept.dtype)} if isinstance(kept, Tensor) else kept
+        for name, kept in numbers.items()
+    }
+
+
+def _numbers_in(texts: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: torch.tensor(kept["tensor"], dtype=getattr(torch, kept["dtype"])) if isinstance(kept, dict) else kept
+        for name, kept in texts.items()
+    }
+
+
