@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import partway.versions  # noqa: F401 - first: it warns of a PyTorch that Partway is not tested with
 
 if TYPE_CHECKING:
-    from partway import data, ops
+    from partway import data, ops, ps
     from partway.checking.checker import check_manual
     from partway.checking.report import ManualReport, Mistake
     from partway.checkpoints.loading import load
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from partway.loss_monitor import LossMonitor
     from partway.ops.where import axis_index, axis_size, set_mesh
     from partway.propagation.plan.plan import Plan
+    from partway.ps.marks import set_param_ps
     from partway.resume import Resume
     from partway.runtime.process import get_group_size, get_local_rank, get_rank, init, shutdown
     from partway.runtime.record import record_collectives, record_timeline
@@ -89,6 +90,7 @@ _HOMES = {
     "islands": "manual",
     "ops.where": "axis_index axis_size set_mesh",
     "propagation.plan.plan": "Plan",
+    "ps.marks": "set_param_ps",
     "resume": "Resume",
     "runtime.process": "get_group_size get_local_rank get_rank init shutdown",
     "runtime.record": "record_collectives record_timeline",
@@ -144,6 +146,7 @@ __all__ = [
     "load_distributed_checkpoint",
     "manual",
     "ops",
+    "ps",
     "rank_list_for_transform",
     "record_collectives",
     "record_timeline",
@@ -156,6 +159,7 @@ __all__ = [
     "set_algo_parameters",
     "set_auto_parallel_context",
     "set_mesh",
+    "set_param_ps",
     "set_ps_context",
     "shard",
     "shutdown",
@@ -166,7 +170,7 @@ __all__ = [
 
 def _public(name: str) -> Any:
     """The public name `name`, from now on an attribute of the package."""
-    if name in ("data", "ops"):
+    if name in ("data", "ops", "ps"):
         return importlib.import_module(f"partway.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'partway' has no attribute {name!r}", name=name, obj=sys.modules[__name__])

@@ -1,4 +1,4 @@
-"""`set_ps_context`: nothing that the ranks send leaves a host in plain, or `init` is an error."""
+"""`set_ps_context`: a parameter server; and that nothing leaves a host in plain, or `init` is an error."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import json
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from partway.runtime import security
 from partway.runtime.certificates import Certificates, Identity, contexts_of
+from partway.runtime.ps import settings
+from partway.runtime.ps.job import MODES
+from partway.runtime.ps.shelf import DURABILITIES
 from partway.strategy import ContextError, RuntimeStateError
 from partway.strategy.errors import shown
 
@@ -32,14 +36,29 @@ class _Config(BaseModel):
 
 def set_ps_context(
     *,
+    enable_ps: bool = False,
+    mode: str = "sync",
+    max_staleness: int | None = None,
+    durability: str = "process",
+    shard_folder: str | os.PathLike[str] | None = None,
+    gradient_dtype: str | None = None,
     enable_ssl: bool = False,
     config_file_path: str = "",
     secure_interface: str | None = None,
     client_password: str = "",
     server_password: str = "",
 ) -> None:
-    """Ask that no byte of what the ranks send leaves a host in plain. Before `init`, on every rank.
+    """Ask for a parameter server, or that no byte of what is sent leaves a host in plain. Before `init`, everywhere.
 
+    enable_ps           gradients go to servers, which hold the parameters (docs/parameter_server.md)
+    mode                "sync": a step waits for every worker's gradients, and applies their mean; "async": each worker's
+                        are applied as they come
+    max_staleness       async: how many steps of others may be applied between what a worker computed from and its own;
+                        None: any
+    durability          what the servers' parameters survive: "process" the death of processes, "disk" that of the
+                        machine, "memory" nothing
+    shard_folder        where they are kept, for a job that goes on later or on another host; None: nowhere after the job
+    gradient_dtype      "bfloat16" or "float16": in which gradients are sent; None: their own
     enable_ssl          whether that is asked; where it cannot be had, `init` raises RuntimeStateError and sends nothing
     config_file_path    a JSON file: "secure_interfaces" lists those that encrypt without being WireGuard's, and
                         "server_cert_path", "client_cert_path" and "ca_cert_path" name certificates (docs/security.md)
@@ -68,7 +87,37 @@ def set_ps_context(
     named = _certificates(config, Path(config_file_path).parent, client_password, server_password)
     contexts = contexts_of(named) if named is not None else None
     declared = tuple(config.secure_interfaces)
+    settings.want(_served(enable_ps, mode, max_staleness, durability, shard_folder, gradient_dtype))
     security.want(security.Wanted(secure_interface, declared, contexts, named) if enable_ssl else None)
+
+
+def _served(
+    enable: bool, mode: str, max_staleness: int | None, durability: str, folder: Any, gradient_dtype: str | None
+) -> settings.Settings | None:
+    """The options of the parameter server, checked."""
+    own = settings.Settings()
+    if not isinstance(enable, bool):
+        raise ContextError(f"set_ps_context: enable_ps is {shown(enable)}; it must be a bool")
+    choices = {"mode": (mode, MODES), "durability": (durability, DURABILITIES),
+               "gradient_dtype": (gradient_dtype, (None, "bfloat16", "float16"))}  # fmt: skip
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise ContextError(f"set_ps_context: {name} is {shown(value)}; it must be {' or '.join(map(repr, known))}")
+    bound = max_staleness
+    if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 0):
+        raise ContextError(f"set_ps_context: max_staleness is {shown(bound)}; it must be an int of 0 or more, or None")
+    if bound is not None and mode == "sync":
+        raise ContextError('set_ps_context: max_staleness means nothing with mode="sync", where nothing is stale')
+    if folder is not None and not isinstance(folder, str | os.PathLike):
+        raise ContextError(f"set_ps_context: shard_folder is {shown(folder)}; it must be the path of a folder")
+    if folder is not None and durability == "memory":
+        raise ContextError('set_ps_context: shard_folder means nothing with durability="memory"')
+    made = settings.Settings(mode, bound, durability, Path(folder) if folder is not None else None, gradient_dtype)
+    if not enable and made != own:
+        names = ("mode", "max_staleness", "durability", "shard_folder", "gradient_dtype")
+        name = next(name for name in names if getattr(made, name) != getattr(own, name))
+        raise ContextError(f"set_ps_context: {name} means nothing without enable_ps=True")
+    return made if enable else None
 
 
 def _certificates(config: _Config, folder: Path, client: str, server: str) -> Certificates | None:

@@ -95,7 +95,7 @@ class Launch:
 def started(environment: Mapping[str, str] | None = None) -> bool:
     """Whether a launcher started this process, or half of one's variables say so."""
     env = os.environ if environment is None else environment
-    leads = "RANK" in env or "MS_ROLE" in env
+    leads = "RANK" in env or ("MS_ROLE" in env and not _has_servers(env))
     half = _is_batch(env) or _half_of_one(env) is not None or _of_ray() is not None
     return leads or half or _tasks_in(env) is not None
 
@@ -105,14 +105,14 @@ def launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     no numbers, or contradict each other; it says what is there and what to set."""
     env = os.environ if environment is None else environment
     tasks = _tasks_in(env)
-    if "RANK" in env and "MS_ROLE" in env:
+    if "RANK" in env and "MS_ROLE" in env and not _has_servers(env):
         raise RuntimeStateError(
             f"two launchers started this process: RANK={env['RANK']} is torchrun's, and MS_ROLE={env['MS_ROLE']} the "
             "scheduler's; unset the variables of one"
         )
     if "RANK" in env:
         return _torchrun(env, tasks)
-    if "MS_ROLE" in env:
+    if "MS_ROLE" in env and not _has_servers(env):
         _require(SCHEDULER, env)
         host, port = env["MS_SCHED_HOST"], number("MS_SCHED_PORT", 1, env)
         return Launch(SCHEDULER, None, number("MS_WORKER_NUM", 1, env), None, host, port, one_host=_is_local(host))
@@ -186,6 +186,11 @@ def _of_tasks(kind: _Tasks, env: Mapping[str, str]) -> Launch:
     return Launch(kind.name, rank, size, local, host, port, job, one_host)
 
 
+def _has_servers(env: Mapping[str, str]) -> bool:
+    """Whether MS_ROLE is of a parameter server, whose workers are no ranks of one program."""
+    return env.get("MS_SERVER_NUM", "0") != "0"
+
+
 def _is_local(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
@@ -213,7 +218,9 @@ def _tasks_in(env: Mapping[str, str]) -> _Tasks | None:
 
 def _half_of_one(env: Mapping[str, str]) -> str | None:
     """A variable that means nothing without another; a WORLD_SIZE of 1 asks for nothing."""
-    return next((name for name in _ALONE if name in env and (name != "WORLD_SIZE" or env[name] != "1")), None)
+    of_servers = _has_servers(env)
+    names = [name for name in _ALONE if name in env and not (of_servers and name.startswith("MS_"))]
+    return next((name for name in names if name != "WORLD_SIZE" or env[name] != "1"), None)
 
 
 def _is_batch(env: Mapping[str, str]) -> bool:

@@ -8,7 +8,6 @@ server may be killed, come and go: what was acknowledged is applied once.
     update.py          the optimizer's step on pieces, and on tables by rows
     shelf.py           a server's records in LMDB
     server.py          a server
-    rounds.py          sync mode: whose gradients make a step
     gate.py            async mode: how stale a push may be
     coordinator.py     who is there: workers, servers, which has what; who waits for whom
     cluster.py         what runs as actors of Ray, and where; the only file that knows Ray

@@ -11,7 +11,6 @@ the shelf, with what it is known by, before it is answered.
 from __future__ import annotations
 
 import json
-import time
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -112,6 +111,14 @@ class Server:
             "name": self.name, "version": self._version, "pieces": len(pieces), "bytes": size, **self._counts,
             "seen": dict(self._seen), "staleness": list(self._staleness[-1000:]),
         }  # fmt: skip
+
+    def version(self) -> int:
+        """How many steps it has taken; in async mode, how many pushes."""
+        return self._version
+
+    def seen(self, worker: int) -> int:
+        """The last step of a worker that all of its pieces have (async mode)."""
+        return min((self._seen_of(key).get(worker, 0) for key in self._shard.pieces), default=self._seen.get(worker, 0))
 
     def staleness(self) -> list[tuple[int, int, int]]:
         """(worker, step, staleness) of each push since this process began."""

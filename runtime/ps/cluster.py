@@ -1,0 +1,411 @@
+"""What runs as actors of Ray, and where: the cluster, its coordinator and its servers. The only file that knows Ray.
+
+Ray starts an actor again when its process dies, and sends it again what it had not answered. Ray's own head is not kept:
+where it dies, another is started in its place, and coordinator and servers find on their shelves what they had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...strategy.errors import RuntimeStateError
+from .coordinator import Coordinator, Plan
+from .job import Job
+from .server import Server
+from .shelf import Full
+from .update import Maker
+
+SPACE, COORDINATOR = "partway-ps", "coordinator"
+_FOR_EVER = {"max_restarts": -1, "max_task_retries": -1, "lifetime": "detached", "num_cpus": 0}
+_RECONNECT = 2.0  # seconds without Ray's head after which its cluster is taken for gone
+
+
+class Gone(RuntimeStateError):
+    """Ray's head has gone, and with it the cluster: another may take its place."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a cluster is.
+
+    host, port   of its head; port 0: in this process
+    folder       of the servers' records; None: in memory only
+    """
+
+    host: str
+    port: int
+    folder: Path | None
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return f"{self.host}:{self.port}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all of it is on the loopback."""
+        return is_local(self.host)
+
+
+def is_local(host: str) -> bool:
+    """Whether a name is of the loopback."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def ray() -> Any:
+    """Ray, which is imported when it is first used: it reads its settings then."""
+    return importlib.import_module("ray")
+
+
+def ray_is_there() -> None:
+    """Raise RuntimeStateError where Ray or LMDB is not installed. (Importing Ray waits for `prepare`.)"""
+    for name in ("ray", "lmdb"):
+        if importlib.util.find_spec(name) is None:
+            raise RuntimeStateError(
+                f"the parameter server needs {name}, which is not installed; run: pip install 'partway[ps]'"
+            )
+
+
+def prepare(host: str, token: str | None, variables: Mapping[str, str] | None = None) -> None:
+    """Set the environment of Ray, for this process and those that it starts: only those who know the token may say
+    anything, and on one host everything listens on the loopback. Raises RuntimeStateError where Ray was imported in
+    this process already, with other settings."""
+    wanted = {
+        "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AUTH_MODE": "token",
+        "RAY_DEDUP_LOGS": "0", **(variables or {}),
+    }  # fmt: skip
+    if token is not None:
+        wanted["RAY_AUTH_TOKEN"] = token
+    if is_local(host):
+        wanted["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the loopback stays what it is, and is not made an address
+    if "ray" in sys.modules and is_local(host):
+        from ray._private import ray_constants
+
+        if ray_constants.ENABLE_RAY_CLUSTER:
+            raise RuntimeStateError(
+                "ray was imported before pw.init(), and would listen on all interfaces; import it after, or set "
+                "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0"
+            )
+    os.environ.update(wanted)
+
+
+# -- Ray's own processes
+
+
+class Node:
+    """Ray's processes on this host, in a session of their own: they outlive the process that starts them, if that is
+    killed.
+
+    head   whether it is the head of a new cluster; else it joins the one at `site`
+    """
+
+    def __init__(self, site: Site, head: bool, logs: Path) -> None:
+        self._logs, self._head, self._site = logs, head, site
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = logs / ("head.pid" if head else "node.pid")
+
+    def start(self, patience: float) -> None:
+        """Start it, and wait until it answers. Raises RuntimeStateError."""
+        self._logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._head:
+            where = [
+                "--head", f"--port={self._site.port}", f"--node-ip-address={_address_of(self._site.host)}",
+                "--include-dashboard=false",
+            ]  # fmt: skip
+        else:
+            where = [f"--address={self._site.address}"]
+        memory = min(_memory() // 4, 8 * 2**30)
+        command = [
+            sys.executable, "-m", "ray.scripts.scripts", "start", *where, "--block", "--num-cpus=1",
+            "--disable-usage-stats", f"--temp-dir={self._short()}", f"--object-store-memory={memory}",
+        ]  # fmt: skip
+        if not self._head:
+            command.remove(f"--temp-dir={self._short()}")
+        with open(self._logs / "ray.log", "ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        self._pid.write_text(str(self._process.pid))
+        end = time.monotonic() + patience
+        while not (answers(self._site) if self._head else self._says_started()):
+            if self._process.poll() is not None or time.monotonic() > end:
+                self.stop()
+                raise RuntimeStateError(f"Ray could not be started at {self._site.address}: {self._last_words()}")
+            time.sleep(0.05)
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return answers(self._site) if self._process is None else self._process.poll() is None
+
+    def stop(self) -> None:
+        """End all of its processes."""
+        with contextlib.suppress(OSError, ValueError):
+            group = int(self._pid.read_text())
+            if _is_ray(group):
+                os.killpg(group, signal.SIGKILL)
+            if self._process is not None:
+                self._process.wait()
+            self._pid.unlink()
+        with contextlib.suppress(OSError):
+            if self._head:
+                shutil.rmtree(self._short(), ignore_errors=True)
+
+    def _short(self) -> Path:
+        """Ray's own folder: its sockets have no room for a long name."""
+        return Path(os.environ.get("TMPDIR", "/tmp")) / f"partway-{os.getuid()}-{self._site.port}"
+
+    def _says_started(self) -> bool:
+        return "Ray runtime started" in (self._logs / "ray.log").read_text(errors="replace")
+
+    def _last_words(self) -> str:
+        lines = (self._logs / "ray.log").read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+
+def _is_ray(process: int) -> bool:
+    try:
+        return b"ray" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return not Path("/proc").exists()
+
+
+def _memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _address_of(host: str) -> str:
+    return "127.0.0.1" if is_local(host) else socket.gethostbyname(host)
+
+
+def answers(site: Site) -> bool:
+    """Whether Ray's head listens."""
+    try:
+        socket.create_connection((_address_of(site.host), site.port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+# -- Joining
+
+
+def join(site: Site, patience: float) -> None:
+    """Make this process one of the cluster. Raises Gone where its head does not answer in `patience` seconds."""
+    module = ray()
+    end = time.monotonic() + patience
+    if module.is_initialized():
+        if site.port == 0:
+            return
+        leave()
+    if site.port == 0:
+        module.init(
+            address="local", num_cpus=1, include_dashboard=False, namespace=SPACE, log_to_driver=False,
+            logging_level="ERROR", object_store_memory=min(_memory() // 4, 8 * 2**30), _node_ip_address="127.0.0.1",
+        )  # fmt: skip
+        return
+    while True:
+        try:
+            if answers(site):
+                host = "127.0.0.1" if site.is_local else _address_of(site.host)
+                module.init(
+                    address=f"{host}:{site.port}", namespace=SPACE, log_to_driver=False, logging_level="ERROR"
+                )
+                return
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if "uthenticat" in str(error) or "oken" in str(error):
+                raise RuntimeStateError(
+                    f"the cluster at {site.address} does not let this process in: it has another PARTWAY_JOB_SECRET, "
+                    "or none"
+                ) from error
+        if time.monotonic() > end:
+            raise Gone(
+                f"no parameter server's scheduler answers at {site.address} in {patience:g} s; start one process with "
+                "MS_ROLE=MS_SCHED there, and check MS_SCHED_HOST and MS_SCHED_PORT"
+            )
+        time.sleep(0.1)
+
+
+def leave() -> None:
+    """Have nothing to do with a cluster any more."""
+    if "ray" in sys.modules:
+        with contextlib.suppress(Exception):  # its processes may be gone
+            sys.modules["ray"].shutdown()
+
+
+def start_coordinator(plan: Plan, site: Site, durability: str) -> None:
+    """Start the coordinator, if it is not there."""
+    module = ray()
+    folder = site.folder / COORDINATOR if site.folder is not None else None
+    actor = module.remote(_CoordinatorActor).options(
+        name=COORDINATOR, namespace=SPACE, get_if_exists=True, max_concurrency=1000, **_FOR_EVER
+    )
+    actor.remote(plan, site.folder, folder, durability)
+
+
+class _CoordinatorActor(Coordinator):
+    """The coordinator as an actor."""
+
+    def __init__(self, plan: Plan, servers: Path | None, folder: Path | None, durability: str) -> None:
+        super().__init__(plan, RayServers(servers), folder, durability)
+
+    async def pid(self) -> int:
+        """The number of its process."""
+        return os.getpid()
+
+
+class _ServerActor(Server):
+    """A server as an actor."""
+
+    def pid(self) -> int:
+        """The number of its process."""
+        return os.getpid()
+
+
+class RayServers:
+    """Servers as actors, by their names. `folder`: that of all their shelves."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._handles: dict[str, Any] = {}
+
+    def start(self, name: str, node: str | None, job: Job, maker: Maker) -> None:
+        """See coordinator.Servers."""
+        module = ray()
+        strategy: Any = "DEFAULT"
+        if node is not None:
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+            strategy = NodeAffinitySchedulingStrategy(node, soft=True)
+        actor = module.remote(_ServerActor).options(
+            name=name, namespace=SPACE, get_if_exists=True, scheduling_strategy=strategy, **_FOR_EVER
+        )
+        folder = self._folder / name if self._folder is not None and job.durability != "memory" else None
+        self._handles[name] = actor.remote(name, job, maker, folder)
+
+    def stop(self, name: str) -> None:
+        """See coordinator.Servers."""
+        module = ray()
+        with contextlib.suppress(ValueError):
+            module.kill(self._handle(name))
+        self._handles.pop(name, None)
+        if self._folder is not None:
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+
+    async def ask(self, name: str, method: str, *arguments: Any) -> Any:
+        """See coordinator.Servers."""
+        import asyncio
+
+        while True:
+            try:
+                return await getattr(self._handle(name), method).remote(*arguments)
+            except Full:
+                await asyncio.sleep(1)
+
+    async def move(self, source: str, target: str, keys: list[str]) -> None:
+        """See coordinator.Servers."""
+        taken = self._handle(source).take.remote(keys)
+        await self._handle(target).give.remote(taken)
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._handles:
+            self._handles[name] = ray().get_actor(name, SPACE)
+        return self._handles[name]
+
+
+# -- Asking
+
+
+class Link:
+    """How a process asks the coordinator and the servers of a cluster."""
+
+    def __init__(self, site: Site, patience: float) -> None:
+        self._site, self._patience = site, patience
+        self._handles: dict[str, Any] = {}
+
+    def call(self, name: str, method: str, *arguments: Any) -> Any:
+        """Ask an actor by its name. Gives what `wait` takes. Raises Gone."""
+        try:
+            if name not in self._handles:
+                self._handles[name] = ray().get_actor(name, SPACE)
+            return getattr(self._handles[name], method).remote(*arguments)
+        except ValueError as error:
+            raise Gone(f"there is no {name} at {self._site.address}: {error}") from error
+
+    def wait(self, calls: Sequence[Any], patience: float | None = None) -> list[Any]:
+        """The answers. Raises what the first of them raised; Gone where Ray's head has gone, and TimeoutError after
+        `patience` seconds."""
+        module = ray()
+        begin = time.monotonic()
+        silent: float | None = None
+        while True:
+            try:
+                return list(module.get(list(calls), timeout=1))
+            except module.exceptions.GetTimeoutError:
+                now = time.monotonic()
+                if self._site.port and not answers(self._site):
+                    silent = silent or now
+                    if now - silent > _RECONNECT:
+                        raise Gone(f"Ray's head at {self._site.address} does not answer any more") from None
+                else:
+                    silent = None
+                if patience is not None and now - begin > patience:
+                    raise TimeoutError from None
+            except module.exceptions.RayTaskError as error:
+                cause = getattr(error, "cause", None)
+                raise (cause if isinstance(cause, RuntimeStateError) else error) from None
+            except module.exceptions.RayActorError as error:
+                raise Gone(f"a server or the coordinator at {self._site.address} has gone: {error}") from None
+
+    def ask(self, name: str, method: str, *arguments: Any, patience: float | None = None) -> Any:
+        """What an actor answers."""
+        return self.wait([self.call(name, method, *arguments)], patience)[0]
+
+    def again(self) -> None:
+        """Join the cluster again, in place of one that has gone. Raises Gone after the patience of this link."""
+        self._handles.clear()
+        if self._site.port:
+            leave()
+        join(self._site, self._patience)
+
+    @property
+    def node(self) -> str:
+        """The node of this process."""
+        return str(ray().get_runtime_context().get_node_id())
+
+
+def token_of(secret: bytes | None, host: str, folder: Path) -> str | None:
+    """What the processes of a cluster know each other by: from the job's secret, or, on one host, from a file that is
+    this user's alone. Raises RuntimeStateError where the processes are on several hosts and have no secret."""
+    import hashlib
+
+    if secret is not None:
+        return hashlib.sha256(b"partway ps" + secret).hexdigest()
+    if not is_local(host):
+        raise RuntimeStateError(
+            f"the parameter server listens at {host}, and whoever reaches it could run what they like: set "
+            "PARTWAY_JOB_SECRET for all processes, or put all on one host (MS_SCHED_HOST=127.0.0.1)"
+        )
+    path = folder / "ps-token"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.suppress(FileExistsError):
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(number, "w") as file:
+            file.write(secrets.token_hex(32))
+    end = time.monotonic() + 5
+    while not (text := path.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return text

@@ -1,0 +1,87 @@
+"""Embeddings whose table is on the servers: the rows that a batch looks up are pulled, and their gradients pushed.
+
+The module stays what it is. While it runs, its weight is a small one of the rows that are looked up, and its indices are
+those in it. Each call has one of its own, so that an embedding may be called several times in a step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...strategy.errors import RuntimeStateError
+from .client import Pushed
+
+Embedding = nn.Embedding | nn.EmbeddingBag
+Pull = Callable[[Tensor], Tensor]  # rows by their numbers, ascending
+
+
+class RemoteTable:
+    """An embedding's rows, from `pull`. `name`: for messages."""
+
+    def __init__(self, module: Embedding, name: str, pull: Pull) -> None:
+        self._module, self._name, self._pull = module, name, pull
+        self._parameter = module.weight
+        self._padding = module.padding_idx
+        self._calls: list[tuple[Tensor, nn.Parameter]] = []
+        self._running = threading.local()
+        self._handles = [
+            module.register_forward_pre_hook(self._before, with_kwargs=True),
+            module.register_forward_hook(self._after, always_call=True),
+        ]
+
+    def _before(self, module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        given = args[0] if args else kwargs["input"]
+        if type(given) is not Tensor or torch.compiler.is_exporting() or given.is_meta:
+            raise RuntimeStateError(
+                f"{self._name} is a table on the servers, whose rows are pulled by their numbers: it cannot be captured; "
+                "shard the part of the model after it"
+            )
+        rows, places = torch.unique(given.detach().to("cpu", torch.int64), return_inverse=True)
+        if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < module.num_embeddings:
+            raise IndexError(
+                f"{self._name} has {module.num_embeddings} rows, and was asked for rows {int(rows[0])} to {int(rows[-1])}"
+            )
+        device = given.device
+        own = nn.Parameter(self._pull(rows).to(device), requires_grad=self._parameter.requires_grad)
+        if torch.is_grad_enabled() and own.requires_grad:
+            self._calls.append((rows, own))
+        module._parameters["weight"] = own
+        padding = None
+        if self._padding is not None and len(found := (rows == self._padding).nonzero()):
+            padding = int(found[0])
+        module.padding_idx = padding
+        local = places.to(device, given.dtype)
+        return ((local, *args[1:]), kwargs) if args else (args, {**kwargs, "input": local})
+
+    def _after(self, module: Any, args: Any, result: Any) -> None:
+        module._parameters["weight"] = self._parameter
+        module.padding_idx = self._padding
+
+    def gradient(self) -> Pushed:
+        """The rows that were looked up since the last time, each once, and their gradients; None if there are none."""
+        parts = [(rows, own.grad) for rows, own in self._calls if own.grad is not None]
+        self._calls.clear()
+        if not parts:
+            return None
+        dense = [each.to_dense() if each.is_sparse else each for _, each in parts]
+        if len(parts) == 1:
+            rows, gradient = parts[0][0], dense[0].cpu()
+        else:
+            rows = torch.cat([each for each, _ in parts]).unique()
+            gradient = torch.zeros(len(rows), *dense[0].shape[1:], dtype=dense[0].dtype)
+            for (each, _), own in zip(parts, dense, strict=True):
+                gradient.index_add_(0, torch.searchsorted(rows, each), own.cpu())
+        if self._padding is not None:
+            kept = rows != self._padding
+            rows, gradient = rows[kept], gradient[kept]
+        return rows, gradient
+
+    def zero_grad(self) -> None:
+        """Drop the gradients that there are."""
+        for _, own in self._calls:
+            own.grad = None
