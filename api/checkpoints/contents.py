@@ -143,6 +143,12 @@ def keep(tensor: Tensor, ranks: int, rank: int, number: int) -> Kept:
     return Kept(tensor.dtype, tuple(tensor.shape), part, slices, writes)
 
 
+def keep_whole(tensor: Tensor) -> Kept:
+    """A tensor that this process has whole, and writes alone."""
+    whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return Kept(whole.dtype, tuple(whole.shape), whole.detach(), tuple(slice(0, size) for size in whole.shape), True)
+
+
 # -- Optimizers
 
 

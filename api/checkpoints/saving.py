@@ -9,21 +9,22 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partway.checkpoints import folder as folders
 from partway.checkpoints.contents import MODEL, Content, content_of, packed
 from partway.checkpoints.progress import progress
 from partway.checkpoints.ranks import Ranks
-from partway.checkpoints.tensor_files import TensorFile, arrange, create, synchronize, write_part
+from partway.checkpoints.tensor_files import Slices, TensorFile, arrange, create, synchronize, write_part
 from partway.runtime.agreement import Fact, agree
 from partway.runtime.process import before_shutdown, launched
 from partway.strategy import RuntimeStateError
@@ -31,6 +32,7 @@ from partway.strategy.errors import shown
 from partway.strategy.files import write_whole
 
 LARGEST = 5 * 10**9  # bytes of a file, as Hugging Face has it
+Part = tuple[str, str, Slices, Tensor]  # the files that it goes to, the name of its tensor, where it is in that
 
 
 class Saving:
@@ -105,8 +107,7 @@ def save(
 
     Raises RuntimeStateError where something cannot be kept or written; the checkpoints before stay as they are.
     """
-    global _running  # noqa: PLW0603 - one at a time
-    _check(path, model, keep, state)
+    check(path, model, keep)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
     wait()
     folder = Path(path).absolute()
@@ -119,7 +120,13 @@ def save(
     if not asynchronous:
         return _write(content, folder, keep, ranks)
     content = content.copied()
-    _running = Saving(lambda: _write(content, folder, keep, ranks))
+    return in_background(lambda: _write(content, folder, keep, ranks))
+
+
+def in_background(run: Callable[[], Path]) -> Saving:
+    """Have another thread write a checkpoint; the next one, `shutdown` and the end of the program wait for it."""
+    global _running  # noqa: PLW0603 - one at a time
+    _running = Saving(run)
     before_shutdown(wait)
     _at_exit()
     return _running
@@ -139,7 +146,8 @@ def _at_exit() -> None:
     atexit.register(wait)  # Python prints what it raises
 
 
-def _check(path: Any, model: Any, keep: Any, state: Mapping[str, Any]) -> None:
+def check(path: Any, model: Any, keep: Any) -> None:
+    """Raise RuntimeStateError for arguments of `save` that cannot be."""
     folders.check_path(path)
     if not isinstance(model, nn.Module):
         raise RuntimeStateError(f"model is {shown(model)}; it must be an nn.Module")
@@ -163,8 +171,8 @@ def _write(content: Content, folder: Path, keep: int | None, ranks: Ranks) -> Pa
         ranks.first(where, lambda: create_files(fresh, files))
         digests = ranks.together(where, lambda: write_parts(content, fresh, files, ranks.rank))
         differ = {name for name in digests[0] if len({digest[name] for digest in digests}) > 1}
-        ranks.together(where, lambda: _values(content.values, differ, fresh, ranks.rank))
-        return ranks.first(where, lambda: _complete(content, fresh, files, differ, keep, ranks.size))
+        ranks.together(where, lambda: write_values(content.values, differ, fresh, ranks.rank))
+        return ranks.first(where, lambda: complete(content, fresh, files, differ, keep, ranks.size))
 
 
 def create_files(fresh: Path, files: Mapping[str, Mapping[str, TensorFile]]) -> None:
@@ -174,23 +182,27 @@ def create_files(fresh: Path, files: Mapping[str, Mapping[str, TensorFile]]) -> 
 
 
 def write_parts(
-    content: Content, fresh: Path, files: Mapping[str, Mapping[str, TensorFile]], rank: int
-) -> dict[str, str]:
-    """Write this process's parts, and their checksums. Returns a digest of each value that it would keep."""
+    content: Content, fresh: Path, files: Mapping[str, Mapping[str, TensorFile]], rank: int,
+    others: Iterable[Part] = (), size: int = 0,
+) -> dict[str, str]:  # fmt: skip
+    """Write this process's parts, and their checksums. Returns a digest of each value that it would keep.
+
+    others, size    further parts, of as many bytes, that are there only when it is their turn
+    """
     mine = [(stem, n, kept) for stem, group in content.tensors.items() for n, kept in group.items() if kept.writes]
     places = {stem: {n: p for file in group.values() for n, p in file.places.items()} for stem, group in files.items()}
     parts, written = [], set()
-    with progress("saving", sum(kept.part.nbytes for *_, kept in mine), rank) as report:
-        for stem, name, kept in mine:
-            checksum = write_part(fresh, places[stem][name], kept.slices, kept.part, report)
-            parts.append([stem, name, [[s.start, s.stop] for s in kept.slices], checksum])
+    with progress("saving", sum(kept.part.nbytes for *_, kept in mine) + size, rank) as report:
+        for stem, name, slices, part in chain(((s, n, kept.slices, kept.part) for s, n, kept in mine), others):
+            checksum = write_part(fresh, places[stem][name], slices, part, report)
+            parts.append([stem, name, [[s.start, s.stop] for s in slices], checksum])
             written.add(places[stem][name].file)
     write_whole(fresh / parts_file(rank), json.dumps(parts))
     synchronize(fresh, sorted(written))
     return {name: hashlib.sha256(data).hexdigest() for name, data in content.values.items()}
 
 
-def _values(values: Mapping[str, bytes], differ: set[str], fresh: Path, rank: int) -> None:
+def write_values(values: Mapping[str, bytes], differ: set[str], fresh: Path, rank: int) -> None:
     """Write the values: rank 0 all, the others what they have else."""
     own = {name: data for name, data in values.items() if rank == 0 or name in differ}
     if own:
@@ -227,11 +239,11 @@ def write_index(folder: Path, weights: Mapping[str, TensorFile]) -> None:
         write_whole(folder / "model.safetensors.index.json", json.dumps(index, indent=1))
 
 
-def _complete(
+def complete(
     content: Content, fresh: Path, files: Mapping[str, Mapping[str, TensorFile]], differ: set[str], keep: int | None,
     processes: int,
 ) -> Path:  # fmt: skip
-    """Write what there is, and give the checkpoint its name."""
+    """Write what there is, and give the checkpoint its name. Returns where it is."""
     write_index(fresh, files.get(MODEL, {}))
     small = [entry for entry in sorted(fresh.iterdir()) if entry.suffix != ".safetensors"]
     manifest = {

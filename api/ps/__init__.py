@@ -8,7 +8,7 @@
 Without `enable_ps` the same lines train in this process.
 
     marks.py        `set_param_ps`: which parameters
-    optimizer.py    `optimizer`, `steps`, `share`: the loop
+    served.py       `optimizer`, `steps`, `share`: the loop
     workers.py      what a worker's parameters are: this process's, or of a group of ranks
     saving.py       `save`: a checkpoint of the whole, while training goes on
     jobs.py         `partway ps`: all processes on this machine; live.py: what it shows
@@ -16,7 +16,7 @@ Without `enable_ps` the same lines train in this process.
 
 from __future__ import annotations
 
-from partway.ps.optimizer import ServedOptimizer, optimizer, share, staleness, status, steps
+from partway.ps.served import ServedOptimizer, optimizer, share, staleness, status, steps
 from partway.ps.saving import save
 
 __all__ = ["ServedOptimizer", "optimizer", "save", "share", "staleness", "status", "steps"]

@@ -363,9 +363,13 @@ class Client:
                 most[worker, number] = max(stale, most.get((worker, number), 0))
         return [(*key, stale) for key, stale in most.items()]
 
+    def stop(self) -> None:
+        """Say nothing any more."""
+        self._ended.set()
+
     def leave(self) -> None:
         """This worker has ended well."""
-        self._ended.set()
+        self.stop()
         with suppress(Exception):  # nobody is there any more who wants to know
             self._link.ask(COORDINATOR, "leave", self.worker, self._incarnation, patience=10)
 

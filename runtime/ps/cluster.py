@@ -338,6 +338,8 @@ class Link:
 
     def call(self, name: str, method: str, *arguments: Any) -> Any:
         """Ask an actor by its name. Gives what `wait` takes. Raises Gone."""
+        if not ray().is_initialized():  # which Ray would be, by itself, with a cluster of its own
+            raise Gone(f"this process has left the cluster at {self._site.address}")
         try:
             if name not in self._handles:
                 self._handles[name] = ray().get_actor(name, SPACE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from partway.runtime.ps.wire import DTYPES, array_of, name_of
 from partway.strategy import RuntimeStateError
 from partway.strategy.errors import shown
 
+T = TypeVar("T")
 _served: list[ServedOptimizer] = []
 _NEVER_ON_SERVERS = ("LBFGS",)  # whose step is one of all parameters together
 
@@ -99,9 +100,7 @@ class ServedOptimizer(Optimizer):
 
     def _first_values(self) -> Callable[[Piece], Moved]:
         """What the servers begin with, by piece: the parameters as they are, and what `inner` keeps of them."""
-        wholes = self._parameters
-        if not isinstance(self._own.whole()[0] if wholes else None, type(None)) and self._own.whole() is not wholes:
-            wholes = [_gathered(each) for each in self._parameters]
+        wholes = [_gathered(each) for each in self._parameters]
         states = {i: self._inner.state.get(each, {}) for i, each in enumerate(self._parameters)}
 
         def first(piece: Piece) -> Moved:
@@ -224,6 +223,20 @@ class ServedOptimizer(Optimizer):
         )
 
     @property
+    def parameters(self) -> list[Any]:
+        """Its parameters, in the order of the job's."""
+        return self._parameters
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process speaks for the worker."""
+        return self._own.speaks
+
+    def tell(self, run: Callable[[], T]) -> T:
+        """What `run` gives the process that speaks for the worker."""
+        return self._own.tell(run)
+
+    @property
     def client(self) -> Client:
         """How this worker speaks to the servers."""
         return self._speaker
@@ -316,6 +329,13 @@ def _current() -> ServedOptimizer | None:
     return _served[0]
 
 
+def served() -> ServedOptimizer:
+    """The optimizer of this job. Raises RuntimeStateError before there is one."""
+    own = _current()
+    assert own is not None
+    return own
+
+
 def steps(total: int) -> Iterator[int]:
     """The numbers of the steps that are left of `total`, from 0 on. A worker that is started again goes on where it was,
     with the random numbers that it would have had; one that is asked to end gets no more. In async mode each worker
@@ -334,9 +354,7 @@ def share() -> tuple[int, int]:
 def status() -> dict[str, Any]:
     """The workers, the servers, and what has happened. Raises RuntimeStateError where there is no parameter server."""
     settings.required()
-    own = _current()
-    assert own is not None
-    return own.client.status()
+    return served().client.status()
 
 
 def staleness() -> list[tuple[int, int, int]]:
@@ -344,17 +362,17 @@ def staleness() -> list[tuple[int, int, int]]:
     gradients were computed from and itself. (What servers applied since they were last started.) Raises
     RuntimeStateError where there is no parameter server."""
     settings.required()
-    own = _current()
-    assert own is not None
-    return own.client.staleness()
+    return served().client.staleness()
 
 
 def end() -> None:
     """Leave the job and the cluster, so that `init` may join another."""
     while _served:
         own = _served.pop()
-        if own._client is not None and not hasattr(sys, "last_value"):
+        if own.speaks and not hasattr(sys, "last_value"):  # which an error that ends the script leaves
             own.client.leave()
+        elif own.speaks:
+            own.client.stop()
     close(False)
     roles.end()
 
