@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from click import Context
+from typer.core import TyperGroup
 
 from partway.strategy.errors import PartwayError, RuntimeStateError
 from partway.strategy.files import save
@@ -22,6 +24,23 @@ app = typer.Typer(
 
 bench = typer.Typer(help="Measure Partway on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+
+
+class _ScriptOrCommand(TyperGroup):
+    """`partway ps train.py` is `partway ps run train.py`."""
+
+    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+        """Take what is no command for a script, or for the options before it."""
+        if args and args[0] not in self.commands and args[0] not in ("--help", "--install-completion"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+servers = typer.Typer(
+    help="Train a script with parameter servers on this machine: partway ps --workers 3 --servers 2 train.py",
+    cls=_ScriptOrCommand, no_args_is_help=True,
+)  # fmt: skip
+app.add_typer(servers, name="ps")
 
 
 def _print_version(wanted: bool) -> None:
@@ -112,6 +131,47 @@ def run(
         typer.echo(f"partway run: {error}", err=True)
         raise typer.Exit(2) from None
     raise typer.Exit(status)
+
+
+@servers.command(name="run", context_settings={"allow_interspersed_args": False})
+def run_servers(
+    script: Annotated[Path, typer.Argument(help="the script; what follows it are its own arguments")],
+    arguments: Annotated[list[str] | None, typer.Argument(show_default=False, metavar="[ARGS]...")] = None,
+    workers: Annotated[int, typer.Option(help="how many workers")] = 1,
+    servers: Annotated[int, typer.Option(help="how many servers")] = 1,
+    restarts: Annotated[int, typer.Option(help="how often each worker is started again after it failed")] = 100,
+    port: Annotated[int, typer.Option(help="of the scheduler [a free one]")] = 0,
+    logs: Annotated[Path, typer.Option(help="the folder for <run>/worker.N and <run>/scheduler")] = Path("log_output"),
+    shards: Annotated[Path | None, typer.Option(help="where the servers keep their parameters after the job")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="show nothing")] = False,
+) -> None:
+    """Start the scheduler, servers and workers of a script on this machine, and watch them."""
+    from partway.ps import jobs
+
+    job = jobs.Job(script, tuple(arguments or ()), workers, servers, restarts, port, logs, shards, quiet)
+    try:
+        job.check()
+        status = jobs.run(job)
+    except PartwayError as error:
+        typer.echo(f"partway ps: {error}", err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(status)
+
+
+@servers.command()
+def scale(
+    workers: Annotated[int | None, typer.Option(help="how many workers there are to be")] = None,
+    servers: Annotated[int | None, typer.Option(help="how many servers")] = None,
+    address: Annotated[str, typer.Option(help="host:port of the scheduler [that of the environment, or the last job]")] = "",
+) -> None:
+    """Have a job that runs use more or fewer workers and servers; nothing is started anew."""
+    from partway.ps import jobs
+
+    try:
+        typer.echo(jobs.scale(workers, servers, address))
+    except PartwayError as error:
+        typer.echo(f"partway ps scale: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 @app.command()

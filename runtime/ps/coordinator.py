@@ -581,7 +581,7 @@ class Coordinator:
                 for w, each in self._workers.items()
             },
             "servers": names, "reports": [await self._servers.ask(name, "status") for name in names] if ready else [],
-            "events": self._events[-20:],
+            "events": self._events[-20:], "happened": len(self._events),
         }  # fmt: skip
 
     async def wanted(self) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def join() -> None:
         _alone(wanted)
         return
     role, site, plan = found
-    _protect(site)
+    protect(site)
     if role == "MS_SCHED":
         _Scheduler(site, plan, wanted.durability).run()
         raise SystemExit(0)
@@ -119,7 +119,7 @@ def _plan(workers: int) -> Plan:
     return Plan(workers, servers, seconds_of("MS_TOPO_TIMEOUT", 1800), seconds_of("MS_NODE_TIMEOUT", 30))
 
 
-def _protect(site: Site) -> None:
+def protect(site: Site) -> None:
     """Ray's settings: who may come, and in which tongue."""
     secret = door.secret() or None
     kept = Path(os.environ.get("PARTWAY_CACHE_DIR", "~/.cache/partway")).expanduser()

@@ -1,0 +1,261 @@
+"""`partway ps`: the scheduler, the servers and the workers of a job on this machine, started and watched.
+
+A worker that dies is started again, with its number; so is the scheduler. Servers are Ray's actors, which Ray starts
+again. `partway ps scale` says how many there are to be from then on; this process starts and ends them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from partway.ps.live import View
+from partway.runtime.ps import cluster, roles
+from partway.runtime.ps.cluster import COORDINATOR, Gone, Link, Site
+from partway.strategy import RuntimeStateError
+from partway.strategy.files import save
+
+_LOOK = 0.2  # seconds between two looks
+_JOBS = Path(os.environ.get("PARTWAY_CACHE_DIR", "~/.cache/partway")).expanduser() / "ps"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to start.
+
+    restarts   how often each worker is started again after it failed
+    port       of the scheduler; 0: a free one
+    shards     where the servers keep their parameters; None: nowhere after the job
+    """
+
+    script: Path
+    arguments: tuple[str, ...]
+    workers: int
+    servers: int
+    restarts: int
+    port: int
+    logs: Path
+    shards: Path | None = None
+    quiet: bool = False
+
+    def check(self) -> None:
+        """Raise RuntimeStateError for what cannot be started."""
+        if not self.script.is_file():
+            raise RuntimeStateError(f"there is no script {self.script}")
+        for what, count in (("workers", self.workers), ("servers", self.servers)):
+            if count < 1:
+                raise RuntimeStateError(f"--{what} is {count}; there has to be 1 at least")
+        if self.restarts < 0:
+            raise RuntimeStateError(f"--restarts is {self.restarts}; it must be 0 or more")
+        cluster.ray_is_there()
+
+
+def run(job: Job) -> int:
+    """Start the job, and watch it until all workers have ended. Returns its exit status: 0 if they ended well."""
+    return _Running(job).run()
+
+
+class _Running:
+    """The processes of a job."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        port = job.port or _free_port()
+        self._own = Path(tempfile.mkdtemp(prefix="partway-ps-"))
+        self._site = Site("127.0.0.1", port, self._own)
+        self._environment = {
+            **os.environ, "MS_WORKER_NUM": str(job.workers), "MS_SERVER_NUM": str(job.servers),
+            "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(port), "PYTHONUNBUFFERED": "1",
+            roles.LOCAL_SERVERS: str(job.servers), roles.FOLDER: str(job.shards or self._own),
+        }  # fmt: skip
+        self._environment.setdefault("MS_NODE_TIMEOUT", "30")
+        self._logs = job.logs / time.strftime("%Y%m%d-%H%M%S")
+        self._link = Link(self._site, 60)
+        self._workers: dict[int, subprocess.Popen[bytes]] = {}
+        self._starts: dict[int, int] = {}
+        self._ended: dict[int, int] = {}
+        self._scheduler: subprocess.Popen[bytes] | None = None
+        self._asked = False
+
+    def run(self) -> int:
+        """See `run`."""
+        self._logs.mkdir(parents=True)
+        signal.signal(signal.SIGTERM, self._terminate)
+        roles.protect(self._site)
+        record = _JOBS / f"{self._site.port}.json"
+        try:
+            self._start_scheduler()
+            self._reach()
+            save("the job", record, json.dumps({"port": self._site.port, "process": os.getpid(), "script": str(self._job.script), "began": time.time()}))  # fmt: skip
+            for number in range(self._job.workers):
+                self._start_worker(number)
+            with View(self._job.quiet) as view:
+                while self._workers and not self._asked:
+                    time.sleep(_LOOK)
+                    self._look(view)
+        except KeyboardInterrupt:
+            self._asked = True
+        finally:
+            self._end()
+            with suppress(OSError):
+                record.unlink()
+            shutil.rmtree(self._own, ignore_errors=True)
+        if self._asked:
+            return 130
+        return self._told()
+
+    def _told(self) -> int:
+        failed = {number: status for number, status in self._ended.items() if status != 0}
+        for number, status in failed.items():
+            path = self._logs / f"worker.{number}"
+            lines = path.read_text(errors="replace").strip().splitlines()[-1:]
+            sys.stderr.write(f"partway ps: worker {number} ended with status {status}: {' '.join(lines)} ({path})\n")
+        return 1 if failed else 0
+
+    def _terminate(self, number: int, frame: Any) -> None:
+        self._asked = True
+
+    def _start_scheduler(self) -> None:
+        environment = {**self._environment, "MS_ROLE": "MS_SCHED"}
+        code = "from partway.runtime.ps.roles import scheduler; scheduler()"
+        self._scheduler = self._start("scheduler", [sys.executable, "-c", code], environment)
+
+    def _start_worker(self, number: int) -> None:
+        environment = {**self._environment, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(number)}
+        command = [sys.executable, str(self._job.script), *self._job.arguments]
+        self._starts[number] = self._starts.get(number, 0) + 1
+        self._workers[number] = self._start(f"worker.{number}", command, environment)
+
+    def _start(self, name: str, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        with open(self._logs / name, "ab") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+    def _reach(self) -> None:
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            assert self._scheduler is not None
+            if self._scheduler.poll() is not None:
+                words = (self._logs / "scheduler").read_text(errors="replace").strip().splitlines()
+                raise RuntimeStateError(f"the scheduler ended: {words[-1] if words else 'it said nothing'}")
+            with suppress(Gone, RuntimeStateError):
+                self._link.again()
+                self._link.ask(COORDINATOR, "wanted", patience=30)
+                return
+            time.sleep(_LOOK)
+        raise RuntimeStateError("the scheduler did not start in 120 s")
+
+    def _look(self, view: View) -> None:
+        """See who has ended, and who is wanted."""
+        assert self._scheduler is not None
+        if self._scheduler.poll() is not None and self._workers:
+            view.say("the scheduler is started again")
+            self._start_scheduler()
+        for number, process in list(self._workers.items()):
+            status = process.poll()
+            if status is None:
+                continue
+            del self._workers[number]
+            if status != 0 and self._starts[number] <= self._job.restarts:
+                view.say(f"worker {number} ended with status {status}, and is started again")
+                self._start_worker(number)
+                continue
+            self._ended[number] = status
+            if status != 0:
+                view.say(f"worker {number} ended with status {status}")
+                self._ask("gone", number, f"ended with status {status}")
+        wanted = self._ask("wanted")
+        if wanted is not None:
+            for number in range(wanted["workers"]):
+                if number not in self._workers and number not in self._ended:
+                    self._start_worker(number)
+            for number in [number for number in self._ended if number >= wanted["workers"]]:
+                self._ended.pop(number) if self._ended[number] == 0 else None
+        view.show(lambda: self._ask("status"), self._starts)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        try:
+            return self._link.ask(COORDINATOR, method, *arguments, patience=5)
+        except (Gone, TimeoutError):
+            with suppress(Gone, RuntimeStateError):
+                if cluster.answers(self._site):
+                    self._link.again()
+            return None
+
+    def _end(self) -> None:
+        """End all processes: workers by SIGTERM first, then the scheduler, which ends Ray."""
+        for process in self._workers.values():
+            process.terminate()
+        _wait(list(self._workers.values()), 5)
+        cluster.leave()
+        if self._scheduler is not None:
+            if self._asked or self._workers:
+                self._scheduler.terminate()
+            _wait([self._scheduler], 15)
+        cluster.Node(self._site, head=True, logs=(self._job.shards or self._own) / "ray").stop()
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    for process in processes:
+        try:
+            process.wait(max(0.1, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def scale(workers: int | None, servers: int | None, address: str) -> str:
+    """Have a job use as many workers and servers from now on: that at `address` ("host:port"), that of the environment
+    (MS_SCHED_HOST and MS_SCHED_PORT), or the last one that was started here. Returns what it is told."""
+    cluster.ray_is_there()
+    if workers is None and servers is None:
+        raise RuntimeStateError("nothing to change; give --workers, --servers or both")
+    link = _link_to(address)
+    link.ask(COORDINATOR, "scale", workers, servers)
+    state = link.ask(COORDINATOR, "wanted")
+    return f"{state['workers']} workers and {len(state['servers'])} servers are wanted"
+
+
+def _link_to(address: str) -> Link:
+    if not address and "MS_SCHED_PORT" in os.environ:
+        address = f"{os.environ.get('MS_SCHED_HOST', '127.0.0.1')}:{os.environ['MS_SCHED_PORT']}"
+    if not address:
+        address = f"127.0.0.1:{_last_port()}"
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise RuntimeStateError(f"{address!r} is no address; write host:port, as MS_SCHED_HOST and MS_SCHED_PORT say it")
+    site = Site(host, int(port), None)
+    roles.protect(site)
+    cluster.join(site, 5)
+    return Link(site, 5)
+
+
+def _last_port() -> int:
+    found = []
+    for path in _JOBS.glob("*.json"):
+        with suppress(OSError, ValueError, KeyError):
+            facts = json.loads(path.read_text())
+            os.kill(facts["process"], 0)
+            found.append((facts["began"], facts["port"]))
+    if not found:
+        raise RuntimeStateError("no job of `partway ps` runs here; give --address host:port of its scheduler")
+    return int(max(found)[1])
+
+
