@@ -302,3 +302,7 @@ def _print_facts(launcher: str) -> None:
     width = max(map(len, facts))
     for name, fact in facts.items():
         typer.echo(f"{name:<{width}}  {fact}")
+
+
+if __name__ == "__main__":
+    app()
