@@ -10,8 +10,8 @@ from pathlib import Path
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from partway.runtime import security
-from partway.runtime.certificates import Certificates, Identity, contexts_of
+from partway.runtime.launching import security
+from partway.runtime.launching.certificates import Certificates, Identity, contexts_of
 from partway.strategy import ContextError, RuntimeStateError
 from partway.strategy.errors import shown
 
