@@ -73,7 +73,7 @@ def doctor(
     Every rank runs it then. Rank 0 prints what all found, the others what is wrong with them; the exit status is 1 if
     anything is.
     """
-    from partway.runtime.launchers import launch
+    from partway.runtime.launching.launchers import launch
 
     try:
         found = launch()

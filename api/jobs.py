@@ -85,7 +85,7 @@ def simulate(job: Job, devices: int) -> int:
     """Run the script alone, on as many virtual devices. Returns its exit status."""
     import subprocess
 
-    from partway.runtime.launchers import SIMULATE
+    from partway.runtime.launching.launchers import SIMULATE
 
     if devices < 1:
         raise RuntimeStateError(f"simulate is {devices}; it must be 1 or more")

@@ -27,9 +27,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from partway.runtime import interfaces, process, scheduler
+from partway.runtime import process
 from partway.runtime.doing import first_line, named
-from partway.runtime.launchers import SCHEDULER, Launch
+from partway.runtime.launching import interfaces, scheduler
+from partway.runtime.launching.launchers import SCHEDULER, Launch
 from partway.strategy import RuntimeStateError
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from partway.runtime import security
-from partway.runtime.certificates import Certificates, Identity, contexts_of
+from partway.runtime.launching import security
+from partway.runtime.launching.certificates import Certificates, Identity, contexts_of
 from partway.runtime.ps import settings
 from partway.runtime.ps.job import MODES
 from partway.runtime.ps.shelf import DURABILITIES

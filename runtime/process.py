@@ -1,7 +1,7 @@
 """The processes that run a program: whether a launcher started them, and which of them this one is.
 
-`launchers.py` knows the launchers. Without one, a single process simulates every device. With the scheduler, the
-process whose MS_ROLE is MS_SCHED runs the same script, and ends in `init` (scheduler.py).
+`launching/launchers.py` knows the launchers. Without one, a single process simulates every device. With the scheduler,
+the process whose MS_ROLE is MS_SCHED runs the same script, and ends in `init` (launching/scheduler.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError, shown
-from . import door, scheduler, security, worker
 from .doing import first_line
-from .launchers import SCHEDULER, TORCHRUN, Launch, launch, number, simulated, started
+from .launching import door, scheduler, security, worker
+from .launching.launchers import SCHEDULER, TORCHRUN, Launch, launch, number, simulated, started
 from .torch_internals import timeout_of
 
 _BEFORE_SHUTDOWN: dict[Callable[[], object], None] = {}

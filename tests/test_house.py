@@ -90,7 +90,7 @@ runtime/test_stretches.py              runtime: functions
 models/test_inductor.py                runtime: inductor
 runtime/test_execute.py                runtime: instructions memory
 conformance/test_ranks.py              runtime: watch
-runtime/test_security.py               runtime: interfaces
+runtime/launching/test_security.py     runtime/launching: interfaces
 api/test_islands.py                    propagation/capture: by_rank islands messages; propagation/search: islands
 api/test_islands.py                    propagation/islands: flows island variance writing
 api/test_islands.py                    propagation/ops: by_hand islands; strategy: place

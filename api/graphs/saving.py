@@ -32,7 +32,7 @@ from partway.propagation.plan.units import human, lasting
 from partway.propagation.program.accumulate import Accumulation
 from partway.propagation.program.local_program import LocalProgram
 from partway.propagation.program.step import Step
-from partway.runtime.launchers import launch
+from partway.runtime.launching.launchers import launch
 from partway.strategy import Mesh, RuntimeStateError
 from partway.strategy.notation import counted
 

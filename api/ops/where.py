@@ -7,7 +7,7 @@ from typing import Any
 from partway.context import current
 from partway.propagation.capture.tracing import capturing
 from partway.request import given_mesh
-from partway.runtime.launchers import simulated
+from partway.runtime.launching.launchers import simulated
 from partway.runtime.process import get_group_size, launched
 from partway.strategy import CaptureError, Mesh, RuntimeStateError, StrategyError
 from partway.strategy.place import Group, Place, island_place

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from ...strategy.errors import RuntimeStateError
-from .. import door, security
-from ..certificates import pem_of
-from ..launchers import number
-from ..scheduler import seconds_of
+from ..launching import door, security
+from ..launching.certificates import pem_of
+from ..launching.launchers import number
+from ..launching.scheduler import seconds_of
 from . import cluster, settings
 from .cluster import COORDINATOR, Gone, Link, Node, Site
 from .coordinator import Plan
@@ -258,7 +258,7 @@ def _is_of_head(site: Site) -> bool:
     """Whether this host is that of the head."""
     if site.is_local:
         return True
-    from ..interfaces import addresses
+    from ..launching.interfaces import addresses
 
     return socket.gethostbyname(site.host) in set(addresses().values())
 

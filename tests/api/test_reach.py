@@ -17,7 +17,7 @@ import torch.distributed as dist
 from scripts import free_port
 
 from partway.reach import Card, Health, Met, Report, check, join, problems
-from partway.runtime.launchers import Launch
+from partway.runtime.launching.launchers import Launch
 from partway.strategy import RuntimeStateError
 
 CARDS = {
@@ -137,7 +137,7 @@ COMMAND = "import sys\nfrom partway.cli import app\napp(['doctor', '--timeout', 
 OTHER_VERSION = """
     import os, sys
     from partway import reach
-    from partway.runtime.launchers import launch
+    from partway.runtime.launching.launchers import launch
 
     health = reach.check(reach.join(launch(), 20), 20, versions=f"partway 0.{os.environ['RANK']}")
     if os.environ["RANK"] == "0":

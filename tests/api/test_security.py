@@ -1,4 +1,4 @@
-"""What `set_ps_context` takes, and its errors; what `init` makes of it is in tests/runtime/test_security.py."""
+"""What `set_ps_context` takes, and its errors; what `init` makes of it: tests/runtime/launching/test_security.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from certificates import Authority
 
 import partway as pw
-from partway.runtime import security
+from partway.runtime.launching import security
 
 Config = Callable[..., str]
 

@@ -39,7 +39,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import partway as pw
-from partway.runtime.launchers import launch
+from partway.runtime.launching.launchers import launch
 
 
 def train():

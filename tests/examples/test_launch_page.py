@@ -18,7 +18,7 @@ import slurm
 from scripts import free_port
 
 import partway as pw
-from partway.runtime import security
+from partway.runtime.launching import security
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -17,9 +17,9 @@ import pytest
 import torch.distributed as dist
 from certificates import Authority
 
-from partway.runtime import door
-from partway.runtime.certificates import Contexts
-from partway.runtime.door import Guard, secret, store_behind, way_to
+from partway.runtime.launching import door
+from partway.runtime.launching.certificates import Contexts
+from partway.runtime.launching.door import Guard, secret, store_behind, way_to
 from partway.strategy import RuntimeStateError
 
 ONE, OTHER = Guard(b"a secret of this job"), Guard(b"a secret of another job")

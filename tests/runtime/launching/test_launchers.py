@@ -16,7 +16,7 @@ import pytest
 import slurm
 from scripts import free_port, run_script
 
-from partway.runtime.launchers import Launch, first_host, launch, started
+from partway.runtime.launching.launchers import Launch, first_host, launch, started
 from partway.strategy import RuntimeStateError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}

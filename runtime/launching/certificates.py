@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..strategy.errors import RuntimeStateError
+from ...strategy.errors import RuntimeStateError
 
 if TYPE_CHECKING:
     from cryptography import x509

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from certificates import Authority
 
-from partway.runtime.certificates import Certificates, Identity, contexts_of, pem_of
+from partway.runtime.launching.certificates import Certificates, Identity, contexts_of, pem_of
 from partway.strategy import RuntimeStateError
 
 DAY = timedelta(days=1)

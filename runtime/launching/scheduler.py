@@ -36,8 +36,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..strategy.errors import RuntimeStateError
-from .doing import is_alive, named
+from ...strategy.errors import RuntimeStateError
+from ..doing import is_alive, named
 from .door import listening, store_behind
 from .launchers import Launch, number
 from .security import guard

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from certificates import Authority
 
 import partway as pw
-from partway.runtime import interfaces, security
-from partway.runtime.certificates import Certificates, Identity
-from partway.runtime.launchers import Launch, launch
-from partway.runtime.security import Wanted, Way, confirm, prepare, want
+from partway.runtime.launching import interfaces, security
+from partway.runtime.launching.certificates import Certificates, Identity
+from partway.runtime.launching.launchers import Launch, launch
+from partway.runtime.launching.security import Wanted, Way, confirm, prepare, want
 from partway.strategy import RuntimeStateError
 
 HERE = Launch("torchrun", 0, 2, 0, "127.0.0.1", 29500, one_host=True)

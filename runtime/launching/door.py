@@ -33,9 +33,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..strategy.errors import RuntimeStateError
+from ...strategy.errors import RuntimeStateError
+from ..torch_internals import STORE_PING
 from .certificates import Contexts
-from .torch_internals import STORE_PING
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..strategy.errors import RuntimeStateError
+from ...strategy.errors import RuntimeStateError
 
 SIMULATE = "PARTWAY_SIMULATE"  # the number of virtual devices: `partway run --simulate` sets it
 TORCHRUN, SCHEDULER = "torchrun", "the scheduler"

@@ -65,7 +65,8 @@ def steps(said: str) -> list[int]:
 @pytest.mark.parametrize(("fault", "status", "why"), [
     ("os.kill(os.getpid(), 9)", -9, "was killed or crashed"),
     ("raise ValueError('a bad batch')", 1, "failed: ValueError: a bad batch"),
-    ("from partway.runtime import worker; worker.leave('SIGTERM'); sys.exit(143)", 143, "was asked to end by SIGTERM"),
+    ("from partway.runtime.launching import worker; worker.leave('SIGTERM'); sys.exit(143)", 143,
+     "was asked to end by SIGTERM"),
 ])  # fmt: skip
 def test_the_others_start_again_and_wait_for_its_place_to_be_taken(
     start: Start, tmp_path: Path, fault: str, status: int, why: str

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..strategy.errors import RuntimeStateError, shown
+from ...strategy.errors import RuntimeStateError, shown
+from ..doing import first_line, named
+from ..torch_internals import GLOO_TLS
 from . import interfaces
 from .certificates import Certificates, Contexts, pem_of
-from .doing import first_line, named
 from .door import Guard, secret
 from .launchers import Launch
-from .torch_internals import GLOO_TLS
 
 _log = logging.getLogger("partway.security")
 _WANTED: list[Wanted] = []  # one, where it is wanted

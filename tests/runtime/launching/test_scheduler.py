@@ -114,7 +114,7 @@ BEFORE = """
     else:
         pathlib.Path("begins").touch()
     if "OTHER" in os.environ:
-        import partway.runtime.scheduler as scheduler
+        import partway.runtime.launching.scheduler as scheduler
         scheduler.versions = lambda: "something else"
 """
 STAY = """
