@@ -196,14 +196,14 @@ class Server:
             pushed = [self._pushed(view, version, worker) for worker in decision.members]
             dense: dict[str, Tensor] = {}
             for key in self._shard.values:
-                parts = [each.dense[key] for each in pushed if key in each.dense]
+                parts = [(each.dense[key], each.dtype) for each in pushed if key in each.dense]
                 if parts:
-                    dense[key] = self._mean(parts, self._shard.parameter(key).dtype, len(pushed), _any_dtype(pushed))
-            rows = {
-                key: self._mean_rows(key, [each.rows[key] for each in pushed if key in each.rows], len(pushed), _any_dtype(pushed))
-                for key in self._shard.tables
-                if any(key in each.rows for each in pushed)
-            }  # fmt: skip
+                    dense[key] = self._mean(key, parts, len(pushed))
+            rows: dict[str, tuple[Tensor, Tensor]] = {}
+            for key in self._shard.tables:
+                some = [(*each.rows[key], each.dtype) for each in pushed if key in each.rows]
+                if some:
+                    rows[key] = self._mean_rows(key, some, len(pushed))
         self._step(dense, rows, decision.options, version, [b"g/"])
         self._counts["applied"] += len(decision.members)
 
@@ -238,12 +238,12 @@ class Server:
         self._shelf.reserve(self._bytes_of_a_step())
         stale = self._version - read
         dense = {
-            key: self._mean([array], self._shard.parameter(key).dtype, 1, gradients.dtype)
+            key: self._mean(key, [(array, gradients.dtype)], 1)
             for key, array in gradients.dense.items()
             if key not in skipped
         }
         rows = {
-            key: self._mean_rows(key, [each], 1, gradients.dtype)
+            key: self._mean_rows(key, [(*each, gradients.dtype)], 1)
             for key, each in gradients.rows.items()
             if key not in skipped
         }
@@ -265,7 +265,9 @@ class Server:
         """The dense pieces that changed since version `known`."""
         keys = [key for key in self._shard.values if self._changed[key] > known]
         means = {key: self._means[key] for key in keys if key in self._means} if known == self._version - 1 else {}
-        return Changes(self._version, {key: array_of(self._shard.values[key]) for key in keys if key not in means}, means)
+        return Changes(
+            self._version, {key: array_of(self._shard.values[key]) for key in keys if key not in means}, means
+        )
 
     def rows(self, wanted: dict[str, Any]) -> tuple[int, Values]:
         """The rows of tables, counted within their pieces."""
@@ -290,6 +292,7 @@ class Server:
             key: array_of(gradient.clone()) for key, gradient in dense.items() if self._shard.parameter(key).on_workers
         }
         self._version = version
+        options = [dict(each) for each in options]
         records: list[Record] = []
         try:
             self._shard.step(dense, options)
@@ -306,20 +309,20 @@ class Server:
             self._load()  # what is in memory has gone ahead of what is kept
             raise
 
-    def _mean(self, parts: list[Any], dtype: str, count: int, sent: str | None) -> Tensor:
-        total = tensor_of(parts[0], sent or dtype).to(getattr(torch, dtype))
-        for part in parts[1:]:
-            total += tensor_of(part, sent or dtype).to(total.dtype)
-        return total if count == 1 else total.div_(count)
+    def _mean(self, key: str, parts: list[tuple[Any, str | None]], count: int) -> Tensor:
+        """The mean of arrays, each of a dtype of its own or of the parameter's."""
+        kind = self._shard.parameter(key).dtype
+        first, *others = (tensor_of(part, sent or kind).to(getattr(torch, kind)) for part, sent in parts)
+        for each in others:
+            first += each
+        return first if count == 1 else first.div_(count)
 
-    def _mean_rows(
-        self, key: str, parts: list[tuple[Any, Any]], count: int, sent: str | None
-    ) -> tuple[Tensor, Tensor]:
+    def _mean_rows(self, key: str, parts: list[tuple[Any, Any, str | None]], count: int) -> tuple[Tensor, Tensor]:
         parameter = self._shard.parameter(key)
         kind = getattr(torch, parameter.dtype)
-        ids = np.unique(np.concatenate([each for each, _ in parts]))
+        ids = np.unique(np.concatenate([each for each, _, _ in parts]))
         total = torch.zeros(len(ids), *parameter.shape[1:], dtype=kind)
-        for each, gradient in parts:
+        for each, gradient, sent in parts:
             at = torch.from_numpy(np.searchsorted(ids, each))
             total.index_add_(0, at, tensor_of(gradient, sent or parameter.dtype).to(kind))
         return torch.from_numpy(ids), total if count == 1 else total.div_(count)
@@ -343,7 +346,7 @@ class Server:
         if moved.table is not None:
             table = self._table(moved)
             table.catch_up(self._maker, torch.arange(len(table.value)))
-            moved.value, moved.state = array_of(table.value), {**table.state, **table.numbers(self._maker)}
+            moved.value, moved.state = array_of(table.value), table.whole_state(self._maker)
         return moved
 
     def release(self, name: str) -> None:
@@ -379,9 +382,10 @@ class Server:
             table = self._shard.tables[key]
             head |= {"time": table.time, "base": _numbers_out(table.base), "began": list(table.began)}
             head["keys"] = sorted(table.state)
-            head["runs"] = {str(time): dict(options) for time, options in table.runs.items()}
+            new = table.runs if whole else table.runs.keys() & {table.time}
+            runs = [(prefix + b"o%016d" % time, json.dumps(table.runs[time]).encode()) for time in new]
             rows = self._row_records(key, torch.arange(len(table.value))) if whole else []
-            return [(prefix + b"h", json.dumps(head).encode()), *rows]
+            return [(prefix + b"h", json.dumps(head).encode()), *runs, *rows]
         value, state = self._shard.values[key], self._shard.state(key)
         tensors = {name: kept for name, kept in state.items() if is_of_rows(name, kept, value)}
         head |= {"keys": sorted(tensors), "kinds": {name: name_of(kept.dtype) for name, kept in tensors.items()}}
@@ -432,9 +436,10 @@ class Server:
             return tensor_from(own.reshape(-1).data, parameter.dtype, (count, *parameter.shape[1:]))
 
         last = torch.from_numpy(np.ascontiguousarray(joined[:, :8]).view(np.int64).reshape(-1).copy())
+        options = view.items(b"p/%s/o" % piece.key.encode())
         table = {
             "last": last, "time": head["time"], "base": _numbers_in(head["base"]), "began": tuple(head["began"]),
-            "runs": {int(time): options for time, options in head["runs"].items()},
+            "runs": {int(name[-16:]): json.loads(bytes(text)) for name, text in options},
         }  # fmt: skip
         return Moved(piece, array_of(part(0)), {name: part(1 + i) for i, name in enumerate(head["keys"])}, None, table)
 
@@ -480,9 +485,9 @@ class Server:
             meta = json.loads(bytes(text))
             if meta["format"] != 1 or meta["job"] != self._job.fingerprint:
                 raise RuntimeStateError(
-                    f"the shard folder {self._folder} holds the parameters of another job ({meta['job'][:12]}, and this "
-                    f"is {self._job.fingerprint[:12]}): of another model, optimizer, mode or version of Partway; give "
-                    "this job a folder of its own"
+                    f"the shard folder {self._folder} holds the parameters of another job ({meta['job'][:12]}, and "
+                    f"this is {self._job.fingerprint[:12]}): of another model, optimizer, mode or version of Partway; "
+                    "give this job a folder of its own"
                 )
             self._version = meta["version"]
             self._seen, self._incarnations = _ints(meta["seen"]), _ints(meta["incarnations"])
@@ -506,10 +511,6 @@ def _buffer(array: Any) -> Any:
 
 def _gradients_key(version: int, worker: int) -> bytes:
     return b"g/" + version.to_bytes(8, "big") + worker.to_bytes(4, "big") + b"/"
-
-
-def _any_dtype(pushed: list[Gradients]) -> str | None:
-    return pushed[0].dtype if pushed else None
 
 
 def _texts(numbers: Mapping[int, int]) -> dict[str, int]:
@@ -537,5 +538,3 @@ def _numbers_in(texts: Mapping[str, Any]) -> dict[str, Any]:
         name: torch.tensor(kept["tensor"], dtype=getattr(torch, kept["dtype"])) if isinstance(kept, dict) else kept
         for name, kept in texts.items()
     }
-
-

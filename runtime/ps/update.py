@@ -10,9 +10,11 @@ without momentum and weight decay, Adagrad without weight decay, SparseAdam) owe
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -77,7 +79,7 @@ def is_by_element(maker: Maker, options: Options) -> bool:
 
     try:
         return torch.equal(trained(slice(0, 6)), torch.cat([trained(slice(0, 2)), trained(slice(2, 6))]))
-    except Exception:  # noqa: BLE001 - an optimizer of anyone's that does not take such a parameter, such as one of three dims only
+    except Exception:  # anyone's own, which does not take such a parameter: of images only
         return False
 
 
@@ -105,12 +107,15 @@ class Table:
     last: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     time: int = 0
     runs: dict[int, Options] = field(default_factory=dict)
-    _numbers: list[dict[str, Any]] = field(default_factory=list)  # after each step
+    _known: list[tuple[dict[str, Any], tuple[str, ...]]] = field(default_factory=list)  # see `_before`
     _alone: dict[str, Any] = field(default_factory=dict)  # what an optimizer of one number has after the last of them
+    _starts: list[int] = field(default_factory=list)  # of `runs`
 
     def options_at(self, time: int) -> Options:
         """The options of a step."""
-        return self.runs[max(start for start in self.runs if start <= time)]
+        if len(self._starts) != len(self.runs):
+            self._starts = sorted(self.runs)
+        return self.runs[self._starts[bisect_right(self._starts, time) - 1]]
 
     def step(self, maker: Maker, options: Options, ids: Tensor, gradient: Tensor) -> None:
         """The next step: `gradient` of the rows `ids`, none of the others."""
@@ -124,7 +129,8 @@ class Table:
         """Count a step, which some of the rows take."""
         self.time += 1
         if not self.runs or self.options_at(self.time) != options:
-            self.runs[self.time] = dict(options)
+            self.runs[self.time] = options
+            self._starts.append(self.time)
 
     def catch_up(self, maker: Maker, ids: Tensor) -> None:
         """Have the rows `ids` take the steps that they missed."""
@@ -134,8 +140,10 @@ class Table:
         if int(last.min()) == self.time:
             return
         starts = [*sorted({int(time) for time in last.unique() if time < self.time}), self.time]
-        for start, stop in zip(starts, starts[1:], strict=False):
-            owing = [time for time in range(start + 1, stop + 1) if not maker.leaves_untouched_rows(self.options_at(time))]
+        for start, stop in pairwise(starts):
+            owing = [
+                time for time in range(start + 1, stop + 1) if not maker.leaves_untouched_rows(self.options_at(time))
+            ]
             if owing:
                 self._advance(maker, ids[last <= start], owing, None)
         self.last[ids] = self.time
@@ -143,10 +151,12 @@ class Table:
     def _advance(self, maker: Maker, ids: Tensor, times: Sequence[int], gradient: Tensor | None) -> None:
         """Have some rows take some steps, with a gradient or none."""
         own = nn.Parameter(self.value[ids])
-        keys = self.began if times[0] == 1 else tuple(self.state)
-        state: dict[str, Any] = {key: self.state[key][ids] for key in keys}
+        _, keys = self._before(maker, times[0])
+        state: dict[str, Any] = {
+            key: self.state[key][ids] if key in self.state else torch.zeros_like(own) for key in keys
+        }
         for time in times:
-            numbers = self._numbers_before(maker, time)
+            numbers, _ = self._before(maker, time)
             optimizer = maker.make(
                 [{**self.options_at(time), "params": [own]}], {own: {**state, **numbers}} if state or numbers else {}
             )
@@ -160,32 +170,43 @@ class Table:
                 self.state[key] = torch.zeros_like(self.value)
             self.state[key][ids] = kept
 
-    def _numbers_before(self, maker: Maker, time: int) -> dict[str, Any]:
-        """What is one number for all rows, before a step: it does not depend on gradients, so that a table of one row
-        and one column shows it."""
-        if not self._numbers:
+    def _before(self, maker: Maker, time: int) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """What is one number for all rows, before a step, and the names of what is kept of each row. Neither depends on
+        gradients, so that a table of one row and one column shows it."""
+        if not self._known:
             self._alone = {key: self.value.new_zeros(1, 1) for key in self.began} | _copied(self.base)
-            self._numbers.append(dict(self.base))
-        while len(self._numbers) < time:
-            before = self._numbers[-1]
-            if before.keys() == {"step"}:
-                self._numbers.append({"step": before["step"] + 1})
+            self._known.append((dict(self.base), self.began))
+        while len(self._known) < time:
+            last = len(self._known)
+            numbers, _ = self._known[-1]
+            if last > 1 and numbers.keys() == {"step"}:
+                break  # which is all that changes
+            options = self.options_at(last)
+            if last > 1 and not numbers and _are_alike(options, self.options_at(last - 1)):
+                self._known.append(self._known[-1])
                 continue
             own = nn.Parameter(self.value.new_zeros(1, 1))
-            options = {**self.options_at(len(self._numbers)), "params": [own]}
-            optimizer = maker.make([options], {own: self._alone} if self._alone else {})
+            optimizer = maker.make([{**options, "params": [own]}], {own: self._alone} if self._alone else {})
             own.grad = _gradient(maker, torch.zeros_like(own))
             optimizer.step()
             self._alone = optimizer.state.get(own, {})
-            numbers = {key: kept for key, kept in self._alone.items() if not is_of_rows(key, kept, own)}
-            self._numbers.append(_copied(numbers))
-        return _copied(self._numbers[time - 1])
+            keys = tuple(key for key, kept in self._alone.items() if is_of_rows(key, kept, own))
+            numbers = {key: kept for key, kept in self._alone.items() if key not in keys}
+            self._known.append((_copied(numbers), keys))
+        numbers, keys = self._known[min(time, len(self._known)) - 1]
+        if (more := time - len(self._known)) > 0:
+            return {"step": numbers["step"] + more}, keys
+        return _copied(numbers), keys
 
-    def numbers(self, maker: Maker) -> dict[str, Any]:
-        """What is one number for all rows, now."""
-        if not self.runs:
-            return dict(self.base)
-        return self._numbers_before(maker, self.time + 1)
+    def whole_state(self, maker: Maker) -> dict[str, Any]:
+        """What an optimizer of the whole table would keep, now: all rows have taken all steps."""
+        numbers, keys = self._before(maker, self.time + 1)
+        return {key: self.state.get(key, torch.zeros_like(self.value)) for key in keys} | numbers
+
+
+def _are_alike(one: Options, two: Options) -> bool:
+    """Whether options differ in the learning rate at most."""
+    return {**one, "lr": None} == {**two, "lr": None}
 
 
 def _copied(numbers: Mapping[str, Any]) -> dict[str, Any]:
