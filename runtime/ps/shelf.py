@@ -11,6 +11,7 @@ before a transaction begins, and a full disk is an error that changes nothing.
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,8 +21,8 @@ from typing import Any, Protocol
 from ...strategy.errors import RuntimeStateError
 
 DURABILITIES = ("process", "disk", "memory")
-_ROOM = 2**26  # bytes reserved at once
-_PAGE = 4096
+_ROOM = 2**26  # bytes reserved at once, where there are as many
+_PAGE, _SMALL = 4096, 2030  # records that are not small have pages of their own
 Record = tuple[bytes, Any]  # a key, and bytes or a buffer of them
 
 
@@ -75,10 +76,11 @@ class _InMemory:
         pass
 
     def commit(self, records: Iterable[Record], size: int, without: Iterable[bytes] = ()) -> None:
+        new = {key: bytes(value) for key, value in records}
         for prefix in without:
             for key in [key for key in self._records if key.startswith(prefix)]:
                 del self._records[key]
-        self._records.update((key, bytes(value)) for key, value in records)
+        self._records.update(new)
 
     def view(self) -> View:
         return _InMemory(dict(self._records))
@@ -115,26 +117,40 @@ class _OnDisk:
         need = (self._env.info()["last_pgno"] + 1) * _PAGE + size + size // 8 + 512 * _PAGE
         if need <= self._reserved:
             return
-        upto = need + _ROOM
+        disk = os.statvfs(self._folder)
+        left = disk.f_bavail * disk.f_frsize - (need - self._reserved)
+        upto = need + min(_ROOM, max(left, 0) // 2)
         try:
             os.posix_fallocate(self._file, 0, upto)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise Full(
-                    f"the disk of the shard folder {self._folder} has no room for {need - self._reserved:,} bytes more; "
-                    "free some: the step is not lost, and waits for it"
+                    f"the disk of the shard folder {self._folder} has no room for {need - self._reserved:,} bytes "
+                    "more; free some: the step is not lost, and waits for it"
                 ) from error
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
         self._reserved = upto
 
     def commit(self, records: Iterable[Record], size: int, without: Iterable[bytes] = ()) -> None:
-        self.reserve(size)
+        records = list(records)
+        self.reserve(max(size, self._at_most(records)))
         with self._env.begin(write=True) as transaction:
             for prefix in without:
                 _remove(transaction, prefix)
             with transaction.cursor() as cursor:
                 cursor.putmulti(records)
+
+    def _at_most(self, records: list[Record]) -> int:
+        """Bytes of the pages that a commit may need. A changed page is written elsewhere, whole: so each record may
+        take one, up to all that there are. Pages of small records are half full at least."""
+        pages = min(len(records), self._env.info()["last_pgno"] + 1)
+        for key, value in records:
+            if len(key) + len(value) < _SMALL:
+                pages += 2 * (len(key) + len(value) + 32) / _PAGE
+            else:
+                pages += 2 * (len(key) + 32) / _PAGE + math.ceil((len(value) + 16) / _PAGE)
+        return int(pages * _PAGE)
 
     def view(self) -> View:
         return _OfTransaction(self._env.begin(buffers=True))
@@ -157,7 +173,7 @@ class _OfTransaction:
             if not cursor.set_range(prefix):
                 return
             for key, value in cursor:
-                if not bytes(key[: len(prefix)]) == prefix:
+                if bytes(key[: len(prefix)]) != prefix:
                     return
                 yield bytes(key), value
 
