@@ -87,6 +87,7 @@ class _Running:
         self._ended: dict[int, int] = {}
         self._scheduler: subprocess.Popen[bytes] | None = None
         self._asked = False
+        self._missed = 0  # how often the coordinator did not answer since it last did
 
     def run(self) -> int:
         """See `run`."""
@@ -158,7 +159,7 @@ class _Running:
     def _look(self, view: View) -> None:
         """See who has ended, and who is wanted."""
         assert self._scheduler is not None
-        if self._scheduler.poll() is not None and self._workers:
+        if self._scheduler.poll() not in (None, 0) and self._workers:  # 0: all workers have left
             view.say("the scheduler is started again")
             self._start_scheduler()
         for number, process in list(self._workers.items()):
@@ -184,12 +185,17 @@ class _Running:
         view.show(lambda: self._ask("status"), self._starts)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
+        """What the coordinator answers; None where it does not, now."""
         try:
-            return self._link.ask(COORDINATOR, method, *arguments, patience=5)
-        except (Gone, TimeoutError):
-            with suppress(Gone, RuntimeStateError):
-                if cluster.answers(self._site):
+            answer = self._link.ask(COORDINATOR, method, *arguments, patience=5)
+            self._missed = 0
+            return answer
+        except (Gone, TimeoutError) as error:
+            self._missed += 1
+            if (isinstance(error, Gone) or self._missed > 2) and cluster.answers(self._site):
+                with suppress(Gone, RuntimeStateError):
                     self._link.again()
+                    self._missed = 0
             return None
 
     def _end(self) -> None:
@@ -199,8 +205,7 @@ class _Running:
         _wait(list(self._workers.values()), 5)
         cluster.leave()
         if self._scheduler is not None:
-            if self._asked or self._workers:
-                self._scheduler.terminate()
+            self._scheduler.terminate()
             _wait([self._scheduler], 15)
         cluster.Node(self._site, head=True, logs=(self._job.shards or self._own) / "ray").stop()
 

@@ -31,7 +31,8 @@ from .update import Maker
 
 SPACE, COORDINATOR = "partway-ps", "coordinator"
 _FOR_EVER = {"max_restarts": -1, "max_task_retries": -1, "lifetime": "detached", "num_cpus": 0}
-_RECONNECT = 2.0  # seconds without Ray's head after which its cluster is taken for gone
+_RECONNECT = 1.0  # seconds without Ray's head after which its cluster is taken for gone
+_ASK = 10.0  # seconds of waiting after which the coordinator is asked whether it is there, and in which it has to answer
 
 
 class Gone(RuntimeStateError):
@@ -86,7 +87,7 @@ def prepare(host: str, token: str | None, variables: Mapping[str, str] | None = 
     this process already, with other settings."""
     wanted = {
         "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AUTH_MODE": "token",
-        "RAY_DEDUP_LOGS": "0", **(variables or {}),
+        "RAY_BACKEND_LOG_LEVEL": os.environ.get("RAY_BACKEND_LOG_LEVEL", "fatal"), **(variables or {}),
     }  # fmt: skip
     if token is not None:
         wanted["RAY_AUTH_TOKEN"] = token
@@ -329,6 +330,24 @@ class RayServers:
 # -- Asking
 
 
+class _Watch:
+    """Whether Ray's head is there, while an answer is waited for."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._silent: float | None = None
+
+    def look(self) -> None:
+        """Raise Gone where it has been silent for too long."""
+        if self._site.port == 0 or answers(self._site):
+            self._silent = None
+            return
+        now = time.monotonic()
+        self._silent = self._silent or now
+        if now - self._silent > _RECONNECT:
+            raise Gone(f"Ray's head at {self._site.address} does not answer any more")
+
+
 class Link:
     """How a process asks the coordinator and the servers of a cluster."""
 
@@ -351,26 +370,30 @@ class Link:
         """The answers. Raises what the first of them raised; Gone where Ray's head has gone, and TimeoutError after
         `patience` seconds."""
         module = ray()
-        begin = time.monotonic()
-        silent: float | None = None
+        begin = asked = time.monotonic()
+        watch = _Watch(self._site)
         while True:
             try:
                 return list(module.get(list(calls), timeout=1))
             except module.exceptions.GetTimeoutError:
                 now = time.monotonic()
-                if self._site.port and not answers(self._site):
-                    silent = silent or now
-                    if now - silent > _RECONNECT:
-                        raise Gone(f"Ray's head at {self._site.address} does not answer any more") from None
-                else:
-                    silent = None
+                watch.look()
                 if patience is not None and now - begin > patience:
                     raise TimeoutError from None
+                if patience is None and now - asked > _ASK:  # another head may have taken the place of the one it knew
+                    self._ask_whether_it_is_there()
+                    asked = time.monotonic()
             except module.exceptions.RayTaskError as error:
                 cause = getattr(error, "cause", None)
                 raise (cause if isinstance(cause, RuntimeStateError) else error) from None
             except module.exceptions.RayActorError as error:
                 raise Gone(f"a server or the coordinator at {self._site.address} has gone: {error}") from None
+
+    def _ask_whether_it_is_there(self) -> None:
+        try:
+            self.ask(COORDINATOR, "pid", patience=_ASK)
+        except TimeoutError:
+            raise Gone(f"the coordinator at {self._site.address} does not answer") from None
 
     def ask(self, name: str, method: str, *arguments: Any, patience: float | None = None) -> Any:
         """What an actor answers."""

@@ -146,6 +146,7 @@ class Coordinator:
         self._fingerprint: str | None = kept.get("job")
         self._wanted_workers: int = kept.get("wanted_workers", self._plan.workers)
         self._named: int = kept.get("named", 0)
+        self._over: bool = kept.get("over", False)  # the last worker has gone
         now = time.monotonic()
         for worker, (incarnation, card) in ((int(w), each) for w, each in kept.get("workers", {}).items()):
             self._workers[worker] = _Worker(incarnation, now, card, aux=aux.get(worker))
@@ -155,7 +156,7 @@ class Coordinator:
             "version": self._version, "decision": asdict(self._decision) if self._decision else None,
             "members": self._members, "assignment": self._assignment, "epoch": self._epoch, "nodes": self._nodes,
             "ready": self._ready, "job": self._fingerprint, "wanted_workers": self._wanted_workers,
-            "named": self._named, "laid_for": self._laid_for, "workers": {w: [each.incarnation, each.card] for w, each in self._workers.items()},
+            "named": self._named, "over": self._over, "laid_for": self._laid_for, "workers": {w: [each.incarnation, each.card] for w, each in self._workers.items()},
         }  # fmt: skip
         records = [(b"aux/%d" % w, self._workers[w].aux or b"") for w in aux]
         self._shelf.commit([*sorted(records), (b"state", json.dumps(state).encode())], 2**20)
@@ -190,6 +191,7 @@ class Coordinator:
             self._waiting.append(number)
         if self._wanted_workers <= number:
             self._wanted_workers = number + 1
+        self._over = False
         self._say(f"worker {number} came: {card}")
         self._keep()
         await self._notify()
@@ -390,6 +392,7 @@ class Coordinator:
         if worker in self._members:
             self._members = [w for w in self._members if w != worker]
             self._say(f"worker {worker} {why}: from step {self._version + 1} on without it")
+        self._over = not self._workers
         self._keep()
         await self._decide()
         await self._notify()
@@ -586,7 +589,7 @@ class Coordinator:
 
     async def wanted(self) -> dict[str, Any]:
         """What the launcher looks at: how many workers there are to be, and whether all have ended."""
-        return {"workers": self._wanted_workers, "there": sorted(self._workers), "began": self._version > 0 or self._ready,
+        return {"workers": self._wanted_workers, "there": sorted(self._workers), "over": self._over,
                 "epoch": self._epoch, "servers": sorted({*self._nodes, *self._assignment.values()})}  # fmt: skip
 
     async def is_leaving(self, worker: int, incarnation: int) -> bool:

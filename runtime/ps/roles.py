@@ -176,14 +176,17 @@ class _Scheduler:
         """Until all workers have ended, or this process is asked to end."""
         signal.signal(signal.SIGTERM, lambda *_: self._asked.set())
         began, ended = False, False
+        attached = cluster.answers(self._site)  # in place of one that died
         try:
             while not self._asked.is_set() and not ended:
                 try:
                     self._start()
                     while not self._asked.wait(_LOOK) and not ended:
+                        if not self._node.is_alive():
+                            raise Gone(f"Ray's head at {self._site.address} has ended")
                         state = self._link.ask(COORDINATOR, "wanted", patience=60)
                         began = began or bool(state["there"])
-                        ended = began and not state["there"]
+                        ended = (began and not state["there"]) or (attached and state["over"])
                 except Gone as error:
                     _say(f"Ray's head is started again: {error}")
                     self._node.stop()
@@ -221,10 +224,11 @@ def serve(site: Site, plan: Plan) -> None:
                     node.start(60)
                 link.again()
                 name = link.ask(COORDINATOR, "add_server", link.node, name)
-                ended = False
+                began, ended = False, False
                 while not asked.wait(_LOOK) and not ended:
                     state = link.ask(COORDINATOR, "wanted", patience=60)
-                    ended = (state["began"] and not state["there"]) or name not in state["servers"]
+                    began = began or bool(state["there"])
+                    ended = (began and not state["there"]) or name not in state["servers"]
                 if ended:
                     return
             except (Gone, TimeoutError):
