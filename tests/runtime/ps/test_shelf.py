@@ -201,7 +201,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    yield from mounted(tmp_path / "disk", "24m")
+    yield from mounted(tmp_path / "disk", "50m")
 
 
 def test_a_full_disk_is_an_error_that_changes_nothing_and_it_goes_on_when_there_is_room(small_disk: Path) -> None:
@@ -258,13 +258,13 @@ from random import Random
 from partway.runtime.ps.shelf import Full, open_shelf
 
 shelf, random, views = open_shelf(Path(sys.argv[1]), "process"), Random(0), []
-rows = [b"r/%06d" % i for i in range(10_000)]
+rows = [b"r/%06d" % i for i in range(30_000)]
 shelf.commit([(b"last", b"999"), *((key, b"a" * 256) for key in rows)], 256 * len(rows))
 step = 0
 try:
     while True:
         views.append(shelf.view())
-        some = sorted(random.sample(rows, 500))
+        some = sorted(random.sample(rows, 3000))
         shelf.commit([(b"last", b"%03d" % step), *((key, b"%03d" % step * 80) for key in some)], 256 * len(some))
         step += 1
 except Full:
@@ -280,8 +280,8 @@ def test_scattered_rows_fill_a_disk_without_ending_the_process(disk: Path) -> No
     shelf = open_shelf(disk / "shelf", "process")
     found = all_of(shelf)
     assert found.pop(b"last") == b"%03d" % (steps - 1)
-    assert len(found) == 10_000
-    assert sum(value == b"%03d" % (steps - 1) * 80 for value in found.values()) == 500
+    assert len(found) == 30_000
+    assert sum(value == b"%03d" % (steps - 1) * 80 for value in found.values()) == 3000
     shelf.close()
 
 
