@@ -11,6 +11,7 @@ the shelf, with what it is known by, before it is answered.
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -463,8 +464,9 @@ class Server:
     def _table(self, moved: Moved) -> Table:
         parameter = self._parameters[moved.piece.parameter]
         value = tensor_of(moved.value, parameter.dtype)
-        tensors = {name: kept.clone() for name, kept in moved.state.items() if is_of_rows(name, kept, value)}
-        numbers = {name: kept for name, kept in moved.state.items() if name not in tensors}
+        state = _tensors_own(moved.state)
+        tensors = {name: kept for name, kept in state.items() if is_of_rows(name, kept, value)}
+        numbers = {name: kept for name, kept in state.items() if name not in tensors}
         if (own := moved.table) is None:
             return Table(value, tensors, numbers, tuple(tensors), torch.zeros(len(value), dtype=torch.int64))
         runs = dict(own["runs"])
@@ -502,7 +504,7 @@ class Server:
 def bytes_matrix(rows: Tensor) -> Any:
     """Rows as bytes, one line each."""
     array = array_of(rows)
-    return array.reshape(len(array), -1).view(np.uint8)
+    return array.reshape(len(array), math.prod(array.shape[1:])).view(np.uint8)  # there may be none
 
 
 def _buffer(array: Any) -> Any:
