@@ -6,10 +6,9 @@ import os
 import platform
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from click import Context
 from typer.core import TyperGroup
 
 from partway.strategy.errors import PartwayError, RuntimeStateError
@@ -29,7 +28,7 @@ app.add_typer(bench, name="bench")
 class _ScriptOrCommand(TyperGroup):
     """`partway ps train.py` is `partway ps run train.py`."""
 
-    def parse_args(self, ctx: Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take what is no command for a script, or for the options before it."""
         if args and args[0] not in self.commands and args[0] not in ("--help", "--install-completion"):
             args = ["run", *args]
@@ -162,7 +161,9 @@ def run_servers(
 def scale(
     workers: Annotated[int | None, typer.Option(help="how many workers there are to be")] = None,
     servers: Annotated[int | None, typer.Option(help="how many servers")] = None,
-    address: Annotated[str, typer.Option(help="host:port of the scheduler [that of the environment, or the last job]")] = "",
+    address: Annotated[
+        str, typer.Option(help="host:port of the scheduler [that of the environment, or the last job]")
+    ] = "",
 ) -> None:
     """Have a job that runs use more or fewer workers and servers; nothing is started anew."""
     from partway.ps import jobs

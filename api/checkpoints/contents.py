@@ -145,7 +145,7 @@ def keep(tensor: Tensor, ranks: int, rank: int, number: int) -> Kept:
 
 def keep_whole(tensor: Tensor) -> Kept:
     """A tensor that this process has whole, and writes alone."""
-    whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    whole: Any = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
     return Kept(whole.dtype, tuple(whole.shape), whole.detach(), tuple(slice(0, size) for size in whole.shape), True)
 
 

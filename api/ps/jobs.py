@@ -245,7 +245,9 @@ def _link_to(address: str) -> Link:
         address = f"127.0.0.1:{_last_port()}"
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise RuntimeStateError(f"{address!r} is no address; write host:port, as MS_SCHED_HOST and MS_SCHED_PORT say it")
+        raise RuntimeStateError(
+            f"{address!r} is no address; write host:port, as MS_SCHED_HOST and MS_SCHED_PORT say it"
+        )
     site = Site(host, int(port), None)
     roles.protect(site)
     cluster.join(site, 5)
@@ -262,5 +264,3 @@ def _last_port() -> int:
     if not found:
         raise RuntimeStateError("no job of `partway ps` runs here; give --address host:port of its scheduler")
     return int(max(found)[1])
-
-

@@ -32,7 +32,9 @@ class View:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -90,7 +92,9 @@ def workers_table(status: Mapping[str, Any], starts: Mapping[int, int]) -> Table
         state = "ends" if each["leaves"] else f"waits {each['waits']}" if each["waits"] else "computes"
         if each["silent"] > 3:
             state = f"silent for {each['silent']:.0f} s"
-        table.add_row(str(worker), each["card"], str(each["steps"]), str(starts.get(worker, each["incarnation"])), state)
+        table.add_row(
+            str(worker), each["card"], str(each["steps"]), str(starts.get(worker, each["incarnation"])), state
+        )
     return table
 
 

@@ -18,7 +18,17 @@ from torch import Tensor, nn
 
 from partway.checkpoints import folder as folders
 from partway.checkpoints import saving
-from partway.checkpoints.contents import MODEL, OPTIMIZER, STATE, Content, Kept, keep_whole, named_tensors, packed, random_states
+from partway.checkpoints.contents import (
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    Content,
+    Kept,
+    keep_whole,
+    named_tensors,
+    packed,
+    random_states,
+)
 from partway.checkpoints.tensor_files import arrange
 from partway.ps.served import ServedOptimizer, served
 from partway.runtime.ps import settings
@@ -67,7 +77,9 @@ def _names(own: ServedOptimizer, model: nn.Module) -> dict[int, str]:
     found = {}
     for described, parameter in zip(own.job.parameters, own.parameters, strict=True):
         if id(parameter) not in names:
-            raise RuntimeStateError(f"{described.name} {list(described.shape)} is not the model's; give the one it is of")
+            raise RuntimeStateError(
+                f"{described.name} {list(described.shape)} is not the model's; give the one it is of"
+            )
         found[described.index] = names[id(parameter)]
     return found
 

@@ -49,7 +49,9 @@ def optimizer(inner: Optimizer) -> Optimizer:
         return inner
     session = roles.current()
     if _served:
-        raise RuntimeStateError("pw.ps.optimizer was called before; a job has one optimizer: give it groups of parameters")
+        raise RuntimeStateError(
+            "pw.ps.optimizer was called before; a job has one optimizer: give it groups of parameters"
+        )
     made = ServedOptimizer(inner, session)
     _served.append(made)
     close(True)
@@ -110,7 +112,9 @@ class ServedOptimizer(Optimizer):
                 raise RuntimeStateError(f"{name} is on the meta device, without values; materialize it before")
             part = slice(piece.start, piece.stop)
             state = {
-                key: _gathered(kept)[part].detach().cpu().clone() if whole.dim() and is_of_rows(key, kept, whole) else kept
+                key: _gathered(kept)[part].detach().cpu().clone()
+                if whole.dim() and is_of_rows(key, kept, whole)
+                else kept
                 for key, kept in states[piece.parameter].items()
             }
             return Moved(piece, array_of(whole[part] if whole.dim() else whole), state)
@@ -135,7 +139,9 @@ class ServedOptimizer(Optimizer):
                 loss = closure()
         bring_up_to_date(self._inner)
         if self.leaves:
-            raise RuntimeStateError(f"worker {self.worker} was asked to end after step {self.version}, and stepped again")
+            raise RuntimeStateError(
+                f"worker {self.worker} was asked to end after step {self.version}, and stepped again"
+            )
         gradients = [self._pushed(i) for i in range(len(self._parameters))]
         options = [_options(group) for group in self.param_groups]
         aux = packed("random", random_states()) if self._job.mode == "sync" and self._own.speaks else None
@@ -273,15 +279,15 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _job_of(
-    inner: Optimizer, parameters: list[Any], asked: settings.Settings
-) -> tuple[Job, Maker, dict[int, Any]]:
+def _job_of(inner: Optimizer, parameters: list[Any], asked: settings.Settings) -> tuple[Job, Maker, dict[int, Any]]:
     """What is trained, how its optimizer is made, and the tables by rows."""
     if type(inner).__name__ in _NEVER_ON_SERVERS:
         raise RuntimeStateError(
             f"{type(inner).__name__} takes one step of all parameters together, which servers cannot divide; use another"
         )
-    lacking = [mark.name for each, mark in marked() if each.requires_grad and not any(each is own for own in parameters)]
+    lacking = [
+        mark.name for each, mark in marked() if each.requires_grad and not any(each is own for own in parameters)
+    ]
     if lacking:
         raise RuntimeStateError(f"set_param_ps named {', '.join(lacking[:5])}, which the optimizer does not have")
     maker, options = Maker.of(inner), [_options(group) for group in inner.param_groups]

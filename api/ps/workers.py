@@ -84,7 +84,8 @@ class _OfGroup:
         self._parameters = parameters
         self.speaks = dist.get_rank() == 0
         self._wholes = [
-            torch.empty(each.shape, dtype=each.dtype, device=each.device if self.speaks else "meta") for each in parameters
+            torch.empty(each.shape, dtype=each.dtype, device=each.device if self.speaks else "meta")
+            for each in parameters
         ]
 
     def whole(self) -> list[Tensor]:

@@ -85,7 +85,7 @@ class Client:
     def start(self, first: Callable[[Piece], Moved]) -> set[int]:
         """Come to the job, and wait until it begins; give the servers their parameters, where nobody has. Returns the
         parameters that stay on workers and were given others than they had."""
-        anew = self._until_done(lambda: self._come(first))
+        anew: set[int] = self._until_done(lambda: self._come(first))
         threading.Thread(target=self._say_that_it_lives, name="partway ps", daemon=True).start()
         return anew
 
@@ -152,7 +152,7 @@ class Client:
             return self._async(number, gradients, options)
 
         try:
-            taken = self._until_done(take, began)
+            taken: Taken = self._until_done(take, began)
         except Removed as error:
             logger.warning("%s: its gradients are not used, and it comes again", error)
             taken = Taken(False, anew=self._until_done(lambda: self._come(None)))
@@ -205,9 +205,7 @@ class Client:
         if self.worker not in decision.members:
             raise Removed(f"worker {self.worker} was taken for lost before step {number}")
         self._lay(answer)
-        calls = [
-            self._link.call(server, "apply", decision, self._known.get(server, -1)) for server in self._servers
-        ]
+        calls = [self._link.call(server, "apply", decision, self._known.get(server, -1)) for server in self._servers]
         taken = self._put(dict(zip(self._servers, self._link.wait(calls), strict=True)))
         self.version, self.members = number, decision.next
         self.leaves = self.worker not in decision.next
@@ -378,5 +376,3 @@ class Client:
             mark = self._read if self.job.mode == "async" else None
             with self._lock, suppress(Exception):  # the step itself finds out what is wrong
                 self._link.ask(COORDINATOR, "beat", self.worker, self._incarnation, mark, patience=2)
-
-

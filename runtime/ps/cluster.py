@@ -32,7 +32,9 @@ from .update import Maker
 SPACE, COORDINATOR = "partway-ps", "coordinator"
 _FOR_EVER = {"max_restarts": -1, "max_task_retries": -1, "lifetime": "detached", "num_cpus": 0}
 _RECONNECT = 1.0  # seconds without Ray's head after which its cluster is taken for gone
-_ASK = 10.0  # seconds of waiting after which the coordinator is asked whether it is there, and in which it has to answer
+_ASK = (
+    10.0  # seconds of waiting after which the coordinator is asked whether it is there, and in which it has to answer
+)
 
 
 class Gone(RuntimeStateError):
@@ -222,9 +224,7 @@ def join(site: Site, patience: float) -> None:
         try:
             if answers(site):
                 host = "127.0.0.1" if site.is_local else _address_of(site.host)
-                module.init(
-                    address=f"{host}:{site.port}", namespace=SPACE, log_to_driver=False, logging_level="ERROR"
-                )
+                module.init(address=f"{host}:{site.port}", namespace=SPACE, log_to_driver=False, logging_level="ERROR")
                 return
         except (ConnectionError, RuntimeError, ValueError) as error:
             if "uthenticat" in str(error) or "oken" in str(error):

@@ -613,9 +613,7 @@ class Coordinator:
         await self._changed.wait()
 
 
-def _differing(
-    version: int, one: int, options: list[dict[str, Any]], two: int, others: list[dict[str, Any]]
-) -> str:
+def _differing(version: int, one: int, options: list[dict[str, Any]], two: int, others: list[dict[str, Any]]) -> str:
     for number, (mine, theirs) in enumerate(zip(options, others, strict=False)):
         for name in mine:
             if mine[name] != theirs.get(name):
@@ -624,4 +622,3 @@ def _differing(
                     f"(group {number} of the optimizer); give all workers the same options"
                 )
     return f"step {version}: the optimizers of workers {one} and {two} have other groups"
-

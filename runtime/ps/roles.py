@@ -132,22 +132,24 @@ def _tls(site: Site) -> dict[str, str]:
     asked = security.wanted()
     if asked is None:
         return {}
-    if asked.named is None:
+    if asked.certificates is None:
         if site.is_local:
             return {}
         raise RuntimeStateError(
             f"enable_ssl=True, and the parameter server at {site.address} is reached over a network: name certificates "
             "in the file of config_file_path, or put all processes on one host (MS_SCHED_HOST=127.0.0.1)"
         )
-    if asked.named.revoked is not None or asked.named.ciphers:
+    if asked.certificates.revoked is not None or asked.certificates.ciphers:
         raise RuntimeStateError(
             "Ray's TLS cannot be told crl_path or cipher_list, which would be ignored; leave them out of the file"
         )
-    folder = Path(tempfile.mkdtemp(prefix="partway-tls-"))  # of this user alone; Ray's processes read them when they start
+    folder = Path(
+        tempfile.mkdtemp(prefix="partway-tls-")
+    )  # of this user alone; Ray's processes read them when they start
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    key, chain = pem_of(asked.named.server)
+    key, chain = pem_of(asked.certificates.server)
     files = {"SERVER_KEY": folder / "key.pem", "SERVER_CERT": folder / "chain.pem", "CA_CERT": folder / "authority.pem"}
-    for path, data in zip(files.values(), (key, chain, asked.named.authority.read_bytes()), strict=True):
+    for path, data in zip(files.values(), (key, chain, asked.certificates.authority.read_bytes()), strict=True):
         path.touch(0o600)
         path.write_bytes(data)
     return {"RAY_USE_TLS": "1", **{f"RAY_TLS_{name}": str(path) for name, path in files.items()}}
@@ -319,7 +321,9 @@ def end() -> None:
 def _stop_actors() -> None:
     import ray
 
-    for name in [each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == cluster.SPACE]:
+    for name in [
+        each["name"] for each in ray.util.list_named_actors(all_namespaces=True) if each["namespace"] == cluster.SPACE
+    ]:
         ray.kill(ray.get_actor(name, cluster.SPACE))
 
 

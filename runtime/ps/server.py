@@ -58,7 +58,7 @@ class Gradients:
     @property
     def size(self) -> int:
         """Bytes."""
-        return sum(a.nbytes for a in self.dense.values()) + sum(i.nbytes + g.nbytes for i, g in self.rows.values())
+        return int(sum(a.nbytes for a in self.dense.values()) + sum(i.nbytes + g.nbytes for i, g in self.rows.values()))
 
 
 @dataclass
@@ -100,6 +100,13 @@ class Server:
         self._folder = folder
         self._snapshots: dict[str, View] = {}
         self._counts = {"prepared": 0, "applied": 0, "repeated": 0}
+        self._version = 0
+        self._seen: dict[int, int] = {}  # the last step of each worker (async mode)
+        self._own_seen: dict[str, dict[int, int]] = {}  # of pieces that came from a server that had seen others
+        self._incarnations: dict[int, int] = {}
+        self._changed: dict[str, int] = {}
+        self._means: Values = {}
+        self._staleness: list[tuple[int, int, int]] = []
         self._load()
 
     # -- What it is
@@ -475,11 +482,8 @@ class Server:
     def _load(self) -> None:
         """All as the records have it."""
         self._shard = Shard(self._maker, self._parameters)
-        self._changed: dict[str, int] = {}
-        self._means: Values = {}
-        self._version, self._seen, self._incarnations = 0, dict[int, int](), dict[int, int]()
-        self._own_seen: dict[str, dict[int, int]] = {}
-        self._staleness: list[tuple[int, int, int]] = getattr(self, "_staleness", [])
+        self._changed, self._means, self._own_seen = {}, {}, {}
+        self._version, self._seen, self._incarnations = 0, {}, {}
         with viewing(self._shelf) as view:
             text = view.get(b"meta")
             if text is None:
@@ -508,7 +512,8 @@ def bytes_matrix(rows: Tensor) -> Any:
 
 
 def _buffer(array: Any) -> Any:
-    return memoryview(np.ascontiguousarray(array).reshape(-1)).cast("B") if array.size else b""
+    flat: Any = np.ascontiguousarray(array).reshape(-1)
+    return memoryview(flat).cast("B") if array.size else b""
 
 
 def _gradients_key(version: int, worker: int) -> bytes:

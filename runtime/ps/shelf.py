@@ -144,7 +144,7 @@ class _OnDisk:
     def _at_most(self, records: list[Record]) -> int:
         """Bytes of the pages that a commit may need. A changed page is written elsewhere, whole: so each record may
         take one, up to all that there are. Pages of small records are half full at least."""
-        pages = min(len(records), self._env.info()["last_pgno"] + 1)
+        pages: float = min(len(records), self._env.info()["last_pgno"] + 1)
         for key, value in records:
             if len(key) + len(value) < _SMALL:
                 pages += 2 * (len(key) + len(value) + 32) / _PAGE

@@ -44,7 +44,7 @@ class Maker:
         has = {name: value for name, value in vars(optimizer).items() if not name.startswith("_")}
         return cls(type(optimizer), {name: has[name] for name in has.keys() - {"param_groups", "state"}})
 
-    def make(self, groups: list[dict[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> Optimizer:
+    def make(self, groups: list[dict[str, Any]], state: Mapping[Any, dict[str, Any]]) -> Optimizer:
         """One of these parameters, with these states."""
         made = self.kind.__new__(self.kind)
         held = defaultdict(dict, state)  # what torch.optim.Optimizer has
@@ -54,7 +54,7 @@ class Maker:
     def leaves_untouched_rows(self, options: Options) -> bool:
         """Whether a step without a gradient changes nothing that a row has."""
         if self.kind is SGD:
-            return options["momentum"] == 0 and options["weight_decay"] == 0
+            return bool(options["momentum"] == 0 and options["weight_decay"] == 0)
         return (self.kind is Adagrad and options["weight_decay"] == 0) or self.kind is SparseAdam
 
     @property
@@ -269,7 +269,7 @@ class Shard:
         found: dict[str, Any] = self._optimizer.state.get(self.values[key], {})
         return found
 
-    def step(self, gradients: Mapping[str, Tensor], options: list[Options]) -> None:
+    def step(self, gradients: Mapping[str, Tensor], options: Sequence[Options]) -> None:
         """Step the dense pieces of which there are gradients, with the options of their groups."""
         if not gradients:
             return
@@ -280,7 +280,7 @@ class Shard:
         for key in gradients:
             self.values[key].grad = None
 
-    def _ready(self, options: list[Options]) -> Optimizer:
+    def _ready(self, options: Sequence[Options]) -> Optimizer:
         if self._optimizer is None:
             keys: list[list[str]] = [[] for _ in options]
             for key in self.values:
