@@ -10,7 +10,8 @@ these counts. With `bound`:
                                                   first: the i-th of them (from 0) has admitted + i - mark <= bound
 
 Nothing is admitted that breaks one of the two. So whoever has the smallest mark may always push, and nobody waits for
-ever.
+ever. Where they are broken all the same (the gate was started again, and workers say late from what they compute)
+it may push when no other push is on its way.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Gate:
             return True  # it asks again: the answer was lost
         mark = self._computing.get(worker, self.admitted - (self.bound or 0))
         others = {other: theirs for other, theirs in self._computing.items() if other != worker}
-        if not self._keeps(self.admitted + 1, others, self._on_their_way | {worker: mark}):
+        is_oldest = not self._on_their_way and mark <= min(others.values(), default=mark)
+        if not is_oldest and not self._keeps(self.admitted + 1, others, self._on_their_way | {worker: mark}):
             return False
         self.admitted += 1
         self._computing.pop(worker, None)

@@ -240,3 +240,21 @@ def test_a_worker_whose_push_is_on_its_way_does_not_say_from_what_it_computes() 
     gate.begin(0, 0)
     gate.done(0)
     assert gate.read(1)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_workers_that_say_late_from_what_they_compute_hold_nobody_up_for_ever(bound: int) -> None:
+    gate = Gate(bound)
+    for _ in range(5):
+        assert gate.read(0)
+        assert gate.push(0)
+        gate.done(0)
+    assert gate.read(0)
+    for worker in (1, 2, 3):
+        gate.begin(worker, 0)
+    assert not gate.push(0)  # the others are older
+    for worker in (1, 2, 3):
+        assert gate.push(worker)
+        assert not gate.push(0)
+        gate.done(worker)
+    assert gate.push(0)

@@ -197,8 +197,8 @@ def test_the_weight_is_the_own_one_after_rows_did_not_come() -> None:
 
 
 CAPTURED = (
-    "the table is a table on the servers, whose rows are pulled by their numbers: it cannot be captured; shard the part "
-    "of the model after it"
+    "the table is a table on the servers, whose rows are pulled by their numbers: it cannot be captured; shard the "
+    "part of the model after it"
 )
 
 
