@@ -89,6 +89,7 @@ def prepare(host: str, token: str | None, variables: Mapping[str, str] | None = 
     this process already, with other settings."""
     wanted = {
         "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AUTH_MODE": "token",
+        "RAY_free_objects_period_milliseconds": "0",  # memory that was touched before is used again at once
         "RAY_BACKEND_LOG_LEVEL": os.environ.get("RAY_BACKEND_LOG_LEVEL", "fatal"), **(variables or {}),
     }  # fmt: skip
     if token is not None:

@@ -78,6 +78,7 @@ class Moved:
     state    tensors and numbers; a tensor with an entry for each element is of the piece alone
     seen     the last step of each worker that it has (async mode)
     table    of a table: the last step of each row, how many there were, the options from each on, numbers at the start
+    version  that of the server which had it
     """
 
     piece: Piece
@@ -85,6 +86,7 @@ class Moved:
     state: dict[str, Any]
     seen: dict[int, int] | None = None
     table: dict[str, Any] | None = None
+    version: int = 0
 
 
 class Server:
@@ -93,7 +95,7 @@ class Server:
     def __init__(self, name: str, job: Job, maker: Maker, folder: Path | None) -> None:
         warnings.filterwarnings("ignore", "The given NumPy array is not writ")
         torch.set_num_threads(1)
-        self.name, self._job = name, job
+        self.name, self._job, self._fingerprint = name, job, job.fingerprint
         self._maker = maker
         self._parameters = {parameter.index: parameter for parameter in job.parameters}
         self._shelf = open_shelf(folder, job.durability)
@@ -139,7 +141,8 @@ class Server:
     # -- Pieces
 
     def give(self, moved: list[Moved]) -> None:
-        """Take pieces: at the beginning, or from another server."""
+        """Take pieces: at the beginning, or from another server, whose version this one then has too."""
+        self._version = max(self._version, *(each.version for each in moved))
         records: list[Record] = []
         for each in moved:
             if each.piece.key in self._shard.pieces:
@@ -372,7 +375,7 @@ class Server:
 
     def _meta(self) -> Record:
         meta = {
-            "format": 1, "job": self._job.fingerprint, "version": self._version, "seen": _texts(self._seen),
+            "format": 1, "job": self._fingerprint, "version": self._version, "seen": _texts(self._seen),
             "own_seen": {key: _texts(seen) for key, seen in self._own_seen.items()},
             "incarnations": _texts(self._incarnations), "name": self.name,
         }  # fmt: skip
@@ -454,7 +457,7 @@ class Server:
     def _moved(self, key: str) -> Moved:
         with viewing(self._shelf) as view:
             moved = self._kept(view, key)
-        moved.seen = dict(self._seen_of(key))
+        moved.seen, moved.version = dict(self._seen_of(key)), self._version
         return moved
 
     def _take(self, moved: Moved) -> None:
@@ -489,10 +492,10 @@ class Server:
             if text is None:
                 return
             meta = json.loads(bytes(text))
-            if meta["format"] != 1 or meta["job"] != self._job.fingerprint:
+            if meta["format"] != 1 or meta["job"] != self._fingerprint:
                 raise RuntimeStateError(
                     f"the shard folder {self._folder} holds the parameters of another job ({meta['job'][:12]}, and "
-                    f"this is {self._job.fingerprint[:12]}): of another model, optimizer, mode or version of Partway; "
+                    f"this is {self._fingerprint[:12]}): of another model, optimizer, mode or version of Partway; "
                     "give this job a folder of its own"
                 )
             self._version = meta["version"]

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from served import Job, difference, job, scale
+from served_script import one_device
 
 pytest.importorskip("ray")
 lmdb = pytest.importorskip("lmdb")
@@ -248,41 +248,6 @@ def test_workers_and_servers_come_and_go_while_it_trains(tmp_path: Path) -> None
         }
         rates = {n: round(len(each) / sum(each), 1) for n, each in seconds.items() if each}
         told(f"1, 3, 2 workers and servers: {changes}, steps a second {rates}", own, "one device to 1e-12")
-
-
-def one_device(steps: int, optimizer: str = "sgd") -> dict[str, Any]:
-    """What served_script.py comes to on one device, with the whole batch."""
-    from torch import nn
-
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        torch.manual_seed(0)
-        model = nn.ModuleDict(
-            {
-                "table": nn.Embedding(100, 8),
-                "net": nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0), nn.Linear(32, 3)),
-            }
-        )
-        kinds: dict[str, Callable[[], torch.optim.Optimizer]] = {
-            "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-            "adamw": lambda: torch.optim.AdamW(model.parameters(), lr=0.01),
-        }
-        own = kinds[optimizer]()
-        first = own.param_groups[0]["lr"]
-        for step in range(steps):
-            own.param_groups[0]["lr"] = first * 0.99**step
-            generator = torch.Generator().manual_seed(step)
-            ids = torch.randint(0, 100, (12, 2), generator=generator)
-            labels = torch.randint(0, 3, (12,), generator=generator)
-            loss = nn.functional.cross_entropy(model["net"](model["table"](ids).flatten(1)), labels)
-            own.zero_grad()
-            loss.backward()
-            own.step()
-        state = {name: parameter.detach().clone() for name, parameter in model["net"].named_parameters()}
-        return {**state, "table": model["table"].weight.detach().clone()}
-    finally:
-        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import partway as pw
 
-FOLDER = Path(os.environ["SERVED_FOLDER"])
+FOLDER = Path(os.environ.get("SERVED_FOLDER", "."))
 
 
 def option(name: str, default: str = "") -> str:
@@ -32,71 +32,100 @@ class Killer(torch.optim.SGD):
         return super().step(closure)
 
 
-def optimizer(parameters) -> torch.optim.Optimizer:  # type: ignore[no-untyped-def]
-    """That of the job."""
+def optimizer(parameters, kind: str) -> torch.optim.Optimizer:  # type: ignore[no-untyped-def]
+    """One of those that jobs have."""
     kinds = {
         "sgd": lambda: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         "adamw": lambda: torch.optim.AdamW(parameters, lr=0.01),
         "killer": lambda: Killer(parameters, lr=0.1, momentum=0.9),
     }
-    return kinds[option("optimizer", "sgd")]()
+    return kinds[kind]()
+
+
+def made(width: int = 32, dropout: float = 0.0, sparse: bool = True) -> nn.ModuleDict:
+    """The model, as of its seed."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 3))
+    return nn.ModuleDict({"table": nn.Embedding(100, 8, sparse=sparse), "net": net})
+
+
+def loss_of(model: nn.ModuleDict, step: int, mine: slice = slice(None)) -> Tensor:
+    """The loss of a part of a step's batch."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 100, (12, 2), generator=generator)
+    labels = torch.randint(0, 3, (12,), generator=generator)
+    return nn.functional.cross_entropy(model["net"](model["table"](ids[mine]).flatten(1)), labels[mine])
+
+
+def stepped(model: nn.ModuleDict, own: torch.optim.Optimizer, step: int, mine: slice = slice(None)) -> float:
+    """Take a step, with the learning rate of its number. Returns the loss."""
+    for group in own.param_groups:
+        group["lr"] = group.setdefault("first", group["lr"]) * 0.99**step
+    loss = loss_of(model, step, mine)
+    own.zero_grad()
+    loss.backward()
+    own.step()
+    return loss.item()
+
+
+def one_device(steps: int, kind: str = "sgd") -> dict[str, Tensor]:
+    """What this comes to on one device, with the whole batch of each step."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = made(sparse=False)
+        own = optimizer(model.parameters(), kind)
+        for step in range(steps):
+            stepped(model, own, step)
+        return state_of(model, model["table"].weight)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def state_of(model: nn.ModuleDict, table: Tensor) -> dict[str, Tensor]:
+    """All parameters, by name."""
+    found = {name: parameter.detach().clone() for name, parameter in model["net"].named_parameters()}
+    return {**found, "table": table.detach().clone()}
 
 
 def main() -> None:
-    """Train."""
-    bound = option("bound")
+    """Train as a worker of a job."""
+    bound, mode = option("bound"), option("mode", "sync")
     pw.set_ps_context(
-        enable_ps=option("plain") == "", mode=option("mode", "sync") if option("plain") == "" else "sync",
-        max_staleness=int(bound) if bound else None, durability=option("durability", "process") if option("plain") == "" else "process",
+        enable_ps=True, mode=mode, max_staleness=int(bound) if bound else None,
+        durability=option("durability", "process"),
     )  # fmt: skip
     pw.init()
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    width = int(option("width", "32"))
-    model = nn.ModuleDict(
-        {
-            "table": nn.Embedding(100, 8, sparse=option("plain") == ""),
-            "net": nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Dropout(float(option("dropout", "0"))), nn.Linear(width, 3)),
-        }
-    )  # fmt: skip
+    model = made(int(option("width", "32")), float(option("dropout", "0")))
     pw.set_param_ps(model if option("part") == "" else model["table"])
-    own = pw.ps.optimizer(optimizer(model.parameters()))
-    schedule = torch.optim.lr_scheduler.ExponentialLR(own, 0.99)
-    worker = getattr(own, "worker", 0)
-    total, nap = int(option("steps", "20")), float(option("nap", "0"))
-    lines = open(FOLDER / f"steps.{worker}", "a")
-    for step in pw.ps.steps(total):
-        for group in own.param_groups:
-            group["lr"] = group["initial_lr"] * 0.99**step
-        generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(0, 100, (12, 2), generator=generator)
-        labels = torch.randint(0, 3, (12,), generator=generator)
-        index, count = pw.ps.share() if option("mode", "sync") == "sync" else (0, 1)
-        mine = slice(index, None, count)
-        if option("die_in_forward") == f"{worker}:{step}" and not (FOLDER / "died").exists():
-            (FOLDER / "died").touch()
-            os.kill(os.getpid(), 9)
-        loss = nn.functional.cross_entropy(model["net"](model["table"](ids[mine]).flatten(1)), labels[mine])
-        own.zero_grad()
-        loss.backward()
-        if option("die_in_push") == f"{worker}:{step}" and not (FOLDER / "died").exists():
-            die_after_a_push(own)
-        own.step()
-        time.sleep(nap)
-        lines.write(json.dumps([step, time.time(), loss.item(), index, count]) + "\n")
-        lines.flush()
-    del schedule
-    if worker == 0:
-        state = {name: parameter.detach().clone() for name, parameter in model["net"].named_parameters()}
-        table = model["table"].weight if option("plain") else own.client.rows(0, torch.arange(100))
-        torch.save({**state, "table": table.detach().clone()}, FOLDER / "final.pt")
-        if not option("plain"):
-            (FOLDER / "status.json").write_text(json.dumps(pw.ps.status()))
-            if option("mode") == "async":
-                (FOLDER / "staleness.json").write_text(json.dumps(pw.ps.staleness()))
-    if not option("plain"):
-        (FOLDER / f"counts.{worker}").write_text(json.dumps(own.client.counts))
+    own = pw.ps.optimizer(optimizer(model.parameters(), option("optimizer", "sgd")))
+    with open(FOLDER / f"steps.{own.worker}", "a") as lines:
+        for step in pw.ps.steps(int(option("steps", "20"))):
+            index, count = pw.ps.share() if mode == "sync" else (0, 1)
+            here = f"{own.worker}:{step}"
+            if here in (option("die_in_forward"), option("die_in_push")) and not (FOLDER / "died").exists():
+                if here == option("die_in_push"):
+                    die_after_a_push(own)
+                else:
+                    model["net"].register_forward_hook(lambda *_: die())
+            loss = stepped(model, own, step, slice(index, None, count))
+            time.sleep(float(option("nap", "0")))
+            lines.write(json.dumps([step, time.time(), loss, index, count]) + "\n")
+            lines.flush()
+    if own.worker == 0:
+        torch.save(state_of(model, own.client.rows(0, torch.arange(100))), FOLDER / "final.pt")
+        (FOLDER / "status.json").write_text(json.dumps(pw.ps.status()))
+        if mode == "async":
+            (FOLDER / "staleness.json").write_text(json.dumps(pw.ps.staleness()))
+    (FOLDER / f"counts.{own.worker}").write_text(json.dumps(own.client.counts))
+
+
+def die() -> None:
+    """Kill this process, once."""
+    (FOLDER / "died").touch()
+    os.kill(os.getpid(), 9)
 
 
 def die_after_a_push(own) -> None:  # type: ignore[no-untyped-def]
@@ -108,11 +137,11 @@ def die_after_a_push(own) -> None:  # type: ignore[no-untyped-def]
         sent = call(name, method, *arguments)
         if method in ("prepare", "push"):
             link.wait([sent])
-            (FOLDER / "died").touch()
-            os.kill(os.getpid(), 9)
+            die()
         return sent
 
     link.call = once
 
 
-main()
+if __name__ == "__main__":
+    main()
