@@ -123,15 +123,16 @@ def get_local_rank() -> int:
 
 
 def shutdown() -> None:
-    """End the default process group; nothing to do where there is none.
+    """End the default process group, and what this process has to do with a parameter server; nothing to do where there
+    is none.
 
     Raises RuntimeStateError if what the ranks ran since the last call of a sharded function turns out to differ.
     """
+    for wait in list(_BEFORE_SHUTDOWN):
+        wait()
     if dist.is_initialized():
         from .watch import end_watch
 
-        for wait in _BEFORE_SHUTDOWN:
-            wait()
         found = end_watch()
         dist.destroy_process_group()
         _MADE.clear()

@@ -17,6 +17,6 @@ Without `enable_ps` the same lines train in this process.
 from __future__ import annotations
 
 from partway.ps.saving import save
-from partway.ps.served import ServedOptimizer, end, optimizer, share, staleness, status, steps
+from partway.ps.served import ServedOptimizer, optimizer, share, staleness, status, steps
 
-__all__ = ["ServedOptimizer", "end", "optimizer", "save", "share", "staleness", "status", "steps"]
+__all__ = ["ServedOptimizer", "optimizer", "save", "share", "staleness", "status", "steps"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,16 @@ Embedding = nn.Embedding | nn.EmbeddingBag
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """What was said of a parameter. `table`: the embedding whose rows are pulled and pushed."""
+    """What was said of a parameter. `of`: the embedding whose rows are pulled and pushed, where it is a table; weak, since
+    a module would otherwise be kept by what is said of its weight."""
 
     name: str
-    table: Embedding | None = None
+    of: weakref.ReferenceType[Embedding] | None = None
+
+    @property
+    def table(self) -> Embedding | None:
+        """The embedding, where it is a table."""
+        return self.of() if self.of is not None else None
 
 
 _marks: Any = WeakTensorKeyDictionary()  # of parameters
@@ -50,7 +57,7 @@ def set_param_ps(what: nn.Module | nn.Parameter, *, rows: bool | None = None) ->
     if twice:
         raise RuntimeStateError(f"set_param_ps was called for {', '.join(twice[:5])} already; name each once")
     for name, (parameter, table) in found.items():
-        _marks[current(parameter)] = Mark(name, table)
+        _marks[current(parameter)] = Mark(name, weakref.ref(table) if table is not None else None)
 
 
 def _of_module(module: nn.Module, rows: bool | None) -> dict[str, tuple[nn.Parameter, Embedding | None]]:
@@ -88,6 +95,12 @@ def marked() -> list[tuple[nn.Parameter, Mark]]:
     return list(_marks.items())
 
 
-def close(closed: bool) -> None:
-    """Say that an optimizer's parameters are with the servers from now on; or that they are not any more."""
-    _closed[:] = [True] if closed else []
+def close() -> None:
+    """An optimizer's parameters are with the servers from now on."""
+    _closed[:] = [True]
+
+
+def forget() -> None:
+    """The job has ended: nothing is named any more."""
+    _closed.clear()
+    _marks.clear()

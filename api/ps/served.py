@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from partway.checkpoints.contents import packed, random_states, set_random_state, unpacked
-from partway.ps.marks import close, mark_of, marked
+from partway.ps.marks import close, forget, mark_of, marked
 from partway.ps.workers import Parameters, parameters_of
 from partway.runtime.optimizers import bring_up_to_date
 from partway.runtime.process import before_shutdown
@@ -54,7 +54,7 @@ def optimizer(inner: Optimizer) -> Optimizer:
         )
     made = ServedOptimizer(inner, session)
     _served.append(made)
-    close(True)
+    close()
     return made
 
 
@@ -272,7 +272,9 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, Tensor):
             value = value.item()
         plain = value is None or isinstance(value, bool | int | float | str)
-        pair = isinstance(value, tuple | list) and all(isinstance(each, bool | int | float) for each in value)
+        pair = isinstance(value, tuple | list) and all(
+            each is None or isinstance(each, bool | int | float) for each in value
+        )
         if not (plain or pair):
             raise RuntimeStateError(f"{name} of the optimizer is {shown(value)}; the servers take numbers and texts")
         found[name] = list(value) if pair else value
@@ -379,7 +381,7 @@ def end() -> None:
             own.client.leave()
         elif own.speaks:
             own.client.stop()
-    close(False)
+    forget()
     roles.end()
 
 

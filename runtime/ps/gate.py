@@ -25,6 +25,7 @@ class Gate:
         self.admitted = 0
         self._computing: dict[int, int] = {}  # the marks of steps that are being computed
         self._on_their_way: dict[int, int] = {}
+        self._known: set[int] = set()  # workers whose marks this gate has, or knows that there is none
 
     def read(self, worker: int) -> bool:
         """Let a worker read the parameters and begin a step, if that keeps the bound."""
@@ -34,6 +35,7 @@ class Gate:
         if not self._keeps(self.admitted, self._computing | {worker: mark}, self._on_their_way):
             return False
         self._computing[worker] = mark
+        self._known.add(worker)
         return True
 
     def push(self, worker: int) -> bool:
@@ -49,6 +51,7 @@ class Gate:
         self.admitted += 1
         self._computing.pop(worker, None)
         self._on_their_way[worker] = mark
+        self._known.add(worker)
         return True
 
     def done(self, worker: int) -> None:
@@ -59,12 +62,15 @@ class Gate:
         """A worker is lost, or begins anew."""
         self._computing.pop(worker, None)
         self._on_their_way.pop(worker, None)
+        self._known.discard(worker)
 
     def begin(self, worker: int, mark: int) -> None:
-        """A worker says that it computes a step from parameters of `mark`, after this gate was started again."""
+        """A worker says that it computes a step from parameters of `mark`: news where this gate was started again. One
+        that waits to begin says so too, of the step before."""
         self.admitted = max(self.admitted, mark)
-        if worker not in self._on_their_way:
-            self._computing.setdefault(worker, mark)
+        if worker not in self._known:
+            self._computing[worker] = mark
+            self._known.add(worker)
 
     @property
     def is_still(self) -> bool:

@@ -142,7 +142,7 @@ class Server:
 
     def give(self, moved: list[Moved]) -> None:
         """Take pieces: at the beginning, or from another server, whose version this one then has too."""
-        self._version = max(self._version, *(each.version for each in moved))
+        self._version = max([self._version, *(each.version for each in moved)])
         records: list[Record] = []
         for each in moved:
             if each.piece.key in self._shard.pieces:

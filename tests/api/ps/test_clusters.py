@@ -59,34 +59,33 @@ def refused(call):
         said.append(str(error))
 
 said = []
-for mode, bound in (("sync", None), ("async", 0)):
-    plain, model = made(), made()
-    plain["table"].sparse = False
-    pw.set_ps_context(enable_ps=True, mode=mode, max_staleness=bound)
-    pw.init()
-    pw.set_param_ps(model)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    own = pw.ps.optimizer(inner)
-    other = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (own, other)]
-    for step in pw.ps.steps(8):
-        for each, optimizer, schedule in zip((model, plain), (own, other), schedules):
-            loss = loss_of(each, step)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    refused(lambda: pw.ps.optimizer(inner))
-    refused(lambda: pw.set_param_ps(nn.Linear(2, 2)))
-    refused(lambda: own.load_state_dict({}))
-    refused(lambda: own.state_dict())
-    saved = pw.ps.save(f"{folder}/{mode}", model, epoch=3)
-    assert pw.ps.save(f"{folder}/{mode}", model, asynchronous=True, keep=1).wait().name == "checkpoint-000002"
-    torch.save([parameter.detach() for parameter in plain.parameters()], f"{folder}/{mode}.pt")
-    assert pw.get_rank() == 0 and pw.get_group_size() == 1
-    pw.shutdown()
-    pw.ps.end()
-    pw.set_ps_context()
+mode = "async"
+plain, model = made(), made()
+plain["table"].sparse = False
+pw.set_ps_context(enable_ps=True, mode=mode, max_staleness=0)
+pw.init()
+pw.set_param_ps(model)
+inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+own = pw.ps.optimizer(inner)
+other = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (own, other)]
+for step in pw.ps.steps(8):
+    for each, optimizer, schedule in zip((model, plain), (own, other), schedules):
+        loss = loss_of(each, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+refused(lambda: pw.ps.optimizer(inner))
+refused(lambda: pw.set_param_ps(nn.Linear(2, 2)))
+refused(lambda: own.load_state_dict({}))
+refused(lambda: own.state_dict())
+saved = pw.ps.save(f"{folder}/{mode}", model, epoch=3)
+assert pw.ps.save(f"{folder}/{mode}", model, asynchronous=True, keep=1).wait().name == "checkpoint-000002"
+torch.save([parameter.detach() for parameter in plain.parameters()], f"{folder}/{mode}.pt")
+assert pw.get_rank() == 0 and pw.get_group_size() == 1
+pw.shutdown()
+pw.set_ps_context()
 json.dump(said, open(f"{folder}/said.json", "w"))
 """
 
@@ -101,17 +100,16 @@ def test_one_process_with_servers_of_its_own(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads((tmp_path / "said.json").read_text())
-    assert said[:4] == said[4:]
     assert said[0].startswith("pw.ps.optimizer was called before; a job has one optimizer")
     assert said[1].startswith("set_param_ps comes before pw.ps.optimizer(...)")
     assert said[2].startswith("the servers keep what the optimizer has; load into the optimizer before")
     assert said[3].startswith("the states of tables by rows are large; write a checkpoint with pw.ps.save")
-    for mode in ("sync", "async"):  # a checkpoint is read without servers
-        model = torch.nn.ModuleDict({"table": torch.nn.Embedding(50, 4), "net": torch.nn.Linear(8, 3)}).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-        pw.load(tmp_path / mode, model, optimizer)
-        plain = torch.load(tmp_path / f"{mode}.pt", weights_only=True)
-        for one, other in zip(model.parameters(), plain, strict=True):
-            assert float((one - other).abs().max()) < 1e-12
-            assert "momentum_buffer" in optimizer.state[one]
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**8)
+    # a checkpoint is read without servers
+    model = torch.nn.ModuleDict({"table": torch.nn.Embedding(50, 4), "net": torch.nn.Linear(8, 3)}).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    pw.load(tmp_path / "async", model, optimizer)
+    plain = torch.load(tmp_path / "async.pt", weights_only=True)
+    for one, other in zip(model.parameters(), plain, strict=True):
+        assert torch.allclose(one.detach(), other, rtol=0, atol=1e-12)
+        assert "momentum_buffer" in optimizer.state[one]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**8)

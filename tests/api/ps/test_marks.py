@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -10,26 +9,25 @@ import torch
 from torch import nn
 
 import partway as pw
-from partway.ps.marks import close, mark_of, marked
+from partway.ps.marks import close, forget, mark_of, marked
 from partway.strategy import RuntimeStateError
 
 
 @pytest.fixture(autouse=True)
 def _nothing_named() -> Iterator[None]:
-    gc.collect()
     yield
-    close(False)
+    forget()
 
 
 def test_parameters_are_named_by_their_paths_and_tables_where_they_are_sparse() -> None:
     model = nn.ModuleDict(
-        {"users": nn.Embedding(10, 4, sparse=True), "items": nn.Embedding(10, 4), "net": nn.Linear(4, 1)}
+        {"users": nn.Embedding(10, 4, sparse=True), "goods": nn.Embedding(10, 4), "net": nn.Linear(4, 1)}
     )
     pw.set_param_ps(model)
     found = {
         mark.name: mark.table for parameter, mark in marked() if any(parameter is own for own in model.parameters())
     }
-    assert found == {"users.weight": model["users"], "items.weight": None, "net.weight": None, "net.bias": None}
+    assert found == {"users.weight": model["users"], "goods.weight": None, "net.weight": None, "net.bias": None}
 
 
 def test_one_parameter_and_a_module_inside_may_be_named() -> None:
@@ -89,6 +87,6 @@ def test_a_table_with_max_norm_is_an_error() -> None:
 
 
 def test_it_comes_before_the_optimizer() -> None:
-    close(True)
+    close()
     with pytest.raises(RuntimeStateError, match=r"^set_param_ps comes before pw\.ps\.optimizer\(\.\.\.\): "):
         pw.set_param_ps(nn.Linear(4, 4))

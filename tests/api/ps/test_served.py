@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +11,16 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 import partway as pw
+from partway.ps.marks import forget
 from partway.ps.served import _job_of, _options
 from partway.runtime.ps.settings import Settings, want
 from partway.strategy import ContextError, RuntimeStateError
+
+
+@pytest.fixture(autouse=True)
+def _nothing_named() -> Iterator[None]:
+    yield
+    forget()
 
 
 def job_of(optimizer: Optimizer, **asked: Any) -> Any:
