@@ -85,7 +85,7 @@ class Run:
 runs = given(st.integers(0, 6), st.integers(1, 5), st.integers(1, 3), st.integers(0, 2**32).map(random.Random))
 
 
-@examples(600)
+@examples(300)
 @runs
 def test_no_push_is_staler_than_the_bound_and_somebody_can_always_go_on(
     bound: int, workers: int, servers: int, drawn: random.Random
@@ -111,7 +111,7 @@ def test_the_bound_holds_for_long_where_some_workers_are_slow(seed: int) -> None
     assert min(run.pushes) > 0
 
 
-@examples(400)
+@examples(200)
 @runs
 def test_the_bound_holds_where_workers_are_lost_and_begin_anew(
     bound: int, workers: int, servers: int, drawn: random.Random
@@ -258,3 +258,34 @@ def test_workers_that_say_late_from_what_they_compute_hold_nobody_up_for_ever(bo
         assert not gate.push(0)
         gate.done(worker)
     assert gate.push(0)
+
+
+def test_a_worker_that_waits_to_begin_does_not_begin_by_saying_from_what_it_computed() -> None:
+    gate = Gate(0)
+    assert gate.read(0)
+    assert gate.push(0)
+    gate.done(0)
+    assert gate.read(1)
+    gate.begin(0, 0)
+    assert not gate.read(0)
+    assert gate.push(1)
+    gate.done(1)
+    assert gate.read(0)
+
+
+@examples(200)
+@runs
+def test_the_bound_holds_where_workers_say_at_any_time_from_what_they_compute(
+    bound: int, workers: int, servers: int, drawn: random.Random
+) -> None:
+    run = Run(bound, workers, servers, drawn)
+    marks = dict.fromkeys(run.workers, 0)
+    for _ in range(150):
+        run.step()
+        for worker, read in run.read.items():
+            if len(read) == servers:
+                marks[worker] = min(read.values())
+        worker = drawn.choice(run.workers)
+        if run.pushes[worker] or worker in run.read:
+            run.gate.begin(worker, marks[worker])
+        assert max(run.stale, default=0) <= bound
