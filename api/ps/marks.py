@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from partway.runtime.replaced import current
 from partway.strategy import RuntimeStateError
@@ -18,19 +17,34 @@ Embedding = nn.Embedding | nn.EmbeddingBag
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """What was said of a parameter. `of`: the embedding whose rows are pulled and pushed, where it is a table; weak, since
-    a module would otherwise be kept by what is said of its weight."""
+    """What was said of a parameter. It is known by its module, which may get another in its place, and is not kept by
+    what is said of it; one that was named by itself is known as itself.
+
+    by_rows    it is the table of an embedding, whose rows are pulled and pushed
+    """
 
     name: str
-    of: weakref.ReferenceType[Embedding] | None = None
+    by_rows: bool
+    module: weakref.ReferenceType[nn.Module] | None = None
+    attribute: str = ""
+    alone: nn.Parameter | None = None
+
+    @property
+    def parameter(self) -> Any:
+        """The parameter as it is now; None where there is none any more."""
+        if self.alone is not None:
+            return current(self.alone)
+        module = self.module() if self.module is not None else None
+        return getattr(module, self.attribute, None)
 
     @property
     def table(self) -> Embedding | None:
         """The embedding, where it is a table."""
-        return self.of() if self.of is not None else None
+        found: Any = self.module() if self.by_rows and self.module is not None else None
+        return found
 
 
-_marks: Any = WeakTensorKeyDictionary()  # of parameters
+_marks: list[Mark] = []
 _closed: list[bool] = []  # an optimizer's parameters are with the servers
 
 
@@ -50,49 +64,40 @@ def set_param_ps(what: nn.Module | nn.Parameter, *, rows: bool | None = None) ->
         raise RuntimeStateError(
             "set_param_ps comes before pw.ps.optimizer(...): the servers have their parameters already"
         )
-    found = {"parameter": (what, None)} if isinstance(what, nn.Parameter) else _of_module(what, rows)
-    if rows and not any(table for _, table in found.values()):
+    found = [Mark("parameter", False, alone=what)] if isinstance(what, nn.Parameter) else _of_module(what, rows)
+    if rows and not any(mark.by_rows for mark in found):
         raise RuntimeStateError("set_param_ps: rows=True is for nn.Embedding and nn.EmbeddingBag, and there is none")
-    twice = [name for name, (parameter, _) in found.items() if current(parameter) in _marks]
-    if twice:
+    known = {id(mark.parameter) for mark in _marks}
+    if twice := [mark.name for mark in found if id(mark.parameter) in known]:
         raise RuntimeStateError(f"set_param_ps was called for {', '.join(twice[:5])} already; name each once")
-    for name, (parameter, table) in found.items():
-        _marks[current(parameter)] = Mark(name, weakref.ref(table) if table is not None else None)
+    _marks.extend(found)
 
 
-def _of_module(module: nn.Module, rows: bool | None) -> dict[str, tuple[nn.Parameter, Embedding | None]]:
-    found: dict[str, tuple[nn.Parameter, Embedding | None]] = {}
-    seen = set[int]()
+def _of_module(module: nn.Module, rows: bool | None) -> list[Mark]:
+    found: dict[int, Mark] = {}
     for path, child in module.named_modules():
         for name, parameter in child.named_parameters(recurse=False):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                full = f"{path}.{name}" if path else name
-                found[full] = parameter, _table(full, child, rows)
+            full = f"{path}.{name}" if path else name
+            mark = Mark(full, _is_table(full, child, rows), weakref.ref(child), name)
+            found.setdefault(id(parameter), mark)
     if not found:
         raise RuntimeStateError(f"set_param_ps: {type(module).__name__} has no parameters")
-    return found
+    return list(found.values())
 
 
-def _table(name: str, module: nn.Module, rows: bool | None) -> Embedding | None:
+def _is_table(name: str, module: nn.Module, rows: bool | None) -> bool:
     if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or not (module.sparse if rows is None else rows):
-        return None
+        return False
     if module.max_norm is not None:
         raise RuntimeStateError(
-            f"set_param_ps: {name} has max_norm, by which each look-up changes the rows; leave it out, or give rows=False"
+            f"set_param_ps: {name} has max_norm, by which each look-up changes its rows; leave it out, or give rows=False"
         )
-    return module
+    return True
 
 
-def mark_of(parameter: Any) -> Mark | None:
-    """What was said of a parameter."""
-    found: Mark | None = _marks.get(parameter)
-    return found
-
-
-def marked() -> list[tuple[nn.Parameter, Mark]]:
-    """All that were named."""
-    return list(_marks.items())
+def marked() -> list[tuple[Any, Mark]]:
+    """All parameters that were named, as they are now."""
+    return [(parameter, mark) for mark in _marks if (parameter := mark.parameter) is not None]
 
 
 def close() -> None:

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from partway.checkpoints.contents import packed, random_states, set_random_state, unpacked
-from partway.ps.marks import close, forget, mark_of, marked
+from partway.ps.marks import close, forget, marked
 from partway.ps.workers import Parameters, parameters_of
 from partway.runtime.optimizers import bring_up_to_date
-from partway.runtime.process import before_shutdown
+from partway.runtime.process import before_shutdown, launched
 from partway.runtime.ps import roles, settings
 from partway.runtime.ps.client import Client, Pushed, Taken
 from partway.runtime.ps.job import Job
@@ -47,7 +48,7 @@ def optimizer(inner: Optimizer) -> Optimizer:
         raise RuntimeStateError(f"pw.ps.optimizer: {shown(inner)} is no torch.optim.Optimizer")
     if settings.wanted() is None:
         return inner
-    session = roles.current()
+    session = roles.current() if not launched() or dist.get_rank() == 0 else None
     if _served:
         raise RuntimeStateError(
             "pw.ps.optimizer was called before; a job has one optimizer: give it groups of parameters"
@@ -61,7 +62,7 @@ def optimizer(inner: Optimizer) -> Optimizer:
 class ServedOptimizer(Optimizer):
     """An optimizer whose steps the servers take."""
 
-    def __init__(self, inner: Optimizer, session: roles.Session) -> None:
+    def __init__(self, inner: Optimizer, session: roles.Session | None) -> None:
         bring_up_to_date(inner)
         super().__init__([dict(group) for group in inner.param_groups], dict(inner.defaults))
         self.param_groups = inner.param_groups  # one for both
@@ -78,6 +79,7 @@ class ServedOptimizer(Optimizer):
         self.worker = 0
         self.leaves = False
         if self._own.speaks:
+            assert session is not None
             self._client = Client(
                 session.link, job, maker, roles.card(), session.number, self._own.whole(), self._asked.gradient_dtype,
                 session.patience,
@@ -295,9 +297,10 @@ def _job_of(inner: Optimizer, parameters: list[Any], asked: settings.Settings) -
     maker, options = Maker.of(inner), [_options(group) for group in inner.param_groups]
     by_element = all(is_by_element(maker, each) for each in options)
     groups = [number for number, group in enumerate(inner.param_groups) for _ in group["params"]]
+    marks = {id(each): mark for each, mark in marked()}
     described, tables = [], {}
     for i, each in enumerate(parameters):
-        mark = mark_of(each)
+        mark = marks.get(id(each))
         if mark is not None and mark.table is not None:
             tables[i] = mark.table
         if name_of(each.dtype) not in DTYPES:

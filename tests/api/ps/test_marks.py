@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import partway as pw
-from partway.ps.marks import close, forget, mark_of, marked
+from partway.ps.marks import Mark, close, forget, marked
 from partway.strategy import RuntimeStateError
 
 
@@ -17,6 +17,17 @@ from partway.strategy import RuntimeStateError
 def _nothing_named() -> Iterator[None]:
     yield
     forget()
+
+
+def mark_of(parameter: nn.Parameter) -> Mark | None:
+    return next((mark for own, mark in marked() if own is parameter), None)
+
+
+def test_what_is_named_is_not_kept_by_it() -> None:
+    model = nn.Linear(2, 2)
+    pw.set_param_ps(model)
+    del model
+    assert marked() == []
 
 
 def test_parameters_are_named_by_their_paths_and_tables_where_they_are_sparse() -> None:
@@ -80,7 +91,7 @@ def test_rows_of_what_is_no_embedding_are_an_error() -> None:
 
 def test_a_table_with_max_norm_is_an_error() -> None:
     text = (
-        r"^set_param_ps: weight has max_norm, by which each look-up changes the rows; leave it out, or give rows=False$"
+        r"^set_param_ps: weight has max_norm, by which each look-up changes its rows; leave it out, or give rows=False$"
     )
     with pytest.raises(RuntimeStateError, match=text):
         pw.set_param_ps(nn.Embedding(10, 4, max_norm=1.0, sparse=True))
