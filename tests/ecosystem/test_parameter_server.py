@@ -6,20 +6,22 @@ PARTWAY_FAULTS=FILE adds a row to a table for each.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from served import Job, difference, job, scale
+from served import Job, by_variables, difference, job, scale
 from served_script import one_device
 
 pytest.importorskip("ray")
@@ -33,11 +35,11 @@ Fault = Callable[[Job], None]
 def told(name: str, own: Job, text: str) -> None:
     """A row of the table: pushes sent, acknowledged, applied; seconds until the next step."""
     steps = own.steps()
-    wait = max((later[1] - one[1] for one, later in zip(steps, steps[1:], strict=False)), default=0.0)
+    wait = max((later[1] - one[1] for one, later in itertools.pairwise(steps)), default=0.0)
     applied = min(report["applied"] for report in status(own)["reports"])
     counts = own.counts()
     row = f"| {name} | {counts['sent']} | {counts['acknowledged']} | {applied} | {wait:.1f} | {text} |"
-    print(row)
+    sys.stdout.write(row + "\n")
     if path := os.environ.get("PARTWAY_FAULTS"):
         with open(path, "a") as file:
             file.write(row + "\n")
@@ -191,7 +193,7 @@ def test_a_full_disk_is_waited_for(plain: Callable[..., dict[str, Any]], tmp_pat
     ):
         own.until(8)
         filler = disk / "filler"
-        with suppress_full(), open(filler, "wb") as file:
+        with suppress(OSError), open(filler, "wb") as file:
             while True:
                 file.write(b"\0" * 2**20)
         time.sleep(3)
@@ -199,14 +201,6 @@ def test_a_full_disk_is_waited_for(plain: Callable[..., dict[str, Any]], tmp_pat
         own.end()
         assert difference(reference, own.final()) == 0.0
         told("a full disk for 3 s", own, "same bits")
-
-
-@contextmanager
-def suppress_full() -> Iterator[None]:
-    try:
-        yield
-    except OSError:
-        pass
 
 
 def test_async_pushes_are_applied_once_whoever_dies(tmp_path: Path) -> None:
@@ -243,9 +237,7 @@ def test_workers_and_servers_come_and_go_while_it_trains(tmp_path: Path) -> None
         assert difference(plain, own.final()) < 1e-12
         counts = [each[4] for each in steps]
         changes = [(i, counts[i]) for i in range(1, 400) if counts[i] != counts[i - 1]]
-        seconds = {
-            n: [b[1] - a[1] for a, b in zip(steps, steps[1:], strict=False) if a[4] == b[4] == n] for n in set(counts)
-        }
+        seconds = {n: [b[1] - a[1] for a, b in itertools.pairwise(steps) if a[4] == b[4] == n] for n in set(counts)}
         rates = {n: round(len(each) / sum(each), 1) for n, each in seconds.items() if each}
         told(f"1, 3, 2 workers and servers: {changes}, steps a second {rates}", own, "one device to 1e-12")
 
@@ -261,10 +253,111 @@ def test_sync_is_one_device(workers: int, servers: int, optimizer: str, tmp_path
             finals.append(own.final())
     assert difference(plain, finals[0]) < 1e-12
     assert difference(finals[0], finals[-1]) == 0.0  # twice the same bits
-    print(f"{optimizer}, {workers} workers, {servers} servers: {difference(plain, finals[0]):.1e}")
+    text = f"{optimizer}, {workers} workers, {servers} servers: {difference(plain, finals[0]):.1e}"
+    sys.stdout.write(f"{text}\n")
 
 
 def test_what_is_not_named_stays_on_the_workers(tmp_path: Path) -> None:
     with job(tmp_path / "job", 2, 2, steps=20, part="table", optimizer="adamw", die_in_forward="1:10") as own:
         own.end()
         assert difference(one_device(20, "adamw"), own.final()) < 1e-12
+
+
+def test_processes_started_by_hand_come_and_go(tmp_path: Path) -> None:
+    """The scheduler, servers and workers by MS_ROLE; a server and a worker more meanwhile; a server that is asked to
+    end."""
+    with by_variables(tmp_path / "job", 1, 1, steps=150, nap=0.1) as start:
+        scheduler, first = start("MS_SCHED"), start("MS_PSERVER")
+        worker = start("MS_WORKER", MS_NODE_ID="0")
+        own = Job(tmp_path / "job", worker)
+        own.until(3)
+        second, other = start("MS_PSERVER"), start("MS_WORKER", MS_NODE_ID="1")
+        own.wait_for(lambda: any(each[4] == 2 for each in own.steps()), "two workers")
+        time.sleep(3)
+        first.terminate()
+        assert first.wait(60) == 0
+        for process in (worker, other, second, scheduler):
+            assert process.wait(120) == 0
+        assert difference(one_device(150), own.final()) < 1e-12
+        assert status(own)["servers"] == ["server1"]
+
+
+def config(folder: Path, authority: Any) -> Path:
+    """The file that names certificates of an authority."""
+    names = {"server_cert_path": "server", "client_cert_path": "client"}
+    facts = {key: str(authority.sign(f"{authority.name}-{name}")) for key, name in names.items()}
+    path = folder / f"{authority.name}.json"
+    path.write_text(json.dumps({**facts, "ca_cert_path": str(authority.file)}))
+    path.chmod(0o600)
+    return path
+
+
+def test_with_certificates_a_stranger_is_refused(tmp_path: Path) -> None:
+    certificates = pytest.importorskip("certificates")
+    own_file = config(tmp_path, certificates.Authority(tmp_path, "own"))
+    foreign = config(tmp_path, certificates.Authority(tmp_path, "foreign"))
+    with by_variables(tmp_path / "job", 1, 1, steps=60, nap=0.2, config=own_file) as start:
+        start("MS_SCHED")
+        start("MS_PSERVER")
+        worker = start("MS_WORKER", MS_NODE_ID="0")
+        own = Job(tmp_path / "job", worker)
+        own.until(2)
+        strangers = [
+            start("MS_WORKER", MS_NODE_ID="1", SERVED_CONFIG=str(foreign), MS_TOPO_TIMEOUT="5"),
+            start("MS_WORKER", MS_NODE_ID="2", SERVED_CONFIG="", MS_TOPO_TIMEOUT="5"),
+            start("MS_WORKER", MS_NODE_ID="3", PARTWAY_JOB_SECRET="not the job's secret", MS_TOPO_TIMEOUT="5"),
+        ]
+        assert worker.wait(120) == 0
+        assert difference(one_device(60), own.final()) < 1e-12
+        assert list(status(own)["workers"]) == ["0"]  # and no other has come
+        for stranger in strangers:
+            assert stranger.wait(120) != 0
+
+
+GROUP = """
+import sys, torch
+from torch import nn
+import partway as pw
+
+torch.set_default_dtype(torch.float64)
+pw.set_ps_context(enable_ps=True)
+devices = pw.init(simulate=2)
+
+def made():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+plain = made()
+model = pw.shard(made(), mesh={"dp": devices}, in_strategy=(("dp", None),), parameter_plan={"0.weight": ("dp", None)})
+pw.set_param_ps(model if sys.argv[1] == "all" else model[0])
+own, other = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, plain))
+own = pw.ps.optimizer(own)
+for step in pw.ps.steps(10):
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+    for each, optimizer in ((model, own), (plain, other)):
+        loss = each(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+whole = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
+worst = max(float((one - two).abs().max()) for one, two in zip(whole, plain.parameters(), strict=True) for one, two in [(one.detach(), two.detach())])
+assert worst < 1e-12, worst
+state = own.state_dict()["state"][0]["exp_avg"]
+assert torch.allclose(state, other.state_dict()["state"][0]["exp_avg"])
+pw.ps.save(sys.argv[2], model)
+pw.shutdown()
+"""
+
+
+@pytest.mark.parametrize("named", ["all", "one"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_worker_may_be_a_group_of_ranks_or_of_virtual_devices(ranks: int, named: str, tmp_path: Path) -> None:
+    script = tmp_path / "group.py"
+    script.write_text(GROUP)
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if ranks == 2 else []
+    done = subprocess.run(
+        [sys.executable, *launch, str(script), named, str(tmp_path / "saved")], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "saved" / "checkpoint-000001" / "model.safetensors").exists()

@@ -6,11 +6,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,10 +138,49 @@ def job(
             except subprocess.TimeoutExpired:
                 process.kill()
         for pid in own.pids(""):
-            try:
+            with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-            except OSError:
-                pass
+
+
+@contextmanager
+def by_variables(
+    folder: Path, workers: int, servers: int, script: Path = SCRIPT, **options: Any
+) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """The processes of a job as MS_ROLE says: gives a function that starts one more. Whatever is left is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started: list[subprocess.Popen[str]] = []
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "SERVED_FOLDER": str(folder), "PARTWAY_CACHE_DIR": str(folder / "cache"),
+        "MS_WORKER_NUM": str(workers), "MS_SERVER_NUM": str(servers), "MS_SCHED_HOST": "127.0.0.1",
+        "MS_SCHED_PORT": str(port), **{f"SERVED_{name.upper()}": str(value) for name, value in options.items()},
+    }  # fmt: skip
+
+    def start(role: str, **more: str) -> subprocess.Popen[str]:
+        with open(folder / f"{len(started)}.txt", "w") as said:
+            process = subprocess.Popen(
+                [sys.executable, str(script)], env={**environment, "MS_ROLE": role, **more}, stdout=said, stderr=said,
+                text=True, cwd=folder,
+            )  # fmt: skip
+        started.append(process)
+        return process
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.terminate()
+        for process in started:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        for pid in Job(folder, started[0] if started else subprocess.Popen(["true"], text=True)).pids(""):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def scale(own: Job, *arguments: str) -> str:
