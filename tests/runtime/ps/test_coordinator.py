@@ -869,7 +869,7 @@ def test_pieces_move_while_nobody_pushes(tmp_path: Path) -> None:
 # -- The cut
 
 
-@pytest.mark.parametrize("job", [JOB, ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize("job", [JOB, replace(ASYNC, max_staleness=None)], ids=["sync", "async"])
 def test_a_cut_is_of_one_moment(tmp_path: Path, job: Job) -> None:
     async def act(run: Run) -> None:
         await run.coordinator.place_servers(2)
