@@ -6,8 +6,8 @@ Dense parameters of 25 and 250 MB on one server, with one worker; where the time
 million rows of 64, of which some are pulled and pushed; two workers and two servers of `partway ps`. A step is
 `optimizer.step()`: the gradients pushed, SGD with momentum taken, the parameters pulled, on one thread in each process.
 Each case runs in processes of its own, and the ways take turns; a ratio is that of the medians of one round. The plain
-Ray peer keeps nothing of what it holds; ours commits each step to LMDB, except where "memory" is said. No time is
-asserted.
+Ray peer keeps nothing of what it holds; ours commits each step to LMDB, except where "memory" is said. Ray frees memory
+in batches, and ours has it do so at once; the peer is shown both ways. No time is asserted.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ OURS: dict[str, dict[str, Any]] = {
 }
 PEERS: dict[str, dict[str, Any]] = {
     "plain Ray": {"way": "ray"},
+    "plain Ray, memory freed at once": {"way": "ray", "at_once": True},
     "torch rpc": {"way": "rpc"},
     "data parallel, 2 processes": {"way": "parallel"},
     "local SGD": {"way": "local"},
@@ -173,7 +174,9 @@ def where(megabytes: float, rounds: int, steps: int, folder: Path) -> None:
         print(f"\nwhere the time of {megabytes:g} MB goes: {errors[0]}")
         return
     step = [statistics.mean(each["seconds"]) for each in found]
-    worker, server = ([each["clocks"][side] for each in found] for side in ("worker", "server"))
+    worker, server, coordinator = (
+        [each["clocks"][side] for each in found] for side in ("worker", "server", "coordinator")
+    )
 
     def row(name: str, of: list[Found], *keys: str) -> list[str]:
         took = [sum(each.get(key, 0.0) for key in keys) for each in of]
@@ -187,6 +190,7 @@ def where(megabytes: float, rounds: int, steps: int, folder: Path) -> None:
         return row(name, took, "")
 
     asked = ("apply: send", "apply: wait")
+    parts = ("prepare: send", "prepare: wait", "arrive: ask", *asked, "_put", "_sent")
     inside = ("_pushed", "_mean", "Shard.step", "_records", "changed", "shelf.view")
     table(
         f"Where the time of {megabytes:g} MB goes, sync (means of {steps} steps; min / median / max of {rounds} runs)",
@@ -197,6 +201,8 @@ def where(megabytes: float, rounds: int, steps: int, folder: Path) -> None:
             row("prepare: the worker waits", worker, "prepare: wait"),
             row("... in the server: all (gradients into LMDB)", server, "prepare"),
             row("**arrive**: the coordinator decides", worker, "arrive: ask"),
+            row("... in the coordinator: all", coordinator, "arrive"),
+            row("... ... its record", coordinator, "_keep"),
             row("**apply**: the worker sends and waits", worker, *asked),
             row("... in the server: all", server, "apply"),
             row("... ... mean (a copy of the gradients)", server, "_mean"),
@@ -206,6 +212,7 @@ def where(megabytes: float, rounds: int, steps: int, folder: Path) -> None:
             rest("... beyond the server: the values through Ray's store", asked, worker, server, ("apply",)),
             row("the worker copies the values into its parameters", worker, "_put"),
             row("the worker divides the gradients", worker, "_sent"),
+            rest("the rest: its random states, its options", ("",), [{"": each} for each in step], worker, parts),
         ],
     )  # fmt: skip
 
@@ -234,6 +241,26 @@ def sparse(rounds: int, steps: int, folder: Path, names: tuple[tuple[str, str], 
     columns = ["optimizer", "mode", "rows", "push", "pull"]
     columns += [f"rows over {ROWS[0]}: push over that", "us of push a row", "bar"]
     table("A table of 1,000,000 rows of 64 float32, 1 worker, 1 server: ms, min / median / max", columns, lines)
+
+
+def where_sparse(rows: int, rounds: int, steps: int, folder: Path) -> None:
+    """Where the time of a push and a pull of rows goes, in sync mode."""
+    spec = {"way": "sparse", "optimizer": "sgd", "where": True, "rows": [rows], "steps": steps}
+    found = [run(spec, folder) for _ in range(rounds)]
+    if errors := [each["error"] for each in found if "error" in each]:
+        print(f"\nwhere the time of {rows:,} rows goes: {errors[0]}")
+        return
+    clocks = [each["clocks"][str(rows)] for each in found]
+    lines = [
+        [side, name, spread((each[side].get(name, 0.0) * 1e3 for each in clocks), ".2f")]
+        for side in clocks[0]
+        for name in clocks[0][side]
+        if name != "beat: ask"
+    ]
+    title = (
+        f"Where the time of {rows:,} rows goes, SGD, sync (means of {steps} steps; min / median / max of {rounds} runs)"
+    )
+    table(title, ["in", "what", "ms"], lines)
 
 
 def several(rounds: int, steps: int, folder: Path) -> None:
@@ -287,6 +314,7 @@ def main(
                 where(megabytes, rounds, steps, folder)
             kinds = tuple((optimizer, mode) for mode in ("sync", "async") for optimizer in ("sgd", "adagrad"))
             sparse(rounds, steps, folder, kinds[:2] if quick else kinds)
+            where_sparse(1_000, rounds, steps, folder)
             several(rounds, 60 if quick else 300, folder)
         finally:
             stayed = end(folder)

@@ -140,7 +140,17 @@ class TimedCoordinator(cluster._CoordinatorActor):
 
     def __init__(self, *arguments: Any) -> None:
         cluster._ServerActor = TimedServer  # type: ignore[misc]
+        self._clock = Clock()
         super().__init__(*arguments)
+        self._clock.wrap(self, "_keep")
+
+    async def arrive(self, *arguments: Any) -> Any:
+        with self._clock.of("arrive"):
+            return await super().arrive(*arguments)
+
+    async def taken(self) -> dict[str, float]:
+        """Seconds by name, since it was asked last."""
+        return self._clock.taken()
 
 
 class TimedLink:
@@ -198,8 +208,11 @@ def _clocks(optimizer: Any) -> Callable[[], dict[str, dict[str, float]]]:
 
     clock = Clock()
     optimizer.client._link = TimedLink(optimizer.client, clock)
-    server = ray.get_actor("server0", cluster.SPACE)
-    return lambda: {"worker": clock.taken(), "server": ray.get(server.taken.remote())}
+    others = {"server": "server0", "coordinator": cluster.COORDINATOR}
+    actors = {side: ray.get_actor(name, cluster.SPACE) for side, name in others.items()}
+    return lambda: {
+        "worker": clock.taken(), **{side: ray.get(actor.taken.remote()) for side, actor in actors.items()}
+    }  # fmt: skip
 
 
 def _where(optimizer: Any, step: Callable[[], Any], count: int) -> Found:
@@ -293,6 +306,8 @@ def plain_ray(spec: Spec) -> Found:
     import ray
 
     warnings.filterwarnings("ignore", "The given NumPy array is not writ")
+    if spec.get("at_once"):
+        os.environ.update(RAY_free_objects_period_milliseconds="0")  # as ours has it
     ray.init(
         address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
         object_store_memory=4 * 2**30, _node_ip_address="127.0.0.1",
