@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...strategy.errors import RuntimeStateError
 from .cluster import COORDINATOR, Gone, Link
-from .coordinator import Answer, Place, Removed
+from .coordinator import Again, Answer, Place, Removed
 from .job import Job
 from .pieces import Piece
 from .server import Changes, Gradients, Moved
@@ -99,16 +99,17 @@ class Client:
         self.version, self.members, self.aux = place.version, place.members, place.aux
         return self._all_anew()
 
-    def _enter(self) -> Place:
+    def _enter(self, mark: int | None = None) -> Place:
+        """Come, or come again; `mark`: with a step that was computed from that."""
         number = self.worker if self.worker >= 0 else self._wanted
         self.worker, self._incarnation = self._link.ask(
             COORDINATOR, "join", self._card, self.job, self._maker, number, patience=self._patience
         )
         self.counts["joined"] += 1
-        return self._admitted()
+        return self._admitted(mark if self.job.mode == "async" else None)
 
-    def _admitted(self) -> Place:
-        place: Place = self._link.ask(COORDINATOR, "admitted", self.worker, self._incarnation)
+    def _admitted(self, mark: int | None = None) -> Place:
+        place: Place = self._link.ask(COORDINATOR, "admitted", self.worker, self._incarnation, mark)
         self._lay(place)
         return place
 
@@ -166,6 +167,8 @@ class Client:
         while True:
             try:
                 return act()
+            except Again:
+                self._enter(self._read)
             except (Gone, Full) as error:
                 if time.monotonic() - began > self._patience:
                     raise
@@ -183,7 +186,7 @@ class Client:
                 with self._lock:
                     self._link.again()
                 if self.worker >= 0:
-                    self._enter()
+                    self._enter(self._read)
                 return
             except Gone:
                 if time.monotonic() - began > self._patience:

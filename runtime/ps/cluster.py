@@ -16,8 +16,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,23 @@ def join(site: Site, patience: float) -> None:
         if site.port == 0:
             return
         leave()
+    with _signals_kept():
+        _init(module, site, end, patience)
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray takes SIGTERM for itself, and would have this process crash of it."""
+    here = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if here and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def _init(module: Any, site: Site, end: float, patience: float) -> None:
     if site.port == 0:
         module.init(
             address="local", num_cpus=1, include_dashboard=False, namespace=SPACE, log_to_driver=False,

@@ -35,6 +35,10 @@ class Removed(RuntimeStateError):
     """This worker was taken for lost, or was started again elsewhere."""
 
 
+class Again(RuntimeStateError):
+    """This process was started again, and does not know its workers yet: each comes again, and goes on."""
+
+
 class Servers(Protocol):
     """How servers are started and asked."""
 
@@ -147,6 +151,8 @@ class Coordinator:
         self._wanted_workers: int = kept.get("wanted_workers", self._plan.workers)
         self._named: int = kept.get("named", 0)
         self._over: bool = kept.get("over", False)  # the last worker has gone
+        self._unheard = set(self._members)  # workers of which this process does not know from what they compute
+        self._marks: dict[int, int] = {}  # what they said of it before there was a gate
         now = time.monotonic()
         for worker, (incarnation, card) in ((int(w), each) for w, each in kept.get("workers", {}).items()):
             self._workers[worker] = _Worker(incarnation, now, card, aux=aux.get(worker))
@@ -177,6 +183,8 @@ class Coordinator:
         if self._job is None:
             self._job, self._maker, self._fingerprint = job, maker, job.fingerprint
             self._gate = Gate(job.max_staleness if job.mode == "async" else None)
+            for worker, mark in self._marks.items():
+                self._gate.begin(worker, mark)
             self._start_servers()
         if number is None:
             number = next(n for n in range(len(self._workers) + 1) if n not in self._workers)
@@ -185,6 +193,7 @@ class Coordinator:
         if before is not None and number in self._members:
             mine.aux = before.aux
         self._gate.drop(number)
+        self._unheard.discard(number)
         if self._uploader == number:
             self._uploader = None
         if number not in self._members and number not in self._waiting:
@@ -197,8 +206,12 @@ class Coordinator:
         await self._notify()
         return number, mine.incarnation
 
-    async def admitted(self, worker: int, incarnation: int) -> Place:
-        """Wait until a worker may take part. Raises RuntimeStateError where too few come."""
+    async def admitted(self, worker: int, incarnation: int, mark: int | None = None) -> Place:
+        """Wait until a worker may take part, and all servers have what it will read. Raises RuntimeStateError where too
+        few come.
+
+        mark    of one that comes again with a step that it has computed: what it was computed from
+        """
         mine = self._of(worker, incarnation)
         mine.waits = "to begin"
         end = self._began + self._plan.patience
@@ -212,12 +225,22 @@ class Coordinator:
                     self._check_patience(end)
                 await self._wait()
                 self._of(worker, incarnation)
-        mine.waits = ""
+            while self._paused:
+                await self._wait()
+                self._of(worker, incarnation)
         version = self._version
         assert self._job is not None
         if self._job.mode == "async":
             version = await self._last_step_of(worker)
             await self._servers_at()
+            if mark is None:
+                await self.begin(worker, incarnation)
+            else:
+                self._gate.begin(worker, mark)
+        elif self._decision is not None:  # who was told of it may have died before any server was
+            for name in sorted(set(self._assignment.values())):
+                await self._servers.ask(name, "apply", self._decision, self._version)
+        mine.waits = ""
         return Place(version, list(self._members), self._assignment, self._epoch, mine.aux or None)
 
     async def uploaded(self, worker: int, incarnation: int) -> None:
@@ -256,6 +279,8 @@ class Coordinator:
     def _of(self, worker: int, incarnation: int) -> _Worker:
         if self._wrong is not None:
             raise RuntimeStateError(self._wrong)
+        if self._job is None:
+            raise Again("the coordinator was started again")
         mine = self._workers.get(worker)
         if mine is None or mine.incarnation != incarnation:
             what = "is not known" if mine is None else "was started again elsewhere"
@@ -269,8 +294,11 @@ class Coordinator:
         if mine is None or mine.incarnation != incarnation:
             return False
         mine.beat = time.monotonic()
-        if mark is not None:
+        self._unheard.discard(worker)
+        if mark is not None and self._job is not None:
             self._gate.begin(worker, mark)
+        elif mark is not None:
+            self._marks[worker] = mark
         return worker in self._members or worker in self._waiting
 
     # -- Sync mode
@@ -336,7 +364,7 @@ class Coordinator:
         mine = self._of(worker, incarnation)
         mine.waits = "to push"
         async with self._changed:
-            while self._paused or not self._gate.push(worker):
+            while self._paused or self._unheard or not self._gate.push(worker):
                 await self._wait()
                 self._of(worker, incarnation)
             granted = wants and not mine.leaves and self._gate.read(worker)
@@ -349,7 +377,7 @@ class Coordinator:
         mine = self._of(worker, incarnation)
         mine.waits = "to begin"
         async with self._changed:
-            while self._paused or not self._gate.read(worker):
+            while self._paused or self._unheard or not self._gate.read(worker):
                 await self._wait()
                 self._of(worker, incarnation)
         mine.waits = ""
@@ -386,6 +414,7 @@ class Coordinator:
     async def _without(self, worker: int, why: str) -> None:
         del self._workers[worker]
         self._gate.drop(worker)
+        self._unheard.discard(worker)
         if self._uploader == worker:
             self._uploader = None
         self._waiting = [w for w in self._waiting if w != worker]
@@ -530,7 +559,7 @@ class Coordinator:
                 if keys:
                     await self._servers.move(source, target, keys)
                     moved += sum(sizes[key] for key in keys)
-        self._assignment, self._epoch, self._laid_for = after, self._epoch + 1, nodes
+        self._assignment, self._epoch = after, self._epoch + 1
         self._keep()
         for name in {*names, *nodes}:
             keys = [key for key, server in after.items() if server == name]
@@ -538,6 +567,8 @@ class Coordinator:
                 await self._servers.ask(name, "keep", keys, max(versions))
             else:
                 self._servers.stop(name)
+        self._laid_for = nodes  # last: what is not known to be done is done again
+        self._keep()
         seconds = time.monotonic() - begin
         self._say(f"{moved / 1e6:.1f} MB moved in {seconds:.1f} s: {len(nodes)} servers have the parameters")
 

@@ -26,7 +26,9 @@ from typing import Any
 
 from ...strategy.errors import RuntimeStateError
 from ..launching import door, security
-from ..launching.certificates import pem_of
+from ..launching.certificates import Identity, pem_of
+from ..launching.interfaces import addresses as addresses_here
+from ..launching.interfaces import from_here
 from ..launching.launchers import number
 from ..launching.scheduler import seconds_of
 from . import cluster, settings
@@ -155,6 +157,25 @@ def _tls(site: Site) -> dict[str, str]:
     return {"RAY_USE_TLS": "1", **{f"RAY_TLS_{name}": str(path) for name, path in files.items()}}
 
 
+def check_address(identity: Identity, site: Site) -> None:
+    """Raise RuntimeStateError where a certificate does not name the address of this host, which Ray's TLS compares: it
+    would say no more than that nobody answers."""
+    from cryptography import x509
+
+    chain = pem_of(identity)[1]
+    own = "127.0.0.1" if site.is_local else from_here(socket.gethostbyname(site.host))
+    try:
+        names = x509.load_pem_x509_certificate(chain).extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        addresses = [str(each) for each in names.value.get_values_for_type(x509.IPAddress)]
+    except x509.ExtensionNotFound:
+        addresses = []
+    if own not in addresses:
+        raise RuntimeStateError(
+            f"{identity} is for {', '.join(addresses) or 'no address'}, and Ray's TLS compares addresses: make one with "
+            f"subjectAltName=IP:{own}"
+        )
+
+
 def _receive_patience() -> float:
     return seconds_of("MS_RECEIVE_MSG_TIMEOUT", 300)
 
@@ -264,9 +285,7 @@ def _is_of_head(site: Site) -> bool:
     """Whether this host is that of the head."""
     if site.is_local:
         return True
-    from ..launching.interfaces import addresses
-
-    return socket.gethostbyname(site.host) in set(addresses().values())
+    return socket.gethostbyname(site.host) in set(addresses_here().values())
 
 
 # -- A worker

@@ -285,7 +285,7 @@ def test_processes_started_by_hand_come_and_go(tmp_path: Path) -> None:
 def config(folder: Path, authority: Any) -> Path:
     """The file that names certificates of an authority."""
     names = {"server_cert_path": "server", "client_cert_path": "client"}
-    facts = {key: str(authority.sign(f"{authority.name}-{name}")) for key, name in names.items()}
+    facts = {key: str(authority.sign(f"{authority.name}-{name}", address="127.0.0.1")) for key, name in names.items()}
     path = folder / f"{authority.name}.json"
     path.write_text(json.dumps({**facts, "ca_cert_path": str(authority.file)}))
     path.chmod(0o600)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,16 @@ class Authority:
 
     def sign(
         self, name: str, start: timedelta = timedelta(days=-1), end: timedelta = timedelta(days=1000),
-        kind: str = "pem", password: str = "",
+        kind: str = "pem", password: str = "", address: str = "",
     ) -> Path:  # fmt: skip
-        """A file with a new key and its certificate, which is valid from `start` to `end`, from now."""
+        """A file with a new key and its certificate, which is valid from `start` to `end`, from now. `address`: of the
+        host that it names."""
         key: Any = ec.generate_private_key(ec.SECP256R1())
-        certificate = _certificate(name, self.name, key, start, end).sign(self._key, hashes.SHA256())  # type: ignore[attr-defined]
+        builder = _certificate(name, self.name, key, start, end)
+        if address:
+            names = x509.SubjectAlternativeName([x509.IPAddress(ip_address(address))])
+            builder = builder.add_extension(names, critical=False)
+        certificate = builder.sign(self._key, hashes.SHA256())  # type: ignore[attr-defined]
         secret = BestAvailableEncryption(password.encode()) if password else NoEncryption()
         file = self.folder / f"{name}.{kind}"
         file.touch(mode=0o600)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from partway.runtime.ps.coordinator import Coordinator, Place, Plan, Removed
+from partway.runtime.ps.coordinator import Again, Coordinator, Place, Plan, Removed
 from partway.runtime.ps.job import Job
 from partway.runtime.ps.pieces import Parameter
 from partway.runtime.ps.server import Changes, Decision, Gradients, Moved, Server
@@ -106,6 +106,17 @@ class Worker:
         for server in self.names:
             self.put(server, await self.run.servers.ask(server, "changed", -1))
         return place
+
+    async def come_again(self, job: Job = JOB, mark: int | None = None) -> None:
+        """As client.py where the coordinator was started again: with a step that it has computed."""
+        with pytest.raises(Again):
+            await self.run.coordinator.is_leaving(self.number, self.incarnation)
+        await self.join_again(job, mark)
+
+    async def join_again(self, job: Job = JOB, mark: int | None = None) -> None:
+        card = f"card {self.number}"
+        self.number, self.incarnation = await self.run.coordinator.join(card, job, MAKER, self.number)
+        await self.run.coordinator.admitted(self.number, self.incarnation, mark)
 
     @property
     def names(self) -> list[str]:
@@ -244,16 +255,6 @@ async def meanwhile(act: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     return task
 
 
-# What is known to be wrong in coordinator.py. Not strict: whoever mends it removes the mark.
-UNTAKEN = pytest.mark.xfail(
-    strict=False, reason="a worker is admitted before all servers have taken the step that was decided"
-)
-UNGATED = pytest.mark.xfail(strict=False, reason="a worker that is admitted reads without asking the gate")
-FORGOTTEN = pytest.mark.xfail(
-    strict=False, reason="a coordinator that was started again has no job before a worker joins"
-)
-
-
 # -- Steps of sync mode
 
 
@@ -387,7 +388,6 @@ def test_a_worker_that_comes_is_in_the_steps_from_a_stated_one_on(tmp_path: Path
     running(tmp_path, act)
 
 
-@UNTAKEN
 def test_a_worker_that_comes_has_the_parameters_of_the_step_that_it_is_told(tmp_path: Path) -> None:
     """The others have come with the step, and no server has taken it yet."""
 
@@ -506,7 +506,6 @@ def test_a_worker_that_is_started_again_has_what_it_kept_with_its_last_step(tmp_
     running(tmp_path, act)
 
 
-@UNTAKEN
 def test_a_worker_that_is_started_again_after_its_step_was_decided_goes_on_from_there(tmp_path: Path) -> None:
     """It has died before any server took the step, and there is no other worker."""
 
@@ -627,7 +626,7 @@ def test_a_server_moves_what_it_has_before_it_goes(tmp_path: Path) -> None:
     running(tmp_path, act)
 
 
-@pytest.mark.parametrize("method", [pytest.param("apply", marks=UNTAKEN), "version", "take", "give", "keep"])
+@pytest.mark.parametrize("method", ["apply", "version", "take", "give", "keep"])
 def test_pieces_move_where_the_coordinator_died_while_they_did(tmp_path: Path, method: str) -> None:
     async def act(run: Run) -> None:
         workers = await run.begin(2)
@@ -658,16 +657,14 @@ def test_pieces_move_where_the_coordinator_died_while_they_did(tmp_path: Path, m
 # -- The coordinator is started again
 
 
-@pytest.mark.parametrize("rejoin", [False, True])
-def test_a_coordinator_that_was_started_again_between_two_steps_goes_on(tmp_path: Path, rejoin: bool) -> None:
+def test_a_coordinator_that_was_started_again_between_two_steps_goes_on(tmp_path: Path) -> None:
     async def act(run: Run) -> None:
         workers = await run.begin(2)
         for step in (2, 4, 6):
             await asyncio.gather(*(worker.steps(step) for worker in workers))
             await run.restart()
-            if rejoin:
-                for worker in workers:
-                    await worker.come()
+            await workers[0].come_again()
+            await workers[1].join_again()
         await asyncio.gather(*(worker.steps(8) for worker in workers))
         run.check(*workers)
 
@@ -686,6 +683,9 @@ def test_a_coordinator_that_was_started_again_in_a_step_decides_it_once(tmp_path
             await two.arrive()
         waits.cancel()
         await run.restart()
+        await one.come_again()
+        await two.join_again()
+        await asyncio.gather(one.prepare(), two.prepare())
         first, second = await asyncio.gather(one.arrive(), two.arrive())
         assert first == second
         assert first.version == 3
@@ -696,15 +696,14 @@ def test_a_coordinator_that_was_started_again_in_a_step_decides_it_once(tmp_path
     running(tmp_path, act)
 
 
-@pytest.mark.parametrize("rejoin", [pytest.param(False, marks=FORGOTTEN), True])
-def test_servers_may_come_after_the_coordinator_was_started_again(tmp_path: Path, rejoin: bool) -> None:
+def test_servers_may_come_after_the_coordinator_was_started_again(tmp_path: Path) -> None:
     async def act(run: Run) -> None:
         workers = await run.begin(2)
         await asyncio.gather(*(worker.steps(2) for worker in workers))
         await run.restart()
-        if rejoin:
-            await asyncio.gather(*(worker.come() for worker in workers))
         await run.coordinator.scale(None, 3)
+        await workers[0].come_again()
+        await workers[1].join_again()
         await asyncio.gather(*(worker.steps(5) for worker in workers))
         run.check(*workers)
         assert len(run.servers.there) == 3
@@ -769,9 +768,7 @@ async def pushed(run: Run, workers: list[Alone]) -> int:
     return stale
 
 
-@pytest.mark.parametrize(
-    "bound", [pytest.param(0, marks=UNGATED), pytest.param(1, marks=UNGATED), pytest.param(3, marks=UNGATED), None]
-)
+@pytest.mark.parametrize("bound", [0, 1, 3, None])
 def test_pushes_are_no_staler_than_the_bound(tmp_path: Path, bound: int | None) -> None:
     async def act(run: Run) -> None:
         job = replace(ASYNC, max_staleness=bound)
@@ -784,7 +781,6 @@ def test_pushes_are_no_staler_than_the_bound(tmp_path: Path, bound: int | None) 
     running(tmp_path, act, workers=3)
 
 
-@UNGATED
 def test_a_slow_worker_is_waited_for_at_the_bound(tmp_path: Path) -> None:
     async def act(run: Run) -> None:
         await run.coordinator.place_servers(2)
@@ -802,7 +798,7 @@ def test_a_slow_worker_is_waited_for_at_the_bound(tmp_path: Path) -> None:
     running(tmp_path, act)
 
 
-@pytest.mark.parametrize("rejoin", [pytest.param(False, marks=FORGOTTEN), pytest.param(True, marks=UNGATED)])
+@pytest.mark.parametrize("rejoin", [False, True])
 def test_the_bound_holds_after_the_coordinator_was_started_again(tmp_path: Path, rejoin: bool) -> None:
     async def act(run: Run) -> None:
         await run.coordinator.place_servers(2)
@@ -810,13 +806,12 @@ def test_the_bound_holds_after_the_coordinator_was_started_again(tmp_path: Path,
         await asyncio.gather(fast.come(), slow.come())
         await fast.steps(1)
         await run.restart()
+        await fast.own.come_again(ASYNC, min(fast.own.known.values()))
         if rejoin:
-            await fast.come()
             await slow.come()
-        else:
-            for worker in (fast, slow):
-                mark = min(worker.own.known.values())
-                await run.coordinator.beat(worker.own.number, worker.own.incarnation, mark)
+        else:  # it computes, and only its beats are heard
+            mark = min(slow.own.known.values())
+            await run.coordinator.beat(slow.own.number, slow.own.incarnation, mark)
         steps = asyncio.ensure_future(fast.steps(10))
         await asyncio.sleep(0.3)
         await slow.steps(1)

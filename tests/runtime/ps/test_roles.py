@@ -150,3 +150,19 @@ def test_what_rays_tls_cannot_be_told_is_an_error(tmp_path: Path) -> None:
         RuntimeStateError, match=r"^Ray's TLS cannot be told crl_path or cipher_list, which would be ignored;"
     ):
         roles._tls(Site("127.0.0.1", 6667, None))
+
+
+def test_a_certificate_has_to_name_the_address_of_its_host(tmp_path: Path) -> None:
+    certificates = pytest.importorskip("certificates")
+    authority = certificates.Authority(tmp_path)
+    local = Site("127.0.0.1", 6667, None)
+    roles.check_address(Identity("server_cert_path", authority.sign("here", address="127.0.0.1"), ""), local)
+    for file, told in (
+        (authority.sign("none"), "no address"),
+        (authority.sign("other", address="192.0.2.9"), "192.0.2.9"),
+    ):
+        with pytest.raises(RuntimeStateError) as caught:
+            roles.check_address(Identity("server_cert_path", file, ""), local)
+        assert f"is for {told}, and Ray's TLS compares addresses: make one with subjectAltName=IP:127.0.0.1" in str(
+            caught.value
+        )
