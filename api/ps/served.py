@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import io
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from partway.checkpoints.contents import packed, random_states, set_random_state, unpacked
+from partway.checkpoints.contents import random_states, set_random_state, unpacked
 from partway.ps.marks import close, forget, marked
 from partway.ps.workers import Parameters, parameters_of
 from partway.runtime.optimizers import bring_up_to_date
@@ -146,7 +147,7 @@ class ServedOptimizer(Optimizer):
             )
         gradients = [self._pushed(i) for i in range(len(self._parameters))]
         options = [_options(group) for group in self.param_groups]
-        aux = packed("random", random_states()) if self._job.mode == "sync" and self._own.speaks else None
+        aux = _bytes_of(random_states()) if self._job.mode == "sync" and self._own.speaks else None
         taken = self._own.tell(lambda: self._speaker.step(gradients, options, aux))
         self._take_over(self._own.tell(self._facts))
         self._own.spread([each.index for each in self._job.parameters if not (each.by_rows or each.on_workers)])
@@ -258,6 +259,12 @@ class ServedOptimizer(Optimizer):
     def inner(self) -> Optimizer:
         """The optimizer that it was made of."""
         return self._inner
+
+
+def _bytes_of(states: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(states, file)
+    return file.getvalue()
 
 
 def _gathered(tensor: Any) -> Tensor:

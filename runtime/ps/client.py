@@ -85,8 +85,8 @@ class Client:
     def start(self, first: Callable[[Piece], Moved]) -> set[int]:
         """Come to the job, and wait until it begins; give the servers their parameters, where nobody has. Returns the
         parameters that stay on workers and were given others than they had."""
-        anew: set[int] = self._until_done(lambda: self._come(first))
         threading.Thread(target=self._say_that_it_lives, name="partway ps", daemon=True).start()
+        anew: set[int] = self._until_done(lambda: self._come(first))
         return anew
 
     def _come(self, first: Callable[[Piece], Moved] | None) -> set[int]:
@@ -376,6 +376,8 @@ class Client:
 
     def _say_that_it_lives(self) -> None:
         while not self._ended.wait(_BEAT):
+            if self.worker < 0:  # it has not come yet
+                continue
             mark = self._read if self.job.mode == "async" else None
             with self._lock, suppress(Exception):  # the step itself finds out what is wrong
                 self._link.ask(COORDINATOR, "beat", self.worker, self._incarnation, mark, patience=2)

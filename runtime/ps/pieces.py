@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 LARGEST, SMALLEST = 4 * 2**20, 2**16  # bytes of a piece
+_OF_A_TABLE = 8  # pieces of a table by rows, at most
 _SHARES = 32  # into about how many pieces all parameters are cut, between these two
 
 
@@ -68,6 +69,8 @@ def divide(parameters: Sequence[Parameter], by_element: bool) -> tuple[Piece, ..
     for parameter in parameters:
         rows = parameter.rows
         count = max(1, math.ceil(rows * parameter.row_bytes / target)) if by_element else 1
+        if parameter.by_rows:  # a step takes some rows of each of its pieces
+            count = min(count, _OF_A_TABLE)
         height = max(1, math.ceil(rows / count))
         starts = range(0, max(rows, 1), height)
         pieces += [Piece(parameter.index, start, min(start + height, rows)) for start in starts]

@@ -30,6 +30,7 @@ from .update import Maker, Shard, Table, is_of_rows
 from .wire import array_of, bytes_of, name_of, tensor_from, tensor_of
 
 Values = dict[str, Any]  # arrays by the keys of pieces
+_LEAST_JOURNAL = 2**20  # bytes of rows that are kept beside a piece of a table before it is written anew
 
 
 @dataclass
@@ -107,6 +108,8 @@ class Server:
         self._own_seen: dict[str, dict[int, int]] = {}  # of pieces that came from a server that had seen others
         self._incarnations: dict[int, int] = {}
         self._changed: dict[str, int] = {}
+        self._journals: dict[str, int] = {}  # bytes of rows of a table that are kept beside it
+        self._kept_keys: dict[str, list[str]] = {}  # what is kept of each row of a table
         self._means: Values = {}
         self._staleness: list[tuple[int, int, int]] = []
         self._load()
@@ -149,7 +152,7 @@ class Server:
                 self._shard.remove(each.piece.key)
             self._take(each)
             records += self._records(each.piece.key, whole=True)
-        self._commit(records)
+        self._commit(records, [b"r/%s/" % each.piece.key.encode() for each in moved])
 
     def keep(self, keys: list[str], version: int) -> None:
         """Give up all pieces but these, and be at this version, with those that came from elsewhere."""
@@ -314,7 +317,8 @@ class Server:
                 table = self._shard.tables[key]
                 table.step(self._maker, options[self._shard.parameter(key).group], ids, gradient)
                 self._changed[key] = version
-                records += self._records(key) + self._row_records(key, ids)
+                more, gone = self._row_records(key, ids)
+                records, done = records + more, done + gone
             self._commit(records, done)
         except BaseException:
             self._load()  # what is in memory has gone ahead of what is kept
@@ -395,8 +399,8 @@ class Server:
             head["keys"] = sorted(table.state)
             new = table.runs if whole else table.runs.keys() & {table.time}
             runs = [(prefix + b"o%016d" % time, json.dumps(table.runs[time]).encode()) for time in new]
-            rows = self._row_records(key, torch.arange(len(table.value))) if whole else []
-            return [(prefix + b"h", json.dumps(head).encode()), *runs, *rows]
+            base = [(prefix + b"r%04d" % i, bytes_of(each)) for i, each in enumerate(_columns(table))] if whole else []
+            return [(prefix + b"h", json.dumps(head).encode()), *runs, *base]
         value, state = self._shard.values[key], self._shard.state(key)
         tensors = {name: kept for name, kept in state.items() if is_of_rows(name, kept, value)}
         head |= {"keys": sorted(tensors), "kinds": {name: name_of(kept.dtype) for name, kept in tensors.items()}}
@@ -406,14 +410,18 @@ class Server:
             *((prefix + b"s%04d" % i, bytes_of(tensors[name])) for i, name in enumerate(sorted(tensors))),
         ]  # fmt: skip
 
-    def _row_records(self, key: str, ids: Tensor) -> list[Record]:
+    def _row_records(self, key: str, ids: Tensor) -> tuple[list[Record], list[bytes]]:
+        """The records of a step of a table, and which go: what its rows have now, in one more record. Where these have
+        become many, or the optimizer keeps something else of each row, the whole piece is written instead."""
         table = self._shard.tables[key]
-        parts = [bytes_matrix(table.last[ids][:, None])]
-        parts += [bytes_matrix(each[ids]) for each in (table.value, *(table.state[k] for k in sorted(table.state)))]
-        joined = np.concatenate(parts, axis=1)
-        prefix = b"r/%s/" % key.encode()
-        numbers = ids.numpy().astype(">u8").tobytes()
-        return [(prefix + numbers[8 * i : 8 * i + 8], memoryview(joined[i])) for i in range(len(ids))]
+        rows = _lines([ids, *(each[ids] for each in _columns(table))])
+        journal = b"r/%s/" % key.encode()
+        whole = sum(each.nbytes for each in _columns(table))
+        self._journals[key] = self._journals.get(key, 0) + rows.nbytes
+        if self._journals[key] > max(whole, _LEAST_JOURNAL) or self._kept_keys.get(key) != sorted(table.state):
+            self._journals[key], self._kept_keys[key] = 0, sorted(table.state)
+            return self._records(key, whole=True), [journal]
+        return [*self._records(key), (journal + self._version.to_bytes(8, "big"), memoryview(rows.reshape(-1)))], []
 
     def _kept(self, view: View, key: str) -> Moved:
         """A piece as the records have it."""
@@ -432,27 +440,27 @@ class Server:
         return Moved(piece, array_of(value), state | _numbers_in(head["numbers"]))
 
     def _kept_table(self, view: View, piece: Piece, parameter: Parameter, head: dict[str, Any]) -> Moved:
-        width, count = parameter.row_bytes, piece.stop - piece.start
-        joined = np.empty((count, 8 + width * (1 + len(head["keys"]))), np.uint8)
-        filled = 0
-        for key, row in view.items(b"r/%s/" % piece.key.encode()):
-            found = np.frombuffer(row, np.uint8)
-            joined[int.from_bytes(key[-8:], "big"), : len(found)] = found
-            joined[int.from_bytes(key[-8:], "big"), len(found) :] = 0  # of before the optimizer kept anything of it
-            filled += 1
-        assert filled == count
-
-        def part(i: int) -> Tensor:
-            own = np.ascontiguousarray(joined[:, 8 + i * width : 8 + (i + 1) * width])
-            return tensor_from(own.reshape(-1).data, parameter.dtype, (count, *parameter.shape[1:]))
-
-        last = torch.from_numpy(np.ascontiguousarray(joined[:, :8]).view(np.int64).reshape(-1).copy())
+        prefix, count = b"p/%s/r" % piece.key.encode(), piece.stop - piece.start
+        shape = (count, *parameter.shape[1:])
+        kinds = ["int64", *[parameter.dtype] * (1 + len(head["keys"]))]
+        shapes = [(count,), *[shape] * (len(kinds) - 1)]
+        columns = [tensor_from(view.get(prefix + b"%04d" % i), *each) for i, each in enumerate(zip(kinds, shapes, strict=True))]
+        widths = [8, *[parameter.row_bytes] * (len(kinds) - 1)]
+        for _, rows in view.items(b"r/%s/" % piece.key.encode()):
+            joined = np.frombuffer(rows, np.uint8).reshape(-1, 8 + sum(widths))
+            ids = torch.from_numpy(np.ascontiguousarray(joined[:, :8]).view(np.int64).reshape(-1).copy())
+            at = 8
+            for column, kind, width in zip(columns, kinds, widths, strict=True):
+                part = np.ascontiguousarray(joined[:, at : at + width]).reshape(-1).data
+                column[ids] = tensor_from(part, kind, (len(ids), *column.shape[1:]))
+                at += width
+        last, value, *state = columns
         options = view.items(b"p/%s/o" % piece.key.encode())
         table = {
             "last": last, "time": head["time"], "base": _numbers_in(head["base"]), "began": tuple(head["began"]),
             "runs": {int(name[-16:]): json.loads(bytes(text)) for name, text in options},
         }  # fmt: skip
-        return Moved(piece, array_of(part(0)), {name: part(1 + i) for i, name in enumerate(head["keys"])}, None, table)
+        return Moved(piece, array_of(value), dict(zip(head["keys"], state, strict=True)), None, table)
 
     def _moved(self, key: str) -> Moved:
         with viewing(self._shelf) as view:
@@ -464,7 +472,9 @@ class Server:
         piece = moved.piece
         parameter = self._parameters[piece.parameter]
         if parameter.by_rows:
-            self._shard.put_table(piece, self._table(moved))
+            table = self._table(moved)
+            self._shard.put_table(piece, table)
+            self._journals[piece.key], self._kept_keys[piece.key] = 0, sorted(table.state)
         else:
             self._shard.put(piece, tensor_of(moved.value, parameter.dtype), _tensors_own(moved.state))
         self._changed[piece.key] = self._version
@@ -508,10 +518,15 @@ class Server:
             self._own_seen = {key: _ints(seen) for key, seen in meta["own_seen"].items()}
 
 
-def bytes_matrix(rows: Tensor) -> Any:
-    """Rows as bytes, one line each."""
-    array = array_of(rows)
-    return array.reshape(len(array), math.prod(array.shape[1:])).view(np.uint8)  # there may be none
+def _columns(table: Table) -> list[Tensor]:
+    """What a table has of each row: the last step, the values, what the optimizer keeps."""
+    return [table.last, table.value, *(table.state[name] for name in sorted(table.state))]
+
+
+def _lines(columns: list[Tensor]) -> Any:
+    """Rows as bytes, one line each; there may be none."""
+    parts = [array_of(each) for each in columns]
+    return np.concatenate([p.reshape(len(p), math.prod(p.shape[1:])).view(np.uint8) for p in parts], axis=1)
 
 
 def _buffer(array: Any) -> Any:

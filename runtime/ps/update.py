@@ -139,6 +139,9 @@ class Table:
         last = self.last[ids]
         if int(last.min()) == self.time:
             return
+        if all(maker.leaves_untouched_rows(options) for options in self.runs.values()):
+            self.last[ids] = self.time
+            return
         starts = [*sorted({int(time) for time in last.unique() if time < self.time}), self.time]
         for start, stop in pairwise(starts):
             owing = [
