@@ -51,13 +51,14 @@ def set_ps_context(
     """Ask for a parameter server, or that no byte of what is sent leaves a host in plain. Before `init`, everywhere.
 
     enable_ps           gradients go to servers, which hold the parameters (docs/parameter_server.md)
-    mode                "sync": a step waits for every worker's gradients, and applies their mean; "async": each worker's
-                        are applied as they come
+    mode                "sync": a step waits for every worker's gradients, and applies their mean; "async": each
+                        worker's are applied as they come
     max_staleness       async: how many steps of others may be applied between what a worker computed from and its own;
                         None: any
     durability          what the servers' parameters survive: "process" the death of processes, "disk" that of the
                         machine, "memory" nothing
-    shard_folder        where they are kept, for a job that goes on later or on another host; None: nowhere after the job
+    shard_folder        where they are kept, for a job that goes on later or on another host; None: nowhere after the
+                        job
     gradient_dtype      "bfloat16" or "float16": in which gradients are sent; None: their own
     enable_ssl          whether that is asked; where it cannot be had, `init` raises RuntimeStateError and sends nothing
     config_file_path    a JSON file: "secure_interfaces" lists those that encrypt without being WireGuard's, and

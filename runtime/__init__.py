@@ -12,6 +12,7 @@ run the same instructions, and tell `record_collectives` of the same collectives
     parameters.py       parameters as DTensors; replaced.py: what holds the old objects; optimizers.py: what steps them
     results.py          large results that stay split, and mix with plain tensors
     weights.py          the weights in a state_dict, which say that they are split
+    ps/                 the parameter server
     process.py          the processes and their meeting
     launching/          what started this one; the scheduler and its workers; who is let in
     watch.py            what ranks know of each other: agreement.py, ledger.py, doing.py

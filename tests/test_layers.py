@@ -91,7 +91,13 @@ def bound_names(layer_sources: list[Path]) -> set[str]:
     for source in layer_sources:
         for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
             match node:
-                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name) | ast.alias(name=name):
+                case (
+                    ast.FunctionDef(name=name)
+                    | ast.AsyncFunctionDef(name=name)
+                    | ast.ClassDef(name=name)
+                    | ast.arg(arg=name)
+                    | ast.alias(name=name)
+                ):
                     names.add(name)
                 case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
                     names.add(name)

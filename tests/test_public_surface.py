@@ -54,6 +54,7 @@ PUBLIC = [
     "load_distributed_checkpoint",
     "manual",
     "ops",
+    "ps",
     "rank_list_for_transform",
     "record_collectives",
     "record_timeline",
@@ -66,6 +67,7 @@ PUBLIC = [
     "set_algo_parameters",
     "set_auto_parallel_context",
     "set_mesh",
+    "set_param_ps",
     "set_ps_context",
     "shard",
     "shutdown",
@@ -120,7 +122,7 @@ def parameters(function: object) -> str:
 
 def test_no_module_has_the_name_of_a_function_of_the_package() -> None:
     modules = {module.name for module in pkgutil.iter_modules(pw.__path__)}
-    assert modules & set(pw.__all__) == {"data", "ops"}  # an import of it would put it in the function's place
+    assert modules & set(pw.__all__) == {"data", "ops", "ps"}  # an import of it would put it in the function's place
 
 
 def test_these_are_the_public_names():
@@ -155,7 +157,9 @@ def test_these_are_the_public_names():
         (pw.set_auto_parallel_context, "(**kwargs)"),
         (
             pw.set_ps_context,
-            "(*, enable_ssl=False, config_file_path='', secure_interface=None, client_password='', server_password='')",
+            "(*, enable_ps=False, mode='sync', max_staleness=None, durability='process', shard_folder=None, "
+            "gradient_dtype=None, enable_ssl=False, config_file_path='', secure_interface=None, "
+            "client_password='', server_password='')",
         ),
         (pw.get_auto_parallel_context, "(key)"),
         (pw.reset_auto_parallel_context, "()"),
@@ -271,7 +275,7 @@ def test_names_are_known_to_type_checkers_where_they_are_found_when_they_are_use
     imported = {
         alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    assert imported == {**pw._HOME_OF, "data": "partway", "ops": "partway"}
+    assert imported == {**pw._HOME_OF, "data": "partway", "ops": "partway", "ps": "partway"}
     assert sorted(imported) == pw.__all__
 
 

@@ -98,7 +98,8 @@ class _Running:
         try:
             self._start_scheduler()
             self._reach()
-            save("the job", record, json.dumps({"port": self._site.port, "process": os.getpid(), "script": str(self._job.script), "began": time.time()}))  # fmt: skip
+            facts = {"port": self._site.port, "process": os.getpid(), "began": time.time()}
+            save("the job", record, json.dumps(facts))
             for number in range(self._job.workers):
                 self._start_worker(number)
             with View(self._job.quiet) as view:

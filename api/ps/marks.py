@@ -51,8 +51,8 @@ _closed: list[bool] = []  # an optimizer's parameters are with the servers
 def set_param_ps(what: nn.Module | nn.Parameter, *, rows: bool | None = None) -> None:
     """Have the servers hold the parameters of a module, or one parameter. Before `pw.ps.optimizer`.
 
-    rows    the tables of embeddings (nn.Embedding, nn.EmbeddingBag) below `what`: True: the workers pull the rows that a
-            batch looks up, and push theirs; False: whole, like other parameters; None: by rows where the module is
+    rows    the tables of embeddings (nn.Embedding, nn.EmbeddingBag) below `what`: True: the workers pull the rows that
+            a batch looks up, and push theirs; False: whole, like other parameters; None: by rows where the module is
             `sparse=True`
 
     What is not named stays on the workers: each takes the optimizer's step itself, with the mean of all gradients.
@@ -90,7 +90,8 @@ def _is_table(name: str, module: nn.Module, rows: bool | None) -> bool:
         return False
     if module.max_norm is not None:
         raise RuntimeStateError(
-            f"set_param_ps: {name} has max_norm, by which each look-up changes its rows; leave it out, or give rows=False"
+            f"set_param_ps: {name} has max_norm, by which each look-up changes its rows; leave it out, or give "
+            "rows=False"
         )
     return True
 

@@ -210,7 +210,8 @@ class ServedOptimizer(Optimizer):
                 raise RuntimeStateError(f"step {before} of pw.ps.steps ended without optimizer.step()")
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim's: what the servers keep of each parameter, whole. Of tables by rows there is none; see `save`."""
+        """As torch.optim's: what the servers keep of each parameter, whole. Of tables by rows there is none; see
+        `save`."""
         if self._tables:
             raise RuntimeStateError("the states of tables by rows are large; write a checkpoint with pw.ps.save")
         states = self._own.tell(lambda: self._speaker.states(set(range(len(self._parameters)))))
@@ -294,7 +295,8 @@ def _job_of(inner: Optimizer, parameters: list[Any], asked: settings.Settings) -
     """What is trained, how its optimizer is made, and the tables by rows."""
     if type(inner).__name__ in _NEVER_ON_SERVERS:
         raise RuntimeStateError(
-            f"{type(inner).__name__} takes one step of all parameters together, which servers cannot divide; use another"
+            f"{type(inner).__name__} takes one step of all parameters together, which servers cannot divide; use "
+            "another"
         )
     lacking = [
         mark.name for each, mark in marked() if each.requires_grad and not any(each is own for own in parameters)
@@ -320,8 +322,8 @@ def _job_of(inner: Optimizer, parameters: list[Any], asked: settings.Settings) -
         )  # fmt: skip
     if tables and not by_element:
         raise RuntimeStateError(
-            f"{described[next(iter(tables))].name} is divided by rows, and {type(inner).__name__}'s step of a row depends "
-            "on other rows; give set_param_ps(..., rows=False), or use another optimizer"
+            f"{described[next(iter(tables))].name} is divided by rows, and {type(inner).__name__}'s step of a row "
+            "depends on other rows; give set_param_ps(..., rows=False), or use another optimizer"
         )
     stay = [each.name for each in described if each.on_workers and parameters[each.index].requires_grad]
     if stay and asked.mode == "async":
@@ -355,9 +357,9 @@ def served() -> ServedOptimizer:
 
 
 def steps(total: int) -> Iterator[int]:
-    """The numbers of the steps that are left of `total`, from 0 on. A worker that is started again goes on where it was,
-    with the random numbers that it would have had; one that is asked to end gets no more. In async mode each worker
-    counts its own."""
+    """The numbers of the steps that are left of `total`, from 0 on. A worker that is started again goes on where it
+    was, with the random numbers that it would have had; one that is asked to end gets no more. In async mode each
+    worker counts its own."""
     own = _current()
     return iter(range(total)) if own is None else own.steps(total)
 

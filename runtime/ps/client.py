@@ -1,4 +1,5 @@
-"""A worker: how it comes, takes its steps, and goes; and what it does when the coordinator, a server or Ray's head dies.
+"""A worker: how it comes, takes its steps, and goes; and what it does when the coordinator, a server or Ray's head
+dies.
 
 A step is known by the worker and its number, so that whatever is not answered is asked again: what was done is not done
 twice.

@@ -1,7 +1,7 @@
 """What runs as actors of Ray, and where: the cluster, its coordinator and its servers. The only file that knows Ray.
 
-Ray starts an actor again when its process dies, and sends it again what it had not answered. Ray's own head is not kept:
-where it dies, another is started in its place, and coordinator and servers find on their shelves what they had.
+Ray starts an actor again when its process dies, and sends it again what it had not answered. Ray's own head is not
+kept: where it dies, another is started in its place, and coordinator and servers find on their shelves what they had.
 """
 
 from __future__ import annotations

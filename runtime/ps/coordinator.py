@@ -1,11 +1,11 @@
 """Who is there, which server has what, and who waits for whom. Plain Python: cluster.py has it run as an actor of Ray.
 
-In sync mode a step is decided when all of its workers have come: whose gradients are averaged, with which options of the
-optimizer, and whose the next step is. So who comes or goes does so from a stated step on. In async mode the gate (gate.py)
-says who may push. Pieces move, and checkpoints are cut, where no step is on its way.
+In sync mode a step is decided when all of its workers have come: whose gradients are averaged, with which options of
+the optimizer, and whose the next step is. So who comes or goes does so from a stated step on. In async mode the gate
+(gate.py) says who may push. Pieces move, and checkpoints are cut, where no step is on its way.
 
-What was decided is kept before anybody is told, so that the coordinator may die at any moment; all calls may come again.
-"""
+What was decided is kept before anybody is told, so that the coordinator may die at any moment; all calls may come
+again."""
 
 from __future__ import annotations
 
@@ -162,7 +162,8 @@ class Coordinator:
             "version": self._version, "decision": asdict(self._decision) if self._decision else None,
             "members": self._members, "assignment": self._assignment, "epoch": self._epoch, "nodes": self._nodes,
             "ready": self._ready, "job": self._fingerprint, "wanted_workers": self._wanted_workers,
-            "named": self._named, "over": self._over, "laid_for": self._laid_for, "workers": {w: [each.incarnation, each.card] for w, each in self._workers.items()},
+            "named": self._named, "over": self._over, "laid_for": self._laid_for,
+            "workers": {w: [each.incarnation, each.card] for w, each in self._workers.items()},
         }  # fmt: skip
         records = [(b"aux/%d" % w, self._workers[w].aux or b"") for w in aux]
         self._shelf.commit([*sorted(records), (b"state", json.dumps(state).encode())], 2**20)
@@ -272,8 +273,8 @@ class Coordinator:
             there = sorted({*self._waiting, *self._members})
             raise RuntimeStateError(
                 f"{len(there)} of {self._plan.workers} workers and {len(self._nodes)} of {self._plan.servers} servers "
-                f"came in {self._plan.patience:g} s (MS_TOPO_TIMEOUT): worker {there}; start what is missing, or ask for "
-                "fewer (MS_WORKER_NUM, MS_SERVER_NUM)"
+                f"came in {self._plan.patience:g} s (MS_TOPO_TIMEOUT): worker {there}; start what is missing, or ask "
+                "for fewer (MS_WORKER_NUM, MS_SERVER_NUM)"
             )
 
     def _of(self, worker: int, incarnation: int) -> _Worker:
@@ -523,8 +524,8 @@ class Coordinator:
             self._moving = asyncio.get_running_loop().create_task(self._between_steps(self._move))
 
     async def _between_steps(self, act: Callable[[], Any]) -> Any:
-        """Do something while no step is on its way: in sync mode all servers have taken the last one, and nobody is told
-        of it yet; in async mode nobody pushes."""
+        """Do something while no step is on its way: in sync mode all servers have taken the last one, and nobody is
+        told of it yet; in async mode nobody pushes."""
         async with self._moves:
             self._paused = True
             try:
@@ -543,7 +544,8 @@ class Coordinator:
                 await self._notify()
 
     async def _move(self) -> None:
-        """Move pieces to where they belong now. What a server gave up is there until the new one has it on its shelf."""
+        """Move pieces to where they belong now. What a server gave up is there until the new one has it on its
+        shelf."""
         assert self._job is not None
         begin = time.monotonic()
         before = self._assignment
@@ -605,7 +607,7 @@ class Coordinator:
         names = sorted({*self._nodes, *self._assignment.values()})
         ready = self._ready and self._job is not None
         return {
-            "mode": self._job.mode if self._job else "", "version": self._version if self._version else self._gate.admitted,
+            "mode": self._job.mode if self._job else "", "version": self._version or self._gate.admitted,
             "ready": self._ready, "epoch": self._epoch, "wanted_workers": self._wanted_workers,
             "max_staleness": self._job.max_staleness if self._job else None,
             "members": list(self._members), "waiting": list(self._waiting),
@@ -649,7 +651,7 @@ def _differing(version: int, one: int, options: list[dict[str, Any]], two: int, 
         for name in mine:
             if mine[name] != theirs.get(name):
                 return (
-                    f"step {version} has {name}={mine[name]!r} on worker {one} and {theirs.get(name)!r} on worker {two} "
-                    f"(group {number} of the optimizer); give all workers the same options"
+                    f"step {version} has {name}={mine[name]!r} on worker {one} and {theirs.get(name)!r} on worker "
+                    f"{two} (group {number} of the optimizer); give all workers the same options"
                 )
     return f"step {version}: the optimizers of workers {one} and {two} have other groups"

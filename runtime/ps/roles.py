@@ -1,6 +1,7 @@
 """The processes of a job with a parameter server, by MS_ROLE: the scheduler, the servers, the workers.
 
-    MS_SCHED      keeps Ray's head and the coordinator, and starts them again where they die, until all workers have ended
+    MS_SCHED      keeps Ray's head and the coordinator, and starts them again where they die, until all workers have
+                  ended
     MS_PSERVER    gives the job one server more, on its host; SIGTERM has it give up its parameters, and end
     MS_WORKER     runs the script
     none          this process is the only worker, of a cluster that it starts and ends
@@ -65,8 +66,8 @@ def current() -> Session:
 
 
 def join() -> None:
-    """Be what MS_ROLE says; come back as a worker. Raises RuntimeStateError for variables that are missing or wrong, and
-    SystemExit where the scheduler or a server has done its work."""
+    """Be what MS_ROLE says; come back as a worker. Raises RuntimeStateError for variables that are missing or wrong,
+    and SystemExit where the scheduler or a server has done its work."""
     if _session:
         return
     wanted = settings.required()
@@ -92,8 +93,8 @@ def _variables() -> tuple[str, Site, Plan] | None:
     if "MS_ROLE" not in env:
         if stray := [name for name in there if name != "MS_SERVER_NUM"]:
             raise RuntimeStateError(
-                f"{stray[0]}={env[stray[0]]} is set, and MS_ROLE is not: set it to MS_SCHED, MS_PSERVER or MS_WORKER, or "
-                f"unset {', '.join(stray)} for a cluster of this process alone"
+                f"{stray[0]}={env[stray[0]]} is set, and MS_ROLE is not: set it to MS_SCHED, MS_PSERVER or MS_WORKER, "
+                f"or unset {', '.join(stray)} for a cluster of this process alone"
             )
         return None
     role = env["MS_ROLE"]
@@ -171,8 +172,8 @@ def check_address(identity: Identity, site: Site) -> None:
         addresses = []
     if own not in addresses:
         raise RuntimeStateError(
-            f"{identity} is for {', '.join(addresses) or 'no address'}, and Ray's TLS compares addresses: make one with "
-            f"subjectAltName=IP:{own}"
+            f"{identity} is for {', '.join(addresses) or 'no address'}, and Ray's TLS compares addresses: make one "
+            f"with subjectAltName=IP:{own}"
         )
 
 

@@ -444,7 +444,8 @@ class Server:
         shape = (count, *parameter.shape[1:])
         kinds = ["int64", *[parameter.dtype] * (1 + len(head["keys"]))]
         shapes = [(count,), *[shape] * (len(kinds) - 1)]
-        columns = [tensor_from(view.get(prefix + b"%04d" % i), *each) for i, each in enumerate(zip(kinds, shapes, strict=True))]
+        whole = enumerate(zip(kinds, shapes, strict=True))
+        columns = [tensor_from(view.get(prefix + b"%04d" % i), *each) for i, each in whole]
         widths = [8, *[parameter.row_bytes] * (len(kinds) - 1)]
         for _, rows in view.items(b"r/%s/" % piece.key.encode()):
             joined = np.frombuffer(rows, np.uint8).reshape(-1, 8 + sum(widths))

@@ -1,8 +1,7 @@
 """Embeddings whose table is on the servers: the rows that a batch looks up are pulled, and their gradients pushed.
 
-The module stays what it is. While it runs, its weight is a small one of the rows that are looked up, and its indices are
-those in it. Each call has one of its own, so that an embedding may be called several times in a step.
-"""
+The module stays what it is. While it runs, its weight is a small one of the rows that are looked up, and its indices
+are those in it. Each call has one of its own, so that an embedding may be called several times in a step."""
 
 from __future__ import annotations
 
@@ -38,19 +37,20 @@ class RemoteTable:
         given = args[0] if args else kwargs["input"]
         if type(given) is not Tensor or torch.compiler.is_exporting() or given.is_meta:
             raise RuntimeStateError(
-                f"{self._name} is a table on the servers, whose rows are pulled by their numbers: it cannot be captured; "
-                "shard the part of the model after it"
+                f"{self._name} is a table on the servers, whose rows are pulled by their numbers: it cannot be "
+                "captured; shard the part of the model after it"
             )
         rows, places = torch.unique(given.detach().to("cpu", torch.int64), return_inverse=True)
         if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < module.num_embeddings:
             raise IndexError(
-                f"{self._name} has {module.num_embeddings} rows, and was asked for rows {int(rows[0])} to {int(rows[-1])}"
+                f"{self._name} has {module.num_embeddings} rows, and was asked for rows {int(rows[0])} to "
+                f"{int(rows[-1])}"
             )
         device = given.device
         own = nn.Parameter(self._pull(rows).to(device), requires_grad=self._parameter.requires_grad)
         if torch.is_grad_enabled() and own.requires_grad:
             self._calls.append((rows, own))
-        module._parameters["weight"] = own
+        module.weight = own
         padding = None
         if self._padding is not None and len(found := (rows == self._padding).nonzero()):
             padding = int(found[0])
@@ -59,7 +59,7 @@ class RemoteTable:
         return ((local, *args[1:]), kwargs) if args else (args, {**kwargs, "input": local})
 
     def _after(self, module: Any, args: Any, result: Any) -> None:
-        module._parameters["weight"] = self._parameter
+        module.weight = self._parameter
         module.padding_idx = self._padding
 
     def gradient(self) -> Pushed:

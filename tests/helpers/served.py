@@ -1,4 +1,5 @@
-"""Jobs with a parameter server, as processes: a script of its own, what it leaves behind, and what is killed meanwhile."""
+"""Jobs with a parameter server, as processes: a script of its own, what it leaves behind, and what is killed
+meanwhile."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Real clusters of Ray, a quick slice: a job of `partway ps` in which a server and a worker are killed, and a cluster of
-one process. (tests/ecosystem/test_parameter_server.py has all faults.)"""
+"""Real clusters of Ray, a quick slice: a job of `partway ps` in which a server and a worker are killed, and a cluster
+of one process. (tests/ecosystem/test_parameter_server.py has all faults.)"""
 
 from __future__ import annotations
 
