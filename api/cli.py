@@ -138,7 +138,7 @@ def run_servers(
     arguments: Annotated[list[str] | None, typer.Argument(show_default=False, metavar="[ARGS]...")] = None,
     workers: Annotated[int, typer.Option(help="how many workers")] = 1,
     servers: Annotated[int, typer.Option(help="how many servers")] = 1,
-    restarts: Annotated[int, typer.Option(help="how often each worker is started again after it failed")] = 100,
+    restarts: Annotated[int, typer.Option(help="how often to start a worker again that fails within a minute")] = 10,
     port: Annotated[int, typer.Option(help="of the scheduler [a free one]")] = 0,
     logs: Annotated[Path, typer.Option(help="the folder for <run>/worker.N and <run>/scheduler")] = Path("log_output"),
     shards: Annotated[Path | None, typer.Option(help="where the servers keep their parameters after the job")] = None,

@@ -436,7 +436,7 @@ def main() -> None:
     print(json.dumps(found), flush=True)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and len(sys.argv) > 1:
     # under its own name, so that Ray's and torch's processes find its classes
     import parameter_server_cases
 

@@ -27,6 +27,7 @@ from partway.strategy import RuntimeStateError
 from partway.strategy.files import save
 
 _LOOK = 0.2  # seconds between two looks
+_LASTS = 60.0  # seconds after which a worker that fails does not count as one that fails again and again
 _JOBS = Path(os.environ.get("PARTWAY_CACHE_DIR", "~/.cache/partway")).expanduser() / "ps"
 
 
@@ -34,7 +35,7 @@ _JOBS = Path(os.environ.get("PARTWAY_CACHE_DIR", "~/.cache/partway")).expanduser
 class Job:
     """What to start.
 
-    restarts   how often each worker is started again after it failed
+    restarts   how often each worker is started again that fails within a minute of its start
     port       of the scheduler; 0: a free one
     shards     where the servers keep their parameters; None: nowhere after the job
     """
@@ -84,6 +85,8 @@ class _Running:
         self._link = Link(self._site, 60)
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._starts: dict[int, int] = {}
+        self._began: dict[int, float] = {}
+        self._failures: dict[int, int] = {}  # one after another, each soon after its start
         self._ended: dict[int, int] = {}
         self._scheduler: subprocess.Popen[bytes] | None = None
         self._asked = False
@@ -137,6 +140,7 @@ class _Running:
         environment = {**self._environment, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(number)}
         command = [sys.executable, str(self._job.script), *self._job.arguments]
         self._starts[number] = self._starts.get(number, 0) + 1
+        self._began[number] = time.monotonic()
         self._workers[number] = self._start(f"worker.{number}", command, environment)
 
     def _start(self, name: str, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -168,7 +172,10 @@ class _Running:
             if status is None:
                 continue
             del self._workers[number]
-            if status != 0 and self._starts[number] <= self._job.restarts:
+            if time.monotonic() - self._began[number] > _LASTS:
+                self._failures[number] = 0
+            self._failures[number] = self._failures.get(number, 0) + 1
+            if status != 0 and self._failures[number] <= self._job.restarts:
                 view.say(f"worker {number} ended with status {status}, and is started again")
                 self._start_worker(number)
                 continue
@@ -191,7 +198,7 @@ class _Running:
             answer = self._link.ask(COORDINATOR, method, *arguments, patience=5)
             self._missed = 0
             return answer
-        except (Gone, TimeoutError) as error:
+        except (RuntimeStateError, TimeoutError) as error:
             self._missed += 1
             if (isinstance(error, Gone) or self._missed > 2) and cluster.answers(self._site):
                 with suppress(Gone, RuntimeStateError):
@@ -236,7 +243,7 @@ def scale(workers: int | None, servers: int | None, address: str) -> str:
     link = _link_to(address)
     link.ask(COORDINATOR, "scale", workers, servers)
     state = link.ask(COORDINATOR, "wanted")
-    return f"{state['workers']} workers and {len(state['servers'])} servers are wanted"
+    return f"{state['workers']} workers and {state['wanted_servers']} servers are wanted"
 
 
 def _link_to(address: str) -> Link:

@@ -40,8 +40,8 @@ class Mark:
     @property
     def table(self) -> Embedding | None:
         """The embedding, where it is a table."""
-        found: Any = self.module() if self.by_rows and self.module is not None else None
-        return found
+        found = self.module() if self.by_rows and self.module is not None else None
+        return found if isinstance(found, nn.Embedding | nn.EmbeddingBag) else None
 
 
 _marks: list[Mark] = []

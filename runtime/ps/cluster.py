@@ -267,21 +267,21 @@ def leave() -> None:
             sys.modules["ray"].shutdown()
 
 
-def start_coordinator(plan: Plan, site: Site, durability: str) -> None:
+def start_coordinator(plan: Plan, site: Site) -> None:
     """Start the coordinator, if it is not there."""
     module = ray()
     folder = site.folder / COORDINATOR if site.folder is not None else None
     actor = module.remote(_CoordinatorActor).options(
         name=COORDINATOR, namespace=SPACE, get_if_exists=True, max_concurrency=1000, **_FOR_EVER
     )
-    actor.remote(plan, site.folder, folder, durability)
+    actor.remote(plan, site.folder, folder)
 
 
 class _CoordinatorActor(Coordinator):
     """The coordinator as an actor."""
 
-    def __init__(self, plan: Plan, servers: Path | None, folder: Path | None, durability: str) -> None:
-        super().__init__(plan, RayServers(servers), folder, durability)
+    def __init__(self, plan: Plan, servers: Path | None, folder: Path | None) -> None:
+        super().__init__(plan, RayServers(servers), folder)
 
     async def pid(self) -> int:
         """The number of its process."""
@@ -320,7 +320,7 @@ class RayServers:
     def stop(self, name: str) -> None:
         """See coordinator.Servers."""
         module = ray()
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(RuntimeStateError):
             module.kill(self._handle(name))
         self._handles.pop(name, None)
         if self._folder is not None:
@@ -343,7 +343,10 @@ class RayServers:
 
     def _handle(self, name: str) -> Any:
         if name not in self._handles:
-            self._handles[name] = ray().get_actor(name, SPACE)
+            try:
+                self._handles[name] = ray().get_actor(name, SPACE)
+            except ValueError as error:
+                raise RuntimeStateError(f"there is no {name} any more: {error}") from error
         return self._handles[name]
 
 
@@ -405,7 +408,9 @@ class Link:
                     asked = time.monotonic()
             except module.exceptions.RayTaskError as error:
                 cause = getattr(error, "cause", None)
-                raise (cause if isinstance(cause, RuntimeStateError) else error) from None
+                if isinstance(cause, RuntimeStateError):
+                    raise cause from None
+                raise RuntimeStateError(f"a server or the coordinator failed: {cause or error}") from error
             except module.exceptions.RayActorError as error:
                 raise Gone(f"a server or the coordinator at {self._site.address} has gone: {error}") from None
 

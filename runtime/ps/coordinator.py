@@ -14,6 +14,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -114,9 +115,9 @@ class _Worker:
 class Coordinator:
     """The one place that decides. `folder`: where it keeps what it decided; None: in memory."""
 
-    def __init__(self, plan: Plan, servers: Servers, folder: Path | None, durability: str = "process") -> None:
+    def __init__(self, plan: Plan, servers: Servers, folder: Path | None) -> None:
         self._plan, self._servers = plan, servers
-        self._shelf = open_shelf(folder, durability if folder is not None else "memory")
+        self._shelf = open_shelf(folder, "process" if folder is not None else "memory")
         self._changed = asyncio.Condition()
         self._job: Job | None = None
         self._maker: Maker | None = None
@@ -167,6 +168,8 @@ class Coordinator:
         }  # fmt: skip
         records = [(b"aux/%d" % w, self._workers[w].aux or b"") for w in aux]
         self._shelf.commit([*sorted(records), (b"state", json.dumps(state).encode())], 2**20)
+        if self._job is not None and self._job.durability == "disk":
+            self._shelf.sync()
 
     # -- Coming
 
@@ -616,14 +619,23 @@ class Coordinator:
                     "leaves": each.leaves, "incarnation": each.incarnation}
                 for w, each in self._workers.items()
             },
-            "servers": names, "reports": [await self._servers.ask(name, "status") for name in names] if ready else [],
+            "servers": names, "reports": await self._reports(names) if ready else [],
             "events": self._events[-20:], "happened": len(self._events),
         }  # fmt: skip
+
+    async def _reports(self, names: list[str]) -> list[dict[str, Any]]:
+        found = []
+        for name in names:
+            if name in {*self._nodes, *self._assignment.values()}:  # it may have gone meanwhile
+                with suppress(RuntimeStateError):
+                    found.append(await self._servers.ask(name, "status"))
+        return found
 
     async def wanted(self) -> dict[str, Any]:
         """What the launcher looks at: how many workers there are to be, and whether all have ended."""
         return {"workers": self._wanted_workers, "there": sorted(self._workers), "over": self._over,
-                "epoch": self._epoch, "servers": sorted({*self._nodes, *self._assignment.values()})}  # fmt: skip
+                "epoch": self._epoch, "servers": sorted({*self._nodes, *self._assignment.values()}),
+                "wanted_servers": len(self._nodes)}  # fmt: skip
 
     async def is_leaving(self, worker: int, incarnation: int) -> bool:
         """Whether a worker was asked to end."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -23,7 +24,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...strategy.errors import RuntimeStateError
 from ..launching import door, security
@@ -79,7 +79,7 @@ def join() -> None:
     role, site, plan = found
     protect(site)
     if role == "MS_SCHED":
-        _Scheduler(site, plan, wanted.durability).run()
+        _Scheduler(site, plan).run()
         raise SystemExit(0)
     if role == "MS_PSERVER":
         serve(site, plan)
@@ -108,6 +108,11 @@ def _variables() -> tuple[str, Site, Plan] | None:
     host, port = env["MS_SCHED_HOST"], number("MS_SCHED_PORT", 1)
     folder = os.environ.get(FOLDER)
     chosen = settings.required().shard_folder
+    if folder and chosen is not None and chosen.absolute() != Path(folder).absolute():
+        raise RuntimeStateError(
+            f"`partway ps` keeps the parameters in {folder}, and shard_folder is {chosen}; give --shards "
+            f"{chosen} instead"
+        )
     site = Site(host, port, chosen.absolute() if chosen is not None else Path(folder) if folder else None)
     return role, site, _plan(number("MS_WORKER_NUM", 1))
 
@@ -187,10 +192,10 @@ def _receive_patience() -> float:
 class _Scheduler:
     """Ray's head and the coordinator, for as long as the job runs."""
 
-    def __init__(self, site: Site, plan: Plan, durability: str) -> None:
+    def __init__(self, site: Site, plan: Plan) -> None:
         self._own = site.folder is None
         folder = site.folder or Path(tempfile.mkdtemp(prefix="partway-ps-"))
-        self._site, self._plan, self._durability = Site(site.host, site.port, folder), plan, durability
+        self._site, self._plan = Site(site.host, site.port, folder), plan
         self._node = Node(self._site, head=True, logs=folder / "ray")
         self._link = Link(self._site, 30)
         self._asked = threading.Event()
@@ -226,8 +231,7 @@ class _Scheduler:
         if not cluster.answers(self._site):
             self._node.start(60)
         self._link.again()
-        durability = "disk" if self._durability == "disk" else "process"
-        cluster.start_coordinator(self._plan, self._site, durability)
+        cluster.start_coordinator(self._plan, self._site)
         self._link.ask(COORDINATOR, "place_servers", self._servers)
 
 
@@ -267,7 +271,11 @@ def serve(site: Site, plan: Plan) -> None:
 
 def _retire(link: Link, name: str | None) -> None:
     with suppress(Gone):
-        link.ask(COORDINATOR, "retire_server", name)
+        try:
+            link.ask(COORDINATOR, "retire_server", name)
+        except RuntimeStateError as error:  # it is the only one
+            _say(str(error))
+            return
         while name in link.ask(COORDINATOR, "wanted")["servers"]:
             time.sleep(_LOOK)
 
@@ -319,11 +327,11 @@ def _alone(wanted: settings.Settings) -> None:
         folder = Path(tempfile.mkdtemp(prefix="partway-ps-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     site = Site("127.0.0.1", 0, folder.absolute() if folder is not None else None)
-    cluster.prepare(site.host, None, _tls(site))
+    cluster.prepare(site.host, secrets.token_hex(32), _tls(site))
     cluster.join(site, 60)
     atexit.register(cluster.leave)
     link = Link(site, _receive_patience())
-    cluster.start_coordinator(plan, site, "disk" if wanted.durability == "disk" else "process")
+    cluster.start_coordinator(plan, site)
     link.ask(COORDINATOR, "place_servers", plan.servers)
     _session.append(Session(site, plan, link, 0, _receive_patience()))
 
@@ -357,7 +365,7 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-def scheduler() -> Any:
+def scheduler() -> None:
     """The scheduler of `partway ps`: a process without a script."""
-    settings.want(settings.Settings(durability=os.environ.get("PARTWAY_PS_DURABILITY", "process")))
+    settings.want(settings.Settings())
     join()

@@ -56,6 +56,9 @@ class Shelf(Protocol):
     def view(self) -> View:
         """The records as they are now, whatever comes later."""
 
+    def sync(self) -> None:
+        """Wait until all is on the disk."""
+
     def close(self) -> None:
         """Write what is left, and close it."""
 
@@ -90,6 +93,9 @@ class _InMemory:
 
     def items(self, prefix: bytes) -> Iterator[Record]:
         return ((key, self._records[key]) for key in sorted(self._records) if key.startswith(prefix))
+
+    def sync(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -154,6 +160,9 @@ class _OnDisk:
 
     def view(self) -> View:
         return _OfTransaction(self._env.begin(buffers=True))
+
+    def sync(self) -> None:
+        self._env.sync(True)
 
     def close(self) -> None:
         self._env.sync(True)

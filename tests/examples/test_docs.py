@@ -17,7 +17,8 @@ from partway.cli import app
 ROOT = Path(__file__).parents[2]
 RANKS = {  # under torchrun
     "checkpoints": 2, "ema": 2, "evaluation": 2, "graphs": 4, "huggingface": 2, "inference": 4, "launch": 4,
-    "lightning": 2, "manual": 4, "options": 2, "recovery": 2, "security": 2,
+    "lightning": 2, "manual": 4, "options": 2, "parameter_server": 2, "recovery": 2,
+    "security": 2,
 }  # fmt: skip
 PAGES = sorted(RANKS)
 

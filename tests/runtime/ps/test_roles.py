@@ -166,3 +166,15 @@ def test_a_certificate_has_to_name_the_address_of_its_host(tmp_path: Path) -> No
         assert f"is for {told}, and Ray's TLS compares addresses: make one with subjectAltName=IP:127.0.0.1" in str(
             caught.value
         )
+
+
+def test_the_folder_of_partway_ps_is_given_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    want(Settings(shard_folder=tmp_path / "mine"))
+    given(monkeypatch)
+    monkeypatch.setenv(roles.FOLDER, str(tmp_path / "its"))
+    with pytest.raises(RuntimeStateError) as caught:
+        roles._variables()
+    assert str(caught.value) == (
+        f"`partway ps` keeps the parameters in {tmp_path}/its, and shard_folder is {tmp_path}/mine; give --shards "
+        f"{tmp_path}/mine instead"
+    )
