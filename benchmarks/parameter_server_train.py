@@ -47,5 +47,5 @@ def main() -> None:
     path.write_text(json.dumps({"ended": ended, "bytes": size}))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and "FOUND" in os.environ:
     main()

@@ -152,6 +152,7 @@ class Coordinator:
         self._wanted_workers: int = kept.get("wanted_workers", self._plan.workers)
         self._named: int = kept.get("named", 0)
         self._over: bool = kept.get("over", False)  # the last worker has gone
+        self._gathers: bool = kept.get("gathers", True)  # it has not begun, or begins again: all are waited for
         self._unheard = set(self._members)  # workers of which this process does not know from what they compute
         self._marks: dict[int, int] = {}  # what they said of it before there was a gate
         now = time.monotonic()
@@ -163,7 +164,7 @@ class Coordinator:
             "version": self._version, "decision": asdict(self._decision) if self._decision else None,
             "members": self._members, "assignment": self._assignment, "epoch": self._epoch, "nodes": self._nodes,
             "ready": self._ready, "job": self._fingerprint, "wanted_workers": self._wanted_workers,
-            "named": self._named, "over": self._over, "laid_for": self._laid_for,
+            "named": self._named, "over": self._over, "gathers": self._gathers, "laid_for": self._laid_for,
             "workers": {w: [each.incarnation, each.card] for w, each in self._workers.items()},
         }  # fmt: skip
         records = [(b"aux/%d" % w, self._workers[w].aux or b"") for w in aux]
@@ -261,11 +262,10 @@ class Coordinator:
         if worker in self._members:
             return True
         assert self._job is not None
-        early = self._version == 0 and not self._members
-        enough = len(self._waiting) >= self._plan.workers if early else True
+        enough = len(self._waiting) >= self._plan.workers if self._gathers else True
         if enough and (not self._members or self._job.mode == "async"):
             self._members = sorted({*self._members, *self._waiting})
-            self._waiting = []
+            self._waiting, self._gathers = [], False
             self._say(f"step {self._version + 1} is the first of workers {self._members}")
             self._keep()
             self._changed.notify_all()
@@ -426,6 +426,7 @@ class Coordinator:
             self._members = [w for w in self._members if w != worker]
             self._say(f"worker {worker} {why}: from step {self._version + 1} on without it")
         self._over = not self._workers
+        self._gathers = self._gathers or self._over
         self._keep()
         await self._decide()
         await self._notify()

@@ -592,6 +592,24 @@ def test_the_only_server_cannot_go(tmp_path: Path) -> None:
     running(tmp_path, act, workers=1, servers=1)
 
 
+def test_a_job_that_goes_on_later_waits_for_all_workers_again(tmp_path: Path) -> None:
+    async def act(run: Run) -> None:
+        workers = await run.begin(2)
+        await asyncio.gather(*(worker.steps(3) for worker in workers))
+        for worker in workers:
+            await run.coordinator.leave(worker.number, worker.incarnation)
+        await run.restart()
+        one, two = Worker(run, 0), Worker(run, 1)
+        waits = await meanwhile(one.come())
+        await two.come()
+        place = await waits
+        assert (place.version, place.members) == (3, [0, 1])
+        await asyncio.gather(one.steps(5), two.steps(5))
+        run.check(one, two)
+
+    running(tmp_path, act)
+
+
 # -- Servers that come and go
 
 
