@@ -186,12 +186,6 @@ class ServedOptimizer(Optimizer):
         for i in anew:
             self._inner.state[self._parameters[i]] = states[i]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch.optim's."""
-        super().zero_grad(set_to_none)
-        for table in self._tables.values():
-            table.zero_grad()
-
     # -- Others
 
     def share(self) -> tuple[int, int]:

@@ -11,6 +11,7 @@ server may be killed, come and go: what was acknowledged is applied once.
     gate.py            async mode: how stale a push may be
     coordinator.py     who is there: workers, servers, which has what; who waits for whom
     cluster.py         what runs as actors of Ray, and where; the only file that knows Ray
+    roles.py           the scheduler, the servers and the workers, by MS_ROLE; settings.py: what was asked for
     client.py          a worker: its step, and what it does when others die
     tables.py          embeddings whose rows are pulled when they are looked up
     wire.py            tensors as arrays

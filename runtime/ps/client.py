@@ -168,9 +168,7 @@ class Client:
         while True:
             try:
                 return act()
-            except Again:
-                self._enter(self._read)
-            except (Gone, Full) as error:
+            except (Again, Gone, Full) as error:
                 if time.monotonic() - began > self._patience:
                     raise
                 if not told:
@@ -179,19 +177,23 @@ class Client:
                 if isinstance(error, Full):
                     time.sleep(1)
                 else:
-                    self._join_again(began)
+                    self._come_again(began, error)
 
-    def _join_again(self, began: float) -> None:
+    def _come_again(self, began: float, error: Exception) -> None:
+        """Come again, with the step that this worker holds: to a coordinator that was started again, or to another
+        cluster."""
         while True:
             try:
-                with self._lock:
-                    self._link.again()
+                if isinstance(error, Gone):
+                    with self._lock:
+                        self._link.again()
                 if self.worker >= 0:
                     self._enter(self._read)
                 return
-            except Gone:
+            except (Again, Gone) as another:
                 if time.monotonic() - began > self._patience:
                     raise
+                error = another
                 time.sleep(0.5)
 
     def _sync(

@@ -5,7 +5,6 @@ are those in it. Each call has one of its own, so that an embedding may be calle
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +25,6 @@ class RemoteTable:
         self._module, self._name, self._pull = module, name, pull
         self._parameter = module.weight
         self._padding = module.padding_idx
-        self._calls: list[tuple[Tensor, nn.Parameter]] = []
-        self._running = threading.local()
         self._handles = [
             module.register_forward_pre_hook(self._before, with_kwargs=True),
             module.register_forward_hook(self._after, always_call=True),
@@ -49,7 +46,7 @@ class RemoteTable:
         device = given.device
         own = nn.Parameter(self._pull(rows).to(device), requires_grad=self._parameter.requires_grad)
         if torch.is_grad_enabled() and own.requires_grad:
-            self._calls.append((rows, own))
+            own.register_post_accumulate_grad_hook(self._accumulate(rows))
         module.weight = own
         padding = None
         if self._padding is not None and len(found := (rows == self._padding).nonzero()):
@@ -62,26 +59,27 @@ class RemoteTable:
         module.weight = self._parameter
         module.padding_idx = self._padding
 
+    def _accumulate(self, rows: Tensor) -> Callable[[Tensor], None]:
+        """What puts the gradient of a call into that of the table, where whatever looks at gradients finds it."""
+
+        def add(own: Tensor) -> None:
+            assert own.grad is not None
+            dense = own.grad.to_dense() if own.grad.is_sparse else own.grad
+            own.grad = None
+            table = self._parameter
+            at = rows[None].to(dense.device)
+            mine = torch.sparse_coo_tensor(at, dense, table.shape, check_invariants=False, is_coalesced=True)
+            table.grad = mine.to(table.device) if table.grad is None else table.grad + mine.to(table.device)
+
+        return add
+
     def gradient(self) -> Pushed:
-        """The rows that were looked up since the last time, each once, and their gradients; None if there are none."""
-        parts = [(rows, own.grad) for rows, own in self._calls if own.grad is not None]
-        self._calls.clear()
-        if not parts:
+        """The rows that have gradients, each once, and these; None if there are none."""
+        if self._parameter.grad is None:
             return None
-        dense = [each.to_dense() if each.is_sparse else each for _, each in parts]
-        if len(parts) == 1:
-            rows, gradient = parts[0][0], dense[0].cpu()
-        else:
-            rows = torch.cat([each for each, _ in parts]).unique()
-            gradient = torch.zeros(len(rows), *dense[0].shape[1:], dtype=dense[0].dtype)
-            for (each, _), own in zip(parts, dense, strict=True):
-                gradient.index_add_(0, torch.searchsorted(rows, each), own.cpu())
+        whole = self._parameter.grad.coalesce()
+        rows, gradient = whole.indices()[0].cpu(), whole.values().cpu()
         if self._padding is not None:
             kept = rows != self._padding
             rows, gradient = rows[kept], gradient[kept]
         return rows, gradient
-
-    def zero_grad(self) -> None:
-        """Drop the gradients that there are."""
-        for _, own in self._calls:
-            own.grad = None

@@ -109,7 +109,16 @@ def test_gradients_of_all_calls_of_a_step_are_summed(sparse: bool) -> None:
         pair.backward(ids)
     assert pair.pulled == [[0, 3, 7, 11], [2, 7], [2]]
     assert pair.check_gradients() == [0, 2, 3, 7, 11]
-    assert pair.table.gradient() is None  # each once
+
+
+def test_a_grad_scaler_finds_the_gradients() -> None:
+    pair = Pair(nn.Embedding(ROWS, WIDTH))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(pair.remote(IDS).square().sum()).backward()
+    pair.plain(IDS).square().sum().backward()
+    optimizer = torch.optim.SGD(pair.remote.parameters(), lr=0.1)
+    scaler.unscale_(optimizer)
+    assert pair.check_gradients() == [0, 3, 7, 11]
 
 
 def test_indices_may_be_int32_and_come_by_name(sparse: bool) -> None:
@@ -136,14 +145,14 @@ def test_a_call_without_gradients_pushes_nothing() -> None:
 def test_gradients_that_are_dropped_are_not_pushed() -> None:
     pair = Pair(nn.Embedding(ROWS, WIDTH))
     pair.backward(IDS)
-    pair.table.zero_grad()
+    pair.remote.zero_grad()
     assert pair.table.gradient() is None
 
 
 def test_gradients_of_calls_before_a_drop_do_not_come_again() -> None:
     pair = Pair(nn.Embedding(ROWS, WIDTH))
     pair.backward(IDS)
-    pair.table.zero_grad()
+    pair.remote.zero_grad()
     pair.plain.zero_grad()
     pair.backward(torch.tensor([1]))
     assert pair.check_gradients() == [1]
