@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partway.checkpoints.contents import random_states, set_random_state, unpacked
@@ -31,6 +31,7 @@ from partway.strategy.errors import shown
 
 T = TypeVar("T")
 _served: list[ServedOptimizer] = []
+_SAMPLE = 64  # elements of a parameter, about
 _NEVER_ON_SERVERS = ("LBFGS",)  # whose step is one of all parameters together
 
 
@@ -93,6 +94,7 @@ class ServedOptimizer(Optimizer):
         for index, module in tables.items():
             pull = self._puller(index)
             self._tables[index] = RemoteTable(module, job.parameters[index].name, pull)
+        self._samples = self._sampled()
         _leave_at_the_end()
 
     @property
@@ -145,6 +147,7 @@ class ServedOptimizer(Optimizer):
             raise RuntimeStateError(
                 f"worker {self.worker} was asked to end after step {self.version}, and stepped again"
             )
+        self._check_that_nothing_was_changed()
         gradients = [self._pushed(i) for i in range(len(self._parameters))]
         options = [_options(group) for group in self.param_groups]
         aux = _bytes_of(random_states()) if self._job.mode == "sync" and self._own.speaks else None
@@ -152,7 +155,26 @@ class ServedOptimizer(Optimizer):
         self._take_over(self._own.tell(self._facts))
         self._own.spread([each.index for each in self._job.parameters if not (each.by_rows or each.on_workers)])
         self._step_here(taken)
+        self._samples = self._sampled()
         return loss
+
+    def _sampled(self) -> dict[int, bytes]:
+        """Some elements of each parameter of this process. What a script changes in a parameter the servers do not see,
+        and would write over: so it is an error, where the change touches one of these."""
+        return {
+            i: array_of(each).reshape(-1)[:: max(1, each.numel() // _SAMPLE)].tobytes()
+            for i, each in enumerate(self._parameters)
+            if i not in self._tables and type(each) is nn.Parameter and each.is_cpu and each.is_contiguous()
+        }
+
+    def _check_that_nothing_was_changed(self) -> None:
+        now = self._sampled()
+        changed = [self._job.parameters[i].name for i, kept in self._samples.items() if now.get(i, kept) != kept]
+        if changed:
+            raise RuntimeStateError(
+                f"{', '.join(changed[:5])} changed since the last step, and the servers hold other values; a parameter "
+                "that they hold changes by optimizer.step() alone: load or change it before pw.ps.optimizer(...)"
+            )
 
     def _pushed(self, index: int) -> Pushed:
         if index in self._tables:

@@ -80,6 +80,12 @@ refused(lambda: pw.ps.optimizer(inner))
 refused(lambda: pw.set_param_ps(nn.Linear(2, 2)))
 refused(lambda: own.load_state_dict({}))
 refused(lambda: own.state_dict())
+kept = model["net"].weight.detach().clone()
+with torch.no_grad():
+    model["net"].weight.clamp_(-0.01, 0.01)
+refused(own.step)
+with torch.no_grad():
+    model["net"].weight.copy_(kept)
 saved = pw.ps.save(f"{folder}/{mode}", model, epoch=3)
 assert pw.ps.save(f"{folder}/{mode}", model, asynchronous=True, keep=1).wait().name == "checkpoint-000002"
 torch.save([parameter.detach() for parameter in plain.parameters()], f"{folder}/{mode}.pt")
@@ -104,6 +110,7 @@ def test_one_process_with_servers_of_its_own(tmp_path: Path) -> None:
     assert said[1].startswith("set_param_ps comes before pw.ps.optimizer(...)")
     assert said[2].startswith("the servers keep what the optimizer has; load into the optimizer before")
     assert said[3].startswith("the states of tables by rows are large; write a checkpoint with pw.ps.save")
+    assert said[4].startswith("net.weight changed since the last step, and the servers hold other values; a parameter ")
     # a checkpoint is read without servers
     model = torch.nn.ModuleDict({"table": torch.nn.Embedding(50, 4), "net": torch.nn.Linear(8, 3)}).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
