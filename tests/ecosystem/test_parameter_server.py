@@ -33,10 +33,10 @@ Fault = Callable[[Job], None]
 
 
 def told(name: str, own: Job, text: str) -> None:
-    """A row of the table: pushes sent, acknowledged, applied; seconds until the next step."""
+    """A row of the table: pushes sent and acknowledged, steps in the servers' records; seconds until the next step."""
     steps = own.steps()
     wait = max((later[1] - one[1] for one, later in itertools.pairwise(steps)), default=0.0)
-    applied = min(report["applied"] for report in status(own)["reports"])
+    applied = min(kept_steps(own).values(), default=0)
     counts = own.counts()
     row = f"| {name} | {counts['sent']} | {counts['acknowledged']} | {applied} | {wait:.1f} | {text} |"
     sys.stdout.write(row + "\n")
@@ -208,6 +208,7 @@ def test_async_pushes_are_applied_once_whoever_dies(tmp_path: Path) -> None:
     with job(tmp_path / "job", 3, 2, steps=60, mode="async", bound=6, nap=0.05) as own:
         for what in ("_ServerActor", "served_script.py", "_CoordinatorActor", "_ServerActor"):
             done = len(own.steps())
+            own.wait_for(lambda name=what: own.pids(name), what)
             kill(draw.choice(own.pids(what)))
             own.wait_for(lambda least=done + 3: len(own.steps()) >= min(least, 58), "steps after a kill")
         own.end()
@@ -312,6 +313,8 @@ def test_with_certificates_a_stranger_is_refused(tmp_path: Path) -> None:
         assert list(status(own)["workers"]) == ["0"]  # and no other has come
         for stranger in strangers:
             assert stranger.poll() != 0  # Ray's client tries for minutes
+            stranger.kill()
+            stranger.wait()
 
 
 GROUP = """
