@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partway.checkpoints.tensor_files import Slices
-from partway.dtensors import is_dtensor
+from partway.dtensors import is_dtensor, whole
 from partway.runtime.torch_internals import local_part_of
 from partway.strategy import RuntimeStateError
 
@@ -145,8 +145,8 @@ def keep(tensor: Tensor, ranks: int, rank: int, number: int) -> Kept:
 
 def keep_whole(tensor: Tensor) -> Kept:
     """A tensor that this process has whole, and writes alone."""
-    whole: Any = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
-    return Kept(whole.dtype, tuple(whole.shape), whole.detach(), tuple(slice(0, size) for size in whole.shape), True)
+    own = whole(tensor).detach()
+    return Kept(own.dtype, tuple(own.shape), own, tuple(slice(0, size) for size in own.shape), True)
 
 
 # -- Optimizers

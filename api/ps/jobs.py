@@ -188,8 +188,8 @@ class _Running:
             for number in range(wanted["workers"]):
                 if number not in self._workers and number not in self._ended:
                     self._start_worker(number)
-            for number in [number for number in self._ended if number >= wanted["workers"]]:
-                self._ended.pop(number) if self._ended[number] == 0 else None
+            kept = {n: status for n, status in self._ended.items() if n < wanted["workers"] or status != 0}
+            self._ended = kept  # those that were asked to end may be wanted again
         view.show(lambda: self._ask("status"), self._starts)
 
     def _ask(self, method: str, *arguments: Any) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partway.checkpoints.contents import random_states, set_random_state, unpacked
+from partway.dtensors import whole as whole_of
 from partway.ps.marks import close, forget, marked
 from partway.ps.workers import Parameters, parameters_of
 from partway.runtime.optimizers import bring_up_to_date
@@ -107,7 +108,7 @@ class ServedOptimizer(Optimizer):
 
     def _first_values(self) -> Callable[[Piece], Moved]:
         """What the servers begin with, by piece: the parameters as they are, and what `inner` keeps of them."""
-        wholes = [_gathered(each) for each in self._parameters]
+        wholes = whole_of(self._parameters)
         states = {i: self._inner.state.get(each, {}) for i, each in enumerate(self._parameters)}
 
         def first(piece: Piece) -> Moved:
@@ -117,7 +118,7 @@ class ServedOptimizer(Optimizer):
                 raise RuntimeStateError(f"{name} is on the meta device, without values; materialize it before")
             part = slice(piece.start, piece.stop)
             state = {
-                key: _gathered(kept)[part].detach().cpu().clone()
+                key: whole_of(kept)[part].detach().cpu().clone()
                 if whole.dim() and is_of_rows(key, kept, whole)
                 else kept
                 for key, kept in states[piece.parameter].items()
@@ -282,11 +283,6 @@ def _bytes_of(states: dict[str, Any]) -> bytes:
     file = io.BytesIO()
     torch.save(states, file)
     return file.getvalue()
-
-
-def _gathered(tensor: Any) -> Tensor:
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partway.dtensors import is_dtensor
+from partway.dtensors import is_dtensor, whole
 from partway.runtime.doing import first_line
 from partway.runtime.process import launched
 from partway.strategy import RuntimeStateError
@@ -93,7 +93,7 @@ class _OfGroup:
 
     def gradient(self, index: int) -> Tensor | None:
         own = self._parameters[index].grad
-        return None if own is None else _whole(own)
+        return None if own is None else whole(own)
 
     def spread(self, indices: Sequence[int]) -> None:
         for index in indices:
@@ -130,8 +130,3 @@ class _OfGroup:
         if text is not None:
             raise RuntimeStateError(f"rank 0 of this worker failed: {text}")
         return result  # type: ignore[no-any-return]
-
-
-def _whole(tensor: Any) -> Tensor:
-    found: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
-    return found

@@ -115,7 +115,7 @@ def launch(environment: Mapping[str, str] | None = None) -> Launch | None:
     if "MS_ROLE" in env and not _has_servers(env):
         _require(SCHEDULER, env)
         host, port = env["MS_SCHED_HOST"], number("MS_SCHED_PORT", 1, env)
-        return Launch(SCHEDULER, None, number("MS_WORKER_NUM", 1, env), None, host, port, one_host=_is_local(host))
+        return Launch(SCHEDULER, None, number("MS_WORKER_NUM", 1, env), None, host, port, one_host=is_local(host))
     if tasks is not None:
         return _of_tasks(tasks, env)
     if _is_batch(env):
@@ -164,7 +164,7 @@ def _torchrun(env: Mapping[str, str], tasks: _Tasks | None) -> Launch:
         )
     local = number("LOCAL_RANK", 0, env) if "LOCAL_RANK" in env else None
     host, port, here = env["MASTER_ADDR"], number("MASTER_PORT", 0, env), env.get("LOCAL_WORLD_SIZE")
-    one_host = _is_local(host) if here is None else here == env["WORLD_SIZE"]
+    one_host = is_local(host) if here is None else here == env["WORLD_SIZE"]
     return Launch(TORCHRUN, rank, size, local, host, port, one_host=one_host)
 
 
@@ -191,7 +191,8 @@ def _has_servers(env: Mapping[str, str]) -> bool:
     return env.get("MS_SERVER_NUM", "0") != "0"
 
 
-def _is_local(host: str) -> bool:
+def is_local(host: str) -> bool:
+    """Whether a name or an address is of the loopback."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 

@@ -299,7 +299,7 @@ class Client:
         found: dict[int, dict[str, Any]] = {}
         for index in indices:
             pieces = self._by_parameter[index]
-            moved = [self._link.ask(self._assignment[p.key], "all_of", [p.key])[0] for p in pieces]
+            moved = [self._link.ask(self._assignment[p.key], "take", [p.key])[0] for p in pieces]
             whole = self._tensors[index]
             state = dict(moved[0].state)
             for name, kept in state.items():

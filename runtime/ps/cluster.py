@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ...strategy.errors import RuntimeStateError
+from ..launching.launchers import is_local
 from .coordinator import Coordinator, Plan
 from .job import Job
 from .server import Server
@@ -63,11 +64,6 @@ class Site:
     def is_local(self) -> bool:
         """Whether all of it is on the loopback."""
         return is_local(self.host)
-
-
-def is_local(host: str) -> bool:
-    """Whether a name is of the loopback."""
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def ray() -> Any:

@@ -164,7 +164,7 @@ class Server:
         self._commit([], [prefix for key in gone for prefix in (b"p/%s/" % key.encode(), b"r/%s/" % key.encode())])
 
     def take(self, keys: list[str]) -> list[Moved]:
-        """Pieces as another server takes them."""
+        """Pieces with all that belongs to them, as another server takes them, or a worker those that stay there."""
         return [self._moved(key) for key in keys]
 
     # -- Sync mode
@@ -292,10 +292,6 @@ class Server:
             table.catch_up(self._maker, own)
             found[key] = array_of(table.value[own])
         return self._version, found
-
-    def all_of(self, keys: list[str]) -> list[Moved]:
-        """Pieces with all that the optimizer keeps of them: of parameters that stay on workers, for one that comes."""
-        return [self._moved(key) for key in keys]
 
     def _step(
         self, dense: dict[str, Tensor], rows: dict[str, tuple[Tensor, Tensor]], options: list[dict[str, Any]],

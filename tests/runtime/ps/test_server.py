@@ -537,7 +537,7 @@ def test_parameters_on_workers_are_given_with_all_that_the_optimizer_keeps(tmp_p
     gradients = [trained.gradients()]
     trained.step(gradients, 1)
     trained.step_plain(gradients)
-    (vector,) = trained.servers[0].all_of(["1:0"])
+    (vector,) = trained.servers[0].take(["1:0"])
     expected = trained.optimizer.state[trained.plain[1]]
     assert vector.state.keys() == expected.keys()
     assert all(torch.equal(vector.state[key], expected[key]) for key in expected)
