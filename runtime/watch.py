@@ -23,11 +23,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -42,6 +43,7 @@ _LOOK = 1.0  # seconds between two looks at who is missing
 _ANSWER = 2.0  # seconds in which a watch answers: it has nothing else to do
 _SURE = 3  # looks at which the same ranks wait for the same: what is only slow has gone on by then
 _FOREVER = timedelta(days=20)
+T = TypeVar("T")
 _STOP, _TOLD = "stop", "told "
 
 
@@ -124,9 +126,8 @@ class Watch:
     def _tell(self, text: str) -> None:
         """Tell every rank what was found to differ."""
         self._broken = text
-        for rank in range(self.size):
-            if rank != self.rank:
-                self._ring(rank, f"{_TOLD}{text}")
+        for rank in self._others():
+            self._ring(rank, f"{_TOLD}{text}")
 
     def doing(self) -> Doing:
         """What the code of this rank is doing now."""
@@ -204,7 +205,10 @@ class Watch:
 
     def others(self) -> str:
         """What all other ranks are doing, a line each."""
-        return lines_of(self.ask([rank for rank in range(self.size) if rank != self.rank]))
+        return lines_of(self.ask(self._others()))
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
 
     # -- meeting
 
@@ -236,6 +240,31 @@ class Watch:
         if failed == "failed":
             raise RuntimeStateError(text)
         return text
+
+    def together(self, purpose: str, act: Callable[[], T]) -> T:
+        """What `act` gives, which waits within PyTorch for all ranks, as the making of a process group does.
+
+        Raises RuntimeStateError where a rank has ended meanwhile: PyTorch would wait for it until its timeout.
+        """
+        result = Future[T]()
+
+        def run() -> None:
+            try:
+                result.set_result(act())
+            except BaseException as error:
+                result.set_exception(error)
+
+        # A thread of the daemon kind: where a rank has ended it stays in PyTorch, and must not keep the process.
+        threading.Thread(target=run, name="partway together", daemon=True).start()
+        ended = list[int]()
+        while not wait([result], _LOOK).done:
+            before, ended = ended, [rank for rank in self._others() if self._has_ended(rank)]
+            if sure := [rank for rank in ended if rank in before]:  # not one that has done it and ended since
+                raise RuntimeStateError(
+                    f"rank {self.rank} would {purpose}, and {named(sure)} cannot come; run the same program on every "
+                    f"rank:\n{lines_of(self.ask(sure))}"
+                )
+        return result.result()
 
     def gave_up(self, error: Exception) -> None:
         """What this rank says from now on: it raised `error`."""

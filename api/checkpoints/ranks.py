@@ -75,4 +75,7 @@ class Ranks:
 @functools.lru_cache(maxsize=1)
 def _group(world: Any) -> Any:
     """A process group on CPUs beside `world`, for its ranks."""
-    return dist.new_group(backend="gloo", timeout=max(timeout_of(world), timedelta(minutes=30)))
+    timeout = max(timeout_of(world), timedelta(minutes=30))
+    return watch().together(
+        "connect the processes for checkpoints", lambda: dist.new_group(backend="gloo", timeout=timeout)
+    )

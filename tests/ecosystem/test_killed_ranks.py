@@ -55,7 +55,15 @@ def test_after_a_kill_of_one_rank_or_both_the_last_good_one_loads(
 @pytest.mark.gloo
 def test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named(tmp_path: Path) -> None:
     begin(str(tmp_path))
-    said = until_killed(str(tmp_path), (0,), lambda processes: None, early=True)
+    said = until_killed(str(tmp_path), (0,), lambda processes: None, early="meeting")
     assert said[1].startswith(f"RuntimeStateError: rank 1 would load the checkpoint in {tmp_path}, and rank 0 cannot c")
     assert "rank 0: has ended without a word, as a process does that is killed" in said[1]
     assert last_good(str(tmp_path)) == 0
+
+
+@pytest.mark.gloo
+def test_a_rank_that_ends_while_the_ranks_connect_is_named_before_the_timeout(tmp_path: Path) -> None:
+    begin(str(tmp_path))
+    said = until_killed(str(tmp_path), (1,), lambda processes: None, early="connecting")
+    assert said[0].startswith("RuntimeStateError: rank 0 would connect the processes for checkpoints, and rank 1")
+    assert "rank 1: has ended without a word, as a process does that is killed" in said[0]

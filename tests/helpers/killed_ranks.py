@@ -15,6 +15,7 @@ import torch.distributed as dist
 from scripts import FORKS
 
 import partway as pw
+from partway.checkpoints import ranks
 from partway.runtime.watch import Watch
 
 RANKS = 2
@@ -58,14 +59,15 @@ def killed_at(moment: float) -> Callable[[Collection[Any]], None]:
 
 def until_killed(
     folder: str, doomed: Collection[int], kill: Callable[[Collection[Any]], None], asynchronous: bool = False,
-    early: bool = False,
+    early: str = "",
 ) -> dict[int, str]:  # fmt: skip
-    """Have ranks train and save, and `kill` those of `doomed`; `early`: rank 0 kills itself where it is to tell the
-    others how a meeting went. What each of the others said at its end. Raises AssertionError for one that stays."""
+    """Have ranks train and save, and `kill` those of `doomed`; `early`: they kill themselves where rank 0 is to tell
+    the others how a meeting went ("meeting"), or where the ranks make a process group ("connecting"). What each of
+    the others said at its end. Raises AssertionError for one that stays."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [Pipe() for _ in range(RANKS)]
     processes = [
-        FORKS.Process(target=_rank, args=(theirs, rank, store.port, folder, asynchronous, early))
+        FORKS.Process(target=_rank, args=(theirs, rank, store.port, folder, asynchronous, early * (rank in doomed)))
         for rank, (_, theirs) in enumerate(pipes)
     ]
     for process, (_, theirs) in zip(processes, pipes, strict=True):
@@ -86,7 +88,7 @@ def until_killed(
             process.join()
 
 
-def _rank(parent: Connection, rank: int, port: int, folder: str, asynchronous: bool, early: bool) -> None:
+def _rank(parent: Connection, rank: int, port: int, folder: str, asynchronous: bool, early: str) -> None:
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -98,8 +100,10 @@ def _rank(parent: Connection, rank: int, port: int, folder: str, asynchronous: b
         model = pw.shard(model, mesh={"tp": RANKS}, parameter_plan={"*.weight": ("tp", None)})
         dist.barrier()
         parent.send("ready")
-        if early:
+        if early == "meeting":
             Watch._judged = _ends  # type: ignore[method-assign, assignment]
+        elif early == "connecting":
+            ranks._group = _ends  # type: ignore[assignment]
         goes_on(model, optimizer, folder, asynchronous)
     except Exception as error:
         parent.send(f"{type(error).__name__}: {error}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import random
 import runpy
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import tempfile
 import types
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -24,11 +26,13 @@ FORKS.set_forkserver_preload(["partway", "torch.optim"])
 
 
 def free_port() -> int:
-    """A port of this host that nothing takes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+    """A port of this host that nothing takes: not of those that the system gives to connections, one of which may have
+    it a moment later, nor of those that Ray gives to its workers (10002 to 19999)."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("100 ports of 20000 to 31999, and something listens at each")
 
 
 def run_script(
@@ -43,7 +47,8 @@ def run_script(
         if process.exitcode is None:
             process.kill()
             process.join()
-            raise subprocess.TimeoutExpired(list(arguments), seconds)
+            texts = [path.read_text() if path.exists() else "" for path in said]
+            raise AssertionError(f"{arguments} still runs after {seconds:g} s, having said:\n" + "\n".join(texts))
         return subprocess.CompletedProcess(list(arguments), process.exitcode, *(path.read_text() for path in said))
 
 
