@@ -32,7 +32,7 @@ class Job:
     options: dict[str, str] = field(default_factory=dict)
 
     def steps(self, worker: int = 0) -> list[list[Any]]:
-        """(step, seconds, loss, share, of how many) of each step that a worker finished."""
+        """(step, seconds, losses, share, of how many) of each step that a worker finished."""
         path = self.folder / f"steps.{worker}"
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("]")]
@@ -194,4 +194,5 @@ def scale(own: Job, *arguments: str) -> str:
 
 def difference(one: dict[str, Any], two: dict[str, Any]) -> float:
     """The largest difference of two final states."""
+    assert one.keys() == two.keys()
     return max(float((one[name] - two[name]).abs().max()) for name in one)

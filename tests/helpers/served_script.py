@@ -1,5 +1,6 @@
-"""What the jobs of served.py train, in float64: a table by rows, a perceptron, and dropout, on batches that follow from
-the number of the step. SERVED_... say how; each finished step is a line in steps.N."""
+"""What the jobs of served.py train, in float64: a small recommender (a table by rows, a perceptron on it, dropout), and
+where asked a perceptron and a vision transformer beside it, on batches that follow from the number of the step.
+SERVED_... say how; each finished step is a line in steps.N."""
 
 from __future__ import annotations
 
@@ -42,49 +43,74 @@ def optimizer(parameters, kind: str) -> torch.optim.Optimizer:  # type: ignore[n
     return kinds[kind]()
 
 
-def made(width: int = 32, dropout: float = 0.0, sparse: bool = True) -> nn.ModuleDict:
-    """The model, as of its seed."""
+class ViT(nn.Module):
+    """A vision transformer for images of 8x8: four patches and a class token, one layer. It has no biases there: that
+    of the keys has a gradient of nothing but rounding errors, which AdamW divides by their own size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, 16, 4, stride=4)
+        self.token, self.places = nn.Parameter(torch.zeros(1, 1, 16)), nn.Parameter(torch.randn(1, 5, 16) * 0.02)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True, bias=False)
+        self.head = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        parts = self.patches(images).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.token.expand(len(images), -1, -1), parts], 1) + self.places
+        scores: Tensor = self.head(self.layer(tokens)[:, 0])
+        return scores
+
+
+def made(width: int = 32, dropout: float = 0.0, sparse: bool = True, more: bool = False) -> nn.ModuleDict:
+    """The model, as of its seed; `more`: with a perceptron and a vision transformer."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 3))
-    return nn.ModuleDict({"table": nn.Embedding(100, 8, sparse=sparse), "net": net})
+    model = nn.ModuleDict({"table": nn.Embedding(100, 8, sparse=sparse), "net": net})
+    if more:
+        model["mlp"] = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 3))
+        model["vit"] = ViT()
+    return model
 
 
-def loss_of(model: nn.ModuleDict, step: int, mine: slice = slice(None)) -> Tensor:
-    """The loss of a part of a step's batch."""
+def losses_of(model: nn.ModuleDict, step: int, mine: slice = slice(None)) -> list[Tensor]:
+    """The losses of a part of a step's batch: the recommender's, and those of the others where they are."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, 100, (12, 2), generator=generator)
     labels = torch.randint(0, 3, (12,), generator=generator)
-    return nn.functional.cross_entropy(model["net"](model["table"](ids[mine]).flatten(1)), labels[mine])
+    scores = [model["net"](model["table"](ids[mine]).flatten(1))]
+    if "vit" in model:
+        images = torch.randn(12, 1, 8, 8, generator=generator)
+        scores += [model["mlp"](images[mine]), model["vit"](images[mine])]
+    return [nn.functional.cross_entropy(each, labels[mine]) for each in scores]
 
 
-def stepped(model: nn.ModuleDict, own: torch.optim.Optimizer, step: int, mine: slice = slice(None)) -> float:
-    """Take a step, with the learning rate of its number. Returns the loss."""
+def stepped(model: nn.ModuleDict, own: torch.optim.Optimizer, step: int, mine: slice = slice(None)) -> list[float]:
+    """Take a step, with the learning rate of its number. Returns the losses."""
     for group in own.param_groups:
         group["lr"] = group.setdefault("first", group["lr"]) * 0.99**step
-    loss = loss_of(model, step, mine)
+    losses = losses_of(model, step, mine)
     own.zero_grad()
-    loss.backward()
+    torch.stack(losses).sum().backward()
     own.step()
-    return loss.item()
+    return [loss.item() for loss in losses]
 
 
-def one_device(steps: int, kind: str = "sgd") -> dict[str, Tensor]:
-    """What this comes to on one device, with the whole batch of each step."""
+def one_device(steps: int, kind: str = "sgd", more: bool = False) -> tuple[dict[str, Tensor], list[list[float]]]:
+    """What this comes to on one device with the whole batch of each step: the parameters, and the losses of each."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        model = made(sparse=False)
+        model = made(sparse=False, more=more)
         own = optimizer(model.parameters(), kind)
-        for step in range(steps):
-            stepped(model, own, step)
-        return state_of(model, model["table"].weight)
+        losses = [stepped(model, own, step) for step in range(steps)]
+        return state_of(model, model["table"].weight), losses
     finally:
         torch.set_default_dtype(before)
 
 
 def state_of(model: nn.ModuleDict, table: Tensor) -> dict[str, Tensor]:
     """All parameters, by name."""
-    found = {name: parameter.detach().clone() for name, parameter in model["net"].named_parameters()}
+    found = {name: each.detach().clone() for name, each in model.named_parameters() if name != "table.weight"}
     return {**found, "table": table.detach().clone()}
 
 
@@ -99,7 +125,7 @@ def main() -> None:
     pw.init()
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    model = made(int(option("width", "32")), float(option("dropout", "0")))
+    model = made(int(option("width", "32")), float(option("dropout", "0")), more=option("more") != "")
     pw.set_param_ps(model if option("part") == "" else model["table"])
     own = pw.ps.optimizer(optimizer(model.parameters(), option("optimizer", "sgd")))
     with open(FOLDER / f"steps.{own.worker}", "a") as lines:
@@ -111,9 +137,9 @@ def main() -> None:
                     die_after_a_push(own)
                 else:
                     model["net"].register_forward_hook(lambda *_: die())
-            loss = stepped(model, own, step, slice(index, None, count))
+            losses = stepped(model, own, step, slice(index, None, count))
             time.sleep(float(option("nap", "0")))
-            lines.write(json.dumps([step, time.time(), loss, index, count]) + "\n")
+            lines.write(json.dumps([step, time.time(), losses, index, count]) + "\n")
             lines.flush()
     if own.worker == 0:
         torch.save(state_of(model, own.client.rows(0, torch.arange(100))), FOLDER / "final.pt")

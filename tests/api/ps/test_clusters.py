@@ -27,7 +27,7 @@ def test_two_workers_and_two_servers_of_which_some_die_are_one_device(tmp_path: 
         own.until(3)
         os.kill(own.server(), signal.SIGKILL)
         own.end()
-        assert difference(one_device(25, "adamw"), own.final()) < 1e-12
+        assert difference(one_device(25, "adamw")[0], own.final()) < 1e-12
         status = json.loads((own.folder / "status.json").read_text())
         assert [report["version"] for report in status["reports"]] == [25, 25]
         assert sum(event.startswith("worker 1 came") for event in status["events"]) == 2
