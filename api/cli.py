@@ -41,6 +41,11 @@ servers = typer.Typer(
 )  # fmt: skip
 app.add_typer(servers, name="ps")
 
+kubernetes = typer.Typer(
+    help="Train on Kubernetes: yaml of kind PartwayJob (docs/kubernetes.md).", no_args_is_help=True
+)
+app.add_typer(kubernetes, name="operator")
+
 
 def _print_version(wanted: bool) -> None:
     if wanted:
@@ -172,6 +177,91 @@ def scale(
         typer.echo(jobs.scale(workers, servers, address))
     except PartwayError as error:
         typer.echo(f"partway ps scale: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@kubernetes.command()
+def manifests(
+    namespace: Annotated[str, typer.Option(help="where the operator runs")] = "partway-system",
+    image: Annotated[str, typer.Option(help="its image, as api/operator/Dockerfile makes it")] = "partway-operator",
+) -> None:
+    """Print what installs the operator: kubectl apply -f <(partway operator manifests)."""
+    from partway.operator import manifests as written
+
+    try:
+        typer.echo(written.text(written.installation(namespace, image)), nl=False)
+    except PartwayError as error:
+        typer.echo(f"partway operator manifests: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@kubernetes.command(name="job")
+def write_job(
+    script: Annotated[str, typer.Argument(help="the script, as a path in the image; what follows are its arguments")],
+    image: Annotated[str, typer.Option(help="the image with the script")],
+    arguments: Annotated[list[str] | None, typer.Argument(show_default=False, metavar="[ARGS]...")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="how many workers")] = 1,
+    servers: Annotated[int, typer.Option(min=0, help="how many servers of parameters")] = 0,
+    name: Annotated[str, typer.Option(help="of the job [that of the script]")] = "",
+    namespace: Annotated[str, typer.Option(help="of the job [kubectl's]")] = "",
+) -> None:
+    """Print the yaml of a job that runs a script."""
+    from partway.operator import manifests as written
+
+    try:
+        made = written.job(script, arguments or (), workers, servers, image, name, namespace)
+        typer.echo(written.text([made]), nl=False)
+    except PartwayError as error:
+        typer.echo(f"partway operator job: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+@kubernetes.command()
+def check(
+    files: Annotated[list[typer.FileText], typer.Argument(help="yaml with jobs; - reads what is piped in")],
+) -> None:
+    """Say what is wrong with the yaml of a job. The exit status is 1 if anything is."""
+    from partway.operator import manifests as written
+
+    wrong = False
+    for file in files:
+        try:
+            problems = written.check(file.read())
+        except PartwayError as error:
+            typer.echo(f"partway operator check: {error}", err=True)
+            raise typer.Exit(2) from None
+        wrong = wrong or bool(problems)
+        for problem in problems:
+            typer.echo(f"{file.name}: {problem}", err=True)
+    if wrong:
+        raise typer.Exit(1)
+    typer.echo("nothing is wrong with it")
+
+
+@kubernetes.command(name="run")
+def run_operator(
+    namespace: Annotated[list[str] | None, typer.Option(help="serve this namespace [all]; may be repeated")] = None,
+    lease: Annotated[
+        str | None, typer.Option(help="NAMESPACE/NAME of a Lease: the operator that holds it works")
+    ] = None,
+    health: Annotated[
+        str | None, typer.Option(help="where to answer that it lives: http://0.0.0.0:8080/healthz")
+    ] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="log what kopf does")] = False,
+) -> None:
+    """Be the operator: what its Deployment runs. Outside of a cluster it uses your kubeconfig."""
+    import logging
+
+    from partway.operator import shell
+
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("partway.operator").setLevel(logging.INFO)
+    if debug:
+        logging.getLogger("kopf").setLevel(logging.DEBUG)
+    try:
+        shell.run(tuple(namespace or ()), lease, health)
+    except PartwayError as error:
+        typer.echo(f"partway operator run: {error}", err=True)
         raise typer.Exit(2) from None
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..strategy.errors import RuntimeStateError, shown
 from .doing import first_line
 from .launching import door, scheduler, security, worker
-from .launching.launchers import SCHEDULER, TORCHRUN, Launch, launch, number, simulated, started
+from .launching.launchers import SCHEDULER, TORCHRUN, Launch, launch, number, simulated, started, tell_ready
 from .torch_internals import timeout_of
 
 _BEFORE_SHUTDOWN: dict[Callable[[], object], None] = {}
@@ -197,6 +197,7 @@ def _start(backend: str, timeout: timedelta | None) -> None:
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=found.size)
     _MADE.clear()
     _MADE[dist.group.WORLD] = local
+    tell_ready()
 
 
 def _warn_of_restarts() -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from ...strategy.errors import RuntimeStateError
 
 SIMULATE = "PARTWAY_SIMULATE"  # the number of virtual devices: `partway run --simulate` sets it
+READY = "PARTWAY_READY_FILE"  # a file that is written when this process has come to its job
 TORCHRUN, SCHEDULER = "torchrun", "the scheduler"
 _REQUIRED = {
     TORCHRUN: ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -232,6 +233,16 @@ def _is_batch(env: Mapping[str, str]) -> bool:
         and "SLURM_STEP_NUM_TASKS" not in env
         and not _by_ray(env)
     )
+
+
+def tell_ready() -> None:
+    """Write the file that PARTWAY_READY_FILE names, if it does: this process has come to its job. What starts processes
+    may look for it, as Kubernetes' probes do. Raises RuntimeStateError."""
+    if path := os.environ.get(READY):
+        try:
+            Path(path).write_text(f"{os.getpid()}\n", encoding="utf-8")
+        except OSError as error:
+            raise RuntimeStateError(f"{READY} is {path!r}, which cannot be written: {error.strerror}") from error
 
 
 def _by_ray(env: Mapping[str, str]) -> bool:

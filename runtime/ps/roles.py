@@ -30,7 +30,7 @@ from ..launching import door, security
 from ..launching.certificates import Identity, pem_of
 from ..launching.interfaces import addresses as addresses_here
 from ..launching.interfaces import from_here
-from ..launching.launchers import number
+from ..launching.launchers import number, tell_ready
 from ..launching.scheduler import seconds_of
 from . import cluster, settings
 from .cluster import COORDINATOR, Gone, Link, Node, Site
@@ -245,6 +245,8 @@ def serve(site: Site, plan: Plan) -> None:
     name: str | None = None
     node = None if _is_of_head(site) else Node(site, head=False, logs=Path(tempfile.mkdtemp(prefix="partway-ps-")))
     link = Link(site, plan.patience)
+    if node is not None:
+        _wait_for(site, plan.patience)
     try:
         while not asked.is_set():
             try:
@@ -252,6 +254,7 @@ def serve(site: Site, plan: Plan) -> None:
                     node.start(60)
                 link.again()
                 name = link.ask(COORDINATOR, "add_server", link.node, name)
+                tell_ready()
                 began, ended = False, False
                 while not asked.wait(_LOOK) and not ended:
                     state = link.ask(COORDINATOR, "wanted", patience=60)
@@ -291,10 +294,13 @@ def _waits(site: Site, seconds: float) -> bool:
 
 
 def _is_of_head(site: Site) -> bool:
-    """Whether this host is that of the head."""
+    """Whether this host is that of the head. A name that is not known yet is another's."""
     if site.is_local:
         return True
-    return socket.gethostbyname(site.host) in set(addresses_here().values())
+    try:
+        return socket.gethostbyname(site.host) in set(addresses_here().values())
+    except OSError:
+        return False
 
 
 # -- A worker
@@ -309,6 +315,7 @@ def _work(site: Site, plan: Plan) -> None:
     cluster.join(site, plan.patience)
     mine = number("MS_NODE_ID", 0) if "MS_NODE_ID" in os.environ else None
     _session.append(Session(site, plan, Link(site, _receive_patience()), mine, _receive_patience()))
+    tell_ready()
 
 
 def _wait_for(site: Site, patience: float) -> None:

@@ -98,7 +98,7 @@ def kill_after_commit(own: Job, step: int) -> None:
     own.until(1)  # there are servers, and records
     pids = own.pids("_ServerActor")
     folder = own.folder / "shards" / "server0"
-    with lmdb.open(str(folder), readonly=True, max_readers=200) as env:
+    with lmdb.open(str(folder), readonly=True, map_size=2**40) as env:
         while True:
             with env.begin() as transaction:
                 if json.loads(transaction.get(b"meta"))["version"] >= step:

@@ -1,0 +1,424 @@
+"""What is to be done for a job: a pure function of what is there. It looks at the state and not at what has happened,
+so that a missed event, an operator that was started again, or two of them come to the same.
+
+The status is written before anything is done, and only over the one that was read: so that what it counts, restarts, is
+counted once. A pod has a name and the number of its attempt; one of an earlier attempt is deleted, and a missing one is
+made. So a pod is started again by raising its number, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from partway.operator.observed import JOB, Pod, Status, name_of
+from partway.operator.spec import ROLES, SCHEDULER, SERVER, WORKER, Spec, parsed
+
+SETTLE = 10.0  # seconds in which the others end, too, where one has ended: the first reason is what counts
+_DELAY, _LONGEST = 10.0, 300.0  # seconds before pods are started again, doubled each time; the first time at once
+
+
+@dataclass(frozen=True)
+class Make:
+    """Make a pod."""
+
+    role: str
+    index: int
+    attempt: str
+
+
+@dataclass(frozen=True)
+class MakeService:
+    """Make the headless service by which the scheduler is found, and the secret that the processes share."""
+
+
+@dataclass(frozen=True)
+class Delete:
+    """Delete a pod, if it is still that one."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class DeleteService:
+    """Delete the scheduler's service."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class DeleteJob:
+    """Delete the job itself."""
+
+
+@dataclass(frozen=True)
+class Tell:
+    """An event, for `kubectl describe`."""
+
+    reason: str
+    message: str
+    warning: bool
+
+
+Action = Make | MakeService | Delete | DeleteService | DeleteJob | Tell
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The status to write, then what to do; and in how many seconds to look again, if nothing happens before."""
+
+    status: Status
+    actions: tuple[Action, ...] = ()
+    again: float | None = None
+
+
+def decide(
+    job: Mapping[str, Any], pods: Sequence[Pod], services: Sequence[str], now: float, refused: str = ""
+) -> Decision:
+    """What is to be done for `job`, an object of the API.
+
+    pods       those that it owns
+    services   the names of those that it owns
+    now        seconds since 1970
+    refused    why the API server did not take what was made for it last, if it did not
+    """
+    before = Status.of(job.get("status"))
+    if job["metadata"].get("deletionTimestamp"):
+        return Decision(before)  # all that belongs to it goes with it
+    found = _decided(job, before, pods, services, now, refused)
+    status = replace(found.status, generation=job["metadata"].get("generation", 0))
+    return replace(found, status=status, actions=(*found.actions, *_told(before, status)))
+
+
+def _decided(
+    job: Mapping[str, Any], before: Status, pods: Sequence[Pod], services: Sequence[str], now: float, refused: str
+) -> Decision:
+    spec, problems = parsed(job)
+    invalid = (failed := before.condition("Failed")) is not None and failed.holds and failed.reason == "InvalidSpec"
+    if before.over and not (invalid and before.generation != job["metadata"].get("generation", 0)):
+        return _over(job, spec, before, pods, services, now)
+    if spec is None:
+        status = before.having("Failed", True, "InvalidSpec", "; ".join(problems), now)
+        return Decision(
+            replace(status, phase="Failed"), tuple(Delete(pod.name, pod.uid) for pod in pods if not pod.deleted)
+        )
+    status = replace(before, selector=f"{JOB}={job['metadata']['name']},partway.dev/role=worker")
+    if invalid:
+        status = status.having("Failed", False, "Corrected", "the job was corrected", now)
+    if spec.runPolicy.suspend:
+        return _suspended(status, pods, services, now)
+    if status.holds("Suspended"):
+        status = status.having("Suspended", False, "Resumed", "the job goes on", now)
+    return _Course(job, spec, status, pods, services, now, refused).decided()
+
+
+def _suspended(status: Status, pods: Sequence[Pod], services: Sequence[str], now: float) -> Decision:
+    message = "the job waits, without pods (runPolicy.suspend)"
+    if status.condition("Running") is not None:
+        status = status.having("Running", False, "Suspended", message, now)
+    status = status.having("Suspended", True, "Suspended", message, now)
+    next_attempt = status.attempt + 1 if status.start is not None else status.attempt
+    status = replace(
+        status, phase="Suspended", ready=_ready(pods, 0), start=None, attempt=next_attempt, attempts={}, complete=False,
+        replicas=_counts(pods),
+    )  # fmt: skip
+    return Decision(status, tuple(Delete(pod.name, pod.uid) for pod in pods if not pod.deleted))
+
+
+def _over(
+    job: Mapping[str, Any], spec: Spec | None, status: Status, pods: Sequence[Pod], services: Sequence[str], now: float
+) -> Decision:
+    """Of a job that is over: what is left of it goes."""
+    status = replace(status, replicas=_counts(pods), ready=_ready(pods, len(pods)))
+    if spec is None:
+        return Decision(status, tuple(Delete(pod.name, pod.uid) for pod in pods if not pod.deleted))
+    policy = spec.runPolicy
+    gone = [pod for pod in pods if not pod.deleted and (policy.cleanPodPolicy == "All" or not pod.ended)]
+    actions: list[Action] = []
+    if policy.cleanPodPolicy != "None":
+        actions = [Delete(pod.name, pod.uid) for pod in gone]
+        actions += [DeleteService(name) for name in services]
+    if policy.ttlSecondsAfterFinished is None or status.end is None:
+        return Decision(status, tuple(actions))
+    left = status.end + policy.ttlSecondsAfterFinished - now
+    if left <= 0:
+        return Decision(status, (*actions, DeleteJob()))
+    return Decision(status, tuple(actions), left)
+
+
+class _Course:
+    """A decision for a job that is to run."""
+
+    def __init__(
+        self, job: Mapping[str, Any], spec: Spec, status: Status, pods: Sequence[Pod], services: Sequence[str],
+        now: float, refused: str,
+    ) -> None:  # fmt: skip
+        self._name, self._spec, self._before, self._pods = job["metadata"]["name"], spec, status, pods
+        self._services, self._now, self._refused = services, now, refused
+        self._status = status
+        self._by_name = {pod.name: pod for pod in pods}
+        self._again: list[float] = []
+
+    def decided(self) -> Decision:
+        """The decision: first whether the job is over, then which pods there are to be."""
+        self._begin()
+        outcome = self._outcome()
+        if outcome is not None:
+            return self._ended(*outcome)
+        self._count_restarts()
+        if self._status.restarts > self._spec.runPolicy.backoffLimit:
+            limit = self._spec.runPolicy.backoffLimit
+            return self._ended(
+                False, "BackoffLimitExceeded", f"pods ended too often: {limit} restarts were allowed{self._last()}"
+            )
+        actions = tuple(self._wanted_actions())
+        return Decision(self._described(), actions, min(self._again, default=None))
+
+    # -- What is wanted
+
+    def _wanted(self) -> Iterator[tuple[str, str, int]]:
+        """(name, role, index) of each pod that there is to be."""
+        for role in ROLES:
+            for index in range(self._spec.count(role)):
+                yield name_of(self._name, role, index), role, index
+
+    def _attempt(self, name: str) -> str:
+        return f"{self._status.attempt}.{self._status.attempts.get(name, 0)}"
+
+    def _current(self, role: str | None = None) -> list[Pod]:
+        """The pods that are wanted and there, of the present attempt."""
+        return [
+            self._by_name[name]
+            for name, its, _ in self._wanted()
+            if name in self._by_name and self._by_name[name].attempt == self._attempt(name) and role in (None, its)
+        ]
+
+    # -- The steps of a decision
+
+    def _begin(self) -> None:
+        workers = self._spec.count(WORKER)
+        if self._status.start is None:
+            self._status = replace(self._status, start=self._now, size=workers)
+            self._status = self._status.having("Created", True, "JobCreated", f"{self._name} is created", self._now)
+        elif self._status.size != workers:
+            if self._spec.count(SERVER) == 0:  # ranks know how many they are: all begin again
+                self._status = replace(self._status, attempt=self._status.attempt + 1, attempts={}, complete=False)
+            self._status = replace(self._status, size=workers)
+
+    def _outcome(self) -> tuple[bool, str, str] | None:
+        """Whether the job has succeeded, why, and what is said of it; None if it is not over."""
+        workers = self._current(WORKER)
+        good = [pod for pod in workers if pod.phase == "Succeeded"]
+        lost = [pod for pod in self._failed() if not self._is_tried_again(pod)]
+        if self._spec.successPolicy == "Worker0":
+            if any(pod.index == 0 for pod in good):
+                return True, "Worker0Succeeded", f"{name_of(self._name, WORKER, 0)} has succeeded"
+        elif good and len(good) + self._given_up() >= self._spec.count(WORKER):
+            return True, "AllWorkersSucceeded", f"{len(good)} workers have succeeded"
+        fatal = [pod for pod in lost if not self._may_lack(pod)]
+        if self._spec.together and len(lost) < len(self._failed()):
+            fatal = []  # those that ended for good did so because one was killed
+        if fatal and self._settled():
+            first = min(fatal, key=lambda pod: (pod.finished, pod.name))
+            policy = self._spec.role(first.role)
+            assert policy is not None
+            return False, f"{first.role}Failed", f"{_end_of(first)}, and its restartPolicy is {policy.restartPolicy}"
+        limit = self._spec.runPolicy.activeDeadlineSeconds
+        if limit is not None:
+            assert self._status.start is not None
+            left = self._status.start + limit - self._now
+            if left <= 0:
+                return False, "DeadlineExceeded", f"the job has run for {limit} s (activeDeadlineSeconds)"
+            self._again.append(left)
+        return None
+
+    def _failed(self) -> list[Pod]:
+        """The pods whose end is a failure, or that are not to end."""
+        return [
+            pod
+            for pod in self._current()
+            if pod.phase == "Failed"
+            or (pod.phase == "Succeeded" and pod.role != WORKER and self._spec.role(pod.role).restartPolicy == "Always")  # type: ignore[union-attr]
+        ]
+
+    def _is_tried_again(self, pod: Pod) -> bool:
+        policy = self._spec.role(pod.role)
+        assert policy is not None
+        if policy.restartPolicy == "Never":
+            return False
+        if policy.restartPolicy == "ExitCode" and pod.code is not None:
+            return not 1 <= pod.code <= 127
+        return True
+
+    def _may_lack(self, pod: Pod) -> bool:
+        """Whether the job goes on without this worker, for good."""
+        elastic = self._spec.elastic
+        if pod.role != WORKER or elastic is None or self._spec.count(SERVER) == 0:
+            return False
+        return self._spec.count(WORKER) - self._given_up() >= elastic.minWorkers
+
+    def _given_up(self) -> int:
+        """How many workers have failed for good, where a job may go on without."""
+        if self._spec.elastic is None or self._spec.count(SERVER) == 0:
+            return 0
+        return sum(pod.role == WORKER and not self._is_tried_again(pod) for pod in self._failed())
+
+    def _settled(self) -> bool:
+        """Whether those that end because another has, have ended as well; else look again."""
+        if not self._spec.together:
+            return True
+        if all(pod.ended for pod in self._current(WORKER)):
+            return True
+        first = min((pod.finished for pod in self._failed()), default=self._now)
+        left = first + SETTLE - self._now
+        if left > 0:
+            self._again.append(left)
+        return left <= 0
+
+    def _count_restarts(self) -> None:
+        """Raise the numbers of what is to be started again."""
+        again = [pod for pod in self._failed() if self._is_tried_again(pod)]
+        again = [pod for pod in again if pod.phase == "Failed" or self._stays_ended(pod)]
+        missing = self._status.complete and self._spec.together and len(self._current()) < len(list(self._wanted()))
+        if self._spec.together and (missing or (again and self._settled())):
+            first = min(again, key=lambda pod: (not _is_killed(pod), pod.finished, pod.name), default=None)
+            why = _end_of(first) if first is not None else "a pod was deleted"
+            self._restart(
+                1, f"{why}; all pods are started again", attempt=self._status.attempt + 1, attempts={}, complete=False
+            )
+        elif again and not self._spec.together:
+            attempts = {
+                **self._status.attempts,
+                **{pod.name: self._status.attempts.get(pod.name, 0) + 1 for pod in again},
+            }
+            why = "; ".join(_end_of(pod) for pod in again[:3])
+            self._restart(len(again), f"{why}; started again", attempts=attempts)
+
+    def _stays_ended(self, pod: Pod) -> bool:
+        """Whether a server that ended well did not do so because the job is over, which is seen a moment later."""
+        left = pod.finished + SETTLE - self._now
+        if left > 0:
+            self._again.append(left)
+        return left <= 0
+
+    def _restart(self, count: int, message: str, **changes: Any) -> None:
+        self._status = replace(self._status, restarts=self._status.restarts + count, restarted=self._now, **changes)
+        self._status = self._status.having("Restarting", True, "PodsRestarting", message, self._now)
+
+    def _wanted_actions(self) -> Iterator[Action]:
+        wanted = list(self._wanted())
+        names = {name for name, _, _ in wanted}
+        for pod in self._pods:
+            stale = pod.name in names and pod.attempt != self._attempt(pod.name)
+            if (stale or pod.name not in names) and not pod.deleted:
+                yield Delete(pod.name, pod.uid)
+        lacking = [each for each in wanted if each[0] not in self._by_name]
+        left = self._not_before() - self._now
+        if lacking and left > 0:
+            self._again.append(left)
+            lacking = [each for each in lacking if not self._is_delayed(each[0])]
+        if self._spec.count(SCHEDULER) and (not self._services or (lacking and not self._pods)):
+            yield MakeService()
+        if self._refused:
+            self._again.append(_DELAY)
+        yield from (Make(role, index, self._attempt(name)) for name, role, index in lacking)
+
+    def _is_delayed(self, name: str) -> bool:
+        """Whether this pod waits because it, or all, ended before."""
+        return self._status.attempts.get(name, 0) > 0 or self._spec.together
+
+    def _not_before(self) -> float:
+        """When what ended may be started again."""
+        times = self._status.restarts
+        if times < 2 or self._status.restarted is None:
+            return 0.0
+        return self._status.restarted + min(_DELAY * 2.0 ** min(times - 2, 10), _LONGEST)
+
+    # -- What is said
+
+    def _described(self) -> Status:
+        """The status, with phase, counts and conditions."""
+        status, total = self._status, len(list(self._wanted()))
+        current = [pod for pod in self._current() if not pod.deleted]
+        if len(current) == total:
+            status = replace(status, complete=True)
+        up = [pod for pod in current if pod.phase in ("Running", "Succeeded")]
+        least = self._spec.count(WORKER)
+        if self._spec.elastic is not None:
+            least = min(self._spec.elastic.minWorkers, least)
+        others = total - self._spec.count(WORKER)
+        runs = sum(p.role == WORKER for p in up) >= least and sum(p.role != WORKER for p in up) >= others
+        troubles = [f"{pod.name}: {pod.trouble}" for pod in current if pod.trouble and pod.phase == "Pending"]
+        if runs:
+            status = status.having("Running", True, "JobRunning", f"{len(up)} of {total} pods run", self._now)
+            if status.condition("Restarting") is not None:
+                status = status.having("Restarting", False, "JobRunning", "the pods run again", self._now)
+        elif self._refused or troubles:
+            reason = "PodRefused" if self._refused else "PodPending"
+            message = self._refused or "; ".join(troubles[:3])
+            status = status.having("Running", False, reason, message, self._now)
+        elif status.condition("Running") is not None:
+            status = status.having("Running", False, "PodsMissing", f"{len(up)} of {total} pods run", self._now)
+        phase = "Running" if runs else "Restarting" if status.holds("Restarting") else "Created"
+        return replace(status, phase=phase, ready=_ready(current, total), replicas=_counts(self._pods))
+
+    def _ended(self, well: bool, reason: str, message: str) -> Decision:
+        """The job is over."""
+        kind, status = "Succeeded" if well else "Failed", self._status
+        for other in ("Running", "Restarting"):
+            if status.condition(other) is not None:
+                status = status.having(other, False, reason, message, self._now)
+        status = status.having(kind, True, reason, message, self._now)
+        status = replace(
+            status, phase=kind, end=self._now, replicas=_counts(self._pods), ready=_ready(self._pods, len(self._pods))
+        )
+        return Decision(status, again=0.0)  # what is left goes when this is written
+
+    def _last(self) -> str:
+        failed = [pod for pod in self._pods if pod.phase == "Failed"]
+        return f"; {_end_of(max(failed, key=lambda pod: pod.finished))}" if failed else ""
+
+
+def _is_killed(pod: Pod) -> bool:
+    return pod.code is None or pod.code >= 128
+
+
+def _end_of(pod: Pod) -> str:
+    """How a pod ended, in words."""
+    if pod.trouble:
+        return f"{pod.name} was ended: {pod.trouble}"
+    if pod.code is None:
+        return f"{pod.name} has ended, and nothing is known of how"
+    killed = f" (killed by signal {pod.code - 128})" if pod.code > 128 else ""
+    return f"{pod.name} has ended with status {pod.code}{killed}"
+
+
+def _counts(pods: Sequence[Pod]) -> dict[str, dict[str, int]]:
+    found = {}
+    for role in ROLES:
+        own = [pod for pod in pods if pod.role == role]
+        counts = {
+            "active": sum(not pod.ended for pod in own), "ready": sum(pod.ready and not pod.ended for pod in own),
+            "succeeded": sum(pod.phase == "Succeeded" for pod in own),
+            "failed": sum(pod.phase == "Failed" for pod in own),
+        }  # fmt: skip
+        if own:
+            found[role] = counts
+    return found
+
+
+def _ready(pods: Sequence[Pod], total: int) -> str:
+    return f"{sum(pod.ready and not pod.ended for pod in pods)}/{total}"
+
+
+def _told(before: Status, after: Status) -> Iterator[Tell]:
+    """Events of the conditions that have turned, or of restarts that were counted."""
+    for each in after.conditions:
+        old = before.condition(each.kind)
+        again = each.kind == "Restarting" and after.restarts > before.restarts
+        refused = each.kind == "Running" and not each.holds and each.reason in ("PodRefused", "PodPending")
+        turned = old is None or old.holds != each.holds
+        if (each.holds and (turned or again)) or (refused and (old is None or old.message != each.message)):
+            yield Tell(each.reason, each.message, warning=each.kind in ("Failed", "Restarting") or refused)

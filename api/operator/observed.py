@@ -1,0 +1,205 @@
+"""What a decision looks at: the pods of a job as far as they matter, and the status as the operator keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from partway.operator.spec import GROUP, SCHEDULER, SERVER, WORKER
+
+JOB, ROLE, INDEX, ATTEMPT = (f"{GROUP}/{name}" for name in ("job", "role", "index", "attempt"))  # labels
+_KINDS = {SCHEDULER: "scheduler", SERVER: "ps", WORKER: "worker"}
+_BEGINNING = frozenset({"ContainerCreating", "PodInitializing"})  # reasons to wait that are none
+
+
+def name_of(job: str, role: str, index: int) -> str:
+    """The name of a pod: the same each time it is started, so that there is never a second one."""
+    return f"{job}-{_KINDS[role]}-{index}"
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod of a job.
+
+    attempt      the attempt that it was made for
+    phase        as Kubernetes says: Pending, Running, Succeeded, Failed
+    code         with what status its process ended; None where it has not, or where nothing is known of it
+    finished     when; seconds since 1970
+    trouble      why it does not start, in Kubernetes' words
+    deleted      whether it is being deleted
+    """
+
+    name: str
+    uid: str
+    role: str
+    index: int
+    attempt: str
+    phase: str
+    ready: bool = False
+    code: int | None = None
+    finished: float = 0.0
+    trouble: str = ""
+    deleted: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether its process has ended."""
+        return self.phase in ("Succeeded", "Failed")
+
+    @classmethod
+    def of(cls, pod: Mapping[str, Any]) -> Pod | None:
+        """That of an object of the API; None for one that is not a job's."""
+        metadata, status = pod["metadata"], pod.get("status") or {}
+        labels = metadata.get("labels") or {}
+        role = next((role for role, kind in _KINDS.items() if kind == labels.get(ROLE)), None)
+        if role is None or not str(labels.get(INDEX, "")).isdecimal():
+            return None
+        containers = status.get("containerStatuses") or []
+        main = (pod.get("spec") or {}).get("containers") or [{}]
+        own = next((each for each in containers if each.get("name") == main[0].get("name")), {})
+        ended = (own.get("state") or {}).get("terminated") or {}
+        conditions = {each["type"]: each for each in status.get("conditions") or []}
+        is_ready = conditions["Ready"]["status"] == "True" if "Ready" in conditions else bool(own.get("ready"))
+        phase = status.get("phase") or "Pending"
+        return cls(
+            metadata["name"], metadata["uid"], role, int(labels[INDEX]), labels.get(ATTEMPT, ""), phase, is_ready,
+            ended.get("exitCode") if phase in ("Succeeded", "Failed") else None,
+            seconds_of(ended.get("finishedAt")) or 0.0, _trouble(containers, conditions, status, phase),
+            metadata.get("deletionTimestamp") is not None,
+        )  # fmt: skip
+
+
+def _trouble(containers: Any, conditions: Any, status: Any, phase: str) -> str:
+    if phase == "Failed":
+        return f"{status['reason']}: {status.get('message') or ''}".rstrip(": ") if status.get("reason") else ""
+    if phase != "Pending":
+        return ""
+    for each in containers:
+        waiting = (each.get("state") or {}).get("waiting") or {}
+        if waiting.get("reason") and waiting["reason"] not in _BEGINNING:
+            return f"{waiting['reason']}: {waiting.get('message') or ''}".rstrip(": ")
+    scheduled = conditions.get("PodScheduled") or {}
+    if scheduled.get("status") == "False":
+        return f"{scheduled.get('reason') or 'not scheduled'}: {scheduled.get('message') or ''}".rstrip(": ")
+    return ""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition of a job, as those of other objects of Kubernetes."""
+
+    kind: str
+    holds: bool
+    reason: str
+    message: str
+    since: float
+
+
+@dataclass(frozen=True)
+class Status:
+    """The status of a job, which is all that the operator knows of its past.
+
+    start, end, restarted    seconds since 1970
+    restarts     how often pods were started again
+    attempt      how often all of them were
+    attempts     of pods that were started again alone: how often
+    complete     whether all pods of this attempt were there
+    size         how many workers this attempt was made for
+    replicas     by role: how many pods are active, ready, succeeded, failed
+    """
+
+    phase: str = ""
+    ready: str = ""
+    generation: int = 0
+    start: float | None = None
+    end: float | None = None
+    restarted: float | None = None
+    restarts: int = 0
+    attempt: int = 0
+    attempts: Mapping[str, int] = field(default_factory=dict)
+    complete: bool = False
+    size: int = 0
+    selector: str = ""
+    replicas: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    conditions: tuple[Condition, ...] = ()
+
+    def condition(self, kind: str) -> Condition | None:
+        """A condition, if it was ever set."""
+        return next((each for each in self.conditions if each.kind == kind), None)
+
+    def holds(self, kind: str) -> bool:
+        """Whether a condition holds."""
+        found = self.condition(kind)
+        return found is not None and found.holds
+
+    def having(self, kind: str, holds: bool, reason: str, message: str, now: float) -> Status:
+        """With a condition; its time changes only where it turns."""
+        old = self.condition(kind)
+        since = old.since if old is not None and old.holds == holds else now
+        new = Condition(kind, holds, reason, message, since)
+        others = tuple(each for each in self.conditions if each.kind != kind)
+        at = next((i for i, each in enumerate(self.conditions) if each.kind == kind), len(others))
+        return replace(self, conditions=(*others[:at], new, *others[at:]))
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has succeeded or failed, for good."""
+        return self.holds("Succeeded") or self.holds("Failed")
+
+    @classmethod
+    def of(cls, status: Mapping[str, Any] | None) -> Status:
+        """That of an object of the API."""
+        kept = status or {}
+        return cls(
+            kept.get("phase", ""), kept.get("ready", ""), kept.get("observedGeneration", 0),
+            seconds_of(kept.get("startTime")), seconds_of(kept.get("completionTime")),
+            seconds_of(kept.get("lastRestartTime")), kept.get("restarts", 0), kept.get("attempt", 0),
+            dict(kept.get("attempts") or {}), kept.get("complete", False), kept.get("size", 0),
+            kept.get("selector", ""), kept.get("replicaStatuses") or {},
+            tuple(
+                Condition(
+                    each["type"], each["status"] == "True", each.get("reason", ""), each.get("message", ""),
+                    seconds_of(each.get("lastTransitionTime")) or 0.0,
+                )
+                for each in kept.get("conditions") or ()
+            ),
+        )  # fmt: skip
+
+    def to_api(self) -> dict[str, Any]:
+        """As an object of the API has it."""
+        found = {
+            "phase": self.phase, "ready": self.ready, "observedGeneration": self.generation,
+            "startTime": text_of(self.start), "completionTime": text_of(self.end),
+            "lastRestartTime": text_of(self.restarted), "restarts": self.restarts, "attempt": self.attempt,
+            "attempts": dict(self.attempts), "complete": self.complete, "size": self.size,
+            "workers": (self.replicas.get(WORKER) or {}).get("active", 0), "selector": self.selector,
+            "replicaStatuses": {role: dict(counts) for role, counts in self.replicas.items()},
+            "conditions": [
+                {
+                    "type": each.kind, "status": str(each.holds), "reason": each.reason, "message": each.message,
+                    "lastTransitionTime": text_of(each.since),
+                }
+                for each in self.conditions
+            ],
+        }  # fmt: skip
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def pods_of(objects: Iterable[Mapping[str, Any]], uid: str) -> tuple[Pod, ...]:
+    """The pods that a job owns, by name."""
+    owned = [
+        each for each in objects if any(o.get("uid") == uid for o in each["metadata"].get("ownerReferences") or ())
+    ]
+    return tuple(sorted((pod for each in owned if (pod := Pod.of(each)) is not None), key=lambda pod: pod.name))
+
+
+def seconds_of(text: str | None) -> float | None:
+    """A time of the API in seconds since 1970."""
+    return datetime.fromisoformat(text).timestamp() if text else None
+
+
+def text_of(seconds: float | None) -> str | None:
+    """The other way round; whole seconds."""
+    return None if seconds is None else datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,251 @@
+"""The shell around decisions, with an API server in memory that refuses, conflicts and goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from operator_world import a_job
+
+from partway.operator import shell
+from partway.operator.shell import Cluster, Operator
+
+
+class Refusal(Exception):
+    """As kubernetes.client.ApiException."""
+
+    def __init__(self, status: int, message: str = "no") -> None:
+        super().__init__(message)
+        self.status, self.reason, self.body = status, message, json.dumps({"message": message})
+
+
+class Api:
+    """What the operator calls of Kubernetes' client, on a dict. `fails`: by method, what it raises, once each."""
+
+    ApiException = Refusal
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.objects: dict[tuple[str, str], dict[str, Any]] = {("job", "job"): job}
+        job["metadata"]["resourceVersion"] = "1"
+        self.fails: dict[str, list[Exception]] = {}
+        self.calls: list[str] = []
+        self.events: list[dict[str, Any]] = []
+        self.CoreV1Api = self.CustomObjectsApi = lambda: self
+        self.V1DeleteOptions = self.V1Preconditions = SimpleNamespace
+
+    def __getattr__(self, name: str) -> Any:
+        verb, _, kind = name.partition("_namespaced_")
+        if not kind:
+            raise AttributeError(name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.calls.append(name)
+            if self.fails.get(name):
+                raise self.fails[name].pop(0)
+            return getattr(self, f"_{verb}")(kind, arguments, options)
+
+        return call
+
+    @property
+    def job(self) -> dict[str, Any]:
+        return self.objects["job", "job"]
+
+    def names(self, kind: str) -> list[str]:
+        return sorted(name for each, name in self.objects if each == kind)
+
+    def _get(self, kind: str, arguments: Any, options: Any) -> Any:
+        if ("job", arguments[-1]) not in self.objects:
+            raise Refusal(404)
+        return copy.deepcopy(self.objects["job", arguments[-1]])
+
+    def _list(self, kind: str, arguments: Any, options: Any) -> Any:
+        items = [each for (its, _), each in self.objects.items() if its == kind]
+        return SimpleNamespace(data=json.dumps({"items": items}))
+
+    def _replace(self, kind: str, arguments: Any, options: Any) -> None:
+        body = arguments[-1]
+        if body["metadata"]["resourceVersion"] != self.job["metadata"]["resourceVersion"]:
+            raise Refusal(409)
+        self.job["status"] = body["status"]
+        self.job["metadata"]["resourceVersion"] = str(int(self.job["metadata"]["resourceVersion"]) + 1)
+
+    def _create(self, kind: str, arguments: Any, options: Any) -> None:
+        body = copy.deepcopy(arguments[-1])
+        if kind == "event":
+            self.events.append(body)
+            return
+        key = kind, body["metadata"]["name"]
+        if key in self.objects:
+            raise Refusal(409)
+        body["metadata"]["uid"] = str(len(self.calls))
+        self.objects[key] = body
+
+    def _delete(self, kind: str, arguments: Any, options: Any) -> None:
+        key = ("job" if kind == "custom_object" else kind), arguments[4 if kind == "custom_object" else 0]
+        if key not in self.objects:
+            raise Refusal(404)
+        wanted = getattr(getattr(options.get("body"), "preconditions", None), "uid", None)
+        if wanted is not None and wanted != self.objects[key]["metadata"]["uid"]:
+            raise Refusal(409)
+        del self.objects[key]
+
+
+@pytest.fixture
+def api() -> Api:
+    return Api(a_job(workers=2))
+
+
+def operator(api: Api) -> Operator:
+    return Operator(Cluster(api), lambda: 1000.0)
+
+
+def rest(own: Operator) -> float | None:
+    for _ in range(10):
+        again = own.look("default", "job")
+        if again != 0.0:
+            return again
+    raise AssertionError("it does not come to rest")
+
+
+def test_a_job_gets_its_pods_its_service_and_its_secret(api: Api):
+    rest(operator(api))
+    assert api.names("pod") == ["job-scheduler-0", "job-worker-0", "job-worker-1"]
+    assert api.names("service") == ["job-scheduler"]
+    assert api.names("secret") == ["job-secret"]
+    assert [each["reason"] for each in api.events] == ["JobCreated"]
+    assert api.job["status"]["phase"] == "Created"
+
+
+def test_a_look_at_what_is_right_writes_nothing(api: Api):
+    own = operator(api)
+    rest(own)
+    rest(own)
+    api.calls.clear()
+    rest(own)
+    assert sorted(api.calls) == ["get_namespaced_custom_object", "list_namespaced_pod", "list_namespaced_service"]
+
+
+def test_a_job_that_is_gone_is_nothing_to_do(api: Api):
+    del api.objects["job", "job"]
+    assert operator(api).look("default", "job") is None
+
+
+@pytest.mark.parametrize("status", [404, 409])
+def test_a_status_that_was_changed_meanwhile_has_it_looked_at_again_and_nothing_done(api: Api, status: int):
+    api.fails["replace_namespaced_custom_object_status"] = [Refusal(status)]
+    assert operator(api).look("default", "job") == 0.0
+    assert api.names("pod") == []
+
+
+def test_two_operators_make_each_pod_once(api: Api):
+    one, other = operator(api), operator(api)
+    for _ in range(3):
+        one.look("default", "job")
+        other.look("default", "job")
+    assert len(api.names("pod")) == 3
+    assert sum(each["reason"] == "JobCreated" for each in api.events) == 1
+
+
+def test_what_a_quota_forbids_is_said_and_tried_again(api: Api):
+    full = 'pods "job-worker-1" is forbidden: exceeded quota: few, used: pods=2, limited: pods=2'
+    api.fails["create_namespaced_pod"] = [Refusal(403, full)] * 9
+    own = operator(api)
+    assert rest(own) == 10.0
+    (condition,) = [each for each in api.job["status"]["conditions"] if each["type"] == "Running"]
+    assert condition["reason"] == "PodRefused"
+    assert condition["message"] == f"Scheduler 0 was refused: {full}"
+    assert api.events[-1]["type"] == "Warning"
+    api.fails.clear()
+    rest(own)
+    assert len(api.names("pod")) == 3
+
+
+def test_what_the_server_cannot_do_now_is_an_error_of_this_look(api: Api):
+    api.fails["create_namespaced_pod"] = [Refusal(500)]
+    with pytest.raises(Refusal):
+        operator(api).look("default", "job")
+    rest(operator(api))
+    assert len(api.names("pod")) == 3
+
+
+def test_a_pod_of_another_job_of_this_name_is_not_taken_for_its_own(api: Api):
+    rest(operator(api))
+    api.job["metadata"]["uid"] = "a new job"
+    api.job["status"] = {}
+    rest(operator(api))
+    assert api.job["status"]["replicaStatuses"] == {}
+    assert len(api.names("pod")) == 3  # garbage collection takes those of the old one; then the names are free
+
+
+def test_a_pod_is_deleted_only_if_it_is_still_that_one(api: Api):
+    own = operator(api)
+    rest(own)
+    cluster = Cluster(api)
+    with pytest.raises(Refusal):
+        cluster.delete_pod("default", "job-worker-0", "another uid")
+    cluster.delete_pod("default", "job-worker-0", api.objects["pod", "job-worker-0"]["metadata"]["uid"])
+    cluster.delete_pod("default", "job-worker-0", "gone")
+    assert "job-worker-0" not in api.names("pod")
+
+
+def test_events_that_come_together_are_one_look(api: Api):
+    own, looks = operator(api), []
+    own.look = lambda *key: looks.append(key)  # type: ignore[method-assign, assignment, func-returns-value]
+
+    async def run() -> None:
+        for _ in range(50):
+            own.touch("default", "job", 0.02)
+            own.touch("default", "other", 0.02)
+        await asyncio.sleep(0.2)
+
+    asyncio.run(run())
+    assert sorted(looks) == [("default", "job"), ("default", "other")]
+
+
+def test_a_job_that_cannot_be_looked_at_does_not_stop_the_others(api: Api, monkeypatch: pytest.MonkeyPatch):
+    own, looks, said = operator(api), [], []
+    monkeypatch.setattr(shell.logger, "warning", lambda text, *values: said.append(text % values))
+
+    def look(namespace: str, name: str) -> None:
+        looks.append(name)
+        if name == "bad":
+            raise Refusal(500, "the server is ill")
+
+    own.look = look  # type: ignore[method-assign, assignment]
+
+    async def run() -> None:
+        own.touch("default", "bad", 0.0)
+        await asyncio.sleep(0.05)
+        own.touch("default", "job", 0.0)
+        await asyncio.sleep(0.1)
+
+    asyncio.run(run())
+    assert looks == ["bad", "job"]
+    assert said == [f"default/bad: Refusal: the server is ill; looked at again in {shell.AGAIN:g} s"]
+
+
+def test_what_happens_while_a_job_is_looked_at_has_it_looked_at_once_more(api: Api):
+    own, looks = operator(api), []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+
+        def look(*key: str) -> None:
+            looks.append(key)
+            if len(looks) == 1:
+                asyncio.run_coroutine_threadsafe(touched(), loop).result()
+
+        async def touched() -> None:
+            own.touch("default", "job", 0.0)
+            await asyncio.sleep(0.05)
+
+        own.look = look  # type: ignore[method-assign, assignment]
+        own.touch("default", "job", 0.0)
+        await asyncio.sleep(0.6)
+
+    asyncio.run(run())
+    assert len(looks) == 2
