@@ -24,7 +24,7 @@ SOURCES := $(shell find api strategy propagation fusion runtime -name '*.py' -o 
 # One thread for each process: the tests run side by side and start processes of their own.
 PYTEST := OMP_NUM_THREADS=1 PARTWAY_CHECKOUT="$(CURDIR)" PARTWAY_INSTALL=$(INSTALL) $(BIN)/pytest
 
-.PHONY: help demo quick test check bench conformance oldest format install clean
+.PHONY: help demo quick test check bench conformance conformance-k8s oldest format install clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo 'make check        ruff, mypy --strict and the import layers'
 	@echo 'make format       let ruff rewrite what `make check` would complain about'
 	@echo 'make conformance  run the slow tests, and the random ones with more examples'
+	@echo 'make conformance-k8s  run jobs on a real API server of Kubernetes'
 	@echo 'make oldest       run a slice of the tests with the lowest version of every dependency (gigabytes to fetch)'
 	@echo 'make bench        run the benchmarks'
 	@echo 'make install      only set up the virtual environment'
@@ -53,6 +54,11 @@ test: $(STAMP)
 
 conformance: $(STAMP) $(VENV)/.ray oldest
 	$(call pytest,-m "(slow or deep or hypothesis) and not gpu" --hypothesis-profile deep --timeout 3600)
+
+# Jobs on a real API server of Kubernetes, which is built from Debian's sources the first time, as root: 4 to 20 minutes.
+conformance-k8s: $(STAMP)
+	bash tests/helpers/build_kubernetes.sh
+	$(call pytest,-m slow tests/ecosystem/test_kubernetes.py)
 
 # What is relied on of PyTorch's private names, and a slice of the tests, with the lower bounds of pyproject.toml: on
 # Python 3.11 or 3.12, since later ones have no NumPy 1.26. The warnings are what typer 0.16 gets from a newer click.

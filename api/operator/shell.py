@@ -146,6 +146,12 @@ class Operator:
         self._once_more: set[Key] = set()
         self._threads = ThreadPoolExecutor(_WORKERS, "partway operator")
         self._tasks: set[asyncio.Task[None]] = set()
+        self.looks = 0
+
+    @property
+    def calls(self) -> int:
+        """How often the API server was asked."""
+        return self._cluster.calls
 
     # -- When
 
@@ -189,6 +195,7 @@ class Operator:
     def look(self, namespace: str, name: str) -> float | None:
         """Look at a job, and do what is to be done. In how many seconds to look again."""
         key = namespace, name
+        self.looks += 1
         job = self._cluster.job(namespace, name)
         if job is None:
             self._refused.pop(key, None)
@@ -309,6 +316,10 @@ def run(namespaces: tuple[str, ...] = (), lease: str | None = None, health: str 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
     async def job_changed(namespace: str, name: str, **_: Any) -> None:
         operator.touch(namespace, name)
+
+    @kopf.on.cleanup(registry=registry)
+    def told(**_: Any) -> None:
+        logger.info("ends after %d looks at jobs, with %d calls of the API server", operator.looks, operator.calls)
 
     async def part_changed(namespace: str, labels: dict[str, str], **_: Any) -> None:
         operator.touch(namespace, labels[JOB])

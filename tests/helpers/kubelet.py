@@ -76,6 +76,8 @@ class Kubelet:
             self._bind(pod)
         except client.ApiException:  # it was deleted
             return
+        sys.stdout.write(f"starts {pod.metadata.namespace}.{pod.metadata.name} {pod.metadata.uid}\n")
+        sys.stdout.flush()
         image = pod.spec.containers[0].image
         if image == "missing":
             message = 'Back-off pulling image "missing"'

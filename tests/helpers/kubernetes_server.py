@@ -177,6 +177,12 @@ class Kubernetes:
         found = json.loads(said)
         return found if name else found["items"]
 
+    def owned(self, kind: str) -> list[Any]:
+        """The objects of a kind that are of a job."""
+        labelled = self.kubectl("get", kind, "-o", "json", "-l", "partway.dev/job")
+        items: list[Any] = json.loads(labelled)["items"]
+        return items
+
     def status(self, name: str) -> dict[str, Any]:
         """The status of a job."""
         found: dict[str, Any] = (self.get("pwj", name) or {}).get("status") or {}
@@ -202,6 +208,19 @@ class Kubernetes:
         """What a pod has said, with those before it that had its name."""
         path = self.logs / f"default.{pod}.log"
         return path.read_text() if path.exists() else ""
+
+    def starts(self, pod: str) -> list[str]:
+        """The pods that the node has started under a name, one after another: their uids."""
+        lines = (self.folder / "kubelet.log").read_text().splitlines()
+        return [line.split()[2] for line in lines if line.startswith(f"starts default.{pod} ")]
+
+    def process(self, pod: str) -> int:
+        """The number of the process of a pod that runs."""
+        uid = self.get("pod", pod)["metadata"]["uid"]
+        mark = f"PARTWAY_READY_FILE={self.logs / uid}.ready".encode()
+        mine = [pid for pid in self._left() if mark in Path(f"/proc/{pid}/environ").read_bytes()]
+        (first,) = [pid for pid in mine if os.getpgid(pid) == pid]
+        return first
 
     def said(self) -> str:
         """The jobs, the pods, and what all logs end with."""

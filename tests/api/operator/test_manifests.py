@@ -1,0 +1,104 @@
+"""What installs the operator, and the commands that write and check yaml."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import partway
+from partway.cli import app
+from partway.operator import manifests
+from partway.strategy import RuntimeStateError
+
+
+def test_the_operator_may_do_no_more_than_it_does():
+    found = {each["kind"]: each for each in manifests.installation("ns", "image")}
+    allowed = {rule["resources"][0]: rule["verbs"] for rule in found["ClusterRole"]["rules"]}
+    assert allowed == {
+        "pods": ["create", "delete", "list", "watch"], "services": ["create", "delete", "list", "watch"],
+        "secrets": ["create"], "events": ["create"], "partwayjobs": ["get", "list", "watch", "delete"],
+        "partwayjobs/status": ["update"], "leases": ["get", "create", "update"],
+    }  # fmt: skip
+    pod = found["Deployment"]["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["containers"][0]["args"][:4] == ["operator", "run", "--lease", "ns/partway-operator"]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["operator", *arguments])
+
+
+def test_manifests_are_yaml_without_aliases():
+    said = run("manifests", "--namespace", "mine", "--image", "registry/operator:1").output
+    kinds = [each["kind"] for each in yaml.safe_load_all(said)]
+    assert kinds == [
+        "Namespace", "CustomResourceDefinition", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Deployment",
+    ]  # fmt: skip
+    assert not re.search(r"[&*]id\d", said)
+    assert "registry/operator:1" in said
+
+
+def test_a_job_is_written_and_has_nothing_wrong(tmp_path: Path):
+    said = run("job", "examples/Train_It.py", "--workers", "3", "--servers", "2", "--image", "x", "--", "--epochs", "3")
+    assert said.exit_code == 0, said.output
+    job = yaml.safe_load(said.output)
+    assert job["metadata"]["name"] == "train-it"
+    counts = {role: each["replicas"] for role, each in job["spec"]["replicaSpecs"].items()}
+    assert counts == {"Scheduler": 1, "PS": 2, "Worker": 3}
+    command = job["spec"]["replicaSpecs"]["PS"]["template"]["spec"]["containers"][0]["command"]
+    assert command == ["python", "examples/Train_It.py", "--epochs", "3"]
+    path = tmp_path / "job.yaml"
+    path.write_text(said.output)
+    checked = run("check", str(path))
+    assert (checked.exit_code, checked.output) == (0, "nothing is wrong with it\n")
+
+
+def test_a_job_of_one_worker_needs_nobody_else():
+    job = yaml.safe_load(run("job", "train.py", "--image", "x").output)
+    assert list(job["spec"]["replicaSpecs"]) == ["Worker"]
+
+
+def test_what_is_wrong_is_said_with_the_file(tmp_path: Path):
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump({**manifests.job("a.py", [], 2, 0, "x"), "kind": "MSJob"}))
+    said = run("check", str(path))
+    assert said.exit_code == 1
+    assert said.output == f"{path}: kind is 'MSJob'; it must be PartwayJob\n"
+
+
+def test_a_name_that_cannot_be_one_is_an_error():
+    said = run("job", "7.py", "--image", "x")
+    assert said.exit_code == 2
+    assert "partway operator job: metadata.name is '7'; it must be a name of hosts" in said.output
+
+
+def test_the_operator_without_a_cluster_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    said = run("run")
+    assert said.exit_code == 2
+    assert "partway operator run: no Kubernetes cluster is configured" in said.output
+
+
+@pytest.mark.parametrize(
+    ("module", "said"), [("yaml", "yaml needs PyYAML"), ("kubernetes", "needs Kubernetes' client")]
+)
+def test_what_is_missing_names_the_extra(module: str, said: str, monkeypatch: pytest.MonkeyPatch):
+    from partway.operator.shell import Cluster
+
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    with pytest.raises(RuntimeStateError, match=re.escape(said) + r".*pip install 'partway\[k8s\]'"):
+        Cluster.connected() if module == "kubernetes" else manifests.yaml()
+
+
+def test_nothing_else_imports_the_operator():
+    """It is for clusters alone: neither `import partway` nor any other module needs it."""
+    root = Path(str(partway.__file__)).parent
+    others = [path for path in root.rglob("*.py") if path.parent.name != "operator" and path.name != "cli.py"]
+    assert len(others) > 100
+    assert [path for path in others if "partway.operator" in path.read_text(encoding="utf-8")] == []
