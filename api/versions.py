@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import warnings
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from partway.strategy.errors import UntestedTorchWarning
 
 OLDEST, NEWEST = (2, 11), (2, 15)  # tests/test_torch_internals.py passes with these, and all tests with 2.13
 
 
-def installed_torch() -> str:
-    """The version of PyTorch, without importing it: `partway --help` needs none of it."""
+def installed_torch() -> str | None:
+    """The version of PyTorch, without importing it: `partway --help` needs none of it. None where there is none: the
+    Kubernetes operator trains nothing."""
     try:
         return version("torch")
     except PackageNotFoundError:  # it is on the path without having been installed
+        if find_spec("torch") is None:
+            return None
         import torch
 
         return torch.__version__
 
 
-def warn_if_untested(installed: str) -> None:
+def warn_if_untested(installed: str | None) -> None:
     """Warn if `installed`, a version such as "2.13.0+cpu", is not one that Partway is tested with."""
+    if installed is None:
+        return
     major, minor = (int(part) for part in installed.split(".")[:2])
     if OLDEST <= (major, minor) <= NEWEST:
         return

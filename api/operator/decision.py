@@ -361,7 +361,8 @@ class _Course:
             status = status.having("Running", False, reason, message, self._now)
         elif status.condition("Running") is not None:
             status = status.having("Running", False, "PodsMissing", f"{len(up)} of {total} pods run", self._now)
-        phase = "Running" if runs else "Restarting" if status.holds("Restarting") else "Created"
+        again = status.holds("Restarting") or status.attempt > 0
+        phase = "Running" if runs else "Restarting" if again else "Created"
         return replace(status, phase=phase, ready=_ready(current, total), replicas=_counts(self._pods))
 
     def _ended(self, well: bool, reason: str, message: str) -> Decision:

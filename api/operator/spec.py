@@ -94,7 +94,7 @@ class Spec(_Part):
     @property
     def together(self) -> bool:
         """Whether the processes cannot go on without one of them, so that all start again: ranks without servers."""
-        return self.count(WORKER) > 1 and self.count(SERVER) == 0 and self.elastic is None
+        return self.count(SCHEDULER) > 0 and self.count(SERVER) == 0 and self.elastic is None
 
     @property
     def recovers(self) -> bool:

@@ -51,6 +51,16 @@ def test_a_torch_that_was_not_installed_says_its_version_itself(monkeypatch):
     assert versions.installed_torch() == torch.__version__
 
 
+def test_without_a_torch_nothing_is_warned_of(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions, "version", missing)
+    monkeypatch.setattr(versions, "find_spec", lambda name: None)
+    assert versions.installed_torch() is None
+    versions.warn_if_untested(None)
+
+
 def test_the_oldest_version_is_that_of_the_package():
     assert f"torch>={OLDEST[0]}.{OLDEST[1]}" in (requires("partway") or [])
     assert OLDEST < NEWEST
