@@ -155,6 +155,7 @@ def served(name: str, folder: Path, workers: int = 3, servers: int = 2, steps: i
     folder.mkdir()
     environment = {
         "SERVED_FOLDER": folder, "SERVED_STEPS": steps, "SERVED_MORE": 1, "PARTWAY_CACHE_DIR": folder / "cache",
+        "SERVED_SHARDS": folder / "shards",
         **more.pop("environment", {}),
     }  # fmt: skip
     roles = {"Scheduler": (1, "OnFailure"), "PS": (servers, "Always"), "Worker": (workers, "ExitCode")}
@@ -499,3 +500,31 @@ def test_200_jobs_of_8_workers_at_once(cluster: Kubernetes):
     assert calls < 100
     assert sizes[2] < sizes[1] + 15
     cluster.start_operator()
+
+
+# -- The page
+
+
+def test_each_command_of_the_page_runs(cluster: Kubernetes, tmp_path: Path):
+    """From an empty folder; what it says of the job is so."""
+    page = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```sh\n(.*?)```", page, re.S)
+    assert len(blocks) == 4
+    hanging = blocks.pop()
+    blocks.insert(2, hanging)  # while there is a job
+    (cluster.folder / "train.py").write_text(RANKS.replace("int(sys.argv[1])", "10_000"))
+    path = os.pathsep.join([str(kubernetes_server.BUILT), str(Path(sys.executable).parent), os.environ["PATH"]])
+    said = []
+    for block in blocks:
+        done = subprocess.run(
+            ["bash", "-ec", block], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200,
+            env={**os.environ, "PATH": path, "KUBECONFIG": str(cluster.config)},
+        )  # fmt: skip
+        assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}\n{cluster.said()}"
+        said.append(done.stdout)
+    assert "nothing is wrong with it" in said[1]
+    assert re.search(r"^NAME +PHASE +READY +RESTARTS +AGE\ntrain +Running +5/5 +0 ", said[1], re.M)
+    assert "JobRunning" in said[2]
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    assert manifests.check(example) == []
+    cluster.kubectl("apply", "--dry-run=server", "-f", "-", given=example)

@@ -94,6 +94,7 @@ class Kubelet:
         self._running[pod.metadata.uid] = process
         self._report(pod, "Running", {"running": {}}, ready=image != "unready")
         code = process.wait()
+        self._clear(pod.metadata.uid)
         self._ended(pod, 128 - code if code < 0 else code)
 
     def _bind(self, pod: Any) -> None:
@@ -122,6 +123,15 @@ class Kubelet:
                 [*(main.command or []), *(main.args or [])], env={**os.environ, **given}, stdout=log, stderr=log,
                 start_new_session=True,
             )  # fmt: skip
+
+    def _clear(self, uid: str) -> None:
+        """End what the process of a pod has started: nothing outlives it in a container."""
+        mark = f"PARTWAY_READY_FILE={self._logs / uid}.ready".encode()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal():
+                with suppress(OSError):
+                    if mark in (entry / "environ").read_bytes():
+                        os.kill(int(entry.name), signal.SIGKILL)
 
     def _ended(self, pod: Any, code: int) -> None:
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

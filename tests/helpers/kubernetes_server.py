@@ -115,10 +115,11 @@ class Kubernetes:
 
     def run(self, name: str, *command: str, **environment: str) -> None:
         """Start a process of the cluster."""
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         with open(self.folder / f"{name}.log", "ab") as log:
             self.processes[name] = subprocess.Popen(
                 command, stdout=log, stderr=log, cwd=self.folder, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "KUBECONFIG": str(self.config), **environment},
+                env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "KUBECONFIG": str(self.config), **environment},
             )  # fmt: skip
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:

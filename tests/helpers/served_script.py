@@ -119,8 +119,8 @@ def main() -> None:
     bound, mode = option("bound"), option("mode", "sync")
     pw.set_ps_context(
         enable_ps=True, mode=mode, max_staleness=int(bound) if bound else None,
-        durability=option("durability", "process"), enable_ssl=option("config") != "",
-        config_file_path=option("config"), gradient_dtype=option("dtype") or None,
+        durability=option("durability", "process"), shard_folder=option("shards") or None,
+        enable_ssl=option("config") != "", config_file_path=option("config"), gradient_dtype=option("dtype") or None,
     )  # fmt: skip
     pw.init()
     torch.set_default_dtype(torch.float64)
