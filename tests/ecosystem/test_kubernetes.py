@@ -129,11 +129,11 @@ def test_a_job_of_one_worker(cluster: Kubernetes):
 def test_a_scheduler_and_4_workers_train_cifar_as_by_hand(cluster: Kubernetes, tmp_path: Path):
     shutil.copytree(EXAMPLE, tmp_path / "cifar10", ignore=shutil.ignore_patterns("__pycache__"))
     folder = tmp_path / "cifar10"
-    arguments = ["--data", "data", "--double", "--epochs", "1", "--batch", "4", "--size", "32", "--width", "4"]
+    arguments = ["--double", "--epochs", "1", "--batch", "4", "--size", "32", "--width", "4"]
     subprocess.run([sys.executable, "make_files.py", "data", "--records", "32"], cwd=folder, check=True)
-    command = ["bash", "-c", f"cd {folder} && exec {sys.executable} train.py {' '.join(arguments)}"]
+    command = ["bash", "-c", f"cd {folder} && exec {sys.executable} train.py --data data {' '.join(arguments)}"]
     by_hand = subprocess.run(
-        ["bash", "run.sh", *arguments], cwd=folder, check=False, capture_output=True, text=True,
+        ["bash", "run.sh", "data", *arguments], cwd=folder, check=False, capture_output=True, text=True,
         env={
             **os.environ, "MS_WORKER_NUM": "4", "MS_SCHED_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
