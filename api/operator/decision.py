@@ -218,8 +218,8 @@ class _Course:
         elif good and len(good) + self._given_up() >= self._spec.count(WORKER):
             return True, "AllWorkersSucceeded", f"{len(good)} workers have succeeded"
         fatal = [pod for pod in lost if not self._may_lack(pod)]
-        if self._spec.together and len(lost) < len(self._failed()):
-            fatal = []  # those that ended for good did so because one was killed
+        if self._spec.together and (self._is_one_missing() or len(lost) < len(self._failed())):
+            fatal = []  # those that ended for good did so because one was killed or deleted
         if fatal and self._settled():
             first = min(fatal, key=lambda pod: (pod.finished, pod.name))
             policy = self._spec.role(first.role)
@@ -265,6 +265,11 @@ class _Course:
             return 0
         return sum(pod.role == WORKER and not self._is_tried_again(pod) for pod in self._failed())
 
+    def _is_one_missing(self) -> bool:
+        """Whether somebody has deleted one of pods that have to be there together."""
+        there = [pod for pod in self._current() if not pod.deleted]
+        return self._spec.together and self._status.complete and len(there) < len(list(self._wanted()))
+
     def _settled(self) -> bool:
         """Whether those that end because another has, have ended as well; else look again."""
         if not self._spec.together:
@@ -281,8 +286,7 @@ class _Course:
         """Raise the numbers of what is to be started again."""
         again = [pod for pod in self._failed() if self._is_tried_again(pod)]
         again = [pod for pod in again if pod.phase == "Failed" or self._stays_ended(pod)]
-        missing = self._status.complete and self._spec.together and len(self._current()) < len(list(self._wanted()))
-        if self._spec.together and (missing or (again and self._settled())):
+        if self._spec.together and (self._is_one_missing() or (again and self._settled())):
             first = min(again, key=lambda pod: (not _is_killed(pod), pod.finished, pod.name), default=None)
             why = _end_of(first) if first is not None else "a pod was deleted"
             self._restart(

@@ -58,7 +58,7 @@ class Pod:
             return None
         containers = status.get("containerStatuses") or []
         main = (pod.get("spec") or {}).get("containers") or [{}]
-        own = next((each for each in containers if each.get("name") == main[0].get("name")), {})
+        own: dict[str, Any] = next((each for each in containers if each.get("name") == main[0].get("name")), {})
         ended = (own.get("state") or {}).get("terminated") or {}
         conditions = {each["type"]: each for each in status.get("conditions") or []}
         is_ready = conditions["Ready"]["status"] == "True" if "Ready" in conditions else bool(own.get("ready"))

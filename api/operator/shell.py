@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -69,7 +69,9 @@ class Cluster:
 
     def job(self, namespace: str, name: str) -> dict[str, Any] | None:
         """A job; None if there is none."""
-        return self._found(self._custom.get_namespaced_custom_object, GROUP, VERSION, namespace, PLURAL, name)
+        method = self._custom.get_namespaced_custom_object
+        found: dict[str, Any] | None = self._but(404, method, GROUP, VERSION, namespace, PLURAL, name)
+        return found
 
     def pods(self, namespace: str, name: str) -> list[dict[str, Any]]:
         """The pods with the label of a job, as JSON has them."""
@@ -126,9 +128,6 @@ class Cluster:
             if error.status == status:
                 return None
             raise
-
-    def _found(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        return self._but(404, method, *arguments)
 
     def status_of(self, error: Exception) -> int | None:
         """With what status the API server has refused something; None if `error` is something else."""
@@ -314,15 +313,15 @@ def run(namespaces: tuple[str, ...] = (), lease: str | None = None, health: str 
         settings.watching.server_timeout = 300
 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
-    async def job_changed(namespace: str, name: str, **_: Any) -> None:
-        operator.touch(namespace, name)
+    async def job_changed(namespace: str | None, name: str, **_: Any) -> None:
+        operator.touch(namespace or "", name)
 
     @kopf.on.cleanup(registry=registry)
     def told(**_: Any) -> None:
         logger.info("ends after %d looks at jobs, with %d calls of the API server", operator.looks, operator.calls)
 
-    async def part_changed(namespace: str, labels: dict[str, str], **_: Any) -> None:
-        operator.touch(namespace, labels[JOB])
+    async def part_changed(namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
+        operator.touch(namespace or "", labels[JOB])
 
     for kind in ("pods", "services"):
         kopf.on.event("v1", kind, labels={JOB: kopf.PRESENT}, registry=registry)(part_changed)

@@ -26,18 +26,19 @@ class RunPolicy(_Part):
     """When a job is over, and what is left of it then."""
 
     cleanPodPolicy: Literal["Running", "None", "All"] = Field(
-        "Running", description="Which pods are deleted when the job is over: those that still run, none, or all."
+        default="Running",
+        description="Which pods are deleted when the job is over: those that still run, none, or all.",
     )
     backoffLimit: Annotated[int, Field(ge=0, le=1000)] = Field(
-        3, description="How often pods may be started again, all together, before the job fails."
+        default=3, description="How often pods may be started again, all together, before the job fails."
     )
     activeDeadlineSeconds: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="The job fails when it has run for so long."
+        default=None, description="The job fails when it has run for so long."
     )
     ttlSecondsAfterFinished: Annotated[int, Field(ge=0)] | None = Field(
-        None, description="The job is deleted so long after it is over."
+        default=None, description="The job is deleted so long after it is over."
     )
-    suspend: bool = Field(False, description="Whether the job waits, without pods.")
+    suspend: bool = Field(default=False, description="Whether the job waits, without pods.")
 
 
 class Elastic(_Part):
@@ -51,9 +52,9 @@ class Elastic(_Part):
 class Replicas(_Part):
     """The pods of a role."""
 
-    replicas: Annotated[int, Field(ge=0, le=1000)] = Field(1, description="How many pods.")
+    replicas: Annotated[int, Field(ge=0, le=1000)] = Field(default=1, description="How many pods.")
     restartPolicy: Literal["Always", "OnFailure", "Never", "ExitCode"] = Field(
-        "OnFailure",
+        default="OnFailure",
         description="Whether a pod that ended is started again. ExitCode: after 128 to 255 (it was killed), not after "
         "1 to 127. Always: servers and the scheduler after 0, too.",
     )
@@ -73,12 +74,16 @@ class Spec(_Part):
 
     runPolicy: RunPolicy = RunPolicy()
     successPolicy: Literal["AllWorkers", "Worker0"] = Field(
-        "AllWorkers", description="Whose success is the job's: that of all workers, or of the first."
+        default="AllWorkers", description="Whose success is the job's: that of all workers, or of the first."
     )
     elastic: Elastic | None = None
-    enableSSL: bool = Field(False, description="Whether the Secret of sslSecret is mounted at /etc/partway/tls.")
-    sslSecret: str | None = Field(None, description="The Secret with the certificates of docs/security.md.")
-    schedulerPort: Annotated[int, Field(ge=1024, le=65535)] = Field(PORT, description="The port of the scheduler.")
+    enableSSL: bool = Field(
+        default=False, description="Whether the Secret of sslSecret is mounted at /etc/partway/tls."
+    )
+    sslSecret: str | None = Field(default=None, description="The Secret with the certificates of docs/security.md.")
+    schedulerPort: Annotated[int, Field(ge=1024, le=65535)] = Field(
+        default=PORT, description="The port of the scheduler."
+    )
     replicaSpecs: Roles
 
     def role(self, name: str) -> Replicas | None:
@@ -116,7 +121,7 @@ def parsed(job: Mapping[str, Any]) -> tuple[Spec | None, list[str]]:
     return (None if problems else found), problems
 
 
-def _of_the_whole(job: Mapping[str, Any]) -> Iterator[str] | list[str]:
+def _of_the_whole(job: Mapping[str, Any]) -> list[str]:
     problems = []
     if job.get("apiVersion", API) != API:
         problems.append(f"apiVersion is {job['apiVersion']!r}; it must be {API}")

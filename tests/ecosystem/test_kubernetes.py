@@ -194,7 +194,7 @@ def test_a_worker_that_is_killed_is_started_again(cluster: Kubernetes, policy: s
     cluster.until_phase(name, "Running")
     assert len(cluster.starts(f"{name}-worker-0")) == 2
     assert "PodsRestarting" in reasons(cluster, name)
-    assert "status 137 (killed by signal 9)" in conditions(cluster, name)["Restarting"]["message"]
+    assert f"{name}-worker-0 has ended with status 137 (killed by signal 9)" in cluster.kubectl("describe", "pwj", name)
 
 
 def test_a_worker_that_is_killed_is_not_started_again_where_that_is_never(cluster: Kubernetes):

@@ -59,17 +59,18 @@ class Kubelet:
     def _end(self, kind: str, pod: Any) -> None:
         process = self._running.pop(pod.metadata.uid, None)
         if process is not None and process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
             try:
                 process.wait(GRACE)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                self._clear(pod.metadata.uid)
         if kind != "DELETED":
             with suppress(client.ApiException):
-                self._api.delete_namespaced_pod(
-                    pod.metadata.name, pod.metadata.namespace, grace_period_seconds=0,
-                    body=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=pod.metadata.uid)),
-                )  # fmt: skip
+                options = client.V1DeleteOptions(
+                    grace_period_seconds=0, preconditions=client.V1Preconditions(uid=pod.metadata.uid)
+                )
+                self._api.delete_namespaced_pod(pod.metadata.name, pod.metadata.namespace, body=options)
 
     def _start(self, pod: Any) -> None:
         try:

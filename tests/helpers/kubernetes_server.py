@@ -220,8 +220,7 @@ class Kubernetes:
         uid = self.get("pod", pod)["metadata"]["uid"]
         mark = f"PARTWAY_READY_FILE={self.logs / uid}.ready".encode()
         mine = [pid for pid in self._left() if mark in Path(f"/proc/{pid}/environ").read_bytes()]
-        (first,) = [pid for pid in mine if os.getpgid(pid) == pid]
-        return first
+        return min(mine)  # the others were started by it
 
     def said(self) -> str:
         """The jobs, the pods, and what all logs end with."""

@@ -260,6 +260,23 @@ def test_of_ranks_one_that_was_deleted_by_hand_starts_all_again():
     assert world.condition("Restarting")["message"] == "a pod was deleted; all pods are started again"
 
 
+def test_ranks_that_end_because_one_was_deleted_start_again():
+    """They end with status 1, which alone would be for good; the operator may not have seen which was first."""
+    for is_there in (True, False):
+        world = World(a_job(workers=3, policy="ExitCode")).running()
+        if is_there:  # and being deleted
+            world.pods["job-worker-1"] = replace(world.pods["job-worker-1"], deleted=True)
+        else:
+            del world.pods["job-worker-1"]
+        for name in ("job-worker-0", "job-worker-2", "job-scheduler-0"):
+            world.end(name, 1)
+        world.step()
+        assert world.phase == "Restarting"
+        world.pods.pop("job-worker-1", None)
+        world.running()
+        assert (world.phase, world.status["restarts"]) == ("Running", 1)
+
+
 def test_a_job_with_servers_is_scaled_without_a_restart():
     world = World(a_job(workers=2, servers=1)).running()
     before = {name: pod.uid for name, pod in world.pods.items()}
