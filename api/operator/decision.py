@@ -319,6 +319,8 @@ class _Course:
             if (stale or pod.name not in names) and not pod.deleted:
                 yield Delete(pod.name, pod.uid)
         lacking = [each for each in wanted if each[0] not in self._by_name]
+        if any(pod.attempt.partition(".")[0] != str(self._status.attempt) for pod in self._pods):
+            lacking = []  # new ones would find the scheduler of the attempt before, which ends
         left = self._not_before() - self._now
         if lacking and left > 0:
             self._again.append(left)

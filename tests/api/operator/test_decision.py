@@ -304,6 +304,20 @@ def test_ranks_begin_again_when_they_are_scaled():
     assert world.status["restarts"] == 0  # it was asked for
 
 
+def test_no_rank_is_made_while_the_scheduler_before_is_there():
+    """It would join that one."""
+    world = World(a_job(workers=3)).running()
+    assert world.job is not None
+    world.job["spec"]["replicaSpecs"]["Worker"]["replicas"] = 2
+    old = world.pods["job-scheduler-0"]
+    decision = world.step()
+    assert not [each for each in decision.actions if isinstance(each, Make)]
+    world.pods = {"job-scheduler-0": replace(old, deleted=True)}
+    assert not [each for each in world.step().actions if isinstance(each, Make)]
+    del world.pods["job-scheduler-0"]
+    assert len([each for each in world.step().actions if isinstance(each, Make)]) == 3
+
+
 def test_a_suspended_job_has_no_pods_and_goes_on_later():
     world = World(a_job(workers=2, **policy(suspend=True, activeDeadlineSeconds=60)))
     world.rest()
