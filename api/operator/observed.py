@@ -184,7 +184,7 @@ class Status:
                 for each in self.conditions
             ],
         }  # fmt: skip
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in found.items() if value not in (None, "")}
 
 
 def pods_of(objects: Iterable[Mapping[str, Any]], uid: str) -> tuple[Pod, ...]:

@@ -174,7 +174,7 @@ class Kubernetes:
         """An object, or the items of all of a kind; None if there is none."""
         said = self.kubectl("get", kind, *([name] if name else []), "-o", "json", "--ignore-not-found")
         if not said:
-            return None
+            return None if name else []
         found = json.loads(said)
         return found if name else found["items"]
 
