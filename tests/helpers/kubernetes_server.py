@@ -193,12 +193,12 @@ class Kubernetes:
         """The phase of a job."""
         return str(self.status(name).get("phase", ""))
 
-    def until(self, there: Callable[[], Any], what: str, seconds: float = 60) -> float:
+    def until(self, there: Callable[[], Any], what: str, seconds: float = 60, every: float = 0.1) -> float:
         """Wait until something is so. How many seconds it took."""
         began = time.monotonic()
         while not there():
             assert time.monotonic() - began < seconds, f"no {what} in {seconds:g} s\n{self.said()}"
-            time.sleep(0.1)
+            time.sleep(every)
         return time.monotonic() - began
 
     def until_phase(self, name: str, phase: str, seconds: float = 60) -> float:
