@@ -18,7 +18,7 @@ _REQUESTS = {
     WORKER: {"cpu": "1", "memory": "1Gi"},
 }  # fmt: skip
 _SECURITY = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
-_POD_SECURITY = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+_POD_SECURITY = {"runAsNonRoot": True, "fsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def service_name(job: str) -> str:
@@ -82,7 +82,7 @@ def pod(job: Mapping[str, Any], spec: Spec, role: str, index: int, attempt: str)
         volumes.append({"name": "partway-tmp", "emptyDir": {}})
         mounts.append({"name": "partway-tmp", "mountPath": "/tmp"})
     if spec.enableSSL:
-        volumes.append({"name": "partway-tls", "secret": {"secretName": spec.sslSecret, "defaultMode": 0o400}})
+        volumes.append({"name": "partway-tls", "secret": {"secretName": spec.sslSecret, "defaultMode": 0o440}})
         mounts.append({"name": "partway-tls", "mountPath": TLS, "readOnly": True})
     has = {each.get("name") for each in main.get("env") or ()}
     main["env"] = [

@@ -123,12 +123,14 @@ def _read(identity: Identity) -> tuple[Any, x509.Certificate, list[x509.Certific
 
 
 def _bytes(name: str, file: Path, alone: bool = False) -> bytes:
-    """What is in a file; `alone`: that nobody else may read."""
+    """What is in a file; `alone`: that nobody else may read, but for the group of one that is root's: so Kubernetes
+    gives a Secret to a process of another user."""
     try:
-        mode, data = file.stat().st_mode, file.read_bytes()
+        status, data = file.stat(), file.read_bytes()
     except OSError as error:
         raise RuntimeStateError(f"{name} names {file}, which cannot be read: {error.strerror or error}") from None
-    if alone and mode & 0o077:
+    others = 0o037 if status.st_uid == 0 and os.geteuid() != 0 else 0o077
+    if alone and status.st_mode & others:
         raise RuntimeStateError(f"{name} names {file}, which other users may read or write; run: chmod 600 {file}")
     return data
 

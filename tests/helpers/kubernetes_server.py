@@ -3,6 +3,7 @@ for a node (kubelet.py), and the operator as a process. `tests/helpers/build_kub
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import secrets
@@ -84,7 +85,8 @@ class Kubernetes:
         self.run(
             "manager", str(BUILT / "kube-controller-manager"), "--kubeconfig", str(self.config),
             "--service-account-private-key-file", str(key), "--leader-elect=false", "--controllers",
-            "garbagecollector,namespace,serviceaccount,resourcequota", "--resource-quota-sync-period", "1s",
+            "garbagecollector,namespace,serviceaccount,serviceaccount-token,resourcequota",
+            "--resource-quota-sync-period", "1s",
         )  # fmt: skip
         self.run("kubelet", sys.executable, str(HERE / "kubelet.py"), str(self.config), str(self.logs))
         self.apply(subprocess.run([*PARTWAY, "operator", "manifests"], capture_output=True, check=True).stdout.decode())
@@ -107,11 +109,23 @@ class Kubernetes:
         """Start the operator as a process, as its service account."""
         config = self.folder / "operator.kubeconfig"
         if not config.exists():
-            account = "system:serviceaccount:partway-system:partway-operator"
-            user = json.loads(self.config.read_text())
-            user["users"][0]["user"] |= {"as": account}
-            config.write_text(json.dumps(user))
+            given = json.loads(self.config.read_text())
+            given["users"][0]["user"] = {"token": self._token()}
+            config.write_text(json.dumps(given))
         self.run(name, *PARTWAY, "operator", "run", *arguments, KUBECONFIG=str(config))
+
+    def _token(self) -> str:
+        """That of the operator's service account: it may do what the manifests say, and nothing else."""
+
+        def secrets_of() -> list[Any]:
+            said = self.kubectl("-n", "partway-system", "get", "secrets", "-o", "json")
+            kind = "kubernetes.io/service-account-token"
+            accounts = [each for each in json.loads(said)["items"] if each["type"] == kind]
+            name = "kubernetes.io/service-account.name"
+            return [each for each in accounts if each["metadata"]["annotations"][name] == "partway-operator"]
+
+        self.until(lambda: [each for each in secrets_of() if "token" in each.get("data", {})], "token of the operator")
+        return base64.b64decode(secrets_of()[0]["data"]["token"]).decode()
 
     def run(self, name: str, *command: str, **environment: str) -> None:
         """Start a process of the cluster."""

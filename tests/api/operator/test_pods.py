@@ -89,7 +89,7 @@ def test_what_the_template_says_stays():
 
 def test_certificates_are_mounted():
     pod = made(a_job(workers=2, enableSSL=True, sslSecret="tls"), "Worker")
-    assert {"name": "partway-tls", "secret": {"secretName": "tls", "defaultMode": 0o400}} in pod["spec"]["volumes"]
+    assert {"name": "partway-tls", "secret": {"secretName": "tls", "defaultMode": 0o440}} in pod["spec"]["volumes"]
     mount = {"name": "partway-tls", "mountPath": "/etc/partway/tls", "readOnly": True}
     assert mount in pod["spec"]["containers"][0]["volumeMounts"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -245,7 +246,10 @@ def test_what_happens_while_a_job_is_looked_at_has_it_looked_at_once_more(api: A
 
         own.look = look  # type: ignore[method-assign, assignment]
         own.touch("default", "job", 0.0)
-        await asyncio.sleep(0.6)
+        end = time.monotonic() + 20
+        while len(looks) < 2 and time.monotonic() < end:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
 
     asyncio.run(run())
     assert len(looks) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import replace
 from datetime import timedelta
@@ -124,6 +125,18 @@ def test_files_that_are_not_what_they_should_be_are_named(
     refused(replace(good, ciphers="NONE-OF-THEM"), r"^cipher_list is 'NONE-OF-THEM', of which this OpenSSL knows none")
     good.client.file.chmod(0o644)
     refused(good, r"^client_cert_path names .*, which other users may read or write; run: chmod 600 \S*client.pem$")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="files of root are made by root")
+def test_a_key_of_roots_may_be_read_by_its_group_as_kubernetes_gives_it(
+    good: Certificates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    good.client.file.chmod(0o640)
+    assert b"PRIVATE KEY" in pem_of(good.client)[0]
+    for mode in (0o660, 0o644):
+        good.client.file.chmod(mode)
+        refused(good, r"^client_cert_path names .*, which other users may read or write")
 
 
 def test_a_key_of_another_certificate_is_named(good: Certificates, tmp_path: Path) -> None:
