@@ -86,7 +86,7 @@ class Kubernetes:
             "manager", str(BUILT / "kube-controller-manager"), "--kubeconfig", str(self.config),
             "--service-account-private-key-file", str(key), "--leader-elect=false", "--controllers",
             "garbagecollector,namespace,serviceaccount,serviceaccount-token,resourcequota",
-            "--resource-quota-sync-period", "1s",
+            "--resource-quota-sync-period", "1s", "--kube-api-qps", "500", "--kube-api-burst", "1000",
         )  # fmt: skip
         self.run("kubelet", sys.executable, str(HERE / "kubelet.py"), str(self.config), str(self.logs))
         self.apply(subprocess.run([*PARTWAY, "operator", "manifests"], capture_output=True, check=True).stdout.decode())
