@@ -99,6 +99,8 @@ def _decided(
     invalid = (failed := before.condition("Failed")) is not None and failed.holds and failed.reason == "InvalidSpec"
     if before.over and not (invalid and before.generation != job["metadata"].get("generation", 0)):
         return _over(job, spec, before, pods, services, now)
+    if spec is None and before.start is not None:  # a wrong change stops nothing that runs
+        return Decision(before.having("Invalid", True, "InvalidSpec", "; ".join(problems), now))
     if spec is None:
         status = before.having("Failed", True, "InvalidSpec", "; ".join(problems), now)
         return Decision(
@@ -107,14 +109,16 @@ def _decided(
     status = replace(before, selector=f"{JOB}={job['metadata']['name']},partway.dev/role=worker")
     if invalid:
         status = status.having("Failed", False, "Corrected", "the job was corrected", now)
+    if status.holds("Invalid"):
+        status = status.having("Invalid", False, "Corrected", "the job was corrected", now)
     if spec.runPolicy.suspend:
-        return _suspended(status, pods, services, now)
+        return _suspended(status, pods, now)
     if status.holds("Suspended"):
         status = status.having("Suspended", False, "Resumed", "the job goes on", now)
     return _Course(job, spec, status, pods, services, now, refused).decided()
 
 
-def _suspended(status: Status, pods: Sequence[Pod], services: Sequence[str], now: float) -> Decision:
+def _suspended(status: Status, pods: Sequence[Pod], now: float) -> Decision:
     message = "the job waits, without pods (runPolicy.suspend)"
     if status.condition("Running") is not None:
         status = status.having("Running", False, "Suspended", message, now)
@@ -155,7 +159,7 @@ class _Course:
         self, job: Mapping[str, Any], spec: Spec, status: Status, pods: Sequence[Pod], services: Sequence[str],
         now: float, refused: str,
     ) -> None:  # fmt: skip
-        self._name, self._spec, self._before, self._pods = job["metadata"]["name"], spec, status, pods
+        self._name, self._spec, self._pods = job["metadata"]["name"], spec, pods
         self._services, self._now, self._refused = services, now, refused
         self._status = status
         self._by_name = {pod.name: pod for pod in pods}
@@ -428,4 +432,5 @@ def _told(before: Status, after: Status) -> Iterator[Tell]:
         refused = each.kind == "Running" and not each.holds and each.reason in ("PodRefused", "PodPending")
         turned = old is None or old.holds != each.holds
         if (each.holds and (turned or again)) or (refused and (old is None or old.message != each.message)):
-            yield Tell(each.reason, each.message, warning=each.kind in ("Failed", "Restarting") or refused)
+            wrong = each.kind in ("Failed", "Invalid", "Restarting")
+            yield Tell(each.reason, each.message, warning=wrong or refused)

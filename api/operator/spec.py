@@ -61,12 +61,18 @@ class Replicas(_Part):
     template: dict[str, Any] = Field(description="The pod, as in a Deployment; its first container is the process.")
 
 
+class Workers(Replicas):
+    """The pods of workers, of which there is one at least."""
+
+    replicas: Annotated[int, Field(ge=1, le=1000)] = Field(default=1, description="How many pods.")
+
+
 class Roles(_Part):
     """The roles of a job."""
 
     Scheduler: Replicas | None = None
     PS: Replicas | None = None
-    Worker: Replicas
+    Worker: Workers
 
 
 class Spec(_Part):
@@ -175,10 +181,6 @@ def _together(spec: Spec) -> list[str]:
     """What fields say that does not go together."""
     problems = []
     workers, servers, schedulers = (spec.count(role) for role in (WORKER, SERVER, SCHEDULER))
-    if workers < 1:
-        problems.append(
-            "spec.replicaSpecs.Worker.replicas is 0; it must be 1 or more (suspend a job by runPolicy.suspend)"
-        )
     if spec.role(SCHEDULER) is not None and schedulers != 1:
         problems.append(f"spec.replicaSpecs.Scheduler.replicas is {schedulers}; it must be 1")
     if schedulers == 0 and (workers > 1 or servers):

@@ -401,6 +401,9 @@ def test_a_job_is_scaled_up_and_down(cluster: Kubernetes):
     cluster.until(lambda: " of 2 " in cluster.log("scaled-worker-0"), "2 ranks")
     cluster.kubectl("scale", "pwj", "scaled", "--replicas=3")
     cluster.until(lambda: " of 3 sum 6.0" in cluster.log("scaled-worker-2"), "3 ranks", 120)
+    assert "should be greater than or equal to 1" in cluster.kubectl(
+        "scale", "pwj", "scaled", "--replicas=0", check=False
+    )
     cluster.kubectl("scale", "pwj", "scaled", "--replicas=1")
     cluster.until(lambda: " of 1 sum 1.0" in cluster.log("scaled-worker-0"), "1 rank", 120)
     pods = [each["metadata"]["name"] for each in cluster.get("pods")]

@@ -56,11 +56,11 @@ WRONG: dict[str, Wrong] = {
         "spec.replicaSpecs.Scheduler.replicas", 2, "spec.replicaSpecs.Scheduler.replicas is 2; it must be 1"
     ),
     "0 workers": Wrong(
-        f"{_WORKER}.replicas", 0,
-        f"{_WORKER}.replicas is 0; it must be 1 or more (suspend a job by runPolicy.suspend)",
+        f"{_WORKER}.replicas", 0, f"{_WORKER}.replicas is 0; it must be 1 or more",
+        "should be greater than or equal to 1",
     ),
-    "-1 workers": Wrong(
-        f"{_WORKER}.replicas", -1, f"{_WORKER}.replicas is -1; it must be 0 or more",
+    "-1 servers": Wrong(
+        "spec.replicaSpecs.PS.replicas", -1, "spec.replicaSpecs.PS.replicas is -1; it must be 0 or more",
         "should be greater than or equal to 0",
     ),
     "too many workers": Wrong(

@@ -377,6 +377,22 @@ def test_a_wrong_job_fails_with_the_reasons_and_goes_on_when_it_is_corrected():
     assert world.phase == "Running"
 
 
+def test_a_wrong_change_stops_nothing_that_runs():
+    world = World(a_job(workers=3, servers=1, elastic={"minWorkers": 2})).running()
+    before = dict(world.pods)
+    assert world.job is not None
+    world.job["spec"]["replicaSpecs"]["Worker"]["replicas"] = 1
+    world.rest()
+    assert (world.phase, world.pods) == ("Running", before)
+    said = "spec.elastic.minWorkers is 2; it must be 1 or less, as many as there are workers"
+    assert world.condition("Invalid")["message"] == said
+    assert (world.events[-1].message, world.events[-1].warning) == (said, True)
+    world.job["spec"]["replicaSpecs"]["Worker"]["replicas"] = 2
+    world.rest()
+    assert world.condition("Invalid")["status"] == "False"
+    assert len(world.pods) == 4
+
+
 def test_nothing_is_done_for_a_job_that_is_being_deleted():
     world = World(a_job(workers=2))
     assert world.job is not None
