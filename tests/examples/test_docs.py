@@ -21,6 +21,7 @@ RANKS = {  # under torchrun
     "security": 2,
 }  # fmt: skip
 PAGES = sorted(RANKS)
+COMMANDS = {"kubernetes"}  # no Python: tests/ecosystem/test_kubernetes.py runs what stands there
 
 Runner = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -35,7 +36,7 @@ def code_of(page: str) -> str:
 def test_each_page_is_found_from_the_readme() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     pages = {path.stem for path in (ROOT / "docs").glob("*.md")}
-    assert pages == set(PAGES)
+    assert pages == {*PAGES, *COMMANDS}
     assert all(f"(docs/{page}.md)" in readme for page in pages)
     assert partway.load.__doc__
 
