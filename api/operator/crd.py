@@ -76,14 +76,11 @@ _COLUMNS = {
 
 def definition() -> dict[str, Any]:
     """The CustomResourceDefinition, with a structural schema."""
+    spec = Spec.model_json_schema()
     schema = {
-        "type": "object",
-        "required": ["spec"],
-        "properties": {
-            "spec": _structural(Spec.model_json_schema(), Spec.model_json_schema()["$defs"]),
-            "status": _STATUS,
-        },
-    }
+        "type": "object", "required": ["spec"],
+        "properties": {"spec": _structural(spec, spec["$defs"]), "status": _STATUS},
+    }  # fmt: skip
     workers = f".spec.replicaSpecs.{WORKER}.replicas"
     return {
         "apiVersion": "apiextensions.k8s.io/v1",

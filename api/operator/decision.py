@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from partway.operator.observed import JOB, Pod, Status, name_of
+from partway.operator.observed import JOB, KINDS, ROLE, Pod, Status, name_of
 from partway.operator.spec import ROLES, SCHEDULER, SERVER, WORKER, Spec, parsed
 
 SETTLE = 10.0  # seconds in which the others end, too, where one has ended: the first reason is what counts
@@ -103,10 +103,8 @@ def _decided(
         return Decision(before.having("Invalid", True, "InvalidSpec", "; ".join(problems), now))
     if spec is None:
         status = before.having("Failed", True, "InvalidSpec", "; ".join(problems), now)
-        return Decision(
-            replace(status, phase="Failed"), tuple(Delete(pod.name, pod.uid) for pod in pods if not pod.deleted)
-        )
-    status = replace(before, selector=f"{JOB}={job['metadata']['name']},partway.dev/role=worker")
+        return Decision(replace(status, phase="Failed"), _deleted(pods))
+    status = replace(before, selector=f"{JOB}={job['metadata']['name']},{ROLE}={KINDS[WORKER]}")
     if invalid:
         status = status.having("Failed", False, "Corrected", "the job was corrected", now)
     if status.holds("Invalid"):
@@ -128,7 +126,7 @@ def _suspended(status: Status, pods: Sequence[Pod], now: float) -> Decision:
         status, phase="Suspended", ready=_ready(pods, 0), start=None, attempt=next_attempt, attempts={}, complete=False,
         replicas=_counts(pods),
     )  # fmt: skip
-    return Decision(status, tuple(Delete(pod.name, pod.uid) for pod in pods if not pod.deleted))
+    return Decision(status, _deleted(pods))
 
 
 def _over(
@@ -137,19 +135,23 @@ def _over(
     """Of a job that is over: what is left of it goes."""
     status = replace(status, replicas=_counts(pods), ready=_ready(pods, len(pods)))
     if spec is None:
-        return Decision(status, tuple(Delete(pod.name, pod.uid) for pod in pods if not pod.deleted))
+        return Decision(status, _deleted(pods))
     policy = spec.runPolicy
-    gone = [pod for pod in pods if not pod.deleted and (policy.cleanPodPolicy == "All" or not pod.ended)]
-    actions: list[Action] = []
+    actions: tuple[Action, ...] = ()
     if policy.cleanPodPolicy != "None":
-        actions = [Delete(pod.name, pod.uid) for pod in gone]
-        actions += [DeleteService(name) for name in services]
+        gone = _deleted([pod for pod in pods if policy.cleanPodPolicy == "All" or not pod.ended])
+        actions = (*gone, *(DeleteService(name) for name in services))
     if policy.ttlSecondsAfterFinished is None or status.end is None:
-        return Decision(status, tuple(actions))
+        return Decision(status, actions)
     left = status.end + policy.ttlSecondsAfterFinished - now
     if left <= 0:
         return Decision(status, (*actions, DeleteJob()))
-    return Decision(status, tuple(actions), left)
+    return Decision(status, actions, left)
+
+
+def _deleted(pods: Sequence[Pod]) -> tuple[Delete, ...]:
+    """Delete pods that are not being deleted already."""
+    return tuple(Delete(pod.name, pod.uid) for pod in pods if not pod.deleted)
 
 
 class _Course:
@@ -226,16 +228,13 @@ class _Course:
             fatal = []  # those that ended for good did so because one was killed or deleted
         if fatal and self._settled():
             first = min(fatal, key=lambda pod: (pod.finished, pod.name))
-            policy = self._spec.role(first.role)
-            assert policy is not None
-            return False, f"{first.role}Failed", f"{_end_of(first)}, and its restartPolicy is {policy.restartPolicy}"
+            message = f"{_end_of(first)}, and its restartPolicy is {self._policy(first)}"
+            return False, f"{first.role}Failed", message
         limit = self._spec.runPolicy.activeDeadlineSeconds
         if limit is not None:
             assert self._status.start is not None
-            left = self._status.start + limit - self._now
-            if left <= 0:
+            if self._is_past(self._status.start + limit):
                 return False, "DeadlineExceeded", f"the job has run for {limit} s (activeDeadlineSeconds)"
-            self._again.append(left)
         return None
 
     def _failed(self) -> list[Pod]:
@@ -244,15 +243,20 @@ class _Course:
             pod
             for pod in self._current()
             if pod.phase == "Failed"
-            or (pod.phase == "Succeeded" and pod.role != WORKER and self._spec.role(pod.role).restartPolicy == "Always")  # type: ignore[union-attr]
+            or (pod.phase == "Succeeded" and pod.role != WORKER and self._policy(pod) == "Always")
         ]
 
+    def _policy(self, pod: Pod) -> str:
+        """The restartPolicy of a pod that is wanted."""
+        said = self._spec.role(pod.role)
+        assert said is not None
+        return said.restartPolicy
+
     def _is_tried_again(self, pod: Pod) -> bool:
-        policy = self._spec.role(pod.role)
-        assert policy is not None
-        if policy.restartPolicy == "Never":
+        policy = self._policy(pod)
+        if policy == "Never":
             return False
-        if policy.restartPolicy == "ExitCode" and pod.code is not None:
+        if policy == "ExitCode" and pod.code is not None:
             return not 1 <= pod.code <= 127
         return True
 
@@ -281,10 +285,7 @@ class _Course:
         if all(pod.ended for pod in self._current(WORKER)):
             return True
         first = min((pod.finished for pod in self._failed()), default=self._now)
-        left = first + SETTLE - self._now
-        if left > 0:
-            self._again.append(left)
-        return left <= 0
+        return self._is_past(first + SETTLE)
 
     def _count_restarts(self) -> None:
         """Raise the numbers of what is to be started again."""
@@ -306,7 +307,11 @@ class _Course:
 
     def _stays_ended(self, pod: Pod) -> bool:
         """Whether a server that ended well did not do so because the job is over, which is seen a moment later."""
-        left = pod.finished + SETTLE - self._now
+        return self._is_past(pod.finished + SETTLE)
+
+    def _is_past(self, moment: float) -> bool:
+        """Whether a moment is over; else it is looked again then."""
+        left = moment - self._now
         if left > 0:
             self._again.append(left)
         return left <= 0
@@ -318,16 +323,13 @@ class _Course:
     def _wanted_actions(self) -> Iterator[Action]:
         wanted = list(self._wanted())
         names = {name for name, _, _ in wanted}
-        for pod in self._pods:
-            stale = pod.name in names and pod.attempt != self._attempt(pod.name)
-            if (stale or pod.name not in names) and not pod.deleted:
-                yield Delete(pod.name, pod.uid)
+        yield from _deleted(
+            [pod for pod in self._pods if pod.name not in names or pod.attempt != self._attempt(pod.name)]
+        )
         lacking = [each for each in wanted if each[0] not in self._by_name]
         if any(pod.attempt.partition(".")[0] != str(self._status.attempt) for pod in self._pods):
             lacking = []  # new ones would find the scheduler of the attempt before, which ends
-        left = self._not_before() - self._now
-        if lacking and left > 0:
-            self._again.append(left)
+        if lacking and not self._is_past(self._not_before()):
             lacking = [each for each in lacking if not self._is_delayed(each[0])]
         if self._spec.count(SCHEDULER) and (not self._services or (lacking and not self._pods)):
             yield MakeService()

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from partway.operator.crd import definition
+from partway.operator.pods import SECURITY
 from partway.operator.spec import API, GROUP, KIND, PLURAL, parsed
 from partway.strategy import RuntimeStateError
 
@@ -48,9 +49,7 @@ def installation(namespace: str, image: str) -> list[dict[str, Any]]:
         "image": image,
         "args": ["operator", "run", "--lease", f"{namespace}/{_NAME}", "--health", f"http://0.0.0.0:{_PORT}/healthz"],
         "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "512Mi"}},
-        "securityContext": {
-            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}
-        },
+        "securityContext": SECURITY,
         "livenessProbe": {"httpGet": {"path": "/healthz", "port": _PORT}, "initialDelaySeconds": 10},
         "env": [{"name": "HOME", "value": "/tmp"}],
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],

@@ -10,13 +10,13 @@ from typing import Any
 from partway.operator.spec import GROUP, SCHEDULER, SERVER, WORKER
 
 JOB, ROLE, INDEX, ATTEMPT = (f"{GROUP}/{name}" for name in ("job", "role", "index", "attempt"))  # labels
-_KINDS = {SCHEDULER: "scheduler", SERVER: "ps", WORKER: "worker"}
+KINDS = {SCHEDULER: "scheduler", SERVER: "ps", WORKER: "worker"}
 _BEGINNING = frozenset({"ContainerCreating", "PodInitializing"})  # reasons to wait that are none
 
 
 def name_of(job: str, role: str, index: int) -> str:
     """The name of a pod: the same each time it is started, so that there is never a second one."""
-    return f"{job}-{_KINDS[role]}-{index}"
+    return f"{job}-{KINDS[role]}-{index}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Pod:
         """That of an object of the API; None for one that is not a job's."""
         metadata, status = pod["metadata"], pod.get("status") or {}
         labels = metadata.get("labels") or {}
-        role = next((role for role, kind in _KINDS.items() if kind == labels.get(ROLE)), None)
+        role = next((role for role, kind in KINDS.items() if kind == labels.get(ROLE)), None)
         if role is None or not str(labels.get(INDEX, "")).isdecimal():
             return None
         containers = status.get("containerStatuses") or []

@@ -7,17 +7,17 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from partway.operator.observed import ATTEMPT, INDEX, JOB, ROLE, name_of
+from partway.operator.observed import ATTEMPT, INDEX, JOB, KINDS, ROLE, name_of
 from partway.operator.spec import API, KIND, SCHEDULER, SERVER, WORKER, Spec
 
 TLS = "/etc/partway/tls"
 READY = "/tmp/partway-ready"  # what a process writes when it has come to its job
-_ROLES = {SCHEDULER: ("MS_SCHED", "scheduler"), SERVER: ("MS_PSERVER", "ps"), WORKER: ("MS_WORKER", "worker")}
+_ROLES = {SCHEDULER: "MS_SCHED", SERVER: "MS_PSERVER", WORKER: "MS_WORKER"}
 _REQUESTS = {
     SCHEDULER: {"cpu": "250m", "memory": "512Mi"}, SERVER: {"cpu": "1", "memory": "1Gi"},
     WORKER: {"cpu": "1", "memory": "1Gi"},
 }  # fmt: skip
-_SECURITY = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+SECURITY = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 _POD_SECURITY = {"runAsNonRoot": True, "fsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
@@ -41,7 +41,7 @@ def service(job: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {JOB: name, ROLE: _ROLES[SCHEDULER][1]},
+            "selector": {JOB: name, ROLE: KINDS[SCHEDULER]},
             "ports": [{"name": "scheduler", "port": spec.schedulerPort}],
         },
     }
@@ -64,7 +64,7 @@ def pod(job: Mapping[str, Any], spec: Spec, role: str, index: int, attempt: str)
     said = spec.role(role)
     assert said is not None
     made = copy.deepcopy(said.template)
-    labels = {ROLE: _ROLES[role][1], INDEX: str(index), ATTEMPT: attempt}
+    labels = {ROLE: KINDS[role], INDEX: str(index), ATTEMPT: attempt}
     own = made.get("metadata") or {}
     metadata = _metadata(job, name_of(name, role, index), {**(own.get("labels") or {}), **labels})
     if own.get("annotations"):
@@ -74,7 +74,7 @@ def pod(job: Mapping[str, Any], spec: Spec, role: str, index: int, attempt: str)
     body.setdefault("securityContext", copy.deepcopy(_POD_SECURITY))
     body.setdefault("automountServiceAccountToken", False)
     for container in body["containers"]:
-        container.setdefault("securityContext", copy.deepcopy(_SECURITY))
+        container.setdefault("securityContext", copy.deepcopy(SECURITY))
     main = body["containers"][0]
     main.setdefault("resources", {"requests": dict(_REQUESTS[role])})
     volumes, mounts = body.setdefault("volumes", []), main.setdefault("volumeMounts", [])
@@ -100,7 +100,7 @@ def _variables(name: str, spec: Spec, role: str, index: int) -> list[dict[str, A
     if spec.count(SCHEDULER) == 0:
         return [{"name": key, "value": value} for key, value in found.items()]
     found |= {
-        "MS_ROLE": _ROLES[role][0], "MS_SCHED_HOST": service_name(name), "MS_SCHED_PORT": str(spec.schedulerPort),
+        "MS_ROLE": _ROLES[role], "MS_SCHED_HOST": service_name(name), "MS_SCHED_PORT": str(spec.schedulerPort),
         "MS_WORKER_NUM": str(spec.count(WORKER)), "PARTWAY_READY_FILE": READY,
     }  # fmt: skip
     if spec.count(SERVER):

@@ -219,7 +219,7 @@ class Operator:
 
     def _carried_out(self, job: dict[str, Any], decision: Decision) -> float | None:
         key = job["metadata"]["namespace"], job["metadata"]["name"]
-        spec, _ = parsed(job)
+        spec = parsed(job)[0] if decision.actions else None
         refused = ""
         for action in decision.actions:
             try:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scripts import free_port
 
 SCRIPT = Path(__file__).with_name("served_script.py")
 PARTWAY = [sys.executable, "-m", "partway.cli"]
@@ -149,14 +149,11 @@ def by_variables(
 ) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """The processes of a job as MS_ROLE says: gives a function that starts one more. Whatever is left is killed."""
     folder.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     started: list[subprocess.Popen[str]] = []
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "SERVED_FOLDER": str(folder), "PARTWAY_CACHE_DIR": str(folder / "cache"),
         "MS_WORKER_NUM": str(workers), "MS_SERVER_NUM": str(servers), "MS_SCHED_HOST": "127.0.0.1",
-        "MS_SCHED_PORT": str(port), **{f"SERVED_{name.upper()}": str(value) for name, value in options.items()},
+        "MS_SCHED_PORT": str(free_port()), **{f"SERVED_{name.upper()}": str(value) for name, value in options.items()},
     }  # fmt: skip
 
     def start(role: str, **more: str) -> subprocess.Popen[str]:
