@@ -22,7 +22,7 @@ from ...strategy.cut import Cut
 from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement, Shard, converts, kind, transpose
-from ..ops.kinds import COLLECTIVES, is_gather, share
+from ..ops.kinds import COLLECTIVES, share
 from .cost import Weights, collective_cost
 from .profile import DeviceProfile
 
@@ -74,7 +74,7 @@ class ConversionTable:
     barred       steps, each as (axes, from, to): a conversion whose cheapest chain has one is impossible
     tied         axes along which there is no step at all
     stay_split   what is split stays split: no step gathers or exchanges it, forward or backward
-    regather     a gather runs once more in the backward
+    again        its forward runs once more in the backward
     short        sizes of dims that may be cut into more parts than they have elements
     """
 
@@ -88,7 +88,7 @@ class ConversionTable:
     barred: frozenset[tuple[tuple[str, ...], Placement, Placement]] = frozenset()
     tied: tuple[str, ...] = ()
     stay_split: bool = False
-    regather: bool = False
+    again: bool = False
     short: frozenset[int] = frozenset()
 
     @cached_property
@@ -166,8 +166,7 @@ class ConversionTable:
     def kinds(self, source: Placement, target: Placement, phase: str) -> tuple[Kind, ...]:
         """What a step does in the "forward" or the "backward"."""
         done = step_kind(source, target, phase, self.gradient)
-        repeats = self.regather and phase == "backward" and is_gather(kind(source, target))
-        return (done, kind(source, target)) if repeats else (done,)
+        return (done, kind(source, target)) if self.again and phase == "backward" else (done,)
 
     @cached_property
     def cost(self) -> Floats:
@@ -259,7 +258,7 @@ class ConversionTable:
         whole = self.held[codes[self.states.index(REPLICATE)]]  # what is held if none of these axes splits it
         names = tuple(self.mesh.axes[a] for a in axes)
         fixed, linear = _coefficients(
-            self.states, self.gradient, self.stay_split, self.regather, self.mesh, names, self.profile, self.weights
+            self.states, self.gradient, self.stay_split, self.again, self.mesh, names, self.profile, self.weights
         )
         cost = fixed[..., None] + linear[..., None] * whole
         # a later axis that splits the same dim stands in the way of putting or taking away a split
@@ -356,7 +355,7 @@ def _coefficients(
     states: tuple[Placement, ...],
     gradient: bool,
     stay_split: bool,
-    regather: bool,
+    again: bool,
     mesh: Mesh,
     axes: tuple[str, ...],
     profile: DeviceProfile,
@@ -371,7 +370,7 @@ def _coefficients(
         if not converts(source, target):
             continue
         ways = [kind(source, target)] + ([kind(*transpose(source, target))] if gradient else [])
-        ways += [ways[0]] if regather and is_gather(ways[0]) else []
+        ways += [ways[0]] if again else []
         if len(axes) > 1 and not any(way.communicates for way in ways):
             continue
         if stay_split and any(way.communicates and not COLLECTIVES[way].settled for way in ways):
@@ -399,13 +398,19 @@ def conversion_table(
     profile: DeviceProfile,
     weights: Weights,
     stay_split: bool = False,
-    regather: bool = False,
+    again: bool = False,
     short: frozenset[int] = frozenset(),
 ) -> ConversionTable:
     """The shared table for these arguments."""
     return ConversionTable(
-        shape, itemsize, partial, gradient, mesh, profile, weights, frozenset(), (), stay_split, regather, short
+        shape, itemsize, partial, gradient, mesh, profile, weights, frozenset(), (), stay_split, again, short
     )
+
+
+@lru_cache(maxsize=4096)
+def once_more(table: ConversionTable) -> ConversionTable:
+    """The shared table like `table` of conversions whose forward runs once more in the backward."""
+    return replace(table, again=True)
 
 
 @lru_cache(maxsize=4096)

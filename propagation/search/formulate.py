@@ -337,7 +337,7 @@ def _unsplit(mesh: Mesh, table: ConversionTable, codes: Codes, *, operand: bool 
     free: Floats = np.zeros(len(codes))
     return Options(
         (tables * operand, tables * result), (codes,) * operand, (codes,) * result, factors, (), mesh,
-        free, free, free, free, free,
+        free, free, free, free, free, free, table.held[codes] * result,
     )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ def option_of_island(
         (operands, results), codes(operands, operand_layouts(its, text)),
         codes(results, [result.layout for result in its.results]),
         np.full((1, len(its.mesh.axes)), -1, dtype=np.intp), (), its.mesh,
-        one(unary), one(seconds), one(flops), one(held), one(held),
+        one(unary), one(seconds), one(flops), one(held), one(held), one(seconds), one(held),
     )  # fmt: skip
 
 

@@ -84,12 +84,12 @@ def operator_options(call: Call, settings: Settings) -> Options:
         rule = Rule(tuple(() for _ in call.operands), tuple(() for _ in call.results), {})
     rows, exist = _every(call, rule, choices, settings)
     rows = rows.take(_preferred(call, rule, rows, exist, settings))
-    seconds, flops, held = _work(call, rule, rows, settings)
+    seconds, flops, held, again, made = _work(call, rule, rows, settings)
     unary = settings.weights.compute * seconds + settings.weights.memory * held / 1e9
     unary = unary + _exchanges(call, rule, rows, settings)
     return Options(
         (call.operands, call.results), rows.operands, rows.results, rows.factors, tuple(rule.sizes), settings.mesh,
-        unary, seconds, flops, held, held,
+        unary, seconds, flops, held, held, again, made,
     )  # fmt: skip
 
 
@@ -195,21 +195,22 @@ def cheapest(options: Options, count: int | None) -> Options:
 # -- what they cost
 
 
-def _work(call: Call, rule: Rule, rows: _Rows, settings: Settings) -> tuple[Floats, Floats, Floats]:
-    """Of every row the seconds and the flops of the operator on one device, forward and backward, and the bytes of
-    its results that are kept. The backward of a contraction computes a product for each operand that needs a
+def _work(call: Call, rule: Rule, rows: _Rows, settings: Settings) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """Of every row the seconds and the flops of the operator on one device, forward and backward, the bytes of its
+    results that are kept at most, the seconds of one more forward, and the bytes that its results take up. The backward of a contraction computes a product for each operand that needs a
     gradient; that of another operator reads and writes as much as the forward does."""
     nothing = np.zeros(len(rows.parts))
     if call.view:
-        return nothing, nothing, nothing
+        return nothing, nothing, nothing, nothing, nothing
     results = sum((table.held[codes] for table, codes in _tensors(call.results, rows.results)), nothing)
     moved = results + sum(table.held[codes] for table, codes in _tensors(call.operands, rows.operands))
     passes = _backward_passes(call, rule) if call.differentiated else 0.0
     flops = rule.flops / rows.parts
-    seconds = (1.0 + passes) * operator_seconds(flops, moved, call.dtype, settings.profile)
+    again, made = operator_seconds(flops, moved, call.dtype, settings.profile), results
     if call.recomputed:  # but the sum of addends is kept, so that no collective runs twice for it
         results = results * _has_addends(call, rows)
-    return seconds, (1.0 + passes) * flops, results if call.differentiated else nothing
+    held = results if call.differentiated else nothing
+    return (1.0 + passes) * again, (1.0 + passes) * flops, held, again, made
 
 
 def _backward_passes(call: Call, rule: Rule) -> float:

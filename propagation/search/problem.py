@@ -61,7 +61,7 @@ class Settings:
                         (enable_parallel_optimizer); None: the search decides
     optimizer_states    how many copies of each parameter the optimizer keeps (Adam: 2)
     memory_limit        bytes that a device may hold: parameters, gradients, optimizer states, activations
-    regather            weights that the forward gathers are not kept: the backward gathers them again
+    regather            whether the backward gathers again what the forward gathered of weights; None: the search decides
     short               sizes of dims that may be split over more devices than they have elements, as a person did
     rules               the rows that people gave to operators
     """
@@ -78,7 +78,7 @@ class Settings:
     shard_parameters: int | None = None
     optimizer_states: float = 2.0
     memory_limit: float | None = None
-    regather: bool = False
+    regather: bool | None = None
     short: frozenset[int] = frozenset()
     on_unknown_op: Fallback = Fallback.WARN
     rules: Rows = field(default_factory=dict)
@@ -103,6 +103,8 @@ class Options:
     seconds, flops      of the operator on one device, forward and backward
     held                bytes on one device: what stays for the backward; of an input, itself
     memory              bytes that count against the memory limit
+    again               seconds of the operator's forward by itself
+    made                bytes on one device that its results take up; a view takes none
     """
 
     tables: tuple[tuple[ConversionTable | None, ...], tuple[ConversionTable | None, ...]] = field(repr=False)
@@ -116,6 +118,8 @@ class Options:
     flops: Floats = field(repr=False)
     held: Floats = field(repr=False)
     memory: Floats = field(repr=False)
+    again: Floats = field(repr=False)
+    made: Floats = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.factors)
@@ -156,7 +160,7 @@ class Options:
             operands=tuple(codes[rows] for codes in self.operands),
             results=tuple(codes[rows] for codes in self.results),
             factors=self.factors[rows], unary=self.unary[rows], seconds=self.seconds[rows], flops=self.flops[rows],
-            held=self.held[rows], memory=self.memory[rows],
+            held=self.held[rows], memory=self.memory[rows], again=self.again[rows], made=self.made[rows],
         )  # fmt: skip
 
     def states(self) -> Iterator[tuple[Codes, int]]:
@@ -262,7 +266,7 @@ class TensorFacts:
             settings.profile,
             settings.weights,
             settings.stay_split and not (output or in_parts),
-            settings.regather and v in self.weights,
+            bool(settings.regather) and v in self.weights,
             settings.short.intersection(tensor.shape),
         )
 

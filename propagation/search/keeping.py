@@ -1,0 +1,374 @@
+"""What is kept for the backward, what is computed again, and what that costs: part of every choice.
+
+An option of a vertex is joined by a fate of its results:
+
+    KEPT    they stay until the backward has read them: bytes
+    AGAIN   the backward computes them again: the seconds of one more forward. What they are computed of must be there
+            then, kept or computed again
+    GONE    nothing in the backward reads them
+
+and a tensor that is converted for a reader in the backward is converted again (the collective runs once more), or kept
+as it was converted. All of that involves no more than the two ends of an edge, so the problem stays as thin as it is.
+
+Time in the backward goes by stretches (stretches.py), the last one first. While the backward is in stretch s a device
+holds the parameters and what the optimizer keeps of them, what stretches up to s keep, what s computes again, and the
+gradients of parameters that s and the stretches behind it read. A byte may have another price at each of these times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import fx
+
+from ...strategy.choice import Choice
+from ...strategy.layout import Layout
+from ..cost.conversion import ConversionTable, Floats, Mask, once_more
+from ..graph.graph import Graph
+from ..graph.nodes import draws_random_numbers, is_view, operands, rearranges, results_of, source_of
+from ..graph.port import Role
+from ..graph.queries import recomputed
+from ..ops.random_numbers import draw
+from ..torch_internals import OpOverload
+from .needs import NOTHING, Needs, needs_of
+from .network import Costs, restricted
+from .problem import Edge, Options, SearchProblem, Vertex, VertexKind
+from .stretches import stretches_of
+
+FREE = 1e-3  # what a second of something that is free to have again weighs
+_CHEAP = 4.0 * FREE  # passes over a value by which the backward may have it again for free
+
+
+class Recompute(Choice):
+    """What may be computed again in the backward."""
+
+    AUTO = "auto"
+    NONE = "none"
+    ALL = "all"
+
+
+class Fate(IntEnum):
+    """What becomes of the results of a vertex after the forward."""
+
+    KEPT = 0
+    AGAIN = 1
+    GONE = 2
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """The fates of one plan.
+
+    fates   of each vertex
+    again   of each edge whether its conversion runs once more in the backward
+    kept    of each edge whether what it is converted to is kept
+    """
+
+    fates: tuple[Fate, ...]
+    again: tuple[bool, ...]
+    kept: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A choice with its fates, what it costs, and the bytes on one device while the backward is in each stretch."""
+
+    choice: tuple[int, ...]
+    keeping: Keeping
+    cost: float
+    held: Floats
+
+    @property
+    def peak(self) -> float:
+        """The most of them."""
+        return float(self.held.max())
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the fates of one vertex may be, and what they come to.
+
+    fates     those that it may have
+    free      to have it again costs next to nothing
+    read      the backward reads its results, so that they stay for a while when they are computed again
+    beside    bytes that its forward keeps for its own backward, on one device
+    """
+
+    fates: tuple[Fate, ...]
+    free: bool
+    read: bool
+    beside: float
+
+
+@dataclass(frozen=True, eq=False)
+class KeepProblem:
+    """A search problem in which every option has its fates. `stretches`: the stretch of each vertex."""
+
+    problem: SearchProblem
+    stretches: tuple[int, ...]
+    facts: tuple[_Facts, ...]
+    reads: tuple[bool, ...]
+    barred: tuple[tuple[bool, bool], ...] = field(repr=False)
+
+    @property
+    def count(self) -> int:
+        """How many stretches there are."""
+        return max(self.stretches, default=0) + 1
+
+    def at(self, choice: tuple[int, ...]) -> KeepProblem:
+        """This problem with the strategies of `choice`: only fates are left to choose."""
+        rows = {c: np.array([c]) for c in set(choice)}
+        return replace(self, problem=restricted(self.problem, [rows[c] for c in choice]))
+
+    # -- as numbers
+
+    def costs(self, prices: Floats) -> Costs:
+        """The costs of all options with all fates, with `prices[s]` for a byte held while the backward is in s."""
+        later, earlier = np.cumsum(prices[::-1])[::-1], np.cumsum(prices)
+        shared: dict[object, Floats] = {}
+        unary = []
+        for i, vertex in enumerate(self.problem.vertices):
+            facts, s = self.facts[i], self.stretches[i]
+            key = (id(vertex.options), facts, later[s], prices[s], earlier[s])
+            if key not in shared:
+                shared[key] = self._alone(i, later[s], prices[s], earlier[s], prices.sum())
+            unary.append(shared[key])
+        edges: dict[tuple[int, int], list[tuple[int, object]]] = {}
+        for number, edge in enumerate(self.problem.edges):
+            facts = self.facts[edge.producer].fates, self.facts[edge.consumer].fates
+            s = self.stretches[edge.consumer]
+            ends = (id(self.problem.vertices[edge.producer].options), id(self.problem.vertices[edge.consumer].options))
+            key = (
+                id(edge.table), ends, edge.result, edge.operand, facts, self.reads[number], self.barred[number],
+                self._crosses(edge), later[s], prices[s],
+            )  # fmt: skip
+            edges.setdefault((edge.producer, edge.consumer), []).append((number, key))
+        pairs = {}
+        for ends_of, parallel in edges.items():
+            key = tuple(key for _, key in parallel)
+            if key not in shared:
+                s = self.stretches[ends_of[1]]
+                shared[key] = sum(self._between(number, later[s], prices[s]) for number, _ in parallel)  # type: ignore[assignment]
+            pairs[ends_of] = shared[key]
+        return Costs(tuple(unary), pairs)
+
+    def _alone(self, i: int, kept: float, again: float, before: float, always: float) -> Floats:
+        """The costs of each fate with each option, fate by fate; a byte that is kept costs `kept`, one that is computed
+        again `again`, one of a gradient `before`, one that is there throughout `always`."""
+        options, facts = self.problem.vertices[i].options, self.facts[i]
+        kept_bytes, again_bytes = self._bytes(i)
+        gradient, throughout = self._at_rest(self.problem.vertices[i])
+        own = options.unary + before * gradient + always * throughout
+        seconds = self._weight(i) * options.again
+        by_fate = {
+            Fate.KEPT: own + kept * kept_bytes,
+            Fate.AGAIN: own + seconds + again * again_bytes,
+            Fate.GONE: own + kept * self._beside(i),
+        }
+        return np.concatenate([by_fate[fate] for fate in facts.fates])
+
+    def _weight(self, i: int) -> float:
+        """What a second that vertex i is computed again weighs."""
+        return self.problem.settings.weights.compute * (FREE if self.facts[i].free else 1.0)
+
+    def _bytes(self, i: int) -> tuple[Floats, Floats]:
+        """The bytes of each option of vertex i if it is kept, and if it is computed again."""
+        vertex, facts = self.problem.vertices[i], self.facts[i]
+        if vertex.kind is VertexKind.INPUT:
+            nothing: Floats = np.zeros(len(vertex.options))
+            return nothing, nothing
+        made, beside = vertex.options.made, self._beside(i)
+        return made + beside, beside + made * facts.read
+
+    def _beside(self, i: int) -> Floats:
+        """The bytes that the forward of vertex i keeps for its own backward beside its results."""
+        options, beside = self.problem.vertices[i].options, self.facts[i].beside
+        if not beside:
+            nothing: Floats = np.zeros(len(options))
+            return nothing
+        return beside * _share(options)
+
+    def _at_rest(self, vertex: Vertex) -> tuple[Floats, Floats]:
+        """The bytes of the gradient of an input, and those that it takes up throughout."""
+        held = vertex.options.held
+        if vertex.kind is not VertexKind.INPUT or vertex.port is None:
+            nothing: Floats = np.zeros(len(held))
+            return nothing, nothing
+        trained = vertex.port.role is Role.PARAMETER and vertex.port.requires_grad
+        return held * trained, vertex.options.memory - held * trained
+
+    def _crosses(self, edge: Edge) -> bool:
+        return self.stretches[edge.producer] != self.stretches[edge.consumer]
+
+    def _between(self, number: int, kept: float, again: float) -> Floats:
+        """The costs of edge `number` [fate and option of the producer, fate and option of the consumer]."""
+        edge = self.problem.edges[number]
+        once = edge.matrix(self.problem.vertices)
+        twice, keep = self._ways(number, once, kept, again)
+        best = np.minimum(twice, keep)
+        rows = []
+        for fate in self.facts[edge.producer].fates:
+            there = best if self._is_there(fate, edge) else keep
+            rows.append(
+                np.hstack(
+                    [
+                        there if self.reads[number] or reader is Fate.AGAIN else once
+                        for reader in self.facts[edge.consumer].fates
+                    ]
+                )
+            )
+        return np.vstack(rows)
+
+    def _is_there(self, fate: Fate, edge: Edge) -> bool:
+        """Whether the backward has the results of a producer of this fate when the consumer's turn comes."""
+        inputs = self.problem.vertices[edge.producer].kind is VertexKind.INPUT
+        return inputs or fate is Fate.KEPT or (fate is Fate.AGAIN and not self._crosses(edge))
+
+    def _ways(self, number: int, once: Floats, kept: float, again: float) -> tuple[Floats, Floats]:
+        """What an edge costs whose tensor the backward reads as it is converted: if it is converted once more, and if
+        what it is converted to is kept. A conversion that moves nothing between ranks is never worth keeping."""
+        edge = self.problem.edges[number]
+        never_again, never_kept = self.barred[number]
+        twice = replace(edge, table=once_more(edge.table)).matrix(self.problem.vertices)
+        _, codes = edge.codes(self.problem.vertices)
+        made = edge.table.held[codes] * self.reads[number]
+        moves = twice - once > 1e-3 * FREE * once + 1e-12
+        keep = np.where(moves & (not never_kept), once + kept * edge.table.held[codes], np.inf)
+        return np.where(moves & never_again, np.inf, twice + np.where(moves, again * made, 0.0)), keep
+
+    # -- of a choice
+
+    def read_off(self, numbers: Sequence[int], prices: Floats) -> Kept:
+        """What the options of `costs(prices)` with these numbers stand for, and what they come to without prices."""
+        later = np.cumsum(prices[::-1])[::-1]
+        fates, choice = [], []
+        keeps, agains = np.zeros(self.count), np.zeros(self.count)
+        gradients, always, cost = np.zeros(self.count), 0.0, 0.0
+        for i, (vertex, number) in enumerate(zip(self.problem.vertices, numbers, strict=True)):
+            place, option = divmod(int(number), len(vertex.options))
+            fate, s, facts = self.facts[i].fates[place], self.stretches[i], self.facts[i]
+            fates.append(fate)
+            choice.append(option)
+            kept_bytes, again_bytes = self._bytes(i)
+            gradient, throughout = self._at_rest(vertex)
+            gradients[s] += gradient[option]
+            always += throughout[option]
+            cost += float(vertex.options.unary[option])
+            if fate is Fate.AGAIN:
+                agains[s] += again_bytes[option]
+                cost += self._weight(i) * float(vertex.options.again[option])
+            else:
+                keeps[s] += kept_bytes[option] if fate is Fate.KEPT else self._beside(i)[option]
+        again, kept = [], []
+        for number, edge in enumerate(self.problem.edges):
+            rows, columns = edge.codes(self.problem.vertices)
+            here, there = int(rows[choice[edge.producer]]), int(columns[choice[edge.consumer]])
+            once = float(edge.table.rows([here])[0, there])
+            runs_again = is_kept = False
+            s = self.stretches[edge.consumer]
+            if self.reads[number] or fates[edge.consumer] is Fate.AGAIN:
+                twice = float(once_more(edge.table).rows([here])[0, there])
+                held = float(edge.table.held[there])
+                moves = twice - once > 1e-3 * FREE * once + 1e-12
+                never_again, never_kept = self.barred[number]
+                ways = {
+                    True: np.inf if (moves and never_again) or not self._is_there(fates[edge.producer], edge)
+                    else twice + moves * prices[s] * held * self.reads[number],
+                    False: once + later[s] * held if moves and not never_kept else np.inf,
+                }  # fmt: skip
+                runs_again = ways[True] <= ways[False]
+                is_kept = not runs_again
+                if runs_again:
+                    once = twice
+                    agains[s] += held * self.reads[number] * moves
+                else:
+                    keeps[s] += held
+            cost += once
+            again.append(runs_again)
+            kept.append(is_kept)
+        held_at = always + np.cumsum(keeps) + agains + np.cumsum(gradients[::-1])[::-1]
+        return Kept(tuple(choice), Keeping(tuple(fates), tuple(again), tuple(kept)), cost, held_at)
+
+
+def keep_problem(problem: SearchProblem, recompute: Recompute, *, only_free: bool, longest: int = 64) -> KeepProblem:
+    """`problem` with the fates that `recompute` leaves; `only_free`: nothing is computed again but what is free."""
+    needs = needs_of(problem.graph, problem.tensors.flows)
+    marked = recomputed(problem.graph)
+    weights = problem.tensors.weights
+    facts: list[_Facts] = []
+    read = {
+        (edge.producer, edge.result)
+        for edge in problem.edges
+        if _reads(problem, edge, needs)
+    }  # fmt: skip
+    for i, vertex in enumerate(problem.vertices):
+        its = needs.get(vertex.node, NOTHING) if vertex.kind is VertexKind.OPERATOR else NOTHING
+        facts.append(
+            _Facts(
+                _fates(vertex, its, marked, recompute, only_free, problem.settings.regather, weights),
+                _is_free(vertex),
+                bool(its.results) or any((i, r) in read for r in range(len(vertex.options.results))),
+                float(its.beside),
+            )
+        )
+    reads = tuple(_reads(problem, edge, needs) for edge in problem.edges)
+    barred = tuple(_barred(problem, edge) for edge in problem.edges)
+    return KeepProblem(problem, stretches_of(problem, longest), tuple(facts), reads, barred)
+
+
+def _share(options: Options) -> Floats:
+    """Under each option the share of the operator's largest tensor that one device has."""
+    tensors = zip((*options.tables[0], *options.tables[1]), (*options.operands, *options.results), strict=True)
+    table, codes = max(((t, c) for t, c in tensors if t), key=lambda pair: float(pair[0].held.max()))
+    share: Floats = table.held[codes] / table.held.max()
+    return share
+
+
+def _reads(problem: SearchProblem, edge: Edge, needs: dict[fx.Node, Needs]) -> bool:
+    """Whether the backward of an edge's consumer reads its tensor."""
+    consumer = problem.vertices[edge.consumer]
+    return consumer.kind is VertexKind.OPERATOR and edge.operand in needs.get(consumer.node, NOTHING).operands
+
+
+def _barred(problem: SearchProblem, edge: Edge) -> tuple[bool, bool]:
+    """Whether the options say that a weight is never gathered again, and never kept gathered."""
+    if edge.value not in problem.tensors.weights or problem.settings.regather is None:
+        return False, False
+    return not problem.settings.regather, problem.settings.regather
+
+
+def _is_free(vertex: Vertex) -> bool:
+    """Whether the results of a vertex cost next to nothing to have again: views, casts, and elementwise operators."""
+    if vertex.kind is not VertexKind.OPERATOR:
+        return True
+    if draws_random_numbers(vertex.node):
+        return False
+    return rearranges(vertex.node) or torch.Tag.pointwise in getattr(vertex.node.target, "tags", ())
+
+
+def _fates(
+    vertex: Vertex, needs: Needs, marked: frozenset[fx.Node], recompute: Recompute, only_free: bool,
+    regather: bool | None, weights: frozenset,
+) -> tuple[Fate, ...]:  # fmt: skip
+    """The fates that a vertex may have."""
+    if vertex.kind in (VertexKind.INPUT, VertexKind.OUTPUT):
+        return (Fate.KEPT,)
+    node = vertex.node
+    if vertex.kind is VertexKind.OPERATOR and node in marked:
+        return (Fate.AGAIN,)
+    fates = [Fate.KEPT]
+    may = vertex.kind is VertexKind.HUB or node.target is draw or isinstance(node.target, OpOverload)
+    may = may and (vertex.kind is VertexKind.HUB or node.target is draw or not draws_random_numbers(node))
+    view = vertex.kind is VertexKind.OPERATOR and is_view(node)
+    if may and (view or (recompute is not Recompute.NONE and (not only_free or _is_free(vertex)))):
+        fates.append(Fate.AGAIN)
+    if view and may:
+        fates.remove(Fate.KEPT)
+    if not needs.results:
+        fates.append(Fate.GONE)
+    return tuple(fates)

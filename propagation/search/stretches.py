@@ -1,0 +1,68 @@
+"""Stretches of a graph: what is computed again in the backward is computed again stretch by stretch.
+
+A value that is computed again lives from the first operator of the backward that reads it, or that something else is
+computed of, to the last. If everything were computed again of the inputs alone, everything would be there at once. So
+the operators, in their order, are cut where few values cross, and what crosses is kept: then no more than one stretch
+is there again at a time. torch.utils.checkpoint has its users choose these places.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from ..graph.nodes import region_of
+from .problem import SearchProblem, VertexKind
+
+SHORTEST, LONGEST = 10, 64  # vertices of a stretch: a block of a network has dozens
+
+
+def stretches_of(problem: SearchProblem, longest: int = LONGEST) -> tuple[int, ...]:
+    """The number of the stretch that each vertex is in, ascending. Inputs are in the stretch that first reads them, so
+    that nothing is kept for them; no call of torch.utils.checkpoint is cut."""
+    count = len(problem.vertices)
+    change = [0] * (count + 1)
+    last = list(range(count))
+    first = [count] * count
+    for edge in problem.edges:
+        last[edge.producer] = max(last[edge.producer], edge.consumer)
+        first[edge.producer] = min(first[edge.producer], edge.consumer)
+    inputs = [vertex.kind is VertexKind.INPUT for vertex in problem.vertices]
+    for here in range(count):
+        if not inputs[here] and last[here] - here <= longest:  # what is read far away is read at every place
+            change[here + 1] += 1
+            change[last[here] + 1] -= 1
+    crossing = list(itertools.accumulate(change[:-1]))
+    for here, vertex in enumerate(problem.vertices):
+        crossing[here] += count * (vertex.kind is VertexKind.HUB)  # which stands with what it is the hub of
+    for start, stop in _regions(problem):
+        for here in range(start + 1, stop + 1):
+            crossing[here] += count
+    begin = inputs.index(False) if False in inputs else count
+    starts = _cuts(crossing, begin, count, SHORTEST, longest)
+    numbers = [0] * count
+    for number, (start, stop) in enumerate(itertools.pairwise([*starts, count])):
+        numbers[start:stop] = [number] * (stop - start)
+    for here in range(count):
+        if inputs[here] and first[here] < count:
+            numbers[here] = numbers[first[here]]
+    return tuple(numbers)
+
+
+def _cuts(crossing: Sequence[int], begin: int, count: int, shortest: int, longest: int) -> list[int]:
+    """Where stretches start: the next one where the fewest values cross, among the places where it may."""
+    starts = [begin]
+    while (low := starts[-1] + shortest) < count - shortest:
+        places = range(low, min(starts[-1] + longest, count - shortest) + 1)
+        starts.append(min(places, key=crossing.__getitem__))
+    return starts
+
+
+def _regions(problem: SearchProblem) -> list[tuple[int, int]]:
+    """The first and the last vertex of each call of torch.utils.checkpoint."""
+    spans: dict[int, tuple[int, int]] = {}
+    for here, vertex in enumerate(problem.vertices):
+        if vertex.kind is VertexKind.OPERATOR and (region := region_of(vertex.node)) is not None:
+            start, _ = spans.get(region, (here, here))
+            spans[region] = start, here
+    return list(spans.values())
