@@ -35,7 +35,7 @@ from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.local_program import LocalProgram, verify_program
 from partway.propagation.program.lower import lower
 from partway.propagation.program.precision import reduce_in_float32
-from partway.propagation.program.recompute import checkpointed, gathered_weights, recompute, within_windows
+from partway.propagation.program.recompute import checkpointed, planned, recompute, within_windows
 from partway.propagation.program.step import Step, scale_parameter_gradients
 from partway.propagation.search.formulate import formulate
 from partway.propagation.search.problem import SearchProblem, Settings
@@ -164,7 +164,7 @@ SEARCHING = (
 )
 LOWERING = (
     Pass(
-        "lower", "local", lambda draft: lower(draft.problem, draft.solution.choice),
+        "lower", "local", lambda draft: lower(draft.problem, draft.solution.choice, draft.solution.keeping),
         lambda draft: verify_program(draft.local),
     ),
     Pass("make_plan", "plan", _make_plan, lambda draft: verify(draft.inputs.graph)),  # no pass has changed it
@@ -285,8 +285,7 @@ def _is_separable(draft: StepDraft) -> bool:
 
 
 def _recompute(draft: StepDraft) -> Step:
-    weights = gathered_weights(draft.step) if draft.local.regather else frozenset()
-    return recompute(draft.step, checkpointed(draft.step) | weights)
+    return recompute(draft.step, checkpointed(draft.step) | planned(draft.step))
 
 
 def _reduce_in_float32(draft: StepDraft) -> Step:

@@ -15,7 +15,8 @@ import torch
 from torch import fx
 
 _LINE = "stack_trace"
-_KEYS = ("nn_module_stack", _LINE)
+_AGAIN = "partway_again"
+_KEYS = ("nn_module_stack", _LINE, _AGAIN)
 _POSITION = "partway_position"
 
 
@@ -28,6 +29,17 @@ def inherit_line(new: fx.Node, old: fx.Node) -> None:
     """`new` comes from the line that `old` does; its module is still to be said."""
     if _LINE in old.meta:
         new.meta[_LINE] = old.meta[_LINE]
+
+
+def computed_again(node: fx.Node) -> bool | None:
+    """Whether the backward computes `node` again where it reads it; None: nothing was noted."""
+    noted: bool | None = node.meta.get(_AGAIN)
+    return noted
+
+
+def compute_again(node: fx.Node, again: bool) -> None:
+    """Note whether the backward computes `node` again where it reads it."""
+    node.meta[_AGAIN] = again
 
 
 def number(nodes: Sequence[fx.Node]) -> None:

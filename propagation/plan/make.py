@@ -112,7 +112,7 @@ def _memory(problem: SearchProblem, program: LocalProgram, chosen: Iterable[tupl
         gradients=trained,
         optimizer=round(problem.settings.optimizer_states * trained),
         inputs=round(inputs),
-        activations=round(activations) + program.gathered_bytes,
+        activations=round(activations),
     )
 
 

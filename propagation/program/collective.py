@@ -76,7 +76,6 @@ def collective(conversion: Conversion, phase: str, mesh: Mesh, profile: DevicePr
 def collectives_of(program: LocalProgram, profile: DeviceProfile) -> tuple[Collective, ...]:
     """What `program` runs, the forward's collectives first."""
     conversions = program.conversions
-    if program.regather:
-        conversions += tuple(replace(c, again=True) for c in conversions if c.kept)
+    conversions += tuple(replace(c, again=True) for c in conversions if c.repeated)
     every = (collective(c, phase, program.mesh, profile) for phase in PHASES for c in conversions)
     return tuple(c for c in every if c is not None)

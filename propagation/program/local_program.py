@@ -29,8 +29,8 @@ class Conversion:
     All of `axes`, in the order of the mesh, go from `source` to `target`, as one axis of `size` ranks would; size is
     the product of theirs. `whole_bytes` is what one rank would hold if none of these axes split the tensor.
     `gradient`: its transpose runs in the backward that was planned. `again`: it stands for a conversion that runs once
-    more, as it is, in the backward (recompute.py). `kept`: it gathers a weight that the backward reads, which is kept,
-    or else gathered again. Of an exchange `whole_bytes` are those of its dim in whole.
+    more, as it is, in the backward (recompute.py). `repeated`: what it gives is not kept, and where the backward reads it
+    this one runs again. Of an exchange `whole_bytes` are those of its dim in whole.
     """
 
     tag: int
@@ -49,7 +49,7 @@ class Conversion:
     path: str
     line: str
     again: bool = False
-    kept: bool = False
+    repeated: bool = False
 
     def kind(self, phase: str) -> Kind:
         """What happens in the "forward" or the "backward"."""
@@ -87,7 +87,6 @@ class LocalProgram:
 
     cost    what it costs, weighed, forward and backward: that of the choices it was made of, or less where two
             consumers asked for the same conversion
-    regather  weights that it gathers are gathered again in the backward, not kept
     """
 
     module: fx.GraphModule
@@ -96,12 +95,6 @@ class LocalProgram:
     outputs: tuple[PlacedPort, ...]
     conversions: tuple[Conversion, ...]
     cost: float
-    regather: bool = False
-
-    @property
-    def gathered_bytes(self) -> int:
-        """The bytes of the weights that it gathers and keeps for the backward, at most: 0 with `regather`."""
-        return 0 if self.regather else sum(c.whole_bytes for c in self.conversions if c.kept)
 
     def __str__(self) -> str:
         return "\n".join(program_lines(self.module.graph, self.inputs))

@@ -18,7 +18,7 @@ from torch import fx
 from ...strategy.cut import SliceWindow
 from ...strategy.layout import Layout
 from ...strategy.placement import Kind, Shard, kind
-from ..cost.conversion import ConversionStep, with_cuts
+from ..cost.conversion import ConversionStep, once_more, with_cuts
 from ..graph.graph import Text
 from ..graph.nodes import (
     Value,
@@ -32,31 +32,31 @@ from ..graph.nodes import (
     tensor_of,
     values_of,
 )
-from ..graph.origins import inherit
+from ..graph.origins import compute_again, inherit
 from ..graph.port import Port, Role
 from ..islands.flows import gradients_inside
 from ..islands.island import Island
 from ..islands.writing import Converted, written
 from ..ops.collectives import constrain, convert
 from ..ops.islands import island, island_of
-from ..ops.kinds import is_gather
 from ..rules.rule import Emitter, LocalShapes, Rule, windows_of
 from ..rules.windows import by_dim, own_slice, place_in, united
+from ..search.keeping import Fate, Keeping
 from ..search.problem import Option, SearchProblem, Vertex, VertexKind
 from .local_program import Conversion, LocalProgram, PlacedPort
 
 _slice = torch.ops.aten.slice.Tensor
 
 
-def lower(problem: SearchProblem, choice: tuple[int, ...]) -> LocalProgram:
-    """The program of the options `choice` of `problem`."""
-    return _Lowering(problem, choice).program()
+def lower(problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping | None = None) -> LocalProgram:
+    """The program of the options `choice` of `problem`. `keeping`: what its backward computes again; None: nothing."""
+    return _Lowering(problem, choice, keeping).program()
 
 
 class _Lowering:
     """The state of writing one program: where each value is in which layout already."""
 
-    def __init__(self, problem: SearchProblem, choice: tuple[int, ...]) -> None:
+    def __init__(self, problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping | None) -> None:
         self.problem, self.settings = problem, problem.settings
         self.graph = fx.Graph()
         self.local: dict[tuple[Value, Layout], fx.Node] = {}
@@ -76,6 +76,8 @@ class _Lowering:
             if problem.vertices[edge.consumer].kind is VertexKind.HUB
         }
         self.joint = self._joint_windows()
+        self.again, self.repeated = _again(problem, choice, keeping)
+        self.cost += keeping.cost if keeping else 0.0
         self.regions: dict[tuple[fx.Node, int], int] = {}  # those of torch.utils.checkpoint inside islands
 
     def program(self) -> LocalProgram:
@@ -94,6 +96,8 @@ class _Lowering:
                 for new in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
                     mark(new, region_of(node))
                     inherit(new, node)
+                    if node in self.again and new.target is not convert:
+                        compute_again(new, node not in self.problem.constants)
         outputs, results = [], []
         for port in self.problem.graph.outputs:
             chosen = self.chosen.get((VertexKind.OUTPUT, port.node, port.name))
@@ -105,9 +109,8 @@ class _Lowering:
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
         module = Text({}, self.graph)
         return LocalProgram(
-            module, self.settings.mesh, tuple(inputs), tuple(outputs), tuple(self.conversions), self.cost,
-            self.settings.regather,
-        )  # fmt: skip
+            module, self.settings.mesh, tuple(inputs), tuple(outputs), tuple(self.conversions), self.cost
+        )
 
     def _produce(self, v: Value, node: fx.Node, rest: Layout, strategy: str) -> None:
         self.local[v, rest] = node
@@ -280,6 +283,8 @@ class _Lowering:
             return self.local[v, target]
         here, producer = self.base[v]
         table = self.problem.table(v, output=bool(where))
+        again = (v, target) in self.repeated
+        table = once_more(table) if again else table
         node = self.local[v, here]
         for step in table.path(here, target):
             if (v, step.after) not in self.local:
@@ -291,14 +296,14 @@ class _Lowering:
                     whole_bytes = whole_bytes // cut.width * cut.size if cut else whole_bytes * many
                 # also where the planned backward does not come by: another output may be differentiated
                 if kind(step.source, step.target) is not Kind.NOTHING or v in self.differentiable:
-                    node = self._convert(node, v, exact, whole_bytes, producer, consumer, at, where or at.name)
+                    node = self._convert(node, v, exact, whole_bytes, producer, consumer, at, where or at.name, again)
                 self.local[v, step.after] = node
             node, here = self.local[v, step.after], step.after
         return node
 
     def _convert(
         self, node: fx.Node, v: Value, step: ConversionStep, whole_bytes: int, producer: str, consumer: str,
-        at: fx.Node, where: str,
+        at: fx.Node, where: str, again: bool = False,
     ) -> fx.Node:  # fmt: skip
         """Write one conversion, of which `at` is the cause, and note it in the list."""
         size = self.settings.mesh.size(*step.axes)
@@ -318,15 +323,42 @@ class _Lowering:
             where=where,
             path=module_path(at),
             line=source_line(at),
-            kept=is_gather(kind(step.source, step.target)) and v in self.problem.tensors.weights,
+            repeated=again,
         )
         self.conversions.append(conversion)
-        return self.graph.call_function(
+        converted = self.graph.call_function(
             convert, (node, str(step.source), str(step.target), list(step.axes), size, conversion.tag)
         )
+        if again:
+            compute_again(converted, True)
+        if v.node in self.problem.constants and kind(step.source, step.target) is Kind.SLICE:
+            # a slice may be a view, and would hold all of a mask that one device needs little of
+            converted = self.graph.call_function(torch.ops.aten.clone.default, (converted,))
+            compute_again(converted, False)
+        return converted
 
     def _is_parameter(self, v: Value) -> bool:
         return v.node in self.ports and self.ports[v.node].role is Role.PARAMETER
+
+
+def _again(
+    problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping | None
+) -> tuple[frozenset[fx.Node], frozenset[tuple[Value, Layout]]]:
+    """The operators that the backward computes again, and the tensors that it converts again to a layout."""
+    if keeping is None:
+        return frozenset(), frozenset()
+    operators = frozenset(
+        vertex.node
+        for vertex, fate in zip(problem.vertices, keeping.fates, strict=True)
+        if vertex.kind is VertexKind.OPERATOR and fate is Fate.AGAIN
+    ).union(problem.constants)
+    repeated, kept = set(), set()
+    for edge, again, keeps in zip(problem.edges, keeping.again, keeping.kept, strict=True):
+        source = problem.vertices[edge.producer].options[choice[edge.producer]].results[edge.result]
+        target = problem.vertices[edge.consumer].options[choice[edge.consumer]].operands[edge.operand]
+        if source != target and (again or keeps):
+            (repeated if again else kept).add((edge.value, target))
+    return operators, frozenset(repeated - kept)
 
 
 def describe_option(vertex: Vertex, option: Option) -> str:

@@ -2,8 +2,7 @@
 
 `recompute` is the mechanism; three functions say what is worth it:
 
-    gathered_weights   weights put together of the parts at rest: the backward gathers them again (FSDP's
-                       reshard_after_forward)
+    planned            what the plan says: search/keeping.py
     checkpointed       what torch.utils.checkpoint was called for: activations
     within_windows     slices of which a window is kept too: they are a part of it
 """
@@ -20,10 +19,9 @@ from torch import fx
 from ...strategy.cut import SliceWindow
 from ...strategy.placement import Kind, placement_from_code
 from ..graph.graph import Text
-from ..graph.nodes import draws_random_numbers, rearranges, region_of
-from ..graph.port import Role
+from ..graph.nodes import draws_random_numbers, is_view, region_of
+from ..graph.origins import computed_again
 from ..ops.collectives import convert, kind_of
-from ..ops.kinds import is_gather
 from ..ops.random_numbers import draw
 from ..rules.windows import own_slice, place_in
 from .local_program import Conversion
@@ -116,26 +114,28 @@ def _once_more(conversions: list[Conversion], node: fx.Node, tag: int) -> Conver
     return replace(conversions[_tag(node)], tag=tag, again=True)
 
 
-def gathered_weights(step: Step) -> frozenset[fx.Node]:
-    """The gathers of parameters in the forward of `step`, and what is computed of gathered parameters by views, casts
-    and copies only."""
+def planned(step: Step) -> frozenset[fx.Node]:
+    """What the plan has the backward compute again, in the forward of `step`; and what it takes nothing to have again
+    wherever it is: views, and elementwise operators that only the backward reads, or whose operands are constants."""
     graph = step.forward.graph
-    inputs = zip(graph.find_nodes(op="placeholder"), step.program.inputs, strict=True)
-    weights = {node for node, placed in inputs if placed.port.role is Role.PARAMETER}
-    gathered: set[fx.Node] = set()
+    live = _needed(list(returned_by(graph)[: len(step.program.outputs)]), set(graph.nodes))
+    chosen: set[fx.Node] = set()
+    constant: set[fx.Node] = set()
     for node in calls_of(graph):
-        if node.all_input_nodes and all(o in weights for o in node.all_input_nodes) and _is_weight(node):
-            weights.add(node)
-            if is_gather(_conversion_kind(node)) or any(o in gathered for o in node.all_input_nodes):
-                gathered.add(node)
-    return frozenset(gathered)
-
-
-def _is_weight(node: fx.Node) -> bool:
-    """Whether `node` has the numbers of its operand, or their parts that other ranks hold, in another form."""
-    if node.target is convert:
-        return is_gather(_conversion_kind(node)) or not _conversion_kind(node).communicates
-    return rearranges(node) or node.target is operator.getitem
+        if all(operand in constant or operand.op == "get_attr" for operand in node.all_input_nodes):
+            constant.add(node)
+        if node.target is operator.getitem:
+            again = node.all_input_nodes[0] in chosen
+        elif draws_random_numbers(node):
+            again = False
+        elif node.target is convert:
+            again = computed_again(node) is True
+        else:
+            free = is_view(node) or (_is_elementwise(node) and (node in constant or node not in live))
+            again = free if (noted := computed_again(node)) is None else noted or is_view(node)
+        if again:
+            chosen.add(node)
+    return frozenset(chosen)
 
 
 def _conversion_kind(node: fx.Node) -> Kind:
@@ -151,7 +151,7 @@ def checkpointed(step: Step) -> frozenset[fx.Node]:
     what others read     the results of a region, which other regions start from
     random numbers       what torch's generator draws, and what follows from that alone: to draw again would give
                          other numbers (of a key they are the same again)
-    collectives          what they give, so that none runs twice unasked (weights: see `gathered_weights`)
+    collectives          what they give, so that none runs twice unasked
     """
     graph = step.forward.graph
     regions = _regions(graph, returned_by(graph)[: len(step.program.outputs)])

@@ -17,7 +17,7 @@ gradients of parameters that s and the stretches behind it read. A byte may have
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
@@ -41,7 +41,7 @@ from .problem import Edge, Options, SearchProblem, Vertex, VertexKind
 from .stretches import stretches_of
 
 FREE = 1e-3  # what a second of something that is free to have again weighs
-_CHEAP = 4.0 * FREE  # passes over a value by which the backward may have it again for free
+CHEAP = 16.0 * FREE  # so many passes over a value may be made to have it again for free
 
 
 class Recompute(Choice):
@@ -67,11 +67,13 @@ class Keeping:
     fates   of each vertex
     again   of each edge whether its conversion runs once more in the backward
     kept    of each edge whether what it is converted to is kept
+    cost    what computing operators again costs, as the search weighs it
     """
 
     fates: tuple[Fate, ...]
     again: tuple[bool, ...]
     kept: tuple[bool, ...]
+    cost: float
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,14 @@ class _Facts:
     fates     those that it may have
     free      to have it again costs next to nothing
     read      the backward reads its results, so that they stay for a while when they are computed again
+    own       its own backward reads them
     beside    bytes that its forward keeps for its own backward, on one device
     """
 
     fates: tuple[Fate, ...]
     free: bool
     read: bool
+    own: bool
     beside: float
 
 
@@ -113,6 +117,7 @@ class KeepProblem:
     stretches: tuple[int, ...]
     facts: tuple[_Facts, ...]
     reads: tuple[bool, ...]
+    needs: Mapping[fx.Node, Needs] = field(repr=False)
     barred: tuple[tuple[bool, bool], ...] = field(repr=False)
 
     @property
@@ -162,13 +167,13 @@ class KeepProblem:
         again `again`, one of a gradient `before`, one that is there throughout `always`."""
         options, facts = self.problem.vertices[i].options, self.facts[i]
         kept_bytes, again_bytes = self._bytes(i)
-        gradient, throughout = self._at_rest(self.problem.vertices[i])
+        gradient, throughout = self.at_rest(self.problem.vertices[i])
         own = options.unary + before * gradient + always * throughout
         seconds = self._weight(i) * options.again
         by_fate = {
             Fate.KEPT: own + kept * kept_bytes,
             Fate.AGAIN: own + seconds + again * again_bytes,
-            Fate.GONE: own + kept * self._beside(i),
+            Fate.GONE: own + kept * self.beside(i),
         }
         return np.concatenate([by_fate[fate] for fate in facts.fates])
 
@@ -182,10 +187,10 @@ class KeepProblem:
         if vertex.kind is VertexKind.INPUT:
             nothing: Floats = np.zeros(len(vertex.options))
             return nothing, nothing
-        made, beside = vertex.options.made, self._beside(i)
+        made, beside = vertex.options.made, self.beside(i)
         return made + beside, beside + made * facts.read
 
-    def _beside(self, i: int) -> Floats:
+    def beside(self, i: int) -> Floats:
         """The bytes that the forward of vertex i keeps for its own backward beside its results."""
         options, beside = self.problem.vertices[i].options, self.facts[i].beside
         if not beside:
@@ -193,7 +198,7 @@ class KeepProblem:
             return nothing
         return beside * _share(options)
 
-    def _at_rest(self, vertex: Vertex) -> tuple[Floats, Floats]:
+    def at_rest(self, vertex: Vertex) -> tuple[Floats, Floats]:
         """The bytes of the gradient of an input, and those that it takes up throughout."""
         held = vertex.options.held
         if vertex.kind is not VertexKind.INPUT or vertex.port is None:
@@ -248,22 +253,22 @@ class KeepProblem:
         later = np.cumsum(prices[::-1])[::-1]
         fates, choice = [], []
         keeps, agains = np.zeros(self.count), np.zeros(self.count)
-        gradients, always, cost = np.zeros(self.count), 0.0, 0.0
+        gradients, always, cost, repeating = np.zeros(self.count), 0.0, 0.0, 0.0
         for i, (vertex, number) in enumerate(zip(self.problem.vertices, numbers, strict=True)):
             place, option = divmod(int(number), len(vertex.options))
             fate, s, facts = self.facts[i].fates[place], self.stretches[i], self.facts[i]
             fates.append(fate)
             choice.append(option)
             kept_bytes, again_bytes = self._bytes(i)
-            gradient, throughout = self._at_rest(vertex)
+            gradient, throughout = self.at_rest(vertex)
             gradients[s] += gradient[option]
             always += throughout[option]
             cost += float(vertex.options.unary[option])
             if fate is Fate.AGAIN:
                 agains[s] += again_bytes[option]
-                cost += self._weight(i) * float(vertex.options.again[option])
+                repeating += self._weight(i) * float(vertex.options.again[option])
             else:
-                keeps[s] += kept_bytes[option] if fate is Fate.KEPT else self._beside(i)[option]
+                keeps[s] += kept_bytes[option] if fate is Fate.KEPT else self.beside(i)[option]
         again, kept = [], []
         for number, edge in enumerate(self.problem.edges):
             rows, columns = edge.codes(self.problem.vertices)
@@ -292,7 +297,8 @@ class KeepProblem:
             again.append(runs_again)
             kept.append(is_kept)
         held_at = always + np.cumsum(keeps) + agains + np.cumsum(gradients[::-1])[::-1]
-        return Kept(tuple(choice), Keeping(tuple(fates), tuple(again), tuple(kept)), cost, held_at)
+        keeping = Keeping(tuple(fates), tuple(again), tuple(kept), repeating)
+        return Kept(tuple(choice), keeping, cost + repeating, held_at)
 
 
 def keep_problem(problem: SearchProblem, recompute: Recompute, *, only_free: bool, longest: int = 64) -> KeepProblem:
@@ -313,12 +319,13 @@ def keep_problem(problem: SearchProblem, recompute: Recompute, *, only_free: boo
                 _fates(vertex, its, marked, recompute, only_free, problem.settings.regather, weights),
                 _is_free(vertex),
                 bool(its.results) or any((i, r) in read for r in range(len(vertex.options.results))),
+                bool(its.results),
                 float(its.beside),
             )
         )
     reads = tuple(_reads(problem, edge, needs) for edge in problem.edges)
     barred = tuple(_barred(problem, edge) for edge in problem.edges)
-    return KeepProblem(problem, stretches_of(problem, longest), tuple(facts), reads, barred)
+    return KeepProblem(problem, stretches_of(problem, longest), tuple(facts), reads, needs, barred)
 
 
 def _share(options: Options) -> Floats:

@@ -1,78 +1,206 @@
-"""The search under a memory limit: the exact search at the best price of a byte."""
+"""The search under a memory limit: how all is split, what is kept and what is computed again, as one decision.
+
+Without a limit in sight the strategies are those of the cheapest plan, and of what costs nothing to have again nothing is
+kept. Where that does not fit, strategies and fates are searched for together, at a price of a byte.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ...strategy.errors import StrategyError
-from .eliminate import eliminate
+from ..cost.conversion import Floats
+from .eliminate import affordable, eliminate_in, elimination_order
 from .exact import dynamic_programming
-from .network import Costs, costs_of, is_written_out
+from .keeping import CHEAP, Keeping, KeepProblem, Kept, Recompute, keep_problem
+from .network import are_few, pairs_of
 from .problem import AMONG, SearchProblem
 from .solution import Solution
+from .timeline import Timeline, timeline
+
+ROUNDS = 8  # prices that are tried between one that is too low and one that is high enough
+LADDER, STEEP = 8, 12.0  # prices that are tried until one is high enough, each so many times the one before
 
 
-def within_memory(problem: SearchProblem, limit: float) -> tuple[Solution, float]:
-    """The cheapest plan found that holds at most `limit` bytes on a device, with a bound on what any such plan costs,
-    and the price of a byte that it was found with.
+@dataclass(frozen=True)
+class Point:
+    """A plan with its fates: what it costs, the bytes of the search's model in each stretch, and the most bytes that a
+    device holds in each.
+
+    numbers   its options with fates, as `KeepProblem.costs` numbers them
+    """
+
+    numbers: tuple[int, ...]
+    choice: tuple[int, ...]
+    keeping: Keeping
+    cost: float
+    modelled: Floats
+    held: Floats
+    when: Timeline
+
+    @property
+    def peak(self) -> float:
+        """The most bytes that a device holds at a time."""
+        return float(self.held.max())
+
+
+def kept_for_free(problem: SearchProblem, choice: tuple[int, ...], recompute: Recompute) -> tuple[KeepProblem, Point]:
+    """The strategies of `choice`, of which the fewest bytes are kept that may be without cost; under
+    `Recompute.ALL` the fewest."""
+    fates = keep_problem(problem, recompute, only_free=recompute is not Recompute.ALL)
+    own = fates.at(choice)
+    prices = np.zeros(fates.count)
+    s = problem.settings
+    prices[-1] = CHEAP * s.weights.compute / s.profile.memory_bandwidth
+    if recompute is Recompute.ALL:
+        prices[:] = _outweighing(problem)
+    point = _solved(own, prices)[0]
+    return fates, replace(point, choice=choice, when=point.when)
+
+
+def within_memory(problem: SearchProblem, free: Solution, limit: float, recompute: Recompute) -> Solution:
+    """The cheapest plan found that holds at most `limit` bytes on a device, with a bound on what any such plan costs.
+    `free`: the cheapest one without a limit.
 
     Lagrange: for any price p of a byte the least of `cost + p * (memory - limit)` is a bound. The best price is where
     the cheapest plan changes from one that fits to one that does not: the price at which the two last found cost the
     same is tried until neither is beaten (Handler & Zang, "A dual algorithm for the constrained shortest path
-    problem", 1980).
+    problem", 1980). Layers that are alike change all at once; so of the two plans one is taken in the first stretches
+    and the other in the rest, as far as that fits.
     """
-    free = dynamic_programming(problem)
-    if math.isinf(free.cost) or problem.memory(free.choice) <= limit:
-        return free, 0.0
-    fits = _least_memory(problem)
-    if problem.memory(fits.choice) > limit:
-        raise StrategyError(_too_little(problem, fits, limit))
-    above, bound, best_price = free, free.bound, 0.0
-    while True:
-        price = (fits.cost - above.cost) / (problem.memory(above.choice) - problem.memory(fits.choice))
-        if price <= 0.0:
-            break
-        priced = dynamic_programming(problem, price)
-        plan = replace(priced, cost=problem.cost(priced.choice))
-        bound, best_price = max(bound, priced.bound - price * limit), price
-        held = problem.memory(plan.choice)
-        if plan.cost + price * held >= (fits.cost + price * problem.memory(fits.choice)) * (1 - 1e-12):
-            break  # neither of the two is beaten: no price gives a higher bound
-        if held <= limit:
-            fits = plan
-        else:
-            above = plan
-    return replace(fits, bound=bound, width=free.width), best_price
+    fates, first = kept_for_free(problem, free.choice, recompute)
+    if first.peak <= limit or recompute is Recompute.ALL and first.peak <= limit:
+        return _solution(free, first, free.bound + first.keeping.cost)
+    if recompute is not Recompute.ALL:
+        fates = keep_problem(problem, recompute, only_free=False)
+    found = _Search(fates, limit, first)
+    return found.best(free)
 
 
-def _least_memory(problem: SearchProblem) -> Solution:
-    """A plan that holds the least on a device."""
-    if not is_written_out(problem):  # a price that outweighs all else
-        heaviest = sum(float(v.options.memory.max()) for v in problem.vertices)
-        plan = dynamic_programming(problem, 1e6 / max(heaviest, 1.0))
-    else:
-        costs = costs_of(problem)
-        possible = {id(array): np.where(np.isfinite(array), 0.0, np.inf) for array in costs.pairs.values()}
-        pairs = {ends: possible[id(array)] for ends, array in costs.pairs.items()}
-        memory = {id(v.options): v.options.memory for v in problem.vertices}
-        plan = eliminate(Costs(tuple(memory[id(v.options)] for v in problem.vertices), pairs))
-    return replace(plan, cost=problem.cost(plan.choice))
+class _Search:
+    """The prices that were tried, and what was found."""
+
+    def __init__(self, problem: KeepProblem, limit: float, first: Point) -> None:
+        self.problem, self.limit = problem, limit
+        self.weights = np.zeros(problem.count)
+        self.weights[int(first.held.argmax())] = 1.0
+        self.tried: list[tuple[Floats, float]] = []  # prices, and the least of cost and priced bytes
+        self.first, self.width = first, 1
+
+    def best(self, free: Solution) -> Solution:
+        """The cheapest plan that is found."""
+        above, below = self._bracket(free)
+        best = below
+        for _ in range(ROUNDS):
+            saved = float(self.weights @ (above.modelled - below.modelled))
+            if saved <= 0 or below.cost <= above.cost:
+                break
+            price = (below.cost - above.cost) / saved
+            point = self._at(price)
+            dual = point.cost + price * float(self.weights @ point.modelled)
+            if dual >= (below.cost + price * float(self.weights @ below.modelled)) * (1 - 1e-9):
+                break
+            if point.peak <= self.limit:
+                below = point
+                best = min(best, point, key=lambda p: p.cost)
+            else:
+                above = point
+        best = min([best, *self._crossed(above, below)], key=lambda p: p.cost)
+        return self._answer(free, best)
+
+    def _bracket(self, free: Solution) -> tuple[Point, Point]:
+        """A plan that does not fit, and one that does: a byte costs more and more, at the times when too many are
+        held."""
+        above = least = self.first
+        price = 1e-2 * free.cost / self.limit
+        for _ in range(LADDER):
+            point = self._at(price)
+            least = min(least, point, key=lambda p: p.peak)
+            if point.peak <= self.limit:
+                return above, point
+            above = point
+            when = int(point.held.argmax())
+            if not self.weights[when]:
+                self.weights[when] = self.weights.max()
+                self.weights /= self.weights.sum()
+            price *= STEEP
+        raise StrategyError(_too_little(self.problem, least, self.limit))
+
+    @property
+    def _settings(self):  # noqa: ANN202
+        return self.problem.problem.settings
+
+    def _at(self, price: float) -> Point:
+        """The cheapest plan when a byte at the peak costs `price`."""
+        prices = price * self.weights
+        point, dual, width = _solved(self.problem, prices)
+        self.tried.append((prices, dual))
+        self.width = max(self.width, width)
+        return point
+
+    def _crossed(self, above: Point, below: Point) -> Iterator[Point]:
+        """Plans that are `below` in the first stretches and `above` in the rest, or the other way round: of each kind
+        the one with the most of `above` that fits."""
+        stretches = np.array(self.problem.stretches)
+        for early, late, of_above in ((below, above, -1), (above, below, 1)):
+            low, high = 0, self.problem.count  # stretches of `above` that fit, that do not fit
+            while high - low > 1:
+                many = (low + high) // 2
+                border = self.problem.count - many if of_above < 0 else many
+                numbers = np.where(stretches < border, early.numbers, late.numbers)
+                point = _read(self.problem, tuple(int(n) for n in numbers), np.zeros(self.problem.count))
+                if math.isfinite(point.cost) and point.peak <= self.limit:
+                    low = many
+                    yield point
+                else:
+                    high = many
+
+    def _answer(self, free: Solution, point: Point) -> Solution:
+        """The solution, with the best bound: the working sets beside what is modelled are those of this plan."""
+        room = self.limit - (point.held - point.modelled)
+        bound = max([free.bound, *(dual - float(prices @ room) for prices, dual in self.tried)])
+        return _solution(replace(free, width=max(free.width, self.width)), point, min(bound, point.cost))
 
 
-def _too_little(problem: SearchProblem, least: Solution, limit: float) -> str:
+def _solved(problem: KeepProblem, prices: Floats) -> tuple[Point, float, int]:
+    """The cheapest plan at these prices, what it costs with them, and the width of the search."""
+    costs = problem.costs(prices)
+    found = eliminate_in(costs, affordable(costs, elimination_order(costs)))
+    return _read(problem, found.choice, prices), found.bound, found.width
+
+
+def _read(problem: KeepProblem, numbers: tuple[int, ...], prices: Floats) -> Point:
+    kept: Kept = problem.read_off(numbers, prices)
+    when = timeline(problem, kept.choice, kept)
+    stretches = np.array(problem.stretches)
+    held = np.array([when.total[stretches == s].max() for s in range(problem.count)])
+    return Point(numbers, kept.choice, kept.keeping, kept.cost, kept.held, held, when)
+
+
+def _outweighing(problem: SearchProblem) -> float:
+    """A price of a byte beside which nothing else counts, within what floats can add up."""
+    heaviest = sum(float(v.options.memory.max()) for v in problem.vertices)
+    return 1e6 / max(heaviest, 1.0)
+
+
+def _solution(free: Solution, point: Point, bound: float) -> Solution:
+    return replace(free, choice=point.choice, cost=point.cost, bound=bound, keeping=point.keeping)
+
+
+def _too_little(problem: KeepProblem, least: Point, limit: float) -> str:
     """Why no plan keeps to the limit, and which would do; `least` is the plan that holds the least."""
-    needed = problem.memory(least.choice)
+    of = problem.problem
     held = sorted(
-        ((float(v.options.memory[c]), v.name) for v, c in zip(problem.vertices, least.choice, strict=True)),
-        reverse=True,
+        ((float(v.options.memory[c]), v.name) for v, c in zip(of.vertices, least.choice, strict=True)), reverse=True
     )
     heaviest = ", ".join(f"{name} {size / 1e9:.3g} GB" for size, name in held[:5] if size)
-    among = AMONG if problem.approximate else ""
+    among = AMONG if of.approximate else ""
     return (
-        f"no plan on the mesh {problem.settings.mesh}{among} holds less than {needed / 1e9:.4g} GB on a device "
+        f"no plan on the mesh {of.settings.mesh}{among} holds less than {least.peak / 1e9:.4g} GB on a device "
         f"(parameters, gradients, optimizer states and activations), and memory_limit is {limit / 1e9:.4g} GB; "
-        f"a limit of {needed / 1e9 * 1.001:.4g} GB would do, or more devices. The heaviest: {heaviest}"
+        f"a limit of {least.peak / 1e9 * 1.001:.4g} GB would do, or more devices. The heaviest: {heaviest}"
     )

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ...strategy.errors import VerifyError
+from .keeping import Keeping
 from .problem import SearchProblem
 
 
@@ -16,6 +17,7 @@ class Solution:
     width      the most vertices that one table of the search joined
     attained   a plan that costs the bound is known
     replayed   the options are those of a plan that was given: nothing was searched
+    keeping    what is kept for the backward and what is computed again; None: it was not asked
     """
 
     choice: tuple[int, ...]
@@ -24,6 +26,7 @@ class Solution:
     width: int
     attained: bool = False
     replayed: bool = False
+    keeping: Keeping | None = None
 
     @property
     def proven(self) -> bool:

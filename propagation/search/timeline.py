@@ -1,0 +1,183 @@
+"""What one device holds while the backward runs, operator by operator, under one choice and its fates.
+
+What is there for a while is an interval of the vertices, which the backward goes through from the last to the first:
+
+    kept               from the first moment of the backward to the earliest reader
+    computed again     from the end of its stretch to the earliest reader
+    gradient of a      from its last reader, which computes the first addend, to its producer. A view, an addition and a
+    value              hub pass on the gradient that they got
+    gradient of a      from its last reader to the end of the step
+    parameter
+
+Parameters, what the optimizer keeps, the inputs and the results of the call are there throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..cost.conversion import Floats, once_more
+from ..graph.nodes import is_view
+from ..graph.port import Role
+from .keeping import Fate, Kept, KeepProblem
+from .problem import VertexKind
+
+_PASSES_ON = (torch.ops.aten.add.Tensor, torch.ops.aten.alias.default)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes on one device while the backward is at each vertex: by what holds them."""
+
+    always: float
+    kept: Floats
+    again: Floats
+    gradients: Floats
+    parameter_gradients: Floats
+
+    @property
+    def total(self) -> Floats:
+        """All of them."""
+        return self.always + self.kept + self.again + self.gradients + self.parameter_gradients
+
+
+def timeline(problem: KeepProblem, choice: Sequence[int], kept: Kept) -> Timeline:
+    """The timeline of `choice`, options of the vertices of `problem`, with the fates of `kept`."""
+    return _Timeline(problem, choice, kept).made()
+
+
+class _Timeline:
+    def __init__(self, problem: KeepProblem, choice: Sequence[int], kept: Kept) -> None:
+        self.p, self.choice, self.keeping = problem, choice, kept.keeping
+        self.vertices, self.edges = problem.problem.vertices, problem.problem.edges
+        count = len(self.vertices)
+        self.ends = [0] * problem.count
+        for i, s in enumerate(problem.stretches):
+            self.ends[s] = max(self.ends[s], i)
+        self.changes = {name: np.zeros(count + 1) for name in ("kept", "again", "gradients", "parameter_gradients")}
+        self.always = 0.0
+        self.readers: list[list[int]] = [[] for _ in range(count)]  # of each vertex its consumers
+        self.reading: list[list[int]] = [[] for _ in range(count)]  # of these, those whose backward reads it
+        for number, edge in enumerate(self.edges):
+            self.readers[edge.producer].append(edge.consumer)
+            if problem.reads[number]:
+                self.reading[edge.producer].append(edge.consumer)
+
+    def _add(self, what: str, first: int, last: int, size: float) -> None:
+        self.changes[what][first] += size
+        self.changes[what][last + 1] -= size
+
+    def made(self) -> Timeline:
+        """Add up all intervals."""
+        self._values()
+        self._conversions()
+        self._gradients()
+        sums = {name: np.cumsum(change[:-1]) for name, change in self.changes.items()}
+        return Timeline(self.always, **sums)
+
+    def _values(self) -> None:
+        last = len(self.vertices) - 1
+        hubs = {edge.consumer: edge.producer for edge in self.edges if self.vertices[edge.consumer].kind is VertexKind.HUB}
+        for i in reversed(range(len(self.vertices))):
+            if i in hubs:  # what reads the hub reads what it is the hub of, unless the hub is kept
+                if self.keeping.fates[i] is not Fate.KEPT:
+                    self.reading[hubs[i]] += self.reading[i]
+            vertex = self.vertices[i]
+            if vertex.kind is VertexKind.OPERATOR and is_view(vertex.node):
+                for edge in self.edges_to(i):
+                    self.reading[edge] += self.reading[i]
+        for i, vertex in enumerate(self.vertices):
+            option = self.choice[i]
+            if vertex.kind is VertexKind.INPUT:
+                gradient, throughout = (float(column[option]) for column in self.p.at_rest(vertex))
+                self.always += throughout
+                if gradient:
+                    self._add("parameter_gradients", 0, max(self.readers[i], default=0), gradient)
+                continue
+            if vertex.kind is VertexKind.OUTPUT:
+                if vertex.port is not None and vertex.port.role is Role.RESULT:
+                    self.always += float(self.vertices[i].options.tables[0][0].held[vertex.options.operands[0][option]])
+                continue
+            made = float(vertex.options.made[option])
+            beside = float(self.p.beside(i)[option])
+            earliest = min([*self.reading[i], *([i] if self.p.facts[i].own else [])], default=None)
+            match self.keeping.fates[i]:
+                case Fate.KEPT:
+                    self._add("kept", i if earliest is None else earliest, last, made)
+                    self._add("kept", i, last, beside)
+                case Fate.AGAIN:
+                    self._add("again", i, self.ends[self.p.stretches[i]], beside)
+                    if self.p.facts[i].read and earliest is not None:
+                        self._add("again", earliest, self.ends[self.p.stretches[i]], made)
+                case Fate.GONE:
+                    self._add("kept", i, last, beside)
+
+    def edges_to(self, consumer: int) -> list[int]:
+        """The producers of what a vertex reads."""
+        return self._producers.get(consumer, [])
+
+    @property
+    def _producers(self) -> dict[int, list[int]]:
+        if not hasattr(self, "_known"):
+            self._known: dict[int, list[int]] = {}
+            for edge in self.edges:
+                self._known.setdefault(edge.consumer, []).append(edge.producer)
+        return self._known
+
+    def _conversions(self) -> None:
+        for number, edge in enumerate(self.edges):
+            size = self._read_as(number)
+            if self.keeping.kept[number]:
+                self._add("kept", edge.consumer, len(self.vertices) - 1, size)
+            elif self.keeping.again[number] and self.p.reads[number] and self._moves(number):
+                self._add("again", edge.consumer, edge.consumer, size)
+
+    def _read_as(self, number: int) -> float:
+        edge = self.edges[number]
+        _, columns = edge.codes(self.vertices)
+        return float(edge.table.held[columns[self.choice[edge.consumer]]])
+
+    def _made_as(self, number: int) -> float:
+        edge = self.edges[number]
+        rows, _ = edge.codes(self.vertices)
+        return float(edge.table.held[rows[self.choice[edge.producer]]])
+
+    def _moves(self, number: int) -> bool:
+        """Whether an edge converts its tensor into another one."""
+        edge = self.edges[number]
+        rows, columns = edge.codes(self.vertices)
+        here, there = int(rows[self.choice[edge.producer]]), int(columns[self.choice[edge.consumer]])
+        return bool(once_more(edge.table).rows([here])[0, there] - edge.table.rows([here])[0, there] > 1e-12)
+
+    def _gradients(self) -> None:
+        flows = self.p.problem.tensors.flows
+        ends = list(range(len(self.vertices)))  # how early in the backward the gradient of a vertex is there
+        sizes = [0.0] * len(self.vertices)
+        passed: set[int] = set()
+        for number in sorted(range(len(self.edges)), key=lambda n: -self.edges[n].consumer):
+            edge = self.edges[number]
+            consumer = self.vertices[edge.consumer]
+            if edge.value not in flows or consumer.kind is VertexKind.OUTPUT:
+                continue
+            size, read = self._made_as(number), self._read_as(number)
+            passes = consumer.kind is VertexKind.HUB or is_view(consumer.node) or (
+                consumer.node.target in _PASSES_ON
+            )
+            moves = self._moves(number)
+            if passes and not moves and size == sizes[edge.consumer]:
+                passed.add(edge.consumer)
+                ends[edge.producer] = max(ends[edge.producer], ends[edge.consumer])
+            else:
+                ends[edge.producer] = max(ends[edge.producer], edge.consumer)
+                if moves and size != read:
+                    self._add("gradients", edge.consumer, edge.consumer, read)
+            sizes[edge.producer] = max(sizes[edge.producer], size)
+        for i, vertex in enumerate(self.vertices):
+            if vertex.kind in (VertexKind.OPERATOR, VertexKind.HUB) and sizes[i]:
+                if i in passed:
+                    continue
+                self._add("gradients", i, ends[i], sizes[i])
