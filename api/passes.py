@@ -24,6 +24,7 @@ from partway.options.fields import ParallelMode
 from partway.plan_inputs import PlanInputs
 from partway.propagation.capture.resting_hooks import none_of_all_modules
 from partway.propagation.cost.cost import WEIGHTS, Level
+from partway.propagation.cost.profile import DeviceProfile
 from partway.propagation.graph.graph import verify
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.plan.make import make_plan
@@ -44,6 +45,7 @@ from partway.propagation.search.solution import Solution, verify_solution
 from partway.strategy import Mesh, StrategyError
 from partway.strategy.afterwards import uncollected
 
+RESERVED = 0.06  # of a device's memory: what the driver, the communication and the allocator's gaps take
 _LATER: Any = None  # what a pass has yet to make
 
 
@@ -204,7 +206,7 @@ def search_on_cheapest_mesh(
 
 def search_on_mesh(inputs: PlanInputs, mesh: Mesh, below: float, around: Around[PlanDraft] = applied) -> PlanDraft:
     """The draft of a plan on `mesh` up to its solution. The search is repeated with other settings where an operator
-    cannot run on its part of the batch, and where weights that are kept gathered exceed the memory limit."""
+    cannot run on its part of the batch."""
     draft = run(ANNOTATING, PlanDraft(inputs, mesh, settings_of(inputs, mesh), below), around)
     try:
         draft = run(SEARCHING, draft, around)
@@ -213,10 +215,6 @@ def search_on_mesh(inputs: PlanInputs, mesh: Mesh, below: float, around: Around[
             raise
         # an operator cannot run on its part of the batch: its operands are gathered
         draft = run(SEARCHING, replace(draft, settings=replace(draft.settings, stay_split=False)), around)
-    if excess := bytes_over_limit(draft.problem, draft.solution):
-        if inputs.context.reshard_after_forward is False:
-            raise StrategyError(_keeps_too_much(draft.settings, excess))
-        draft = run(SEARCHING, replace(draft, settings=replace(draft.settings, regather=True)), around)
     return draft
 
 
@@ -244,28 +242,20 @@ def settings_of(inputs: PlanInputs, mesh: Mesh) -> Settings:
         slice_align=algo.tensor_slice_align_size if algo.tensor_slice_align_enable else 1,
         shard_parameters=threshold if context.enable_parallel_optimizer else None,
         optimizer_states=algo.optimizer_states,
-        memory_limit=algo.memory_limit,
-        regather=context.reshard_after_forward is True,
+        memory_limit=memory_limit(algo.memory_limit, inputs.profile),
+        recompute=algo.recompute,
+        regather=context.reshard_after_forward,
         on_unknown_op=context.on_unknown_op,
         rules=inputs.rules,
     )
 
 
-def bytes_over_limit(problem: SearchProblem, solution: Solution) -> float:
-    """By how many bytes a plan exceeds the memory limit with the gathered weights that it keeps; 0: they fit."""
-    limit = problem.settings.memory_limit
-    if limit is None:
-        return 0.0
-    return max(0.0, problem.memory(solution.choice) + lower(problem, solution.choice).gathered_bytes - limit)
-
-
-def _keeps_too_much(settings: Settings, excess: float) -> str:
-    limit = settings.memory_limit or 0.0
-    return (
-        f"the plan on the mesh {settings.mesh} keeps gathered weights for the backward, as reshard_after_forward=False "
-        f"says, and exceeds memory_limit {limit / 1e9:.4g} GB by {excess / 1e9:.4g} GB; set reshard_after_forward=None "
-        "or True, so that the backward gathers them again, or a higher limit"
-    )
+def memory_limit(asked: float | None, profile: DeviceProfile) -> float | None:
+    """The bytes that a plan may hold on a device: those that a person asked for, or what the device has, less what is
+    reserved. None: any number, which is asked for as inf."""
+    if asked is None:
+        return profile.memory * (1 - RESERVED)
+    return None if math.isinf(asked) else asked
 
 
 # -- From a plan to a step

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from partway.options.base import Options
+from partway.propagation.search.problem import Recompute
 
 
 class AlgoParameters(Options):
@@ -39,11 +40,18 @@ class AlgoParameters(Options):
     """Of how many elements, with `tensor_slice_align_enable`."""
 
     memory_limit: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="None or a number of bytes above 0, such as 80e9"
+        default=None, gt=0, description="None, float('inf') or a number of bytes above 0, such as 80e9"
     )
-    """The most bytes that a device may hold: parameters, gradients, optimizer states and what is kept for the backward.
-    The cheapest plan found that keeps to it is taken, and its certificate says how far off it may be; where there is
-    none it is an error that says what limit would do. The reference's device_memory_capacity."""
+    """The most bytes that a device may hold at a time: parameters, gradients, optimizer states, what is kept for the
+    backward and what operators work with. The cheapest plan found that keeps to it is taken, and its certificate says
+    how far off it may be; where there is none it is an error that says what limit would do. None: what the device has,
+    less 6 % for what the driver, communication and the allocator take. float("inf"): any number. The reference's
+    device_memory_capacity."""
+
+    recompute: Recompute = Field(default=Recompute.AUTO, strict=False)
+    """What the backward computes again in place of keeping it. "auto": what is free to have again (views, casts,
+    elementwise operators), and where the memory limit leaves no room whatever costs least. "none": nothing. "all":
+    everything but what stands between blocks. Calls of torch.utils.checkpoint stay as a person wrote them."""
 
     optimizer_states: float = Field(
         default=2.0, ge=0, allow_inf_nan=False, description="a number of 0 or more, such as 2 for Adam"

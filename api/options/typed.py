@@ -53,6 +53,7 @@ class AlgoOptions(TypedDict, total=False):
     tensor_slice_align_enable: bool
     tensor_slice_align_size: int
     memory_limit: float | None
+    recompute: Literal["auto", "none", "all"]
     optimizer_states: float
 
 

@@ -80,12 +80,10 @@ def outcome(problem: SearchProblem, solution: Solution, program: LocalProgram) -
 def best(problem: SearchProblem) -> Outcome | None:
     """The cheapest plan of `problem`; None where there is none, or none that keeps to its memory limit."""
     try:
-        solution = search(_unlimited(problem), _EXACT)
-        if problem.settings.memory_limit is not None:
-            solution = search(problem, _EXACT)
+        solution = search(problem, _EXACT)
     except StrategyError:
         return None
-    return outcome(problem, solution, lower(problem, solution.choice))
+    return outcome(problem, solution, lower(problem, solution.choice, solution.keeping))
 
 
 def _unlimited(problem: SearchProblem) -> SearchProblem:

@@ -70,6 +70,9 @@ class OperatorPlan(_Frozen):
     seconds      of forward and backward on one device, without collectives
     producers    the tensor that each operand is; None in plans of an earlier version
     held_bytes   of its results, what one device keeps for the backward; None in plans of an earlier version
+    fate         "kept" for the backward, computed "again" there, or "gone", as nothing there reads it; empty in plans of
+                 an earlier version
+    again        seconds that computing it again takes
     """
 
     name: str
@@ -85,15 +88,20 @@ class OperatorPlan(_Frozen):
     annotation: str = ""
     producers: tuple[Producer, ...] | None = None
     held_bytes: float | None = None
+    fate: str = ""
+    again: float = 0.0
 
 
 class Memory(_Frozen):
-    """Bytes on one device, as memory_limit counts them.
+    """Bytes on one device when most of them are held, as memory_limit counts them.
 
+    gradients     of parameters, those that are there by then
     optimizer     its states, as many as the option optimizer_states says
     inputs        of the call, and buffers
-    activations   what is kept for the backward, at most: results of operators, and weights that were gathered unless
-                  they are gathered again
+    activations   what the backward has yet to read of what was kept for it
+    again         what the backward has computed again, and has yet to read
+    working       results of the call, gradients of values, and what operators are about to read
+    phase, at     when that is: the "forward" or the "backward" of an operator; empty in plans of an earlier version
     """
 
     parameters: int
@@ -101,18 +109,29 @@ class Memory(_Frozen):
     optimizer: int = 0
     inputs: int = 0
     activations: int
+    again: int = 0
+    working: int = 0
+    phase: str = ""
+    at: str = ""
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.parameters + self.gradients + self.optimizer + self.inputs + self.activations
+        held = self.parameters + self.gradients + self.optimizer + self.inputs
+        return held + self.activations + self.again + self.working
 
     def __str__(self) -> str:
-        return (
-            f"parameters {human(self.parameters)}, gradients {human(self.gradients)}, "
-            f"optimizer {human(self.optimizer)}, inputs {human(self.inputs)}, "
-            f"activations {human(self.activations)}; {human(self.total)} in all"
-        )
+        parts = [
+            f"{name} {human(size)}"
+            for name, size in (
+                ("parameters", self.parameters), ("gradients", self.gradients), ("optimizer", self.optimizer),
+                ("inputs", self.inputs), ("activations", self.activations), ("computed again", self.again),
+                ("working", self.working),
+            )
+            if size
+        ]  # fmt: skip
+        when = f", in the {self.phase} of {self.at}" if self.at else ""
+        return f"{human(self.total)} at most{when}: {', '.join(parts) or 'nothing'}"
 
 
 class Certificate(_Frozen):
@@ -188,7 +207,7 @@ class PlanData(_Frozen):
     @property
     def predicted_time(self) -> float:
         """Seconds of one step, nothing overlapped."""
-        return sum(o.seconds for o in self.operators) + sum(c.predicted_time for c in self.collectives)
+        return sum(o.seconds + o.again for o in self.operators) + sum(c.predicted_time for c in self.collectives)
 
     @property
     def wire_bytes(self) -> float:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from math import prod
 
 from torch import fx
 
 from ...strategy.layout import Layout
 from ..graph.nodes import describe, is_tensor, module_path, operands, operator_name, source_line, source_of
-from ..graph.port import Role
 from ..program.local_program import LocalProgram, PlacedPort
 from ..program.lower import describe_option
+from ..search.keeping import Fate
 from ..search.problem import SearchProblem, Vertex, VertexKind
 from ..search.search import SearchMode
 from ..search.solution import Solution
+from ..search.timeline import Timeline
 from .alternatives import Alternatives, outcome
 from .data import Certificate, Memory, OperatorPlan, Producer, ProducerKind, TensorPlan
 from .plan import Plan
@@ -31,7 +31,9 @@ def make_plan(
     """The Plan of a solution, with the collectives of its program. `written`: where the annotation of each tensor was
     written (default: each in a place of its own)."""
     reached = outcome(problem, solution, program)
-    chosen = list(zip(problem.vertices, solution.choice, strict=True))
+    keeping, held = solution.keeping, solution.held
+    assert keeping is not None and held is not None
+    chosen = list(zip(problem.vertices, solution.choice, keeping.fates, strict=True))
     producer_of = _producers(problem)
     annotations = {(vertex.kind, vertex.name): vertex.annotation for vertex in problem.vertices}
 
@@ -53,10 +55,12 @@ def make_plan(
         axes=problem.settings.mesh.axes,
         sizes=problem.settings.mesh.sizes,
         inputs=tensors(program.inputs, VertexKind.INPUT),
-        operators=tuple(_operator(v, c, producer_of) for v, c in chosen if v.kind is VertexKind.OPERATOR),
+        operators=tuple(
+            _operator(v, c, fate, producer_of) for v, c, fate in chosen if v.kind is VertexKind.OPERATOR
+        ),
         outputs=tensors(program.outputs, VertexKind.OUTPUT),
         collectives=reached.collectives,
-        memory=_memory(problem, program, chosen),
+        memory=_memory(held, problem.vertices),
         certificate=_certificate(problem, solution, program, mode),
         unknown_operators=problem.unknown,
     )
@@ -78,7 +82,9 @@ def _producers(problem: SearchProblem) -> Callable[[fx.Node], Producer]:
     return producer
 
 
-def _operator(vertex: Vertex, choice: int, producer_of: Callable[[fx.Node], Producer]) -> OperatorPlan:
+def _operator(
+    vertex: Vertex, choice: int, fate: Fate, producer_of: Callable[[fx.Node], Producer]
+) -> OperatorPlan:
     option = vertex.options[choice]
     return OperatorPlan(
         name=vertex.name,
@@ -93,26 +99,33 @@ def _operator(vertex: Vertex, choice: int, producer_of: Callable[[fx.Node], Prod
         seconds=float(vertex.seconds[choice]),
         annotation=vertex.annotation,
         producers=tuple(map(producer_of, operands(vertex.node))),
-        held_bytes=float(vertex.held[choice]),
+        held_bytes=float(vertex.options.made[choice]) if fate is Fate.KEPT else 0.0,
+        fate=fate.name.lower(),
+        again=float(vertex.options.again[choice]) if fate is Fate.AGAIN else 0.0,
     )
 
 
-def _memory(problem: SearchProblem, program: LocalProgram, chosen: Iterable[tuple[Vertex, int]]) -> Memory:
-    parameters = [p for p in program.inputs if p.port.role is Role.PARAMETER]
-    sizes = {p.port.name: _bytes(p) for p in parameters}
-    trained = sum(sizes[p.port.name] for p in parameters if p.port.requires_grad)
-    inputs = activations = 0.0
-    for vertex, choice in chosen:
-        if vertex.kind is VertexKind.OPERATOR:
-            activations += float(vertex.held[choice])
-        elif vertex.port and vertex.kind is VertexKind.INPUT and vertex.port.role is not Role.PARAMETER:
-            inputs += float(vertex.held[choice])
+def _memory(held: Timeline, vertices: Sequence[Vertex]) -> Memory:
+    """What is held when most is."""
+    forward = float(held.forward.max()) > float(held.total.max())
+    at = int((held.forward if forward else held.total).argmax())
+    always = held.always
+    through = sum(always.values())
+    kept, again, gradients, working = (
+        (0.0, 0.0, 0.0, float(held.forward[at]) - through)
+        if forward
+        else (float(part[at]) for part in (held.kept, held.again, held.parameter_gradients, held.gradients))
+    )
     return Memory(
-        parameters=sum(sizes.values()),
-        gradients=trained,
-        optimizer=round(problem.settings.optimizer_states * trained),
-        inputs=round(inputs),
-        activations=round(activations),
+        parameters=round(always["parameters"]),
+        gradients=round(gradients),
+        optimizer=round(always["optimizer"]),
+        inputs=round(always["inputs"]),
+        activations=round(kept),
+        again=round(again),
+        working=round(working + always["results"]),
+        phase="forward" if forward else "backward",
+        at=vertices[at].name,
     )
 
 
@@ -128,10 +141,6 @@ def _certificate(problem: SearchProblem, solution: Solution, program: LocalProgr
         approximate=problem.approximate,
         given=solution.replayed,
     )
-
-
-def _bytes(placed: PlacedPort) -> int:
-    return prod(placed.local_shape) * placed.dtype.itemsize
 
 
 def _codes(layout: Layout) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from ..graph.graph import Graph
 from ..graph.nodes import describe, is_tensor, module_path, operator_name
 from ..graph.port import Port
 from ..graph.queries import constant_nodes
+from ..search.memory import with_fates
 from ..search.problem import Edge, Options, SearchProblem, Vertex, VertexKind
 from ..search.solution import Solution
 from .data import OperatorPlan, PlanData, TensorPlan
@@ -113,7 +114,7 @@ def replay(problem: SearchProblem, plan: PlanData) -> Solution:
         edges.setdefault(edge.producer, []).append(edge)
         edges.setdefault(edge.consumer, []).append(edge)
     chosen = tuple(_hub(problem, i, edges[i], choice) if option is None else option for i, option in enumerate(choice))
-    return Solution(chosen, problem.cost(chosen), float("-inf"), 0, replayed=True)
+    return with_fates(problem, Solution(chosen, problem.cost(chosen), float("-inf"), 0, replayed=True))
 
 
 def _layout(codes: Sequence[str], plan: PlanData) -> Layout:

@@ -65,7 +65,7 @@ def summary(plan: PlanData) -> Report:
     return Report(
         f"{len(forward)} collectives forward, {len(backward)} backward; one rank sends "
         f"{human(plan.wire_bytes)} a step; predicted {lasting(plan.predicted_time)}\n"
-        f"on one device: {plan.memory}{'' if limit is None else f' of memory_limit {human(limit)}'}\n"
+        f"on one device: {plan.memory}{'' if limit is None else f'; memory_limit {human(limit)}'}\n"
         f"search: {plan.certificate}"
     )
 

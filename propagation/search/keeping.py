@@ -20,36 +20,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
 
-from ...strategy.choice import Choice
-from ...strategy.layout import Layout
-from ..cost.conversion import ConversionTable, Floats, Mask, once_more
-from ..graph.graph import Graph
-from ..graph.nodes import draws_random_numbers, is_view, operands, rearranges, results_of, source_of
+from ..cost.conversion import Floats, once_more
+from ..graph.nodes import Value, draws_random_numbers, is_view, rearranges
 from ..graph.port import Role
 from ..graph.queries import recomputed
 from ..ops.random_numbers import draw
 from ..torch_internals import OpOverload
 from .needs import NOTHING, Needs, needs_of
 from .network import Costs, restricted
-from .problem import Edge, Options, SearchProblem, Vertex, VertexKind
+from .problem import Edge, Options, Recompute, SearchProblem, Vertex, VertexKind
 from .stretches import stretches_of
 
 FREE = 1e-3  # what a second of something that is free to have again weighs
 CHEAP = 16.0 * FREE  # so many passes over a value may be made to have it again for free
-
-
-class Recompute(Choice):
-    """What may be computed again in the backward."""
-
-    AUTO = "auto"
-    NONE = "none"
-    ALL = "all"
 
 
 class Fate(IntEnum):
@@ -67,7 +56,7 @@ class Keeping:
     fates   of each vertex
     again   of each edge whether its conversion runs once more in the backward
     kept    of each edge whether what it is converted to is kept
-    cost    what computing operators again costs, as the search weighs it
+    cost    what computing operators again costs, as the search weighs it, but for what is free
     """
 
     fates: tuple[Fate, ...]
@@ -111,7 +100,14 @@ class _Facts:
 
 @dataclass(frozen=True, eq=False)
 class KeepProblem:
-    """A search problem in which every option has its fates. `stretches`: the stretch of each vertex."""
+    """A search problem in which every option has its fates.
+
+    stretches   the stretch of each vertex
+    facts       what each vertex may do
+    reads       of each edge whether the backward of its consumer reads its tensor
+    needs       what the backward of each call reads
+    barred      of each edge whether its conversion may not run again, and whether what it gives may not be kept
+    chosen      the strategies, where only fates are left to choose: `problem` has no others"""
 
     problem: SearchProblem
     stretches: tuple[int, ...]
@@ -119,6 +115,7 @@ class KeepProblem:
     reads: tuple[bool, ...]
     needs: Mapping[fx.Node, Needs] = field(repr=False)
     barred: tuple[tuple[bool, bool], ...] = field(repr=False)
+    chosen: tuple[int, ...] | None = None
 
     @property
     def count(self) -> int:
@@ -128,7 +125,7 @@ class KeepProblem:
     def at(self, choice: tuple[int, ...]) -> KeepProblem:
         """This problem with the strategies of `choice`: only fates are left to choose."""
         rows = {c: np.array([c]) for c in set(choice)}
-        return replace(self, problem=restricted(self.problem, [rows[c] for c in choice]))
+        return replace(self, problem=restricted(self.problem, [rows[c] for c in choice]), chosen=choice)
 
     # -- as numbers
 
@@ -242,7 +239,7 @@ class KeepProblem:
         twice = replace(edge, table=once_more(edge.table)).matrix(self.problem.vertices)
         _, codes = edge.codes(self.problem.vertices)
         made = edge.table.held[codes] * self.reads[number]
-        moves = twice - once > 1e-3 * FREE * once + 1e-12
+        moves = moving(once, twice)
         keep = np.where(moves & (not never_kept), once + kept * edge.table.held[codes], np.inf)
         return np.where(moves & never_again, np.inf, twice + np.where(moves, again * made, 0.0)), keep
 
@@ -266,7 +263,7 @@ class KeepProblem:
             cost += float(vertex.options.unary[option])
             if fate is Fate.AGAIN:
                 agains[s] += again_bytes[option]
-                repeating += self._weight(i) * float(vertex.options.again[option])
+                repeating += 0.0 if facts.free else self._weight(i) * float(vertex.options.again[option])
             else:
                 keeps[s] += kept_bytes[option] if fate is Fate.KEPT else self.beside(i)[option]
         again, kept = [], []
@@ -279,7 +276,7 @@ class KeepProblem:
             if self.reads[number] or fates[edge.consumer] is Fate.AGAIN:
                 twice = float(once_more(edge.table).rows([here])[0, there])
                 held = float(edge.table.held[there])
-                moves = twice - once > 1e-3 * FREE * once + 1e-12
+                moves = bool(moving(once, twice))
                 never_again, never_kept = self.barred[number]
                 ways = {
                     True: np.inf if (moves and never_again) or not self._is_there(fates[edge.producer], edge)
@@ -289,7 +286,7 @@ class KeepProblem:
                 runs_again = ways[True] <= ways[False]
                 is_kept = not runs_again
                 if runs_again:
-                    once = twice
+                    once = twice if moves else once
                     agains[s] += held * self.reads[number] * moves
                 else:
                     keeps[s] += held
@@ -301,22 +298,17 @@ class KeepProblem:
         return Kept(tuple(choice), keeping, cost + repeating, held_at)
 
 
-def keep_problem(problem: SearchProblem, recompute: Recompute, *, only_free: bool, longest: int = 64) -> KeepProblem:
-    """`problem` with the fates that `recompute` leaves; `only_free`: nothing is computed again but what is free."""
+def keep_problem(problem: SearchProblem, *, only_free: bool) -> KeepProblem:
+    """`problem` with the fates that its settings leave; `only_free`: nothing is computed again but what is free."""
     needs = needs_of(problem.graph, problem.tensors.flows)
     marked = recomputed(problem.graph)
-    weights = problem.tensors.weights
     facts: list[_Facts] = []
-    read = {
-        (edge.producer, edge.result)
-        for edge in problem.edges
-        if _reads(problem, edge, needs)
-    }  # fmt: skip
+    read = {(edge.producer, edge.result) for edge in problem.edges if _reads(problem, edge, needs)}
     for i, vertex in enumerate(problem.vertices):
         its = needs.get(vertex.node, NOTHING) if vertex.kind is VertexKind.OPERATOR else NOTHING
         facts.append(
             _Facts(
-                _fates(vertex, its, marked, recompute, only_free, problem.settings.regather, weights),
+                _fates(vertex, its, marked, problem.settings.recompute, only_free),
                 _is_free(vertex),
                 bool(its.results) or any((i, r) in read for r in range(len(vertex.options.results))),
                 bool(its.results),
@@ -325,7 +317,7 @@ def keep_problem(problem: SearchProblem, recompute: Recompute, *, only_free: boo
         )
     reads = tuple(_reads(problem, edge, needs) for edge in problem.edges)
     barred = tuple(_barred(problem, edge) for edge in problem.edges)
-    return KeepProblem(problem, stretches_of(problem, longest), tuple(facts), reads, needs, barred)
+    return KeepProblem(problem, stretches_of(problem), tuple(facts), reads, needs, barred)
 
 
 def _share(options: Options) -> Floats:
@@ -359,9 +351,8 @@ def _is_free(vertex: Vertex) -> bool:
 
 
 def _fates(
-    vertex: Vertex, needs: Needs, marked: frozenset[fx.Node], recompute: Recompute, only_free: bool,
-    regather: bool | None, weights: frozenset,
-) -> tuple[Fate, ...]:  # fmt: skip
+    vertex: Vertex, needs: Needs, marked: frozenset[fx.Node], recompute: Recompute, only_free: bool
+) -> tuple[Fate, ...]:
     """The fates that a vertex may have."""
     if vertex.kind in (VertexKind.INPUT, VertexKind.OUTPUT):
         return (Fate.KEPT,)
@@ -379,3 +370,20 @@ def _fates(
     if not needs.results:
         fates.append(Fate.GONE)
     return tuple(fates)
+
+
+def cost_with_fates(problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping) -> float:
+    """What a choice costs, with what the backward computes and converts again."""
+    total = keeping.cost + sum(float(v.unary[c]) for v, c in zip(problem.vertices, choice, strict=True))
+    for edge, again in zip(problem.edges, keeping.again, strict=True):
+        rows, columns = edge.codes(problem.vertices)
+        here, there = int(rows[choice[edge.producer]]), int(columns[choice[edge.consumer]])
+        once = float(edge.table.rows([here])[0, there])
+        twice = float(once_more(edge.table).rows([here])[0, there]) if again else once
+        total += twice if moving(once, twice) else once
+    return total
+
+
+def moving(once: Any, twice: Any) -> Any:
+    """Whether a conversion that costs `once`, and `twice` if it runs again, sends anything; slices are free."""
+    return twice - once > 1e-3 * FREE * once + 1e-12

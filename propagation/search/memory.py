@@ -15,10 +15,8 @@ import numpy as np
 from ...strategy.errors import StrategyError
 from ..cost.conversion import Floats
 from .eliminate import affordable, eliminate_in, elimination_order
-from .exact import dynamic_programming
-from .keeping import CHEAP, Keeping, KeepProblem, Kept, Recompute, keep_problem
-from .network import are_few, pairs_of
-from .problem import AMONG, SearchProblem
+from .keeping import CHEAP, Keeping, KeepProblem, Kept, keep_problem
+from .problem import AMONG, Recompute, SearchProblem, Settings
 from .solution import Solution
 from .timeline import Timeline, timeline
 
@@ -48,23 +46,28 @@ class Point:
         return float(self.held.max())
 
 
-def kept_for_free(problem: SearchProblem, choice: tuple[int, ...], recompute: Recompute) -> tuple[KeepProblem, Point]:
-    """The strategies of `choice`, of which the fewest bytes are kept that may be without cost; under
-    `Recompute.ALL` the fewest."""
-    fates = keep_problem(problem, recompute, only_free=recompute is not Recompute.ALL)
-    own = fates.at(choice)
-    prices = np.zeros(fates.count)
-    s = problem.settings
-    prices[-1] = CHEAP * s.weights.compute / s.profile.memory_bandwidth
-    if recompute is Recompute.ALL:
-        prices[:] = _outweighing(problem)
-    point = _solved(own, prices)[0]
-    return fates, replace(point, choice=choice, when=point.when)
+def kept_for_free(problem: SearchProblem, choice: tuple[int, ...]) -> Point:
+    """The strategies of `choice`, of which the fewest bytes are kept that may be at next to no cost; under
+    `Recompute.ALL` the fewest of all."""
+    everything = problem.settings.recompute is Recompute.ALL
+    own = keep_problem(problem, only_free=not everything).at(choice)
+    prices = np.zeros(own.count)
+    prices[-1] = _outweighing(problem) if everything else _next_to_nothing(problem.settings)
+    return _solved(own, prices)[0]
 
 
-def within_memory(problem: SearchProblem, free: Solution, limit: float, recompute: Recompute) -> Solution:
-    """The cheapest plan found that holds at most `limit` bytes on a device, with a bound on what any such plan costs.
-    `free`: the cheapest one without a limit.
+def with_fates(problem: SearchProblem, found: Solution) -> Solution:
+    """`found`, a solution, with what is kept: the cheapest that keeps to the memory limit. Strategies stay as they are.
+    Raises StrategyError where nothing does."""
+    first, limit = kept_for_free(problem, found.choice), problem.settings.memory_limit
+    if limit is not None and first.peak > limit:
+        first = _Search(keep_problem(problem, only_free=False).at(found.choice), limit, first).best(found)[0]
+    return _solution(found, first, found.bound)
+
+
+def within_memory(problem: SearchProblem, free: Solution) -> Solution:
+    """The cheapest plan found that keeps to the memory limit of `problem`, with a bound on what any such plan costs.
+    `free`: the cheapest one without a limit. Raises StrategyError where none is found.
 
     Lagrange: for any price p of a byte the least of `cost + p * (memory - limit)` is a bound. The best price is where
     the cheapest plan changes from one that fits to one that does not: the price at which the two last found cost the
@@ -72,13 +75,11 @@ def within_memory(problem: SearchProblem, free: Solution, limit: float, recomput
     problem", 1980). Layers that are alike change all at once; so of the two plans one is taken in the first stretches
     and the other in the rest, as far as that fits.
     """
-    fates, first = kept_for_free(problem, free.choice, recompute)
-    if first.peak <= limit or recompute is Recompute.ALL and first.peak <= limit:
-        return _solution(free, first, free.bound + first.keeping.cost)
-    if recompute is not Recompute.ALL:
-        fates = keep_problem(problem, recompute, only_free=False)
-    found = _Search(fates, limit, first)
-    return found.best(free)
+    first, limit = kept_for_free(problem, free.choice), problem.settings.memory_limit
+    if limit is None or first.peak <= limit:
+        return _solution(free, first, free.bound)
+    point, bound = _Search(keep_problem(problem, only_free=False), limit, first).best(free)
+    return _solution(free, point, bound)
 
 
 class _Search:
@@ -91,8 +92,8 @@ class _Search:
         self.tried: list[tuple[Floats, float]] = []  # prices, and the least of cost and priced bytes
         self.first, self.width = first, 1
 
-    def best(self, free: Solution) -> Solution:
-        """The cheapest plan that is found."""
+    def best(self, free: Solution) -> tuple[Point, float]:
+        """The cheapest plan that is found, and a bound."""
         above, below = self._bracket(free)
         best = below
         for _ in range(ROUNDS):
@@ -130,10 +131,6 @@ class _Search:
             price *= STEEP
         raise StrategyError(_too_little(self.problem, least, self.limit))
 
-    @property
-    def _settings(self):  # noqa: ANN202
-        return self.problem.problem.settings
-
     def _at(self, price: float) -> Point:
         """The cheapest plan when a byte at the peak costs `price`."""
         prices = price * self.weights
@@ -159,11 +156,11 @@ class _Search:
                 else:
                     high = many
 
-    def _answer(self, free: Solution, point: Point) -> Solution:
-        """The solution, with the best bound: the working sets beside what is modelled are those of this plan."""
+    def _answer(self, free: Solution, point: Point) -> tuple[Point, float]:
+        """With the best bound: beside what the search counts, others have to do with the room that this plan takes."""
         room = self.limit - (point.held - point.modelled)
         bound = max([free.bound, *(dual - float(prices @ room) for prices, dual in self.tried)])
-        return _solution(replace(free, width=max(free.width, self.width)), point, min(bound, point.cost))
+        return point, min(bound, point.cost)
 
 
 def _solved(problem: KeepProblem, prices: Floats) -> tuple[Point, float, int]:
@@ -177,8 +174,14 @@ def _read(problem: KeepProblem, numbers: tuple[int, ...], prices: Floats) -> Poi
     kept: Kept = problem.read_off(numbers, prices)
     when = timeline(problem, kept.choice, kept)
     stretches = np.array(problem.stretches)
-    held = np.array([when.total[stretches == s].max() for s in range(problem.count)])
-    return Point(numbers, kept.choice, kept.keeping, kept.cost, kept.held, held, when)
+    most = np.maximum(when.total, when.forward)
+    held = np.array([most[stretches == s].max() for s in range(problem.count)])
+    return Point(numbers, problem.chosen or kept.choice, kept.keeping, kept.cost, kept.held, held, when)
+
+
+def _next_to_nothing(settings: Settings) -> float:
+    """A price of a byte at which only what is free is computed again."""
+    return CHEAP * settings.weights.compute / settings.profile.memory_bandwidth
 
 
 def _outweighing(problem: SearchProblem) -> float:
@@ -188,7 +191,7 @@ def _outweighing(problem: SearchProblem) -> float:
 
 
 def _solution(free: Solution, point: Point, bound: float) -> Solution:
-    return replace(free, choice=point.choice, cost=point.cost, bound=bound, keeping=point.keeping)
+    return replace(free, choice=point.choice, cost=point.cost, bound=bound, keeping=point.keeping, held=point.when)
 
 
 def _too_little(problem: KeepProblem, least: Point, limit: float) -> str:

@@ -39,6 +39,14 @@ AMONG = " among the strategies that enable_algo_approxi leaves"  # what the boun
 Allowed = Mapping[str, tuple[tuple[Layout, ...], str]]  # port or constraint name -> (layouts, what the person wrote)
 
 
+class Recompute(Choice):
+    """What the backward may compute again in place of keeping it."""
+
+    AUTO = "auto"
+    NONE = "none"
+    ALL = "all"
+
+
 class Fallback(Choice):
     """What to do with an operator that has no rule."""
 
@@ -60,7 +68,8 @@ class Settings:
     shard_parameters    parameters of at least this many bytes are split at rest on every axis that can
                         (enable_parallel_optimizer); None: the search decides
     optimizer_states    how many copies of each parameter the optimizer keeps (Adam: 2)
-    memory_limit        bytes that a device may hold: parameters, gradients, optimizer states, activations
+    memory_limit        bytes that a device may hold at a time; None: any number
+    recompute           what the backward may compute again
     regather            whether the backward gathers again what the forward gathered of weights; None: the search decides
     short               sizes of dims that may be split over more devices than they have elements, as a person did
     rules               the rows that people gave to operators
@@ -78,6 +87,7 @@ class Settings:
     shard_parameters: int | None = None
     optimizer_states: float = 2.0
     memory_limit: float | None = None
+    recompute: Recompute = Recompute.AUTO
     regather: bool | None = None
     short: frozenset[int] = frozenset()
     on_unknown_op: Fallback = Fallback.WARN

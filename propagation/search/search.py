@@ -5,6 +5,7 @@ A mode is a row of `SEARCHES`. Under every mode the exact search runs too, since
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from ...strategy.choice import Choice
 from ...strategy.errors import StrategyError, VerifyError
 from .exact import dynamic_programming
-from .memory import within_memory
+from .memory import with_fates, within_memory
 from .problem import SearchProblem
 from .propagate import sharding_propagation
 from .recursive import recursive_programming
@@ -56,22 +57,20 @@ def search(problem: SearchProblem, mode: SearchMode, below: float = math.inf) ->
 
     Raises StrategyError where no plan keeps to the memory limit of the problem's settings, or where there is none.
     """
-    limit = problem.settings.memory_limit
-    if limit is None:
-        exact, price = dynamic_programming(problem, below=below), 0.0
-    else:
-        exact, price = within_memory(problem, limit)
+    exact = dynamic_programming(problem, below=below)
     if math.isinf(exact.cost):
         raise StrategyError(_impossible(problem, exact))
     find = SEARCHES[mode].find
     if find is None:
-        return exact
-    plan = find(problem, price)
+        return within_memory(problem, exact)
+    plan = find(problem, 0.0)
     plan = replace(plan, cost=problem.cost(plan.choice), bound=exact.bound, attained=exact.proven)
-    # at the price of memory that suits the optimum, another plan may still hold more; and vertices that choose one
-    # after another may come to conversions that `elementwise_follow` makes impossible
-    fits = limit is None or problem.memory(plan.choice) <= limit
-    return plan if fits and math.isfinite(plan.cost) else exact
+    # vertices that choose one after another may come to conversions that `elementwise_follow` makes impossible, and what
+    # they choose may take more memory than there is
+    with contextlib.suppress(StrategyError):
+        if math.isfinite(plan.cost):
+            return with_fates(problem, plan)
+    return within_memory(problem, exact)
 
 
 def _impossible(problem: SearchProblem, plan: Solution) -> str:

@@ -6,8 +6,9 @@ import math
 from dataclasses import dataclass
 
 from ...strategy.errors import VerifyError
-from .keeping import Keeping
+from .keeping import Keeping, cost_with_fates
 from .problem import SearchProblem
+from .timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Solution:
     attained   a plan that costs the bound is known
     replayed   the options are those of a plan that was given: nothing was searched
     keeping    what is kept for the backward and what is computed again; None: it was not asked
+    held       what a device holds while the backward runs
     """
 
     choice: tuple[int, ...]
@@ -27,6 +29,7 @@ class Solution:
     attained: bool = False
     replayed: bool = False
     keeping: Keeping | None = None
+    held: Timeline | None = None
 
     @property
     def proven(self) -> bool:
@@ -42,6 +45,8 @@ def verify_solution(problem: SearchProblem, solution: Solution) -> Solution:
         if not 0 <= choice < len(vertex.options):
             raise VerifyError(f"{vertex.name} has no option {choice}")
     cost = problem.cost(solution.choice)
+    if solution.keeping:
+        cost = cost_with_fates(problem, solution.choice, solution.keeping)
     if not math.isfinite(cost) or abs(cost - solution.cost) > 1e-9 * max(abs(cost), 1e-12):
         raise VerifyError(f"the plan costs {cost}, not {solution.cost}")
     return solution

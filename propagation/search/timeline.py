@@ -14,7 +14,7 @@ Parameters, what the optimizer keeps, the inputs and the results of the call are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 from ..cost.conversion import Floats, once_more
 from ..graph.nodes import is_view
 from ..graph.port import Role
-from .keeping import Fate, Kept, KeepProblem
+from .keeping import Fate, KeepProblem, Kept, moving
 from .problem import VertexKind
 
 _PASSES_ON = (torch.ops.aten.add.Tensor, torch.ops.aten.alias.default)
@@ -31,9 +31,14 @@ _PASSES_ON = (torch.ops.aten.add.Tensor, torch.ops.aten.alias.default)
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes on one device while the backward is at each vertex: by what holds them."""
+    """Bytes on one device while the backward is at each vertex, by what holds them.
 
-    always: float
+    always    parameters, what the optimizer keeps, inputs and results, throughout
+    forward   all bytes while the forward is at each vertex
+    """
+
+    always: Mapping[str, float]
+    forward: Floats
     kept: Floats
     again: Floats
     gradients: Floats
@@ -42,7 +47,7 @@ class Timeline:
     @property
     def total(self) -> Floats:
         """All of them."""
-        return self.always + self.kept + self.again + self.gradients + self.parameter_gradients
+        return sum(self.always.values()) + self.kept + self.again + self.gradients + self.parameter_gradients
 
 
 def timeline(problem: KeepProblem, choice: Sequence[int], kept: Kept) -> Timeline:
@@ -59,7 +64,9 @@ class _Timeline:
         for i, s in enumerate(problem.stretches):
             self.ends[s] = max(self.ends[s], i)
         self.changes = {name: np.zeros(count + 1) for name in ("kept", "again", "gradients", "parameter_gradients")}
-        self.always = 0.0
+        self.always = {"parameters": 0.0, "optimizer": 0.0, "inputs": 0.0, "results": 0.0}
+        self.made_so_far = np.zeros(count + 1)
+        self._reached: dict[int, list[int]] = {}
         self.readers: list[list[int]] = [[] for _ in range(count)]  # of each vertex its consumers
         self.reading: list[list[int]] = [[] for _ in range(count)]  # of these, those whose backward reads it
         for number, edge in enumerate(self.edges):
@@ -77,7 +84,8 @@ class _Timeline:
         self._conversions()
         self._gradients()
         sums = {name: np.cumsum(change[:-1]) for name, change in self.changes.items()}
-        return Timeline(self.always, **sums)
+        self._forward()
+        return Timeline(self.always, np.cumsum(self.made_so_far[:-1]) + sum(self.always.values()), **sums)
 
     def _values(self) -> None:
         last = len(self.vertices) - 1
@@ -94,13 +102,16 @@ class _Timeline:
             option = self.choice[i]
             if vertex.kind is VertexKind.INPUT:
                 gradient, throughout = (float(column[option]) for column in self.p.at_rest(vertex))
-                self.always += throughout
+                own = float(vertex.options.held[option])
+                is_parameter = vertex.port is not None and vertex.port.role is Role.PARAMETER
+                self.always["parameters" if is_parameter else "inputs"] += own
+                self.always["optimizer"] += throughout - own
                 if gradient:
                     self._add("parameter_gradients", 0, max(self.readers[i], default=0), gradient)
                 continue
             if vertex.kind is VertexKind.OUTPUT:
                 if vertex.port is not None and vertex.port.role is Role.RESULT:
-                    self.always += float(self.vertices[i].options.tables[0][0].held[vertex.options.operands[0][option]])
+                    self.always["results"] += float(self.vertices[i].options.tables[0][0].held[vertex.options.operands[0][option]])
                 continue
             made = float(vertex.options.made[option])
             beside = float(self.p.beside(i)[option])
@@ -151,7 +162,41 @@ class _Timeline:
         edge = self.edges[number]
         rows, columns = edge.codes(self.vertices)
         here, there = int(rows[self.choice[edge.producer]]), int(columns[self.choice[edge.consumer]])
-        return bool(once_more(edge.table).rows([here])[0, there] - edge.table.rows([here])[0, there] > 1e-12)
+        return bool(moving(edge.table.rows([here])[0, there], once_more(edge.table).rows([here])[0, there]))
+
+    def _forward(self) -> None:
+        """What is kept is there from where it is made on; the rest until its last reader has run."""
+        last = len(self.vertices) - 1
+        for i in reversed(range(len(self.vertices))):
+            vertex, option = self.vertices[i], self.choice[i]
+            if vertex.kind is not VertexKind.OPERATOR:
+                continue
+            made, beside = float(vertex.options.made[option]), float(self.p.beside(i)[option])
+            stays = self.keeping.fates[i] is Fate.KEPT
+            until = max(self._through(i), default=i)
+            for size, end in ((made, last if stays else until), (beside, i if self.keeping.fates[i] is Fate.AGAIN else last)):
+                self.made_so_far[i] += size
+                self.made_so_far[end + 1] -= size
+        for number, edge in enumerate(self.edges):
+            if self._moves(number):
+                size, stays = self._read_as(number), self.keeping.kept[number]
+                hub = self.vertices[edge.consumer].kind is VertexKind.HUB
+                until = max(self._through(edge.consumer), default=edge.consumer) if hub else edge.consumer
+                stays = stays or (hub and self.keeping.fates[edge.consumer] is Fate.KEPT)
+                self.made_so_far[edge.consumer] += size
+                self.made_so_far[(last if stays else until) + 1] -= size
+
+    def _through(self, i: int) -> list[int]:
+        """The readers of what vertex i makes, those that read it through hubs and views included."""
+        if i not in self._reached:
+            found: list[int] = []
+            for reader in self.readers[i]:
+                found.append(reader)
+                vertex = self.vertices[reader]
+                if vertex.kind is VertexKind.HUB or (vertex.kind is VertexKind.OPERATOR and is_view(vertex.node)):
+                    found += self._through(reader)
+            self._reached[i] = found
+        return self._reached[i]
 
     def _gradients(self) -> None:
         flows = self.p.problem.tensors.flows
