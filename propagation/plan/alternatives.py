@@ -29,6 +29,7 @@ from ..program.collective import Collective, collectives_of
 from ..program.local_program import LocalProgram
 from ..program.lower import lower, tensor_name
 from ..search.formulate import formulate
+from ..search.keeping import seconds_again
 from ..search.problem import SearchProblem, Vertex
 from ..search.search import SEARCHES, SearchMode, search
 from ..search.solution import Solution
@@ -43,13 +44,15 @@ NAMED = 2  # collectives that stand by name in place of one
 @dataclass(frozen=True)
 class Outcome:
     """What a plan comes to: its cost as the search weighs it, the seconds of a step, the bytes that one rank sends in
-    it, and its collectives. `proven`: nothing is cheaper under the same conditions."""
+    it, and its collectives. `proven`: nothing is cheaper under the same conditions. `binding`: the memory limit is one of
+    them."""
 
     cost: float
     seconds: float
     sent: float
     collectives: tuple[Collective, ...]
     proven: bool
+    binding: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,15 @@ def outcome(problem: SearchProblem, solution: Solution, program: LocalProgram) -
     """What the plan `solution`, lowered to `program`, comes to."""
     collectives = collectives_of(program, problem.settings.profile)
     alone = sum(float(v.seconds[c]) for v, c in zip(problem.vertices, solution.choice, strict=True))
+    if solution.keeping:
+        alone += seconds_again(problem, solution.choice, solution.keeping)
     return Outcome(
         cost=solution.cost,
         seconds=alone + sum(c.predicted_time for c in collectives),
         sent=sum(c.wire_bytes for c in collectives),
         collectives=collectives,
         proven=solution.proven,
+        binding=solution.binding,
     )
 
 
@@ -168,6 +174,11 @@ class Alternatives:
         """The cheapest plan under the same annotations."""
         return self.planned if SEARCHES[self.mode].exact else best(self.problem)
 
+    @property
+    def limit(self) -> float | None:
+        """The memory limit, where it keeps the plan from being a cheaper one."""
+        return self.problem.settings.memory_limit if self.planned.binding else None
+
     @cached_property
     def unlimited(self) -> Outcome | None:
         """The cheapest plan under the same annotations, however much memory it takes."""
@@ -244,8 +255,7 @@ class Alternatives:
     def _price_without(self, c: Collective) -> str:
         plan = self.without(c)
         if plan is None:
-            limit = self.problem.settings.memory_limit
-            within = "" if limit is None else f" and memory_limit {human(limit)}"
+            within = f" and memory_limit {human(self.limit)}" if self.limit else ""
             return f"no plan does without it under these annotations{within}"
         instead = _listed(_beyond(plan.collectives, self.planned.collectives))
         return f"the cheapest plan without it {comparison(plan, self.planned)}" + (
@@ -255,9 +265,8 @@ class Alternatives:
     def _cause(self, c: Collective) -> str:
         if self.optimum is not None and not has(self.optimum, c):
             return f"{self.mode.value}: the optimum under the same annotations does without it"
-        limit = self.problem.settings.memory_limit
-        if limit is not None and self._gone(self.unlimited, c):
-            return f"memory_limit {human(limit)}: the optimum without a limit does without it"
+        if self.limit and self._gone(self.unlimited, c):
+            return f"memory_limit {human(self.limit)}: the optimum without a limit does without it"
         if not self.annotations:
             return "no annotation: there is none"
         if not self._gone(self.dropping(*self.annotations), c):

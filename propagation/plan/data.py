@@ -143,6 +143,7 @@ class Certificate(_Frozen):
     proven         the plan is the optimum
     width          the most vertices that one table of the search joined
     memory_limit   bytes that a device may hold
+    binding        without the limit the plan would be another
     given          its strategies were taken from a plan that was given: nothing was searched
     approximate    enable_algo_approxi left strategies out: bound, attained and proven are about those it kept
     """
@@ -154,6 +155,7 @@ class Certificate(_Frozen):
     width: int
     attained: bool = False
     memory_limit: float | None = None
+    binding: bool = False
     approximate: bool = False
     given: bool = False
 
@@ -165,7 +167,8 @@ class Certificate(_Frozen):
         return None if self.bound is None or self.bound <= 0 else (self.cost - self.bound) / self.bound
 
     def __str__(self) -> str:
-        within = "" if self.memory_limit is None else f" within memory_limit {human(self.memory_limit)}"
+        binds = self.binding and self.memory_limit is not None
+        within = f" within memory_limit {human(self.memory_limit or 0)}" if binds else ""
         if self.given:
             return f"none{within}: the strategies are those of a plan that was given"
         search = f"{self.mode.value}{within}"

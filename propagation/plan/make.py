@@ -138,6 +138,7 @@ def _certificate(problem: SearchProblem, solution: Solution, program: LocalProgr
         width=solution.width,
         attained=solution.attained or solution.proven,
         memory_limit=problem.settings.memory_limit,
+        binding=solution.binding,
         approximate=problem.approximate,
         given=solution.replayed,
     )

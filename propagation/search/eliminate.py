@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 import numpy as np
@@ -53,6 +53,7 @@ class EliminationOrder:
     constant   what vertices with one option cost among themselves
     work       how many sums that takes
     width      the most vertices that one table joins
+    pattern    the structure of the costs that it is for
     """
 
     steps: list[_Elimination]
@@ -61,6 +62,7 @@ class EliminationOrder:
     constant: float
     work: float
     width: int
+    pattern: object = None
 
     @property
     def quick(self) -> bool:
@@ -73,26 +75,45 @@ class EliminationOrder:
         return self.work > 10 * MUCH_WORK
 
 
-def elimination_order(costs: Costs, table_limit: float = math.inf) -> EliminationOrder:
-    """The order in which `eliminate` goes; none of the numbers is looked at."""
+@dataclass(frozen=True)
+class _Given:
+    """The tables that costs consist of: each with its symbol, the numbers of each symbol, and what vertices with one
+    option cost among themselves. `pattern`: all of that but the numbers."""
+
+    tables: list[_Table]
+    arrays: dict[int, Floats]
+    constant: float
+    pattern: object
+
+
+def _given(costs: Costs) -> _Given:
     sizes = [len(unary) for unary in costs.unary]
-    live = _Live(sizes)
-    symbols: dict[object, int] = {}
-    arrays: dict[int, Floats] = {}
-
-    def symbol_of(key: object) -> int:
-        return symbols.setdefault(key, len(symbols))
-
-    originals = [((vertex,), unary) for vertex, unary in enumerate(costs.unary)]
-    constant = 0.0
-    for scope, array in [*originals, *costs.pairs.items()]:
+    symbols: dict[int, int] = {}
+    tables, arrays, constant = [], dict[int, Floats](), 0.0
+    for scope, array in (*(((vertex,), unary) for vertex, unary in enumerate(costs.unary)), *costs.pairs.items()):
         open_ones = tuple(vertex for vertex in scope if sizes[vertex] > 1)
         if not open_ones:  # a vertex with one option has no choice, and joins nothing
             constant += float(array.sum())
             continue
-        symbol = symbol_of(("given", id(array)))
+        symbol = symbols.setdefault(id(array), len(symbols))
         arrays[symbol] = array if open_ones == scope else array.reshape([sizes[vertex] for vertex in open_ones])
-        live.add(_Table(open_ones, symbol))
+        tables.append(_Table(open_ones, symbol))
+    return _Given(tables, arrays, constant, (tuple(sizes), tuple((table.scope, table.symbol) for table in tables)))
+
+
+def order_like(order: EliminationOrder, costs: Costs) -> EliminationOrder | None:
+    """`order` for other costs of the same structure; None where theirs is another."""
+    given = _given(costs)
+    return replace(order, arrays=given.arrays, constant=given.constant) if given.pattern == order.pattern else None
+
+
+def elimination_order(costs: Costs, table_limit: float = math.inf) -> EliminationOrder:
+    """The order in which `eliminate` goes; none of the numbers is looked at."""
+    sizes = [len(unary) for unary in costs.unary]
+    given, live = _given(costs), _Live(sizes)
+    symbols: dict[object, int] = {("given", symbol): symbol for symbol in given.arrays}
+    for table in given.tables:
+        live.add(table)
     steps: list[_Elimination] = []
     recipes: dict[int, tuple[list[_Table], tuple[int, ...]]] = {}
     work, width = 0.0, 0
@@ -104,7 +125,8 @@ def elimination_order(costs: Costs, table_limit: float = math.inf) -> Eliminatio
             joint = (*scope, vertex)
             seats = {v: i for i, v in enumerate(joint)}
             width = max(width, len(joint))
-            symbol = symbol_of(tuple(sorted((tuple(seats[v] for v in table.scope), table.symbol) for table in group)))
+            made_of = tuple(sorted((tuple(seats[v] for v in table.scope), table.symbol) for table in group))
+            symbol = symbols.setdefault(made_of, len(symbols))
             if symbol not in recipes:
                 recipes[symbol] = group, joint
                 work += math.prod(sizes[v] for v in joint)
@@ -112,7 +134,7 @@ def elimination_order(costs: Costs, table_limit: float = math.inf) -> Eliminatio
             if scope:
                 live.add(left[-1])
         steps.append(_Elimination(vertex, bucket, left))
-    return EliminationOrder(steps, recipes, arrays, constant, work, width)
+    return EliminationOrder(steps, recipes, given.arrays, given.constant, work, width, given.pattern)
 
 
 def affordable(costs: Costs, order: EliminationOrder) -> EliminationOrder:

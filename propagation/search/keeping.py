@@ -12,12 +12,13 @@ as it was converted. All of that involves no more than the two ends of an edge, 
 
 Time in the backward goes by stretches (stretches.py), the last one first. While the backward is in stretch s a device
 holds the parameters and what the optimizer keeps of them, what stretches up to s keep, what s computes again, and the
-gradients of parameters that s and the stretches behind it read. A byte may have another price at each of these times.
+gradients of parameters that s and the stretches behind it read; and the operator that runs has its operands and results.
+A byte may have another price at each of these times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -32,10 +33,10 @@ from ..graph.port import Role
 from ..graph.queries import recomputed
 from ..ops.random_numbers import draw
 from ..torch_internals import OpOverload
-from .needs import NOTHING, Needs, needs_of
+from .needs import NOTHING, Needs
 from .network import Costs, restricted
 from .problem import Edge, Options, Recompute, SearchProblem, Vertex, VertexKind
-from .stretches import stretches_of
+from .stretches import at_hand, stretches_of
 
 FREE = 1e-3  # what a second of something that is free to have again weighs
 CHEAP = 16.0 * FREE  # so many passes over a value may be made to have it again for free
@@ -67,17 +68,25 @@ class Keeping:
 
 @dataclass(frozen=True)
 class Kept:
-    """A choice with its fates, what it costs, and the bytes on one device while the backward is in each stretch."""
+    """A choice with its fates, what it costs, and the bytes that one device holds while each vertex runs, as the prices
+    count them."""
 
     choice: tuple[int, ...]
     keeping: Keeping
     cost: float
     held: Floats
 
-    @property
-    def peak(self) -> float:
-        """The most of them."""
-        return float(self.held.max())
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """One conversion of an edge: what it costs once and if it runs again, the bytes before and after it, and whether it
+    sends anything."""
+
+    once: float
+    twice: float
+    before: float
+    after: float
+    moves: bool
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,7 @@ class _Facts:
     free      to have it again costs next to nothing
     read      the backward reads its results, so that they stay for a while when they are computed again
     own       its own backward reads them
+    view      they lie in the memory of an operand
     beside    bytes that its forward keeps for its own backward, on one device
     """
 
@@ -95,6 +105,7 @@ class _Facts:
     free: bool
     read: bool
     own: bool
+    view: bool
     beside: float
 
 
@@ -105,6 +116,7 @@ class KeepProblem:
     stretches   the stretch of each vertex
     facts       what each vertex may do
     reads       of each edge whether the backward of its consumer reads its tensor
+    at_hand     the inputs, and hubs of inputs
     needs       what the backward of each call reads
     barred      of each edge whether its conversion may not run again, and whether what it gives may not be kept
     chosen      the strategies, where only fates are left to choose: `problem` has no others"""
@@ -113,9 +125,24 @@ class KeepProblem:
     stretches: tuple[int, ...]
     facts: tuple[_Facts, ...]
     reads: tuple[bool, ...]
+    at_hand: tuple[bool, ...]
     needs: Mapping[fx.Node, Needs] = field(repr=False)
     barred: tuple[tuple[bool, bool], ...] = field(repr=False)
     chosen: tuple[int, ...] | None = None
+    _known: dict[tuple[int, int, int], Converted] = field(default_factory=dict, repr=False)
+    _columns: dict[object, Any] = field(default_factory=dict, repr=False)
+
+    def converted(self, edge: Edge, choice: Sequence[int]) -> Converted:
+        """The conversion of an edge under the strategies of `choice`."""
+        rows, columns = edge.codes(self.problem.vertices)
+        key = id(edge.table), int(rows[choice[edge.producer]]), int(columns[choice[edge.consumer]])
+        if key not in self._known:
+            _, here, there = key
+            once = float(edge.table.rows([here])[0, there])
+            twice = float(once_more(edge.table).rows([here])[0, there])
+            held = edge.table.held
+            self._known[key] = Converted(once, twice, float(held[here]), float(held[there]), bool(moving(once, twice)))
+        return self._known[key]
 
     @property
     def count(self) -> int:
@@ -125,20 +152,24 @@ class KeepProblem:
     def at(self, choice: tuple[int, ...]) -> KeepProblem:
         """This problem with the strategies of `choice`: only fates are left to choose."""
         rows = {c: np.array([c]) for c in set(choice)}
-        return replace(self, problem=restricted(self.problem, [rows[c] for c in choice]), chosen=choice)
+        only = restricted(self.problem, [rows[c] for c in choice])
+        return replace(self, problem=only, chosen=choice, _known={}, _columns={})
 
     # -- as numbers
 
-    def costs(self, prices: Floats) -> Costs:
-        """The costs of all options with all fates, with `prices[s]` for a byte held while the backward is in s."""
+    def costs(self, at: Floats) -> Costs:
+        """The costs of all options with all fates, with a price `at[i]` for a byte that is held while vertex i runs."""
+        prices = self._by_stretch(at)
         later, earlier = np.cumsum(prices[::-1])[::-1], np.cumsum(prices)
         shared: dict[object, Floats] = {}
         unary = []
         for i, vertex in enumerate(self.problem.vertices):
             facts, s = self.facts[i], self.stretches[i]
-            key = (id(vertex.options), facts, later[s], prices[s], earlier[s])
+            key = (id(vertex.options), facts, later[s], prices[s], earlier[s], at[i])
             if key not in shared:
-                shared[key] = self._alone(i, later[s], prices[s], earlier[s], prices.sum())
+                alone = self._alone(i, later[s], prices[s], earlier[s], prices.sum())
+                work = np.tile(at[i] * self._work(i), len(facts.fates)) if at[i] else 0.0
+                shared[key] = alone + work
             unary.append(shared[key])
         edges: dict[tuple[int, int], list[tuple[int, object]]] = {}
         for number, edge in enumerate(self.problem.edges):
@@ -147,7 +178,7 @@ class KeepProblem:
             ends = (id(self.problem.vertices[edge.producer].options), id(self.problem.vertices[edge.consumer].options))
             key = (
                 id(edge.table), ends, edge.result, edge.operand, facts, self.reads[number], self.barred[number],
-                self._crosses(edge), later[s], prices[s],
+                self._crosses(edge) and not self.at_hand[edge.producer], later[s], prices[s], at[edge.consumer],
             )  # fmt: skip
             edges.setdefault((edge.producer, edge.consumer), []).append((number, key))
         pairs = {}
@@ -155,9 +186,34 @@ class KeepProblem:
             key = tuple(key for _, key in parallel)
             if key not in shared:
                 s = self.stretches[ends_of[1]]
-                shared[key] = sum(self._between(number, later[s], prices[s]) for number, _ in parallel)  # type: ignore[assignment]
+                shared[key] = sum(self._between(number, later[s], prices[s], at[ends_of[1]]) for number, _ in parallel)  # type: ignore[assignment]
             pairs[ends_of] = shared[key]
         return Costs(tuple(unary), pairs)
+
+    def _once(self, i: int, make: Callable[[int], Any]) -> Any:
+        """What `make` gives of vertex i; vertices that are alike share it."""
+        vertex = self.problem.vertices[i]
+        key = make.__name__, id(vertex.options), self.facts[i], vertex.port and (vertex.port.role, vertex.port.requires_grad)
+        if key not in self._columns:
+            self._columns[key] = make(i)
+        return self._columns[key]
+
+    def _rests(self, i: int) -> tuple[Floats, Floats]:
+        return self.at_rest(self.problem.vertices[i])
+
+    def _by_stretch(self, at: Floats) -> Floats:
+        prices: Floats = np.bincount(self.stretches, weights=at, minlength=self.count)
+        return prices
+
+    def _work(self, i: int) -> Floats:
+        """The bytes of an operator's operands and results under each option: with their gradients it works."""
+        options = self.problem.vertices[i].options
+        if self.problem.vertices[i].kind is not VertexKind.OPERATOR or self.facts[i].view:
+            nothing: Floats = np.zeros(len(options))
+            return nothing
+        operands = zip(options.tables[0], options.operands, strict=True)
+        work: Floats = options.made + sum(table.held[codes] for table, codes in operands if table is not None)
+        return work
 
     def _alone(self, i: int, kept: float, again: float, before: float, always: float) -> Floats:
         """The costs of each fate with each option, fate by fate; a byte that is kept costs `kept`, one that is computed
@@ -196,10 +252,13 @@ class KeepProblem:
         return beside * _share(options)
 
     def at_rest(self, vertex: Vertex) -> tuple[Floats, Floats]:
-        """The bytes of the gradient of an input, and those that it takes up throughout."""
+        """The bytes of the gradient of an input, and those that it, or a result of the call, takes up throughout."""
         held = vertex.options.held
+        nothing: Floats = np.zeros(len(held))
+        if vertex.port is not None and vertex.port.role is Role.RESULT:
+            (table,), (codes,) = vertex.options.tables[0], vertex.options.operands
+            return nothing, table.held[codes] if table else nothing
         if vertex.kind is not VertexKind.INPUT or vertex.port is None:
-            nothing: Floats = np.zeros(len(held))
             return nothing, nothing
         trained = vertex.port.role is Role.PARAMETER and vertex.port.requires_grad
         return held * trained, vertex.options.memory - held * trained
@@ -207,11 +266,16 @@ class KeepProblem:
     def _crosses(self, edge: Edge) -> bool:
         return self.stretches[edge.producer] != self.stretches[edge.consumer]
 
-    def _between(self, number: int, kept: float, again: float) -> Floats:
-        """The costs of edge `number` [fate and option of the producer, fate and option of the consumer]."""
+    def _between(self, number: int, kept: float, again: float, now: float) -> Floats:
+        """The costs of edge `number` [fate and option of the producer, fate and option of the consumer]. A byte costs
+        `now` while the consumer runs, beside which there is then what was converted for it."""
         edge = self.problem.edges[number]
         once = edge.matrix(self.problem.vertices)
         twice, keep = self._ways(number, once, kept, again)
+        if now:
+            codes, _ = edge.codes(self.problem.vertices)
+            work = now * edge.table.held[codes][:, None] * moving(once, twice)
+            once, twice, keep = once + work, twice + work, keep + work
         best = np.minimum(twice, keep)
         rows = []
         for fate in self.facts[edge.producer].fates:
@@ -228,8 +292,8 @@ class KeepProblem:
 
     def _is_there(self, fate: Fate, edge: Edge) -> bool:
         """Whether the backward has the results of a producer of this fate when the consumer's turn comes."""
-        inputs = self.problem.vertices[edge.producer].kind is VertexKind.INPUT
-        return inputs or fate is Fate.KEPT or (fate is Fate.AGAIN and not self._crosses(edge))
+        near = not self._crosses(edge) or self.at_hand[edge.producer]
+        return fate is Fate.KEPT or (fate is Fate.AGAIN and near)
 
     def _ways(self, number: int, once: Floats, kept: float, again: float) -> tuple[Floats, Floats]:
         """What an edge costs whose tensor the backward reads as it is converted: if it is converted once more, and if
@@ -245,8 +309,9 @@ class KeepProblem:
 
     # -- of a choice
 
-    def read_off(self, numbers: Sequence[int], prices: Floats) -> Kept:
-        """What the options of `costs(prices)` with these numbers stand for, and what they come to without prices."""
+    def read_off(self, numbers: Sequence[int], at: Floats) -> Kept:
+        """What the options of `costs(at)` with these numbers stand for, and what they come to without prices."""
+        prices = self._by_stretch(at)
         later = np.cumsum(prices[::-1])[::-1]
         fates, choice = [], []
         keeps, agains = np.zeros(self.count), np.zeros(self.count)
@@ -256,8 +321,8 @@ class KeepProblem:
             fate, s, facts = self.facts[i].fates[place], self.stretches[i], self.facts[i]
             fates.append(fate)
             choice.append(option)
-            kept_bytes, again_bytes = self._bytes(i)
-            gradient, throughout = self.at_rest(vertex)
+            kept_bytes, again_bytes = self._once(i, self._bytes)
+            gradient, throughout = self._once(i, self._rests)
             gradients[s] += gradient[option]
             always += throughout[option]
             cost += float(vertex.options.unary[option])
@@ -265,42 +330,37 @@ class KeepProblem:
                 agains[s] += again_bytes[option]
                 repeating += 0.0 if facts.free else self._weight(i) * float(vertex.options.again[option])
             else:
-                keeps[s] += kept_bytes[option] if fate is Fate.KEPT else self.beside(i)[option]
-        again, kept = [], []
+                keeps[s] += kept_bytes[option] if fate is Fate.KEPT else self._once(i, self.beside)[option]
+        again, kept, converting = [], [], np.zeros(len(choice))
         for number, edge in enumerate(self.problem.edges):
-            rows, columns = edge.codes(self.problem.vertices)
-            here, there = int(rows[choice[edge.producer]]), int(columns[choice[edge.consumer]])
-            once = float(edge.table.rows([here])[0, there])
+            found, s = self.converted(edge, choice), self.stretches[edge.consumer]
             runs_again = is_kept = False
-            s = self.stretches[edge.consumer]
+            converting[edge.consumer] += found.before * found.moves
             if self.reads[number] or fates[edge.consumer] is Fate.AGAIN:
-                twice = float(once_more(edge.table).rows([here])[0, there])
-                held = float(edge.table.held[there])
-                moves = bool(moving(once, twice))
                 never_again, never_kept = self.barred[number]
-                ways = {
-                    True: np.inf if (moves and never_again) or not self._is_there(fates[edge.producer], edge)
-                    else twice + moves * prices[s] * held * self.reads[number],
-                    False: once + later[s] * held if moves and not never_kept else np.inf,
-                }  # fmt: skip
-                runs_again = ways[True] <= ways[False]
+                there = self._is_there(fates[edge.producer], edge) and not (found.moves and never_again)
+                extra = prices[s] * found.after * self.reads[number] if found.moves else 0.0
+                in_backward = found.twice + extra if there else np.inf
+                keeping = found.once + later[s] * found.after if found.moves and not never_kept else np.inf
+                runs_again = bool(in_backward <= keeping)
                 is_kept = not runs_again
-                if runs_again:
-                    once = twice if moves else once
-                    agains[s] += held * self.reads[number] * moves
-                else:
-                    keeps[s] += held
-            cost += once
+                if is_kept:
+                    keeps[s] += found.after
+                elif found.moves:
+                    agains[s] += found.after * self.reads[number]
+            cost += found.twice if runs_again and found.moves else found.once
             again.append(runs_again)
             kept.append(is_kept)
         held_at = always + np.cumsum(keeps) + agains + np.cumsum(gradients[::-1])[::-1]
         keeping = Keeping(tuple(fates), tuple(again), tuple(kept), repeating)
-        return Kept(tuple(choice), keeping, cost + repeating, held_at)
+        work = [self._once(i, self._work)[option] for i, option in enumerate(choice)]
+        held = held_at[np.array(self.stretches)] + np.array(work) + converting
+        return Kept(tuple(choice), keeping, cost + repeating, held)
 
 
-def keep_problem(problem: SearchProblem, *, only_free: bool) -> KeepProblem:
-    """`problem` with the fates that its settings leave; `only_free`: nothing is computed again but what is free."""
-    needs = needs_of(problem.graph, problem.tensors.flows)
+def keep_problem(problem: SearchProblem, needs: Mapping[fx.Node, Needs], *, only_free: bool) -> KeepProblem:
+    """`problem` with the fates that its settings leave; `needs`: what the backward of each
+    call reads. `only_free`: nothing is computed again but what is free."""
     marked = recomputed(problem.graph)
     facts: list[_Facts] = []
     read = {(edge.producer, edge.result) for edge in problem.edges if _reads(problem, edge, needs)}
@@ -312,12 +372,13 @@ def keep_problem(problem: SearchProblem, *, only_free: bool) -> KeepProblem:
                 _is_free(vertex),
                 bool(its.results) or any((i, r) in read for r in range(len(vertex.options.results))),
                 bool(its.results),
+                vertex.kind is VertexKind.OPERATOR and is_view(vertex.node),
                 float(its.beside),
             )
         )
     reads = tuple(_reads(problem, edge, needs) for edge in problem.edges)
     barred = tuple(_barred(problem, edge) for edge in problem.edges)
-    return KeepProblem(problem, stretches_of(problem), tuple(facts), reads, needs, barred)
+    return KeepProblem(problem, stretches_of(problem), tuple(facts), reads, tuple(at_hand(problem)), needs, barred)
 
 
 def _share(options: Options) -> Floats:
@@ -384,6 +445,12 @@ def cost_with_fates(problem: SearchProblem, choice: tuple[int, ...], keeping: Ke
     return total
 
 
+def seconds_again(problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping) -> float:
+    """The seconds that the backward computes operators again."""
+    every = zip(problem.vertices, choice, keeping.fates, strict=True)
+    return sum(float(v.options.again[c]) for v, c, fate in every if fate is Fate.AGAIN)
+
+
 def moving(once: Any, twice: Any) -> Any:
     """Whether a conversion that costs `once`, and `twice` if it runs again, sends anything; slices are free."""
-    return twice - once > 1e-3 * FREE * once + 1e-12
+    return twice > once * (1 + 1e-6) + 1e-12

@@ -7,14 +7,23 @@ kept. Where that does not fit, strategies and fates are searched for together, a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import fx
 
 from ...strategy.errors import StrategyError
 from ..cost.conversion import Floats
-from .eliminate import affordable, eliminate_in, elimination_order
+from .eliminate import (
+    TABLE_LIMIT,
+    EliminationOrder,
+    affordable,
+    eliminate_in,
+    elimination_order,
+    order_like,
+)
+from .needs import Needs, needs_of
 from .keeping import CHEAP, Keeping, KeepProblem, Kept, keep_problem
 from .problem import AMONG, Recompute, SearchProblem, Settings
 from .solution import Solution
@@ -26,8 +35,8 @@ LADDER, STEEP = 8, 12.0  # prices that are tried until one is high enough, each 
 
 @dataclass(frozen=True)
 class Point:
-    """A plan with its fates: what it costs, the bytes of the search's model in each stretch, and the most bytes that a
-    device holds in each.
+    """A plan with its fates: what it costs, and the bytes that a device holds while each vertex runs, `modelled` as
+    prices count them and `held` in truth.
 
     numbers   its options with fates, as `KeepProblem.costs` numbers them
     """
@@ -46,22 +55,24 @@ class Point:
         return float(self.held.max())
 
 
-def kept_for_free(problem: SearchProblem, choice: tuple[int, ...]) -> Point:
+def kept_for_free(problem: SearchProblem, choice: tuple[int, ...], needs: Mapping[fx.Node, Needs]) -> Point:
     """The strategies of `choice`, of which the fewest bytes are kept that may be at next to no cost; under
     `Recompute.ALL` the fewest of all."""
     everything = problem.settings.recompute is Recompute.ALL
-    own = keep_problem(problem, only_free=not everything).at(choice)
-    prices = np.zeros(own.count)
-    prices[-1] = _outweighing(problem) if everything else _next_to_nothing(problem.settings)
+    own = keep_problem(problem, needs, only_free=not everything).at(choice)
+    prices = np.zeros(len(problem.vertices))
+    prices[-1:] = _outweighing(problem) if everything else _next_to_nothing(problem.settings)
     return _solved(own, prices)[0]
 
 
 def with_fates(problem: SearchProblem, found: Solution) -> Solution:
     """`found`, a solution, with what is kept: the cheapest that keeps to the memory limit. Strategies stay as they are.
     Raises StrategyError where nothing does."""
-    first, limit = kept_for_free(problem, found.choice), problem.settings.memory_limit
+    needs = needs_of(problem.graph, problem.tensors.flows)
+    first, limit = kept_for_free(problem, found.choice, needs), problem.settings.memory_limit
     if limit is not None and first.peak > limit:
-        first = _Search(keep_problem(problem, only_free=False).at(found.choice), limit, first).best(found)[0]
+        first = _Search(keep_problem(problem, needs, only_free=False).at(found.choice), limit, first).best(found)[0]
+        return replace(_solution(found, first, found.bound), binding=True)
     return _solution(found, first, found.bound)
 
 
@@ -75,11 +86,12 @@ def within_memory(problem: SearchProblem, free: Solution) -> Solution:
     problem", 1980). Layers that are alike change all at once; so of the two plans one is taken in the first stretches
     and the other in the rest, as far as that fits.
     """
-    first, limit = kept_for_free(problem, free.choice), problem.settings.memory_limit
+    needs = needs_of(problem.graph, problem.tensors.flows)
+    first, limit = kept_for_free(problem, free.choice, needs), problem.settings.memory_limit
     if limit is None or first.peak <= limit:
         return _solution(free, first, free.bound)
-    point, bound = _Search(keep_problem(problem, only_free=False), limit, first).best(free)
-    return _solution(free, point, bound)
+    point, bound = _Search(keep_problem(problem, needs, only_free=False), limit, first).best(free)
+    return replace(_solution(free, point, bound), binding=True)
 
 
 class _Search:
@@ -87,10 +99,11 @@ class _Search:
 
     def __init__(self, problem: KeepProblem, limit: float, first: Point) -> None:
         self.problem, self.limit = problem, limit
-        self.weights = np.zeros(problem.count)
+        self.weights = np.zeros(len(problem.stretches))
         self.weights[int(first.held.argmax())] = 1.0
         self.tried: list[tuple[Floats, float]] = []  # prices, and the least of cost and priced bytes
         self.first, self.width = first, 1
+        self.order: EliminationOrder | None = None
 
     def best(self, free: Solution) -> tuple[Point, float]:
         """The cheapest plan that is found, and a bound."""
@@ -134,24 +147,27 @@ class _Search:
     def _at(self, price: float) -> Point:
         """The cheapest plan when a byte at the peak costs `price`."""
         prices = price * self.weights
-        point, dual, width = _solved(self.problem, prices)
-        self.tried.append((prices, dual))
-        self.width = max(self.width, width)
+        point, found, self.order = _solved(self.problem, prices, self.order)
+        self.tried.append((prices, found.bound))
+        self.width = max(self.width, found.width)
         return point
 
     def _crossed(self, above: Point, below: Point) -> Iterator[Point]:
         """Plans that are `below` in the first stretches and `above` in the rest, or the other way round: of each kind
         the one with the most of `above` that fits."""
         stretches = np.array(self.problem.stretches)
+        found = False
         for early, late, of_above in ((below, above, -1), (above, below, 1)):
             low, high = 0, self.problem.count  # stretches of `above` that fit, that do not fit
+            if found:
+                return
             while high - low > 1:
                 many = (low + high) // 2
                 border = self.problem.count - many if of_above < 0 else many
                 numbers = np.where(stretches < border, early.numbers, late.numbers)
-                point = _read(self.problem, tuple(int(n) for n in numbers), np.zeros(self.problem.count))
+                point = _read(self.problem, tuple(int(n) for n in numbers), np.zeros(len(stretches)))
                 if math.isfinite(point.cost) and point.peak <= self.limit:
-                    low = many
+                    low, found = many, True
                     yield point
                 else:
                     high = many
@@ -163,19 +179,20 @@ class _Search:
         return point, min(bound, point.cost)
 
 
-def _solved(problem: KeepProblem, prices: Floats) -> tuple[Point, float, int]:
-    """The cheapest plan at these prices, what it costs with them, and the width of the search."""
+def _solved(
+    problem: KeepProblem, prices: Floats, like: EliminationOrder | None = None
+) -> tuple[Point, Solution, EliminationOrder]:
+    """The cheapest plan at these prices, what was found of it, and the order in which; `like`: that of other prices."""
     costs = problem.costs(prices)
-    found = eliminate_in(costs, affordable(costs, elimination_order(costs)))
-    return _read(problem, found.choice, prices), found.bound, found.width
+    order = (like and order_like(like, costs)) or affordable(costs, elimination_order(costs, TABLE_LIMIT))
+    found = eliminate_in(costs, order)
+    return _read(problem, found.choice, prices), found, order
 
 
 def _read(problem: KeepProblem, numbers: tuple[int, ...], prices: Floats) -> Point:
     kept: Kept = problem.read_off(numbers, prices)
     when = timeline(problem, kept.choice, kept)
-    stretches = np.array(problem.stretches)
-    most = np.maximum(when.total, when.forward)
-    held = np.array([most[stretches == s].max() for s in range(problem.count)])
+    held = np.maximum(when.total, when.forward)
     return Point(numbers, problem.chosen or kept.choice, kept.keeping, kept.cost, kept.held, held, when)
 
 

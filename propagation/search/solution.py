@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...strategy.errors import VerifyError
 from .keeping import Keeping, cost_with_fates
@@ -20,6 +20,7 @@ class Solution:
     replayed   the options are those of a plan that was given: nothing was searched
     keeping    what is kept for the backward and what is computed again; None: it was not asked
     held       what a device holds while the backward runs
+    binding    the cheapest plan would hold more than the memory limit, so that this one is another
     """
 
     choice: tuple[int, ...]
@@ -29,7 +30,8 @@ class Solution:
     attained: bool = False
     replayed: bool = False
     keeping: Keeping | None = None
-    held: Timeline | None = None
+    held: Timeline | None = field(default=None, compare=False)
+    binding: bool = False
 
     @property
     def proven(self) -> bool:

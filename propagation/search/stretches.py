@@ -27,7 +27,7 @@ def stretches_of(problem: SearchProblem, longest: int = LONGEST) -> tuple[int, .
     for edge in problem.edges:
         last[edge.producer] = max(last[edge.producer], edge.consumer)
         first[edge.producer] = min(first[edge.producer], edge.consumer)
-    inputs = [vertex.kind is VertexKind.INPUT for vertex in problem.vertices]
+    inputs = at_hand(problem)
     for here in range(count):
         if not inputs[here] and last[here] - here <= longest:  # what is read far away is read at every place
             change[here + 1] += 1
@@ -47,6 +47,15 @@ def stretches_of(problem: SearchProblem, longest: int = LONGEST) -> tuple[int, .
         if inputs[here] and first[here] < count:
             numbers[here] = numbers[first[here]]
     return tuple(numbers)
+
+
+def at_hand(problem: SearchProblem) -> list[bool]:
+    """Of each vertex whether it is an input, or the hub of one: it is there whenever it is read."""
+    inputs = [vertex.kind is VertexKind.INPUT for vertex in problem.vertices]
+    for edge in problem.edges:
+        if problem.vertices[edge.consumer].kind is VertexKind.HUB and inputs[edge.producer]:
+            inputs[edge.consumer] = True
+    return inputs
 
 
 def _cuts(crossing: Sequence[int], begin: int, count: int, shortest: int, longest: int) -> list[int]:

@@ -20,10 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..cost.conversion import Floats, once_more
-from ..graph.nodes import is_view
+from ..cost.conversion import Floats
 from ..graph.port import Role
-from .keeping import Fate, KeepProblem, Kept, moving
+from .keeping import Fate, KeepProblem, Kept
 from .problem import VertexKind
 
 _PASSES_ON = (torch.ops.aten.add.Tensor, torch.ops.aten.alias.default)
@@ -66,11 +65,14 @@ class _Timeline:
         self.changes = {name: np.zeros(count + 1) for name in ("kept", "again", "gradients", "parameter_gradients")}
         self.always = {"parameters": 0.0, "optimizer": 0.0, "inputs": 0.0, "results": 0.0}
         self.made_so_far = np.zeros(count + 1)
+        self.found = [problem.converted(edge, choice) for edge in self.edges]
         self._reached: dict[int, list[int]] = {}
         self.readers: list[list[int]] = [[] for _ in range(count)]  # of each vertex its consumers
+        self.producers: list[list[int]] = [[] for _ in range(count)]
         self.reading: list[list[int]] = [[] for _ in range(count)]  # of these, those whose backward reads it
         for number, edge in enumerate(self.edges):
             self.readers[edge.producer].append(edge.consumer)
+            self.producers[edge.consumer].append(edge.producer)
             if problem.reads[number]:
                 self.reading[edge.producer].append(edge.consumer)
 
@@ -95,9 +97,9 @@ class _Timeline:
                 if self.keeping.fates[i] is not Fate.KEPT:
                     self.reading[hubs[i]] += self.reading[i]
             vertex = self.vertices[i]
-            if vertex.kind is VertexKind.OPERATOR and is_view(vertex.node):
-                for edge in self.edges_to(i):
-                    self.reading[edge] += self.reading[i]
+            if self.p.facts[i].view:
+                for producer in self.producers[i]:
+                    self.reading[producer] += self.reading[i]
         for i, vertex in enumerate(self.vertices):
             option = self.choice[i]
             if vertex.kind is VertexKind.INPUT:
@@ -110,8 +112,7 @@ class _Timeline:
                     self._add("parameter_gradients", 0, max(self.readers[i], default=0), gradient)
                 continue
             if vertex.kind is VertexKind.OUTPUT:
-                if vertex.port is not None and vertex.port.role is Role.RESULT:
-                    self.always["results"] += float(self.vertices[i].options.tables[0][0].held[vertex.options.operands[0][option]])
+                self.always["results"] += float(self.p.at_rest(vertex)[1][option])
                 continue
             made = float(vertex.options.made[option])
             beside = float(self.p.beside(i)[option])
@@ -127,42 +128,13 @@ class _Timeline:
                 case Fate.GONE:
                     self._add("kept", i, last, beside)
 
-    def edges_to(self, consumer: int) -> list[int]:
-        """The producers of what a vertex reads."""
-        return self._producers.get(consumer, [])
-
-    @property
-    def _producers(self) -> dict[int, list[int]]:
-        if not hasattr(self, "_known"):
-            self._known: dict[int, list[int]] = {}
-            for edge in self.edges:
-                self._known.setdefault(edge.consumer, []).append(edge.producer)
-        return self._known
-
     def _conversions(self) -> None:
         for number, edge in enumerate(self.edges):
-            size = self._read_as(number)
+            size = self.found[number].after
             if self.keeping.kept[number]:
                 self._add("kept", edge.consumer, len(self.vertices) - 1, size)
-            elif self.keeping.again[number] and self.p.reads[number] and self._moves(number):
+            elif self.keeping.again[number] and self.p.reads[number] and self.found[number].moves:
                 self._add("again", edge.consumer, edge.consumer, size)
-
-    def _read_as(self, number: int) -> float:
-        edge = self.edges[number]
-        _, columns = edge.codes(self.vertices)
-        return float(edge.table.held[columns[self.choice[edge.consumer]]])
-
-    def _made_as(self, number: int) -> float:
-        edge = self.edges[number]
-        rows, _ = edge.codes(self.vertices)
-        return float(edge.table.held[rows[self.choice[edge.producer]]])
-
-    def _moves(self, number: int) -> bool:
-        """Whether an edge converts its tensor into another one."""
-        edge = self.edges[number]
-        rows, columns = edge.codes(self.vertices)
-        here, there = int(rows[self.choice[edge.producer]]), int(columns[self.choice[edge.consumer]])
-        return bool(moving(edge.table.rows([here])[0, there], once_more(edge.table).rows([here])[0, there]))
 
     def _forward(self) -> None:
         """What is kept is there from where it is made on; the rest until its last reader has run."""
@@ -178,8 +150,8 @@ class _Timeline:
                 self.made_so_far[i] += size
                 self.made_so_far[end + 1] -= size
         for number, edge in enumerate(self.edges):
-            if self._moves(number):
-                size, stays = self._read_as(number), self.keeping.kept[number]
+            if self.found[number].moves:
+                size, stays = self.found[number].after, self.keeping.kept[number]
                 hub = self.vertices[edge.consumer].kind is VertexKind.HUB
                 until = max(self._through(edge.consumer), default=edge.consumer) if hub else edge.consumer
                 stays = stays or (hub and self.keeping.fates[edge.consumer] is Fate.KEPT)
@@ -193,7 +165,7 @@ class _Timeline:
             for reader in self.readers[i]:
                 found.append(reader)
                 vertex = self.vertices[reader]
-                if vertex.kind is VertexKind.HUB or (vertex.kind is VertexKind.OPERATOR and is_view(vertex.node)):
+                if vertex.kind is VertexKind.HUB or self.p.facts[reader].view:
                     found += self._through(reader)
             self._reached[i] = found
         return self._reached[i]
@@ -208,11 +180,10 @@ class _Timeline:
             consumer = self.vertices[edge.consumer]
             if edge.value not in flows or consumer.kind is VertexKind.OUTPUT:
                 continue
-            size, read = self._made_as(number), self._read_as(number)
-            passes = consumer.kind is VertexKind.HUB or is_view(consumer.node) or (
-                consumer.node.target in _PASSES_ON
-            )
-            moves = self._moves(number)
+            size, read = self.found[number].before, self.found[number].after
+            passes = consumer.kind is VertexKind.HUB or self.p.facts[edge.consumer].view
+            passes = passes or consumer.node.target in _PASSES_ON
+            moves = self.found[number].moves
             if passes and not moves and size == sizes[edge.consumer]:
                 passed.add(edge.consumer)
                 ends[edge.producer] = max(ends[edge.producer], ends[edge.consumer])

@@ -11,10 +11,13 @@ from partway.strategy import Layout, Mesh, Replicate, Shard
 
 def test_the_totals_are_those_of_the_parts(plan):
     assert plan.memory.parameters == 4 * (512 * 2048 * 2 // 4 + 2048 // 4 + 512 // 4)
-    assert plan.memory.gradients == plan.memory.parameters
+    assert plan.memory.gradients == 4 * (512 * 2048 // 4 + 512 // 4)  # those of `down`, when the peak is at the ReLU
     assert plan.memory.optimizer == 2 * plan.memory.parameters
     assert plan.memory.inputs == 4 * 1024 * 512 // 2
-    assert plan.memory.total == 4 * plan.memory.parameters + plan.memory.inputs + plan.memory.activations
+    memory = plan.memory
+    kept = memory.activations + memory.again + memory.working
+    assert memory.total == 3 * memory.parameters + memory.gradients + memory.inputs + kept
+    assert (memory.phase, memory.at) == ("backward", "relu")
     assert plan.wire_bytes == sum(c.wire_bytes for c in plan.collectives)
     assert plan.predicted_time == pytest.approx(
         sum(o.seconds for o in plan.operators) + sum(c.predicted_time for c in plan.collectives)
@@ -33,7 +36,7 @@ def test_a_plan_cannot_be_changed(plan):
         plan.axes = ("x",)
 
 
-LIMITED = {"memory_limit": 8e9}
+LIMITED = {"memory_limit": 8e9, "binding": True}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,7 @@ LIMITED = {"memory_limit": 8e9}
         ("sharding_propagation", 1.6, {}, 0.25, ": at most 25.0 % above the optimum"),
         ("recursive_programming", 1.6, {"attained": True}, 0.25, ": 25.0 % above the optimum"),
         ("recursive_programming", 2.0, {"proven": True, "attained": True}, 0.0, ": the optimum, proven"),
+        ("dynamic_programming", 2.0, {"proven": True, "memory_limit": 8e9}, 0.0, ": the optimum, proven"),
         (
             "dynamic_programming",
             2.0,
