@@ -75,7 +75,8 @@ class Plan(PlanData):
         `name`; of inputs and outputs `role`, `shape`, `dtype`, `layout`, `annotation`; of operators `operator`
         ("aten.linear.default"), `result` ("float32[8, 16]"), `module` (its path), `source` (file, line and code),
         `strategy`, `factors` (by axis what it splits, or None), `layouts` (of its results), `annotation`, `seconds`
-        (forward and backward, without collectives) and `held_bytes` (kept for the backward on one device).
+        (forward and backward, without collectives), `held_bytes` (kept for the backward on one device), `fate` ("kept",
+        "again" or "gone", as nothing in the backward reads it) and `again` (seconds that computing it again takes).
 
         Edges lead from producer to consumer; the key is the position of the operand, 0 at an output. Attributes:
         `tensor` (its name), `result` (its number among the producer's results), `produced_as` and `read_as` (layouts:

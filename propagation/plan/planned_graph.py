@@ -135,6 +135,8 @@ def _operator(plan: PlanData, o: OperatorPlan) -> dict[str, Any]:
         "annotation": o.annotation,
         "seconds": o.seconds,
         "held_bytes": o.held_bytes,
+        "fate": o.fate,
+        "again": o.again,
     }
 
 

@@ -157,10 +157,11 @@ class KeepProblem:
 
     # -- as numbers
 
-    def costs(self, at: Floats) -> Costs:
-        """The costs of all options with all fates, with a price `at[i]` for a byte that is held while vertex i runs."""
+    def costs(self, at: Floats, between: float = 0.0) -> Costs:
+        """The costs of all options with all fates, with a price `at[i]` for a byte that is held while vertex i runs, and
+        one for a byte that is held `between` the forward and the backward."""
         prices = self._by_stretch(at)
-        later, earlier = np.cumsum(prices[::-1])[::-1], np.cumsum(prices)
+        later, earlier = np.cumsum(prices[::-1])[::-1] + between, np.cumsum(prices)
         shared: dict[object, Floats] = {}
         unary = []
         for i, vertex in enumerate(self.problem.vertices):
@@ -309,10 +310,10 @@ class KeepProblem:
 
     # -- of a choice
 
-    def read_off(self, numbers: Sequence[int], at: Floats) -> Kept:
-        """What the options of `costs(at)` with these numbers stand for, and what they come to without prices."""
+    def read_off(self, numbers: Sequence[int], at: Floats, between: float = 0.0) -> Kept:
+        """What the options of `costs(at, between)` with these numbers stand for, and what they come to by themselves."""
         prices = self._by_stretch(at)
-        later = np.cumsum(prices[::-1])[::-1]
+        later = np.cumsum(prices[::-1])[::-1] + between
         fates, choice = [], []
         keeps, agains = np.zeros(self.count), np.zeros(self.count)
         gradients, always, cost, repeating = np.zeros(self.count), 0.0, 0.0, 0.0

@@ -61,8 +61,9 @@ def kept_for_free(problem: SearchProblem, choice: tuple[int, ...], needs: Mappin
     everything = problem.settings.recompute is Recompute.ALL
     own = keep_problem(problem, needs, only_free=not everything).at(choice)
     prices = np.zeros(len(problem.vertices))
-    prices[-1:] = _outweighing(problem) if everything else _next_to_nothing(problem.settings)
-    return _solved(own, prices)[0]
+    price = _outweighing(problem) if everything else _next_to_nothing(problem.settings)
+    prices[-1:] = 2 * price  # what is computed again at once is there with what it is computed of
+    return _solved(own, prices, between=price)[0]
 
 
 def with_fates(problem: SearchProblem, found: Solution) -> Solution:
@@ -180,17 +181,17 @@ class _Search:
 
 
 def _solved(
-    problem: KeepProblem, prices: Floats, like: EliminationOrder | None = None
+    problem: KeepProblem, prices: Floats, like: EliminationOrder | None = None, between: float = 0.0
 ) -> tuple[Point, Solution, EliminationOrder]:
     """The cheapest plan at these prices, what was found of it, and the order in which; `like`: that of other prices."""
-    costs = problem.costs(prices)
+    costs = problem.costs(prices, between)
     order = (like and order_like(like, costs)) or affordable(costs, elimination_order(costs, TABLE_LIMIT))
     found = eliminate_in(costs, order)
-    return _read(problem, found.choice, prices), found, order
+    return _read(problem, found.choice, prices, between), found, order
 
 
-def _read(problem: KeepProblem, numbers: tuple[int, ...], prices: Floats) -> Point:
-    kept: Kept = problem.read_off(numbers, prices)
+def _read(problem: KeepProblem, numbers: tuple[int, ...], prices: Floats, between: float = 0.0) -> Point:
+    kept: Kept = problem.read_off(numbers, prices, between)
     when = timeline(problem, kept.choice, kept)
     held = np.maximum(when.total, when.forward)
     return Point(numbers, problem.chosen or kept.choice, kept.keeping, kept.cost, kept.held, held, when)
@@ -213,14 +214,26 @@ def _solution(free: Solution, point: Point, bound: float) -> Solution:
 
 def _too_little(problem: KeepProblem, least: Point, limit: float) -> str:
     """Why no plan keeps to the limit, and which would do; `least` is the plan that holds the least."""
-    of = problem.problem
-    held = sorted(
-        ((float(v.options.memory[c]), v.name) for v, c in zip(of.vertices, least.choice, strict=True)), reverse=True
-    )
+    of, forward = problem.problem, float(least.when.forward.max()) > float(least.when.total.max())
+    at = int((least.when.forward if forward else least.when.total).argmax())
+    always = least.when.always
+    held = [*((size, name) for name, size in always.items())]
+    if forward:
+        held.append((float(least.when.forward[at]) - sum(always.values()), "activations and what operators work with"))
+    else:
+        held += [
+            (float(least.when.kept[at]), "activations"), (float(least.when.again[at]), "what is computed again"),
+            (float(least.when.gradients[at]), "gradients of activations"),
+            (float(least.when.parameter_gradients[at]), "gradients of parameters"),
+        ]  # fmt: skip
+    held.sort(reverse=True)
+    phase = "forward" if forward else "backward"
     heaviest = ", ".join(f"{name} {size / 1e9:.3g} GB" for size, name in held[:5] if size)
+    heaviest += f", in the {phase} of {of.vertices[at].name}"
     among = AMONG if of.approximate else ""
     return (
-        f"no plan on the mesh {of.settings.mesh}{among} holds less than {least.peak / 1e9:.4g} GB on a device "
-        f"(parameters, gradients, optimizer states and activations), and memory_limit is {limit / 1e9:.4g} GB; "
-        f"a limit of {least.peak / 1e9 * 1.001:.4g} GB would do, or more devices. The heaviest: {heaviest}"
+        f"no plan was found on the mesh {of.settings.mesh}{among} that holds less than {least.peak / 1e9:.4g} GB on a "
+        "device (parameters, gradients, optimizer states, activations and what operators work with), and memory_limit is "
+        f"{limit / 1e9:.4g} GB; a limit of {least.peak / 1e9 * 1.001:.4g} GB would do, or more devices. The heaviest: "
+        f"{heaviest}"
     )

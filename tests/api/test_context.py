@@ -62,6 +62,7 @@ ALGO_DEFAULTS = {
     "tensor_slice_align_enable": False,
     "tensor_slice_align_size": 16,
     "memory_limit": None,
+    "recompute": "auto",
     "optimizer_states": 2.0,
 }
 
@@ -500,6 +501,7 @@ def test_the_context_prints_as_a_table_that_tells_set_from_default() -> None:
         "tensor_slice_align_enable       default  False\n"
         "tensor_slice_align_size         default  16\n"
         "memory_limit                    default  None\n"
+        "recompute                       default  'auto'\n"
         "optimizer_states                default  2.0"
     )
     with auto_parallel_context(comm_fusion={"allreduce": {"mode": "size", "config": 32}, "allgather": None}):

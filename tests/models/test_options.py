@@ -113,7 +113,8 @@ ALGO: Mapping[str, Sequence[Any]] = {
     "algo_approxi_epsilon": (0.1, 0.5),
     "tensor_slice_align_enable": (False, True),
     "tensor_slice_align_size": (16, 2),
-    "memory_limit": (None, 1e9),
+    "memory_limit": (None, 1e9, float("inf")),
+    "recompute": ("auto", "none", "all"),
     "optimizer_states": (2.0, 0.0),
 }
 CHOICES = {**CONTEXT, **ALGO}

@@ -31,6 +31,7 @@ from partway.propagation.search.search import SearchMode
 from partway.strategy import Layout, Shard, StrategyError
 
 MESH = {"dp": 2, "tp": 4}
+LIMIT = 0.95  # of what the cheapest plan holds
 
 
 class MLP(nn.Module):

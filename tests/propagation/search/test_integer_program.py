@@ -14,8 +14,11 @@ from torch import nn
 from partway.propagation.capture.capture import capture
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
+from partway.propagation.search.eliminate import eliminate
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.formulate import formulate
+from partway.propagation.search.keeping import keep_problem
+from partway.propagation.search.needs import needs_of
 from partway.propagation.search.network import costs_of
 from partway.propagation.search.problem import Settings
 from partway.strategy import REPLICATE, Layout, Mesh, Shard
@@ -133,3 +136,17 @@ def test_the_exact_search_and_an_integer_program_agree(make, sizes, level):
         assert optimum == pytest.approx(solution.cost, rel=1e-6)
         assert costs.of(choice) == pytest.approx(solution.cost, rel=1e-6)
         assert costs.of(choice) >= solution.bound * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("make", [Net, Attention, ConvNet])
+@pytest.mark.parametrize("price", [1e-13, 1e-10])
+def test_with_fates_too_the_exact_search_and_an_integer_program_agree(make, price):
+    settings = Settings(Mesh({"x": 2}), profile_of("h100"), WEIGHTS[Level.SPEED], on_unknown_op="error")
+    problem = formulate(graph_of(make), settings, {})
+    fates = keep_problem(problem, needs_of(problem.graph, problem.tensors.flows), only_free=False)
+    costs = fates.costs(np.full(len(problem.vertices), price))
+    solution = eliminate(costs)
+    assert solution.proven
+    optimum, choice = integer_program(costs, solution.cost)
+    assert optimum == pytest.approx(solution.cost, rel=1e-6)
+    assert costs.of(choice) == pytest.approx(solution.cost, rel=1e-6)

@@ -1,9 +1,8 @@
-"""The search under a memory limit, against brute force on random problems and on a small graph."""
+"""The search under a memory limit: strategies and fates together, against brute force on small random graphs."""
 
-import itertools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,196 +11,240 @@ import torch.nn.functional as F
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from random_examples import examples
-from search_problems import rows
+from torch import nn
 
+from partway.propagation.capture.capture import capture
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
+from partway.propagation.search.eliminate import eliminate
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.memory import within_memory
-from partway.propagation.search.problem import Edge, Options, SearchProblem, Settings, TensorFacts, Vertex, VertexKind
+from partway.propagation.search.formulate import formulate
+from partway.propagation.search.keeping import Fate, keep_problem
+from partway.propagation.search.memory import kept_for_free, with_fates, within_memory
+from partway.propagation.search.needs import needs_of
+from partway.propagation.search.problem import Recompute, Settings
 from partway.propagation.search.search import SearchMode, search
+from partway.propagation.search.solution import verify_solution
+from partway.propagation.search.timeline import timeline
 from partway.strategy import Mesh, StrategyError
 
-MESH = Mesh({"x": 2})
+STEPS = (torch.sin, torch.tanh, F.relu, torch.exp, torch.neg, F.silu)
 
 
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """A table of conversion costs that is just numbers."""
-
-    cost: np.ndarray
-
-    def rows(self, sources):
-        return self.cost[list(sources)]
+LINE = Mesh({"x": 2})
 
 
-def problem_with(unary, memory, pairs, limit=None):
-    """A search problem with these numbers: of each vertex the costs and the bytes of its options, of pairs of vertices
-    the costs together. Each vertex has one tensor, whose layout is its option."""
-    vertices = []
-    for i, (costs, held) in enumerate(zip(unary, memory, strict=True)):
-        codes, free = np.arange(len(costs)), np.zeros(len(costs))
-        factors = np.full((len(costs), 1), -1)
-        options = Options(((None,), (None,)), (codes,), (codes,), factors, (), MESH, costs, free, free, held, held)
-        vertices.append(Vertex(f"v{i}", VertexKind.OPERATOR if i else VertexKind.INPUT, None, options))
-    edges = [Edge(None, a, 0, b, 0, Matrix(matrix)) for (a, b), matrix in pairs.items()]
-    given = Settings(MESH, profile_of("cpu"), WEIGHTS[Level.SPEED], memory_limit=limit)
-    return SearchProblem(None, given, tuple(vertices), tuple(edges), frozenset(), TensorFacts(), (), {}, frozenset())
+def problem_of(fn, tensors, **changes):
+    settings = Settings(LINE, profile_of("cpu"), WEIGHTS[Level.SPEED], fully_use_devices=False, **changes)
+    return formulate(capture(fn, tuple(tensors), {}), settings, {})
+
+
+def fates_of(problem, **more):
+    return keep_problem(problem, needs_of(problem.graph, problem.tensors.flows), **{"only_free": False, **more})
+
+
+def peak_of(solution):
+    held = solution.held
+    return max(float(held.total.max()), float(held.forward.max()))
 
 
 @st.composite
-def random_problems(draw):
-    """Costs of about a millisecond and bytes of about a gigabyte, whole multiples so that ties happen, and a limit."""
-    count = draw(st.integers(1, 6))
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    sizes = [int(n) for n in rng.integers(1, 4, count)]
-    unary = [rng.integers(1, 9, n) * 1e-3 for n in sizes]
-    memory = [rng.integers(0, 9, n) * 1e9 for n in sizes]
-    possible = list(itertools.combinations(range(count), 2))
-    chosen = draw(st.lists(st.sampled_from(possible), unique=True)) if possible else []
-    pairs = {(a, b): rng.integers(0, 9, (sizes[a], sizes[b])) * 1e-3 for a, b in chosen}
-    return problem_with(unary, memory, pairs), draw(st.integers(1, 40)) * 1e9
+def chains(draw):
+    """A function of a matrix: elementwise operators in a row, some of which read an earlier value too."""
+    count = draw(st.integers(2, 4))
+    steps = [draw(st.sampled_from(STEPS)) for _ in range(count)]
+    joins = [draw(st.one_of(st.none(), st.integers(0, i))) for i in range(count)]
+
+    def fn(x):
+        values = [x]
+        for step, join in zip(steps, joins, strict=True):
+            result = step(values[-1])
+            values.append(result if join is None else result * values[join])
+        return values[-1].sum()
+
+    return fn
 
 
-def choices_of(problem):
-    return list(itertools.product(*(range(len(v.options)) for v in problem.vertices)))
+def some(problem, seed, most=4):
+    """`problem` with at most so many options of each vertex, drawn at random: what brute force can go through."""
+    rng = np.random.default_rng(seed)
+    vertices, shared = [], {}
+    for vertex in problem.vertices:
+        key = id(vertex.options)
+        if key not in shared:
+            rows = np.sort(rng.permutation(len(vertex.options))[:most])
+            shared[key] = vertex.options.take(rows)
+        vertices.append(replace(vertex, options=shared[key]))
+    return replace(problem, vertices=tuple(vertices))
 
 
-def optimum_within(problem, limit):
-    """The cost of the cheapest plan that holds at most `limit`; inf where there is none."""
-    fits = [choice for choice in choices_of(problem) if problem.memory(choice) <= limit]
-    return min((problem.cost(choice) for choice in fits), default=math.inf)
-
-
-def dual_optimum(problem, limit):
-    """The highest bound that a price of memory gives: the lower hull of the plans, as (bytes, cost), at the limit."""
-    plans = {(problem.memory(choice), problem.cost(choice)) for choice in choices_of(problem)}
-    below, above = ([plan for plan in plans if (plan[0] <= limit) == fits] for fits in (True, False))
-    at = min(cost for _, cost in below)  # plans that fit
-    lines = (c + (limit - m) / (n - m) * (d - c) for (m, c), (n, d) in itertools.product(below, above))
-    return min([at, *lines])
-
-
-@examples(400)
-@given(random_problems())
-def test_the_optimum_within_a_limit_lies_between_the_bound_and_the_cost(drawn):
-    problem, limit = drawn
-    best = optimum_within(problem, limit)
-    assume(math.isfinite(best))
-    found, price = within_memory(problem, limit)
-    assert problem.memory(found.choice) <= limit
-    assert found.cost == pytest.approx(problem.cost(found.choice))
-    assert found.bound <= best * (1 + 1e-9)
-    assert best <= found.cost * (1 + 1e-9)
-    free = dynamic_programming(problem)
-    if problem.memory(free.choice) <= limit:  # the limit does not bind
-        assert (found, price) == (free, 0.0)
-        assert found.proven
-    else:
-        assert price >= 0  # 0: a plan that fits costs as much as one that does not
-        assert found.bound == pytest.approx(dual_optimum(problem, limit))
-
-
-@examples(200)
-@given(random_problems())
-def test_a_limit_is_refused_exactly_where_no_plan_keeps_to_it(drawn):
-    problem, limit = drawn
-    least = min(problem.memory(choice) for choice in choices_of(problem))
-    if least <= limit:
-        within_memory(problem, limit)
+@examples(60)
+@given(chains(), st.integers(0, 2**20), st.floats(0.0, 3.0))
+def test_strategies_and_fates_at_any_price_are_the_optimum_of_all_of_them(fn, seed, weight):
+    problem = some(problem_of(fn, [torch.randn(8, 6, requires_grad=True)]), seed, 2)
+    fates = fates_of(problem)
+    at = np.random.default_rng(seed).random(len(problem.vertices)) * weight * 1e-9
+    costs = fates.costs(at)
+    sizes = [range(len(unary)) for unary in costs.unary]
+    assume(math.prod(map(len, sizes)) <= 40_000)
+    total = np.zeros([len(s) for s in sizes])
+    for v, unary in enumerate(costs.unary):
+        total = total + unary.reshape([-1 if i == v else 1 for i in range(len(sizes))])
+    for (a, b), matrix in costs.pairs.items():
+        shape = [1] * len(sizes)
+        shape[a], shape[b] = matrix.shape
+        total = total + matrix.reshape(shape)
+    least = total.min()
+    found = eliminate(costs)
+    if math.isinf(least):
+        assert math.isinf(found.cost)
         return
-    with pytest.raises(StrategyError, match=re.escape(f"holds less than {least / 1e9:.4g} GB on a device")):
-        within_memory(problem, limit)
+    assert found.bound == pytest.approx(float(least))
+    # what the numbers stand for costs that much: by itself, and its bytes at their prices
+    kept = fates.read_off(found.choice, at)
+    assert kept.cost + float(at @ kept.held) == pytest.approx(float(least), rel=1e-4)
 
 
-@examples(200)
-@given(random_problems())
-def test_the_limit_that_an_error_names_is_one_that_works(drawn):
-    problem, _ = drawn
-    least = min(problem.memory(choice) for choice in choices_of(problem))
-    assume(least > 0)
-    with pytest.raises(StrategyError) as refused:
-        within_memory(problem, least * 0.9)
-    named = re.search(r"a limit of (\S+) GB would do", str(refused.value))
-    assert named
-    found, _ = within_memory(problem, float(named[1]) * 1e9)
-    assert problem.memory(found.choice) == least
+@examples(40)
+@given(chains(), st.integers(0, 2**20), st.floats(0.4, 1.0))
+def test_no_plan_that_fits_beats_the_bound_and_the_plan_found_fits(fn, seed, share):
+    problem = some(problem_of(fn, [torch.randn(8, 6, requires_grad=True)]), seed, 2)
+    free = dynamic_programming(problem)
+    assume(math.isfinite(free.cost))
+    first = with_fates(problem, free)
+    limited = limited_to(problem, share * peak_of(first))
+    try:
+        found = within_memory(limited, free)
+    except StrategyError as refused:
+        assert re.search(r"holds less than \S+ GB on a device", str(refused))
+        return
+    assert peak_of(found) <= limited.settings.memory_limit
+    verify_solution(limited, found)
+    assert found.bound <= found.cost * (1 + 1e-9)
+    assert free.cost <= found.cost * (1 + 1e-9)
 
 
-@examples(150)
-@given(random_problems(), st.sampled_from(list(SearchMode)))
-def test_every_search_keeps_to_the_limit_and_carries_its_bound(drawn, mode):
-    problem, limit = drawn
-    best = optimum_within(problem, limit)
-    assume(math.isfinite(best))
-    assume(mode is not SearchMode.RECURSIVE_PROGRAMMING)  # it needs the placements of real tensors
-    limited = problem_with(
-        [v.unary for v in problem.vertices],
-        [v.options.memory for v in problem.vertices],
-        {(e.producer, e.consumer): e.table.cost for e in problem.edges},
-        limit,
-    )
-    found = search(limited, mode)
-    assert limited.memory(found.choice) <= limit
-    assert found.bound <= best * (1 + 1e-9)
-    assert best <= found.cost * (1 + 1e-9)
+def limited_to(problem, limit, **more):
+    return replace(problem, settings=replace(problem.settings, memory_limit=limit, **more))
 
 
-def trade(limit=None):
-    """One vertex: 1, 2 or 4 ms with 8, 4 or 1 GB."""
-    return problem_with([np.array([1e-3, 2e-3, 4e-3])], [np.array([8e9, 4e9, 1e9])], {}, limit)
+def layer(x, w, v):
+    return F.linear(torch.tanh(F.linear(torch.sin(x), w)), v).square().sum()
 
 
-@pytest.mark.parametrize(
-    ("limit", "cost"), [(9e9, 1e-3), (8e9, 1e-3), (7.9e9, 2e-3), (4e9, 2e-3), (3.9e9, 4e-3), (1e9, 4e-3)]
-)
-def test_as_much_is_paid_as_the_limit_takes(limit, cost):
-    found, _ = within_memory(trade(), limit)
-    assert found.cost == pytest.approx(cost)
+def layers(**changes):
+    tensors = [torch.randn(s, requires_grad=True) for s in ((64, 8), (8, 8), (8, 8))]
+    return problem_of(layer, tensors, **changes)
 
 
-def test_the_bound_is_the_straight_line_between_the_plans_on_both_sides():
-    found, price = within_memory(trade(), 6e9)  # half way between 8 GB in 1 ms and 4 GB in 2 ms
-    assert (found.cost, found.bound) == (pytest.approx(2e-3), pytest.approx(1.5e-3))
-    assert price == pytest.approx(1e-3 / 4e9)
-    assert not found.proven
+def test_a_limit_that_does_not_bind_changes_nothing():
+    problem = layers()
+    free = dynamic_programming(problem)
+    first = with_fates(problem, free)
+    found = within_memory(limited_to(problem, peak_of(first)), free)
+    assert (found.choice, found.keeping, found.cost, found.binding) == (first.choice, first.keeping, free.cost, False)
+
+
+@pytest.mark.parametrize("mode", list(SearchMode))
+def test_every_search_keeps_to_the_limit(mode):
+    problem = layers()
+    held = peak_of(search(problem, mode))
+    limit = 0.9 * held
+    found = search(limited_to(problem, limit), mode)
+    assert peak_of(found) <= limit
+    assert found.binding
+    verify_solution(problem, found)
+
+
+def test_no_less_memory_costs_less():
+    problem = layers()
+    free = dynamic_programming(problem)
+    held = peak_of(with_fates(problem, free))
+    costs = []
+    for share in (1.0, 0.95, 0.9, 0.85, 0.8):
+        try:
+            costs.append(within_memory(limited_to(problem, share * held), free).cost)
+        except StrategyError:
+            break
+    assert len(costs) >= 3
+    assert costs == sorted(costs)
 
 
 def test_an_impossible_limit_says_what_would_do_and_what_is_heaviest():
-    unary = [np.array([1e-3, 2e-3]), np.array([1e-3]), np.array([1e-3])]
-    memory = [np.array([6e9, 3e9]), np.array([2e9]), np.array([0.0])]
-    problem = problem_with(unary, memory, {(0, 1): np.zeros((2, 1)), (1, 2): np.zeros((1, 1))}, 4e9)
+    problem = layers()
     for mode in (SearchMode.DYNAMIC_PROGRAMMING, SearchMode.SHARDING_PROPAGATION):
         with pytest.raises(StrategyError) as refused:
-            search(problem, mode)
-        assert str(refused.value) == (
-            "no plan on the mesh x=2 holds less than 5 GB on a device (parameters, gradients, optimizer states and "
-            "activations), and memory_limit is 4 GB; a limit of 5.005 GB would do, or more devices. The heaviest: "
-            "v0 3 GB, v1 2 GB"
-        )
+            search(limited_to(problem, 1000.0), mode)
+        said = str(refused.value)
+        assert said.startswith("no plan was found on the mesh x=2 that holds less than ")
+        named = re.search(r"a limit of (\S+) GB would do, or more devices. The heaviest: ", said)
+        found = search(limited_to(problem, float(named[1]) * 1e9), mode)
+        assert peak_of(found) <= float(named[1]) * 1e9
 
 
-def layer(x, w):
-    return F.linear(x, w).square().sum()
+def test_recompute_none_computes_nothing_again_but_views():
+    problem = limited_to(layers(), None, recompute=Recompute.NONE)
+    found = with_fates(problem, dynamic_programming(problem))
+    assert Fate.AGAIN not in found.keeping.fates
 
 
-@pytest.mark.parametrize(("fn", "shapes"), [(rows, [(4, 6)]), (layer, [(8, 4), (4, 4)])])
-def test_on_a_small_graph_every_limit_is_met_as_well_as_the_bound_says(lab, fn, shapes):
-    tensors = [torch.randn(s, requires_grad=True) for s in shapes]
-    problem = lab.problem_of(fn, tensors, lab.LINE)
-    every = choices_of(problem)
-    assert 100 < len(every) < 50_000
-    plans = [(problem.memory(choice), problem.cost(choice)) for choice in every]
-    levels = sorted({held for held, _ in plans})
+def test_recompute_all_keeps_the_least():
+    problem = layers()
     free = dynamic_programming(problem)
-    for limit in (*levels[:8], *levels[8::5]):
-        best = min(cost for held, cost in plans if held <= limit)
-        if math.isinf(best):
-            continue
-        found, _ = within_memory(problem, limit)
-        assert problem.memory(found.choice) <= limit
-        assert found.bound <= best * (1 + 1e-9)
-        assert free.cost <= best * (1 + 1e-9)
-        assert best <= found.cost * (1 + 1e-9)
-    with pytest.raises(StrategyError, match=r"no plan on the mesh x=2 holds less than"):
-        within_memory(problem, levels[0] * 0.99)
+    auto = with_fates(problem, free)
+    everything = with_fates(limited_to(problem, None, recompute=Recompute.ALL), free)
+    assert everything.held.kept.max() < auto.held.kept.max()
+    assert everything.keeping.fates.count(Fate.AGAIN) > auto.keeping.fates.count(Fate.AGAIN)
+
+
+def test_what_is_free_is_had_again_and_costs_nothing():
+    def fn(x, w):
+        return F.linear(torch.tanh(F.linear(x, w)).exp(), w).sum()
+
+    tensors = [torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)]
+    problem = problem_of(fn, tensors)
+    free = dynamic_programming(problem)
+    found = with_fates(problem, free)
+    assert found.cost == free.cost
+    fates = {v.name: fate for v, fate in zip(problem.vertices, found.keeping.fates, strict=True)}
+    # the backward reads both; one is computed of the other
+    assert {fates["tanh"], fates["exp"]} == {Fate.KEPT, Fate.AGAIN}
+
+
+def test_a_point_is_what_its_timeline_says():
+    problem = layers()
+    free = dynamic_programming(problem)
+    needs = needs_of(problem.graph, problem.tensors.flows)
+    point = kept_for_free(problem, free.choice, needs)
+    own = keep_problem(problem, needs, only_free=True).at(free.choice)
+    again = own.read_off(point.numbers, np.zeros(len(problem.vertices)))
+    assert timeline(own, again.choice, again).total.max() == pytest.approx(point.when.total.max())
+    assert point.peak >= point.when.total.max()
+
+
+class Deep(nn.Module):
+    """Blocks that are alike."""
+
+    def __init__(self, count=12):
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(16, 64) for _ in range(count))
+        self.down = nn.ModuleList(nn.Linear(64, 16) for _ in range(count))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x):
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(F.gelu(up(self.norm(x))))
+        return x.square().sum()
+
+
+def test_of_blocks_that_are_alike_some_are_kept():
+    problem = problem_of(Deep(), [torch.randn(512, 16)])
+    free = dynamic_programming(problem)
+    held = peak_of(with_fates(problem, free))
+    found = within_memory(limited_to(problem, 0.7 * held), free)
+    assert 0.6 * held < peak_of(found) <= 0.7 * held
+    gelus = [f for v, f in zip(problem.vertices, found.keeping.fates, strict=True) if v.name.startswith("linear")]
+    assert Fate.KEPT in gelus
+    assert Fate.AGAIN in gelus
+    assert found.cost <= 1.05 * found.bound
+
