@@ -44,8 +44,8 @@ NAMED = 2  # collectives that stand by name in place of one
 @dataclass(frozen=True)
 class Outcome:
     """What a plan comes to: its cost as the search weighs it, the seconds of a step, the bytes that one rank sends in
-    it, and its collectives. `proven`: nothing is cheaper under the same conditions. `binding`: the memory limit is one of
-    them."""
+    it, and its collectives. `proven`: nothing is cheaper under the same conditions. `binding`: the memory limit is one
+    of them."""
 
     cost: float
     seconds: float

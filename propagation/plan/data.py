@@ -70,8 +70,8 @@ class OperatorPlan(_Frozen):
     seconds      of forward and backward on one device, without collectives
     producers    the tensor that each operand is; None in plans of an earlier version
     held_bytes   of its results, what one device keeps for the backward; None in plans of an earlier version
-    fate         "kept" for the backward, computed "again" there, or "gone", as nothing there reads it; empty in plans of
-                 an earlier version
+    fate         "kept" for the backward, computed "again" there, or "gone", as nothing there reads it; empty in plans
+                 of an earlier version
     again        seconds that computing it again takes
     """
 

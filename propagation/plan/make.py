@@ -55,9 +55,7 @@ def make_plan(
         axes=problem.settings.mesh.axes,
         sizes=problem.settings.mesh.sizes,
         inputs=tensors(program.inputs, VertexKind.INPUT),
-        operators=tuple(
-            _operator(v, c, fate, producer_of) for v, c, fate in chosen if v.kind is VertexKind.OPERATOR
-        ),
+        operators=tuple(_operator(v, c, fate, producer_of) for v, c, fate in chosen if v.kind is VertexKind.OPERATOR),
         outputs=tensors(program.outputs, VertexKind.OUTPUT),
         collectives=reached.collectives,
         memory=_memory(held, problem.vertices),
@@ -82,9 +80,7 @@ def _producers(problem: SearchProblem) -> Callable[[fx.Node], Producer]:
     return producer
 
 
-def _operator(
-    vertex: Vertex, choice: int, fate: Fate, producer_of: Callable[[fx.Node], Producer]
-) -> OperatorPlan:
+def _operator(vertex: Vertex, choice: int, fate: Fate, producer_of: Callable[[fx.Node], Producer]) -> OperatorPlan:
     option = vertex.options[choice]
     return OperatorPlan(
         name=vertex.name,

@@ -29,8 +29,8 @@ class Conversion:
     All of `axes`, in the order of the mesh, go from `source` to `target`, as one axis of `size` ranks would; size is
     the product of theirs. `whole_bytes` is what one rank would hold if none of these axes split the tensor.
     `gradient`: its transpose runs in the backward that was planned. `again`: it stands for a conversion that runs once
-    more, as it is, in the backward (recompute.py). `repeated`: what it gives is not kept, and where the backward reads it
-    this one runs again. Of an exchange `whole_bytes` are those of its dim in whole.
+    more, as it is, in the backward (recompute.py). `repeated`: what it gives is not kept, and where the backward reads
+    it this one runs again. Of an exchange `whole_bytes` are those of its dim in whole.
     """
 
     tag: int

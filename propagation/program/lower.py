@@ -352,7 +352,7 @@ def _again(
         for vertex, fate in zip(problem.vertices, keeping.fates, strict=True)
         if vertex.kind is VertexKind.OPERATOR and fate is Fate.AGAIN
     ).union(problem.constants)
-    repeated, kept = set(), set()
+    repeated, kept = set[tuple[Value, Layout]](), set[tuple[Value, Layout]]()
     for edge, again, keeps in zip(problem.edges, keeping.again, keeping.kept, strict=True):
         source = problem.vertices[edge.producer].options[choice[edge.producer]].results[edge.result]
         target = problem.vertices[edge.consumer].options[choice[edge.consumer]].operands[edge.operand]

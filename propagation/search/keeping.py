@@ -12,8 +12,8 @@ as it was converted. All of that involves no more than the two ends of an edge, 
 
 Time in the backward goes by stretches (stretches.py), the last one first. While the backward is in stretch s a device
 holds the parameters and what the optimizer keeps of them, what stretches up to s keep, what s computes again, and the
-gradients of parameters that s and the stretches behind it read; and the operator that runs has its operands and results.
-A byte may have another price at each of these times.
+gradients of parameters that s and the stretches behind it read; and the operator that runs has its operands and its
+results. A byte may have another price at each of these times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from ..cost.conversion import Floats, once_more
-from ..graph.nodes import Value, draws_random_numbers, is_view, rearranges
+from ..graph.nodes import draws_random_numbers, is_view, rearranges
 from ..graph.port import Role
 from ..graph.queries import recomputed
 from ..ops.random_numbers import draw
@@ -158,43 +158,49 @@ class KeepProblem:
     # -- as numbers
 
     def costs(self, at: Floats, between: float = 0.0) -> Costs:
-        """The costs of all options with all fates, with a price `at[i]` for a byte that is held while vertex i runs, and
-        one for a byte that is held `between` the forward and the backward."""
+        """The costs of all options with all fates, with a price `at[i]` for a byte that is held while vertex i runs,
+        and one for a byte that is held `between` the forward and the backward."""
         prices = self._by_stretch(at)
         later, earlier = np.cumsum(prices[::-1])[::-1] + between, np.cumsum(prices)
         shared: dict[object, Floats] = {}
         unary = []
         for i, vertex in enumerate(self.problem.vertices):
             facts, s = self.facts[i], self.stretches[i]
-            key = (id(vertex.options), facts, later[s], prices[s], earlier[s], at[i])
-            if key not in shared:
+            alike: object = (id(vertex.options), facts, later[s], prices[s], earlier[s], at[i])
+            if alike not in shared:
                 alone = self._alone(i, later[s], prices[s], earlier[s], prices.sum())
                 work = np.tile(at[i] * self._work(i), len(facts.fates)) if at[i] else 0.0
-                shared[key] = alone + work
-            unary.append(shared[key])
+                shared[alike] = alone + work
+            unary.append(shared[alike])
         edges: dict[tuple[int, int], list[tuple[int, object]]] = {}
         for number, edge in enumerate(self.problem.edges):
-            facts = self.facts[edge.producer].fates, self.facts[edge.consumer].fates
-            s = self.stretches[edge.consumer]
-            ends = (id(self.problem.vertices[edge.producer].options), id(self.problem.vertices[edge.consumer].options))
-            key = (
-                id(edge.table), ends, edge.result, edge.operand, facts, self.reads[number], self.barred[number],
-                self._crosses(edge) and not self.at_hand[edge.producer], later[s], prices[s], at[edge.consumer],
+            a, b, s = edge.producer, edge.consumer, self.stretches[edge.consumer]
+            near = not self._crosses(edge) or self.at_hand[a]
+            structure = (
+                id(edge.table), id(self.problem.vertices[a].options), id(self.problem.vertices[b].options), edge.result,
+                edge.operand, self.facts[a].fates, self.facts[b].fates, self.reads[number], self.barred[number], near,
+                later[s], prices[s], at[b],
             )  # fmt: skip
-            edges.setdefault((edge.producer, edge.consumer), []).append((number, key))
+            edges.setdefault((a, b), []).append((number, structure))
         pairs = {}
-        for ends_of, parallel in edges.items():
-            key = tuple(key for _, key in parallel)
-            if key not in shared:
-                s = self.stretches[ends_of[1]]
-                shared[key] = sum(self._between(number, later[s], prices[s], at[ends_of[1]]) for number, _ in parallel)  # type: ignore[assignment]
-            pairs[ends_of] = shared[key]
+        for ends, parallel in edges.items():
+            alike = tuple(structure for _, structure in parallel)
+            if alike not in shared:
+                s = self.stretches[ends[1]]
+                every = [self._between(number, later[s], prices[s], at[ends[1]]) for number, _ in parallel]
+                shared[alike] = every[0] if len(every) == 1 else np.sum(every, axis=0)
+            pairs[ends] = shared[alike]
         return Costs(tuple(unary), pairs)
 
     def _once(self, i: int, make: Callable[[int], Any]) -> Any:
         """What `make` gives of vertex i; vertices that are alike share it."""
         vertex = self.problem.vertices[i]
-        key = make.__name__, id(vertex.options), self.facts[i], vertex.port and (vertex.port.role, vertex.port.requires_grad)
+        key = (
+            make.__name__,
+            id(vertex.options),
+            self.facts[i],
+            vertex.port and (vertex.port.role, vertex.port.requires_grad),
+        )
         if key not in self._columns:
             self._columns[key] = make(i)
         return self._columns[key]
@@ -203,7 +209,7 @@ class KeepProblem:
         return self.at_rest(self.problem.vertices[i])
 
     def _by_stretch(self, at: Floats) -> Floats:
-        prices: Floats = np.bincount(self.stretches, weights=at, minlength=self.count)
+        prices: Floats = np.bincount(self.stretches, weights=at, minlength=self.count).astype(np.float64)
         return prices
 
     def _work(self, i: int) -> Floats:
@@ -311,7 +317,7 @@ class KeepProblem:
     # -- of a choice
 
     def read_off(self, numbers: Sequence[int], at: Floats, between: float = 0.0) -> Kept:
-        """What the options of `costs(at, between)` with these numbers stand for, and what they come to by themselves."""
+        """What the options of `costs(at, between)` with these numbers stand for, and what they come to alone."""
         prices = self._by_stretch(at)
         later = np.cumsum(prices[::-1])[::-1] + between
         fates, choice = [], []
@@ -390,7 +396,7 @@ def _share(options: Options) -> Floats:
     return share
 
 
-def _reads(problem: SearchProblem, edge: Edge, needs: dict[fx.Node, Needs]) -> bool:
+def _reads(problem: SearchProblem, edge: Edge, needs: Mapping[fx.Node, Needs]) -> bool:
     """Whether the backward of an edge's consumer reads its tensor."""
     consumer = problem.vertices[edge.consumer]
     return consumer.kind is VertexKind.OPERATOR and edge.operand in needs.get(consumer.node, NOTHING).operands

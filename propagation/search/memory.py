@@ -1,7 +1,7 @@
 """The search under a memory limit: how all is split, what is kept and what is computed again, as one decision.
 
-Without a limit in sight the strategies are those of the cheapest plan, and of what costs nothing to have again nothing is
-kept. Where that does not fit, strategies and fates are searched for together, at a price of a byte.
+Without a limit in sight the strategies are those of the cheapest plan, and nothing is kept that costs nothing to have
+again. Where that does not fit, strategies and fates are searched for together, at a price of a byte.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .eliminate import (
     elimination_order,
     order_like,
 )
-from .needs import Needs, needs_of
 from .keeping import CHEAP, Keeping, KeepProblem, Kept, keep_problem
+from .needs import Needs, needs_of
 from .problem import AMONG, Recompute, SearchProblem, Settings
 from .solution import Solution
 from .timeline import Timeline, timeline
@@ -233,7 +233,7 @@ def _too_little(problem: KeepProblem, least: Point, limit: float) -> str:
     among = AMONG if of.approximate else ""
     return (
         f"no plan was found on the mesh {of.settings.mesh}{among} that holds less than {least.peak / 1e9:.4g} GB on a "
-        "device (parameters, gradients, optimizer states, activations and what operators work with), and memory_limit is "
-        f"{limit / 1e9:.4g} GB; a limit of {least.peak / 1e9 * 1.001:.4g} GB would do, or more devices. The heaviest: "
-        f"{heaviest}"
+        "device (parameters, gradients, optimizer states, activations and what operators work with), and memory_limit "
+        f"is {limit / 1e9:.4g} GB; a limit of {least.peak / 1e9 * 1.001:.4g} GB would do, or more devices. The "
+        f"heaviest: {heaviest}"
     )

@@ -197,8 +197,10 @@ def cheapest(options: Options, count: int | None) -> Options:
 
 def _work(call: Call, rule: Rule, rows: _Rows, settings: Settings) -> tuple[Floats, Floats, Floats, Floats, Floats]:
     """Of every row the seconds and the flops of the operator on one device, forward and backward, the bytes of its
-    results that are kept at most, the seconds of one more forward, and the bytes that its results take up. The backward of a contraction computes a product for each operand that needs a
-    gradient; that of another operator reads and writes as much as the forward does."""
+    results that are kept at most, the seconds of one more forward, and the bytes that its results take up.
+
+    The backward of a contraction computes a product for each operand that needs a gradient; that of another operator
+    reads and writes as much as the forward does."""
     nothing = np.zeros(len(rows.parts))
     if call.view:
         return nothing, nothing, nothing, nothing, nothing

@@ -70,7 +70,7 @@ class Settings:
     optimizer_states    how many copies of each parameter the optimizer keeps (Adam: 2)
     memory_limit        bytes that a device may hold at a time; None: any number
     recompute           what the backward may compute again
-    regather            whether the backward gathers again what the forward gathered of weights; None: the search decides
+    regather            whether the backward gathers again what the forward gathered of weights; None: as is best
     short               sizes of dims that may be split over more devices than they have elements, as a person did
     rules               the rows that people gave to operators
     """

@@ -65,8 +65,8 @@ def search(problem: SearchProblem, mode: SearchMode, below: float = math.inf) ->
         return within_memory(problem, exact)
     plan = find(problem, 0.0)
     plan = replace(plan, cost=problem.cost(plan.choice), bound=exact.bound, attained=exact.proven)
-    # vertices that choose one after another may come to conversions that `elementwise_follow` makes impossible, and what
-    # they choose may take more memory than there is
+    # vertices that choose one after another may come to conversions that `elementwise_follow` makes impossible, and
+    # what they choose may take more memory than there is
     with contextlib.suppress(StrategyError):
         if math.isfinite(plan.cost):
             return with_fates(problem, plan)

@@ -33,13 +33,12 @@ def stretches_of(problem: SearchProblem, longest: int = LONGEST) -> tuple[int, .
             change[here + 1] += 1
             change[last[here] + 1] -= 1
     crossing = list(itertools.accumulate(change[:-1]))
-    for here, vertex in enumerate(problem.vertices):
-        crossing[here] += count * (vertex.kind is VertexKind.HUB)  # which stands with what it is the hub of
+    # a hub stands with what it is the hub of
+    may = [vertex.kind is not VertexKind.HUB for vertex in problem.vertices]
     for start, stop in _regions(problem):
-        for here in range(start + 1, stop + 1):
-            crossing[here] += count
+        may[start + 1 : stop + 1] = [False] * (stop - start)
     begin = inputs.index(False) if False in inputs else count
-    starts = _cuts(crossing, begin, count, SHORTEST, longest)
+    starts = _cuts(crossing, may, begin, longest)
     numbers = [0] * count
     for number, (start, stop) in enumerate(itertools.pairwise([*starts, count])):
         numbers[start:stop] = [number] * (stop - start)
@@ -58,13 +57,16 @@ def at_hand(problem: SearchProblem) -> list[bool]:
     return inputs
 
 
-def _cuts(crossing: Sequence[int], begin: int, count: int, shortest: int, longest: int) -> list[int]:
-    """Where stretches start: the next one where the fewest values cross, among the places where it may."""
+def _cuts(crossing: Sequence[int], may: Sequence[bool], begin: int, longest: int) -> list[int]:
+    """Where stretches start: the next one where the fewest values cross, among the near places where it `may`, or else
+    at the first such place behind them."""
     starts = [begin]
-    while (low := starts[-1] + shortest) < count - shortest:
-        places = range(low, min(starts[-1] + longest, count - shortest) + 1)
-        starts.append(min(places, key=crossing.__getitem__))
-    return starts
+    while True:
+        places = [here for here in range(starts[-1] + SHORTEST, len(crossing) - SHORTEST + 1) if may[here]]
+        near = [here for here in places if here <= starts[-1] + longest]
+        if not places:
+            return starts
+        starts.append(min(near, key=crossing.__getitem__) if near else places[0])
 
 
 def _regions(problem: SearchProblem) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 What is there for a while is an interval of the vertices, which the backward goes through from the last to the first:
 
     kept               from the first moment of the backward to the earliest reader
-    computed again     from the end of its stretch to the earliest reader
+    computed again     from its last reader, or the last that something else is computed again for, to the earliest
     gradient of a      from its last reader, which computes the first addend, to its producer. A view, an addition and a
     value              hub pass on the gradient that they got
     gradient of a      from its last reader to the end of the step
@@ -59,9 +59,6 @@ class _Timeline:
         self.p, self.choice, self.keeping = problem, choice, kept.keeping
         self.vertices, self.edges = problem.problem.vertices, problem.problem.edges
         count = len(self.vertices)
-        self.ends = [0] * problem.count
-        for i, s in enumerate(problem.stretches):
-            self.ends[s] = max(self.ends[s], i)
         self.changes = {name: np.zeros(count + 1) for name in ("kept", "again", "gradients", "parameter_gradients")}
         self.always = {"parameters": 0.0, "optimizer": 0.0, "inputs": 0.0, "results": 0.0}
         self.made_so_far = np.zeros(count + 1)
@@ -90,43 +87,57 @@ class _Timeline:
         return Timeline(self.always, np.cumsum(self.made_so_far[:-1]) + sum(self.always.values()), **sums)
 
     def _values(self) -> None:
-        last = len(self.vertices) - 1
-        hubs = {edge.consumer: edge.producer for edge in self.edges if self.vertices[edge.consumer].kind is VertexKind.HUB}
+        self._read_through()
+        starts = self._starts()
+        for i, vertex in enumerate(self.vertices):
+            if vertex.kind is VertexKind.INPUT:
+                self._input(i)
+            elif vertex.kind is VertexKind.OUTPUT:
+                self.always["results"] += float(self.p.at_rest(vertex)[1][self.choice[i]])
+            else:
+                self._made(i, starts[i])
+
+    def _read_through(self) -> None:
+        """What reads a view reads what that is a view of, and what reads a hub that is not kept what that is of."""
         for i in reversed(range(len(self.vertices))):
-            if i in hubs:  # what reads the hub reads what it is the hub of, unless the hub is kept
-                if self.keeping.fates[i] is not Fate.KEPT:
-                    self.reading[hubs[i]] += self.reading[i]
-            vertex = self.vertices[i]
-            if self.p.facts[i].view:
+            hub = self.vertices[i].kind is VertexKind.HUB and self.keeping.fates[i] is not Fate.KEPT
+            if hub or self.p.facts[i].view:
                 for producer in self.producers[i]:
                     self.reading[producer] += self.reading[i]
-        for i, vertex in enumerate(self.vertices):
-            option = self.choice[i]
-            if vertex.kind is VertexKind.INPUT:
-                gradient, throughout = (float(column[option]) for column in self.p.at_rest(vertex))
-                own = float(vertex.options.held[option])
-                is_parameter = vertex.port is not None and vertex.port.role is Role.PARAMETER
-                self.always["parameters" if is_parameter else "inputs"] += own
-                self.always["optimizer"] += throughout - own
-                if gradient:
-                    self._add("parameter_gradients", 0, max(self.readers[i], default=0), gradient)
-                continue
-            if vertex.kind is VertexKind.OUTPUT:
-                self.always["results"] += float(self.p.at_rest(vertex)[1][option])
-                continue
-            made = float(vertex.options.made[option])
-            beside = float(self.p.beside(i)[option])
-            earliest = min([*self.reading[i], *([i] if self.p.facts[i].own else [])], default=None)
-            match self.keeping.fates[i]:
-                case Fate.KEPT:
-                    self._add("kept", i if earliest is None else earliest, last, made)
-                    self._add("kept", i, last, beside)
-                case Fate.AGAIN:
-                    self._add("again", i, self.ends[self.p.stretches[i]], beside)
-                    if self.p.facts[i].read and earliest is not None:
-                        self._add("again", earliest, self.ends[self.p.stretches[i]], made)
-                case Fate.GONE:
-                    self._add("kept", i, last, beside)
+
+    def _input(self, i: int) -> None:
+        vertex, option = self.vertices[i], self.choice[i]
+        gradient, throughout = (float(column[option]) for column in self.p.at_rest(vertex))
+        own = float(vertex.options.held[option])
+        is_parameter = vertex.port is not None and vertex.port.role is Role.PARAMETER
+        self.always["parameters" if is_parameter else "inputs"] += own
+        self.always["optimizer"] += throughout - own
+        if gradient:
+            self._add("parameter_gradients", 0, max(self.readers[i], default=0), gradient)
+
+    def _made(self, i: int, start: int) -> None:
+        """What an operator or a hub makes."""
+        last, facts, fate = len(self.vertices) - 1, self.p.facts[i], self.keeping.fates[i]
+        made = float(self.vertices[i].options.made[self.choice[i]])
+        beside = float(self.p.beside(i)[self.choice[i]])
+        earliest = min([*self.reading[i], *([i] if facts.own else [])], default=None)
+        if fate is Fate.AGAIN:
+            self._add("again", i, max(start, i), beside)
+            if facts.read and earliest is not None:
+                self._add("again", earliest, max(start, earliest), made)
+            return
+        self._add("kept", i, last, beside)
+        if fate is Fate.KEPT:
+            self._add("kept", i if earliest is None else earliest, last, made)
+
+    def _starts(self) -> list[int]:
+        """Where in the backward each vertex is computed again, if it is."""
+        starts = [-1] * len(self.vertices)
+        for i in reversed(range(len(self.vertices))):
+            again = (starts[reader] for reader in self.readers[i] if self.keeping.fates[reader] is Fate.AGAIN)
+            own = [i] if self.p.facts[i].own else []
+            starts[i] = max([*self.reading[i], *again, *own], default=-1)
+        return starts
 
     def _conversions(self) -> None:
         for number, edge in enumerate(self.edges):
@@ -146,7 +157,10 @@ class _Timeline:
             made, beside = float(vertex.options.made[option]), float(self.p.beside(i)[option])
             stays = self.keeping.fates[i] is Fate.KEPT
             until = max(self._through(i), default=i)
-            for size, end in ((made, last if stays else until), (beside, i if self.keeping.fates[i] is Fate.AGAIN else last)):
+            for size, end in (
+                (made, last if stays else until),
+                (beside, i if self.keeping.fates[i] is Fate.AGAIN else last),
+            ):
                 self.made_so_far[i] += size
                 self.made_so_far[end + 1] -= size
         for number, edge in enumerate(self.edges):

@@ -951,8 +951,8 @@ CONTEXT = [
 
 TOO_MUCH = (
     "no plan was found on the mesh dp=2, tp=4 that holds less than ",
-    " GB on a device (parameters, gradients, optimizer states, activations and what operators work with), and memory_limit "
-    "is 1e-09 GB; a limit of ",
+    " GB on a device (parameters, gradients, optimizer states, activations and what operators work with), and "
+    "memory_limit is 1e-09 GB; a limit of ",
     " GB would do, or more devices. The heaviest: ",
 )
 MEMORY_ACCEPTS = "accepts None, float('inf') or a number of bytes above 0, such as 80e9"

@@ -372,5 +372,71 @@ def test_a_memory_limit_chooses_what_is_had_again():
     kept = split_at_rest(False, memory_limit=0.7 * held)
     assert not gathers(kept)
     assert kept.plan.memory.total <= 0.7 * held
-    with pytest.raises(StrategyError, match=r"no plan was found on the mesh d0=4 that holds less than \S+ GB on a device"):
+    with pytest.raises(
+        StrategyError, match=r"no plan was found on the mesh d0=4 that holds less than \S+ GB on a device"
+    ):
         split_at_rest(False, memory_limit=0.5 * held)
+
+
+# -- what the plan chooses
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", "convnet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "vit"))]
+)
+def test_with_everything_computed_again_no_bit_changes(name):
+    case = CASES[name]
+    given = case.batch(size=512 if name == "mlp" else 64)
+    found = {}
+    for recompute in ("none", "auto", "all"):
+        pw.set_algo_parameters(recompute=recompute)
+        first, tensor = next(iter(given.items()))
+        model = pw.shard(case.build(), mesh=MESH, in_strategy={first: ("dp", *[None] * (tensor.dim() - 1))})
+        torch.manual_seed(7)
+        found[recompute] = (*gradients(model, given), saved_bytes(model))
+    loss, expected, most = found["none"]
+    for recompute in ("auto", "all"):
+        again_loss, again, held = found[recompute]
+        assert torch.equal(torch.as_tensor(again_loss), torch.as_tensor(loss))
+        assert all(torch.equal(again[key], expected[key]) for key in expected)
+        assert held < most
+    assert found["all"][2] <= found["auto"][2]
+
+
+class Noisy(nn.Module):
+    """Dropout, a BatchNorm and experts of which each token takes one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv1d(4, 8, 3, padding=1), nn.BatchNorm1d(8)
+        self.gate, self.experts = nn.Linear(8, 2), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.double()
+
+    def forward(self, x):
+        y = F.dropout(F.gelu(self.norm(self.conv(x))), 0.3).mean(-1)
+        shares = self.gate(y).softmax(-1)
+        mixed = sum(torch.tanh(expert(y)) * shares[:, i : i + 1] for i, expert in enumerate(self.experts))
+        return (mixed + y).square().sum()
+
+
+@pytest.mark.parametrize("numbers", ["counter", "torch"])
+def test_random_numbers_and_running_statistics_are_the_same_when_computed_again(numbers):
+    torch.manual_seed(1)
+    x = torch.randn(16, 4, 6, dtype=torch.float64)
+    found = []
+    for recompute in ("none", "all"):
+        pw.set_auto_parallel_context(random_numbers=numbers)
+        pw.set_algo_parameters(recompute=recompute)
+        model = pw.shard(Noisy(), mesh=MESH, in_strategy=(("dp", None, None),))
+        for _ in range(2):
+            torch.manual_seed(7)
+            loss, grads = gradients(model, {"x": x})
+        found.append(
+            (loss, grads, {name: buffer.clone() for name, buffer in model.named_buffers()}, saved_bytes(model))
+        )
+    (loss, grads, buffers, most), (again_loss, again, again_buffers, held) = found
+    assert torch.equal(torch.as_tensor(again_loss), torch.as_tensor(loss))
+    assert all(torch.equal(again[key], grads[key]) for key in grads)
+    assert all(torch.equal(again_buffers[name], buffers[name]) for name in buffers)
+    assert held < most

@@ -261,7 +261,9 @@ def test_every_text_of_a_certificate_says_among_what():
 
 
 def test_a_memory_limit_that_nothing_left_keeps_to_says_so(case):
-    with pytest.raises(StrategyError, match="no plan was found on the mesh dp=2, tp=2 among the strategies that enable_algo"):
+    with pytest.raises(
+        StrategyError, match="no plan was found on the mesh dp=2, tp=2 among the strategies that enable_algo"
+    ):
         compiled_with(case, enable_algo_approxi=True, algo_approxi_epsilon=0.5, memory_limit=1.0)
 
 
