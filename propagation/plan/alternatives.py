@@ -28,8 +28,10 @@ from ..ops.islands import island, island_of
 from ..program.collective import Collective, collectives_of
 from ..program.local_program import LocalProgram
 from ..program.lower import lower, tensor_name
+from ..search.exact import dynamic_programming
 from ..search.formulate import formulate
 from ..search.keeping import seconds_again
+from ..search.memory import trade_offs
 from ..search.problem import SearchProblem, Vertex
 from ..search.search import SEARCHES, SearchMode, search
 from ..search.solution import Solution
@@ -45,7 +47,7 @@ NAMED = 2  # collectives that stand by name in place of one
 class Outcome:
     """What a plan comes to: its cost as the search weighs it, the seconds of a step, the bytes that one rank sends in
     it, and its collectives. `proven`: nothing is cheaper under the same conditions. `binding`: the memory limit is one
-    of them."""
+    of them. `held`: the most bytes on one device."""
 
     cost: float
     seconds: float
@@ -53,6 +55,7 @@ class Outcome:
     collectives: tuple[Collective, ...]
     proven: bool
     binding: bool = False
+    held: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ def outcome(problem: SearchProblem, solution: Solution, program: LocalProgram) -
         collectives=collectives,
         proven=solution.proven,
         binding=solution.binding,
+        held=solution.held.peak if solution.held else 0.0,
     )
 
 
@@ -209,6 +213,15 @@ class Alternatives:
             except StrategyError:
                 self._known[key] = None
         return self._known[key]
+
+    @cached_property
+    def trade_offs(self) -> tuple[Outcome, ...]:
+        """Plans under the same annotations, from the fastest to the one that holds the least."""
+        problem = _unlimited(self.problem)
+        free = dynamic_programming(problem)
+        return tuple(
+            outcome(problem, found, lower(problem, found.choice, found.keeping)) for found in trade_offs(problem, free)
+        )
 
     def dropping(self, *left_out: Written) -> Outcome | None:
         """The cheapest plan without some annotations; None where there is none."""

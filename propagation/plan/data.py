@@ -183,6 +183,13 @@ class Certificate(_Frozen):
         return f"{search}: at most {100 * self.gap:.1f} % above {optimum}{why}"
 
 
+class MemoryPoint(_Frozen):
+    """One plan of a trade-off: the most bytes that it holds on a device, and the seconds of a step."""
+
+    held: int
+    seconds: float
+
+
 class PlanData(_Frozen):
     """What a plan holds; see Plan."""
 

@@ -111,12 +111,21 @@ def _operator_subject(plan: PlanData, o: OperatorPlan, collectives: Iterable[Col
     lines += [f"annotated {o.annotation}"] if o.annotation else []
     lines += [f"from {o.source}"] if o.source else []
     lines += [neighbours] if neighbours else []
+    lines += [_fate(o)] if o.fate else []
     return _Subject(
         f"{o.name} = {o.operator} {o.result} in {o.module or 'the function'}",
         tuple(lines),
         f"constraint:{o.name}" if o.annotation else "",
         tuple(collectives),
     )
+
+
+def _fate(o: OperatorPlan) -> str:
+    if o.fate == "again":
+        return f"computed again in the backward: {lasting(o.again)}"
+    if o.fate == "kept":
+        return f"kept for the backward: {human(o.held_bytes or 0.0)}"
+    return "not kept: nothing in the backward reads it"
 
 
 class _Asked:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import PrivateAttr
 
+from ...strategy.errors import StrategyError
 from .alternatives import Alternatives, Origin
-from .data import PlanData
+from .data import MemoryPoint, PlanData
 from .explain import explain
 from .files import load_plan, save_plan
 from .planned_graph import planned_graph
@@ -66,6 +67,22 @@ class Plan(PlanData):
         many annotations; 0: none. They need the model: a plan that was loaded has none.
         """
         return explain(self, self._origin.alternatives, name, alternatives)
+
+    def memory_curve(self) -> tuple[MemoryPoint, ...]:
+        """What memory costs: plans under the same annotations and on the same mesh, without a limit, from the cheapest
+        to the one that holds the least; each with the most bytes on a device and the predicted seconds of a step. Each
+        is the optimum at one price of a byte.
+
+        They are searched for when it is first asked. Raises StrategyError for a plan that was read from a file: they
+        need the model.
+        """
+        known = self._origin.alternatives
+        if known is None:
+            raise StrategyError(
+                "a plan that was read from a file has no memory curve: it is searched for, which needs the model; plan "
+                "the call again"
+            )
+        return tuple(MemoryPoint(held=round(one.held), seconds=one.seconds) for one in known.trade_offs)
 
     def to_networkx(self) -> networkx.MultiDiGraph:
         """The planned graph for analyses of one's own, with networkx: a new MultiDiGraph that may be changed.

@@ -9,6 +9,8 @@ problem.py           the problem as data, and what it costs to convert each of i
 network.py           the problem as numbers
 search.py            the entry `search`, and the table of search modes, a row each (propagate.py, recursive.py, ...)
 exact.py             the exact search: narrow.py leaves out what no optimal plan takes, eliminate.py does the rest
+needs.py             what the backward reads; stretches.py: where the graph is cut for what is computed again
+keeping.py           options with what is kept, computed again or let go; timeline.py: what a device then holds
 memory.py            the exact search under a memory limit
 solution.py          what a search returns, and the check of it
 """

@@ -208,6 +208,13 @@ class KeepProblem:
     def _rests(self, i: int) -> tuple[Floats, Floats]:
         return self.at_rest(self.problem.vertices[i])
 
+    def numbers(self, choice: Sequence[int], fates: Sequence[Fate]) -> tuple[int, ...]:
+        """The numbers of options with these fates; where a vertex may not have one, with its first."""
+        own = [0] * len(choice) if self.chosen else choice
+        places = [f.fates.index(fate) if fate in f.fates else 0 for f, fate in zip(self.facts, fates, strict=True)]
+        sizes = [len(vertex.options) for vertex in self.problem.vertices]
+        return tuple(place * size + c for place, size, c in zip(places, sizes, own, strict=True))
+
     def _by_stretch(self, at: Floats) -> Floats:
         prices: Floats = np.bincount(self.stretches, weights=at, minlength=self.count).astype(np.float64)
         return prices

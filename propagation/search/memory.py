@@ -18,11 +18,11 @@ from ..cost.conversion import Floats
 from .eliminate import (
     TABLE_LIMIT,
     EliminationOrder,
-    affordable,
     eliminate_in,
     elimination_order,
     order_like,
 )
+from .exact import optimum
 from .keeping import CHEAP, Keeping, KeepProblem, Kept, keep_problem
 from .needs import Needs, needs_of
 from .problem import AMONG, Recompute, SearchProblem, Settings
@@ -30,6 +30,7 @@ from .solution import Solution
 from .timeline import Timeline, timeline
 
 ROUNDS = 8  # prices that are tried between one that is too low and one that is high enough
+CURVE_FROM, CURVE_BY, CURVE_STEP, CURVE_IDLE = 1e-3, 4.0, 1e-2, 6  # prices of a curve, and how far points are apart
 LADDER, STEEP = 8, 12.0  # prices that are tried until one is high enough, each so many times the one before
 
 
@@ -95,6 +96,24 @@ def within_memory(problem: SearchProblem, free: Solution) -> Solution:
     return replace(_solution(free, point, bound), binding=True)
 
 
+def trade_offs(problem: SearchProblem, free: Solution) -> Iterator[Solution]:
+    """Plans of which each holds less at its peak than the one before, and costs more: `free`, the cheapest, with what
+    is free to have again, then the optimum at one price of a byte after the other."""
+    needs = needs_of(problem.graph, problem.tensors.flows)
+    first = kept_for_free(problem, free.choice, needs)
+    yield _solution(free, first, free.bound)
+    tried, least, idle = _Search(keep_problem(problem, needs, only_free=False), 0.0, first), first.peak, 0
+    price = CURVE_FROM * max(free.cost, 1e-12) / max(first.peak, 1.0)
+    while idle < CURVE_IDLE:
+        point = tried.at_price(price)
+        tried.look_at(point)
+        idle = idle + 1 if point.peak >= least * (1 - CURVE_STEP) else 0
+        if not idle:
+            least = point.peak
+            yield _solution(free, point, point.cost)
+        price *= CURVE_BY
+
+
 class _Search:
     """The prices that were tried, and what was found."""
 
@@ -105,6 +124,7 @@ class _Search:
         self.tried: list[tuple[Floats, float]] = []  # prices, and the least of cost and priced bytes
         self.first, self.width = first, 1
         self.order: EliminationOrder | None = None
+        self.known = problem.numbers(first.choice, first.keeping.fates)
 
     def best(self, free: Solution) -> tuple[Point, float]:
         """The cheapest plan that is found, and a bound."""
@@ -115,7 +135,7 @@ class _Search:
             if saved <= 0 or below.cost <= above.cost:
                 break
             price = (below.cost - above.cost) / saved
-            point = self._at(price)
+            point = self.at_price(price)
             dual = point.cost + price * float(self.weights @ point.modelled)
             if dual >= (below.cost + price * float(self.weights @ below.modelled)) * (1 - 1e-9):
                 break
@@ -133,25 +153,30 @@ class _Search:
         above = least = self.first
         price = 1e-2 * free.cost / self.limit
         for _ in range(LADDER):
-            point = self._at(price)
+            point = self.at_price(price)
             least = min(least, point, key=lambda p: p.peak)
             if point.peak <= self.limit:
                 return above, point
             above = point
-            when = int(point.held.argmax())
-            if not self.weights[when]:
-                self.weights[when] = self.weights.max()
-                self.weights /= self.weights.sum()
+            self.look_at(point)
             price *= STEEP
         raise StrategyError(_too_little(self.problem, least, self.limit))
 
-    def _at(self, price: float) -> Point:
+    def at_price(self, price: float) -> Point:
         """The cheapest plan when a byte at the peak costs `price`."""
         prices = price * self.weights
-        point, found, self.order = _solved(self.problem, prices, self.order)
+        point, found, self.order = _solved(self.problem, prices, self.order, self.known)
+        self.known = point.numbers
         self.tried.append((prices, found.bound))
         self.width = max(self.width, found.width)
         return point
+
+    def look_at(self, point: Point) -> None:
+        """From now on a byte costs something at the peak of `point` too."""
+        when = int(point.held.argmax())
+        if not self.weights[when]:
+            self.weights[when] = self.weights.max()
+            self.weights /= self.weights.sum()
 
     def _crossed(self, above: Point, below: Point) -> Iterator[Point]:
         """Plans that are `below` in the first stretches and `above` in the rest, or the other way round: of each kind
@@ -181,12 +206,18 @@ class _Search:
 
 
 def _solved(
-    problem: KeepProblem, prices: Floats, like: EliminationOrder | None = None, between: float = 0.0
+    problem: KeepProblem,
+    prices: Floats,
+    like: EliminationOrder | None = None,
+    known: tuple[int, ...] | None = None,
+    between: float = 0.0,
 ) -> tuple[Point, Solution, EliminationOrder]:
-    """The cheapest plan at these prices, what was found of it, and the order in which; `like`: that of other prices."""
+    """The cheapest plan at these prices, what was found of it, and the order in which; `like`: that of other prices;
+    `known`: the numbers of a plan."""
     costs = problem.costs(prices, between)
-    order = (like and order_like(like, costs)) or affordable(costs, elimination_order(costs, TABLE_LIMIT))
-    found = eliminate_in(costs, order)
+    order = (like and order_like(like, costs)) or elimination_order(costs, TABLE_LIMIT)
+    quick = order.quick or known is None
+    found = eliminate_in(costs, order) if quick else optimum(costs, TABLE_LIMIT, lambda: known)
     return _read(problem, found.choice, prices, between), found, order
 
 

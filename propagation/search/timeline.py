@@ -44,6 +44,11 @@ class Timeline:
     parameter_gradients: Floats
 
     @property
+    def peak(self) -> float:
+        """The most bytes at a time."""
+        return float(max(self.total.max(), self.forward.max()))
+
+    @property
     def total(self) -> Floats:
         """All of them."""
         return sum(self.always.values()) + self.kept + self.again + self.gradients + self.parameter_gradients

@@ -399,8 +399,9 @@ def test_with_everything_computed_again_no_bit_changes(name):
         again_loss, again, held = found[recompute]
         assert torch.equal(torch.as_tensor(again_loss), torch.as_tensor(loss))
         assert all(torch.equal(again[key], expected[key]) for key in expected)
-        assert held < most
+        assert held <= most
     assert found["all"][2] <= found["auto"][2]
+    assert found["all"][2] < most or name == "mlp"  # whose ReLUs have nothing to compute again
 
 
 class Noisy(nn.Module):
