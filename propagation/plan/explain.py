@@ -111,7 +111,7 @@ def _operator_subject(plan: PlanData, o: OperatorPlan, collectives: Iterable[Col
     lines += [f"annotated {o.annotation}"] if o.annotation else []
     lines += [f"from {o.source}"] if o.source else []
     lines += [neighbours] if neighbours else []
-    lines += [_fate(o)] if o.fate else []
+    lines += _fate(o)
     return _Subject(
         f"{o.name} = {o.operator} {o.result} in {o.module or 'the function'}",
         tuple(lines),
@@ -120,12 +120,11 @@ def _operator_subject(plan: PlanData, o: OperatorPlan, collectives: Iterable[Col
     )
 
 
-def _fate(o: OperatorPlan) -> str:
-    if o.fate == "again":
-        return f"computed again in the backward: {lasting(o.again)}"
-    if o.fate == "kept":
-        return f"kept for the backward: {human(o.held_bytes or 0.0)}"
-    return "not kept: nothing in the backward reads it"
+def _fate(o: OperatorPlan) -> list[str]:
+    """What becomes of the results, if the backward reads them."""
+    again = f"computed again in the backward: {lasting(o.again)}"
+    kept = f"kept for the backward: {human(o.held_bytes or 0.0)}"
+    return {"again": [again], "kept": [kept]}.get(o.fate, [])
 
 
 class _Asked:

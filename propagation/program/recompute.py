@@ -28,6 +28,7 @@ from .local_program import Conversion
 from .step import Step, calls_of, is_port, returned_by
 
 _slice = torch.ops.aten.slice.Tensor
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 def recompute(step: Step, chosen: Collection[fx.Node]) -> Step:
@@ -62,6 +63,9 @@ def recompute(step: Step, chosen: Collection[fx.Node]) -> Step:
     def value(node: fx.Node) -> fx.Node:
         if node in stands_for and node not in env:
             for missing in sorted(_needed([stands_for[node]], again, values), key=place.__getitem__):
+                if missing.target in _SAME:
+                    values[missing] = values[missing.all_input_nodes[0]]
+                    continue
                 values[missing] = backward.node_copy(missing, values.__getitem__)
                 if missing.target is convert:
                     values[missing].args = (*values[missing].args[:-1], len(conversions))
@@ -213,7 +217,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 def _detached(node: fx.Node) -> fx.Node:
     """The value that `node` is, which autograd detaches to keep it."""
-    while node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+    while node.target in _SAME:
         node = node.all_input_nodes[0]
     return node
 

@@ -83,7 +83,7 @@ def test_the_figures_of_the_index_are_those_of_the_program_and_the_plan(saved: P
     graphs = [program.step.forward.graph, program.step.backward.graph]
     assert rows["fuse"].nodes == sum(node.op not in ("placeholder", "output") for g in graphs for node in g.nodes)
     assert rows["expand_operators"].nodes == len(pw.compile(Net(), batch(), mesh=MESH).graph.nodes)
-    assert all(row.seconds is not None and row.seconds >= 0 for row in rows.values() if row.file != "09_backward.txt")
+    assert all(row.seconds is not None and row.seconds >= 0 for row in rows.values() if not row.file.startswith("09"))
     assert pw.Plan.load(saved / RANK / CALL / "plan.json").model_dump() == model.plan.model_dump()
 
 
@@ -99,11 +99,11 @@ def test_a_pass_that_changes_what_another_left_has_a_file_for_each(saved: Path) 
     pw.set_auto_parallel_context(gradients_mean=False)
     train()
     found = [name for name in files(saved / RANK / CALL) if name.startswith("09")]
-    assert found == ["09_backward.1_differentiate.txt", "09_backward.txt"]
+    assert found == ["09_backward.1_differentiate.txt", "09_backward.2_recompute.txt", "09_backward.txt"]
     row = next(row for row in index(saved / RANK / CALL).rows if row.name == "scale_gradients")
     assert (row.file, row.changed) == ("09_backward.txt", "+4 aten.mul.Scalar")
     assert "aten.mul.Scalar(convert_9, 2)" in (saved / RANK / CALL / "09_backward.txt").read_text()
-    assert "aten.mul.Scalar(convert_9, 2)" not in (saved / RANK / CALL / found[0]).read_text()
+    assert "aten.mul.Scalar(convert_9, 2)" not in (saved / RANK / CALL / found[1]).read_text()
 
 
 def test_meshes_that_were_tried_and_not_taken_are_shown_apart(saved: Path) -> None:
@@ -162,7 +162,7 @@ def test_an_island_is_called_by_its_name_and_its_lines_are_shown(saved: Path) ->
         for each in (lowered, fused):
             assert re.search(rf"^# {i}: test_saving.py:\d+, in mlp: hidden = torch.relu\(x @ up\)$", each, re.M)
     backward = fused.split("\nbackward\n")[1]
-    assert re.search(r"in mlp: hidden = torch.relu\(x @ up\)\nthreshold_backward: ", backward)
+    assert re.search(r"in mlp: hidden = torch.relu\(x @ up\)\nthreshold_backward(_1)?: ", backward)
 
 
 # -- Which calls have a folder
