@@ -103,10 +103,12 @@ def _operator(vertex: Vertex, choice: int, fate: Fate, producer_of: Callable[[fx
 
 def _memory(held: Timeline, vertices: Sequence[Vertex]) -> Memory:
     """What is held when most is."""
-    forward = float(held.forward.max()) > float(held.total.max())
-    at = int((held.forward if forward else held.total).argmax())
+    forward = float(held.forward.max(initial=0.0)) > float(held.total.max(initial=0.0))
+    at = int((held.forward if forward else held.total).argmax()) if vertices else 0
     always = held.always
     through = sum(always.values())
+    if not vertices:
+        return Memory(parameters=0, gradients=0, activations=0)
     kept, again, gradients, working = (
         (0.0, 0.0, 0.0, float(held.forward[at]) - through)
         if forward

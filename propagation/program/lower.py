@@ -307,6 +307,7 @@ class _Lowering:
     ) -> fx.Node:  # fmt: skip
         """Write one conversion, of which `at` is the cause, and note it in the list."""
         size = self.settings.mesh.size(*step.axes)
+        again = again and size > 1  # over one rank it gives what it takes
         conversion = Conversion(
             tag=len(self.conversions),
             tensor=tensor_name(self.ports, v),

@@ -216,7 +216,7 @@ class KeepProblem:
         return tuple(place * size + c for place, size, c in zip(places, sizes, own, strict=True))
 
     def _by_stretch(self, at: Floats) -> Floats:
-        prices: Floats = np.bincount(self.stretches, weights=at, minlength=self.count).astype(np.float64)
+        prices: Floats = np.bincount(np.array(self.stretches, dtype=np.intp), weights=at, minlength=self.count).astype(np.float64)
         return prices
 
     def _work(self, i: int) -> Floats:
@@ -368,7 +368,7 @@ class KeepProblem:
         held_at = always + np.cumsum(keeps) + agains + np.cumsum(gradients[::-1])[::-1]
         keeping = Keeping(tuple(fates), tuple(again), tuple(kept), repeating)
         work = [self._once(i, self._work)[option] for i, option in enumerate(choice)]
-        held = held_at[np.array(self.stretches)] + np.array(work) + converting
+        held = held_at[np.array(self.stretches, dtype=np.intp)] + np.array(work) + converting
         return Kept(tuple(choice), keeping, cost + repeating, held)
 
 

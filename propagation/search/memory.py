@@ -53,7 +53,7 @@ class Point:
     @property
     def peak(self) -> float:
         """The most bytes that a device holds at a time."""
-        return float(self.held.max())
+        return float(self.held.max(initial=0.0))
 
 
 def kept_for_free(problem: SearchProblem, choice: tuple[int, ...], needs: Mapping[fx.Node, Needs]) -> Point:

@@ -46,7 +46,7 @@ class Timeline:
     @property
     def peak(self) -> float:
         """The most bytes at a time."""
-        return float(max(self.total.max(), self.forward.max()))
+        return float(max(self.total.max(initial=0.0), self.forward.max(initial=0.0)))
 
     @property
     def total(self) -> Floats:
