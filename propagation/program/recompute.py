@@ -110,6 +110,8 @@ def _placeholder_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
     placeholder = graph.placeholder(node.name)
     placeholder.target = placeholder.name  # an argument of the graph's function, so it must be unlike the others too
     placeholder.meta = dict(node.meta)
+    if placeholder.meta["val"].requires_grad:  # an input of the forward; of a backward nothing is differentiated
+        placeholder.meta["val"] = placeholder.meta["val"].detach()
     return placeholder
 
 
