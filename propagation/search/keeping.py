@@ -216,7 +216,9 @@ class KeepProblem:
         return tuple(place * size + c for place, size, c in zip(places, sizes, own, strict=True))
 
     def _by_stretch(self, at: Floats) -> Floats:
-        prices: Floats = np.bincount(np.array(self.stretches, dtype=np.intp), weights=at, minlength=self.count).astype(np.float64)
+        prices: Floats = np.bincount(np.array(self.stretches, dtype=np.intp), weights=at, minlength=self.count).astype(
+            np.float64
+        )
         return prices
 
     def _work(self, i: int) -> Floats:

@@ -18,6 +18,7 @@ from ..cost.conversion import Floats
 from .eliminate import (
     TABLE_LIMIT,
     EliminationOrder,
+    affordable,
     eliminate_in,
     elimination_order,
     order_like,
@@ -216,8 +217,11 @@ def _solved(
     `known`: the numbers of a plan."""
     costs = problem.costs(prices, between)
     order = (like and order_like(like, costs)) or elimination_order(costs, TABLE_LIMIT)
-    quick = order.quick or known is None
-    found = eliminate_in(costs, order) if quick else optimum(costs, TABLE_LIMIT, lambda: known)
+    if order.quick or known is None:
+        found = eliminate_in(costs, affordable(costs, order))
+    else:
+        start = known
+        found = optimum(costs, TABLE_LIMIT, lambda: start)
     return _read(problem, found.choice, prices, between), found, order
 
 
