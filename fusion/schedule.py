@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from ..propagation.cost.cost import collective_cost, operator_seconds
 from ..propagation.cost.profile import DeviceProfile
 from ..propagation.graph.graph import Text
-from ..propagation.graph.nodes import is_view
+from ..propagation.graph.nodes import is_pointwise, is_view
 from ..propagation.ops.collectives import convert, convert_group, kind_of
 from ..propagation.ops.kinds import payload_bytes
 from ..propagation.program.segments import Like, pieces_of
@@ -279,7 +279,7 @@ class _Meter:
 
     def _counted(self, node: fx.Node) -> int:
         """The floating-point operations of matrix products, convolutions and attention; 0 of all others."""
-        if len(node.all_input_nodes) < 2 or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        if len(node.all_input_nodes) < 2 or is_pointwise(node.target):
             return 0
         shapes = tuple((tuple(t.shape), t.dtype) for o in node.all_input_nodes for t in _tensors(self.values[o]))
         key = node.target, shapes, repr(fx.node.map_arg((node.args, node.kwargs), lambda _: None))

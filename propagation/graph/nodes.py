@@ -32,6 +32,11 @@ def value(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
+def bytes_of(value: Any) -> int:
+    """The bytes of a tensor; 0 of what is none."""
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
 def is_tensor(node: Any) -> bool:
     """Whether `node` is a node that produces one tensor."""
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
@@ -188,6 +193,11 @@ def rearranges(node: fx.Node) -> bool:
     """Whether the operator returns the numbers of its operand in another order, shape or dtype: a view, a copy or a
     cast."""
     return is_view(node) or node.target in _COPIES
+
+
+def is_pointwise(target: Any) -> bool:
+    """Whether PyTorch says of the operator `target` that each element is made of those at its place."""
+    return torch.Tag.pointwise in getattr(target, "tags", ())
 
 
 def is_view(node: fx.Node) -> bool:

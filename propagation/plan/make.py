@@ -103,15 +103,14 @@ def _operator(vertex: Vertex, choice: int, fate: Fate, producer_of: Callable[[fx
 
 def _memory(held: Timeline, vertices: Sequence[Vertex]) -> Memory:
     """What is held when most is."""
-    forward = float(held.forward.max(initial=0.0)) > float(held.total.max(initial=0.0))
-    at = int((held.forward if forward else held.total).argmax()) if vertices else 0
-    always = held.always
-    through = sum(always.values())
     if not vertices:
         return Memory(parameters=0, gradients=0, activations=0)
+    phase, at = held.moment
+    always = held.always
+    through = sum(always.values())
     kept, again, gradients, working = (
         (0.0, 0.0, 0.0, float(held.forward[at]) - through)
-        if forward
+        if phase == "forward"
         else (float(part[at]) for part in (held.kept, held.again, held.parameter_gradients, held.gradients))
     )
     return Memory(
@@ -122,7 +121,7 @@ def _memory(held: Timeline, vertices: Sequence[Vertex]) -> Memory:
         activations=round(kept),
         again=round(again),
         working=round(working + always["results"]),
-        phase="forward" if forward else "backward",
+        phase=phase,
         at=vertices[at].name,
     )
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import fx
 
 from ...strategy.placement import Kind
-from ..graph.nodes import is_view
+from ..graph.nodes import bytes_of, is_view
 from ..ops.collectives import convert, kind_of
 from .step import Step, calls_of, returned_by
 
@@ -74,10 +72,10 @@ def _place(node: fx.Node, memory: dict[fx.Node, Hashable], sizes: dict[Hashable,
         memory[node] = memory[operand]
     elif operand is not None and node.target is operator.getitem:
         memory[node] = memory[operand], node.args[1]
-        sizes[memory[node]] = _bytes(node.meta.get("val"))
+        sizes[memory[node]] = bytes_of(node.meta.get("val"))
     else:
         memory[node] = node
-        sizes[node] = _bytes(node.meta.get("val")) if node.op == "call_function" else 0
+        sizes[node] = bytes_of(node.meta.get("val")) if node.op == "call_function" else 0
 
 
 def _looks_at_its_operand(node: fx.Node) -> bool:
@@ -86,7 +84,3 @@ def _looks_at_its_operand(node: fx.Node) -> bool:
         return False
     kind = kind_of(str(node.args[1]), str(node.args[2]))
     return kind is Kind.NOTHING or (kind is Kind.SLICE and node.meta["val"].is_contiguous())
-
-
-def _bytes(value: Any) -> int:
-    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0

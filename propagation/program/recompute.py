@@ -19,7 +19,7 @@ from torch import fx
 from ...strategy.cut import SliceWindow
 from ...strategy.placement import Kind, placement_from_code
 from ..graph.graph import Text
-from ..graph.nodes import draws_random_numbers, is_view, region_of
+from ..graph.nodes import draws_random_numbers, is_pointwise, is_view, region_of
 from ..graph.origins import computed_again
 from ..ops.collectives import convert, kind_of
 from ..ops.random_numbers import draw
@@ -137,7 +137,7 @@ def planned(step: Step) -> frozenset[fx.Node]:
         elif node.target is convert:
             again = computed_again(node) is True
         else:
-            free = is_view(node) or (_is_elementwise(node) and (node in constant or node not in live))
+            free = is_view(node) or (is_pointwise(node.target) and (node in constant or node not in live))
             again = free if (noted := computed_again(node)) is None else noted or is_view(node)
         if again:
             chosen.add(node)
@@ -186,7 +186,8 @@ def within_windows(step: Step) -> tuple[Step, frozenset[fx.Node]]:
     forward.graph_copy(step.forward.graph, copies)
     results = [copies[node] for node in returned_by(step.forward.graph)]
     saved = zip(results[count:], step.backward.graph.find_nodes(op="placeholder"), strict=False)
-    elementwise = {node: all(map(_is_elementwise, placeholder.users)) for node, placeholder in saved}
+    # what is elementwise reads any strides
+    elementwise = {node: all(is_pointwise(user.target) for user in each.users) for node, each in saved}
     kept = {_detached(node): node for node in results[count:]}
     replaced, cut = dict[fx.Node, fx.Node](), set[fx.Node]()
     for node in results[count:]:
@@ -210,11 +211,6 @@ def within_windows(step: Step) -> tuple[Step, frozenset[fx.Node]]:
         return step, frozenset()
     forward.output((*results[:count], *(replaced.get(node, node) for node in results[count:])))
     return replace(step, forward=Text(step.forward, forward)), frozenset(cut)
-
-
-def _is_elementwise(node: fx.Node) -> bool:
-    """Whether each element that `node` computes is made of those at its place, so that no strides matter."""
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _detached(node: fx.Node) -> fx.Node:

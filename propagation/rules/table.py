@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.nodes import draws_random_numbers, operands, results_of, value
+from ..graph.nodes import draws_random_numbers, is_pointwise, operands, results_of, value
 from . import (
     adaptive_pools,
     along,
@@ -139,7 +139,7 @@ def _rule_by(row: Row | RowFunction | None, node: fx.Node) -> Rule | None:
 
 def has_row(operator: Any) -> bool:
     """Whether there is a rule for `operator`; operators that are tagged as pointwise share one."""
-    return operator in ROWS or torch.Tag.pointwise in getattr(operator, "tags", ())
+    return operator in ROWS or is_pointwise(operator)
 
 
 def is_elementwise(node: fx.Node) -> bool:

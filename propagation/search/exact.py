@@ -25,26 +25,23 @@ FEW_PAIRS = 1.5e7  # pairs of options that are left when narrowing may stop
 
 
 def dynamic_programming(
-    problem: SearchProblem, price: float = 0.0, *, below: float = math.inf, table_limit: float = TABLE_LIMIT
+    problem: SearchProblem, *, below: float = math.inf, table_limit: float = TABLE_LIMIT
 ) -> Solution:
     """The optimum, proven; or, where tables would pass `table_limit` entries, a plan and how far off it may be.
-    `price`: what a byte of memory costs; the cost of the solution has it in. `below`: as for `search`."""
+    `below`: as for `search`."""
     if is_written_out(problem):
-        return optimum(
-            costs_of(problem, price), table_limit, lambda: recursive_programming(problem, price).choice, below
-        )
-    known = recursive_programming(problem, price)
-    known = replace(known, cost=known.cost + price * problem.memory(known.choice))
+        return optimum(costs_of(problem), table_limit, lambda: recursive_programming(problem).choice, below)
+    known = recursive_programming(problem)
     if math.isinf(known.cost):
         return known
-    capped = network_of(problem, price).at_most(2 * known.cost)
+    capped = network_of(problem).at_most(2 * known.cost)
     rest = narrow(capped, min(known.cost, below), lambda narrowing: narrowing.pairs <= FEW_PAIRS)
     if rest.bound >= below:
         return replace(known, bound=rest.bound)
     known = _cheaper(known, rest)
     if not are_few(rest.pairs):
         return replace(known, bound=min(known.cost, rest.bound))
-    costs = costs_of(restricted(problem, rest.kept), price)
+    costs = costs_of(restricted(problem, rest.kept))
     best = optimum(costs, table_limit, lambda: _among(rest.kept, known.choice))
     return _better(replace(best, choice=rest.original(best.choice)), known, rest)
 

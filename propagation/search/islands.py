@@ -12,7 +12,7 @@ from ...strategy.layout import Layout, layout
 from ...strategy.placement import BROADCAST
 from ..cost.conversion import ConversionTable, Floats, step_kind
 from ..cost.cost import BACKWARD_FACTOR, collective_seconds, operator_seconds
-from ..graph.nodes import Value, is_view, operands, source_of, tensor_of, values_of
+from ..graph.nodes import Value, bytes_of, is_view, operands, source_of, tensor_of, values_of
 from ..islands.flows import gradients_inside
 from ..islands.island import Island
 from ..islands.writing import Converted, Written, written
@@ -86,8 +86,8 @@ def _work(its: Island, inside: Collection[Value], settings: Settings) -> tuple[f
         results = [t for t in map(tensor_of, values_of(node)) if isinstance(t, torch.Tensor)]
         if node.target in COLLECTIVES or is_view(node) or not results:
             continue
-        kept = sum(map(_bytes, results))
-        moved = kept + sum(_bytes(tensor_of(source_of(operand))) for operand in operands(node))
+        kept = sum(map(bytes_of, results))
+        moved = kept + sum(bytes_of(tensor_of(source_of(operand))) for operand in operands(node))
         rule = rule_of(node)
         computed = rule.flops if rule else 0.0
         reached = any(v in inside for v in values_of(node))
@@ -96,7 +96,3 @@ def _work(its: Island, inside: Collection[Value], settings: Settings) -> tuple[f
         flops += passes * computed
         held += kept if reached else 0
     return seconds, flops, held
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0

@@ -24,11 +24,10 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-import torch
 from torch import fx
 
 from ..cost.conversion import Floats, once_more
-from ..graph.nodes import draws_random_numbers, is_view, rearranges
+from ..graph.nodes import draws_random_numbers, is_pointwise, is_view, rearranges
 from ..graph.port import Role
 from ..graph.queries import recomputed
 from ..ops.random_numbers import draw
@@ -117,7 +116,6 @@ class KeepProblem:
     facts       what each vertex may do
     reads       of each edge whether the backward of its consumer reads its tensor
     at_hand     the inputs, and hubs of inputs
-    needs       what the backward of each call reads
     barred      of each edge whether its conversion may not run again, and whether what it gives may not be kept
     chosen      the strategies, where only fates are left to choose: `problem` has no others"""
 
@@ -126,7 +124,6 @@ class KeepProblem:
     facts: tuple[_Facts, ...]
     reads: tuple[bool, ...]
     at_hand: tuple[bool, ...]
-    needs: Mapping[fx.Node, Needs] = field(repr=False)
     barred: tuple[tuple[bool, bool], ...] = field(repr=False)
     chosen: tuple[int, ...] | None = None
     _known: dict[tuple[int, int, int], Converted] = field(default_factory=dict, repr=False)
@@ -205,9 +202,6 @@ class KeepProblem:
             self._columns[key] = make(i)
         return self._columns[key]
 
-    def _rests(self, i: int) -> tuple[Floats, Floats]:
-        return self.at_rest(self.problem.vertices[i])
-
     def numbers(self, choice: Sequence[int], fates: Sequence[Fate]) -> tuple[int, ...]:
         """The numbers of options with these fates; where a vertex may not have one, with its first."""
         own = [0] * len(choice) if self.chosen else choice
@@ -236,7 +230,7 @@ class KeepProblem:
         again `again`, one of a gradient `before`, one that is there throughout `always`."""
         options, facts = self.problem.vertices[i].options, self.facts[i]
         kept_bytes, again_bytes = self._bytes(i)
-        gradient, throughout = self.at_rest(self.problem.vertices[i])
+        gradient, throughout = self.at_rest(i)
         own = options.unary + before * gradient + always * throughout
         seconds = self._weight(i) * options.again
         by_fate = {
@@ -267,8 +261,9 @@ class KeepProblem:
             return nothing
         return beside * _share(options)
 
-    def at_rest(self, vertex: Vertex) -> tuple[Floats, Floats]:
+    def at_rest(self, i: int) -> tuple[Floats, Floats]:
         """The bytes of the gradient of an input, and those that it, or a result of the call, takes up throughout."""
+        vertex = self.problem.vertices[i]
         held = vertex.options.held
         nothing: Floats = np.zeros(len(held))
         if vertex.port is not None and vertex.port.role is Role.RESULT:
@@ -338,7 +333,7 @@ class KeepProblem:
             fates.append(fate)
             choice.append(option)
             kept_bytes, again_bytes = self._once(i, self._bytes)
-            gradient, throughout = self._once(i, self._rests)
+            gradient, throughout = self._once(i, self.at_rest)
             gradients[s] += gradient[option]
             always += throughout[option]
             cost += float(vertex.options.unary[option])
@@ -394,7 +389,7 @@ def keep_problem(problem: SearchProblem, needs: Mapping[fx.Node, Needs], *, only
         )
     reads = tuple(_reads(problem, edge, needs) for edge in problem.edges)
     barred = tuple(_barred(problem, edge) for edge in problem.edges)
-    return KeepProblem(problem, stretches_of(problem), tuple(facts), reads, tuple(at_hand(problem)), needs, barred)
+    return KeepProblem(problem, stretches_of(problem), tuple(facts), reads, tuple(at_hand(problem)), barred)
 
 
 def _share(options: Options) -> Floats:
@@ -424,7 +419,7 @@ def _is_free(vertex: Vertex) -> bool:
         return True
     if draws_random_numbers(vertex.node):
         return False
-    return rearranges(vertex.node) or torch.Tag.pointwise in getattr(vertex.node.target, "tags", ())
+    return rearranges(vertex.node) or is_pointwise(vertex.node.target)
 
 
 def _fates(

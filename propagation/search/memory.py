@@ -249,11 +249,10 @@ def _solution(free: Solution, point: Point, bound: float) -> Solution:
 
 def _too_little(problem: KeepProblem, least: Point, limit: float) -> str:
     """Why no plan keeps to the limit, and which would do; `least` is the plan that holds the least."""
-    of, forward = problem.problem, float(least.when.forward.max()) > float(least.when.total.max())
-    at = int((least.when.forward if forward else least.when.total).argmax())
-    always = least.when.always
+    of, always = problem.problem, least.when.always
+    phase, at = least.when.moment
     held = [*((size, name) for name, size in always.items())]
-    if forward:
+    if phase == "forward":
         held.append((float(least.when.forward[at]) - sum(always.values()), "activations and what operators work with"))
     else:
         held += [
@@ -262,7 +261,6 @@ def _too_little(problem: KeepProblem, least: Point, limit: float) -> str:
             (float(least.when.parameter_gradients[at]), "gradients of parameters"),
         ]  # fmt: skip
     held.sort(reverse=True)
-    phase = "forward" if forward else "backward"
     heaviest = ", ".join(f"{name} {size / 1e9:.3g} GB" for size, name in held[:5] if size)
     heaviest += f", in the {phase} of {of.vertices[at].name}"
     among = AMONG if of.approximate else ""

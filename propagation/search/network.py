@@ -153,9 +153,8 @@ class Network:
 # -- of a search problem
 
 
-def costs_of(problem: SearchProblem, price: float = 0.0) -> Costs:
-    """The numbers of `problem`, with `price` for each byte of memory; those of parallel edges are added up. What has
-    the same structure is the same array."""
+def costs_of(problem: SearchProblem) -> Costs:
+    """The numbers of `problem`; those of parallel edges are added up. What has the same structure is the same array."""
     shared: dict[object, Floats] = {}
 
     def once(key: object, make: Callable[[], Floats]) -> Floats:
@@ -163,14 +162,11 @@ def costs_of(problem: SearchProblem, price: float = 0.0) -> Costs:
             shared[key] = make()
         return shared[key]
 
-    def alone(options: Options) -> Floats:
-        return once(id(options), lambda: options.unary + price * options.memory if price else options.unary)
-
     pairs: dict[tuple[int, int], Floats] = {}
     for ends, edges in _by_ends(problem).items():
         key = tuple(_structure(problem, edge) for edge in edges)
         pairs[ends] = once(key, partial(_written_out, problem, edges))
-    return Costs(tuple(alone(v.options) for v in problem.vertices), pairs)
+    return Costs(tuple(v.options.unary for v in problem.vertices), pairs)
 
 
 def network(costs: Costs) -> Network:
@@ -179,11 +175,11 @@ def network(costs: Costs) -> Network:
     return Network(costs.unary, tuple((ends, matrices[id(array)]) for ends, array in costs.pairs.items()))
 
 
-def network_of(problem: SearchProblem, price: float = 0.0) -> Network:
+def network_of(problem: SearchProblem) -> Network:
     """The network of `problem`, whose costs are written out only where they are few."""
     if is_written_out(problem):
-        return network(costs_of(problem, price))
-    unary = tuple(v.options.unary + price * v.options.memory for v in problem.vertices)
+        return network(costs_of(problem))
+    unary = tuple(v.options.unary for v in problem.vertices)
     return Network(unary, tuple((ends, _between(problem, edges)) for ends, edges in _by_ends(problem).items()))
 
 

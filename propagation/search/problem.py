@@ -321,7 +321,3 @@ class SearchProblem:
             rows, columns = edge.codes(self.vertices)
             total += float(edge.table.rows([int(rows[choice[edge.producer]])])[0, columns[choice[edge.consumer]]])
         return total
-
-    def memory(self, choice: tuple[int, ...]) -> float:
-        """The bytes on one device under one option per vertex: parameters, gradients, optimizer, activations."""
-        return sum(float(v.options.memory[c]) for v, c in zip(self.vertices, choice, strict=True))

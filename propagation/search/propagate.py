@@ -19,7 +19,7 @@ from .problem import Options, SearchProblem, VertexKind
 from .solution import Solution
 
 
-def sharding_propagation(problem: SearchProblem, price: float = 0.0) -> Solution:
+def sharding_propagation(problem: SearchProblem) -> Solution:
     """Breadth-first from the annotated vertices (the inputs, if none is annotated), then revisiting while it pays.
 
     Several starts are tried, and the cheapest plan stands: from the annotations; from the inputs, so that an
@@ -28,7 +28,7 @@ def sharding_propagation(problem: SearchProblem, price: float = 0.0) -> Solution
     """
     annotated = [i for i, v in enumerate(problem.vertices) if v.annotation]
     inputs = [i for i, v in enumerate(problem.vertices) if v.kind is VertexKind.INPUT]
-    network = network_of(problem, price)
+    network = network_of(problem)
     leading = {i: _most_split(problem.vertices[i].options) for i in inputs}
     starts = [(annotated, {}), (inputs, {}), (inputs, leading)] if annotated else [(inputs, {}), (inputs, leading)]
     plans = [revisit(network, propagate(network, sources or [0], fixed)) for sources, fixed in starts]

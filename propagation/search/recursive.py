@@ -15,7 +15,7 @@ from .problem import SearchProblem
 from .solution import Solution
 
 
-def recursive_programming(problem: SearchProblem, price: float = 0.0) -> Solution:
+def recursive_programming(problem: SearchProblem) -> Solution:
     """Axis by axis: the options that leave later axes whole, given what the earlier axes chose."""
     kept = [np.arange(len(v.options)) for v in problem.vertices]
     chosen: list[int] = []
@@ -23,7 +23,7 @@ def recursive_programming(problem: SearchProblem, price: float = 0.0) -> Solutio
     for axis in range(len(problem.settings.mesh.axes)):
         part = _Axes(problem, range(axis + 1))
         narrowed = [part.leave_whole(i, rows) for i, rows in enumerate(kept)]
-        costs = costs_of(restricted(_tied_up_to(problem, axis), narrowed), price)
+        costs = costs_of(restricted(_tied_up_to(problem, axis), narrowed))
         solution = eliminate_in(costs, affordable(costs, elimination_order(costs, TABLE_LIMIT)))
         chosen = [int(rows[c]) for rows, c in zip(narrowed, solution.choice, strict=True)]
         kept = [part.agree(i, rows, c) for i, (rows, c) in enumerate(zip(kept, chosen, strict=True))]

@@ -32,10 +32,10 @@ class SearchMode(Choice):
 class Search:
     """How one mode searches.
 
-    find   a plan of the problem, with a price for each byte that a device holds; None: the plan of the exact search
+    find   a plan of the problem; None: the plan of the exact search
     """
 
-    find: Callable[[SearchProblem, float], Solution] | None
+    find: Callable[[SearchProblem], Solution] | None
 
     @property
     def exact(self) -> bool:
@@ -63,7 +63,7 @@ def search(problem: SearchProblem, mode: SearchMode, below: float = math.inf) ->
     find = SEARCHES[mode].find
     if find is None:
         return within_memory(problem, exact)
-    plan = find(problem, 0.0)
+    plan = find(problem)
     plan = replace(plan, cost=problem.cost(plan.choice), bound=exact.bound, attained=exact.proven)
     # vertices that choose one after another may come to conversions that `elementwise_follow` makes impossible, and
     # what they choose may take more memory than there is

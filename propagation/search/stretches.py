@@ -17,7 +17,7 @@ from .problem import SearchProblem, VertexKind
 SHORTEST, LONGEST = 10, 64  # vertices of a stretch: a block of a network has dozens
 
 
-def stretches_of(problem: SearchProblem, longest: int = LONGEST) -> tuple[int, ...]:
+def stretches_of(problem: SearchProblem) -> tuple[int, ...]:
     """The number of the stretch that each vertex is in, ascending. Inputs are in the stretch that first reads them, so
     that nothing is kept for them; no call of torch.utils.checkpoint is cut."""
     count = len(problem.vertices)
@@ -29,7 +29,7 @@ def stretches_of(problem: SearchProblem, longest: int = LONGEST) -> tuple[int, .
         first[edge.producer] = min(first[edge.producer], edge.consumer)
     inputs = at_hand(problem)
     for here in range(count):
-        if not inputs[here] and last[here] - here <= longest:  # what is read far away is read at every place
+        if not inputs[here] and last[here] - here <= LONGEST:  # what is read far away is read at every place
             change[here + 1] += 1
             change[last[here] + 1] -= 1
     crossing = list(itertools.accumulate(change[:-1]))
@@ -38,7 +38,7 @@ def stretches_of(problem: SearchProblem, longest: int = LONGEST) -> tuple[int, .
     for start, stop in _regions(problem):
         may[start + 1 : stop + 1] = [False] * (stop - start)
     begin = inputs.index(False) if False in inputs else count
-    starts = _cuts(crossing, may, begin, longest)
+    starts = _cuts(crossing, may, begin)
     numbers = [0] * count
     for number, (start, stop) in enumerate(itertools.pairwise([*starts, count])):
         numbers[start:stop] = [number] * (stop - start)
@@ -57,13 +57,13 @@ def at_hand(problem: SearchProblem) -> list[bool]:
     return inputs
 
 
-def _cuts(crossing: Sequence[int], may: Sequence[bool], begin: int, longest: int) -> list[int]:
+def _cuts(crossing: Sequence[int], may: Sequence[bool], begin: int) -> list[int]:
     """Where stretches start: the next one where the fewest values cross, among the near places where it `may`, or else
     at the first such place behind them."""
     starts = [begin]
     while True:
         places = [here for here in range(starts[-1] + SHORTEST, len(crossing) - SHORTEST + 1) if may[here]]
-        near = [here for here in places if here <= starts[-1] + longest]
+        near = [here for here in places if here <= starts[-1] + LONGEST]
         if not places:
             return starts
         starts.append(min(near, key=crossing.__getitem__) if near else places[0])

@@ -25,7 +25,7 @@ from ..graph.port import Role
 from .keeping import Fate, KeepProblem, Kept
 from .problem import VertexKind
 
-_PASSES_ON = (torch.ops.aten.add.Tensor, torch.ops.aten.alias.default)
+_ADD = torch.ops.aten.add.Tensor
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,12 @@ class Timeline:
     def peak(self) -> float:
         """The most bytes at a time."""
         return float(max(self.total.max(initial=0.0), self.forward.max(initial=0.0)))
+
+    @property
+    def moment(self) -> tuple[str, int]:
+        """When that is: the "forward" or the "backward" of which vertex."""
+        forward = float(self.forward.max()) > float(self.total.max())
+        return ("forward", int(self.forward.argmax())) if forward else ("backward", int(self.total.argmax()))
 
     @property
     def total(self) -> Floats:
@@ -98,7 +104,7 @@ class _Timeline:
             if vertex.kind is VertexKind.INPUT:
                 self._input(i)
             elif vertex.kind is VertexKind.OUTPUT:
-                self.always["results"] += float(self.p.at_rest(vertex)[1][self.choice[i]])
+                self.always["results"] += float(self.p.at_rest(i)[1][self.choice[i]])
             else:
                 self._made(i, starts[i])
 
@@ -112,7 +118,7 @@ class _Timeline:
 
     def _input(self, i: int) -> None:
         vertex, option = self.vertices[i], self.choice[i]
-        gradient, throughout = (float(column[option]) for column in self.p.at_rest(vertex))
+        gradient, throughout = (float(column[option]) for column in self.p.at_rest(i))
         own = float(vertex.options.held[option])
         is_parameter = vertex.port is not None and vertex.port.role is Role.PARAMETER
         self.always["parameters" if is_parameter else "inputs"] += own
@@ -201,7 +207,7 @@ class _Timeline:
                 continue
             size, read = self.found[number].before, self.found[number].after
             passes = consumer.kind is VertexKind.HUB or self.p.facts[edge.consumer].view
-            passes = passes or consumer.node.target in _PASSES_ON
+            passes = passes or consumer.node.target is _ADD
             moves = self.found[number].moves
             if passes and not moves and size == sizes[edge.consumer]:
                 passed.add(edge.consumer)
