@@ -23,13 +23,20 @@ from ..graph.nodes import mark, operator_name, region_of
 from ..graph.origins import inherit, number, position, tracing
 from ..ops.batch_norm import merge_gradients
 from ..ops.collectives import convert
-from ..torch_internals import FakeTensorMode, OpOverload, compiled_when_run, data_dependent, make_fx, schema_of
+from ..torch_internals import (
+    FakeTensorMode,
+    OpOverload,
+    compiled_when_run,
+    data_dependent,
+    make_fx,
+    overload_name_of,
+    schema_of,
+)
 from .local_program import LocalProgram
 from .segments import Like, Piece, pieces_of
-from .step import Step, calls_of, is_port, returned_by
+from .step import Step, calls_of, is_port, returned_by, undo_transposes
 
 _add = torch.ops.aten.add.Tensor
-_TRANSPOSES = {torch.ops.aten.t.default, torch.ops.aten.transpose.int}
 T = TypeVar("T")
 _Renumbered = Mapping[int, int] | Sequence[int]  # from the tag of a conversion, or a region, to that of its copy
 
@@ -150,6 +157,7 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
             f"the gradient of one of {names} depends on the values of tensors, as PyTorch computes it: it asks for "
             f"{str(error).splitlines()[0]}. Compute it outside the sharded function, or of what needs no gradient"
         ) from error
+    _views_out_of_place(traced.graph)
     if any(map(_overwrites, traced.graph.nodes)):  # some of autograd's formulas fill a buffer, as that of rfft
         with torch.no_grad():
             traced = make_fx(torch.func.functionalize(functools.partial(_again, traced)))(*inputs, *given)
@@ -160,7 +168,7 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
         Like.of(node.meta["val"], False) if isinstance(node, fx.Node) else None
         for node in returned_by(traced.graph)[len(piece.outputs) :]
     )
-    _undo_transposes(traced.graph)
+    undo_transposes(traced.graph)
     forward, backward = _cut(traced.graph, len(inputs), len(piece.outputs))
     constants = {}
     for node in (*forward.find_nodes(op="get_attr"), *backward.find_nodes(op="get_attr")):
@@ -216,14 +224,14 @@ def _overwrites(node: fx.Node) -> bool:
     return not isinstance(written.target, OpOverload) or any(r.alias_info for r in schema_of(written.target).returns)
 
 
-def _undo_transposes(graph: fx.Graph) -> None:
-    """Read in place of the transpose of a transpose what that was of: autograd's formulas transpose the weight of a
-    matrix product again, and its gradient. A call of a view takes as long as that of a small kernel."""
+def _views_out_of_place(graph: fx.Graph) -> None:
+    """Make a new view of each view that is made in place, as the product of a vector and a matrix squeezes its result:
+    what reads the tensor before reads its sizes as they were, and it may run again in the backward."""
     for node in calls_of(graph):
-        inner: Any = node.args[0] if node.target in _TRANSPOSES else None
-        if isinstance(inner, fx.Node) and inner.target is node.target and {*node.args[1:]} == {*inner.args[1:]}:
-            before: Any = inner.args[0]
-            node.replace_all_uses_with(before)
+        if isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags:
+            namespace, name = schema_of(node.target).name.split("::")
+            packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"))
+            node.target = getattr(packet, overload_name_of(node.target))
 
 
 def _cut(joint: fx.Graph, inputs: int, outputs: int) -> tuple[fx.Graph, fx.Graph]:

@@ -25,7 +25,7 @@ from ..ops.collectives import convert, kind_of
 from ..ops.random_numbers import draw
 from ..rules.windows import own_slice, place_in
 from .local_program import Conversion
-from .step import Step, calls_of, is_port, returned_by
+from .step import Step, calls_of, is_port, returned_by, undo_transposes
 
 _slice = torch.ops.aten.slice.Tensor
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -63,7 +63,7 @@ def recompute(step: Step, chosen: Collection[fx.Node]) -> Step:
     def value(node: fx.Node) -> fx.Node:
         if node in stands_for and node not in env:
             for missing in sorted(_needed([stands_for[node]], again, values), key=place.__getitem__):
-                if missing.target in _SAME:
+                if _is_its_operand(missing):
                     values[missing] = values[missing.all_input_nodes[0]]
                     continue
                 values[missing] = backward.node_copy(missing, values.__getitem__)
@@ -79,6 +79,7 @@ def recompute(step: Step, chosen: Collection[fx.Node]) -> Step:
         env[node] = backward.node_copy(node, env.__getitem__)
     returned = returned_by(step.backward.graph)
     backward.output(tuple(None if node is None else value(node) for node in returned))
+    undo_transposes(backward)
     constants = {
         str(node.target): getattr(module, str(node.target))
         for module in (step.forward, step.backward)
@@ -213,9 +214,14 @@ def within_windows(step: Step) -> tuple[Step, frozenset[fx.Node]]:
     return replace(step, forward=Text(step.forward, forward)), frozenset(cut)
 
 
+def _is_its_operand(node: fx.Node) -> bool:
+    """Whether `node` is the tensor that it is called for."""
+    return node.target in _SAME or (node.target is convert and _conversion_kind(node) is Kind.NOTHING)
+
+
 def _detached(node: fx.Node) -> fx.Node:
     """The value that `node` is, which autograd detaches to keep it."""
-    while node.target in _SAME:
+    while _is_its_operand(node):
         node = node.all_input_nodes[0]
     return node
 

@@ -12,6 +12,8 @@ from ..graph.graph import Text
 from ..graph.port import Role
 from .local_program import LocalProgram
 
+_TRANSPOSES = {torch.ops.aten.t.default, torch.ops.aten.transpose.int}
+
 
 @dataclass(frozen=True)
 class Step:
@@ -44,6 +46,19 @@ def returned_by(graph: fx.Graph) -> tuple[Any, ...]:
     """The nodes that a graph returns, None where there is no value."""
     returned: Any = next(iter(graph.find_nodes(op="output"))).args[0]
     return tuple(returned)
+
+
+def undo_transposes(graph: fx.Graph) -> None:
+    """Read in place of the transpose of a transpose what that was of: autograd's formulas transpose the weight of a
+    matrix product again, and its gradient. A call of a view takes as long as that of a small kernel."""
+    for node in calls_of(graph):
+        inner: Any = node.args[0] if node.target in _TRANSPOSES else None
+        if isinstance(inner, fx.Node) and inner.target is node.target and {*node.args[1:]} == {*inner.args[1:]}:
+            before: Any = inner.args[0]
+            node.replace_all_uses_with(before)
+            graph.erase_node(node)
+            if not inner.users:
+                graph.erase_node(inner)
 
 
 def scale_parameter_gradients(step: Step, factor: float) -> Step:
