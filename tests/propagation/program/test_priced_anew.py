@@ -119,7 +119,9 @@ def roofline(problem: SearchProblem, vertex: Vertex, option: Option) -> float:
     s, results = problem.settings, values_of(vertex.node)
     if is_view(vertex.node):
         return 0.0
-    read = sum(local_bytes(source_of(o), found) for o, found in zip(operands(vertex.node), option.operands, strict=True))
+    read = sum(
+        local_bytes(source_of(o), found) for o, found in zip(operands(vertex.node), option.operands, strict=True)
+    )
     written = sum(local_bytes(v, found) for v, found in zip(results, option.results, strict=True))
     split = 1.0  # a device whose slice is full works longest
     for factor, size in vertex.rule.sizes.items() if vertex.rule else ():
