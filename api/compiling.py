@@ -6,9 +6,10 @@ CallInputs ─▶ capture_call ─▶ PlanInputs ─▶ the passes (passes.py), 
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import NoneType
 from typing import Any
@@ -22,11 +23,13 @@ from partway.cache import Entry, cache_folder
 from partway.checks import check_target, check_tensors
 from partway.context import current, current_algo
 from partway.dtensors import inputs_on, own_dtensors, parameters_on, plain
+from partway.fitting import batch_of, what_fits, with_batch
 from partway.fusion.program import Program
 from partway.graphs.record import Record, StepRecord, record
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.passes import (
+    Around,
     PlanDraft,
     Planned,
     StepDraft,
@@ -37,6 +40,7 @@ from partway.passes import (
     make_step,
     own_saved_tensors,
     search_on_cheapest_mesh,
+    search_on_mesh,
     verified,
 )
 from partway.plan_inputs import PlanInputs
@@ -62,6 +66,7 @@ from partway.reuse.state import State, warn_of_unwatched
 from partway.runtime.process import get_rank
 from partway.strategy import Layout, Mesh, StrategyError, raise_problems
 from partway.strategy.afterwards import afterwards
+from partway.strategy.errors import DoesNotFitError
 from partway.strategy.place import on_mesh
 from partway.user_rules import rules, text_of
 
@@ -185,6 +190,7 @@ class CallInputs:
     inputs             the layouts of the inputs that are DTensors
     values             where to find the values that the function asks for
     late               the answers to the first questions that it asks late
+    memory             the bytes that each device has; None: those of the profile
     """
 
     fn: Callable[..., Any]
@@ -198,6 +204,7 @@ class CallInputs:
     inputs: Mapping[str, Layout] = field(default_factory=dict)
     values: Values | None = None
     late: tuple[Answer, ...] = ()
+    memory: float | None = None
 
 
 def compile(
@@ -266,7 +273,7 @@ def _compiled(call: CallInputs, record: Record) -> Compiled:
     inputs = _plan_inputs(call, captured.graph, loaded)
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
     around = record.planning(verified if verifies else applied)
-    searched = functools.cache(lambda: search_on_cheapest_mesh(inputs, meshes_to_try(inputs), around))
+    searched = functools.cache(lambda: _searched(call, inputs, record, around))
     entry = _entry(inputs, kept=context.enable_compile_cache and not verifies)
     planned = entry.fetch("plan", lambda: lowered(searched(), around), Planned)
     record.planned(inputs, planned)
@@ -275,6 +282,38 @@ def _compiled(call: CallInputs, record: Record) -> Compiled:
     if context.strategy_ckpt_config.save_file and (call.processes is None or get_rank() == 0):
         planned.plan.save(context.strategy_ckpt_config.save_file)
     return Compiled(inputs, planned, entry, searched, captured.state, captured.effects, record)
+
+
+def _searched(call: CallInputs, inputs: PlanInputs, record: Record, around: Around[PlanDraft]) -> PlanDraft:
+    """The draft of the cheapest plan, up to its solution. Raises StrategyError; where memory does not suffice, with
+    what would do."""
+    meshes = meshes_to_try(inputs)
+    try:
+        return search_on_cheapest_mesh(inputs, meshes, around)
+    except DoesNotFitError as error:
+        batch = batch_of((call.args, call.kwargs))
+
+        def with_part(part: int) -> PlanDraft:
+            args, kwargs = with_batch((call.args, call.kwargs), batch or 1, part)
+            smaller = replace(call, args=args, kwargs=kwargs, values=None, late=())
+            graph = capture_call(smaller, record).graph
+            return search_on_cheapest_mesh(_plan_inputs(smaller, graph, inputs.loaded), meshes)
+
+        # on other devices than those that there are a plan of this call, or tensors that lie on them, say nothing
+        free = inputs.replayed is None and not inputs.parameters and not inputs.inputs
+        found = what_fits(
+            meshes if free else [], lambda mesh: _fits(lambda: search_on_mesh(inputs, mesh, math.inf)),
+            batch, lambda part: _fits(lambda: with_part(part)),
+        )  # fmt: skip
+        raise DoesNotFitError(f"{error}. {found}" if found else str(error), error.least) from None
+
+
+def _fits(plan: Callable[[], Any]) -> bool:
+    """Whether `plan` makes one. A model may refuse another batch, and a mesh a strategy, in any way of its own."""
+    try:
+        return bool(plan())
+    except Exception:
+        return False
 
 
 @dataclass(frozen=True)
@@ -321,7 +360,7 @@ def _plan_inputs(call: CallInputs, graph: Graph, loaded: Plan | None) -> PlanInp
         call.request,
         call.context,
         call.algo,
-        device_profile(graph, call.request, call.context),
+        device_profile(graph, call.request, call.context, call.memory),
         {node.target: every[node.target] for node in graph.nodes if node.target in every},
         call.processes,
         dict(call.parameters),  # as they are now: what is searched again later is the same
@@ -364,7 +403,13 @@ def _options(options: ParallelContext | AlgoParameters) -> tuple[Any, ...]:
     return options.model_dump(), sorted(options.model_fields_set)
 
 
-def device_profile(graph: Graph, request: Request, context: ParallelContext) -> DeviceProfile:
-    """The figures of the devices that a call is planned for."""
+def device_profile(
+    graph: Graph, request: Request, context: ParallelContext, memory: float | None = None
+) -> DeviceProfile:
+    """The figures of the devices that a call is planned for; `memory`: the bytes that each is known to have."""
     device = request.device or ("cuda" if graph.device == "meta" else graph.device)
-    return profile_of(context.device_profile or device)
+    profile = profile_of(context.device_profile or device)
+    if memory is None:
+        return profile
+    sources = profile.sources.model_copy(update={"memory": "what the devices have"})
+    return profile.model_copy(update={"memory": memory, "sources": sources})

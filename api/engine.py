@@ -308,7 +308,7 @@ class Engine:
             _captured.set(self)
             call_inputs = CallInputs(
                 self.fn, args, kwargs, self.request, context, current_algo(), place.processes, self._layouts, inputs,
-                values, tuple(late),
+                values, tuple(late), place.memory(first),
             )  # fmt: skip
             compiled = place.agreed_plan(first, lambda: compile_call(call_inputs))
         if isinstance(self.fn, torch.nn.Module):

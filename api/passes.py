@@ -13,12 +13,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
 
 from partway.annotations.annotate import Annotations, annotate
+from partway.fusion.by_size import AUTO_MB
+from partway.fusion.members import MB
+from partway.fusion.modes import Fusion, FusionMode, FusionPolicies
 from partway.fusion.program import Program, make_program
 from partway.options.fields import ParallelMode
 from partway.plan_inputs import PlanInputs
@@ -46,6 +49,7 @@ from partway.strategy import Mesh, StrategyError
 from partway.strategy.afterwards import uncollected
 
 RESERVED = 0.06  # of a device's memory: what the driver, the communication and the allocator's gaps take
+GROUP_SHARE = 0.01  # of a memory limit: the most that a group of collectives is by itself
 _LATER: Any = None  # what a pass has yet to make
 
 
@@ -292,7 +296,22 @@ def _separate(draft: StepDraft) -> Step:
 
 
 def _fuse(draft: StepDraft) -> Program:
-    return make_program(draft.step, draft.inputs.context.fusion_policies, draft.inputs.profile)
+    policies = small_groups(draft.inputs.context.fusion_policies, draft.inputs.algo.memory_limit)
+    return make_program(draft.step, policies, draft.inputs.profile)
+
+
+def small_groups(policies: FusionPolicies, limit: float | None) -> FusionPolicies:
+    """`policies` of which auto makes groups of no more than a hundredth of the memory limit that a person set: two
+    groups of weights, and what is sent of them, are there beside what the plan counts."""
+    if limit is None or limit * GROUP_SHARE >= AUTO_MB * MB:
+        return policies
+    small = Fusion(FusionMode.SIZE, max(1, int(limit * GROUP_SHARE / MB)))
+    automatic = [field.name for field in fields(policies) if _is_auto(getattr(policies, field.name))]
+    return replace(policies, **dict.fromkeys(automatic, small))
+
+
+def _is_auto(fusion: Fusion | None) -> bool:
+    return fusion is not None and fusion.mode is FusionMode.AUTO
 
 
 DIFFERENTIATING = (

@@ -69,6 +69,9 @@ class Placing(Protocol):
     def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, with tensors of their global shapes."""
 
+    def memory(self, first: FirstCall) -> float | None:
+        """The bytes that each device of a call has; None: those that its profile says."""
+
     def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
         """What `plan` gives for the call; where there are several processes, it is the same on all."""
 
@@ -120,6 +123,9 @@ class Simulated:
     def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = first.call.structure.build(list(first.call.tensors))
         return args, kwargs
+
+    def memory(self, first: FirstCall) -> float | None:
+        return None
 
     def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
         return plan()
@@ -233,6 +239,14 @@ class Launched:
             tensors = [_of_shape(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
         args, kwargs = call.structure.build(tensors)
         return args, kwargs
+
+    def memory(self, first: FirstCall) -> float | None:
+        from partway.runtime.device_memory import memory_of_a_rank
+
+        if first.context.device_profile is not None:
+            return None
+        kind = first.request.device or next((tensor.device.type for tensor in first.call.tensors), "meta")
+        return memory_of_a_rank(kind) if kind in ("cpu", "cuda") else None
 
     def agreed_plan(self, first: FirstCall, plan: Callable[[], Compiled]) -> Compiled:
         from partway.runtime.execute import process_group

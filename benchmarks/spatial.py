@@ -318,11 +318,12 @@ def measured(model: Any, batch: tuple[Tensor, ...]) -> Held:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             raise ValueError(f"{name} has a gradient already; call zero_grad() first")
-    before = {id(s): s for s in storages(_tensors_alive())}  # of others, and what `rest` counts
+    before = {id(s): s for s in storages(_tensors_alive())}  # of others
     _stepped(model, batch)
     gc.collect()
-    rest = sum({id(s): s.nbytes() for s in storages((list(model.state_dict().values()), batch))}.values())
-    kept = sum({id(s): s.nbytes() for s in storages(_tensors_alive()) if id(s) not in before}.values())
+    resting = {id(s): s.nbytes() for s in storages((list(model.state_dict().values()), batch))}  # parts may be new
+    alive = {id(s): s.nbytes() for s in storages(_tensors_alive()) if id(s) not in before}
+    rest, kept = sum(resting.values()), sum(size for key, size in alive.items() if key not in resting)
     with LiveBytes() as live:
         loss = _stepped(model, batch)
     return Held(rest, live.peak + kept, loss)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol
 
+from ..strategy.placement import Kind
 from .instructions import Code, Instruction, Mark, Relayout
 from .strides import check_laid_out, laid_out, strides_of
 
@@ -95,7 +96,7 @@ def compile_steps(
                 yield f"    {bind(mark)}({bind(step)}, None, True)"
 
     for i, step in enumerate(steps):
-        for slot in step.operands:
+        for slot in (*step.operands, *_overdue(step, pending)):
             lines.extend(wait_for(slot))
         where[len(lines) + 1] = step
         lines.append(f"    v{step.out} = {dialect.express(step, bind)}  # {step.name}")
@@ -111,6 +112,17 @@ def compile_steps(
     lines.append(f"    return [{', '.join('None' if output is None else f'v{output}' for output in gives)}]")
     known["trail"] = Trail(code, where, dialect.ranks)
     return _function("\n".join(_in_few_variables(lines)) + "\n", known, code.phase)
+
+
+def _overdue(step: Instruction, pending: Mapping[int, Instruction]) -> list[int]:
+    """Of the collectives under way those that are waited for before `step` is issued. A reduce_scatter holds whole
+    gradients until then, of which nobody may read a part before the end: there are two at a time."""
+    sums = [slot for slot, other in pending.items() if _scatters(other)]
+    return sums[:-1] if _scatters(step) else []
+
+
+def _scatters(step: Instruction) -> bool:
+    return step.relayout is not None and step.relayout.kind is Kind.REDUCE_SCATTER
 
 
 def _checks(code: Code, bind: Bind) -> Callable[[int, str, bool], Iterator[str]]:

@@ -8,6 +8,7 @@ and 8-bit floats (an error of the backend).
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dis
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _WORTH_A_CALL = 2**20  # bytes: copying that much into a buffer and out again takes as long as a call of gloo's
+_MAPPED = 2**25  # bytes: from there on glibc's malloc maps memory for each call
 _COALESCING = ("nccl",)  # backends that run several collectives as one without a copy
 _ADDED_AS = {torch.int16: torch.int32}  # neither backend adds these
 
@@ -49,25 +51,35 @@ class Pending:
 
 
 class Scratch:
-    """Memory for what is sent and received, given back when that is over. On a CPU it is kept: new memory has to be
-    mapped and cleared, which takes longer than a copy. (The allocator of a GPU keeps it by itself.)"""
+    """Memory for what is sent and received, given back when that is over. Large pieces are kept on a CPU: its allocator
+    maps and clears such memory anew each time, which takes longer than a copy. (Smaller ones it keeps by itself, as the
+    allocator of a GPU does, and then others may have them meanwhile.)
+
+    Kept are as many pieces as were taken at a time; one that is too small makes room for a larger one."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, list[Tensor]] = {}  # by bytes
+        self._kept: list[Tensor] = []  # bytes, the smallest first
+        self._taken: dict[int, Tensor] = {}  # by address
 
     def take(self, count: int, like: Tensor) -> Tensor:
         """A vector of `count` elements like those of `like`, with any values."""
-        if like.device.type != "cpu":
-            return like.new_empty(count)
         size = count * like.element_size()
-        kept = self._kept.get(size)
-        return (kept.pop() if kept else torch.empty(size, dtype=torch.uint8)).view(like.dtype)
+        if like.device.type != "cpu" or size < _MAPPED:
+            return like.new_empty(count)
+        place = bisect_left(self._kept, size, key=len)
+        if place < len(self._kept):
+            whole = self._kept.pop(place)
+        else:
+            del self._kept[-1:]
+            whole = torch.empty(size, dtype=torch.uint8)
+        self._taken[whole.data_ptr()] = whole
+        return whole[:size].view(like.dtype)
 
     def give_back(self, taken: Iterable[Tensor]) -> None:
         """Take these back. Nothing may read them from now on."""
         for tensor in taken:
-            if tensor.device.type == "cpu":
-                self._kept.setdefault(tensor.nbytes, []).append(as_bytes(tensor))
+            if (whole := self._taken.pop(tensor.data_ptr(), None)) is not None:
+                insort(self._kept, whole, key=len)
 
 
 @dataclass(frozen=True)
@@ -114,11 +126,12 @@ class _Together:
         with coalescing_manager(seat.group, async_ops=True) if coalesces else nullcontext() as manager:
             issued = [self.send(c, [parts[i] for i in batch], [c.owned[i] for i in batch], seat) for batch in batches]
         works = [manager] if coalesces else [work for work, _, _ in issued]
+        count = len(parts)  # what was sent may be let go before it is waited for
 
         def finish() -> list[Tensor]:
             results = {i: result for batch, (_, received, _) in zip(batches, issued, strict=True)
                        for i, result in zip(batch, received(), strict=True)}  # fmt: skip
-            return [contiguous(results[i]) for i in range(len(parts))]
+            return [contiguous(results[i]) for i in range(count)]
 
         return Pending(works, finish, not c.grouped)
 
@@ -152,12 +165,16 @@ def _all_reduce(c: Relayout, parts: list[Tensor], owned: list[bool], seat: Seat)
     else:
         buffer = parts[0].to(wide, copy=True, memory_format=torch.contiguous_format)
     shapes = [part.shape for part in parts]
+    into = list(map(_in_place, parts, owned))
 
     def reduced() -> list[Tensor]:
         sums = buffer.to(dtype)
         if len(shapes) == 1:
             return [sums]
-        results = [piece[0].clone() for piece in _unpack(sums[None], shapes)]
+        pieces = [piece[0] for piece in _unpack(sums[None], shapes)]
+        results = [
+            part.copy_(piece) if own else piece.clone() for part, own, piece in zip(parts, into, pieces, strict=True)
+        ]
         seat.scratch.give_back(taken)
         return results
 
@@ -169,13 +186,13 @@ def _reduce_scatter(c: Relayout, parts: list[Tensor], owned: list[bool], seat: S
     stacks = [_pieces(part, c.target, c.size) for part in parts]
     rows, taken = _pack(stacks, seat.scratch)
     sent = rows.to(_ADDED_AS.get(rows.dtype, rows.dtype))
-    alone = len(parts) == 1
+    alone, shapes = len(parts) == 1, [stack.shape[1:] for stack in stacks]
     out = _room(sent.shape[1], sent, alone, taken, seat.scratch)
+    dtype, width = rows.dtype, rows.shape[1]
     work = reduce_scatter(out, sent.view(-1), group=seat.group, async_op=True)
 
     def received() -> list[Tensor]:
-        row = out.to(rows.dtype).view(1, rows.shape[1])
-        slices = [piece[0] for piece in _unpack(row, [stack.shape[1:] for stack in stacks])]
+        slices = [piece[0] for piece in _unpack(out.to(dtype).view(1, width), shapes)]
         results = slices if alone else [piece.clone() for piece in slices]
         seat.scratch.give_back(taken)
         return results
@@ -200,9 +217,10 @@ def _collected(c: Relayout, stacks: list[Tensor], call: Callable[..., Any], seat
     whole = len(stacks) == 1 and c.dims[0] == 0 and not short  # what is received is the result
     out = _room(rows.shape[1] * c.size, rows, whole, taken, seat.scratch)
     work = call(as_bytes(out), as_bytes(rows), group=seat.group, async_op=True)
+    shapes, width = [stack.shape[1:] for stack in stacks], rows.shape[1]
 
     def received() -> list[Tensor]:
-        pieces = _unpack(out.view(c.size, rows.shape[1]), [stack.shape[1:] for stack in stacks])
+        pieces = _unpack(out.view(c.size, width), shapes)
         results = [piece.flatten(0, 1) if whole else _joined(piece, c.source) for piece in pieces]
         seat.scratch.give_back(taken)
         return results

@@ -34,6 +34,14 @@ class StrategyError(PartwayError, ValueError):
         super().__init__("\n".join([message, *(f"  - {problem}" for problem in self.problems)]))
 
 
+class DoesNotFitError(StrategyError):
+    """No plan was found that keeps to the memory limit; `least`: the bytes that the smallest plan found holds."""
+
+    def __init__(self, message: str, least: float) -> None:
+        self.least = least
+        super().__init__(message)
+
+
 class ContextError(PartwayError, ValueError):
     """An option of the parallel context is unknown, of a wrong type, or has a wrong value."""
 

@@ -44,9 +44,11 @@ class AlgoParameters(Options):
     )
     """The most bytes that a device may hold at a time: parameters, gradients, optimizer states, what is kept for the
     backward and what operators work with. The cheapest plan found that keeps to it is taken, and its certificate says
-    how far off it may be; where there is none it is an error that says what limit would do. None: what the device has,
-    less 6 % for what the driver, communication and the allocator take. float("inf"): any number. The reference's
-    device_memory_capacity."""
+    how far off it may be; where there is none it is an error that says what limit, how many devices or what batch would
+    do, each found by planning again. None: what the device has, less 6 % for what the driver, communication and the
+    allocator take. It has what its profile says; under a launcher, unless `device_profile` is set, what CUDA has free
+    for the process, or the host's memory for each process on it, of the rank with the least. float("inf"): any number.
+    The reference's device_memory_capacity."""
 
     recompute: Recompute = Field(default=Recompute.AUTO, strict=False)
     """What the backward computes again in place of keeping it. "auto": what is free to have again (views, casts,

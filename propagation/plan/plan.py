@@ -14,6 +14,7 @@ from pydantic import PrivateAttr
 
 from ...strategy.errors import StrategyError
 from .alternatives import Alternatives, Origin
+from .curve import MemoryCurve
 from .data import MemoryPoint, PlanData
 from .explain import explain
 from .files import load_plan, save_plan
@@ -68,10 +69,10 @@ class Plan(PlanData):
         """
         return explain(self, self._origin.alternatives, name, alternatives)
 
-    def memory_curve(self) -> tuple[MemoryPoint, ...]:
+    def memory_curve(self) -> MemoryCurve:
         """What memory costs: plans under the same annotations and on the same mesh, without a limit, from the cheapest
         to the one that holds the least; each with the most bytes on a device and the predicted seconds of a step. Each
-        is the optimum at one price of a byte.
+        is the cheapest plan found at one price of a byte. `save_svg(path)` draws them, and so does a notebook.
 
         They are searched for when it is first asked. Raises StrategyError for a plan that was read from a file: they
         need the model.
@@ -82,7 +83,7 @@ class Plan(PlanData):
                 "a plan that was read from a file has no memory curve: it is searched for, which needs the model; plan "
                 "the call again"
             )
-        return tuple(MemoryPoint(held=round(one.held), seconds=one.seconds) for one in known.trade_offs)
+        return MemoryCurve(MemoryPoint(held=round(one.held), seconds=one.seconds) for one in known.trade_offs)
 
     def to_networkx(self) -> networkx.MultiDiGraph:
         """The planned graph for analyses of one's own, with networkx: a new MultiDiGraph that may be changed.

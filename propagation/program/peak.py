@@ -11,6 +11,7 @@ import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from ...strategy.placement import Kind
@@ -54,10 +55,10 @@ def moments(step: Step) -> list[Moment]:
     there: set[Hashable] = set()
     held, every = 0, []
     for i, (phase, node) in enumerate(calls):
-        key = memory[node]
-        if key not in there:
-            there.add(key)
-            held += sizes[key]
+        results = [user for user in node.users if user.target is operator.getitem]
+        new = {memory[made] for made in (node, *results)} - there
+        there |= new
+        held += sum(sizes[key] for key in new)
         every.append(Moment(phase, node, held))
         held -= sum(sizes[key] for key in gone.get(i, ()) if key in there)
     return every
@@ -70,6 +71,8 @@ def _place(node: fx.Node, memory: dict[fx.Node, Hashable], sizes: dict[Hashable,
     operand = next(iter(node.all_input_nodes), None)
     if operand is not None and (is_view(node) or _looks_at_its_operand(node)):
         memory[node] = memory[operand]
+    elif operand is not None and node.target is operator.getitem and memory[operand] is not operand:
+        memory[node] = memory[operand]  # one of the views that a call gives
     elif operand is not None and node.target is operator.getitem:
         memory[node] = memory[operand], node.args[1]
         sizes[memory[node]] = bytes_of(node.meta.get("val"))
@@ -79,7 +82,9 @@ def _place(node: fx.Node, memory: dict[fx.Node, Hashable], sizes: dict[Hashable,
 
 
 def _looks_at_its_operand(node: fx.Node) -> bool:
-    """Whether what a conversion gives is its operand, or a slice of it that lies in one piece."""
+    """Whether what a call gives is its operand, or a slice of it that lies in one piece."""
+    if node.target is torch.ops.aten._unsafe_view.default:
+        return True
     if node.target is not convert:
         return False
     kind = kind_of(str(node.args[1]), str(node.args[2]))

@@ -287,13 +287,21 @@ def _least(tables: list[tuple[tuple[int, ...], Floats]], joint: tuple[int, ...],
         else:
             varying.append(view)
     least = np.empty(extents[:-1])
-    slab = np.empty(extents[outer:])
-    for index in np.ndindex(*extents[:outer]):
-        before = fixed
+    if outer == 0:
+        slab = np.empty(extents)
+        np.copyto(slab, fixed)
         for view in varying:
-            np.add(before, view[tuple(i if n > 1 else 0 for i, n in zip(index, view.shape, strict=False))], out=slab)
-            before = slab
-        if before is fixed:
-            np.copyto(slab, fixed)
-        least[index] = slab.min(axis=-1)
+            slab += view
+        return slab.min(axis=-1)  # type: ignore[no-any-return]
+    many = max(SLAB // math.prod(extents[outer:]), 1)  # rows of the dim before that go together
+    slab = np.empty((min(many, extents[outer - 1]), *extents[outer:]))
+    for index in np.ndindex(*extents[: outer - 1]):
+        for start in range(0, extents[outer - 1], many):
+            rows = slice(start, min(start + many, extents[outer - 1]))
+            here = slab[: rows.stop - rows.start]
+            np.copyto(here, fixed)
+            for view in varying:
+                part = view[tuple(i if n > 1 else 0 for i, n in zip(index, view.shape, strict=False))]
+                here += part[rows] if part.shape[0] > 1 else part
+            here.min(axis=-1, out=least[(*index, rows)])
     return least

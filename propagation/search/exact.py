@@ -10,12 +10,9 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
-
-from ..cost.conversion import Codes
 from .eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
 from .narrow import Narrowing, narrow
-from .network import Costs, Matrix, are_few, costs_of, is_written_out, network, network_of, restricted
+from .network import Costs, Matrix, among, are_few, costs_of, is_written_out, network, network_of, restricted
 from .problem import SearchProblem
 from .propagate import revisit
 from .recursive import recursive_programming
@@ -42,7 +39,7 @@ def dynamic_programming(
     if not are_few(rest.pairs):
         return replace(known, bound=min(known.cost, rest.bound))
     costs = costs_of(restricted(problem, rest.kept))
-    best = optimum(costs, table_limit, lambda: _among(rest.kept, known.choice))
+    best = optimum(costs, table_limit, lambda: among(rest.kept, known.choice))
     return _better(replace(best, choice=rest.original(best.choice)), known, rest)
 
 
@@ -76,11 +73,6 @@ def optimum(
 def _costs_left(rest: Narrowing) -> Costs:
     """The costs of the options that are left."""
     return Costs(tuple(rest.unary), {e.ends: e.costs.costs for e in rest.edges if isinstance(e.costs, Matrix)})
-
-
-def _among(kept: list[Codes], choice: tuple[int, ...]) -> tuple[int, ...]:
-    """The numbers of the options of `choice` among those kept; where one was left out, the first."""
-    return tuple(int(np.argmax(rows == c)) for rows, c in zip(kept, choice, strict=True))
 
 
 def _cheaper(known: Solution, rest: Narrowing) -> Solution:

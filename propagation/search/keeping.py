@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from ..cost.conversion import Floats, once_more
+from ..cost.conversion import Codes, Floats, once_more
 from ..graph.nodes import draws_random_numbers, is_pointwise, is_view, rearranges
 from ..graph.port import Role
 from ..graph.queries import recomputed
 from ..ops.random_numbers import draw
 from ..torch_internals import OpOverload
 from .needs import NOTHING, Needs
-from .network import Costs, restricted
+from .network import Costs, among, restricted
 from .problem import Edge, Options, Recompute, SearchProblem, Vertex, VertexKind
 from .stretches import at_hand, stretches_of
 
@@ -78,14 +78,15 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """One conversion of an edge: what it costs once and if it runs again, the bytes before and after it, and whether it
-    sends anything."""
+    """One conversion of an edge: what it costs once and if it runs again, the bytes before and after it, whether it
+    sends anything, and whether it does nothing."""
 
     once: float
     twice: float
     before: float
     after: float
     moves: bool
+    same: bool
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ class KeepProblem:
     reads       of each edge whether the backward of its consumer reads its tensor
     at_hand     the inputs, and hubs of inputs
     barred      of each edge whether its conversion may not run again, and whether what it gives may not be kept
-    chosen      the strategies, where only fates are left to choose: `problem` has no others"""
+    rows        of each vertex the options that `problem` has, by number in the whole problem; None: all of them
+    """
 
     problem: SearchProblem
     stretches: tuple[int, ...]
@@ -125,7 +127,7 @@ class KeepProblem:
     reads: tuple[bool, ...]
     at_hand: tuple[bool, ...]
     barred: tuple[tuple[bool, bool], ...] = field(repr=False)
-    chosen: tuple[int, ...] | None = None
+    rows: tuple[Codes, ...] | None = field(default=None, repr=False)
     _known: dict[tuple[int, int, int], Converted] = field(default_factory=dict, repr=False)
     _columns: dict[object, Any] = field(default_factory=dict, repr=False)
 
@@ -138,7 +140,7 @@ class KeepProblem:
             once = float(edge.table.rows([here])[0, there])
             twice = float(once_more(edge.table).rows([here])[0, there])
             held = edge.table.held
-            self._known[key] = Converted(once, twice, float(held[here]), float(held[there]), bool(moving(once, twice)))
+            self._known[key] = Converted(once, twice, float(held[here]), float(held[there]), bool(moving(once, twice)), here == there)
         return self._known[key]
 
     @property
@@ -147,10 +149,20 @@ class KeepProblem:
         return max(self.stretches, default=0) + 1
 
     def at(self, choice: tuple[int, ...]) -> KeepProblem:
-        """This problem with the strategies of `choice`: only fates are left to choose."""
+        """This problem, which is whole, with the strategies of `choice`: only fates are left to choose."""
         rows = {c: np.array([c]) for c in set(choice)}
-        only = restricted(self.problem, [rows[c] for c in choice])
-        return replace(self, problem=only, chosen=choice, _known={}, _columns={})
+        return self.among([rows[c] for c in choice])
+
+    def among(self, rows: list[Codes]) -> KeepProblem:
+        """This problem, which is whole, with some options of each vertex, by number."""
+        only = restricted(self.problem, rows)
+        return replace(self, problem=only, rows=tuple(rows), _known={}, _columns={})
+
+    def original(self, choice: tuple[int, ...]) -> tuple[int, ...]:
+        """A choice by its numbers in the whole problem."""
+        if self.rows is None:
+            return choice
+        return tuple(int(rows[c]) for rows, c in zip(self.rows, choice, strict=True))
 
     # -- as numbers
 
@@ -176,6 +188,7 @@ class KeepProblem:
             structure = (
                 id(edge.table), id(self.problem.vertices[a].options), id(self.problem.vertices[b].options), edge.result,
                 edge.operand, self.facts[a].fates, self.facts[b].fates, self.reads[number], self.barred[number], near,
+                self._is_hub(b),
                 later[s], prices[s], at[b],
             )  # fmt: skip
             edges.setdefault((a, b), []).append((number, structure))
@@ -203,11 +216,13 @@ class KeepProblem:
         return self._columns[key]
 
     def numbers(self, choice: Sequence[int], fates: Sequence[Fate]) -> tuple[int, ...]:
-        """The numbers of options with these fates; where a vertex may not have one, with its first."""
-        own = [0] * len(choice) if self.chosen else choice
+        """The numbers of options of the whole problem with these fates; of one that is not here that of the first, and
+        so of a fate that a vertex may not have."""
+        if self.rows is not None:
+            choice = among(self.rows, choice)
         places = [f.fates.index(fate) if fate in f.fates else 0 for f, fate in zip(self.facts, fates, strict=True)]
         sizes = [len(vertex.options) for vertex in self.problem.vertices]
-        return tuple(place * size + c for place, size, c in zip(places, sizes, own, strict=True))
+        return tuple(place * size + c for place, size, c in zip(places, sizes, choice, strict=True))
 
     def _by_stretch(self, at: Floats) -> Floats:
         prices: Floats = np.bincount(np.array(self.stretches, dtype=np.intp), weights=at, minlength=self.count).astype(
@@ -232,7 +247,7 @@ class KeepProblem:
         kept_bytes, again_bytes = self._bytes(i)
         gradient, throughout = self.at_rest(i)
         own = options.unary + before * gradient + always * throughout
-        seconds = self._weight(i) * options.again
+        seconds = 0.0 if self._is_marked(i) else self._weight(i) * options.again
         by_fate = {
             Fate.KEPT: own + kept * kept_bytes,
             Fate.AGAIN: own + seconds + again * again_bytes,
@@ -287,19 +302,35 @@ class KeepProblem:
             codes, _ = edge.codes(self.problem.vertices)
             work = now * edge.table.held[codes][:, None] * moving(once, twice)
             once, twice, keep = once + work, twice + work, keep + work
-        best = np.minimum(twice, keep)
+        best, in_one = np.minimum(twice, keep), kept * self._in_one(edge)
         rows = []
         for fate in self.facts[edge.producer].fates:
             there = best if self._is_there(fate, edge) else keep
             rows.append(
                 np.hstack(
                     [
-                        there if self.reads[number] or reader is Fate.AGAIN else once
+                        (there if self.reads[number] or reader is Fate.AGAIN else once)
+                        - (in_one if fate is reader is Fate.KEPT else 0.0)
                         for reader in self.facts[edge.consumer].fates
                     ]
                 )
             )
         return np.vstack(rows)
+
+    def _is_marked(self, i: int) -> bool:
+        """Whether a person marked vertex i to be computed again: its options cost one forward more as it is."""
+        return self.facts[i].fates == (Fate.AGAIN,)
+
+    def _is_hub(self, i: int) -> bool:
+        return self.problem.vertices[i].kind is VertexKind.HUB
+
+    def _in_one(self, edge: Edge) -> Any:
+        """The bytes that a hub and its producer have in one memory [option of the producer, option of the consumer],
+        which are kept once if both are."""
+        if not self._is_hub(edge.consumer):
+            return 0.0
+        rows, columns = edge.codes(self.problem.vertices)
+        return edge.table.held[rows][:, None] * (rows[:, None] == columns)
 
     def _is_there(self, fate: Fate, edge: Edge) -> bool:
         """Whether the backward has the results of a producer of this fate when the consumer's turn comes."""
@@ -320,10 +351,16 @@ class KeepProblem:
 
     # -- of a choice
 
-    def read_off(self, numbers: Sequence[int], at: Floats, between: float = 0.0) -> Kept:
-        """What the options of `costs(at, between)` with these numbers stand for, and what they come to alone."""
+    def kept_prices(self, at: Floats) -> Floats:
+        """What it costs at each vertex to keep a byte until the backward comes by, with the prices `at`."""
+        prices: Floats = np.cumsum(self._by_stretch(at)[::-1])[::-1][np.array(self.stretches, dtype=np.intp)]
+        return prices
+
+    def read_off(self, numbers: Sequence[int], at: Floats, between: float | Floats = 0.0) -> Kept:
+        """What the options of `costs(at, between)` with these numbers stand for, and what they come to alone. `between`
+        may be another at each vertex."""
         prices = self._by_stretch(at)
-        later = np.cumsum(prices[::-1])[::-1] + between
+        later = self.kept_prices(at) + between
         fates, choice = [], []
         keeps, agains = np.zeros(self.count), np.zeros(self.count)
         gradients, always, cost, repeating = np.zeros(self.count), 0.0, 0.0, 0.0
@@ -339,7 +376,8 @@ class KeepProblem:
             cost += float(vertex.options.unary[option])
             if fate is Fate.AGAIN:
                 agains[s] += again_bytes[option]
-                repeating += 0.0 if facts.free else self._weight(i) * float(vertex.options.again[option])
+                paid = facts.free or self._is_marked(i)
+                repeating += 0.0 if paid else self._weight(i) * float(vertex.options.again[option])
             else:
                 keeps[s] += kept_bytes[option] if fate is Fate.KEPT else self._once(i, self.beside)[option]
         again, kept, converting = [], [], np.zeros(len(choice))
@@ -352,13 +390,15 @@ class KeepProblem:
                 there = self._is_there(fates[edge.producer], edge) and not (found.moves and never_again)
                 extra = prices[s] * found.after * self.reads[number] if found.moves else 0.0
                 in_backward = found.twice + extra if there else np.inf
-                keeping = found.once + later[s] * found.after if found.moves and not never_kept else np.inf
+                keeping = found.once + later[edge.consumer] * found.after if found.moves and not never_kept else np.inf
                 runs_again = bool(in_backward <= keeping)
                 is_kept = not runs_again
                 if is_kept:
                     keeps[s] += found.after
                 elif found.moves:
                     agains[s] += found.after * self.reads[number]
+            if self._is_hub(edge.consumer) and fates[edge.producer] is fates[edge.consumer] is Fate.KEPT:
+                keeps[s] -= found.after * found.same
             cost += found.twice if runs_again and found.moves else found.once
             again.append(runs_again)
             kept.append(is_kept)

@@ -6,15 +6,17 @@ again. Where that does not fit, strategies and fates are searched for together, 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import networkx
 import numpy as np
 from torch import fx
 
-from ...strategy.errors import StrategyError
-from ..cost.conversion import Floats
+from ...strategy.errors import DoesNotFitError
+from ..cost.conversion import Codes, Floats
 from .eliminate import (
     TABLE_LIMIT,
     EliminationOrder,
@@ -25,13 +27,21 @@ from .eliminate import (
 )
 from .exact import optimum
 from .keeping import CHEAP, Keeping, KeepProblem, Kept, keep_problem
+from .narrow import Narrowing
 from .needs import Needs, needs_of
+from .network import network_of
 from .problem import AMONG, Recompute, SearchProblem, Settings
 from .solution import Solution
 from .timeline import Timeline, timeline
 
 ROUNDS = 8  # prices that are tried between one that is too low and one that is high enough
 CURVE_FROM, CURVE_BY, CURVE_STEP, CURVE_IDLE = 1e-3, 4.0, 1e-2, 6  # prices of a curve, and how far points are apart
+LITTLE_WORK = 1e8  # sums of an elimination that may be done for many prices
+MANY_OPTIONS = (64, 32, 16, 8, 4)  # of a vertex that are looked at where all are too much work
+PRICES = (0.1, 1.0)  # of all bytes that there may be, over what is paid for time
+SWEEPS, MOST = 8, 8.0  # to find what is worth it, and the cost above which plans do not differ, over that of a plan
+GAP = 5e-3  # between a plan and its bound, above which fates are chosen alone too
+COARSE, WIDE_GAP = 2, 1e-2  # how often stretches are joined in pairs, and the gap from which on they are
 LADDER, STEEP = 8, 12.0  # prices that are tried until one is high enough, each so many times the one before
 
 
@@ -40,7 +50,9 @@ class Point:
     """A plan with its fates: what it costs, and the bytes that a device holds while each vertex runs, `modelled` as
     prices count them and `held` in truth.
 
-    numbers   its options with fates, as `KeepProblem.costs` numbers them
+    numbers       its options with fates, as `KeepProblem.costs` numbers them
+    kept_prices   at each vertex the price of a byte that is kept for it, by which the plan decides whether a conversion
+                  runs again
     """
 
     numbers: tuple[int, ...]
@@ -50,6 +62,7 @@ class Point:
     modelled: Floats
     held: Floats
     when: Timeline
+    kept_prices: Floats = field(repr=False)
 
     @property
     def peak(self) -> float:
@@ -70,7 +83,7 @@ def kept_for_free(problem: SearchProblem, choice: tuple[int, ...], needs: Mappin
 
 def with_fates(problem: SearchProblem, found: Solution) -> Solution:
     """`found`, a solution, with what is kept: the cheapest that keeps to the memory limit. Strategies stay as they are.
-    Raises StrategyError where nothing does."""
+    Raises DoesNotFitError where nothing does."""
     needs = needs_of(problem.graph, problem.tensors.flows)
     first, limit = kept_for_free(problem, found.choice, needs), problem.settings.memory_limit
     if limit is not None and first.peak > limit:
@@ -81,20 +94,105 @@ def with_fates(problem: SearchProblem, found: Solution) -> Solution:
 
 def within_memory(problem: SearchProblem, free: Solution) -> Solution:
     """The cheapest plan found that keeps to the memory limit of `problem`, with a bound on what any such plan costs.
-    `free`: the cheapest one without a limit. Raises StrategyError where none is found.
+    `free`: the cheapest one without a limit. Raises DoesNotFitError where none is found.
 
     Lagrange: for any price p of a byte the least of `cost + p * (memory - limit)` is a bound. The best price is where
     the cheapest plan changes from one that fits to one that does not: the price at which the two last found cost the
     same is tried until neither is beaten (Handler & Zang, "A dual algorithm for the constrained shortest path
-    problem", 1980). Layers that are alike change all at once; so of the two plans one is taken in the first stretches
-    and the other in the rest, as far as that fits.
+    problem", 1980). Layers that are alike change all at once; so parts of the two plans are mixed, as far as that
+    fits; and where a gap is left, fates are chosen alone, with the strategies of either.
+
+    What is computed again of a stretch is there at once, and what stands between stretches is kept: where no plan is
+    found, or a gap is left, pairs of stretches are joined. Where a search is much work, only the options are looked at
+    that seem worth it, with or without a price of a byte: see `_promising`.
     """
     needs = needs_of(problem.graph, problem.tensors.flows)
     first, limit = kept_for_free(problem, free.choice, needs), problem.settings.memory_limit
     if limit is None or first.peak <= limit:
         return _solution(free, first, free.bound)
-    point, bound = _Search(keep_problem(problem, needs, only_free=False), limit, first).best(free)
-    return replace(_solution(free, point, bound), binding=True)
+    whole = keep_problem(problem, needs, only_free=False)
+    found: list[tuple[Point, float]] = []
+    refused: list[DoesNotFitError] = []
+    for coarse in range(COARSE):
+        if found and found[0][0].cost <= found[0][1] * (1 + WIDE_GAP):
+            break
+        joined = replace(whole, stretches=tuple(number >> coarse for number in whole.stretches))
+        try:
+            found.append(_best(joined, free, limit, first))
+        except DoesNotFitError as error:
+            refused.append(error)
+    if not found:
+        raise min(refused, key=lambda error: error.least)
+    return replace(_solution(free, *min(found, key=lambda pair: pair[0].cost)), binding=True)
+
+
+def _best(whole: KeepProblem, free: Solution, limit: float, first: Point) -> tuple[Point, float]:
+    """The cheapest plan found, and a bound."""
+    some, ceiling = _promising(whole, free, limit)
+    point, bound = _cheapest(whole, _Search(some, limit, first), free)
+    return point, max(free.bound, min(bound, ceiling))
+
+
+def _promising(whole: KeepProblem, free: Solution, limit: float) -> tuple[KeepProblem, float]:
+    """`whole` with so many options of each vertex that the cheapest plan at a price is little work, and what a plan
+    with another option costs at least: keeping less costs time and saves none, so that a bound without a limit is one
+    with it. Kept are those of `free`, and those by which plans can be cheapest, without a price of a byte and with one.
+    """
+    worth: list[list[Floats]] = []
+    some, dropped = whole, math.inf
+    for many in MANY_OPTIONS:
+        if _work(some) <= LITTLE_WORK:
+            break
+        worth = worth or [_worth(whole.problem, free, price / limit) for price in (0.0, *PRICES)]
+        rows, dropped = _most_worth(whole.problem, free, worth, many)
+        some = whole.among(rows)
+    return some, dropped
+
+
+def _most_worth(
+    problem: SearchProblem, free: Solution, worth: list[list[Floats]], many: int
+) -> tuple[list[Codes], float]:
+    """Of each vertex the option of `free`, and the `many` that are worth most by each of `worth`; and the least that a
+    plan with another one costs, by the first. Vertices that are alike keep the same."""
+    alike: dict[int, set[int]] = {}
+    for i, vertex in enumerate(problem.vertices):
+        best = [np.argsort(each[i], kind="stable")[:many].tolist() for each in worth]
+        alike.setdefault(id(vertex.options), set()).update([free.choice[i]], *best)
+    dropped = MOST * free.cost
+    rows = {key: np.array(sorted(kept)) for key, kept in alike.items()}
+    for vertex, costs in zip(problem.vertices, worth[0], strict=True):
+        dropped = min(dropped, float(np.delete(costs, rows[id(vertex.options)]).min(initial=math.inf)))
+    return [rows[id(vertex.options)] for vertex in problem.vertices], dropped
+
+
+def _worth(problem: SearchProblem, free: Solution, price: float) -> list[Floats]:
+    """What a plan with each option costs at least when a byte that waits for the backward costs `price` times what
+    `free` does."""
+    written = network_of(problem)
+    extra = (price * free.cost * vertex.options.memory for vertex in problem.vertices)
+    unary = tuple(costs + more for costs, more in zip(written.unary, extra, strict=True))
+    chosen = zip(problem.vertices, free.choice, strict=True)
+    most = MOST * free.cost * (1 + price * sum(float(v.options.memory[c]) for v, c in chosen))
+    narrowing = Narrowing(replace(written, unary=unary).at_most(most), most)
+    for sweep in range(SWEEPS):
+        narrowing.sweep(forward=sweep % 2 == 0)
+    return narrowing.worth
+
+
+def _work(problem: KeepProblem) -> float:
+    """How much work the cheapest plan at a price is."""
+    return elimination_order(problem.costs(np.zeros(len(problem.stretches)))).work
+
+
+def _cheapest(whole: KeepProblem, search: _Search, free: Solution) -> tuple[Point, float]:
+    """The cheapest plan of `search` with its bound, or one that has the strategies of a plan that it came by."""
+    point, bound = search.best(free)
+    if point.cost > bound * (1 + GAP):
+        for choice in dict.fromkeys((free.choice, search.above.choice, point.choice)):
+            with contextlib.suppress(DoesNotFitError):
+                own = _Search(whole.at(choice), search.limit, search.first).best(free)[0]
+                point = min(point, own, key=lambda p: p.cost)
+    return point, bound
 
 
 def trade_offs(problem: SearchProblem, free: Solution) -> Iterator[Solution]:
@@ -103,7 +201,8 @@ def trade_offs(problem: SearchProblem, free: Solution) -> Iterator[Solution]:
     needs = needs_of(problem.graph, problem.tensors.flows)
     first = kept_for_free(problem, free.choice, needs)
     yield _solution(free, first, free.bound)
-    tried, least, idle = _Search(keep_problem(problem, needs, only_free=False), 0.0, first), first.peak, 0
+    some, ceiling = _promising(keep_problem(problem, needs, only_free=False), free, first.peak)
+    tried, least, idle = _Search(some, 0.0, first), first.peak, 0
     price = CURVE_FROM * max(free.cost, 1e-12) / max(first.peak, 1.0)
     while idle < CURVE_IDLE:
         point = tried.at_price(price)
@@ -111,7 +210,7 @@ def trade_offs(problem: SearchProblem, free: Solution) -> Iterator[Solution]:
         idle = idle + 1 if point.peak >= least * (1 - CURVE_STEP) else 0
         if not idle:
             least = point.peak
-            yield _solution(free, point, point.cost)
+            yield _solution(free, point, max(free.bound, min(point.cost, ceiling)))
         price *= CURVE_BY
 
 
@@ -120,12 +219,11 @@ class _Search:
 
     def __init__(self, problem: KeepProblem, limit: float, first: Point) -> None:
         self.problem, self.limit = problem, limit
-        self.weights = np.zeros(len(problem.stretches))
-        self.weights[int(first.held.argmax())] = 1.0
         self.tried: list[tuple[Floats, float]] = []  # prices, and the least of cost and priced bytes
-        self.first, self.width = first, 1
+        self.first, self.above, self.width = first, first, 1
         self.order: EliminationOrder | None = None
         self.known = problem.numbers(first.choice, first.keeping.fates)
+        self._start()
 
     def best(self, free: Solution) -> tuple[Point, float]:
         """The cheapest plan that is found, and a bound."""
@@ -145,23 +243,31 @@ class _Search:
                 best = min(best, point, key=lambda p: p.cost)
             else:
                 above = point
-        best = min([best, *self._crossed(above, below)], key=lambda p: p.cost)
+        self.above = above
+        best = min([best, *self._mixed(above, below)], key=lambda p: p.cost)
         return self._answer(free, best)
 
     def _bracket(self, free: Solution) -> tuple[Point, Point]:
         """A plan that does not fit, and one that does: a byte costs more and more, at the times when too many are
-        held."""
-        above = least = self.first
-        price = 1e-2 * free.cost / self.limit
-        for _ in range(LADDER):
-            point = self.at_price(price)
-            least = min(least, point, key=lambda p: p.peak)
-            if point.peak <= self.limit:
-                return above, point
-            above = point
-            self.look_at(point)
-            price *= STEEP
-        raise StrategyError(_too_little(self.problem, least, self.limit))
+        held. Such times change with the plan: those of the last one count, or where that leads nowhere all of them."""
+        least = self.first
+        for forgetting in (True, False):
+            above, price = self.first, 1e-2 * free.cost / self.limit
+            self._start()
+            for _ in range(LADDER):
+                point = self.at_price(price)
+                least = min(least, point, key=lambda p: p.peak)
+                if point.peak <= self.limit:
+                    return above, point
+                above = point
+                self.look_at(point, forgetting)
+                price *= STEEP
+        raise DoesNotFitError(_too_little(self.problem, least, self.limit), least.peak)
+
+    def _start(self) -> None:
+        """A byte costs something at the peak of the first plan."""
+        self.weights = np.zeros(len(self.problem.stretches))
+        self.weights[int(self.first.held.argmax())] = 1.0
 
     def at_price(self, price: float) -> Point:
         """The cheapest plan when a byte at the peak costs `price`."""
@@ -172,32 +278,45 @@ class _Search:
         self.width = max(self.width, found.width)
         return point
 
-    def look_at(self, point: Point) -> None:
-        """From now on a byte costs something at the peak of `point` too."""
+    def look_at(self, point: Point, forgetting: bool = False) -> None:
+        """From now on a byte costs something at the peak of `point` too; `forgetting`: and no more where `point` is
+        within the limit."""
+        if forgetting:
+            self.weights = np.where(point.held > self.limit, self.weights, 0.0)
         when = int(point.held.argmax())
-        if not self.weights[when]:
-            self.weights[when] = self.weights.max()
-            self.weights /= self.weights.sum()
+        self.weights[when] = self.weights[when] or self.weights.max() or 1.0
+        self.weights /= self.weights.sum()
 
-    def _crossed(self, above: Point, below: Point) -> Iterator[Point]:
-        """Plans that are `below` in the first stretches and `above` in the rest, or the other way round: of each kind
-        the one with the most of `above` that fits."""
+    def _mixed(self, above: Point, below: Point) -> Iterator[Point]:
+        """Plans that are `below` in some parts and `above` in the others, as many as fit: from the first stretches on,
+        from the last ones on, and of the parts that are free to choose as they touch no other where the plans differ.
+        """
+        numbers = {True: np.array(above.numbers), False: np.array(below.numbers)}
+        differ = np.flatnonzero(numbers[True] != numbers[False])
         stretches = np.array(self.problem.stretches)
-        found = False
-        for early, late, of_above in ((below, above, -1), (above, below, 1)):
-            low, high = 0, self.problem.count  # stretches of `above` that fit, that do not fit
-            if found:
-                return
+        for parts in (stretches, self.problem.count - 1 - stretches, self._apart(differ)):
+            low, high = 0, int(parts.max(initial=0)) + 1  # parts of `above` that fit, that do not
             while high - low > 1:
                 many = (low + high) // 2
-                border = self.problem.count - many if of_above < 0 else many
-                numbers = np.where(stretches < border, early.numbers, late.numbers)
-                point = _read(self.problem, tuple(int(n) for n in numbers), np.zeros(len(stretches)))
+                mixed = np.where(parts < many, numbers[True], numbers[False])
+                prices = np.where(parts < many, above.kept_prices, below.kept_prices)
+                point = _read(self.problem, tuple(int(n) for n in mixed), np.zeros(len(stretches)), prices)
                 if math.isfinite(point.cost) and point.peak <= self.limit:
-                    low, found = many, True
+                    low = many
                     yield point
                 else:
                     high = many
+
+    def _apart(self, differ: Codes) -> Codes:
+        """The parts that `differ` falls into when all other vertices are taken away, numbered in their order."""
+        graph = networkx.Graph()
+        graph.add_nodes_from(differ.tolist())
+        ends = ((edge.producer, edge.consumer) for edge in self.problem.problem.edges)
+        graph.add_edges_from((a, b) for a, b in ends if a in graph and b in graph)
+        parts = np.zeros(len(self.problem.stretches), dtype=np.intp)
+        for number, part in enumerate(sorted(map(sorted, networkx.connected_components(graph)))):
+            parts[part] = number
+        return parts
 
     def _answer(self, free: Solution, point: Point) -> tuple[Point, float]:
         """With the best bound: beside what the search counts, others have to do with the room that this plan takes."""
@@ -225,11 +344,12 @@ def _solved(
     return _read(problem, found.choice, prices, between), found, order
 
 
-def _read(problem: KeepProblem, numbers: tuple[int, ...], prices: Floats, between: float = 0.0) -> Point:
-    kept: Kept = problem.read_off(numbers, prices, between)
+def _read(problem: KeepProblem, numbers: tuple[int, ...], at: Floats, between: float | Floats = 0.0) -> Point:
+    kept: Kept = problem.read_off(numbers, at, between)
     when = timeline(problem, kept.choice, kept)
     held = np.maximum(when.total, when.forward)
-    return Point(numbers, problem.chosen or kept.choice, kept.keeping, kept.cost, kept.held, held, when)
+    prices = problem.kept_prices(at) + between
+    return Point(numbers, problem.original(kept.choice), kept.keeping, kept.cost, kept.held, held, when, prices)
 
 
 def _next_to_nothing(settings: Settings) -> float:
@@ -267,6 +387,6 @@ def _too_little(problem: KeepProblem, least: Point, limit: float) -> str:
     return (
         f"no plan was found on the mesh {of.settings.mesh}{among} that holds less than {least.peak / 1e9:.4g} GB on a "
         "device (parameters, gradients, optimizer states, activations and what operators work with), and memory_limit "
-        f"is {limit / 1e9:.4g} GB; a limit of {least.peak / 1e9 * 1.001:.4g} GB would do, or more devices. The "
-        f"heaviest: {heaviest}"
+        f"is {limit / 1e9:.4g} GB; a limit of {least.peak / 1e9 * 1.001:.4g} GB would do. The heaviest: "
+        f"{heaviest}"
     )

@@ -66,6 +66,7 @@ class Narrowing:
     upper   what the best plan that is known costs
     best    that plan, by number in the whole problem; None: narrowing came across none that costs less than the first
     bound   no plan costs less
+    worth   of each option that is left what any plan that takes it costs at least
     kept    the options that are left of every vertex, by number in the whole problem
     unary   their costs; what was dropped since the last `shrink` is still in
     edges   what stands between them, and the messages
@@ -76,6 +77,7 @@ class Narrowing:
         self.upper, self.bound = upper, -np.inf
         self.best: tuple[int, ...] | None = None
         self.kept = [np.arange(len(costs)) for costs in unary]
+        self.worth = [np.full(len(costs), -np.inf) for costs in unary]
         self._alive = [np.ones(len(costs), dtype=bool) for costs in unary]
         self.unary = [np.minimum(costs, 2 * upper) for costs in unary]
         self.edges = [_Edge(ends, costs, [np.zeros(n) for n in costs.shape]) for ends, costs in network.edges]
@@ -104,7 +106,7 @@ class Narrowing:
         for v, alive in enumerate(self._alive):
             if not alive.all():
                 self.kept[v], self.unary[v] = self.kept[v][alive], self.unary[v][alive]
-                self._settled[v] = self._settled[v][alive]
+                self._settled[v], self.worth[v] = self._settled[v][alive], self.worth[v][alive]
         for edge in self.edges:
             a, b = (self._alive[v] for v in edge.ends)
             if not (a.all() and b.all()):
@@ -160,7 +162,8 @@ class Narrowing:
             elsewhere -= rests[s]
             here = heights[s]
             self.bound = max(self.bound, elsewhere + float(here.min()))
-            hopeless = (elsewhere + here > self.upper * (1 + 1e-9)) & self._alive[s]
+            self.worth[s] = np.maximum(self.worth[s], elsewhere + here)
+            hopeless = (self.worth[s] > self.upper * (1 + 1e-9)) & self._alive[s]
             if hopeless.any() and not hopeless.all():
                 self._alive[s] &= ~hopeless
                 fine = np.where(hopeless, 2 * self.upper, 0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -209,6 +209,11 @@ def restricted(problem: SearchProblem, kept: list[Codes]) -> SearchProblem:
             shared[key] = vertex.options.take(rows)
         vertices.append(replace(vertex, options=shared[key]))
     return replace(problem, vertices=tuple(vertices))
+
+
+def among(kept: Sequence[Codes], choice: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of the options of `choice` among those kept; where one was left out, the first."""
+    return tuple(int(np.argmax(rows == c)) for rows, c in zip(kept, choice, strict=True))
 
 
 def _by_ends(problem: SearchProblem) -> dict[tuple[int, int], list[Edge]]:

@@ -4,8 +4,8 @@ What is there for a while is an interval of the vertices, which the backward goe
 
     kept               from the first moment of the backward to the earliest reader
     computed again     from its last reader, or the last that something else is computed again for, to the earliest
-    gradient of a      from its last reader, which computes the first addend, to its producer. A view, an addition and a
-    value              hub pass on the gradient that they got
+    gradient of a      from its last reader, which computes the first addend, to its producer (gradients.py)
+    value
     gradient of a      from its last reader to the end of the step
     parameter
 
@@ -18,14 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from ..cost.conversion import Floats
 from ..graph.port import Role
+from .gradients import gradients
 from .keeping import Fate, KeepProblem, Kept
 from .problem import VertexKind
-
-_ADD = torch.ops.aten.add.Tensor
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,12 @@ class _Timeline:
         self.made_so_far = np.zeros(count + 1)
         self.found = [problem.converted(edge, choice) for edge in self.edges]
         self._reached: dict[int, list[int]] = {}
+        self.entering: list[list[int]] = [[] for _ in range(count)]  # of each vertex the edges to it
         self.readers: list[list[int]] = [[] for _ in range(count)]  # of each vertex its consumers
         self.producers: list[list[int]] = [[] for _ in range(count)]
         self.reading: list[list[int]] = [[] for _ in range(count)]  # of these, those whose backward reads it
         for number, edge in enumerate(self.edges):
+            self.entering[edge.consumer].append(number)
             self.readers[edge.producer].append(edge.consumer)
             self.producers[edge.consumer].append(edge.producer)
             if problem.reads[number]:
@@ -109,10 +109,10 @@ class _Timeline:
                 self._made(i, starts[i])
 
     def _read_through(self) -> None:
-        """What reads a view reads what that is a view of, and what reads a hub that is not kept what that is of."""
+        """What reads a view reads what that is a view of, and what reads a hub that takes no memory what that is of."""
         for i in reversed(range(len(self.vertices))):
             hub = self.vertices[i].kind is VertexKind.HUB and self.keeping.fates[i] is not Fate.KEPT
-            if hub or self.p.facts[i].view:
+            if hub or self.p.facts[i].view or self._lies_in_what_is_kept(i):
                 for producer in self.producers[i]:
                     self.reading[producer] += self.reading[i]
 
@@ -138,8 +138,15 @@ class _Timeline:
                 self._add("again", earliest, max(start, earliest), made)
             return
         self._add("kept", i, last, beside)
-        if fate is Fate.KEPT:
+        if fate is Fate.KEPT and not self._lies_in_what_is_kept(i):
             self._add("kept", i if earliest is None else earliest, last, made)
+
+    def _lies_in_what_is_kept(self, i: int) -> bool:
+        """Whether vertex i is a hub that gives just what its producer does, which is kept."""
+        (number,) = self.entering[i] if self.vertices[i].kind is VertexKind.HUB else (None,)
+        if number is None or self.keeping.fates[self.edges[number].producer] is not Fate.KEPT:
+            return False
+        return self.found[number].same
 
     def _starts(self) -> list[int]:
         """Where in the backward each vertex is computed again, if it is."""
@@ -160,13 +167,13 @@ class _Timeline:
 
     def _forward(self) -> None:
         """What is kept is there from where it is made on; the rest until its last reader has run."""
-        last = len(self.vertices) - 1
+        last, kept_as = len(self.vertices) - 1, self._kept_as_another()
         for i in reversed(range(len(self.vertices))):
             vertex, option = self.vertices[i], self.choice[i]
             if vertex.kind is not VertexKind.OPERATOR:
                 continue
             made, beside = float(vertex.options.made[option]), float(self.p.beside(i)[option])
-            stays = self.keeping.fates[i] is Fate.KEPT
+            stays = self.keeping.fates[i] is Fate.KEPT or i in kept_as
             until = max(self._through(i), default=i)
             for size, end in (
                 (made, last if stays else until),
@@ -183,6 +190,15 @@ class _Timeline:
                 self.made_so_far[edge.consumer] += size
                 self.made_so_far[(last if stays else until) + 1] -= size
 
+    def _kept_as_another(self) -> set[int]:
+        """The vertices of whose memory a hub, or a view's, is kept."""
+        found: set[int] = set()
+        for i in reversed(range(len(self.vertices))):
+            hub = self.vertices[i].kind is VertexKind.HUB
+            if (hub and self.keeping.fates[i] is Fate.KEPT) or (i in found and (hub or self.p.facts[i].view)):
+                found |= {self.edges[number].producer for number in self.entering[i] if self.found[number].same}
+        return found
+
     def _through(self, i: int) -> list[int]:
         """The readers of what vertex i makes, those that read it through hubs and views included."""
         if i not in self._reached:
@@ -196,29 +212,5 @@ class _Timeline:
         return self._reached[i]
 
     def _gradients(self) -> None:
-        flows = self.p.problem.tensors.flows
-        ends = list(range(len(self.vertices)))  # how early in the backward the gradient of a vertex is there
-        sizes = [0.0] * len(self.vertices)
-        passed: set[int] = set()
-        for number in sorted(range(len(self.edges)), key=lambda n: -self.edges[n].consumer):
-            edge = self.edges[number]
-            consumer = self.vertices[edge.consumer]
-            if edge.value not in flows or consumer.kind is VertexKind.OUTPUT:
-                continue
-            size, read = self.found[number].before, self.found[number].after
-            passes = consumer.kind is VertexKind.HUB or self.p.facts[edge.consumer].view
-            passes = passes or consumer.node.target is _ADD
-            moves = self.found[number].moves
-            if passes and not moves and size == sizes[edge.consumer]:
-                passed.add(edge.consumer)
-                ends[edge.producer] = max(ends[edge.producer], ends[edge.consumer])
-            else:
-                ends[edge.producer] = max(ends[edge.producer], edge.consumer)
-                if moves and size != read:
-                    self._add("gradients", edge.consumer, edge.consumer, read)
-            sizes[edge.producer] = max(sizes[edge.producer], size)
-        for i, vertex in enumerate(self.vertices):
-            if vertex.kind in (VertexKind.OPERATOR, VertexKind.HUB) and sizes[i]:
-                if i in passed:
-                    continue
-                self._add("gradients", i, ends[i], sizes[i])
+        for gradient in gradients(self.p, self.found):
+            self._add("gradients", gradient.end, gradient.start, gradient.size)

@@ -953,7 +953,7 @@ TOO_MUCH = (
     "no plan was found on the mesh dp=2, tp=4 that holds less than ",
     " GB on a device (parameters, gradients, optimizer states, activations and what operators work with), and "
     "memory_limit is 1e-09 GB; a limit of ",
-    " GB would do, or more devices. The heaviest: ",
+    " GB would do. The heaviest: ",
 )
 MEMORY_ACCEPTS = "accepts None, float('inf') or a number of bytes above 0, such as 80e9"
 STATES_ACCEPT = "accepts a number of 0 or more, such as 2 for Adam"

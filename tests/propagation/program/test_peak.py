@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 def planned(fn, *given, **options):
     """A function or module sharded over two devices, after a call of it."""
-    model = pw.shard(fn, mesh={"dp": 2}, in_strategy=(("dp", None),), **options)
+    model = pw.shard(fn, mesh={"dp": 2}, **{"in_strategy": (("dp", None),), **options})
     model(*given)
     return model
 
@@ -52,6 +52,21 @@ def test_what_lives_is_counted_from_the_operator_that_makes_it_to_its_last_reade
     assert held["forward sin_1"] == 2 * part
     assert max(held.values()) <= 4 * part + 64
     assert [m.node for m in every if m.phase == "forward"] == calls_of(model.program.step.forward.graph)
+
+
+def test_all_results_of_a_call_are_there_when_it_has_run():
+    x = torch.randn(4, 8, 8, dtype=torch.float64, requires_grad=True)
+    model = planned(lambda x: F.max_pool2d(torch.sin(x)[:, None], 2).exp().sum(), x, in_strategy=(("dp", None, None),))
+    held = {f"{m.phase} {m.node.name}": m.held for m in moments(model.program.step)}
+    pooled = 2 * 4 * 4 * 8  # bytes of one rank's maxima, and of where they are
+    assert held["forward max_pool2d_with_indices"] == 2 * 64 * 8 + 2 * pooled
+
+
+def test_parts_of_a_split_are_views():
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    model = planned(lambda x: sum(p.exp().sum() for p in torch.sin(x).split(4, 1)), x)
+    held = {f"{m.phase} {m.node.name}": m.held for m in moments(model.program.step)}
+    assert held["forward getitem_1"] == held["forward getitem"] == held["forward split"]
 
 
 def test_a_step_without_a_backward_has_a_forward_only():

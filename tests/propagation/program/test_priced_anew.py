@@ -214,7 +214,7 @@ def test_a_plan_within_a_limit_claims_what_it_computes_and_sends_again_too(name:
     problem = formulate(graph_of(name), settings_on((2, 4)), {})
     free = within_memory(problem, dynamic_programming(problem))
     assert free.held
-    limited = replace(problem, settings=replace(problem.settings, memory_limit=0.7 * free.held.peak))
+    limited = replace(problem, settings=replace(problem.settings, memory_limit=0.6 * free.held.peak))
     solution = within_memory(limited, dynamic_programming(limited))
     program = lower(limited, solution.choice, solution.keeping)
     assert solution.binding

@@ -83,8 +83,19 @@ def test_strategies_may_be_given(lab):
     problem, fates = with_fates(lab, layer, (64, 8), (8, 8))
     choice = dynamic_programming(problem).choice
     own = fates.at(choice)
-    assert own.chosen == choice
     assert all(len(vertex.options) == 1 for vertex in own.problem.vertices)
+    assert own.original((0,) * len(choice)) == choice
+
+
+def test_some_options_may_be_left(lab):
+    problem, fates = with_fates(lab, layer, (64, 8), (8, 8))
+    choice = dynamic_programming(problem).choice
+    some = fates.among([np.array(sorted({0, c})) for c in choice])
+    numbers = some.numbers(choice, (Fate.KEPT,) * len(choice))
+    at = np.zeros(len(choice))
+    assert some.original(some.read_off(numbers, at).choice) == choice
+    assert fates.original(choice) == choice
+    assert some.read_off(numbers, at).cost == fates.read_off(fates.numbers(choice, (Fate.KEPT,) * len(choice)), at).cost
 
 
 def test_seconds_again_are_those_of_what_is_computed_again(lab):

@@ -16,6 +16,7 @@ from torch import nn
 from partway.propagation.capture.capture import capture
 from partway.propagation.cost.cost import WEIGHTS, Level
 from partway.propagation.cost.profile import profile_of
+from partway.propagation.search import memory
 from partway.propagation.search.eliminate import eliminate
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.formulate import formulate
@@ -123,6 +124,26 @@ def test_no_plan_that_fits_beats_the_bound_and_the_plan_found_fits(fn, seed, sha
     assert free.cost <= found.cost * (1 + 1e-9)
 
 
+@examples(40)
+@given(chains(), st.integers(0, 2**20), st.floats(0.4, 1.0))
+def test_where_options_are_left_out_the_bound_holds_for_plans_with_all_of_them(fn, seed, share):
+    problem = some(problem_of(fn, [torch.randn(8, 6, requires_grad=True)]), seed, 3)
+    free = dynamic_programming(problem)
+    assume(math.isfinite(free.cost))
+    limited = limited_to(problem, share * peak_of(with_fates(problem, free)))
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            every = within_memory(limited, free)
+            patch.setattr(memory, "LITTLE_WORK", 0)
+            patch.setattr(memory, "MANY_OPTIONS", (1,))
+            few = within_memory(limited, free)
+        except StrategyError:
+            return
+    verify_solution(limited, few)
+    assert peak_of(few) <= limited.settings.memory_limit
+    assert few.bound <= min(few.cost, every.cost) * (1 + 1e-9)
+
+
 def limited_to(problem, limit, **more):
     return replace(problem, settings=replace(problem.settings, memory_limit=limit, **more))
 
@@ -176,7 +197,7 @@ def test_an_impossible_limit_says_what_would_do_and_what_is_heaviest():
             search(limited_to(problem, 1000.0), mode)
         said = str(refused.value)
         assert said.startswith("no plan was found on the mesh x=2 that holds less than ")
-        named = re.search(r"a limit of (\S+) GB would do, or more devices. The heaviest: ", said)
+        named = re.search(r"a limit of (\S+) GB would do. The heaviest: ", said)
         found = search(limited_to(problem, float(named[1]) * 1e9), mode)
         assert peak_of(found) <= float(named[1]) * 1e9
 

@@ -26,7 +26,10 @@ def test_the_bound_is_one_and_no_cheaper_plan_is_lost(costs, above, sweeps):
             found.shrink()
     found.shrink()
     kept = [set(rows.tolist()) for rows in found.kept]
+    worth = [dict(zip(rows.tolist(), least, strict=True)) for rows, least in zip(found.kept, found.worth, strict=True)]
     for choice, cost in every.items():
+        if cost < found.upper * (1 - 1e-9):
+            assert all(least[c] <= cost * (1 + 1e-9) + 1e-9 for c, least in zip(choice, worth, strict=True))
         if cost < found.upper * (1 - 1e-9):
             assert all(c in rows for c, rows in zip(choice, kept, strict=True)), (choice, cost, found.upper)
 

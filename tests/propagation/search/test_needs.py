@@ -51,6 +51,16 @@ def test_statistics_stand_beside():
     assert norm.beside == 2 * 4 * 4  # a mean and a deviation of each row
 
 
+def test_what_is_made_of_constants_alone_is_made_again():
+    def fn(x):
+        mask = torch.arange(16)[:, None] >= torch.arange(16)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=mask).sum()
+
+    found = needs(fn, drawn(2, 4, 16, 8))
+    (attention,) = [value for key, value in found.items() if key.startswith("scaled_dot")]
+    assert attention.beside < 16 * 16 * 4 + 2 * 4 * 16 * 4  # statistics of each row, and not the mask as floats
+
+
 def test_what_cannot_run_on_fake_tensors_may_read_everything():
     graph = capture(lambda x: torch.sin(x).sum(), (drawn(3),), {})
     node = next(n for n in graph.nodes if n.name == "sin")

@@ -73,3 +73,37 @@ def test_the_peak_of_a_layer_is_what_its_largest_values_are(lab, recompute):
     assert found.forward.max() <= found.total.max() + 2 * 64 * 8 * 4
     assert Fate.KEPT in kept.keeping.fates
     assert len(found.total) == len(problem.vertices)
+
+
+SIZE = 4 * 8 * 4  # bytes of the values below
+
+
+def test_a_gradient_is_written_over_that_of_the_result_where_nobody_else_reads_it(lab):
+    problem, _, found = of_whole(lab, lambda x: (torch.relu(torch.exp(x)) * 2).exp().sum(), (4, 8))
+    assert [float(found.gradients[at(problem, name)]) for name in ("exp_1", "mul", "relu")] == [2 * SIZE, SIZE, SIZE]
+
+
+def test_the_gradient_of_a_residual_stream_is_there_once(lab):
+    def fn(x):
+        for _ in range(4):
+            x = x + torch.exp(x)
+        return x.sin().sum()
+
+    problem, _, found = of_whole(lab, fn, (4, 8))
+    # of the stream, what the exponential makes of it, and nothing of the blocks behind
+    assert max(float(found.gradients[at(problem, name)]) for name in ("exp", "exp_1", "exp_2")) == 2 * SIZE
+
+
+def test_parts_of_a_split_have_a_gradient_each(lab):
+    problem, _, found = of_whole(lab, lambda x: sum(p.exp().sum() for p in x.sin().split(2)), (4, 8))
+    assert float(found.gradients[at(problem, "split")]) >= 2 * SIZE  # those of the parts, and what is joined of them
+
+
+def test_a_hub_lies_in_the_memory_of_what_it_is_of(lab):
+    def fn(x):
+        y = torch.tanh(x)
+        return (y.sin() + y.cos()).sum()
+
+    problem, kept, found = of_whole(lab, fn, (4, 8))
+    assert kept.keeping.fates[at(problem, "tanh")] is Fate.KEPT
+    assert float(found.kept[at(problem, "hub of tanh")]) == SIZE

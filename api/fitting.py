@@ -1,0 +1,70 @@
+"""What would do where no plan keeps to the memory limit: more devices, or a smaller batch, each found by planning
+again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from partway.strategy import Mesh
+
+MORE_DEVICES = (2, 4, 8, 16)  # times as many, along one axis
+HALVINGS = 6  # of a batch
+
+
+def what_fits(
+    meshes: Sequence[Mesh], fits_on: Callable[[Mesh], bool], batch: int | None, fits_with: Callable[[int], bool]
+) -> str:
+    """What would do, as a sentence: the smallest larger mesh that `fits_on` says yes to, and the largest part of
+    `batch` that `fits_with` says yes to."""
+    mesh = next((mesh for mesh in _larger(meshes) if fits_on(mesh)), None)
+    part = next((part for part in _parts(batch or 1) if fits_with(part)), None)
+    found = [
+        *([f"on {mesh.device_num} devices, the mesh {mesh}"] if mesh else []),
+        *([f"with a batch of {part} in place of {batch}"] if part else []),
+    ]
+    tried = [
+        *([f"on no mesh with up to {MORE_DEVICES[-1]} times as many devices"] if meshes else []),
+        *(["with no smaller batch"] if batch and batch % 2 == 0 else []),
+    ]
+    return f"Planned again, it fits {', or '.join(found) or ' and '.join(tried)}" if found or tried else ""
+
+
+def _larger(meshes: Sequence[Mesh]) -> Iterator[Mesh]:
+    """`meshes` with one axis longer, the smallest first."""
+    for times in MORE_DEVICES:
+        for mesh in meshes:
+            for axis in mesh.axes:
+                yield Mesh({each: mesh.size(each) * (times if each == axis else 1) for each in mesh.axes})
+
+
+def _parts(batch: int) -> Iterator[int]:
+    for _ in range(HALVINGS):
+        if batch % 2:
+            return
+        batch //= 2
+        yield batch
+
+
+def batch_of(tree: Any) -> int | None:
+    """The size of the batch of a call: of the first dim of its first tensor. None where no tensor has a dim."""
+    return next((len(tensor) for tensor in _tensors(tree) if tensor.dim()), None)
+
+
+def with_batch(tree: Any, batch: int, part: int) -> Any:
+    """The arguments of a call, of whose tensors those with a first dim of `batch` have `part` of it."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or len(tensor) != batch:
+            return tensor
+        return tensor.detach()[:part].requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(torch.Tensor, cut, tree)
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

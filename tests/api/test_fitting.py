@@ -1,0 +1,77 @@
+"""What would do where nothing fits: found by planning again, and true."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import partway as pw
+from partway.fitting import batch_of, what_fits, with_batch
+from partway.strategy import Mesh
+from partway.strategy.errors import DoesNotFitError
+
+MESH = Mesh({"dp": 2, "tp": 2})
+
+
+def layers() -> tuple[nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), torch.empty(1024, 256)
+
+
+def compiled(x: torch.Tensor, mesh: dict[str, int]) -> pw.Plan:
+    model, _ = layers()
+    return pw.compile(model, (x,), mesh=mesh, in_strategy=(("dp", None),), out_strategy=(("dp", None),)).plan
+
+
+def test_what_is_named_fits_and_what_comes_before_it_does_not() -> None:
+    _, x = layers()
+    pw.set_algo_parameters(memory_limit=0.4 * compiled(x, {"dp": 2, "tp": 2}).memory.total)
+    with pytest.raises(
+        DoesNotFitError, match=r"Planned again, it fits on \d+ devices, .* or with a batch of"
+    ) as raised:
+        compiled(x, {"dp": 2, "tp": 2})
+    named = re.search(r"the mesh dp=(\d+), tp=(\d+), or with a batch of (\d+) in place of 1024$", str(raised.value))
+    assert named
+    dp, tp, batch = map(int, named.groups())
+    limit = pw.get_algo_parameters("memory_limit")
+    assert compiled(x, {"dp": dp, "tp": tp}).memory.total <= limit
+    assert compiled(x[:batch], {"dp": 2, "tp": 2}).memory.total <= limit
+    with pytest.raises(DoesNotFitError):
+        compiled(x[: 2 * batch], {"dp": 2, "tp": 2})
+
+
+def test_the_smallest_mesh_and_the_largest_batch_are_named() -> None:
+    asked = []
+
+    def on(mesh: Mesh) -> bool:
+        asked.append(mesh)
+        return mesh.device_num >= 16
+
+    assert what_fits([MESH], on, 48, lambda part: part <= 12) == (
+        "Planned again, it fits on 16 devices, the mesh dp=8, tp=2, or with a batch of 12 in place of 48"
+    )
+    assert [mesh.sizes for mesh in asked] == [(4, 2), (2, 4), (8, 2)]
+
+
+def test_what_was_tried_is_said_where_nothing_does() -> None:
+    def no(_: object) -> bool:
+        return False
+
+    assert what_fits([MESH], no, 6, no) == (
+        "Planned again, it fits on no mesh with up to 16 times as many devices and with no smaller batch"
+    )
+    assert what_fits([], no, 6, no) == "Planned again, it fits with no smaller batch"
+    assert what_fits([], no, 5, no) == what_fits([], no, None, no) == ""
+
+
+def test_a_batch_is_cut_from_the_tensors_that_have_it() -> None:
+    x, table = torch.arange(8.0, requires_grad=True), torch.ones(3, 8)
+    call = ((x, 2), {"table": table})
+    assert batch_of(call) == 8
+    assert batch_of(((torch.tensor(1.0), 3), {})) is None
+    (cut, number), named = with_batch(call, 8, 4)
+    assert cut.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert cut.requires_grad
+    assert number == 2
+    assert named["table"] is table
