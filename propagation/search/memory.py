@@ -37,10 +37,12 @@ from .timeline import Timeline, timeline
 ROUNDS = 8  # prices that are tried between one that is too low and one that is high enough
 CURVE_FROM, CURVE_BY, CURVE_STEP, CURVE_IDLE = 1e-3, 4.0, 1e-2, 6  # prices of a curve, and how far points are apart
 LITTLE_WORK = 1e8  # sums of an elimination that may be done for many prices
+FEW_OPTIONS = 40  # of every vertex: no elimination of them is much work that could be less
 MANY_OPTIONS = (64, 32, 16, 8, 4)  # of a vertex that are looked at where all are too much work
 PRICES = (0.1, 1.0)  # of all bytes that there may be, over what is paid for time
 SWEEPS, MOST = 8, 8.0  # to find what is worth it, and the cost above which plans do not differ, over that of a plan
 GAP = 5e-3  # between a plan and its bound, above which fates are chosen alone too
+CLOSE = 1e-4  # as near to its bound as a plan need be
 COARSE, WIDE_GAP = 2, 1e-2  # how often stretches are joined in pairs, and the gap from which on they are
 LADDER, STEEP = 8, 12.0  # prices that are tried until one is high enough, each so many times the one before
 
@@ -140,6 +142,8 @@ def _promising(whole: KeepProblem, free: Solution, limit: float) -> tuple[KeepPr
     """
     worth: list[list[Floats]] = []
     some, dropped = whole, math.inf
+    if max(len(vertex.options) for vertex in whole.problem.vertices) <= FEW_OPTIONS:
+        return some, dropped
     for many in MANY_OPTIONS:
         if _work(some) <= LITTLE_WORK:
             break
@@ -244,8 +248,13 @@ class _Search:
             else:
                 above = point
         self.above = above
-        best = min([best, *self._mixed(above, below)], key=lambda p: p.cost)
-        return self._answer(free, best)
+        stretches = np.array(self.problem.stretches)
+        for parts in (stretches, self.problem.count - 1 - stretches, None):
+            if best.cost <= self._bound(free, best) * (1 + CLOSE):
+                break
+            mixed = self._mixed(above, below, self._apart(above, below) if parts is None else parts)
+            best = min([best, *mixed], key=lambda p: p.cost)
+        return best, self._bound(free, best)
 
     def _bracket(self, free: Solution) -> tuple[Point, Point]:
         """A plan that does not fit, and one that does: a byte costs more and more, at the times when too many are
@@ -287,30 +296,25 @@ class _Search:
         self.weights[when] = self.weights[when] or self.weights.max() or 1.0
         self.weights /= self.weights.sum()
 
-    def _mixed(self, above: Point, below: Point) -> Iterator[Point]:
-        """Plans that are `below` in some parts and `above` in the others, as many as fit: from the first stretches on,
-        from the last ones on, and of the parts that are free to choose as they touch no other where the plans differ.
-        """
-        numbers = {True: np.array(above.numbers), False: np.array(below.numbers)}
-        differ = np.flatnonzero(numbers[True] != numbers[False])
-        stretches = np.array(self.problem.stretches)
-        for parts in (stretches, self.problem.count - 1 - stretches, self._apart(differ)):
-            low, high = 0, int(parts.max(initial=0)) + 1  # parts of `above` that fit, that do not
-            while high - low > 1:
-                many = (low + high) // 2
-                mixed = np.where(parts < many, numbers[True], numbers[False])
-                prices = np.where(parts < many, above.kept_prices, below.kept_prices)
-                point = _read(self.problem, tuple(int(n) for n in mixed), np.zeros(len(stretches)), prices)
-                if math.isfinite(point.cost) and point.peak <= self.limit:
-                    low = many
-                    yield point
-                else:
-                    high = many
+    def _mixed(self, above: Point, below: Point, parts: Codes) -> Iterator[Point]:
+        """Plans that are `above` in the first parts, as many as fit, and `below` in the others. `parts`: the number of
+        the part that each vertex is in."""
+        low, high = 0, int(parts.max(initial=0)) + 1  # parts of `above` that fit, that do not
+        while high - low > 1:
+            many = (low + high) // 2
+            numbers = np.where(parts < many, above.numbers, below.numbers)
+            prices = np.where(parts < many, above.kept_prices, below.kept_prices)
+            point = _read(self.problem, tuple(int(n) for n in numbers), np.zeros(len(parts)), prices)
+            if math.isfinite(point.cost) and point.peak <= self.limit:
+                low = many
+                yield point
+            else:
+                high = many
 
-    def _apart(self, differ: Codes) -> Codes:
-        """The parts that `differ` falls into when all other vertices are taken away, numbered in their order."""
+    def _apart(self, above: Point, below: Point) -> Codes:
+        """The parts in which the two plans differ, each of which touches no other, numbered in their order."""
         graph = networkx.Graph()
-        graph.add_nodes_from(differ.tolist())
+        graph.add_nodes_from(np.flatnonzero(np.array(above.numbers) != np.array(below.numbers)).tolist())
         ends = ((edge.producer, edge.consumer) for edge in self.problem.problem.edges)
         graph.add_edges_from((a, b) for a, b in ends if a in graph and b in graph)
         parts = np.zeros(len(self.problem.stretches), dtype=np.intp)
@@ -318,11 +322,12 @@ class _Search:
             parts[part] = number
         return parts
 
-    def _answer(self, free: Solution, point: Point) -> tuple[Point, float]:
-        """With the best bound: beside what the search counts, others have to do with the room that this plan takes."""
+    def _bound(self, free: Solution, point: Point) -> float:
+        """What any plan that fits costs at least: beside what the search counts, others have to do with the room that
+        `point` takes."""
         room = self.limit - (point.held - point.modelled)
         bound = max([free.bound, *(dual - float(prices @ room) for prices, dual in self.tried)])
-        return point, min(bound, point.cost)
+        return min(bound, point.cost)
 
 
 def _solved(
