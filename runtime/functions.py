@@ -115,14 +115,16 @@ def compile_steps(
 
 
 def _overdue(step: Instruction, pending: Mapping[int, Instruction]) -> list[int]:
-    """Of the collectives under way those that are waited for before `step` is issued. A reduce_scatter holds whole
-    gradients until then, of which nobody may read a part before the end: there are two at a time."""
-    sums = [slot for slot, other in pending.items() if _scatters(other)]
-    return sums[:-1] if _scatters(step) else []
+    """Of the collectives under way those that are waited for before `step` is issued: where each holds memory until
+    then that its results do not need, there are two at a time."""
+    holding = [slot for slot, other in pending.items() if _holds_what_it_sends(other)]
+    return holding[:-1] if _holds_what_it_sends(step) else []
 
 
-def _scatters(step: Instruction) -> bool:
-    return step.relayout is not None and step.relayout.kind is Kind.REDUCE_SCATTER
+def _holds_what_it_sends(step: Instruction) -> bool:
+    """Whether a collective is of gradients, which nobody may read before the end, and has whole ones, or copies."""
+    c = step.relayout
+    return c is not None and (c.kind is Kind.REDUCE_SCATTER or (c.kind is Kind.ALL_REDUCE and c.grouped))
 
 
 def _checks(code: Code, bind: Bind) -> Callable[[int, str, bool], Iterator[str]]:

@@ -140,7 +140,8 @@ class KeepProblem:
             once = float(edge.table.rows([here])[0, there])
             twice = float(once_more(edge.table).rows([here])[0, there])
             held = edge.table.held
-            self._known[key] = Converted(once, twice, float(held[here]), float(held[there]), bool(moving(once, twice)), here == there)
+            moves = bool(moving(once, twice))
+            self._known[key] = Converted(once, twice, float(held[here]), float(held[there]), moves, here == there)
         return self._known[key]
 
     @property

@@ -123,7 +123,7 @@ class _OfConstants(TorchDispatchMode):
     """While it is entered, notes what is made of `constants` alone; in it is what of that is elementwise."""
 
     def __init__(self, constants: Iterable[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._constant = {id(storage): storage for storage in _storages(list(constants))}  # which keeps their addresses
         self._elementwise: set[int] = set()
 
