@@ -6,10 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from partway.propagation.torch_internals import tree_leaves, tree_map
 from partway.strategy import Mesh
 
 MORE_DEVICES = (2, 4, 8, 16)  # times as many, along one axis
@@ -58,12 +57,12 @@ def batch_of(tree: Any) -> int | None:
 def with_batch(tree: Any, batch: int, part: int) -> Any:
     """The arguments of a call, of whose tensors those with a first dim of `batch` have `part` of it."""
 
-    def cut(tensor: Tensor) -> Tensor:
-        if not tensor.dim() or len(tensor) != batch:
-            return tensor
-        return tensor.detach()[:part].requires_grad_(tensor.requires_grad)
+    def cut(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim() or len(value) != batch:
+            return value
+        return value.detach()[:part].requires_grad_(value.requires_grad)
 
-    return tree_map_only(torch.Tensor, cut, tree)
+    return tree_map(cut, tree)
 
 
 def _tensors(tree: Any) -> Iterable[Tensor]:

@@ -91,7 +91,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..strategy.afterwards import afterwards
 
@@ -359,6 +359,7 @@ __all__ = [
     "split_decompositions",
     "storage_key",
     "tree_flatten",
+    "tree_leaves",
     "tree_map",
     "tree_unflatten",
     "version_of",

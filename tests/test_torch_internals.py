@@ -134,6 +134,7 @@ def test_containers_are_flattened_in_order() -> None:
     assert leaves == [1, 2, None, 3]
     assert planning.tree_unflatten([4, 5, 6, 7], spec) == {"a": [4, (5, 6)], "b": 7}
     assert planning.tree_map(lambda leaf: leaf, {"a": (1,)}) == {"a": (1,)}
+    assert planning.tree_leaves({"a": (1, [2]), "b": 3}) == [1, 2, 3]
 
 
 def test_transformed_and_batched_tensors_are_told() -> None:

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from ..graph.graph import Graph
 from ..graph.nodes import Value, is_pointwise, is_view, operands, results_of, source_of, tensor_of, values_of
 from ..ops.collectives import constrain
-from ..torch_internals import FakeTensorMode, TorchDispatchMode
+from ..torch_internals import FakeTensorMode, TorchDispatchMode, tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
