@@ -29,7 +29,6 @@ from ..torch_internals import (
     compiled_when_run,
     data_dependent,
     make_fx,
-    overload_name_of,
     schema_of,
 )
 from .local_program import LocalProgram
@@ -231,7 +230,13 @@ def _views_out_of_place(graph: fx.Graph) -> None:
         if isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags:
             namespace, name = schema_of(node.target).name.split("::")
             packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"))
-            node.target = getattr(packet, overload_name_of(node.target))
+            every = (getattr(packet, overload) for overload in packet.overloads())
+            node.target = next(each for each in every if _taken_by(each) == _taken_by(node.target))
+
+
+def _taken_by(op: OpOverload) -> list[tuple[str, str]]:
+    """The arguments of an operator by name and type."""
+    return [(argument.name, str(argument.type)) for argument in schema_of(op).arguments]
 
 
 def _cut(joint: fx.Graph, inputs: int, outputs: int) -> tuple[fx.Graph, fx.Graph]:
