@@ -29,7 +29,6 @@ from partway.graphs.record import Record, StepRecord, record
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.passes import (
-    Around,
     PlanDraft,
     Planned,
     StepDraft,
@@ -273,9 +272,12 @@ def _compiled(call: CallInputs, record: Record) -> Compiled:
     inputs = _plan_inputs(call, captured.graph, loaded)
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
     around = record.planning(verified if verifies else applied)
-    searched = functools.cache(lambda: _searched(call, inputs, record, around))
+    searched = functools.cache(lambda: search_on_cheapest_mesh(inputs, meshes_to_try(inputs), around))
     entry = _entry(inputs, kept=context.enable_compile_cache and not verifies)
-    planned = entry.fetch("plan", lambda: lowered(searched(), around), Planned)
+    try:
+        planned = entry.fetch("plan", lambda: lowered(searched(), around), Planned)
+    except DoesNotFitError as error:
+        raise DoesNotFitError(_with_what_fits(str(error), call, inputs, record), error.least) from None
     record.planned(inputs, planned)
     planned.plan.of(lambda: alternatives(searched(), planned.local))
     warn_of_unknown(inputs.graph, planned.plan.unknown_operators)
@@ -284,28 +286,23 @@ def _compiled(call: CallInputs, record: Record) -> Compiled:
     return Compiled(inputs, planned, entry, searched, captured.state, captured.effects, record)
 
 
-def _searched(call: CallInputs, inputs: PlanInputs, record: Record, around: Around[PlanDraft]) -> PlanDraft:
-    """The draft of the cheapest plan, up to its solution. Raises StrategyError; where memory does not suffice, with
-    what would do."""
-    meshes = meshes_to_try(inputs)
-    try:
-        return search_on_cheapest_mesh(inputs, meshes, around)
-    except DoesNotFitError as error:
-        batch = batch_of((call.args, call.kwargs))
+def _with_what_fits(error: str, call: CallInputs, inputs: PlanInputs, record: Record) -> str:
+    """`error`, of a call of which no plan fits, with what would do."""
+    meshes, batch = meshes_to_try(inputs), batch_of((call.args, call.kwargs))
 
-        def with_part(part: int) -> PlanDraft:
-            args, kwargs = with_batch((call.args, call.kwargs), batch or 1, part)
-            smaller = replace(call, args=args, kwargs=kwargs, values=None, late=())
-            graph = capture_call(smaller, record).graph
-            return search_on_cheapest_mesh(_plan_inputs(smaller, graph, inputs.loaded), meshes)
+    def with_part(part: int) -> PlanDraft:
+        args, kwargs = with_batch((call.args, call.kwargs), batch or 1, part)
+        smaller = replace(call, args=args, kwargs=kwargs, values=None, late=())
+        graph = capture_call(smaller, record).graph
+        return search_on_cheapest_mesh(_plan_inputs(smaller, graph, inputs.loaded), meshes)
 
-        # on other devices than those that there are a plan of this call, or tensors that lie on them, say nothing
-        free = inputs.replayed is None and not inputs.parameters and not inputs.inputs
-        found = what_fits(
-            meshes if free else [], lambda mesh: _fits(lambda: search_on_mesh(inputs, mesh, math.inf)),
-            batch, lambda part: _fits(lambda: with_part(part)),
-        )  # fmt: skip
-        raise DoesNotFitError(f"{error}. {found}" if found else str(error), error.least) from None
+    # on other devices than those that there are a plan of this call, or tensors that lie on them, say nothing
+    free = inputs.replayed is None and not inputs.parameters and not inputs.inputs
+    found = what_fits(
+        meshes if free else [], lambda mesh: _fits(lambda: search_on_mesh(inputs, mesh, math.inf)),
+        batch, lambda part: _fits(lambda: with_part(part)),
+    )  # fmt: skip
+    return f"{error}. {found}" if found else error
 
 
 def _fits(plan: Callable[[], Any]) -> bool:

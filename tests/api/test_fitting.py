@@ -1,6 +1,8 @@
 """What would do where nothing fits: found by planning again, and true."""
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -75,3 +77,13 @@ def test_a_batch_is_cut_from_the_tensors_that_have_it() -> None:
     assert cut.requires_grad
     assert number == 2
     assert named["table"] is table
+
+
+def test_a_plan_holds_nothing_of_the_call_that_it_was_made_for() -> None:
+    model, x = nn.Linear(8, 8), torch.ones(4, 8)
+    compiled = pw.compile(model, (x,), mesh={"dp": 2}, in_strategy=(("dp", None),))
+    held = weakref.ref(x)
+    del x
+    gc.collect()
+    assert held() is None
+    assert compiled.plan.memory.total > 0
