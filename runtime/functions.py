@@ -122,7 +122,8 @@ def _overdue(step: Instruction, pending: Mapping[int, Instruction]) -> list[int]
 
 
 def _holds_what_it_sends(step: Instruction) -> bool:
-    """Whether a collective is of gradients, which nobody may read before the end, and has whole ones, or copies."""
+    """Whether a collective holds whole tensors of which it gives slices, or copies. Of gradients the results may be read
+    by nobody before the end."""
     c = step.relayout
     return c is not None and (c.kind is Kind.REDUCE_SCATTER or (c.kind is Kind.ALL_REDUCE and c.grouped))
 

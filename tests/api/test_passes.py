@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import partway as pw
 from partway import passes
+from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.passes import PLANNING, STEP, Pass, PlanDraft, applied, plan_on_mesh, run, timed, verified
 from partway.plan_inputs import PlanInputs
 from partway.propagation.graph.queries import differentiated
@@ -94,3 +95,13 @@ def test_a_draft_is_left_as_it_is(compiled: pw.Compiled) -> None:
     draft = draft_of(compiled.inputs)
     assert run(PLANNING, draft).plan is not None
     assert draft.plan is None
+
+
+def test_automatic_groups_are_a_hundredth_of_a_memory_limit_at_most() -> None:
+    policies = FusionPolicies(Fusion(FusionMode.AUTO), None, Fusion(FusionMode.SIZE, 32))
+    assert passes.small_groups(policies, None) is policies
+    assert passes.small_groups(policies, float("inf")) is policies
+    assert passes.small_groups(policies, 80e9) is policies
+    few = passes.small_groups(policies, 500 * 2**20)
+    assert few == FusionPolicies(Fusion(FusionMode.SIZE, 5), None, Fusion(FusionMode.SIZE, 32))
+    assert passes.small_groups(policies, 1e6).allreduce == Fusion(FusionMode.SIZE, 1)
