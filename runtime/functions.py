@@ -122,8 +122,8 @@ def _overdue(step: Instruction, pending: Mapping[int, Instruction]) -> list[int]
 
 
 def _holds_what_it_sends(step: Instruction) -> bool:
-    """Whether a collective holds whole tensors of which it gives slices, or copies. Of gradients the results may be read
-    by nobody before the end."""
+    """Whether a collective holds whole tensors of which it gives slices, or copies; of gradients perhaps until the end,
+    before which nobody reads them."""
     c = step.relayout
     return c is not None and (c.kind is Kind.REDUCE_SCATTER or (c.kind is Kind.ALL_REDUCE and c.grouped))
 
