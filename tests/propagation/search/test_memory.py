@@ -124,6 +124,20 @@ def test_no_plan_that_fits_beats_the_bound_and_the_plan_found_fits(fn, seed, sha
     assert free.cost <= found.cost * (1 + 1e-9)
 
 
+def test_options_are_left_out_where_they_are_much_work(monkeypatch):
+    problem = layers()
+    free, whole = dynamic_programming(problem), fates_of(problem)
+    assert memory._promising(whole, free, 1e6) == (whole, math.inf)
+    monkeypatch.setattr(memory, "FEW_OPTIONS", 1)
+    monkeypatch.setattr(memory, "LITTLE_WORK", 0)
+    monkeypatch.setattr(memory, "MANY_OPTIONS", (1,))
+    some, ceiling = memory._promising(whole, free, 1e6)
+    sizes = [(len(v.options), len(w.options)) for v, w in zip(problem.vertices, some.problem.vertices, strict=True)]
+    assert all(few <= every for every, few in sizes)
+    assert any(few < every for every, few in sizes)
+    assert math.isfinite(ceiling)
+
+
 @examples(40)
 @given(chains(), st.integers(0, 2**20), st.floats(0.4, 1.0))
 def test_where_options_are_left_out_the_bound_holds_for_plans_with_all_of_them(fn, seed, share):
@@ -134,6 +148,7 @@ def test_where_options_are_left_out_the_bound_holds_for_plans_with_all_of_them(f
     with pytest.MonkeyPatch.context() as patch:
         try:
             every = within_memory(limited, free)
+            patch.setattr(memory, "FEW_OPTIONS", 1)
             patch.setattr(memory, "LITTLE_WORK", 0)
             patch.setattr(memory, "MANY_OPTIONS", (1,))
             few = within_memory(limited, free)
