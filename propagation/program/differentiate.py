@@ -23,14 +23,7 @@ from ..graph.nodes import mark, operator_name, region_of
 from ..graph.origins import inherit, number, position, tracing
 from ..ops.batch_norm import merge_gradients
 from ..ops.collectives import convert
-from ..torch_internals import (
-    FakeTensorMode,
-    OpOverload,
-    compiled_when_run,
-    data_dependent,
-    make_fx,
-    schema_of,
-)
+from ..torch_internals import FakeTensorMode, OpOverload, compiled_when_run, data_dependent, make_fx, schema_of
 from .local_program import LocalProgram
 from .segments import Like, Piece, pieces_of
 from .step import Step, calls_of, is_port, returned_by, undo_transposes

@@ -292,7 +292,8 @@ def _least(tables: list[tuple[tuple[int, ...], Floats]], joint: tuple[int, ...],
         np.copyto(slab, fixed)
         for view in varying:
             slab += view
-        return slab.min(axis=-1)  # type: ignore[no-any-return]
+        slab.min(axis=-1, out=least)
+        return least
     many = max(SLAB // math.prod(extents[outer:]), 1)  # rows of the dim before that go together
     slab = np.empty((min(many, extents[outer - 1]), *extents[outer:]))
     for index in np.ndindex(*extents[: outer - 1]):

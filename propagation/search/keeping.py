@@ -68,12 +68,13 @@ class Keeping:
 @dataclass(frozen=True)
 class Kept:
     """A choice with its fates, what it costs, and the bytes that one device holds while each vertex runs, as the prices
-    count them."""
+    count them. `prices`: at each vertex what a byte costs that is kept until the backward comes by."""
 
     choice: tuple[int, ...]
     keeping: Keeping
     cost: float
     held: Floats
+    prices: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class KeepProblem:
         """The costs of all options with all fates, with a price `at[i]` for a byte that is held while vertex i runs,
         and one for a byte that is held `between` the forward and the backward."""
         prices = self._by_stretch(at)
-        later, earlier = np.cumsum(prices[::-1])[::-1] + between, np.cumsum(prices)
+        later, earlier = _until(prices) + between, np.cumsum(prices)
         shared: dict[object, Floats] = {}
         unary = []
         for i, vertex in enumerate(self.problem.vertices):
@@ -189,8 +190,7 @@ class KeepProblem:
             structure = (
                 id(edge.table), id(self.problem.vertices[a].options), id(self.problem.vertices[b].options), edge.result,
                 edge.operand, self.facts[a].fates, self.facts[b].fates, self.reads[number], self.barred[number], near,
-                self._is_hub(b),
-                later[s], prices[s], at[b],
+                self._is_hub(b), later[s], prices[s], at[b],
             )  # fmt: skip
             edges.setdefault((a, b), []).append((number, structure))
         pairs = {}
@@ -352,16 +352,11 @@ class KeepProblem:
 
     # -- of a choice
 
-    def kept_prices(self, at: Floats) -> Floats:
-        """What it costs at each vertex to keep a byte until the backward comes by, with the prices `at`."""
-        prices: Floats = np.cumsum(self._by_stretch(at)[::-1])[::-1][np.array(self.stretches, dtype=np.intp)]
-        return prices
-
     def read_off(self, numbers: Sequence[int], at: Floats, between: float | Floats = 0.0) -> Kept:
         """What the options of `costs(at, between)` with these numbers stand for, and what they come to alone. `between`
         may be another at each vertex."""
         prices = self._by_stretch(at)
-        later = self.kept_prices(at) + between
+        later = _until(prices)[np.array(self.stretches, dtype=np.intp)] + between
         fates, choice = [], []
         keeps, agains = np.zeros(self.count), np.zeros(self.count)
         gradients, always, cost, repeating = np.zeros(self.count), 0.0, 0.0, 0.0
@@ -407,7 +402,7 @@ class KeepProblem:
         keeping = Keeping(tuple(fates), tuple(again), tuple(kept), repeating)
         work = [self._once(i, self._work)[option] for i, option in enumerate(choice)]
         held = held_at[np.array(self.stretches, dtype=np.intp)] + np.array(work) + converting
-        return Kept(tuple(choice), keeping, cost + repeating, held)
+        return Kept(tuple(choice), keeping, cost + repeating, held, later)
 
 
 def keep_problem(problem: SearchProblem, needs: Mapping[fx.Node, Needs], *, only_free: bool) -> KeepProblem:
@@ -431,6 +426,12 @@ def keep_problem(problem: SearchProblem, needs: Mapping[fx.Node, Needs], *, only
     reads = tuple(_reads(problem, edge, needs) for edge in problem.edges)
     barred = tuple(_barred(problem, edge) for edge in problem.edges)
     return KeepProblem(problem, stretches_of(problem), tuple(facts), reads, tuple(at_hand(problem)), barred)
+
+
+def _until(prices: Floats) -> Floats:
+    """What it costs to keep a byte until the backward comes to each stretch, with the price of one in each."""
+    until: Floats = np.cumsum(prices[::-1])[::-1]
+    return until
 
 
 def _share(options: Options) -> Floats:

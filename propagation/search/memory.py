@@ -17,14 +17,7 @@ from torch import fx
 
 from ...strategy.errors import DoesNotFitError
 from ..cost.conversion import Codes, Floats
-from .eliminate import (
-    TABLE_LIMIT,
-    EliminationOrder,
-    affordable,
-    eliminate_in,
-    elimination_order,
-    order_like,
-)
+from .eliminate import TABLE_LIMIT, EliminationOrder, affordable, eliminate_in, elimination_order, order_like
 from .exact import optimum
 from .keeping import CHEAP, Keeping, KeepProblem, Kept, keep_problem
 from .narrow import Narrowing
@@ -224,7 +217,7 @@ class _Search:
     def __init__(self, problem: KeepProblem, limit: float, first: Point) -> None:
         self.problem, self.limit = problem, limit
         self.tried: list[tuple[Floats, float]] = []  # prices, and the least of cost and priced bytes
-        self.first, self.above, self.width = first, first, 1
+        self.first = self.above = first
         self.order: EliminationOrder | None = None
         self.known = problem.numbers(first.choice, first.keeping.fates)
         self._start()
@@ -284,7 +277,6 @@ class _Search:
         point, found, self.order = _solved(self.problem, prices, self.order, self.known)
         self.known = point.numbers
         self.tried.append((prices, found.bound))
-        self.width = max(self.width, found.width)
         return point
 
     def look_at(self, point: Point, forgetting: bool = False) -> None:
@@ -353,8 +345,8 @@ def _read(problem: KeepProblem, numbers: tuple[int, ...], at: Floats, between: f
     kept: Kept = problem.read_off(numbers, at, between)
     when = timeline(problem, kept.choice, kept)
     held = np.maximum(when.total, when.forward)
-    prices = problem.kept_prices(at) + between
-    return Point(numbers, problem.original(kept.choice), kept.keeping, kept.cost, kept.held, held, when, prices)
+    choice = problem.original(kept.choice)
+    return Point(numbers, choice, kept.keeping, kept.cost, kept.held, held, when, kept.prices)
 
 
 def _next_to_nothing(settings: Settings) -> float:
