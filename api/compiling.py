@@ -23,7 +23,8 @@ from partway.cache import Entry, cache_folder
 from partway.checks import check_target, check_tensors
 from partway.context import current, current_algo
 from partway.dtensors import inputs_on, own_dtensors, parameters_on, plain
-from partway.fitting import batch_of, what_fits, with_batch
+from partway.fitted import Fitted, fitted
+from partway.fitting import batch_of, least_limit, what_fits, with_batch
 from partway.fusion.program import Program
 from partway.graphs.record import Record, StepRecord, record
 from partway.options.algo import AlgoParameters
@@ -35,7 +36,6 @@ from partway.passes import (
     accumulated,
     applied,
     fused,
-    lowered,
     make_step,
     own_saved_tensors,
     search_on_cheapest_mesh,
@@ -272,37 +272,41 @@ def _compiled(call: CallInputs, record: Record) -> Compiled:
     inputs = _plan_inputs(call, captured.graph, loaded)
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
     around = record.planning(verified if verifies else applied)
-    searched = functools.cache(lambda: search_on_cheapest_mesh(inputs, meshes_to_try(inputs), around))
+    made = functools.cache(lambda: fitted(search_on_cheapest_mesh(inputs, meshes_to_try(inputs), around), around))
     entry = _entry(inputs, kept=context.enable_compile_cache and not verifies)
     try:
-        planned = entry.fetch("plan", lambda: lowered(searched(), around), Planned)
+        planned = entry.fetch("plan", lambda: made().planned, Planned)
     except DoesNotFitError as error:
-        raise DoesNotFitError(_with_what_fits(str(error), call, inputs, record), error.least) from None
+        raise _with_what_fits(error, call, inputs, record) from None
     record.planned(inputs, planned)
-    planned.plan.of(lambda: alternatives(searched(), planned.local))
+    planned.plan.of(lambda: alternatives(made().draft, planned.local))
     warn_of_unknown(inputs.graph, planned.plan.unknown_operators)
     if context.strategy_ckpt_config.save_file and (call.processes is None or get_rank() == 0):
         planned.plan.save(context.strategy_ckpt_config.save_file)
-    return Compiled(inputs, planned, entry, searched, captured.state, captured.effects, record)
+    return Compiled(inputs, planned, entry, lambda: made().draft, captured.state, captured.effects, record)
 
 
-def _with_what_fits(error: str, call: CallInputs, inputs: PlanInputs, record: Record) -> str:
+def _with_what_fits(error: DoesNotFitError, call: CallInputs, inputs: PlanInputs, record: Record) -> DoesNotFitError:
     """`error`, of a call of which no plan fits, with what would do."""
     meshes, batch = meshes_to_try(inputs), batch_of((call.args, call.kwargs))
 
-    def with_part(part: int) -> PlanDraft:
+    def with_part(part: int) -> Fitted:
         args, kwargs = with_batch((call.args, call.kwargs), batch or 1, part)
         smaller = replace(call, args=args, kwargs=kwargs, values=None, late=())
         graph = capture_call(smaller, record).graph
-        return search_on_cheapest_mesh(_plan_inputs(smaller, graph, inputs.loaded), meshes)
+        return fitted(search_on_cheapest_mesh(_plan_inputs(smaller, graph, inputs.loaded), meshes))
+
+    def within(limit: float) -> Fitted:
+        roomy = replace(inputs, algo=inputs.algo.model_copy(update={"memory_limit": limit}))
+        return fitted(search_on_cheapest_mesh(roomy, meshes))
 
     # on other devices than those that there are a plan of this call, or tensors that lie on them, say nothing
     free = inputs.replayed is None and not inputs.parameters and not inputs.inputs
     found = what_fits(
-        meshes if free else [], lambda mesh: _fits(lambda: search_on_mesh(inputs, mesh, math.inf)),
+        meshes if free else [], lambda mesh: _fits(lambda: fitted(search_on_mesh(inputs, mesh, math.inf))),
         batch, lambda part: _fits(lambda: with_part(part)),
     )  # fmt: skip
-    return f"{error}. {found}" if found else error
+    return error.changed(least_limit(error, within), error.limit, found)
 
 
 def _fits(plan: Callable[[], Any]) -> bool:

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from partway.propagation.torch_internals import tree_leaves, tree_map
 from partway.strategy import Mesh
+from partway.strategy.errors import DoesNotFitError
 
 MORE_DEVICES = (2, 4, 8, 16)  # times as many, along one axis
 HALVINGS = 6  # of a batch
+HIGHER = 8  # limits that are tried, each higher than the one before
 
 
 def what_fits(
@@ -31,6 +33,18 @@ def what_fits(
         *(["with no smaller batch"] if batch and batch % 2 == 0 else []),
     ]
     return f"Planned again, it fits {', or '.join(found) or ' and '.join(tried)}" if found or tried else ""
+
+
+def least_limit(error: DoesNotFitError, within: Callable[[float], Any]) -> float:
+    """The bytes of the smallest plan that `within` makes: what `error` says, or more where that limit is not enough."""
+    for _ in range(HIGHER):
+        try:
+            within(error.enough)
+        except DoesNotFitError as too_little:
+            error = error.changed(max(too_little.least, error.enough), error.limit)
+        else:
+            break
+    return error.least
 
 
 def _larger(meshes: Sequence[Mesh]) -> Iterator[Mesh]:

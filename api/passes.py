@@ -39,7 +39,7 @@ from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.local_program import LocalProgram, verify_program
 from partway.propagation.program.lower import lower
 from partway.propagation.program.precision import reduce_in_float32
-from partway.propagation.program.recompute import checkpointed, planned, recompute, within_windows
+from partway.propagation.program.recompute import checkpointed, planned, recompute, within_others
 from partway.propagation.program.step import Step, scale_parameter_gradients
 from partway.propagation.search.formulate import formulate
 from partway.propagation.search.problem import SearchProblem, Settings
@@ -317,7 +317,7 @@ def _is_auto(fusion: Fusion | None) -> bool:
 DIFFERENTIATING = (
     Pass("differentiate", "step", _differentiate),
     Pass("recompute", "step", _recompute),
-    Pass("recompute_within_windows", "step", lambda draft: recompute(*within_windows(draft.step))),
+    Pass("recompute_within_others", "step", lambda draft: recompute(*within_others(draft.step))),
     Pass("reduce_in_float32", "step", _reduce_in_float32),
     Pass("scale_gradients", "step", _scale_gradients),
     Pass("separate", "step", _separate),

@@ -39,7 +39,7 @@ def assemble_code(module: fx.GraphModule, phase: str, reasons: Sequence[Conversi
         if node.op not in ("get_attr", "call_function") or node in same:
             continue
         slots[node] = len(slots)
-        used = _operands(node)
+        used = operands_of(node)
         operands = tuple(slots[o] for o in used)
         if node.target is not convert_group:
             operands = tuple(dict.fromkeys(operands))
@@ -54,7 +54,7 @@ def assemble_code(module: fx.GraphModule, phase: str, reasons: Sequence[Conversi
             private = is_private(overwrite.owner)
         instructions.append(
             Instruction(
-                slots[node], operands, text, in_place, private, _relayout(node, phase),
+                slots[node], operands, text, in_place, private, relayout_of(node, phase),
                 runs_once(node), node.name, _along(node), follows(node),
             )
         )  # fmt: skip
@@ -76,7 +76,8 @@ def members_late(nodes: list[fx.Node]) -> list[fx.Node]:
     return sorted(nodes, key=when)
 
 
-def _operands(node: fx.Node) -> tuple[fx.Node, ...]:
+def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
+    """What a call reads: of a conversion one for each tensor."""
     arguments: tuple[Any, ...] = node.args
     return tuple(arguments[0]) if node.target is convert_group else tuple(node.all_input_nodes)
 
@@ -118,14 +119,15 @@ def _argument(value: Any, slots: Mapping[fx.Node, int], constants: _Constants) -
     return constants.name(value)
 
 
-def _relayout(node: fx.Node, phase: str) -> Relayout | None:
+def relayout_of(node: fx.Node, phase: str) -> Relayout | None:
+    """What `node` is as a conversion; None if it is none."""
     if node.target not in (convert, convert_group):
         return None
     arguments: tuple[Any, ...] = node.args
     _, source, target, axes, size, tags = arguments
     before, after = placement_from_code(source), placement_from_code(target)
     grouped = node.target is convert_group
-    owners = [owner_of(operand, node) for operand in _operands(node)]
+    owners = [owner_of(operand, node) for operand in operands_of(node)]
     owned = tuple(owner is not None for owner in owners)
     private = tuple(map(is_private, owners))
     tags = tuple(tags) if grouped else (tags,)

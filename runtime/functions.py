@@ -11,12 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..strategy.placement import Kind
 from .instructions import Code, Instruction, Mark, Relayout
 from .strides import check_laid_out, laid_out, strides_of
 
+K = TypeVar("K")
 Run = Callable[[list[Any]], list[Any]]
 Bind = Callable[[Any], str]  # gives a value a name in the text of a function
 
@@ -96,7 +97,8 @@ def compile_steps(
                 yield f"    {bind(mark)}({bind(step)}, None, True)"
 
     for i, step in enumerate(steps):
-        for slot in (*step.operands, *_overdue(step, pending)):
+        relayouts = {slot: other.relayout for slot, other in pending.items() if other.relayout}
+        for slot in (*step.operands, *overdue(step.relayout, relayouts)):
             lines.extend(wait_for(slot))
         where[len(lines) + 1] = step
         lines.append(f"    v{step.out} = {dialect.express(step, bind)}  # {step.name}")
@@ -114,18 +116,18 @@ def compile_steps(
     return _function("\n".join(_in_few_variables(lines)) + "\n", known, code.phase)
 
 
-def _overdue(step: Instruction, pending: Mapping[int, Instruction]) -> list[int]:
-    """Of the collectives under way those that are waited for before `step` is issued: where each holds memory until
-    then that its results do not need, there are two at a time."""
-    holding = [slot for slot, other in pending.items() if _holds_what_it_sends(other)]
-    return holding[:-1] if _holds_what_it_sends(step) else []
+def overdue(issued: Relayout | None, pending: Mapping[K, Relayout]) -> list[K]:
+    """Of the collectives under way those that are waited for before `issued` is: where each holds memory until then
+    that its results do not need, there are two at a time."""
+    if issued is None or not _holds_what_it_sends(issued):
+        return []
+    return [slot for slot, other in pending.items() if _holds_what_it_sends(other)][:-1]
 
 
-def _holds_what_it_sends(step: Instruction) -> bool:
+def _holds_what_it_sends(c: Relayout) -> bool:
     """Whether a collective holds whole tensors of which it gives slices, or copies; of gradients perhaps until the end,
     before which nobody reads them."""
-    c = step.relayout
-    return c is not None and (c.kind is Kind.REDUCE_SCATTER or (c.kind is Kind.ALL_REDUCE and c.grouped))
+    return c.kind is Kind.REDUCE_SCATTER or (c.kind is Kind.ALL_REDUCE and c.grouped)
 
 
 def _checks(code: Code, bind: Bind) -> Callable[[int, str, bool], Iterator[str]]:

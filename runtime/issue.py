@@ -30,7 +30,7 @@ from .torch_internals import coalescing_manager
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_WORTH_A_CALL = 2**20  # bytes: copying that much into a buffer and out again takes as long as a call of gloo's
+WORTH_A_CALL = 2**20  # bytes: copying that much into a buffer and out again takes as long as a call of gloo's
 _MAPPED = 2**25  # bytes: from there on glibc's malloc maps memory for each call
 _COALESCING = ("nccl",)  # backends that run several collectives as one without a copy
 _ADDED_AS = {torch.int16: torch.int32}  # neither backend adds these
@@ -141,12 +141,12 @@ class _Together:
         every = range(len(parts))
         if coalesces:
             return [[i] for i in every]
-        alone = [i for i in every if self.adds and _in_place(parts[i], c.owned[i]) and parts[i].nbytes >= _WORTH_A_CALL]
+        alone = [i for i in every if self.adds and may_become_its_sum(parts[i], c.owned[i]) and parts[i].nbytes >= WORTH_A_CALL]
         rest = [i for i in every if i not in alone]
         return [[i] for i in alone] + ([rest] if rest else [])
 
 
-def _in_place(part: Tensor, owned: bool) -> bool:
+def may_become_its_sum(part: Tensor, owned: bool) -> bool:
     """Whether a part may become its own sum."""
     return owned and part.dtype not in _ADDED_AS and part.is_contiguous()
 
@@ -160,12 +160,12 @@ def _all_reduce(c: Relayout, parts: list[Tensor], owned: list[bool], seat: Seat)
     if len(parts) > 1:
         rows, taken = _pack([part[None] for part in parts], seat.scratch)
         buffer = rows.view(-1).to(wide)
-    elif _in_place(parts[0], owned[0]):
+    elif may_become_its_sum(parts[0], owned[0]):
         buffer = parts[0]
     else:
         buffer = parts[0].to(wide, copy=True, memory_format=torch.contiguous_format)
     shapes = [part.shape for part in parts]
-    into = list(map(_in_place, parts, owned))
+    into = list(map(may_become_its_sum, parts, owned))
 
     def reduced() -> list[Tensor]:
         sums = buffer.to(dtype)

@@ -35,11 +35,35 @@ class StrategyError(PartwayError, ValueError):
 
 
 class DoesNotFitError(StrategyError):
-    """No plan was found that keeps to the memory limit; `least`: the bytes that the smallest plan found holds."""
+    """No plan was found that keeps to the memory limit.
 
-    def __init__(self, message: str, least: float) -> None:
-        self.least = least
-        super().__init__(message)
+    where      on which mesh, and among what
+    least      the bytes that the smallest plan found holds
+    limit      the memory limit, in bytes
+    heaviest   what takes up how much
+    advice     what else would do, as sentences
+    """
+
+    def __init__(self, where: str, least: float, limit: float, heaviest: str, advice: str = "") -> None:
+        self.where, self.least, self.limit, self.heaviest, self.advice = where, least, limit, heaviest, advice
+        super().__init__(
+            f"no plan was found {where} that holds less than {least / 1e9:.4g} GB on a device (parameters, gradients, "
+            f"optimizer states, activations and what operators work with), and memory_limit is {limit / 1e9:.4g} GB; "
+            f"a limit of {self.enough / 1e9:.4g} GB would do. The heaviest: {heaviest}"
+            + (f". {advice}" if advice else "")
+        )
+
+    @property
+    def enough(self) -> float:
+        """A limit that would do, in bytes: a little more than `least`, as it is written with four digits."""
+        return self.least * 1.001
+
+    def changed(self, least: float, limit: float, advice: str = "") -> DoesNotFitError:
+        """This error with other figures, and with advice."""
+        return DoesNotFitError(self.where, least, limit, self.heaviest, advice)
+
+    def __reduce__(self) -> tuple[type[DoesNotFitError], tuple[str, float, float, str, str]]:
+        return type(self), (self.where, self.least, self.limit, self.heaviest, self.advice)
 
 
 class ContextError(PartwayError, ValueError):

@@ -16,7 +16,8 @@ from torch import fx
 
 _LINE = "stack_trace"
 _AGAIN = "partway_again"
-_KEYS = ("nn_module_stack", _LINE, _AGAIN)
+_OPERATOR = "partway_operator"
+_KEYS = ("nn_module_stack", _LINE, _AGAIN, _OPERATOR)
 _POSITION = "partway_position"
 
 
@@ -40,6 +41,17 @@ def computed_again(node: fx.Node) -> bool | None:
 def compute_again(node: fx.Node, again: bool) -> None:
     """Note whether the backward computes `node` again where it reads it."""
     node.meta[_AGAIN] = again
+
+
+def operator_of(node: fx.Node) -> str:
+    """The operator of the captured call that `node` is a part of, or of its gradient; empty where nothing was noted."""
+    noted: str = node.meta.get(_OPERATOR, "")
+    return noted
+
+
+def note_operator(node: fx.Node, name: str) -> None:
+    """Note of which operator of the captured call `node` is a part."""
+    node.meta.setdefault(_OPERATOR, name)
 
 
 def number(nodes: Sequence[fx.Node]) -> None:

@@ -15,7 +15,7 @@ from pydantic import PrivateAttr
 from ...strategy.errors import StrategyError
 from .alternatives import Alternatives, Origin
 from .curve import MemoryCurve
-from .data import MemoryPoint, PlanData
+from .data import Memory, MemoryPoint, PlanData
 from .explain import explain
 from .files import load_plan, save_plan
 from .planned_graph import planned_graph
@@ -43,6 +43,10 @@ class Plan(PlanData):
         """This plan, which now knows how to find its alternatives."""
         self._origin = Origin(find)
         return self
+
+    def holding(self, memory: Memory) -> Self:
+        """This plan, of which a device holds `memory`."""
+        return self.model_copy(update={"memory": memory})
 
     def table(self, *, every: bool = False, rows: int | None = None, width: int = 180) -> Report:
         """The plan as a table: operator, strategy, layout, collectives, bytes, predicted time.

@@ -9,7 +9,6 @@ local operators and conversions, the same on every rank, in which every collecti
     step.py             a training step as data: a forward and a backward graph
     differentiate.py    a local program to a step; segments.py cuts it into pieces, of which each kind is traced once
     recompute.py        what the backward computes again in place of keeping it
-    peak.py             how many bytes a rank holds while a step runs
     precision.py        gradients of 16 bits are added up in 32
     accumulate.py       the backwards of steps whose reductions wait for the last one
     apart.py            the backwards of outputs that are differentiated one after another

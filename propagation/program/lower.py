@@ -32,7 +32,7 @@ from ..graph.nodes import (
     tensor_of,
     values_of,
 )
-from ..graph.origins import compute_again, inherit
+from ..graph.origins import compute_again, inherit, note_operator
 from ..graph.port import Port, Role
 from ..islands.flows import gradients_inside
 from ..islands.island import Island
@@ -96,6 +96,7 @@ class _Lowering:
                 for new in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
                     mark(new, region_of(node))
                     inherit(new, node)
+                    note_operator(new, node.name)
                     if node in self.again and new.target is not convert:
                         compute_again(new, node not in self.problem.constants)
         outputs, results = [], []

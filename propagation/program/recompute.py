@@ -4,7 +4,7 @@
 
     planned            what the plan says: search/keeping.py
     checkpointed       what torch.utils.checkpoint was called for: activations
-    within_windows     slices of which a window is kept too: they are a part of it
+    within_others      slices of which a window, or the whole, is kept too: they are a part of it
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import fx
 
 from ...strategy.cut import SliceWindow
-from ...strategy.placement import Kind, placement_from_code
+from ...strategy.placement import Kind, Shard, kind, placement_from_code
 from ..graph.graph import Text
 from ..graph.nodes import draws_random_numbers, is_pointwise, is_view, region_of
-from ..graph.origins import computed_again
+from ..graph.origins import compute_again, computed_again
 from ..ops.collectives import convert, kind_of
 from ..ops.random_numbers import draw
 from ..rules.windows import own_slice, place_in
@@ -67,6 +67,7 @@ def recompute(step: Step, chosen: Collection[fx.Node]) -> Step:
                     values[missing] = values[missing.all_input_nodes[0]]
                     continue
                 values[missing] = backward.node_copy(missing, values.__getitem__)
+                compute_again(values[missing], True)
                 if missing.target is convert:
                     values[missing].args = (*values[missing].args[:-1], len(conversions))
                     conversions.append(_once_more(conversions, missing, len(conversions)))
@@ -176,10 +177,11 @@ def checkpointed(step: Step) -> frozenset[fx.Node]:
     return frozenset(chosen)
 
 
-def within_windows(step: Step) -> tuple[Step, frozenset[fx.Node]]:
-    """`step` with each saved slice of which a window is saved too taken out of that window, and these nodes. (A ReLU's
-    result is kept for its own backward, and the window made of it for that of the convolution behind it.) It has the
-    strides of the window then, and is copied where something else than elementwise operators reads it."""
+def within_others(step: Step) -> tuple[Step, frozenset[fx.Node]]:
+    """`step` with each saved slice of which a window or the whole is saved too taken out of that, and these nodes. (A
+    ReLU's result is kept for its own backward, and the window made of it for that of the convolution behind it; of what
+    a norm reads its sum of squares needs a slice, and its product the whole.) It has the strides of the other then, and
+    is copied where something else than elementwise operators reads it."""
     if step.backward is None:
         return step, frozenset()
     count, forward = len(step.program.outputs), fx.Graph()
@@ -190,18 +192,15 @@ def within_windows(step: Step) -> tuple[Step, frozenset[fx.Node]]:
     # what is elementwise reads any strides
     elementwise = {node: all(is_pointwise(user.target) for user in each.users) for node, each in saved}
     kept = {_detached(node): node for node in results[count:]}
+    conversions = list(step.program.conversions)
     replaced, cut = dict[fx.Node, fx.Node](), set[fx.Node]()
     for node in results[count:]:
-        if windows := _kept_windows(_detached(node), kept):
-            cut_out = kept[windows[0][0]]
-            for _, window in windows:
-                place = place_in(window, own_slice(window))
-                assert place is not None
-                value = cut_out.meta["val"].narrow(window.dim, place, window.cut.width)
-                cut_out = forward.call_function(_slice, (cut_out, window.dim, place, place + window.cut.width))
-                cut_out.meta = {**node.meta, "val": value}
+        if made := _kept_larger(_detached(node), kept):
+            cut_out = kept[made[0]]
+            for larger in made:
+                cut_out = _cut_out_of(cut_out, larger, node, conversions)
                 cut.add(cut_out)
-            if not elementwise[node]:
+            if not elementwise[node] and cut_out.meta["val"].stride() != node.meta["val"].stride():
                 cut_out = forward.call_function(
                     torch.ops.aten.clone.default, (cut_out,), {"memory_format": torch.contiguous_format}
                 )
@@ -211,7 +210,28 @@ def within_windows(step: Step) -> tuple[Step, frozenset[fx.Node]]:
     if not replaced:
         return step, frozenset()
     forward.output((*results[:count], *(replaced.get(node, node) for node in results[count:])))
-    return replace(step, forward=Text(step.forward, forward)), frozenset(cut)
+    program = replace(step.program, conversions=tuple(conversions))
+    return replace(step, program=program, forward=Text(step.forward, forward)), frozenset(cut)
+
+
+def _cut_out_of(whole: fx.Node, larger: fx.Node, node: fx.Node, conversions: list[Conversion]) -> fx.Node:
+    """This rank's slice, which `node` is, of `whole`: of what the conversion `larger` made of it."""
+    _, source, target, axes, size, _ = larger.args
+    window = placement_from_code(str(target))
+    if isinstance(window, SliceWindow):
+        place = place_in(window, own_slice(window))
+        assert place is not None
+        made = whole.graph.call_function(_slice, (whole, window.dim, place, place + window.cut.width))
+        value = whole.meta["val"].narrow(window.dim, place, window.cut.width)
+    else:
+        gather, tag = conversions[_tag(larger)], len(conversions)
+        made = whole.graph.call_function(convert, (whole, target, source, axes, size, tag))
+        value = whole.meta["val"].new_empty(larger.all_input_nodes[0].meta["val"].shape)
+        conversions.append(
+            replace(gather, tag=tag, source=gather.target, target=gather.source, again=True, repeated=False)
+        )
+    made.meta = {**node.meta, "val": value}
+    return made
 
 
 def _is_its_operand(node: fx.Node) -> bool:
@@ -226,17 +246,25 @@ def _detached(node: fx.Node) -> fx.Node:
     return node
 
 
-def _kept_windows(node: fx.Node, kept: Collection[fx.Node]) -> list[tuple[fx.Node, SliceWindow]]:
-    """The exchanges that make of `node` a window that is in `kept`, the last one first; none, if none does. Only
-    windows that hold the slice at one place on all ranks count."""
+def _kept_larger(node: fx.Node, kept: Collection[fx.Node]) -> list[fx.Node]:
+    """The conversions that make of the slice `node` a window, or the whole, that is in `kept`, the last one first;
+    none, if none does."""
     for user in node.users:
-        target = placement_from_code(str(user.args[2])) if user.target is convert else None
-        if isinstance(target, SliceWindow) and not target.adds and place_in(target, own_slice(target)) is not None:
+        if user.target is convert and _holds_its_operand(user):
             if user in kept:
-                return [(user, target)]
-            if further := _kept_windows(user, kept):
-                return [*further, (user, target)]
+                return [user]
+            if further := _kept_larger(user, kept):
+                return [*further, user]
     return []
+
+
+def _holds_its_operand(node: fx.Node) -> bool:
+    """Whether what the conversion `node` gives has a rank's slice, its operand, at one place: of a window that place is
+    the same on all ranks; of a whole all slices are full."""
+    source, target = (placement_from_code(str(code)) for code in node.args[1:3])
+    if isinstance(target, SliceWindow):
+        return not target.adds and place_in(target, own_slice(target)) is not None
+    return kind(source, target) is Kind.ALL_GATHER and isinstance(source, Shard) and source.cut is None
 
 
 def _regions(graph: fx.Graph, results: Iterable[fx.Node]) -> dict[fx.Node, int]:

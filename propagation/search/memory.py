@@ -25,6 +25,7 @@ from .needs import Needs, needs_of
 from .network import network_of
 from .problem import AMONG, Recompute, SearchProblem, Settings
 from .solution import Solution
+from .stretches import SHORTEST, stretches_of
 from .timeline import Timeline, timeline
 
 ROUNDS = 8  # prices that are tried between one that is too low and one that is high enough
@@ -36,7 +37,8 @@ PRICES = (0.1, 1.0)  # of all bytes that there may be, over what is paid for tim
 SWEEPS, MOST = 8, 8.0  # to find what is worth it, and the cost above which plans do not differ, over that of a plan
 GAP = 5e-3  # between a plan and its bound, above which fates are chosen alone too
 CLOSE = 1e-4  # as near to its bound as a plan need be
-COARSE, WIDE_GAP = 2, 1e-2  # how often stretches are joined in pairs, and the gap from which on they are
+WIDE_GAP = 1e-2  # the gap from which on other stretches are tried
+FEW_VERTICES = 400  # of a graph that is cut into short stretches too
 LADDER, STEEP = 8, 12.0  # prices that are tried until one is high enough, each so many times the one before
 
 
@@ -98,7 +100,7 @@ def within_memory(problem: SearchProblem, free: Solution) -> Solution:
     fits; and where a gap is left, fates are chosen alone, with the strategies of either.
 
     What is computed again of a stretch is there at once, and what stands between stretches is kept: where no plan is
-    found, or a gap is left, pairs of stretches are joined. Where a search is much work, only the options are looked at
+    found, or a gap is left, pairs of stretches are joined, or a graph of few operators is cut more often. Where a search is much work, only the options are looked at
     that seem worth it, with or without a price of a byte: see `_promising`.
     """
     needs = needs_of(problem.graph, problem.tensors.flows)
@@ -108,17 +110,24 @@ def within_memory(problem: SearchProblem, free: Solution) -> Solution:
     whole = keep_problem(problem, needs, only_free=False)
     found: list[tuple[Point, float]] = []
     refused: list[DoesNotFitError] = []
-    for coarse in range(COARSE):
-        if found and found[0][0].cost <= found[0][1] * (1 + WIDE_GAP):
+    for stretches in _cuts(whole):
+        if any(point.cost <= bound * (1 + WIDE_GAP) for point, bound in found):
             break
-        joined = replace(whole, stretches=tuple(number >> coarse for number in whole.stretches))
         try:
-            found.append(_best(joined, free, limit, first))
+            found.append(_best(replace(whole, stretches=stretches), free, limit, first))
         except DoesNotFitError as error:
             refused.append(error)
     if not found:
         raise min(refused, key=lambda error: error.least)
     return replace(_solution(free, *min(found, key=lambda pair: pair[0].cost)), binding=True)
+
+
+def _cuts(whole: KeepProblem) -> Iterator[tuple[int, ...]]:
+    """Where a graph is cut into stretches, one way after the other."""
+    yield whole.stretches
+    yield tuple(number // 2 for number in whole.stretches)
+    if len(whole.problem.vertices) <= FEW_VERTICES:
+        yield stretches_of(whole.problem, SHORTEST // 2)
 
 
 def _best(whole: KeepProblem, free: Solution, limit: float, first: Point) -> tuple[Point, float]:
@@ -264,7 +273,7 @@ class _Search:
                 above = point
                 self.look_at(point, forgetting)
                 price *= STEEP
-        raise DoesNotFitError(_too_little(self.problem, least, self.limit), least.peak)
+        raise _too_little(self.problem, least, self.limit)
 
     def _start(self) -> None:
         """A byte costs something at the peak of the first plan."""
@@ -345,6 +354,8 @@ def _read(problem: KeepProblem, numbers: tuple[int, ...], at: Floats, between: f
     kept: Kept = problem.read_off(numbers, at, between)
     when = timeline(problem, kept.choice, kept)
     held = np.maximum(when.total, when.forward)
+    if problem.problem.beside is not None:
+        held = held + problem.problem.beside
     choice = problem.original(kept.choice)
     return Point(numbers, choice, kept.keeping, kept.cost, kept.held, held, when, kept.prices)
 
@@ -364,8 +375,8 @@ def _solution(free: Solution, point: Point, bound: float) -> Solution:
     return replace(free, choice=point.choice, cost=point.cost, bound=bound, keeping=point.keeping, held=point.when)
 
 
-def _too_little(problem: KeepProblem, least: Point, limit: float) -> str:
-    """Why no plan keeps to the limit, and which would do; `least` is the plan that holds the least."""
+def _too_little(problem: KeepProblem, least: Point, limit: float) -> DoesNotFitError:
+    """That no plan keeps to the limit; `least` is the plan that holds the least."""
     of, always = problem.problem, least.when.always
     phase, at = least.when.moment
     held = [*((size, name) for name, size in always.items())]
@@ -380,10 +391,5 @@ def _too_little(problem: KeepProblem, least: Point, limit: float) -> str:
     held.sort(reverse=True)
     heaviest = ", ".join(f"{name} {size / 1e9:.3g} GB" for size, name in held[:5] if size)
     heaviest += f", in the {phase} of {of.vertices[at].name}"
-    among = AMONG if of.approximate else ""
-    return (
-        f"no plan was found on the mesh {of.settings.mesh}{among} that holds less than {least.peak / 1e9:.4g} GB on a "
-        "device (parameters, gradients, optimizer states, activations and what operators work with), and memory_limit "
-        f"is {limit / 1e9:.4g} GB; a limit of {least.peak / 1e9 * 1.001:.4g} GB would do. The heaviest: "
-        f"{heaviest}"
-    )
+    where = f"on the mesh {of.settings.mesh}{AMONG if of.approximate else ''}"
+    return DoesNotFitError(where, least.peak, limit, heaviest)

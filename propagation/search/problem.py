@@ -297,6 +297,7 @@ class SearchProblem:
     allowed       the layouts that annotations allow, as `formulate` took them
     as_it_lies    the outputs that may stay split, as `formulate` took them
     approximate   `keep_cheapest` left options out
+    beside        bytes that the step holds while each vertex runs beside what the search counts, as far as is known
     """
 
     graph: Graph
@@ -309,6 +310,7 @@ class SearchProblem:
     allowed: Allowed = field(repr=False)
     as_it_lies: frozenset[str] = field(repr=False)
     approximate: bool = False
+    beside: Floats | None = field(default=None, repr=False)
 
     def table(self, v: Value, *, output: bool = False) -> ConversionTable:
         """The costs of converting the tensor `v`; `output`: into the layout that an output has."""

@@ -17,9 +17,10 @@ from .problem import SearchProblem, VertexKind
 SHORTEST, LONGEST = 10, 64  # vertices of a stretch: a block of a network has dozens
 
 
-def stretches_of(problem: SearchProblem) -> tuple[int, ...]:
+def stretches_of(problem: SearchProblem, shortest: int = SHORTEST) -> tuple[int, ...]:
     """The number of the stretch that each vertex is in, ascending. Inputs are in the stretch that first reads them, so
-    that nothing is kept for them; no call of torch.utils.checkpoint is cut."""
+    that nothing is kept for them; no call of torch.utils.checkpoint is cut. `shortest`: vertices that one has at least.
+    """
     count = len(problem.vertices)
     change = [0] * (count + 1)
     last = list(range(count))
@@ -38,7 +39,7 @@ def stretches_of(problem: SearchProblem) -> tuple[int, ...]:
     for start, stop in _regions(problem):
         may[start + 1 : stop + 1] = [False] * (stop - start)
     begin = inputs.index(False) if False in inputs else count
-    starts = _cuts(crossing, may, begin)
+    starts = _cuts(crossing, may, begin, shortest)
     numbers = [0] * count
     for number, (start, stop) in enumerate(itertools.pairwise([*starts, count])):
         numbers[start:stop] = [number] * (stop - start)
@@ -57,12 +58,12 @@ def at_hand(problem: SearchProblem) -> list[bool]:
     return inputs
 
 
-def _cuts(crossing: Sequence[int], may: Sequence[bool], begin: int) -> list[int]:
+def _cuts(crossing: Sequence[int], may: Sequence[bool], begin: int, shortest: int) -> list[int]:
     """Where stretches start: the next one where the fewest values cross, among the near places where it `may`, or else
     at the first such place behind them."""
     starts = [begin]
     while True:
-        places = [here for here in range(starts[-1] + SHORTEST, len(crossing) - SHORTEST + 1) if may[here]]
+        places = [here for here in range(starts[-1] + shortest, len(crossing) - shortest + 1) if may[here]]
         near = [here for here in places if here <= starts[-1] + LONGEST]
         if not places:
             return starts

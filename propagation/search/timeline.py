@@ -77,6 +77,7 @@ class _Timeline:
         self.readers: list[list[int]] = [[] for _ in range(count)]  # of each vertex its consumers
         self.producers: list[list[int]] = [[] for _ in range(count)]
         self.reading: list[list[int]] = [[] for _ in range(count)]  # of these, those whose backward reads it
+        self.viewed = [False] * count  # of each vertex whether a backward reads a view of what it makes
         for number, edge in enumerate(self.edges):
             self.entering[edge.consumer].append(number)
             self.readers[edge.producer].append(edge.consumer)
@@ -112,9 +113,11 @@ class _Timeline:
         """What reads a view reads what that is a view of, and what reads a hub that takes no memory what that is of."""
         for i in reversed(range(len(self.vertices))):
             hub = self.vertices[i].kind is VertexKind.HUB and self.keeping.fates[i] is not Fate.KEPT
-            if hub or self.p.facts[i].view or self._lies_in_what_is_kept(i):
+            view = self.p.facts[i].view
+            if hub or view or self._lies_in_what_is_kept(i):
                 for producer in self.producers[i]:
                     self.reading[producer] += self.reading[i]
+                    self.viewed[producer] = self.viewed[producer] or (view and bool(self.reading[i]))
 
     def _input(self, i: int) -> None:
         vertex, option = self.vertices[i], self.choice[i]
@@ -134,7 +137,7 @@ class _Timeline:
         earliest = min([*self.reading[i], *([i] if facts.own else [])], default=None)
         if fate is Fate.AGAIN:
             self._add("again", i, max(start, i), beside)
-            if facts.read and earliest is not None:
+            if (facts.read or self.viewed[i]) and earliest is not None:
                 self._add("again", earliest, max(start, earliest), made)
             return
         self._add("kept", i, last, beside)

@@ -43,7 +43,7 @@ def test_every_pass_has_a_name_of_its_own_and_makes_a_field_of_its_draft() -> No
     names = [each.name for each in (*PLANNING, *STEP)]
     assert names == [
         "annotate", "formulate", "search", "lower", "make_plan", "differentiate", "recompute",
-        "recompute_within_windows", "reduce_in_float32", "scale_gradients", "separate", "fuse",
+        "recompute_within_others", "reduce_in_float32", "scale_gradients", "separate", "fuse",
     ]  # fmt: skip
     assert {each.makes for each in PLANNING} <= set(passes.PlanDraft.__dataclass_fields__)
     assert {each.makes for each in STEP} <= set(passes.StepDraft.__dataclass_fields__)

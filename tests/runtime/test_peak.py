@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import partway as pw
-from partway.propagation.program.peak import moments
+from partway.runtime.peak import moments
 from partway.propagation.program.step import calls_of
 
 
@@ -66,7 +66,7 @@ def test_parts_of_a_split_are_views():
     x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
     model = planned(lambda x: sum(p.exp().sum() for p in torch.sin(x).split(4, 1)), x)
     held = {f"{m.phase} {m.node.name}": m.held for m in moments(model.program.step)}
-    assert held["forward getitem_1"] == held["forward getitem"] == held["forward split"]
+    assert held["forward getitem_1"] == held["forward getitem"] <= held["forward split"]
 
 
 def test_a_step_without_a_backward_has_a_forward_only():
