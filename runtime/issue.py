@@ -141,7 +141,11 @@ class _Together:
         every = range(len(parts))
         if coalesces:
             return [[i] for i in every]
-        alone = [i for i in every if self.adds and may_become_its_sum(parts[i], c.owned[i]) and parts[i].nbytes >= WORTH_A_CALL]
+        alone = [
+            i
+            for i in every
+            if self.adds and may_become_its_sum(parts[i], c.owned[i]) and parts[i].nbytes >= WORTH_A_CALL
+        ]
         rest = [i for i in every if i not in alone]
         return [[i] for i in alone] + ([rest] if rest else [])
 

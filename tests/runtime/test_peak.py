@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import partway as pw
-from partway.runtime.peak import moments
 from partway.propagation.program.step import calls_of
+from partway.runtime.peak import moments
 
 
 @pytest.fixture(autouse=True)
