@@ -1,7 +1,8 @@
 """The plan of a search whose step keeps to the memory limit.
 
 What a step holds beside what the search counts - groups of collectives under way, most of all - is known once the step
-is made. So near the limit the step is made, and what it holds is read off its graphs; where that is too much, the search
+is made. So near the limit the step is made, and what it holds is read off its graphs; where that is too much, the
+search
 is done again, and told at which operators that is.
 """
 

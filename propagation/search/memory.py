@@ -100,7 +100,8 @@ def within_memory(problem: SearchProblem, free: Solution) -> Solution:
     fits; and where a gap is left, fates are chosen alone, with the strategies of either.
 
     What is computed again of a stretch is there at once, and what stands between stretches is kept: where no plan is
-    found, or a gap is left, pairs of stretches are joined, or a graph of few operators is cut more often. Where a search is much work, only the options are looked at
+    found, or a gap is left, pairs of stretches are joined, or a graph of few operators is cut more often. Where a
+    search is much work, only the options are looked at
     that seem worth it, with or without a price of a byte: see `_promising`.
     """
     needs = needs_of(problem.graph, problem.tensors.flows)
