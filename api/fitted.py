@@ -2,8 +2,7 @@
 
 What a step holds beside what the search counts - groups of collectives under way, most of all - is known once the step
 is made. So near the limit the step is made, and what it holds is read off its graphs; where that is too much, the
-search
-is done again, and told at which operators that is.
+search is done again, and told at which operators that is.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from partway.passes import SEARCHING, Around, PlanDraft, Planned, applied, fused, lowered, make_step, run
 from partway.propagation.cost.conversion import Floats
@@ -44,7 +44,7 @@ def fitted(draft: PlanDraft, around: Around[PlanDraft] = applied) -> Fitted:
     if limit is None or planned.plan.memory.total < NEAR * limit:
         return Fitted(draft, planned)
     for tried in range(TRIES):
-        step = fused(make_step(draft.inputs, planned, differentiated(draft.inputs.graph))).step
+        step = _step_of(draft, planned)
         memory = memory_of(planned.plan, step)
         least = min(least, memory.total)
         if memory.total <= limit or draft.inputs.replayed is not None:
@@ -58,6 +58,11 @@ def fitted(draft: PlanDraft, around: Around[PlanDraft] = applied) -> Fitted:
             raise error.changed(min(error.least, least), limit) from None
         planned = lowered(draft, around)
     raise DoesNotFitError(f"on the mesh {draft.mesh}", least, limit, str(memory))
+
+
+def _step_of(draft: PlanDraft, planned: Planned) -> Step:
+    with torch.inference_mode(False):  # which would record no gradients
+        return fused(make_step(draft.inputs, planned, differentiated(draft.inputs.graph))).step
 
 
 def _searched_again(draft: PlanDraft, first: PlanDraft, beside: Floats, around: Around[PlanDraft]) -> PlanDraft:

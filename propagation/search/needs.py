@@ -40,7 +40,7 @@ def needs_of(graph: Graph, flows: frozenset[Value]) -> dict[fx.Node, Needs]:
     known: dict[object, Needs] = {}
     found: dict[fx.Node, Needs] = {}
     constants = _constants(graph)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         for node in graph.nodes:
             if node.target is operator.getitem:
                 continue
