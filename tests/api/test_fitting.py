@@ -1,6 +1,7 @@
 """What would do where nothing fits: found by planning again, and true."""
 
 import gc
+import pickle
 import re
 import weakref
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import partway as pw
-from partway.fitting import batch_of, what_fits, with_batch
+from partway.fitting import batch_of, least_limit, what_fits, with_batch
 from partway.strategy import Mesh
 from partway.strategy.errors import DoesNotFitError
 
@@ -87,3 +88,29 @@ def test_a_plan_holds_nothing_of_the_call_that_it_was_made_for() -> None:
     gc.collect()
     assert held() is None
     assert compiled.plan.memory.total > 0
+
+
+def test_a_limit_is_raised_until_a_plan_keeps_to_it() -> None:
+    asked = []
+
+    def within(limit: float) -> None:
+        asked.append(limit)
+        if limit < 1200:
+            raise DoesNotFitError("on the mesh dp=2", limit * 1.1, limit, "parameters 0.1 GB")
+
+    error = DoesNotFitError("on the mesh dp=2", 1000.0, 900.0, "parameters 0.1 GB")
+    assert least_limit(error, within) == pytest.approx(asked[-1] / 1.001)
+    assert asked == sorted(asked)
+    assert asked[-1] >= 1200
+
+
+def test_an_error_says_what_would_do_and_survives_a_pickle() -> None:
+    error = DoesNotFitError("on the mesh dp=2", 2e9, 1e9, "parameters 1 GB", "Planned again, it fits on 4 devices")
+    assert str(error) == (
+        "no plan was found on the mesh dp=2 that holds less than 2 GB on a device (parameters, gradients, optimizer states, "
+        "activations and what operators work with), and memory_limit is 1 GB; a limit of 2.002 GB would do. The heaviest: "
+        "parameters 1 GB. Planned again, it fits on 4 devices"
+    )
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert (again.least, again.limit) == (error.least, error.limit)

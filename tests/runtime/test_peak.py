@@ -1,13 +1,16 @@
 """The bytes that a step holds, from its text, against small steps that can be counted by hand and the plan's own."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
+from live_bytes import LiveBytes
 from torch import nn
 
 import partway as pw
 from partway.propagation.program.step import calls_of
-from partway.runtime.peak import moments
+from partway.runtime.peak import moments, peak
 
 
 @pytest.fixture(autouse=True)
@@ -86,3 +89,38 @@ def test_a_plan_predicts_what_its_step_holds(recompute, share):
     static = memory.parameters + memory.optimizer + memory.inputs
     found = max(m.held for m in moments(model.program.step))
     assert found == pytest.approx(memory.total - static, rel=0.15)
+
+
+# -- collectives under way
+
+
+SPLIT = {"parallel_optimizer_threshold": 0}
+CASES = {
+    "weights split at rest": {"enable_parallel_optimizer": True, "parallel_optimizer_config": SPLIT},
+    "weights split at rest, each by itself": {
+        "enable_parallel_optimizer": True, "parallel_optimizer_config": SPLIT, "comm_fusion": {"openstate": False},
+    },
+    "whole weights": {},
+    "whole weights, in small groups": {"comm_fusion": {"allreduce": {"mode": "index", "config": [1]}}},
+}  # fmt: skip
+
+
+def check_live(options):
+    """Of a step in this process what lives is what its text says."""
+    pw.reset_auto_parallel_context()
+    pw.set_auto_parallel_context(**options)
+    model = pw.shard(Net(layers=4, width=64), mesh={"dp": 2}, in_strategy=(("dp", None),))
+    x = pw.data.to_global(torch.randn(64, 64), ("dp", None), {"dp": 2})
+    model(x).backward()  # which plans
+    model.zero_grad()
+    gc.collect()
+    with LiveBytes() as live:
+        model(x).backward()
+    predicted = peak(model.program.step).held
+    assert abs(predicted - live.peak) <= 0.03 * live.peak, (predicted, live.peak)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", CASES)
+def test_on_processes_as_much_lives_as_the_text_says(on_ranks, name):
+    on_ranks(2, check_live, CASES[name])

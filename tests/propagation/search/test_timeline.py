@@ -107,3 +107,22 @@ def test_a_hub_lies_in_the_memory_of_what_it_is_of(lab):
     problem, kept, found = of_whole(lab, fn, (4, 8))
     assert kept.keeping.fates[at(problem, "tanh")] is Fate.KEPT
     assert float(found.kept[at(problem, "hub of tanh")]) == SIZE
+
+
+def test_what_a_backward_reads_a_view_of_is_there_when_it_is_computed_again(lab):
+    def fn(x, w):
+        y = F.linear(torch.tanh(x), w)  # of which the product reads views
+        return (y.view(8, 32) @ y.view(32, 8)).sin().sum()
+
+    tensors = [torch.randn(32, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)]
+    problem = lab.problem_of(fn, tensors, lab.LINE)
+    needs = needs_of(problem.graph, problem.tensors.flows)
+    choice = dynamic_programming(problem).choice
+    own = keep_problem(problem, needs, only_free=False).at(choice)
+    again = {at(problem, name) for name in ("linear", "hub of linear", "view", "view_1")}
+    numbers = [facts.fates.index(Fate.AGAIN) if i in again else 0 for i, facts in enumerate(own.facts)]
+    kept = own.read_off(numbers, np.zeros(len(numbers)))
+    linear = at(problem, "linear")
+    found = timeline(own, kept.choice, kept)
+    made = float(problem.vertices[linear].options.made[choice[linear]])
+    assert float(found.again[at(problem, "matmul")]) >= made > 0
