@@ -17,6 +17,7 @@ run the same instructions, and tell `record_collectives` of the same collectives
     launching/          what started this one; the scheduler and its workers; who is let in
     watch.py            what ranks know of each other: agreement.py, ledger.py, doing.py
     record.py           what ran, and when
+    peak.py             how many bytes a rank holds while a step runs, from its text
 """
 
 from __future__ import annotations

@@ -107,9 +107,9 @@ def test_a_limit_is_raised_until_a_plan_keeps_to_it() -> None:
 def test_an_error_says_what_would_do_and_survives_a_pickle() -> None:
     error = DoesNotFitError("on the mesh dp=2", 2e9, 1e9, "parameters 1 GB", "Planned again, it fits on 4 devices")
     assert str(error) == (
-        "no plan was found on the mesh dp=2 that holds less than 2 GB on a device (parameters, gradients, optimizer states, "
-        "activations and what operators work with), and memory_limit is 1 GB; a limit of 2.002 GB would do. The heaviest: "
-        "parameters 1 GB. Planned again, it fits on 4 devices"
+        "no plan was found on the mesh dp=2 that holds less than 2 GB on a device (parameters, gradients, optimizer "
+        "states, activations and what operators work with), and memory_limit is 1 GB; a limit of 2.002 GB would do. "
+        "The heaviest: parameters 1 GB. Planned again, it fits on 4 devices"
     )
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error)

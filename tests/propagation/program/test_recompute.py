@@ -441,3 +441,32 @@ def test_random_numbers_and_running_statistics_are_the_same_when_computed_again(
     assert all(torch.equal(again[key], grads[key]) for key in grads)
     assert all(torch.equal(again_buffers[name], buffers[name]) for name in buffers)
     assert held < most
+
+
+class Squares(nn.Module):
+    """Of what a norm reads, its sum of squares needs a slice, and its product the whole."""
+
+    def __init__(self, square=torch.square, sine=torch.sin):
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.out = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
+        self.square, self.sine = square, sine
+
+    def forward(self, x):
+        y = torch.tanh(self.into(x))
+        return self.square(y).sum().sin() * self.out(self.sine(y)).sin().sum()
+
+
+@pytest.mark.parametrize("split", [("dp", None), (None, "dp")], ids=["rows", "columns"])
+def test_a_slice_of_which_the_whole_is_kept_too_is_taken_out_of_it(split):
+    pw.set_algo_parameters(recompute="none")
+    square = pw.shard(torch.square, in_strategy=(split,))
+    sine = pw.shard(torch.sin, in_strategy=((None, None),))
+    into = {"into": {"out_strategy": (split,)}}
+    model = pw.shard(Squares(square, sine), mesh={"dp": 4}, in_strategy=((None, None),), module_plan=into)
+    check(model, Squares(), batch())
+    assert any(node.target is convert for node in saved(model))
+    assert not [node for node in saved(model) if node.name.startswith(("tanh", "detach"))]
+    calls = model.program.step.backward.graph.find_nodes(op="call_function", target=convert)
+    assert Kind.SLICE in {kind_of(*node.args[1:3]) for node in calls}
+    assert carried(model.program.collectives) == carried(model.plan.collectives)
