@@ -8,6 +8,7 @@ A model is trained on 2 gloo processes, data parallel, float32, in these ways, w
     DDP, blocks             every block is checkpointed, as `gradient_checkpointing_enable` of transformers does it
     DDP, partitioner        the graphs of AOTAutograd's min-cut partitioner, run operator by operator as ours are,
                             with the largest memory budget under which the step keeps to the limit
+    Partway, nothing again  the plan without a limit and with `recompute="none"`
     Partway                 the plan without a limit
     Partway, limited        the plan with `memory_limit`
 
@@ -78,7 +79,7 @@ class _Partitioned(nn.Module):
     def __init__(self, model: nn.Module, batch: Batch, budget: float) -> None:
         super().__init__()
         self.exported = torch.export.export(model, batch, strict=False).module()  # asks for no values any more
-        names = [name for name, _ in self.exported.named_parameters()]
+        names = [name for name, _ in self._held()]
 
         def run(*flat: Tensor) -> Any:
             parameters = dict(zip(names, flat, strict=False))
@@ -89,11 +90,14 @@ class _Partitioned(nn.Module):
             self(*batch)
 
     def forward(self, *batch: Tensor) -> Any:
-        return self._run(*self.exported.parameters(), *batch)
+        return self._run(*(tensor for _, tensor in self._held()), *batch)
+
+    def _held(self) -> list[tuple[str, Tensor]]:
+        return [*self.exported.named_parameters(), *self.exported.named_buffers()]
 
 
-def _sharded(model: nn.Module, batch: Batch, limit: float) -> nn.Module:
-    pw.set_algo_parameters(optimizer_states=0.0, memory_limit=limit)
+def _sharded(model: nn.Module, batch: Batch, limit: float, recompute: str = "auto") -> nn.Module:
+    pw.set_algo_parameters(optimizer_states=0.0, memory_limit=limit, recompute=recompute)
     by = tuple(("dp", *(None,) * (tensor.dim() - 1)) for tensor in batch)
     sharded: nn.Module = pw.shard(model, mesh={"dp": RANKS}, in_strategy=by)
     return sharded
@@ -131,6 +135,7 @@ def _compared(work: Workload, share: float, rounds: int) -> dict[str, Any]:
     for budget in BUDGETS:
         if add("DDP, partitioner", _ddp(_Partitioned(made(), mine, budget)), mine) <= limit:
             break
+    add("Partway, nothing again", _sharded(made(), ours, math.inf, "none"), ours)
     add("Partway", _sharded(made(), ours, math.inf), ours)
     add(OURS, _sharded(made(), ours, limit), ours)
     seconds: dict[str, list[float]] = {way: [] for way in models}

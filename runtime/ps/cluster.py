@@ -37,6 +37,7 @@ _RECONNECT = 1.0  # seconds without Ray's head after which its cluster is taken 
 _ASK = (
     10.0  # seconds of waiting after which the coordinator is asked whether it is there, and in which it has to answer
 )
+_STARTS = 120.0  # seconds in which a new coordinator has to answer
 
 
 class Gone(RuntimeStateError):
@@ -415,6 +416,16 @@ class Link:
             self.ask(COORDINATOR, "pid", patience=_ASK)
         except TimeoutError:
             raise Gone(f"the coordinator at {self._site.address} does not answer") from None
+
+    def await_coordinator(self) -> None:
+        """Return when the coordinator, which has just been started, answers: that takes long where all cores are busy,
+        and until then it has not gone. Raises RuntimeStateError where it does not."""
+        try:
+            self.ask(COORDINATOR, "pid", patience=_STARTS)
+        except TimeoutError:
+            raise RuntimeStateError(
+                f"the coordinator at {self._site.address} did not start within {_STARTS:.0f} s; look at Ray's logs"
+            ) from None
 
     def ask(self, name: str, method: str, *arguments: Any, patience: float | None = None) -> Any:
         """What an actor answers."""

@@ -232,6 +232,7 @@ class _Scheduler:
             self._node.start(60)
         self._link.again()
         cluster.start_coordinator(self._plan, self._site)
+        self._link.await_coordinator()
         self._link.ask(COORDINATOR, "place_servers", self._servers)
 
 
@@ -339,6 +340,7 @@ def _alone(wanted: settings.Settings) -> None:
     atexit.register(cluster.leave)
     link = Link(site, _receive_patience())
     cluster.start_coordinator(plan, site)
+    link.await_coordinator()
     link.ask(COORDINATOR, "place_servers", plan.servers)
     _session.append(Session(site, plan, link, 0, _receive_patience()))
 
