@@ -9,7 +9,11 @@ from torch import fx
 
 from ..graph.nodes import stays
 from ..ops.islands import island, island_of
-from ..torch_internals import FakeTensor, tree_map
+from ..torch_internals import FakeTensor, OpOverload, makes_memory, tree_map
+
+
+# Written as others, and what they give is new whatever these are.
+_PRODUCTS = {torch.ops.aten.linear.default, torch.ops.aten.matmul.default}
 
 
 def leave_meta(module: fx.GraphModule) -> None:
@@ -29,15 +33,31 @@ def leave_meta(module: fx.GraphModule) -> None:
 
 
 def prune(module: fx.GraphModule) -> None:
-    """Drop asserts on meta data (they hold for the captured signature) and what nothing uses. Views become
-    reshapes: whether one needs a copy depends on strides, and a local part has strides of its own."""
+    """Drop asserts on meta data (they hold for the captured signature), copies that nobody can tell from what they are
+    of (dropout in evaluation is one), and what nothing uses. Views become reshapes: whether one needs a copy depends on
+    strides, and a local part has strides of its own."""
     for node in reversed(list(module.graph.nodes)):
         if node.target in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
             node.target = torch.ops.aten.reshape.default
         if node.op == "call_function" and "_assert" in str(node.target):
             module.graph.erase_node(node)
+        elif _copies_in_vain(node):
+            node.replace_all_uses_with(node.all_input_nodes[0])
     module.graph.eliminate_dead_code(is_impure_node=stays)
     module.recompile()
+
+
+def _copies_in_vain(node: fx.Node) -> bool:
+    """Whether a call copies what an operator has just made, and the copy lies in memory as that does. What is returned
+    stays a copy: it may be written into."""
+    if node.target is not torch.ops.aten.clone.default:
+        return False
+    (made,) = node.all_input_nodes
+    if not isinstance(made.target, OpOverload) or not (made.target in _PRODUCTS or makes_memory(made.target)):
+        return False
+    value, copy = made.meta.get("val"), node.meta.get("val")
+    alike = isinstance(value, torch.Tensor) and isinstance(copy, torch.Tensor) and value.stride() == copy.stride()
+    return alike and all(user.op != "output" for user in node.users)
 
 
 def name_islands(module: fx.GraphModule) -> None:

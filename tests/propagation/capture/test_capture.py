@@ -131,3 +131,18 @@ def test_meta_tensors_are_captured_like_others():
 
 
 # -- what capture leaves behind, and what it cannot keep
+
+
+def test_a_copy_of_what_was_just_made_is_not_made_again():
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+
+    def copies(fn):
+        graph = capture(fn, (x, w), {})
+        return sum(node.target is torch.ops.aten.clone.default for node in graph.nodes)
+
+    assert copies(lambda x, w: (F.dropout(x @ w, 0.0) * 2).sum()) == 0
+    assert copies(lambda x, w: ((x @ w).clone() * 2).sum()) == 0
+    assert copies(lambda x, w: (x.clone() * w).sum()) == 1  # of an input, which the caller may write into
+    assert copies(lambda x, w: (x @ w).clone()) == 1  # what is returned
+    assert copies(lambda x, w: ((x @ w).t().contiguous() * 2).sum()) == 1  # it lies otherwise
+    assert copies(lambda x, w: ((x @ w)[:2].clone() * 2).sum()) == 1  # of a part
