@@ -53,6 +53,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from partway.annotations.constrain import constrained_modules
 from partway.compiling import device_profile
+from partway.fitted import fitted
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.passes import (
@@ -60,7 +61,6 @@ from partway.passes import (
     SEARCHING,
     PlanDraft,
     lowered,
-    make_step,
     memory_limit,
     run,
     search_on_mesh,
@@ -71,7 +71,6 @@ from partway.plan_inputs import PlanInputs
 from partway.propagation.capture.capture import capture
 from partway.propagation.cost.cost import collective_cost
 from partway.propagation.graph.nodes import module_path, operator_name
-from partway.propagation.graph.queries import differentiated
 from partway.propagation.plan.plan import Plan
 from partway.propagation.search.eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
 from partway.propagation.search.keeping import CHEAP, Fate, KeepProblem, keep_problem
@@ -114,6 +113,8 @@ def llama(model: Model, layers: int) -> LlamaForCausalLM:
     made.bfloat16()
     return made
 
+
+FITTED = "fitted"  # making the step, and searching again where it holds too much
 
 # -- Recipes -----------------------------------------------------------------------------------------------------------
 
@@ -433,7 +434,7 @@ class Row:
     @property
     def beside_capture(self) -> float:
         """CPU seconds of everything but capture."""
-        return sum(self.seconds.get(name, 0.0) for name in PASSES if name != "capture")
+        return sum(self.seconds.get(name, 0.0) for name in (*PASSES, FITTED) if name != "capture")
 
 
 def planned(case: Case, layers: int) -> Row:
@@ -465,10 +466,15 @@ def planned(case: Case, layers: int) -> Row:
         )
     except StrategyError as error:
         return Row(limit=limit, seconds=seconds, why=str(error))
-    made = lowered(draft, around)
-    if recipe is None:
-        make_step(inputs, made, differentiated(graph), around)
-    return _row(made.plan, draft, limit, seconds)
+    if recipe is not None:
+        return _row(lowered(draft, around).plan, draft, limit, seconds)
+    begin, before = time.process_time(), sum(seconds.values())
+    try:
+        made = fitted(draft, around)
+    except StrategyError as error:
+        return Row(limit=limit, seconds=seconds, why=str(error))
+    seconds[FITTED] = time.process_time() - begin - (sum(seconds.values()) - before)
+    return _row(made.planned.plan, made.draft, limit, seconds)
 
 
 def _by_recipe(inputs: PlanInputs, mesh: Mesh, again: Again, limit: float) -> PlanDraft:
@@ -490,10 +496,8 @@ def _row(plan: Plan, draft: PlanDraft, limit: float, seconds: Mapping[str, float
         if re.search("linear|scaled_dot_product", operator.operator):
             kind = operator.operator.split(".")[1].replace("scaled_dot_product_", "")
             fates[f"{kind} {operator.fate}"] += 1
-    held = draft.solution.held
-    assert held is not None
     return Row(
-        peak=held.peak,
+        peak=plan.memory.total,
         limit=limit,
         cost=draft.solution.cost,
         gap=None if math.isinf(draft.solution.bound) else draft.solution.cost / draft.solution.bound - 1,

@@ -11,7 +11,6 @@ from ..graph.nodes import stays
 from ..ops.islands import island, island_of
 from ..torch_internals import FakeTensor, OpOverload, makes_memory, tree_map
 
-
 # Written as others, and what they give is new whatever these are.
 _PRODUCTS = {torch.ops.aten.linear.default, torch.ops.aten.matmul.default}
 
