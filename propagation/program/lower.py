@@ -17,11 +17,14 @@ from torch import fx
 
 from ...strategy.cut import SliceWindow
 from ...strategy.layout import Layout
-from ...strategy.placement import Kind, Shard, kind
+from ...strategy.layout import layout as layout_of
+from ...strategy.placement import REPLICATE, Kind, Placement, Shard, kind
 from ..cost.conversion import ConversionStep, once_more, with_cuts
 from ..graph.graph import Text
 from ..graph.nodes import (
     Value,
+    draws_random_numbers,
+    is_pointwise,
     mark,
     module_path,
     operands,
@@ -46,6 +49,8 @@ from ..search.problem import Option, SearchProblem, Vertex, VertexKind
 from .local_program import Conversion, LocalProgram, PlacedPort
 
 _slice = torch.ops.aten.slice.Tensor
+_expand, _index = torch.ops.aten.expand.default, torch.ops.aten.index.Tensor
+LARGE_CONSTANT = 1e6  # bytes from which on a part of a constant is computed as such, and not cut out of the whole
 
 
 def lower(problem: SearchProblem, choice: tuple[int, ...], keeping: Keeping | None = None) -> LocalProgram:
@@ -78,6 +83,7 @@ class _Lowering:
         self.joint = self._joint_windows()
         self.again, self.repeated = _again(problem, choice, keeping)
         self.cost += keeping.cost if keeping else 0.0
+        self.constant_parts: dict[fx.Node, fx.Node] = {}  # what was written for a part of a constant: of which
         self.regions: dict[tuple[fx.Node, int], int] = {}  # those of torch.utils.checkpoint inside islands
 
     def program(self) -> LocalProgram:
@@ -94,6 +100,10 @@ class _Lowering:
                 before = len(self.graph.nodes)
                 self._emit(node)
                 for new in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
+                    if (constant := self.constant_parts.get(new)) is not None:
+                        inherit(new, constant)
+                        note_operator(new, constant.name)
+                        continue
                     mark(new, region_of(node))
                     inherit(new, node)
                     note_operator(new, node.name)
@@ -282,6 +292,11 @@ class _Lowering:
         """The node that holds `v` laid out as `target`, made of conversions where there is none yet."""
         if (v, target) in self.local:
             return self.local[v, target]
+        if self._is_computed_in_parts(v, target):
+            plain = _aligned(target, _shape(v), _shape(v))  # a copy for work of its own is as good as one
+            node = self.local[v, target] = self._constant_part(v, plain, consumer, at)
+            compute_again(node, False)
+            return node
         here, producer = self.base[v]
         table = self.problem.table(v, output=bool(where))
         again = (v, target) in self.repeated
@@ -300,6 +315,48 @@ class _Lowering:
                     node = self._convert(node, v, exact, whole_bytes, producer, consumer, at, where or at.name, again)
                 self.local[v, step.after] = node
             node, here = self.local[v, step.after], step.after
+        return node
+
+    def _is_computed_in_parts(self, v: Value, target: Layout) -> bool:
+        """Whether a constant is computed as the part that `target` is: a mask of all sequences of a batch may be larger
+        than all else that a device holds."""
+        if v.node not in self.problem.constants or not isinstance(tensor_of(v), torch.Tensor):
+            return False
+        return tensor_of(v).nbytes >= LARGE_CONSTANT and self._parts_of(v, target) is not None
+
+    def _parts_of(self, v: Value, target: Layout) -> list[tuple[Value, Layout]] | None:
+        """The parts of its operands of which an operator computes the part of `v` that `target` is, if it can: all
+        parts are full, and each operand is split as the result is, or whole."""
+        node, shape = v.node, _shape(v)
+        if not target.cuts or target.adds or not target.divides(shape):
+            return None
+        sources = [source_of(o) for o in operands(node)]
+        if is_pointwise(node.target) and not draws_random_numbers(node):
+            return [(o, _aligned(target, shape, _shape(o))) for o in sources]
+        if node.target is _expand:
+            return [(sources[0], _aligned(target, shape, _shape(sources[0])))]
+        if node.target is _index and all(isinstance(index, fx.Node) for index in node.args[1]):
+            (indexed, *indices), many = sources, len(torch.broadcast_shapes(*map(_shape, sources[1:])))
+            splits = [dim for dim, parts in enumerate(target.splits(len(shape))) if parts > 1]
+            if all(dim < many for dim in splits) and tensor_of(indices[0]).dtype is not torch.bool:
+                whole = Layout.replicated(self.settings.mesh)
+                return [(indexed, whole), *((o, _aligned(target, shape[:many], _shape(o))) for o in indices)]
+        return None
+
+    def _constant_part(self, v: Value, target: Layout, consumer: str, at: fx.Node) -> fx.Node:
+        """The node of the part of a constant that `target` is, computed of parts of its operands."""
+        if (v, target) in self.local:
+            return self.local[v, target]
+        parts = self._parts_of(v, target)
+        if parts is None:
+            return self._converted(v, target, consumer, at)
+        made = iter([self._constant_part(o, layout, consumer, at) for o, layout in parts])
+        called: Any = fx.node.map_arg((v.node.args, v.node.kwargs), lambda _: next(made))
+        args, kwargs = called
+        if v.node.target is _expand:
+            args = (args[0], list(target.local_shape(_shape(v))))
+        node = self.local[v, target] = self.graph.call_function(v.node.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
+        self.constant_parts[node] = v.node
         return node
 
     def _convert(
@@ -389,3 +446,16 @@ def tensor_name(inputs: Mapping[fx.Node, Port], v: Value) -> str:
     if v.node in inputs:
         return inputs[v.node].name
     return v.node.name if not v.index else f"{v.node.name}[{v.index}]"
+
+
+def _aligned(layout: Layout, shape: tuple[int, ...], operand: tuple[int, ...]) -> Layout:
+    """How an operand is laid out that broadcasts to a result of `shape`, of which a part is as `layout`."""
+    before = len(shape) - len(operand)
+
+    def placed(placement: Placement) -> Placement:
+        if not isinstance(placement, Shard):
+            return REPLICATE
+        dim = placement.dim - before
+        return Shard(dim) if dim >= 0 and operand[dim] == shape[placement.dim] != 1 else REPLICATE
+
+    return layout_of(layout.mesh, tuple(map(placed, layout.placements)))
