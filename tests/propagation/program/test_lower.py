@@ -6,9 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
+from checks import assert_same_gradients, assert_same_loss, gradients
 from torch import nn
 
 import partway as pw
+import partway.propagation.program.lower as lower_module
 from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.fusion.program import make_program
 from partway.propagation.graph.queries import differentiated
@@ -287,3 +289,52 @@ def test_a_value_is_converted_at_most_once_into_each_layout(lab):
         program = verify_program(lower(problem, dynamic_programming(problem).choice))
         taken = [(n.args[0], n.args[2], *n.args[3]) for n in program.module.graph.nodes if n.target is convert]
         assert len(taken) == len(set(taken))
+
+
+# -- Constants
+
+
+class Masked(nn.Module):
+    """Scores of all pairs of a sequence, of which a mask that no input decides leaves some: by blocks that differ from
+    one sequence of the batch to the next, and from one place to a later one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.project = nn.Linear(8, 8).double()
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        place, number = torch.arange(length), torch.arange(batch)
+        blocks = (place[None, :] // 4 + number[:, None]) % 3
+        rows, columns = number[:, None, None], place[None, :, None]
+        alike = blocks[rows, columns] == blocks[rows, place[None, None, :]]
+        mask = (alike & (place[:, None] >= place[None, :])).expand(batch, length, length)
+        scores = self.project(x) @ x.transpose(1, 2)
+        return scores.masked_fill(~mask, 0.0).sin().sum()
+
+
+@pytest.mark.parametrize("split", [("dp", None, None), (None, "dp", None), (("dp", "tp"), None, None)])
+def test_a_part_of_a_large_constant_is_computed_as_such(split, monkeypatch):
+    monkeypatch.setattr(lower_module, "LARGE_CONSTANT", 0.0)
+    x = torch.randn(8, 16, 8, dtype=torch.float64)
+    model = pw.shard(Masked(), mesh={"dp": 4, "tp": 2}, in_strategy=(split,))
+    loss, expected = gradients(Masked(), {"x": x})
+    found_loss, found = gradients(model, {"x": x})
+    assert_same_loss(found_loss, loss, 1e-12)
+    assert_same_gradients(found, expected, 1e-12)
+    masks = [node.meta["val"] for node in model.program.step.forward.graph.nodes if "bitwise" in str(node.target)]
+    assert masks
+    whole = 8 * 16 * 16
+    assert max(mask.numel() for mask in masks) < whole
+
+
+def test_a_small_constant_and_one_that_is_split_unevenly_are_cut_out_of_the_whole(monkeypatch):
+    x = torch.randn(6, 16, 8, dtype=torch.float64)
+    for large in (0.0, 1e6):  # 6 over 4 ranks
+        monkeypatch.setattr(lower_module, "LARGE_CONSTANT", large)
+        model = pw.shard(Masked(), mesh={"dp": 4}, in_strategy=(("dp", None, None),))
+        loss, expected = gradients(Masked(), {"x": x})
+        found_loss, found = gradients(model, {"x": x})
+        assert_same_loss(found_loss, loss, 1e-12)
+        assert_same_gradients(found, expected, 1e-12)
