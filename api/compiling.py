@@ -24,7 +24,7 @@ from partway.checks import check_target, check_tensors
 from partway.context import current, current_algo
 from partway.dtensors import inputs_on, own_dtensors, parameters_on, plain
 from partway.fitted import Fitted, fitted
-from partway.fitting import batch_of, least_limit, what_fits, with_batch
+from partway.fitting import InTime, batch_of, least_limit, what_fits, with_batch
 from partway.fusion.program import Program
 from partway.graphs.record import Record, StepRecord, record
 from partway.options.algo import AlgoParameters
@@ -302,11 +302,13 @@ def _with_what_fits(error: DoesNotFitError, call: CallInputs, inputs: PlanInputs
 
     # on other devices than those that there are a plan of this call, or tensors that lie on them, say nothing
     free = inputs.replayed is None and not inputs.parameters and not inputs.inputs
+    in_time = InTime()
+    least = least_limit(error, within, in_time)
     found = what_fits(
         meshes if free else [], lambda mesh: _fits(lambda: fitted(search_on_mesh(inputs, mesh, math.inf))),
-        batch, lambda part: _fits(lambda: with_part(part)),
+        batch, lambda part: _fits(lambda: with_part(part)), in_time,
     )  # fmt: skip
-    return error.changed(least_limit(error, within), error.limit, found)
+    return error.changed(least, error.limit, found)
 
 
 def _fits(plan: Callable[[], Any]) -> bool:

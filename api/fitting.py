@@ -3,6 +3,8 @@ again."""
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,29 +17,52 @@ from partway.strategy.errors import DoesNotFitError
 MORE_DEVICES = (2, 4, 8, 16)  # times as many, along one axis
 HALVINGS = 6  # of a batch
 HIGHER = 8  # limits that are tried, each higher than the one before
+PATIENCE = 120.0  # seconds after which nothing else is tried
+
+
+class InTime:
+    """Whether there is time to try another plan, of so many seconds from now on; `over` once there was none."""
+
+    def __init__(self, seconds: float = PATIENCE) -> None:
+        self._end, self.over = time.monotonic() + seconds, False
+
+    def __call__(self) -> bool:
+        """Whether there is time."""
+        self.over = self.over or time.monotonic() > self._end
+        return not self.over
 
 
 def what_fits(
-    meshes: Sequence[Mesh], fits_on: Callable[[Mesh], bool], batch: int | None, fits_with: Callable[[int], bool]
+    meshes: Sequence[Mesh],
+    fits_on: Callable[[Mesh], bool],
+    batch: int | None,
+    fits_with: Callable[[int], bool],
+    in_time: InTime,
 ) -> str:
     """What would do, as a sentence: the smallest larger mesh that `fits_on` says yes to, and the largest part of
     `batch` that `fits_with` says yes to."""
-    mesh = next((mesh for mesh in _larger(meshes) if fits_on(mesh)), None)
-    part = next((part for part in _parts(batch or 1) if fits_with(part)), None)
+    mesh = next((mesh for mesh in itertools.takewhile(lambda _: in_time(), _larger(meshes)) if fits_on(mesh)), None)
+    on_none = bool(meshes) and not in_time.over
+    part = next(
+        (part for part in itertools.takewhile(lambda _: in_time(), _parts(batch or 1)) if fits_with(part)), None
+    )
+    with_none = batch is not None and batch > 0 and batch % 2 == 0 and not in_time.over
     found = [
         *([f"on {mesh.device_num} devices, the mesh {mesh}"] if mesh else []),
         *([f"with a batch of {part} in place of {batch}"] if part else []),
     ]
     tried = [
-        *([f"on no mesh with up to {MORE_DEVICES[-1]} times as many devices"] if meshes else []),
-        *(["with no smaller batch"] if batch and batch % 2 == 0 else []),
+        *([f"on no mesh with up to {MORE_DEVICES[-1]} times as many devices"] if on_none else []),
+        *(["with no smaller batch"] if with_none else []),
     ]
     return f"Planned again, it fits {', or '.join(found) or ' and '.join(tried)}" if found or tried else ""
 
 
-def least_limit(error: DoesNotFitError, within: Callable[[float], Any]) -> float:
+def least_limit(error: DoesNotFitError, within: Callable[[float], Any], in_time: InTime) -> float:
     """The bytes of the smallest plan that `within` makes: what `error` says, or more where that limit is not enough."""
     for _ in range(HIGHER):
+        if not in_time():
+            break
         try:
             within(error.enough)
         except DoesNotFitError as too_little:

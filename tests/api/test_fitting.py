@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import partway as pw
-from partway.fitting import batch_of, least_limit, what_fits, with_batch
+from partway.fitting import InTime, batch_of, least_limit, what_fits, with_batch
 from partway.strategy import Mesh
 from partway.strategy.errors import DoesNotFitError
 
@@ -51,7 +51,7 @@ def test_the_smallest_mesh_and_the_largest_batch_are_named() -> None:
         asked.append(mesh)
         return mesh.device_num >= 16
 
-    assert what_fits([MESH], on, 48, lambda part: part <= 12) == (
+    assert what_fits([MESH], on, 48, lambda part: part <= 12, InTime()) == (
         "Planned again, it fits on 16 devices, the mesh dp=8, tp=2, or with a batch of 12 in place of 48"
     )
     assert [mesh.sizes for mesh in asked] == [(4, 2), (2, 4), (8, 2)]
@@ -61,11 +61,11 @@ def test_what_was_tried_is_said_where_nothing_does() -> None:
     def no(_: object) -> bool:
         return False
 
-    assert what_fits([MESH], no, 6, no) == (
+    assert what_fits([MESH], no, 6, no, InTime()) == (
         "Planned again, it fits on no mesh with up to 16 times as many devices and with no smaller batch"
     )
-    assert what_fits([], no, 6, no) == "Planned again, it fits with no smaller batch"
-    assert what_fits([], no, 5, no) == what_fits([], no, None, no) == ""
+    assert what_fits([], no, 6, no, InTime()) == "Planned again, it fits with no smaller batch"
+    assert what_fits([], no, 5, no, InTime()) == what_fits([], no, None, no, InTime()) == ""
 
 
 def test_a_batch_is_cut_from_the_tensors_that_have_it() -> None:
@@ -99,7 +99,7 @@ def test_a_limit_is_raised_until_a_plan_keeps_to_it() -> None:
             raise DoesNotFitError("on the mesh dp=2", limit * 1.1, limit, "parameters 0.1 GB")
 
     error = DoesNotFitError("on the mesh dp=2", 1000.0, 900.0, "parameters 0.1 GB")
-    assert least_limit(error, within) == pytest.approx(asked[-1] / 1.001)
+    assert least_limit(error, within, InTime()) == pytest.approx(asked[-1] / 1.001)
     assert asked == sorted(asked)
     assert asked[-1] >= 1200
 
@@ -114,3 +114,15 @@ def test_an_error_says_what_would_do_and_survives_a_pickle() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error)
     assert (again.least, again.limit) == (error.least, error.limit)
+
+
+def test_what_there_was_no_time_to_try_is_not_said_to_have_been_tried() -> None:
+    def never(_: object) -> bool:
+        raise AssertionError("there is no time")
+
+    assert what_fits([MESH], never, 6, never, InTime(-1)) == ""
+    error = DoesNotFitError("on the mesh dp=2", 1000.0, 900.0, "parameters 0.1 GB")
+    assert least_limit(error, never, InTime(-1)) == 1000.0
+    in_time = InTime()
+    assert in_time()
+    assert not in_time.over
