@@ -101,4 +101,5 @@ def _beside(draft: PlanDraft, plan: Plan, step: Step) -> Floats:
     counted = draft.solution.held
     assert counted is not None
     of_vertices = np.array([held.get(vertex.name, 0.0) for vertex in draft.problem.vertices])
-    return np.maximum(of_vertices - np.maximum(counted.total, counted.forward), 0.0)
+    beside: Floats = np.maximum(of_vertices - np.maximum(counted.total, counted.forward), 0.0)
+    return beside

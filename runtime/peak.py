@@ -261,4 +261,4 @@ def _looks_at_its_operand(node: fx.Node) -> bool:
     if kind is not Kind.SLICE or not isinstance(target, Shard):
         return kind is Kind.NOTHING
     whole, width = node.all_input_nodes[0].meta["val"], node.meta["val"].shape[target.dim]
-    return whole.shape[target.dim] >= width and whole.narrow(target.dim, 0, width).is_contiguous()
+    return bool(whole.shape[target.dim] >= width and whole.narrow(target.dim, 0, width).is_contiguous())

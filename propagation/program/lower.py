@@ -335,7 +335,8 @@ class _Lowering:
             return [(o, _aligned(target, shape, _shape(o))) for o in sources]
         if node.target is _expand:
             return [(sources[0], _aligned(target, shape, _shape(sources[0])))]
-        if node.target is _index and all(isinstance(index, fx.Node) for index in node.args[1]):
+        arguments: tuple[Any, ...] = node.args
+        if node.target is _index and all(isinstance(index, fx.Node) for index in arguments[1]):
             (indexed, *indices), many = sources, len(torch.broadcast_shapes(*map(_shape, sources[1:])))
             splits = [dim for dim, parts in enumerate(target.splits(len(shape))) if parts > 1]
             if all(dim < many for dim in splits) and tensor_of(indices[0]).dtype is not torch.bool:
