@@ -46,7 +46,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from partway.compiling import device_profile
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
-from partway.passes import DIFFERENTIATING, lowered, make_step, search_on_mesh, timed
+from partway.passes import DIFFERENTIATING, lowered, make_step, search_on_cheapest_mesh, timed
 from partway.plan_inputs import PlanInputs
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.queries import differentiated
@@ -212,7 +212,7 @@ def measure(case: Case) -> Run:
     seconds["capture"] = time.process_time() - start
     inputs = PlanInputs(graph, model, request, context, algo, device_profile(graph, request, context))
     around: Any = timed(seconds, clock=time.process_time)
-    draft = search_on_mesh(inputs, mesh, math.inf, around)
+    draft = search_on_cheapest_mesh(inputs, (mesh,), around)
     planned = lowered(draft, around)
     make_step(inputs, planned, differentiated(graph), around)
     solution = draft.solution

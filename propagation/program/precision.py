@@ -29,6 +29,7 @@ def reduce_in_float32(step: Step) -> Step:
         return step
     graph, conversions = fx.Graph(), list(step.program.conversions)
     graph.output(graph.graph_copy(step.backward.graph, {}))
+    wider = _Wider()
     for node in _reductions(graph, step):
         operand, *how, tag = node.args
         assert isinstance(operand, fx.Node) and isinstance(tag, int)
@@ -38,10 +39,10 @@ def reduce_in_float32(step: Step) -> Step:
         )  # fmt: skip
         conversions.append(wide)
         with graph.inserting_before(node):
-            raised = _cast(graph, operand, torch.float32)
+            raised = _cast(graph, operand, wider[operand.meta["val"]])
             reduced = graph.call_function(convert, (raised, *how, wide.tag))
-            reduced.meta["val"] = node.meta["val"].to(torch.float32)
-            rounded = _cast(graph, reduced, node.meta["val"].dtype)
+            reduced.meta["val"] = wider[node.meta["val"]]
+            rounded = _cast(graph, reduced, node.meta["val"])
         for user in [user for user in node.users if user.target is aten._to_copy.default]:
             if user.meta["val"].dtype is torch.float32:
                 user.replace_all_uses_with(reduced)
@@ -69,7 +70,16 @@ def _adds_narrow(node: fx.Node) -> bool:
     return sums and node.meta["val"].dtype in _NARROW
 
 
-def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": dtype})
-    cast.meta["val"] = node.meta["val"].to(dtype)
+class _Wider(dict[torch.Tensor, torch.Tensor]):
+    """What a value is in float32. Layers share the fake tensors of what they compute alike."""
+
+    def __missing__(self, value: torch.Tensor) -> torch.Tensor:
+        self[value] = value.to(torch.float32)
+        return self[value]
+
+
+def _cast(graph: fx.Graph, node: fx.Node, like: torch.Tensor) -> fx.Node:
+    """`node` in the dtype of `like`, which is what it is then."""
+    cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": like.dtype})
+    cast.meta["val"] = like
     return cast

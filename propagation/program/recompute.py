@@ -25,7 +25,7 @@ from ..ops.collectives import convert, kind_of
 from ..ops.random_numbers import draw
 from ..rules.windows import own_slice, place_in
 from .local_program import Conversion
-from .step import Step, calls_of, is_port, returned_by, undo_transposes
+from .step import Step, calls_of, returned_by, undo_transposes
 
 _slice = torch.ops.aten.slice.Tensor
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -47,18 +47,15 @@ def recompute(step: Step, chosen: Collection[fx.Node]) -> Step:
     leaves = {operand for node in again for operand in node.all_input_nodes if operand not in again}
     kept = list(dict.fromkeys([*(s for s in saved if s not in again), *sorted(leaves, key=place.__getitem__)]))
 
-    forward = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    forward.graph_copy(step.forward.graph, copies)
     results = returned_by(step.forward.graph)[:count]
-    forward.output(tuple(copies[node] for node in (*results, *kept)))
-    forward.eliminate_dead_code(is_impure_node=is_port)
+    forward = _computing((*results, *kept), step.forward.graph)
 
     backward, conversions = fx.Graph(), list(step.program.conversions)
-    values = {node: _placeholder_like(backward, node) for node in kept}
     placeholders = step.backward.graph.find_nodes(op="placeholder")
-    env = {node: _placeholder_like(backward, node) for node in placeholders[len(saved) :]}
     stands_for = dict(zip(placeholders, saved, strict=False))
+    standing = dict(zip(saved, placeholders, strict=False))
+    values = {node: _placeholder_like(backward, standing.get(node, node)) for node in kept}
+    env = {node: _placeholder_like(backward, node) for node in placeholders[len(saved) :]}
 
     def value(node: fx.Node) -> fx.Node:
         if node in stands_for and node not in env:
@@ -106,6 +103,17 @@ def _needed(wanted: list[fx.Node], chosen: Collection[fx.Node], known: Collectio
             operands = (o for o in node.all_input_nodes if o in chosen or o.op == "get_attr")
             left += [operand for operand in operands if operand not in known]
     return needed
+
+
+def _computing(wanted: Collection[fx.Node], graph: fx.Graph) -> fx.Graph:
+    """A graph of all inputs of `graph` that returns `wanted`, with what computes it and nothing else."""
+    live = _needed([*wanted, *graph.find_nodes(op="placeholder")], set(graph.nodes))
+    computing, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node in live:
+            copies[node] = computing.node_copy(node, copies.__getitem__)
+    computing.output(tuple(copies[node] for node in wanted))
+    return computing
 
 
 def _placeholder_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
