@@ -21,7 +21,7 @@ from partway.user_rules import rules
 _OWN = frozenset(  # a rank may have its own: what is at a path is compared, not the path
     {"compile_cache_path", "enable_compile_cache", "strategy_ckpt_config", "device_profile"}
 )
-_ASKED = ("in_strategy", "out_strategy", "parameter_plan", "module_plan", "device", "level")
+_ASKED = ("in_strategy", "out_strategy", "parameter_plan", "module_plan", "device", "level", "inference")
 SEED = "seed every rank alike with torch.manual_seed"
 
 
@@ -48,6 +48,7 @@ def modes(fn: Any) -> Iterator[Fact]:
     """The modes that a call is made in."""
     fix = "call it in the same mode on every rank"
     yield Fact("torch.is_grad_enabled()", str(torch.is_grad_enabled()), fix=fix)
+    yield Fact("torch.is_inference_mode_enabled()", str(torch.is_inference_mode_enabled()), fix=fix)
     autocast = {
         device: str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "off"
         for device in ("cpu", "cuda")

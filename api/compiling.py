@@ -47,7 +47,7 @@ from partway.planning import planning
 from partway.propagation.capture.capture import CaptureOptions, capture
 from partway.propagation.cost.profile import DeviceProfile, profile_of
 from partway.propagation.graph.graph import Graph
-from partway.propagation.graph.queries import differentiated
+from partway.propagation.graph.queries import differentiated, without_gradients
 from partway.propagation.graph.question import Answer, Values
 from partway.propagation.graph.structure import check_call, flatten_call, name_of, state_of
 from partway.propagation.plan.alternatives import Alternatives, outcome
@@ -190,6 +190,7 @@ class CallInputs:
     values             where to find the values that the function asks for
     late               the answers to the first questions that it asks late
     memory             the bytes that each device has; None: those of the profile
+    inference          no gradient is taken
     """
 
     fn: Callable[..., Any]
@@ -204,6 +205,7 @@ class CallInputs:
     values: Values | None = None
     late: tuple[Answer, ...] = ()
     memory: float | None = None
+    inference: bool = False
 
 
 def compile(
@@ -219,6 +221,7 @@ def compile(
     level: int = 0,
     module_plan: Mapping[str, Any] | None = None,
     plan: Any = None,
+    inference: bool = False,
 ) -> Compiled:
     """Plan a call of a function or module without running it; tensors on the meta device are welcome.
 
@@ -227,7 +230,7 @@ def compile(
     Raises StrategyError for annotations that cannot be met (all reasons at once), CaptureError for a function that
     torch.export cannot capture, OperatorError as `on_unknown_op` says.
     """
-    request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level, module_plan, plan)
+    request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level, module_plan, plan, inference)
     check_target("compile", fn_or_module)
     if not isinstance(args, tuple | list):
         raise StrategyError(
@@ -248,9 +251,19 @@ def compile(
     return compile_call(
         CallInputs(
             fn_or_module, plain_args, plain_kwargs, request, current(), current_algo(), parameters=parameters,
-            inputs=inputs, values=values,
+            inputs=inputs, values=values, inference=in_inference(fn_or_module, request),
         )
     )  # fmt: skip
+
+
+def in_inference(fn: Callable[..., Any], request: Request) -> bool:
+    """Whether no gradient is taken of a call of `fn` here and now: the request says so, or torch.inference_mode, or
+    torch.no_grad with a module in evaluation. (Without gradients, but in training, a call runs as the others do.)"""
+    if request.inference or torch.is_inference_mode_enabled():
+        return True
+    if torch.is_grad_enabled() or not isinstance(fn, torch.nn.Module):
+        return False
+    return not any(module.training for module in fn.modules())
 
 
 def compile_call(call: CallInputs) -> Compiled:
@@ -341,6 +354,8 @@ def capture_call(call: CallInputs, record: Record) -> Captured:
         gradients = torch.is_grad_enabled() or not state.reached.asks.gradients
         options = CaptureOptions(context.batch_norm_parts, context.random_numbers, rules(), gradients, call.late)
         graph = capture(fn, call.args, call.kwargs, options, call.values, effects, record.capturing)
+    if call.inference:
+        graph = without_gradients(graph)
     effects.check(graph.constants)
     observers = frozenset(map(id, graph.hooks.observers))
     if effects.kept or observers or graph.read or not state.holds():  # hooks may have been added

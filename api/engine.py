@@ -6,6 +6,7 @@ what the function asked of values and reads beside its arguments (courses.py); t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from partway.annotations.constrain import constrained_arguments, constrained_res
 from partway.annotations.statements import dataset_applies, dataset_was_set
 from partway.attached import ATTRIBUTE, engine_of
 from partway.checks import check_parameters, check_tensors
-from partway.compiling import CallInputs, Compiled, compile_call
+from partway.compiling import CallInputs, Compiled, compile_call, in_inference
 from partway.context import current, current_algo
 from partway.dtensors import inputs_on, placed_as
 from partway.materialize import Init, Maker, check_materialized, materialize
@@ -46,6 +47,7 @@ from partway.runtime.process import launched
 from partway.runtime.waiting import Waiting
 from partway.strategy import Layout, Problem, RuntimeStateError, StrategyError, raise_problems
 from partway.strategy.afterwards import afterwards
+from partway.strategy.errors import DoesNotFitError
 from partway.strategy.place import island_place
 from partway.user_rules import rules, version
 
@@ -292,7 +294,8 @@ class Engine:
                 tuple((type(p), p.requires_grad, p.dtype, tuple(p.shape)) for p in self.fn.parameters()),
             )
         answers = asked(self._asks, context).answers(call.tensors)
-        return call.structure.key(), tensors, answers, flags, modes(), context, current_algo(), version()
+        settings = modes(), context, current_algo(), version()
+        return call.structure.key(), tensors, answers, flags, in_inference(self.fn, self.request), *settings
 
     def _plan(self, call: Call, context: ParallelContext, late: Sequence[Answer]) -> Runner:
         """Capture and plan a call, and lay out the parameters as the first plan of each says."""
@@ -303,17 +306,32 @@ class Engine:
         first = FirstCall(self.fn, self.request, call, context, local)
         args, kwargs = place.whole_call(first)
         values = values_of(call.tensors, state_of(self.fn).__getitem__, local)
+
+        def planned(inference: bool) -> Compiled:
+            call_inputs = CallInputs(
+                self.fn, args, kwargs, self.request, context, current_algo(), place.processes, self._layouts, inputs,
+                values, tuple(late), place.memory(first), inference,
+            )  # fmt: skip
+            compiled = place.agreed_plan(first, lambda: compile_call(call_inputs))
+            if isinstance(self.fn, torch.nn.Module):
+                self._settle(self.fn, compiled.plan.parameters, place)
+            return compiled
+
         before = _captured.get()
         with afterwards(lambda: _captured.set(before)):
             _captured.set(self)
-            call_inputs = CallInputs(
-                self.fn, args, kwargs, self.request, context, current_algo(), place.processes, self._layouts, inputs,
-                values, tuple(late), place.memory(first),
-            )  # fmt: skip
-            compiled = place.agreed_plan(first, lambda: compile_call(call_inputs))
-        if isinstance(self.fn, torch.nn.Module):
-            self._settle(self.fn, compiled.plan.parameters, place)
+            inference = in_inference(self.fn, self.request)
+            if inference and self._may_train():
+                with contextlib.suppress(DoesNotFitError):  # then it is for inference alone
+                    planned(inference=False)
+            compiled = planned(inference)
         return Runner(self.fn, compiled, place, local, self.waiting)
+
+    def _may_train(self) -> bool:
+        """Whether parameters are still to be laid out for training, which may follow a call in inference."""
+        if self.request.inference or not isinstance(self.fn, torch.nn.Module):
+            return False
+        return any(p.requires_grad and name not in self._settled for name, p in state_of(self.fn).items())
 
     def _settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout], place: Placing) -> None:
         """Lay out the parameters that no earlier plan laid out."""

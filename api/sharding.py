@@ -39,6 +39,7 @@ class _Others(TypedDict, total=False):
     level: int
     module_plan: Mapping[str, Any] | None
     plan: Any
+    inference: bool
 
 
 class _Decorator(Protocol):
@@ -73,6 +74,7 @@ def shard(
     level: int = 0,
     module_plan: Mapping[str, Any] | None = None,
     plan: Any = None,
+    inference: bool = False,
 ) -> Any:
     """Split a function or module over a mesh; everything that is not annotated is inferred.
 
@@ -94,6 +96,9 @@ def shard(
     plan            the path of a file that `plan.save` wrote, a Plan, or a tuple of them: the strategies of every
                     operator are taken from it, and nothing is searched. A call that none was made for is an error
                     that says what differs; other annotations must agree
+    inference       no gradient is ever taken: plans have no backward, keep nothing for one, and lay parameters out as
+                    is best without. Otherwise calls in torch.inference_mode(), and those of a module in evaluation
+                    under torch.no_grad(), have plans without a backward, and parameters lie as for training
 
     The first call with a new signature (shapes, dtypes, modes) captures and plans; later ones only run. When a
     launcher started this process it runs its own rank; otherwise all ranks are simulated in this process.
@@ -107,7 +112,7 @@ def shard(
     Raises StrategyError for wrong arguments, here or at the call that shows their shapes. What failed has changed
     nothing: after a first call that was refused, `shard` takes the same module again with other annotations.
     """
-    request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level, module_plan, plan)
+    request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level, module_plan, plan, inference)
     if fn is None:
         return functools.partial(_shard, request=request)
     return _shard(fn, request)

@@ -55,6 +55,8 @@ class Guard:
         self._modes, self._rules = modes(), version()
         modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self._modules, self._training = modules, [m.training for m in modules]
+        self._evaluates = bool(modules) and not any(self._training)
+        self._inference = _inference(self._evaluates)
         self._stores = [parameters_in(m) for m in modules]  # the state watches the modules inside
         self._parameters_in_order = list(_parameters_in(self._stores))
         self._sizes, self._parameter_ids = [*map(len, self._stores)], [*map(id, self._parameters_in_order)]
@@ -76,6 +78,7 @@ class Guard:
             (context is self._context or context == self._context)
             and (current_algo() is self._algo or current_algo() == self._algo)
             and modes() == self._modes
+            and _inference(self._evaluates) == self._inference
             and version() == self._rules
             and all(map(_is_like, tensors, self._tensors))
             and (self._asks is None or self._asks.answers(tensors) == self._answers)
@@ -93,6 +96,11 @@ class Guard:
 def _parameters_in(stores: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
     """The parameters in the `stores` of modules."""
     return chain.from_iterable(store.values() for store in stores)
+
+
+def _inference(evaluates: bool) -> tuple[bool, bool]:
+    """What says whether a gradient will be taken; without one a module in training runs as with one."""
+    return torch.is_inference_mode_enabled(), evaluates and torch.is_grad_enabled()
 
 
 def asked(asks: Asks, context: ParallelContext) -> Asks:

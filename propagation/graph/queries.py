@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 from torch import fx
 
@@ -29,6 +30,14 @@ def differentiated(graph: Graph) -> tuple[bool, ...]:
     able = [port.role in (Role.RESULT, Role.LEFT) and source_of(port.node) in needs for port in graph.outputs]
     losses = [a and not value(port.node).shape for a, port in zip(able, graph.outputs, strict=True)]
     return tuple(losses if any(losses) else able)
+
+
+def without_gradients(graph: Graph) -> Graph:
+    """`graph` of a call of which no gradient is ever taken."""
+    inputs, outputs = (
+        tuple(replace(port, requires_grad=False) for port in ports) for ports in (graph.inputs, graph.outputs)
+    )
+    return replace(graph, inputs=inputs, outputs=outputs)
 
 
 def beside_losses(graph: Graph) -> frozenset[str]:

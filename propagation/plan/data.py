@@ -146,6 +146,7 @@ class Certificate(_Frozen):
     binding        without the limit the plan would be another
     given          its strategies were taken from a plan that was given: nothing was searched
     approximate    enable_algo_approxi left strategies out: bound, attained and proven are about those it kept
+    inference      no gradient is taken: costs are those of the forward, and nothing is kept for a backward
     """
 
     mode: SearchMode
@@ -158,6 +159,7 @@ class Certificate(_Frozen):
     binding: bool = False
     approximate: bool = False
     given: bool = False
+    inference: bool = False
 
     @property
     def gap(self) -> float | None:
@@ -169,9 +171,10 @@ class Certificate(_Frozen):
     def __str__(self) -> str:
         binds = self.binding and self.memory_limit is not None
         within = f" within memory_limit {human(self.memory_limit or 0)}" if binds else ""
+        of = " without a backward" if self.inference else ""
         if self.given:
-            return f"none{within}: the strategies are those of a plan that was given"
-        search = f"{self.mode.value}{within}"
+            return f"none{of}{within}: the strategies are those of a plan that was given"
+        search = f"{self.mode.value}{of}{within}"
         optimum = f"the optimum{AMONG if self.approximate else ''}"
         if self.proven:
             return f"{search}: {optimum}, proven"

@@ -138,6 +138,7 @@ def _certificate(problem: SearchProblem, solution: Solution, program: LocalProgr
         binding=solution.binding,
         approximate=problem.approximate,
         given=solution.replayed,
+        inference=not problem.graph.differentiable,
     )
 
 
