@@ -45,6 +45,15 @@ def check_target(call: str, fn: Any) -> None:
         raise StrategyError(f"{call} takes a function or an nn.Module object with a forward, not {text}")
 
 
+def check_inference(fn: Any, call: Call) -> None:
+    """Raise StrategyError where a tensor of `call` wants a gradient, and plans of `fn` have no backward."""
+    asking = (name for name, tensor in zip(call.names, call.tensors, strict=True) if tensor.requires_grad)
+    raise_problems(
+        f"{name_of(fn)} was sharded with inference=True, which gives no gradient:",
+        [Problem(f"input {name!r}", "requires one", "detach it, or call under torch.no_grad()") for name in asking],
+    )
+
+
 _DATA = (
     "was given other data (.data =), which a DTensor does not see",
     "copy into its part, with distribute_tensor(value, p.device_mesh, p.placements) and p.copy_() under no_grad",

@@ -266,22 +266,23 @@ def in_inference(fn: Callable[..., Any], request: Request) -> bool:
     return not any(module.training for module in fn.modules())
 
 
-def compile_call(call: CallInputs) -> Compiled:
-    """Capture a call and plan it: on every mesh that it may be planned on, unless the plan is in the cache."""
+def compile_call(call: CallInputs, alike: Compiled | None = None) -> Compiled:
+    """Capture a call and plan it: on every mesh that it may be planned on, unless the plan is in the cache. `alike`:
+    the same call as it was planned for training; it is not captured again."""
     with planning():
         kept = record(_called(call.fn), call.processes)
         with kept.watching():
-            return _compiled(call, kept)
+            captured = Captured(alike.graph, alike.state, alike.effects) if alike else capture_call(call, kept)
+            return _compiled(call, captured, kept)
 
 
 def _called(fn: Callable[..., Any]) -> str:
     return f"{name_of(fn)}.forward" if isinstance(fn, torch.nn.Module) else name_of(fn)
 
 
-def _compiled(call: CallInputs, record: Record) -> Compiled:
+def _compiled(call: CallInputs, captured: Captured, record: Record) -> Compiled:
     context = call.context
     loaded = Plan.load(path) if (path := context.strategy_ckpt_config.load_file) else None
-    captured = capture_call(call, record)
     inputs = _plan_inputs(call, captured.graph, loaded)
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
     around = record.planning(verified if verifies else applied)
@@ -354,8 +355,6 @@ def capture_call(call: CallInputs, record: Record) -> Captured:
         gradients = torch.is_grad_enabled() or not state.reached.asks.gradients
         options = CaptureOptions(context.batch_norm_parts, context.random_numbers, rules(), gradients, call.late)
         graph = capture(fn, call.args, call.kwargs, options, call.values, effects, record.capturing)
-    if call.inference:
-        graph = without_gradients(graph)
     effects.check(graph.constants)
     observers = frozenset(map(id, graph.hooks.observers))
     if effects.kept or observers or graph.read or not state.holds():  # hooks may have been added
@@ -372,6 +371,7 @@ def _given_mesh(call: CallInputs) -> Mesh | None:
 
 def _plan_inputs(call: CallInputs, graph: Graph, loaded: Plan | None) -> PlanInputs:
     every = rules()
+    graph = without_gradients(graph) if call.inference else graph
     return PlanInputs(
         graph,
         call.fn,

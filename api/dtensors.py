@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from partway.attached import engine_of
 from partway.propagation.graph.structure import Call
@@ -20,6 +21,8 @@ from partway.strategy import Layout, Mesh, Problem, StrategyError, from_dtensor,
 from partway.strategy.placement import REPLICATE
 
 T = TypeVar("T")
+
+_left: Any = WeakTensorKeyDictionary()  # tensors that simulated ranks left split, with their layouts
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -68,14 +71,25 @@ def parameters_on(module: nn.Module, names: Collection[str], mesh: Mesh | None) 
     return {held[words][0]: layout for words, layout in layouts.items()}
 
 
+def noted(tensor: Tensor, layout: Layout) -> Tensor:
+    """`tensor`, which a call on simulated ranks left split as `layout` says. In processes it would be a DTensor."""
+    _left[tensor] = layout
+    return tensor
+
+
 def inputs_on(call: Call, mesh: Mesh | None) -> dict[str, Layout]:
-    """The layouts of the inputs of a call that are DTensors, likewise; none of those that hold addends."""
+    """The layouts of the inputs of a call that are DTensors, likewise, or that simulated ranks left split; none of
+    those that hold addends."""
     problems: list[Problem] = []
     names = {f"input {name!r}": name for name in call.names}
     given = {words: t for words, t in zip(names, call.tensors, strict=True) if is_dtensor(t)}
     layouts = _layouts(given, mesh, problems)
     raise_problems("the DTensors of the call cannot be taken:", problems)
-    return {names[words]: layout for words, layout in layouts.items() if not layout.adds}
+    found = {names[words]: layout for words, layout in layouts.items() if not layout.adds}
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        if (left := _left.get(tensor)) is not None and mesh in (None, left.mesh):
+            found[name] = left
+    return found
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -86,8 +100,11 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def placed_as(tensor: Any) -> tuple[Any, ...]:
-    """How a DTensor lies; () of another tensor."""
-    return (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else ()
+    """How a DTensor lies, or what simulated ranks left split; () of another tensor."""
+    if is_dtensor(tensor):
+        return tensor.placements, tensor.device_mesh
+    left = _left.get(tensor)
+    return () if left is None else (left,)
 
 
 def drop_hooks(module: nn.Module) -> None:

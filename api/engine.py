@@ -23,7 +23,7 @@ from torch import Tensor
 from partway.annotations.constrain import constrained_arguments, constrained_results
 from partway.annotations.statements import dataset_applies, dataset_was_set
 from partway.attached import ATTRIBUTE, engine_of
-from partway.checks import check_parameters, check_tensors
+from partway.checks import check_inference, check_parameters, check_tensors
 from partway.compiling import CallInputs, Compiled, compile_call, in_inference
 from partway.context import current, current_algo
 from partway.dtensors import inputs_on, placed_as
@@ -254,6 +254,8 @@ class Engine:
         warn_of_modes(name_of(self.fn))
         check_tensors(call, self.request.device)
         check_parameters(self.fn)
+        if self.request.inference and torch.is_grad_enabled():
+            check_inference(self.fn, call)
         with planning():
             key = self._signature(call, context)
             courses = self._planned.find(self.fn, key)
@@ -307,12 +309,12 @@ class Engine:
         args, kwargs = place.whole_call(first)
         values = values_of(call.tensors, state_of(self.fn).__getitem__, local)
 
-        def planned(inference: bool) -> Compiled:
+        def planned(inference: bool, alike: Compiled | None = None) -> Compiled:
             call_inputs = CallInputs(
                 self.fn, args, kwargs, self.request, context, current_algo(), place.processes, self._layouts, inputs,
                 values, tuple(late), place.memory(first), inference,
             )  # fmt: skip
-            compiled = place.agreed_plan(first, lambda: compile_call(call_inputs))
+            compiled = place.agreed_plan(first, lambda: compile_call(call_inputs, alike))
             if isinstance(self.fn, torch.nn.Module):
                 self._settle(self.fn, compiled.plan.parameters, place)
             return compiled
@@ -320,11 +322,11 @@ class Engine:
         before = _captured.get()
         with afterwards(lambda: _captured.set(before)):
             _captured.set(self)
-            inference = in_inference(self.fn, self.request)
+            inference, trained = in_inference(self.fn, self.request), None
             if inference and self._may_train():
                 with contextlib.suppress(DoesNotFitError):  # then it is for inference alone
-                    planned(inference=False)
-            compiled = planned(inference)
+                    trained = planned(inference=False)
+            compiled = planned(inference, trained)
         return Runner(self.fn, compiled, place, local, self.waiting)
 
     def _may_train(self) -> bool:

@@ -18,7 +18,7 @@ from partway.alike import SEED, asked, draws, modes, of_plan, options, versions
 from partway.annotations.statements import dataset_was_set
 from partway.compiling import Compiled
 from partway.context import current_algo
-from partway.dtensors import drop_hooks, is_dtensor, plain, whole
+from partway.dtensors import drop_hooks, is_dtensor, noted, plain, whole
 from partway.options.fields import DatasetMode
 from partway.options.parallel import ParallelContext
 from partway.propagation.graph.port import Role
@@ -152,7 +152,7 @@ class Simulated:
         return None
 
     def leave(self, placed: PlacedPort, asked: bool) -> Change | None:
-        return None
+        return functools.partial(noted, layout=placed.layout) if placed.layout.cuts else None
 
     def write(self, placed: PlacedPort, local: bool, given: Tensor, result: Tensor) -> None:
         given.copy_(result)
@@ -317,15 +317,18 @@ class Launched:
         make = as_dtensor if asked else split_result
         return functools.partial(make, layout=layout, shape=placed.shape, mesh=device_mesh(layout.mesh))
 
-    def write(self, placed: PlacedPort, local: bool, given: Tensor, result: Tensor) -> None:
+    def write(self, placed: PlacedPort, local: bool, given: Any, result: Tensor) -> None:
         from partway.runtime.execute import device_mesh
         from partway.runtime.parameters import as_dtensor
+        from partway.runtime.results import write_part
 
         if local and not is_dtensor(given):  # this rank's part, whose slice may be short
             given.copy_(result[tuple(slice(0, size) for size in given.shape)])
             return
         new: Any = as_dtensor(result, placed.layout, placed.shape, device_mesh(placed.layout.mesh))
-        if is_dtensor(given):
+        if is_dtensor(given) and (given.device_mesh, given.placements) == (new.device_mesh, new.placements):
+            write_part(given, result)
+        elif is_dtensor(given):
             given.copy_(new.redistribute(placements=given.placements))  # type: ignore[attr-defined]
         else:
             given.copy_(new.full_tensor())

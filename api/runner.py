@@ -48,6 +48,7 @@ class Runner:
         self._assumed = tuple(bool(answer) for question, answer in graph.asked if question.late)
         self._has_effects = bool(self._assumed or compiled.effects.writes)
         self._result, self._effects = graph.result, graph.left
+        self._has_backward = bool(graph.differentiable)
         updates = (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
         self._updated = {port.name for port in graph.outputs if port.role in updates}
         places = self._inputs = [port.name for port in graph.inputs if port.role is Role.INPUT]
@@ -85,7 +86,8 @@ class Runner:
             is_taken = held is not None and (enter is None or enter(held) is held)
             taken.append(held if is_taken else None)
             if not is_taken:
-                changing.append((i, source, enter, name in self._updated))
+                # what this call overwrites must stay as it was for the backward
+                changing.append((i, source, enter, name in self._updated and self._has_backward))
         buffers = [
             _source(fn, constants, Role.BUFFER, p.port.name) if p.port.role is Role.BUFFER_UPDATE else None
             for p in local.outputs
@@ -158,7 +160,6 @@ class Runner:
         tensors = bound.copy()
         for i, source, enter, updated in changing:
             tensor = next(rest) if source is None else source()
-            # a buffer or input that this call overwrites must stay as it was for the backward
             tensor = tensor.clone() if updated else tensor
             tensors[i] = enter(tensor) if enter else tensor
         results: list[Any] = []
@@ -173,7 +174,7 @@ class Runner:
                 writes.append((Tensor.copy_, buffer(), value))
             else:
                 results.append(leave(value) if leave else value)
-        result = self._result.build(results)  # takes what it needs from the front
+        result = self._result.build(results, given)  # takes what it needs from the front
         left: Sequence[Any] = ()
         if self._has_effects:
             assert self._effects is not None

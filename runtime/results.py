@@ -102,6 +102,12 @@ def split_result(part: Tensor, layout: Layout, shape: tuple[int, ...], mesh: Dev
     return result
 
 
+def write_part(tensor: DTensor, part: Tensor) -> None:
+    """Write this rank's part of `tensor`. Of a result that was gathered the whole is forgotten."""
+    vars(tensor).pop("_whole", None)
+    local_part_of(tensor).copy_(part)
+
+
 class _Whole(torch.autograd.Function):
     """All of a result. (That of DTensor is a view, which must not be written in place.)"""
 

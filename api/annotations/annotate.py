@@ -10,7 +10,7 @@ from partway.plan_inputs import PlanInputs
 from partway.propagation.graph.graph import Graph
 from partway.propagation.graph.nodes import shape
 from partway.propagation.graph.port import Role
-from partway.propagation.graph.queries import beside_losses
+from partway.propagation.graph.queries import beside_losses, in_caches
 from partway.propagation.plan.plan import Plan
 from partway.propagation.search.problem import Allowed
 from partway.strategy import Annotation, Layout, Mesh, Problem, StrategyError, check_strategies
@@ -42,7 +42,8 @@ def annotate(inputs: PlanInputs, mesh: Mesh) -> Annotations:
         allowed |= _of_saved_plan(inputs, inputs.loaded, mesh, allowed)
         written.update({name: "strategy_ckpt_config" for name in allowed if name not in written})
     allowed |= _of_earlier_plan(inputs, mesh, allowed)
-    as_it_lies = frozenset[str]() if inputs.context.whole_results else beside_losses(graph) - allowed.keys()
+    lie = frozenset[str]() if inputs.context.whole_results else beside_losses(graph) | in_caches(graph)
+    as_it_lies = lie - allowed.keys()
     return Annotations(allowed, as_it_lies, _parts(graph, allowed), written)
 
 

@@ -55,8 +55,9 @@ class Guard:
         self._modes, self._rules = modes(), version()
         modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
         self._modules, self._training = modules, [m.training for m in modules]
-        self._evaluates = bool(modules) and not any(self._training)
-        self._inference = _inference(self._evaluates)
+        # without a gradient to take a module in training runs as with one
+        self._by_mode = (bool(modules) and not any(self._training)) or any(t.requires_grad for t in tensors)
+        self._inference = _inference(self._by_mode)
         self._stores = [parameters_in(m) for m in modules]  # the state watches the modules inside
         self._parameters_in_order = list(_parameters_in(self._stores))
         self._sizes, self._parameter_ids = [*map(len, self._stores)], [*map(id, self._parameters_in_order)]
@@ -78,7 +79,7 @@ class Guard:
             (context is self._context or context == self._context)
             and (current_algo() is self._algo or current_algo() == self._algo)
             and modes() == self._modes
-            and _inference(self._evaluates) == self._inference
+            and _inference(self._by_mode) == self._inference
             and version() == self._rules
             and all(map(_is_like, tensors, self._tensors))
             and (self._asks is None or self._asks.answers(tensors) == self._answers)
@@ -98,9 +99,9 @@ def _parameters_in(stores: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
     return chain.from_iterable(store.values() for store in stores)
 
 
-def _inference(evaluates: bool) -> tuple[bool, bool]:
-    """What says whether a gradient will be taken; without one a module in training runs as with one."""
-    return torch.is_inference_mode_enabled(), evaluates and torch.is_grad_enabled()
+def _inference(by_mode: bool) -> tuple[bool, bool]:
+    """What says whether a gradient will be taken; `by_mode`: torch.no_grad does, too."""
+    return torch.is_inference_mode_enabled(), by_mode and torch.is_grad_enabled()
 
 
 def asked(asks: Asks, context: ParallelContext) -> Asks:

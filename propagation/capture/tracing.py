@@ -173,6 +173,17 @@ def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch
             return write_out(_without_questions(program)), read
 
 
+def _without_given(
+    results: list[torch.Tensor], structure: Structure, given: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], Structure]:
+    """The results that were not given to the call. A cache that a function writes to and returns is the caller's; its
+    tensors are what the call wrote to."""
+    place_of = {id(tensor): place for place, tensor in enumerate(given)}
+    inside = structure.in_objects()
+    places = {i: place_of[id(t)] for i, t in enumerate(results) if next(inside) and id(t) in place_of}
+    return [t for i, t in enumerate(results) if i not in places], structure.returning(places)
+
+
 def _without_questions(program: ExportedProgram) -> ExportedProgram:
     """Drop what was asked and answered: after the answer nothing reads it, and it cannot be traced again."""
     for node in reversed(program.graph.nodes):
@@ -234,6 +245,7 @@ class Flat(torch.nn.Module):
                 )
             left, places = flatten((self.end(), late))
             self.stand_ins.check((*results, *left))
+            results, structure = _without_given(results, structure, tensors)
         except BaseException:
             self.abort()
             raise

@@ -9,7 +9,7 @@ from torch import fx
 
 from ..ops.random_numbers import draw
 from .graph import Graph
-from .nodes import Value, draws_random_numbers, operands, region_of, shape, source_of, value, values_of
+from .nodes import Value, draws_random_numbers, operands, region_of, shape, source_of, tensor_of, value, values_of
 from .port import Role
 
 
@@ -38,6 +38,16 @@ def without_gradients(graph: Graph) -> Graph:
         tuple(replace(port, requires_grad=False) for port in ports) for ports in (graph.inputs, graph.outputs)
     )
     return replace(graph, inputs=inputs, outputs=outputs)
+
+
+def in_caches(graph: Graph) -> frozenset[str]:
+    """The names of what a call without gradients returns in objects, as in a cache of keys and values: the next call
+    takes it, and nobody else."""
+    results = [port for port in graph.outputs if port.role is Role.RESULT]
+    inside = [port for port, is_inside in zip(results, graph.result.in_objects(), strict=True) if is_inside]
+    if graph.differentiable:
+        return frozenset()
+    return frozenset(port.name for port in inside if tensor_of(source_of(port.node)).is_floating_point())
 
 
 def beside_losses(graph: Graph) -> frozenset[str]:

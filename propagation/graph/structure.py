@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
@@ -28,12 +28,19 @@ class _Opened:
     fields: tuple[str, ...]
     structure: Structure
 
-    def close(self, tensors: list[Any]) -> Any:
+    def close(self, tensors: list[Any], given: Sequence[Any]) -> Any:
         """A copy of the object with `tensors` in its fields."""
         instance = copy.copy(self.template)
-        for name, value in zip(self.fields, self.structure.build(tensors), strict=True):
+        for name, value in zip(self.fields, self.structure.build(tensors, given), strict=True):
             object.__setattr__(instance, name, value)
         return instance
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A tensor of the call itself, number `place`, which a function returns in an object."""
+
+    place: int
 
 
 _TENSOR = object()
@@ -49,18 +56,21 @@ class Structure:
     """Where the tensors of a value are: `build` puts other tensors in their places."""
 
     spec: TreeSpec
-    leaves: tuple[Any, ...]  # _TENSOR, _NUMBER (a tensor's), an _Opened object, or a plain value
+    leaves: tuple[Any, ...]  # _TENSOR, _NUMBER (a tensor's), _Given, an _Opened object, or a plain value
 
-    def build(self, tensors: list[Any]) -> Any:
-        """The value with `tensors` (consumed from the front) in the places of its tensors."""
+    def build(self, tensors: list[Any], given: Sequence[Any] = ()) -> Any:
+        """The value with `tensors` (consumed from the front) in the places of its tensors, and those that the call was
+        `given` where it returns one of them."""
         values = []
         for leaf in self.leaves:
             if leaf is _TENSOR:
                 values.append(tensors.pop(0))
             elif leaf is _NUMBER:
                 values.append(_item(tensors.pop(0)))
+            elif isinstance(leaf, _Given):
+                values.append(given[leaf.place])
             else:
-                values.append(leaf.close(tensors) if isinstance(leaf, _Opened) else leaf)
+                values.append(leaf.close(tensors, given) if isinstance(leaf, _Opened) else leaf)
         return tree_unflatten(values, self.spec)
 
     def count(self) -> int:
@@ -70,12 +80,38 @@ class Structure:
             for leaf in self.leaves
         )
 
+    def in_objects(self, inside: bool = False) -> Iterator[bool]:
+        """For each tensor whether it is in an object, as a cache."""
+        for leaf in self.leaves:
+            if isinstance(leaf, _Opened):
+                yield from leaf.structure.in_objects(True)
+            elif leaf is _TENSOR or leaf is _NUMBER:
+                yield inside
+
+    def returning(self, places: Mapping[int, int]) -> Structure:
+        """This structure, where its tensors number `places` are those that the call was given: from one number to the
+        other."""
+        return self._returning(iter(range(self.count())), places)
+
+    def _returning(self, numbers: Iterator[int], places: Mapping[int, int]) -> Structure:
+        leaves: list[Any] = []
+        for leaf in self.leaves:
+            if isinstance(leaf, _Opened):
+                leaf = dataclasses.replace(leaf, structure=leaf.structure._returning(numbers, places))
+            elif leaf is _TENSOR or leaf is _NUMBER:
+                place = places.get(next(numbers))
+                leaf = leaf if place is None else _Given(place)
+            leaves.append(leaf)
+        return dataclasses.replace(self, leaves=tuple(leaves))
+
     def text(self) -> str:
         """The structure as people read it, the same in every process: plain values, and the types of other objects."""
         texts = []
         for leaf in self.leaves:
             if isinstance(leaf, _Opened):
                 texts.append(f"{type(leaf.template).__name__}({leaf.structure.text()})")
+            elif isinstance(leaf, _Given):
+                texts.append(f"tensor {leaf.place} of the call")
             elif leaf is _TENSOR or leaf is _NUMBER:
                 texts.append("a tensor")
             else:
