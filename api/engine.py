@@ -42,6 +42,7 @@ from partway.reuse.courses import Courses, MistakenError, PlannedCalls, values_o
 from partway.reuse.facts import fact
 from partway.reuse.guard import Guard, asked, modes, warn_of_modes
 from partway.reuse.names import Asks
+from partway.reuse.replanning import Signature, note_replanning
 from partway.runner import Runner
 from partway.runtime.process import launched
 from partway.runtime.waiting import Waiting
@@ -83,7 +84,7 @@ class Engine:
         self.fn, self.request, self.own_dtensors = fn, request, frozenset(layouts or ())
         self.waiting = Waiting()
         self.last: LastCall | None = None
-        self._planned: PlannedCalls[Runner] = PlannedCalls()
+        self._planned: PlannedCalls[Signature, Runner] = PlannedCalls()
         # of the parameters: those of DTensors, and those that a plan has split
         self._layouts: dict[str, Layout] = dict(layouts or {})
         self._settled: set[str] = set()
@@ -259,6 +260,8 @@ class Engine:
         with planning():
             key = self._signature(call, context)
             courses = self._planned.find(self.fn, key)
+            if not courses:
+                note_replanning(name_of(self.fn), call.names, key, self._planned.signatures)
             runner = self._course(courses, call.tensors) or self._new_course(courses, call, context)
             if (asks := self._asks | courses.state.reached.asks) != self._asks:
                 self._asks = asks
@@ -283,21 +286,25 @@ class Engine:
             self._course(courses, call.tensors)
         return runner
 
-    def _signature(self, call: Call, context: ParallelContext) -> tuple[Any, ...]:
+    def _signature(self, call: Call, context: ParallelContext) -> Signature:
         """All that a plan depends on. Parameters count by what may change: flags, dtypes and shapes."""
         tensors = tuple(
             (tuple(t.shape), t.dtype, t.device, t.requires_grad, placed_as(t), fact(attributes_of(t)))
             for t in call.tensors
         )
-        flags: tuple[Any, ...] = ()
-        if isinstance(self.fn, torch.nn.Module):
-            flags = (
-                tuple(module.training for module in self.fn.modules()),
-                tuple((type(p), p.requires_grad, p.dtype, tuple(p.shape)) for p in self.fn.parameters()),
-            )
-        answers = asked(self._asks, context).answers(call.tensors)
-        settings = modes(), context, current_algo(), version()
-        return call.structure.key(), tensors, answers, flags, in_inference(self.fn, self.request), *settings
+        modules, parameters = (
+            (self.fn.modules(), self.fn.parameters()) if isinstance(self.fn, torch.nn.Module) else ((), ())
+        )
+        return Signature(
+            structure=call.structure.key(),
+            tensors=tensors,
+            answers=asked(self._asks, context).answers(call.tensors),
+            training=tuple(module.training for module in modules),
+            parameters=tuple((type(p), p.requires_grad, p.dtype, tuple(p.shape)) for p in parameters),
+            inference=in_inference(self.fn, self.request),
+            modes=modes(),
+            options=(context, current_algo(), version()),
+        )
 
     def _plan(self, call: Call, context: ParallelContext, late: Sequence[Answer]) -> Runner:
         """Capture and plan a call, and lay out the parameters as the first plan of each says."""

@@ -329,7 +329,7 @@ class Launched:
         if is_dtensor(given) and (given.device_mesh, given.placements) == (new.device_mesh, new.placements):
             write_part(given, result)
         elif is_dtensor(given):
-            given.copy_(new.redistribute(placements=given.placements))  # type: ignore[attr-defined]
+            given.copy_(new.redistribute(placements=given.placements))
         else:
             given.copy_(new.full_tensor())
 

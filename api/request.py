@@ -48,8 +48,9 @@ class Request:
         if type(self.level) is not int or self.level not in (0, 1, 2):
             fix = "write 0 (least communication), 1 (least memory) or 2 (speed)"
             problems.append(Problem("level", f"is {_kind(self.level)}", fix))
-        if type(self.inference) is not bool:
-            problems.append(Problem("inference", f"is {_kind(self.inference)}", "write True or False"))
+        inference: Any = self.inference
+        if type(inference) is not bool:
+            problems.append(Problem("inference", f"is {_kind(inference)}", "write True or False"))
         if not (self.device is None or (isinstance(self.device, str) and self.device in ("cpu", "cuda"))):
             problems.append(Problem("device", f"is {_kind(self.device)}", "write 'cpu', 'cuda' or None"))
         if not problems:  # else a strategy of one tensor is refused as a whole, and not by its entries again

@@ -38,7 +38,7 @@ api/graphs/test_compare.py             api/graphs: saved
 api/checking/test_programs.py          api/checking: checker matching measured ranks reasons records
 api/checking/test_reports.py           api/checking: report
 api/test_guard.py                      api/reuse: guard
-api/test_planned.py                    api/reuse: courses
+api/test_planned.py                    api/reuse: courses replanning
 api/test_threads.py                    api: attached engine planning
 api/measure/test_bench.py              api/measure: workloads
 models/test_step_overhead.py           api: runner; api/measure: contenders

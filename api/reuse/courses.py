@@ -49,6 +49,7 @@ class Course(Protocol):
 
 
 C = TypeVar("C", bound=Course)
+K = TypeVar("K", bound=Hashable)
 
 
 class Courses(list[C]):
@@ -94,18 +95,23 @@ class Courses(list[C]):
             )
 
 
-class PlannedCalls(Generic[C]):
+class PlannedCalls(Generic[K, C]):
     """The planned calls of one function, by their signature and by what the function reads beside the call. At most
     MOST_PLANS are kept; those called longest ago go first."""
 
     def __init__(self) -> None:
-        self._by_signature: OrderedDict[Hashable, list[Courses[C]]] = OrderedDict()
+        self._by_signature: OrderedDict[K, list[Courses[C]]] = OrderedDict()
         self._changes: Counter[str] = Counter()
 
     def __bool__(self) -> bool:
         return bool(self._by_signature)
 
-    def find(self, fn: Callable[..., Any], key: Hashable) -> Courses[C]:
+    @property
+    def signatures(self) -> tuple[K, ...]:
+        """Those that are kept, the one called last at the end."""
+        return tuple(self._by_signature)
+
+    def find(self, fn: Callable[..., Any], key: K) -> Courses[C]:
         """The courses of the signature `key` for what `fn` reads now; empty if these are new."""
         known = self._by_signature.get(key)
         if not known:
@@ -121,7 +127,7 @@ class PlannedCalls(Generic[C]):
         self._note(name_of(fn), known[-1].state.differences(state))
         return Courses()
 
-    def keep(self, key: Hashable, courses: Courses[C]) -> None:
+    def keep(self, key: K, courses: Courses[C]) -> None:
         """Keep `courses`, which were called last, under the signature `key`."""
         known = self._by_signature.setdefault(key, [])
         self._by_signature.move_to_end(key)

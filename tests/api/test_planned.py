@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import linecache
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 
 import partway as pw
 from partway.attached import engine_of
-from partway.reuse import courses
+from partway.reuse import courses, replanning
+from partway.reuse.replanning import Signature, _differences
 
 
 def test_the_plan_that_was_called_longest_ago_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,3 +36,43 @@ def test_the_plan_that_was_called_longest_ago_goes(monkeypatch: pytest.MonkeyPat
     gc.collect()
     assert first() is None
     assert not texts & texts_of_programs()
+
+
+def test_the_fourth_plan_says_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(replanning._log, "warning", lambda text, *given: said.append(text % given))
+    model = pw.shard(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), mesh={"x": 2})
+    for rows in (2, 4, 6, 6, 4):
+        model(torch.ones(rows, 4))
+    assert not said
+    for rows in (8, 10, 12, 14):
+        model(torch.ones(rows, 4))
+    model.eval()(torch.ones(14, 4))
+    assert said == [
+        "Sequential is planned for the 4th time: dim 0 of 'input' is 8, and was 4. Every new call is captured and "
+        "planned, which takes seconds; pad to a few sizes, or leave out the last batch",
+        "Sequential is planned for the 8th time: the training mode of a module has changed. Every new call is captured "
+        "and planned, which takes seconds; keep it as it was",
+    ]
+
+
+def test_what_differs_of_two_calls_is_named() -> None:
+    def now(*tensors: tuple[Any, ...], **others: Any) -> Signature:
+        given: dict[str, Any] = {
+            "structure": (), "answers": None, "training": (), "parameters": (), "inference": False, "modes": (),
+            "options": (),
+        }  # fmt: skip
+        return Signature(tensors=tensors, **(given | others))
+
+    one = (2, 4), torch.float32, "cpu", False, (), {}
+    other = (2, 4, 1), torch.float64, "cpu", True, (), {}
+    assert list(_differences(["x"], now(one), now(other))) == [
+        "'x' has 2 dims, and had 3", "the dtype of 'x' has changed", "requires_grad of 'x' has changed",
+    ]  # fmt: skip
+    assert list(_differences(["x"], now(one), now(one, one, inference=True))) == [
+        "whether a gradient is taken has changed", "1 tensors are given in place of 2",
+    ]  # fmt: skip
+    assert list(_differences(["x"], now(one), now(one, modes=(1,), structure=(1,)))) == [
+        "a plain argument, or which arguments are given has changed",
+        "a mode of torch, as autocast or the default dtype has changed",
+    ]

@@ -1,0 +1,87 @@
+"""What a call was planned again for: which size, flag or mode is another than in the calls that have a plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from partway.runtime.process import get_rank
+
+_log = logging.getLogger("partway")
+FIRST = 3  # plans after which one more is said; then after twice as many and one, and so on
+
+
+class Signature(NamedTuple):
+    """All that a plan depends on, beside what the function reads.
+
+    structure    the containers and plain values of the arguments
+    tensors      of each tensor: shape, dtype, device, whether it requires a gradient, how it lies, its attributes
+    answers      what code asks of tensors beside these
+    training     of each module whether it is in training
+    parameters   of each parameter: type, whether it requires a gradient, dtype, shape
+    inference    whether the plan has no backward
+    modes        the settings of torch itself
+    options      those of Partway, and the rules that users wrote
+    """
+
+    structure: tuple[Any, ...]
+    tensors: tuple[tuple[Any, ...], ...]
+    answers: Any
+    training: tuple[bool, ...]
+    parameters: tuple[Any, ...]
+    inference: bool
+    modes: tuple[Any, ...]
+    options: tuple[Any, ...]
+
+
+_TENSOR = ("", "the dtype", "the device", "requires_grad", "the layout", "the attributes")
+_OTHERS = {
+    "structure": "a plain argument, or which arguments are given",
+    "answers": "where tensors lie in memory",
+    "training": "the training mode of a module",
+    "parameters": "requires_grad, the dtype or the shape of a parameter",
+    "inference": "whether a gradient is taken",
+    "modes": "a mode of torch, as autocast or the default dtype",
+    "options": "an option or a rule of Partway",
+}
+
+
+def note_replanning(name: str, names: Sequence[str], now: Signature, known: Sequence[Signature]) -> None:
+    """Log that the function `name`, whose tensors are called `names`, is planned again and what for: what differs from
+    the most similar of the calls that are `known`."""
+    count = len(known)
+    if count < FIRST or (count + 1) & count or get_rank():  # 3, 7, 15, ...
+        return
+    found = min((list(_differences(names, now, before)) for before in reversed(known)), key=len)
+    sizes = all(one.startswith("dim ") for one in found)
+    fix = "pad to a few sizes, or leave out the last batch" if sizes else "keep it as it was"
+    _log.warning(
+        "%s is planned for the %dth time: %s. Every new call is captured and planned, which takes seconds; %s",
+        name, count + 1, "; ".join(found) or "what it reads beside its arguments", fix,
+    )  # fmt: skip
+
+
+def _differences(names: Sequence[str], now: Signature, before: Signature) -> Iterator[str]:
+    """What differs, in words."""
+    alike = len(now.tensors) == len(before.tensors)
+    if alike:
+        for name, one, other in zip(names, now.tensors, before.tensors, strict=True):
+            yield from _of_tensor(name, one, other)
+    for field, words in _OTHERS.items():
+        if getattr(now, field) != getattr(before, field) and (alike or field != "structure"):
+            yield f"{words} has changed"
+    if not alike:
+        yield f"{len(now.tensors)} tensors are given in place of {len(before.tensors)}"
+
+
+def _of_tensor(name: str, now: tuple[Any, ...], before: tuple[Any, ...]) -> Iterator[str]:
+    if len(now[0]) != len(before[0]):
+        yield f"{name!r} has {len(now[0])} dims, and had {len(before[0])}"
+    else:
+        for dim, (size, was) in enumerate(zip(now[0], before[0], strict=True)):
+            if size != was:
+                yield f"dim {dim} of {name!r} is {size}, and was {was}"
+    for words, one, other in zip(_TENSOR[1:], now[1:], before[1:], strict=True):
+        if one != other:
+            yield f"{words} of {name!r} has changed"

@@ -1,0 +1,137 @@
+"""Plans without a backward: which calls have one, what they hold, and that training beside them is as it was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_same_gradients, assert_same_loss, gradients, whole
+from torch import Tensor, nn
+
+import partway as pw
+from partway.strategy import StrategyError
+
+BATCH, WIDTH = 32, 16
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(WIDTH, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, WIDTH)
+    return nn.Sequential(*layers).double()
+
+
+def batch() -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(BATCH, WIDTH, dtype=torch.float64)
+
+
+def sharded(devices: int = 4, **options: Any) -> Any:
+    return pw.shard(perceptron(), mesh={"dp": 2, "tp": devices // 2}, in_strategy=(("dp", None),), **options)
+
+
+def evaluate_and_train(devices: int, first: str) -> None:
+    """Steps of training with evaluations between, `first` one or the other, have the numbers of one device."""
+    model, plain = sharded(devices), perceptron()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, plain)]
+    for turn in range(3):
+        for mode in ("train", "eval") if first == "train" else ("eval", "train"):
+            if mode == "eval":
+                with torch.inference_mode() if turn % 2 else torch.no_grad():
+                    found = model.eval()(batch())
+                    torch.testing.assert_close(whole(found), plain.eval()(batch()), rtol=1e-12, atol=1e-13)
+                assert model.plan.certificate.inference
+                continue
+            for one, optimizer in zip((model, plain), optimizers, strict=True):
+                optimizer.zero_grad()
+                one.train()(batch()).square().mean().backward()
+                optimizer.step()
+            assert not model.plan.certificate.inference
+    for (name, one), two in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
+        torch.testing.assert_close(whole(two), one, rtol=1e-10, atol=1e-12, msg=name)
+
+
+class Mean(nn.Module):
+    """The mean of squares."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("first", ["train", "eval"])
+def test_evaluation_and_training_take_turns(first: str) -> None:
+    evaluate_and_train(4, first)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("first", ["train", "eval"])
+def test_evaluation_and_training_take_turns_in_processes(on_ranks: Callable[..., Any], first: str) -> None:
+    on_ranks(2, evaluate_and_train, 2, first)
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "gradients": nullcontext, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_call_of_which_no_gradient_is_taken_has_a_plan_without_a_backward(mode: str, training: bool) -> None:
+    model = sharded().train(training)
+    with MODES[mode]():
+        model(batch())
+    inference = mode == "inference_mode" or (mode == "no_grad" and not training)
+    plan = model.plan
+    assert plan.certificate.inference is inference
+    assert (" without a backward" in str(plan.certificate)) is inference
+    held = plan.memory
+    assert (held.gradients, held.optimizer, held.activations) == (0, 0, 0) or not inference
+    assert held.gradients or inference
+
+
+def test_parameters_lie_as_training_has_them_also_where_a_call_without_gradients_comes_first() -> None:
+    one, other = sharded(), sharded()
+    with torch.no_grad():
+        one.eval()(batch())
+    one.train()(batch())
+    other(batch())
+    assert one.plan.parameters == other.plan.parameters
+
+
+def test_inference_is_said_once_and_plans_parameters_for_it_alone() -> None:
+    model = sharded(inference=True)
+    found = model.eval()(batch())
+    assert not whole(found).requires_grad
+    torch.testing.assert_close(whole(found), perceptron().eval()(batch()).detach(), rtol=1e-12, atol=1e-13)
+    trained = pw.compile(perceptron(), (batch(),), mesh={"dp": 2, "tp": 2}, in_strategy=(("dp", None),)).plan
+    assert model.plan.certificate.cost < trained.certificate.cost
+    assert model.plan.memory.total < trained.memory.total
+
+
+def test_an_input_that_wants_a_gradient_is_refused() -> None:
+    model, x = sharded(inference=True), batch()
+    model(x)
+    with torch.no_grad():
+        model(x.requires_grad_())
+    with pytest.raises(StrategyError, match=re.escape("input 'input': requires one; detach it, or call under")) as said:
+        model(x)
+    assert "Sequential was sharded with inference=True, which gives no gradient" in str(said.value)
+    with pytest.raises(StrategyError, match=r"inference: is 1 \(int\); write True or False"):
+        sharded(inference=1)
+
+
+def test_gradients_after_a_call_without_are_those_of_one_device() -> None:
+    """The same signature, first without and then with gradients, on the same guard."""
+    model, plain = sharded().eval(), perceptron().eval()
+    with torch.no_grad():
+        model(batch())
+    loss, expected = gradients(nn.Sequential(plain, Mean()), {"input": batch()})
+    model.zero_grad()
+    found = model(batch()).square().mean()
+    found.backward()
+    assert_same_loss(found.detach(), loss, 1e-12)
+    named = {f"0.{name}": p.grad for name, p in model.named_parameters()}
+    assert_same_gradients(named, expected, 1e-12)
