@@ -353,7 +353,9 @@ def capture_call(call: CallInputs, record: Record) -> Captured:
         afterwards(effects.finish),
     ):  # fmt: skip
         gradients = torch.is_grad_enabled() or not state.reached.asks.gradients
-        options = CaptureOptions(context.batch_norm_parts, context.random_numbers, rules(), gradients, call.late)
+        options = CaptureOptions(
+            context.batch_norm_parts, context.random_numbers, rules(), gradients, call.late, returns_given=True
+        )
         graph = capture(fn, call.args, call.kwargs, options, call.values, effects, record.capturing)
     effects.check(graph.constants)
     observers = frozenset(map(id, graph.hooks.observers))

@@ -73,8 +73,13 @@ def parameters_on(module: nn.Module, names: Collection[str], mesh: Mesh | None) 
 
 def noted(tensor: Tensor, layout: Layout) -> Tensor:
     """`tensor`, which a call on simulated ranks left split as `layout` says. In processes it would be a DTensor."""
-    _left[tensor] = layout
+    _left[tensor] = layout, tuple(tensor.shape)
     return tensor
+
+
+def _noted(tensor: Tensor) -> Layout | None:
+    layout, shape = _left.get(tensor, (None, None))
+    return layout if shape == tuple(tensor.shape) else None  # else it was changed in place
 
 
 def inputs_on(call: Call, mesh: Mesh | None) -> dict[str, Layout]:
@@ -87,7 +92,7 @@ def inputs_on(call: Call, mesh: Mesh | None) -> dict[str, Layout]:
     raise_problems("the DTensors of the call cannot be taken:", problems)
     found = {names[words]: layout for words, layout in layouts.items() if not layout.adds}
     for name, tensor in zip(call.names, call.tensors, strict=True):
-        if (left := _left.get(tensor)) is not None and mesh in (None, left.mesh):
+        if (left := _noted(tensor)) is not None and mesh in (None, left.mesh):
             found[name] = left
     return found
 
@@ -103,7 +108,7 @@ def placed_as(tensor: Any) -> tuple[Any, ...]:
     """How a DTensor lies, or what simulated ranks left split; () of another tensor."""
     if is_dtensor(tensor):
         return tensor.placements, tensor.device_mesh
-    left = _left.get(tensor)
+    left = _noted(tensor)
     return () if left is None else (left,)
 
 

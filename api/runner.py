@@ -19,6 +19,7 @@ from partway.placing import Change, Placing
 from partway.planning import planning
 from partway.propagation.capture.overlap import Memory, shared
 from partway.propagation.graph.port import Role
+from partway.propagation.graph.queries import may_return
 from partway.propagation.graph.structure import name_of, state_of
 from partway.propagation.program.accumulate import Accumulation
 from partway.propagation.torch_internals import buffers_in, parameters_in
@@ -48,9 +49,16 @@ class Runner:
         self._assumed = tuple(bool(answer) for question, answer in graph.asked if question.late)
         self._has_effects = bool(self._assumed or compiled.effects.writes)
         self._result, self._effects = graph.result, graph.left
-        self._has_backward = bool(graph.differentiable)
         updates = (Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
         self._updated = {port.name for port in graph.outputs if port.role in updates}
+        # what this call overwrites must stay as it was for the backward, and in what it returns
+        placeholders = compiled.local.module.graph.find_nodes(op="placeholder")
+        self._copied = {
+            placed.port.name
+            for placed, node in zip(compiled.local.inputs, placeholders, strict=True)
+            if placed.port.name in self._updated
+            and (graph.differentiable or may_return(compiled.local.module.graph, node))
+        }
         places = self._inputs = [port.name for port in graph.inputs if port.role is Role.INPUT]
         self._written = [
             (places.index(p.port.name), functools.partial(place.write, p, local))
@@ -86,8 +94,7 @@ class Runner:
             is_taken = held is not None and (enter is None or enter(held) is held)
             taken.append(held if is_taken else None)
             if not is_taken:
-                # what this call overwrites must stay as it was for the backward
-                changing.append((i, source, enter, name in self._updated and self._has_backward))
+                changing.append((i, source, enter, name in self._copied))
         buffers = [
             _source(fn, constants, Role.BUFFER, p.port.name) if p.port.role is Role.BUFFER_UPDATE else None
             for p in local.outputs

@@ -60,6 +60,8 @@ class CaptureOptions:
     gradients          whether the function finds gradients enabled; a graph that has them also serves calls without,
                        unless the function asks
     late               the answers to the first questions that the function asks late (questions.py)
+    returns_given      whether tensors of the call that the function returns in an object are the caller's, and no
+                       results: `Structure.build` is given them
     """
 
     batch_norm_parts: int = 1
@@ -67,6 +69,7 @@ class CaptureOptions:
     own: Collection[Any] = ()
     gradients: bool = True
     late: tuple[Answer, ...] = ()
+    returns_given: bool = False
 
 
 _DEFAULTS = CaptureOptions()
@@ -121,8 +124,9 @@ def _traced(
         if values and level is not Asked.NOTHING:
             answering = Answering(level, values, may_draw, lambda: callers_line(traceback.extract_stack(), fn), assumed)
         attempt = Attempt(
-            fn, call, answering, effects, Hooks(), checked=values is not None, gradients=options.gradients
-        )
+            fn, call, answering, effects, Hooks(), checked=values is not None, gradients=options.gradients,
+            returns_given=options.returns_given,
+        )  # fmt: skip
         try:
             with drawing_nothing(answering):
                 return attempt, trace(attempt)

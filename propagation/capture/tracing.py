@@ -81,11 +81,12 @@ class NoEffects:
 class Attempt:
     """One attempt to trace a call of `fn`.
 
-    answering   answers what the function asks of values; None: it may ask nothing
-    effects     notes what it leaves behind
-    hooks       notes the hooks that it meets
-    checked     whether the parameters of torch.distributions are checked
-    gradients   whether gradients are enabled
+    answering       answers what the function asks of values; None: it may ask nothing
+    effects         notes what it leaves behind
+    hooks           notes the hooks that it meets
+    checked         whether the parameters of torch.distributions are checked
+    gradients       whether gradients are enabled
+    returns_given   whether tensors of the call that it returns in an object are no results
     """
 
     fn: Callable[..., Any]
@@ -95,6 +96,7 @@ class Attempt:
     hooks: Hooks
     checked: bool
     gradients: bool
+    returns_given: bool
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def _without_given(
     """The results that were not given to the call. A cache that a function writes to and returns is the caller's; its
     tensors are what the call wrote to."""
     place_of = {id(tensor): place for place, tensor in enumerate(given)}
-    inside = structure.in_objects()
+    inside = structure.in_given_objects()
     places = {i: place_of[id(t)] for i, t in enumerate(results) if next(inside) and id(t) in place_of}
     return [t for i, t in enumerate(results) if i not in places], structure.returning(places)
 
@@ -218,6 +220,7 @@ class Flat(torch.nn.Module):
         fn, effects = with_source_lines(attempt.fn), attempt.effects
         self.fn = fn
         self.call, self.answering, self.hooks, self.outside = attempt.call, attempt.answering, attempt.hooks, outside
+        self.returns_given = attempt.returns_given
         # bound methods: torch.export puts back what forward does to attributes
         self.add, self.begin, self.end, self.abort = structures.append, effects.begin, effects.end, effects.abort
         self.stand_ins = StandIns(name_of(fn), lambda: callers_line(traceback.extract_stack(), fn))
@@ -245,7 +248,9 @@ class Flat(torch.nn.Module):
                 )
             left, places = flatten((self.end(), late))
             self.stand_ins.check((*results, *left))
-            results, structure = _without_given(results, structure, tensors)
+            structure = structure.returned_by(self.call.structure)
+            if self.returns_given:
+                results, structure = _without_given(results, structure, tensors)
         except BaseException:
             self.abort()
             raise

@@ -8,8 +8,20 @@ from dataclasses import replace
 from torch import fx
 
 from ..ops.random_numbers import draw
+from ..torch_internals import OpOverload, schema_of
 from .graph import Graph
-from .nodes import Value, draws_random_numbers, operands, region_of, shape, source_of, tensor_of, value, values_of
+from .nodes import (
+    Value,
+    draws_random_numbers,
+    is_view,
+    operands,
+    region_of,
+    shape,
+    source_of,
+    tensor_of,
+    value,
+    values_of,
+)
 from .port import Role
 
 
@@ -40,11 +52,34 @@ def without_gradients(graph: Graph) -> Graph:
     return replace(graph, inputs=inputs, outputs=outputs)
 
 
+def may_return(graph: fx.Graph, value: fx.Node) -> bool:
+    """Whether memory of `value` may be in what `graph` returns. An ATen operator that its schema does not say to return
+    an operand's makes memory of its own; any other may not."""
+    holding = {value}
+    for node in graph.nodes:
+        if not holding.isdisjoint(node.all_input_nodes):
+            if node.op == "output":
+                return True
+            if not _makes_memory(node):
+                holding.add(node)
+    return False
+
+
+# these give an operand back in evaluation, or a view, and their schemas do not say so
+_UNSAID = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "_unsafe_view"}
+
+
+def _makes_memory(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return False
+    return not is_view(node) and schema_of(node.target).name.removeprefix("aten::") not in _UNSAID
+
+
 def in_caches(graph: Graph) -> frozenset[str]:
-    """The names of what a call without gradients returns in objects, as in a cache of keys and values: the next call
-    takes it, and nobody else."""
+    """The names of what a call without gradients returns in objects such as it was given, as in a cache of keys and
+    values: the next call takes it."""
     results = [port for port in graph.outputs if port.role is Role.RESULT]
-    inside = [port for port, is_inside in zip(results, graph.result.in_objects(), strict=True) if is_inside]
+    inside = [port for port, is_inside in zip(results, graph.result.in_given_objects(), strict=True) if is_inside]
     if graph.differentiable:
         return frozenset()
     return frozenset(port.name for port in inside if tensor_of(source_of(port.node)).is_floating_point())

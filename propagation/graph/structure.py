@@ -27,6 +27,7 @@ class _Opened:
     template: Any
     fields: tuple[str, ...]
     structure: Structure
+    is_given: bool = False  # whether the call whose result it is was given an object of its type
 
     def close(self, tensors: list[Any], given: Sequence[Any]) -> Any:
         """A copy of the object with `tensors` in its fields."""
@@ -80,13 +81,34 @@ class Structure:
             for leaf in self.leaves
         )
 
-    def in_objects(self, inside: bool = False) -> Iterator[bool]:
-        """For each tensor whether it is in an object, as a cache."""
+    def in_given_objects(self, inside: bool = False) -> Iterator[bool]:
+        """For each tensor of a result whether it is in an object that the call was given, as a cache."""
         for leaf in self.leaves:
             if isinstance(leaf, _Opened):
-                yield from leaf.structure.in_objects(True)
+                yield from leaf.structure.in_given_objects(inside or leaf.is_given)
             elif leaf is _TENSOR or leaf is _NUMBER:
                 yield inside
+
+    def kinds(self) -> Iterator[type]:
+        """The types of the objects."""
+        for leaf in self.leaves:
+            if isinstance(leaf, _Opened):
+                yield type(leaf.template)
+                yield from leaf.structure.kinds()
+
+    def returned_by(self, call: Structure) -> Structure:
+        """This structure, as the result of a call of the structure `call`: objects of types that are in the call count
+        as given."""
+        return self._returned_by(frozenset(call.kinds()))
+
+    def _returned_by(self, given: frozenset[type]) -> Structure:
+        leaves = tuple(
+            dataclasses.replace(
+                leaf, structure=leaf.structure._returned_by(given), is_given=type(leaf.template) in given
+            ) if isinstance(leaf, _Opened) else leaf
+            for leaf in self.leaves
+        )  # fmt: skip
+        return dataclasses.replace(self, leaves=leaves)
 
     def returning(self, places: Mapping[int, int]) -> Structure:
         """This structure, where its tensors number `places` are those that the call was given: from one number to the

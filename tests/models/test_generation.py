@@ -176,3 +176,34 @@ def test_a_cache_that_is_returned_is_the_callers(copied: bool) -> None:
                 assert (after.keys is store.keys) is not copied
                 assert after.keys.data_ptr() != before.data_ptr() or not copied
             torch.testing.assert_close(first[0], first[1], rtol=1e-12, atol=0)
+
+
+class Turns(nn.Module):
+    """Writes to its arguments what lies in the memory of the same ones."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        before, part = x.clone(), y[0]
+        first, second = x.clone(), y.clone()
+        x.copy_(second)
+        y.copy_(first)
+        x.copy_(x.transpose(0, 1).clone())
+        return before, first.t(), second, part, y.t()
+
+
+def turned(devices: int) -> None:
+    with torch.no_grad():
+        model, plain = pw.shard(Turns().eval(), mesh={"dp": devices}, inference=True), Turns().eval()
+        given = [[torch.arange(16.0).view(4, 4), torch.arange(16.0, 32.0).view(4, 4)] for _ in range(2)]
+        for _ in range(3):
+            found, expected = model(*given[0]), plain(*given[1])
+            for one, two in zip((*found, *given[0]), (*expected, *given[1]), strict=True):
+                assert torch.equal(one, two)
+
+
+def test_what_is_returned_is_not_what_is_written_over() -> None:
+    turned(2)
+
+
+@pytest.mark.gloo
+def test_in_processes_what_is_returned_is_not_what_is_written_over(on_ranks: Callable[..., Any]) -> None:
+    on_ranks(2, turned, 2)
