@@ -136,12 +136,12 @@ def test_these_are_the_public_names():
         (
             pw.shard,
             "(fn=None, in_strategy=None, out_strategy=None, *, parameter_plan=None, mesh=None, device=None, "
-            "level=0, module_plan=None, plan=None)",
+            "level=0, module_plan=None, plan=None, inference=False)",
         ),
         (
             pw.compile,
             "(fn_or_module, args=(), kwargs=None, *, mesh=None, in_strategy=None, out_strategy=None, "
-            "parameter_plan=None, device=None, level=0, module_plan=None, plan=None)",
+            "parameter_plan=None, device=None, level=0, module_plan=None, plan=None, inference=False)",
         ),
         (pw.init, "(simulate=None, backend=None, timeout=None)"),
         (pw.get_rank, "()"),
