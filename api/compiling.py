@@ -191,6 +191,7 @@ class CallInputs:
     late               the answers to the first questions that it asks late
     memory             the bytes that each device has; None: those of the profile
     inference          no gradient is taken
+    advised            where nothing fits, what would do is looked for
     """
 
     fn: Callable[..., Any]
@@ -206,6 +207,7 @@ class CallInputs:
     late: tuple[Answer, ...] = ()
     memory: float | None = None
     inference: bool = False
+    advised: bool = True
 
 
 def compile(
@@ -291,6 +293,8 @@ def _compiled(call: CallInputs, captured: Captured, record: Record) -> Compiled:
     try:
         planned = entry.fetch("plan", lambda: made().planned, Planned)
     except DoesNotFitError as error:
+        if not call.advised:
+            raise
         raise _with_what_fits(error, call, inputs, record) from None
     record.planned(inputs, planned)
     planned.plan.of(lambda: alternatives(made().draft, planned.local))

@@ -316,10 +316,10 @@ class Engine:
         args, kwargs = place.whole_call(first)
         values = values_of(call.tensors, state_of(self.fn).__getitem__, local)
 
-        def planned(inference: bool, alike: Compiled | None = None) -> Compiled:
+        def planned(inference: bool, alike: Compiled | None = None, advised: bool = True) -> Compiled:
             call_inputs = CallInputs(
                 self.fn, args, kwargs, self.request, context, current_algo(), place.processes, self._layouts, inputs,
-                values, tuple(late), place.memory(first), inference,
+                values, tuple(late), place.memory(first), inference, advised,
             )  # fmt: skip
             compiled = place.agreed_plan(first, lambda: compile_call(call_inputs, alike))
             if isinstance(self.fn, torch.nn.Module):
@@ -332,7 +332,7 @@ class Engine:
             inference, trained = in_inference(self.fn, self.request), None
             if inference and self._may_train():
                 with contextlib.suppress(DoesNotFitError):  # then it is for inference alone
-                    trained = planned(inference=False)
+                    trained = planned(inference=False, advised=False)
             compiled = planned(inference, trained)
         return Runner(self.fn, compiled, place, local, self.waiting)
 

@@ -320,14 +320,15 @@ class Launched:
     def write(self, placed: PlacedPort, local: bool, given: Any, result: Tensor) -> None:
         from partway.runtime.execute import device_mesh
         from partway.runtime.parameters import as_dtensor
-        from partway.runtime.results import write_part
+        from partway.runtime.results import SplitResult
+        from partway.runtime.torch_internals import spec_of
 
         if local and not is_dtensor(given):  # this rank's part, whose slice may be short
             given.copy_(result[tuple(slice(0, size) for size in given.shape)])
             return
         new: Any = as_dtensor(result, placed.layout, placed.shape, device_mesh(placed.layout.mesh))
-        if is_dtensor(given) and (given.device_mesh, given.placements) == (new.device_mesh, new.placements):
-            write_part(given, result)
+        if isinstance(given, SplitResult) and spec_of(given) == spec_of(new):
+            given.write_part(result)
         elif is_dtensor(given):
             given.copy_(new.redistribute(placements=given.placements))
         else:

@@ -71,6 +71,11 @@ class SplitResult(DTensor):
         """This rank's part, since only one rank may print."""
         return f"SplitResult(shape={list(self.shape)}, placements={self.placements}, part={local_part_of(self)})"
 
+    def write_part(self, part: Tensor) -> None:
+        """Write this rank's part; every rank writes its own. The whole, if it was gathered, is of before."""
+        vars(self).pop("_whole", None)
+        local_part_of(self).copy_(part)
+
     def _gathered(self, func: Callable[..., Any]) -> Tensor:
         """The whole, gathered the first time, for the operator `func`."""
         own = vars(self)
@@ -100,12 +105,6 @@ def split_result(part: Tensor, layout: Layout, shape: tuple[int, ...], mesh: Dev
     """The result of global `shape` whose part on this rank is `part`; its gradient comes back as a part."""
     result: SplitResult = _mixing(as_dtensor(part, layout, shape, mesh))
     return result
-
-
-def write_part(tensor: DTensor, part: Tensor) -> None:
-    """Write this rank's part of `tensor`. Of a result that was gathered the whole is forgotten."""
-    vars(tensor).pop("_whole", None)
-    local_part_of(tensor).copy_(part)
 
 
 class _Whole(torch.autograd.Function):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import partway as pw
 from partway.strategy import StrategyError
+from partway.strategy.errors import DoesNotFitError
 
 BATCH, WIDTH = 32, 16
 
@@ -135,3 +136,27 @@ def test_gradients_after_a_call_without_are_those_of_one_device() -> None:
     assert_same_loss(found.detach(), loss, 1e-12)
     named = {f"0.{name}": p.grad for name, p in model.named_parameters()}
     assert_same_gradients(named, expected, 1e-12)
+
+
+def too_large(devices: int) -> None:
+    """Training does not fit; the plan of a call without gradients does, and its parameters lie as it says."""
+    torch.manual_seed(0)
+    model = pw.shard(nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).eval(), mesh={"tp": devices})
+    pw.set_algo_parameters(memory_limit=1.6e6)
+    with torch.no_grad():
+        found = whole(model(torch.ones(4, 256)))
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    torch.testing.assert_close(found, plain(torch.ones(4, 256)).detach(), rtol=1e-5, atol=1e-6)
+    assert model.plan.memory.total <= 1.6e6
+    with pytest.raises(DoesNotFitError, match="would do"):
+        model(torch.ones(4, 256))
+
+
+def test_what_is_too_large_to_train_infers() -> None:
+    too_large(2)
+
+
+@pytest.mark.gloo
+def test_what_is_too_large_to_train_infers_in_processes(on_ranks: Callable[..., Any]) -> None:
+    on_ranks(2, too_large, 2)
