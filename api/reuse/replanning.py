@@ -17,7 +17,7 @@ class Signature(NamedTuple):
 
     structure    the containers and plain values of the arguments
     tensors      of each tensor: shape, dtype, device, whether it requires a gradient, how it lies, its attributes
-    answers      what code asks of tensors beside these
+    answers      how tensors lie in memory and what gradients are recorded, where code asks for that
     training     of each module whether it is in training
     parameters   of each parameter: type, whether it requires a gradient, dtype, shape
     inference    whether the plan has no backward
@@ -27,7 +27,7 @@ class Signature(NamedTuple):
 
     structure: tuple[Any, ...]
     tensors: tuple[tuple[Any, ...], ...]
-    answers: Any
+    answers: tuple[Any, Any]
     training: tuple[bool, ...]
     parameters: tuple[Any, ...]
     inference: bool
@@ -35,10 +35,10 @@ class Signature(NamedTuple):
     options: tuple[Any, ...]
 
 
+_ANSWERS = ("the memory order of a tensor", "no_grad or inference_mode, for which the code asks,")
 _TENSOR = ("", "the dtype", "the device", "requires_grad", "the layout", "the attributes")
 _OTHERS = {
     "structure": "a plain argument, or which arguments are given",
-    "answers": "where tensors lie in memory",
     "training": "the training mode of a module",
     "parameters": "requires_grad, the dtype or the shape of a parameter",
     "inference": "whether a gradient is taken",
@@ -70,6 +70,9 @@ def _differences(names: Sequence[str], now: Signature, before: Signature) -> Ite
             yield from _of_tensor(name, one, other)
     for field, words in _OTHERS.items():
         if getattr(now, field) != getattr(before, field) and (alike or field != "structure"):
+            yield f"{words} has changed"
+    for words, one, other in zip(_ANSWERS, now.answers, before.answers, strict=True):
+        if one != other and alike:
             yield f"{words} has changed"
     if not alike:
         yield f"{len(now.tensors)} tensors are given in place of {len(before.tensors)}"

@@ -59,7 +59,7 @@ def test_the_fourth_plan_says_what_has_changed(monkeypatch: pytest.MonkeyPatch) 
 def test_what_differs_of_two_calls_is_named() -> None:
     def now(*tensors: tuple[Any, ...], **others: Any) -> Signature:
         given: dict[str, Any] = {
-            "structure": (), "answers": None, "training": (), "parameters": (), "inference": False, "modes": (),
+            "structure": (), "answers": (None, None), "training": (), "parameters": (), "inference": False, "modes": (),
             "options": (),
         }  # fmt: skip
         return Signature(tensors=tensors, **(given | others))
@@ -71,6 +71,9 @@ def test_what_differs_of_two_calls_is_named() -> None:
     ]  # fmt: skip
     assert list(_differences(["x"], now(one), now(one, one, inference=True))) == [
         "whether a gradient is taken has changed", "1 tensors are given in place of 2",
+    ]  # fmt: skip
+    assert list(_differences(["x"], now(one), now(one, answers=((4, 1), (True, False))))) == [
+        "the memory order of a tensor has changed", "no_grad or inference_mode, for which the code asks, has changed",
     ]  # fmt: skip
     assert list(_differences(["x"], now(one), now(one, modes=(1,), structure=(1,)))) == [
         "a plain argument, or which arguments are given has changed",
