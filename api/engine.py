@@ -88,6 +88,7 @@ class Engine:
         # of the parameters: those of DTensors, and those that a plan has split
         self._layouts: dict[str, Layout] = dict(layouts or {})
         self._settled: set[str] = set()
+        self._left_alone: set[str] = set()  # parameters that a plan for training did not lay out, as tied ones
         self._refused = False
         self._copies: WeakSet[Engine] = WeakSet()  # made before there was a plan: they are laid out by it, too
         self._materialized: Compiled | None = None
@@ -330,17 +331,19 @@ class Engine:
         with afterwards(lambda: _captured.set(before)):
             _captured.set(self)
             inference, trained = in_inference(self.fn, self.request), None
-            if inference and self._may_train():
+            if inference and self._not_laid_out():
                 with contextlib.suppress(DoesNotFitError):  # then it is for inference alone
                     trained = planned(inference=False, advised=False)
+                self._left_alone |= self._not_laid_out()
             compiled = planned(inference, trained)
         return Runner(self.fn, compiled, place, local, self.waiting)
 
-    def _may_train(self) -> bool:
-        """Whether parameters are still to be laid out for training, which may follow a call in inference."""
+    def _not_laid_out(self) -> frozenset[str]:
+        """The parameters that are still to be laid out for training, which may follow a call in inference."""
         if self.request.inference or not isinstance(self.fn, torch.nn.Module):
-            return False
-        return any(p.requires_grad and name not in self._settled for name, p in state_of(self.fn).items())
+            return frozenset()
+        known = self._settled | self._left_alone
+        return frozenset(n for n, p in state_of(self.fn).items() if p.requires_grad and n not in known)
 
     def _settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout], place: Placing) -> None:
         """Lay out the parameters that no earlier plan laid out."""

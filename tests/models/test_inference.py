@@ -13,6 +13,8 @@ from checks import assert_same_gradients, assert_same_loss, gradients, whole
 from torch import Tensor, nn
 
 import partway as pw
+from partway import engine
+from partway.compiling import compile_call
 from partway.strategy import StrategyError
 from partway.strategy.errors import DoesNotFitError
 
@@ -100,6 +102,35 @@ def test_parameters_lie_as_training_has_them_also_where_a_call_without_gradients
     one.train()(batch())
     other(batch())
     assert one.plan.parameters == other.plan.parameters
+
+
+class Tied(nn.Module):
+    """Two names for one weight, and a weight that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.three = (nn.Linear(WIDTH, WIDTH).double() for _ in range(3))
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x).relu())
+
+
+def test_only_the_first_call_without_gradients_is_planned_for_training_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[bool] = []
+
+    def noting(call: Any, *more: Any) -> Any:
+        planned.append(call.inference)
+        return compile_call(call, *more)
+
+    monkeypatch.setattr(engine, "compile_call", noting)
+    model, plain = pw.shard(Tied().eval(), mesh={"tp": 2}), Tied()
+    for rows in (4, 6, 8):
+        x = torch.ones(rows, WIDTH, dtype=torch.float64)
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=0)
+    assert planned == [False, True, True, True]
 
 
 def test_inference_is_said_once_and_plans_parameters_for_it_alone() -> None:
