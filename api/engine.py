@@ -37,6 +37,7 @@ from partway.propagation.capture.stand_ins import attributes_of
 from partway.propagation.capture.tracing import capturing
 from partway.propagation.graph.question import Answer
 from partway.propagation.graph.structure import Call, check_call, flatten, flatten_call, name_of, state_of
+from partway.propagation.plan.plan import Plan
 from partway.request import Request
 from partway.reuse.courses import Courses, MistakenError, PlannedCalls, values_of
 from partway.reuse.facts import fact
@@ -236,6 +237,18 @@ class Engine:
             compiled = self._runner(args, {}, context)[1].compiled
         self._materialized = compiled
         return compiled
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+        """See `ShardedModule.prepare`."""
+        context = current()
+        if stands_alone(context):
+            raise StrategyError("there is nothing to prepare in stand_alone mode, which has no plan; set another mode")
+        if isinstance(self.fn, torch.nn.Module):
+            check_materialized(self.fn)
+        _, runner = self._runner(args, kwargs, context)
+        runner.load()
+        self._materialized = runner.compiled
+        return runner.compiled.plan
 
     def engines(self) -> Iterator[Engine]:
         """This one, and those of the sharded modules inside it."""

@@ -125,8 +125,8 @@ class Runner:
             "the write in the other; give it a copy, with clone()"
         )
 
-    def _load(self) -> CompiledStep:
-        """The step, assembled by the first call. (A cached_property would hold its lock while it waits for others.)"""
+    def load(self) -> CompiledStep:
+        """The step, assembled once. (A cached_property would hold its lock while it waits for others.)"""
         with planning():
             self._step = self._step or self._step_of(self.compiled.program)
             return self._step
@@ -171,7 +171,7 @@ class Runner:
             tensors[i] = enter(tensor) if enter else tensor
         results: list[Any] = []
         writes: list[tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]] = []
-        step = self._step or self._load()
+        step = self._step or self.load()
         before = states_of(tensors[0].device) if self._assumed and step.random else None
         for value, leave, buffer, written in zip(step(tensors), self._leave, buffers, self._written, strict=True):
             if written is not None:

@@ -97,6 +97,19 @@ class ShardedModule:
         """
         attached_engine(self).materialize(tuple(args), dict(kwargs or {}), init)
 
+    def prepare(self, *args: Any, **kwargs: Any) -> Plan:
+        """Plan the call `self(*args, **kwargs)` and make its program, without running it: the first such call then only
+        runs. A server prepares what it will be asked for before it takes requests:
+
+            with torch.inference_mode():
+                model.prepare(torch.zeros(8, 512, dtype=torch.long))
+
+        Shapes, dtypes, devices and the modes around count, values only where the function asks for them. Under a
+        launcher every rank calls it, and parameters are laid out. Returns the plan. Raises what the first call would
+        raise, and StrategyError in stand_alone mode, where there is no plan.
+        """
+        return attached_engine(self).prepare(args, kwargs)
+
     def infer_predict_layout(self, *predict_data: Any) -> dict[str, WeightLayout]:
         """How a plan for inference on `predict_data` splits each weight: see `partway.infer_predict_layout`."""
         from partway.checkpoints.per_rank import infer_predict_layout

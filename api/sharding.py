@@ -4,6 +4,7 @@ sharded, either is a constraint. Behind each stands one engine (engine.py)."""
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from types import MethodType
@@ -131,6 +132,7 @@ def _shard(fn: Any, request: Request) -> Any:
         set_engine(fn, Engine(fn, request, parameters_on(fn, before.own_dtensors, request.own_mesh)))
         return fn
     if isinstance(fn, torch.nn.Module):
+        _check_names(fn)
         engine = Engine(fn, request, parameters_on(fn, own_dtensors(fn), request.own_mesh))
         if not stands_alone(current()):
             placing().adopt(fn, current(), request)
@@ -141,6 +143,19 @@ def _shard(fn: Any, request: Request) -> Any:
     if request.parameter_plan:
         raise StrategyError("parameter_plan needs an nn.Module; annotate a function's arguments with in_strategy")
     return ShardedFunction(fn if before is None else before.fn, request)
+
+
+def _check_names(module: torch.nn.Module) -> None:
+    """Raise StrategyError where `module` has attributes that sharded modules have: its own code would get ours."""
+    own = vars(module)
+    inside = {*own, *own["_modules"], *own["_parameters"], *own["_buffers"]}
+    names = [name for name in vars(ShardedModule) if not name.startswith("_")]
+    taken = [name for name in names if name in inside or inspect.getattr_static(type(module), name, None) is not None]
+    if taken:
+        raise StrategyError(
+            f"{name_of(module)} has an attribute of its own called {', '.join(map(repr, taken))}, and so has every "
+            "sharded module (as model.plan); rename it, or shard a module around it"
+        )
 
 
 class ShardedFunction(Generic[P, R]):
@@ -174,6 +189,10 @@ class ShardedFunction(Generic[P, R]):
         raise StrategyError(
             f"{name_of(self)} is a method; shard the module it belongs to, or a function of its tensors"
         )
+
+    def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
+        """Plan a call and make its program, without running it: see `ShardedModule.prepare`."""
+        return self._engine.prepare(args, kwargs)
 
     @property
     def plan(self) -> Plan:

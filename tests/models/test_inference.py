@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import partway as pw
 from partway import engine
 from partway.compiling import compile_call
-from partway.strategy import StrategyError
+from partway.strategy import RuntimeStateError, StrategyError
 from partway.strategy.errors import DoesNotFitError
 
 BATCH, WIDTH = 32, 16
@@ -182,6 +182,76 @@ def too_large(devices: int) -> None:
     assert model.plan.memory.total <= 1.6e6
     with pytest.raises(DoesNotFitError, match="would do"):
         model(torch.ones(4, 256))
+
+
+def prepared(devices: int) -> None:
+    """What was prepared only runs: for two batch sizes, in inference and in training."""
+    model, plain = sharded(devices), perceptron()
+    whole_batch = batch()
+    for rows in (BATCH, BATCH // 2):
+        with torch.inference_mode():
+            plan = model.eval().prepare(torch.zeros(rows, WIDTH, dtype=torch.float64))
+        assert plan.certificate.inference
+        assert not model.train().prepare(input=torch.zeros(rows, WIDTH, dtype=torch.float64)).certificate.inference
+        assert model.plan.certificate.cost > plan.certificate.cost
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "compile_call", None)  # nothing is planned any more
+        for rows in (BATCH, BATCH // 2):
+            with torch.inference_mode():
+                found = whole(model.eval()(whole_batch[:rows]))
+            torch.testing.assert_close(found, plain.eval()(whole_batch[:rows]).detach(), rtol=1e-12, atol=1e-13)
+        loss, expected = gradients(nn.Sequential(plain.train(), Mean()), {"input": whole_batch})
+        found = model.train()(input=whole_batch).square().mean()
+        found.backward()
+    assert_same_loss(whole(found.detach()), loss, 1e-12)
+    assert_same_gradients({f"0.{name}": whole(p.grad) for name, p in model.named_parameters()}, expected, 1e-12)
+
+
+def test_a_call_is_prepared_before_it_comes() -> None:
+    prepared(4)
+
+
+@pytest.mark.gloo
+def test_a_call_is_prepared_before_it_comes_in_processes(on_ranks: Callable[..., Any]) -> None:
+    on_ranks(2, prepared, 2)
+
+
+def test_a_function_is_prepared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = pw.shard(torch.matmul, ((2, 1), (1, 1)), mesh={"dp": 2})
+    plan = product.prepare(torch.zeros(4, 6), torch.zeros(6, 2))
+    assert product.plan is plan
+    monkeypatch.setattr(engine, "compile_call", None)
+    torch.testing.assert_close(product(torch.ones(4, 6), torch.ones(6, 2)), torch.full((4, 2), 6.0))
+
+
+def test_a_name_that_sharded_modules_have_is_refused() -> None:
+    class Prepares(nn.Linear):
+        def prepare(self) -> str:
+            return "mine"
+
+    inside = nn.Sequential(nn.Linear(4, 4))
+    inside.plan = nn.Linear(4, 4)
+    message = r"has an attribute of its own called {}, and so has every sharded module \(as model.plan\); rename it"
+    for module, name in ((Prepares(4, 4), "'prepare'"), (inside, "'plan'")):
+        with pytest.raises(StrategyError, match=message.format(name)):
+            pw.shard(module, mesh={"dp": 2})
+        assert not hasattr(module, "no_sync")
+    wrapped = pw.shard(nn.Sequential(Prepares(4, 4)), mesh={"dp": 2})
+    assert wrapped(torch.ones(2, 4)).shape == (2, 4)
+    assert wrapped[0].prepare() == "mine"
+
+
+def test_what_cannot_be_prepared_is_said() -> None:
+    model = sharded()
+    with pytest.raises(TypeError, match="and its call does not fit: missing a required argument: 'input'"):
+        model.prepare()
+    with torch.device("meta"):
+        later = nn.Linear(4, 4)
+    with pytest.raises(RuntimeStateError, match="materialize"):
+        pw.shard(later, mesh={"dp": 2}).prepare(torch.ones(2, 4))
+    pw.set_auto_parallel_context(parallel_mode="stand_alone")
+    with pytest.raises(StrategyError, match="there is nothing to prepare in stand_alone mode, which has no plan"):
+        model.prepare(batch())
 
 
 def test_what_is_too_large_to_train_infers() -> None:
