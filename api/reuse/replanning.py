@@ -51,6 +51,8 @@ def note_replanning(name: str, names: Sequence[str], now: Signature, known: Sequ
     """Log that the function `name`, whose tensors are called `names`, is planned again and what for: what differs from
     the most similar of the calls that are `known`."""
     count = len(known)
+    if now in known:  # what the function reads has changed, and PlannedCalls warns of that
+        return
     if count < FIRST or (count + 1) & count or get_rank():  # 3, 7, 15, ...
         return
     found = min((list(_differences(names, now, before)) for before in reversed(known)), key=len)
@@ -58,7 +60,7 @@ def note_replanning(name: str, names: Sequence[str], now: Signature, known: Sequ
     fix = "pad to a few sizes, or leave out the last batch" if sizes else "keep it as it was"
     _log.warning(
         "%s is planned for the %dth time: %s. Every new call is captured and planned, which takes seconds; %s",
-        name, count + 1, "; ".join(found) or "what it reads beside its arguments", fix,
+        name, count + 1, "; ".join(found), fix,
     )  # fmt: skip
 
 

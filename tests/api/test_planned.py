@@ -56,6 +56,17 @@ def test_the_fourth_plan_says_what_has_changed(monkeypatch: pytest.MonkeyPatch) 
     ]
 
 
+def test_a_change_of_what_a_function_reads_is_not_said_to_be_one_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(replanning._log, "warning", lambda text, *given: said.append(text % given))
+    model = pw.shard(nn.Linear(4, 4), mesh={"x": 2})
+    for rows in (2, 4, 6):
+        model(torch.ones(rows, 4))
+    model.register_forward_hook(lambda module, args, result: 2 * result)
+    model(torch.ones(6, 4))
+    assert not said
+
+
 def test_what_differs_of_two_calls_is_named() -> None:
     def now(*tensors: tuple[Any, ...], **others: Any) -> Signature:
         given: dict[str, Any] = {
