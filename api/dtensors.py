@@ -77,7 +77,7 @@ def noted(tensor: Tensor, layout: Layout) -> Tensor:
     return tensor
 
 
-def _noted(tensor: Tensor) -> Layout | None:
+def _left_as(tensor: Tensor) -> Layout | None:
     layout, shape = _left.get(tensor, (None, None))
     return layout if shape == tuple(tensor.shape) else None  # else it was changed in place
 
@@ -92,7 +92,7 @@ def inputs_on(call: Call, mesh: Mesh | None) -> dict[str, Layout]:
     raise_problems("the DTensors of the call cannot be taken:", problems)
     found = {names[words]: layout for words, layout in layouts.items() if not layout.adds}
     for name, tensor in zip(call.names, call.tensors, strict=True):
-        if (left := _noted(tensor)) is not None and mesh in (None, left.mesh):
+        if (left := _left_as(tensor)) is not None and mesh in (None, left.mesh):
             found[name] = left
     return found
 
@@ -108,7 +108,7 @@ def placed_as(tensor: Any) -> tuple[Any, ...]:
     """How a DTensor lies, or what simulated ranks left split; () of another tensor."""
     if is_dtensor(tensor):
         return tensor.placements, tensor.device_mesh
-    left = _noted(tensor)
+    left = _left_as(tensor)
     return () if left is None else (left,)
 
 

@@ -165,9 +165,9 @@ class Runner:
         rest = iter(given)
         bound, changing, buffers = self._bound
         tensors = bound.copy()
-        for i, source, enter, updated in changing:
+        for i, source, enter, copied in changing:
             tensor = next(rest) if source is None else source()
-            tensor = tensor.clone() if updated else tensor
+            tensor = tensor.clone() if copied else tensor
             tensors[i] = enter(tensor) if enter else tensor
         results: list[Any] = []
         writes: list[tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]] = []

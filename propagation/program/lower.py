@@ -159,7 +159,7 @@ class _Lowering:
         if emit and emit.rule.local:
             result: Any = emit.rule.local(emit, tuple(args), dict(kwargs))
         else:
-            result = self.graph.call_function(node.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
+            result = self._called(node, args, kwargs)
         several = isinstance(node.meta["val"], tuple | list)
         for v, rest in zip(produced, rests, strict=True):
             if not several:
@@ -356,9 +356,14 @@ class _Lowering:
         args, kwargs = called
         if v.node.target is _expand:
             args = (args[0], list(target.local_shape(_shape(v))))
-        node = self.local[v, target] = self.graph.call_function(v.node.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
+        node = self.local[v, target] = self._called(v.node, args, kwargs)
         self.constant_parts[node] = v.node
         return node
+
+    def _called(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> fx.Node:
+        """A call of the operator of `node` with other arguments."""
+        target: Any = node.target
+        return self.graph.call_function(target, tuple(args), dict(kwargs))
 
     def _convert(
         self, node: fx.Node, v: Value, step: ConversionStep, whole_bytes: int, producer: str, consumer: str,
