@@ -44,6 +44,8 @@ Each name, and why:
     _BatchNorm._check_input_dim        the error for an input of the wrong rank
     Distribution._validate_args        whether distributions look at values; only setting it is public
     torch._C._current_autograd_node, Node._sequence_nr   which operation a backward pass is at
+    SymInt.node, its expr and shape_env, ShapeEnv.guards, ...   what torch.export assumes of sizes that it has symbols for;
+                                       torch.export itself reads them so
     torch.ops.torch_nn                 the operators of linear_cross_entropy in chunks, which the first import of
                                        their module registers; not in 2.11
 """
@@ -52,7 +54,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -296,6 +298,43 @@ def _generators_left_alone() -> Iterator[None]:
         yield
 
 
+def symbols_in(value: Any) -> frozenset[Any]:
+    """The symbols that a size, or a number that follows from sizes, depends on; none for a number of Python's."""
+    return frozenset(value.node.expr.free_symbols) if hasattr(value, "node") else frozenset()
+
+
+def symbol_of(size: Any) -> Any:
+    """The symbol that a size is; None where it is a number, or an expression."""
+    expr = size.node.expr if hasattr(size, "node") else None
+    return expr if getattr(expr, "is_Symbol", False) else None
+
+
+def at_symbols(size: Any, values: Mapping[Any, int]) -> int:
+    """What a size is where its symbols have `values`."""
+    return int(size.node.expr.xreplace(values)) if hasattr(size, "node") else int(size)
+
+
+def range_of(size: torch.SymInt, symbol: Any) -> tuple[Any, Any]:
+    """The least and the most that a symbol may be, for what was traced with `size`."""
+    bounds = size.node.shape_env.var_to_range[symbol]
+    return bounds.lower, bounds.upper
+
+
+def guards_of(size: torch.SymInt) -> list[Any]:
+    """The relations between symbols that what was traced with `size` counts on: they become true or false where their
+    symbols are replaced."""
+    env = size.node.shape_env
+    later = [each.expr for asserts in env.deferred_runtime_asserts.values() for each in asserts]
+    return [guard.expr for guard in env.guards] + later
+
+
+def fake_like(tensor: FakeTensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    """A tensor without data as `tensor`, in the same mode, of another shape."""
+    with tensor.fake_mode:
+        made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.requires_grad_(tensor.requires_grad)
+
+
 def defined_by(definition: CustomOpDef) -> OpOverload:
     """The operator of a torch.library.custom_op."""
     operator: OpOverload = definition._opoverload
@@ -327,6 +366,7 @@ __all__ = [
     "TreeSpec",
     "UnsupportedOperatorException",
     "all_operator_names",
+    "at_symbols",
     "beside_export",
     "buffers_in",
     "check_input_dim",
@@ -337,9 +377,11 @@ __all__ = [
     "defined_by",
     "dispatch_modes",
     "distributions_validate",
+    "fake_like",
     "forward_pre_hooks_in",
     "function_modes",
     "global_hooks",
+    "guards_of",
     "has_old_backward_hooks",
     "hook_flags",
     "hooks_in",
@@ -351,6 +393,7 @@ __all__ = [
     "modules_in",
     "overload_name_of",
     "parameters_in",
+    "range_of",
     "remove_hooks",
     "schema_of",
     "sequence_number",
@@ -358,6 +401,8 @@ __all__ = [
     "set_grad_enabled",
     "split_decompositions",
     "storage_key",
+    "symbol_of",
+    "symbols_in",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

@@ -29,6 +29,7 @@ from ..ops.random_numbers import RandomNumbers
 from ..rules.expand import expand
 from ..rules.padded_convolution import absorb
 from ..rules.recurrent import true_states
+from .any_size import AnySize, OtherSizesError, any_size
 from .autograd_functions import adopt
 from .checks import check_dtypes, warn_of_updates
 from .cleanup import leave_meta, name_islands, prune
@@ -39,7 +40,7 @@ from .ports import InputPorts, input_ports, output_ports, unseen_updates
 from .questions import Answering, Asked
 from .random_state import drawing_nothing
 from .source_lines import callers_line
-from .tracing import Attempt, Effects, NoEffects, Traced, trace
+from .tracing import Attempt, Dims, Effects, NoEffects, Traced, checked, trace
 
 Pass = Callable[[fx.GraphModule], None]
 Around = Callable[[Pass, fx.GraphModule, Sequence[Port]], None]
@@ -105,11 +106,59 @@ def capture(
             undecided = error
             continue
         graph = _graph(traced, attempt, options, around)
-        warn_of_updates(graph)
         asked = tuple(attempt.answering.asked) if attempt.answering else ()
-        return verify(check_dtypes(replace(graph, asked=asked, read=tuple(traced.read))))
+        return _checked(replace(graph, asked=asked), traced)
     assert undecided is not None
     raise CaptureError(str(undecided)) from undecided.__cause__
+
+
+def capture_any_size(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    changing: Dims,
+    options: CaptureOptions = _DEFAULTS,
+    effects: Effects | None = None,
+) -> AnySize:
+    """Capture `fn` for all sizes of the dims `changing` of the tensors of a call, whose own sizes there are at least 2.
+
+    Raises CaptureError where `capture` does, and where `fn` asks for values.
+    """
+    call = flatten_call(fn, args, kwargs)
+    attempt = _attempt(fn, call, None, options, effects or NoEffects(), checked=True)
+    try:
+        with drawing_nothing(None):
+            attempt = replace(attempt, changing=changing)
+            return any_size(attempt, trace(attempt))
+    except Undecided as error:
+        raise CaptureError(str(error)) from error.__cause__
+
+
+def graph_at(
+    captured: AnySize, args: tuple[Any, ...], kwargs: dict[str, Any], options: CaptureOptions = _DEFAULTS,
+    around: Around = applied,
+) -> Graph:  # fmt: skip
+    """The graph of a call of what was captured for any size, with the same `options`. Raises OtherSizesError where a
+    capture of the call might give another one."""
+    fn = captured.attempt.fn
+    attempt, traced = captured.at(flatten_call(fn, args, kwargs))
+    try:
+        return _checked(_graph(checked(traced, fn), attempt, options, around), traced)
+    except Undecided as error:
+        raise OtherSizesError(str(error)) from error
+
+
+def _checked(graph: Graph, traced: Traced) -> Graph:
+    """The graph of what was traced, which keeps what graphs promise."""
+    warn_of_updates(graph)
+    return verify(check_dtypes(replace(graph, read=tuple(traced.read))))
+
+
+def _attempt(
+    fn: Callable[..., Any], call: Call, answering: Answering | None, options: CaptureOptions, effects: Effects,
+    checked: bool,
+) -> Attempt:  # fmt: skip
+    return Attempt(fn, call, answering, effects, Hooks(), checked, options.gradients, options.returns_given)
 
 
 def _traced(
@@ -123,13 +172,10 @@ def _traced(
         answering = None
         if values and level is not Asked.NOTHING:
             answering = Answering(level, values, may_draw, lambda: callers_line(traceback.extract_stack(), fn), assumed)
-        attempt = Attempt(
-            fn, call, answering, effects, Hooks(), checked=values is not None, gradients=options.gradients,
-            returns_given=options.returns_given,
-        )  # fmt: skip
+        attempt = _attempt(fn, call, answering, options, effects, checked=values is not None)
         try:
             with drawing_nothing(answering):
-                return attempt, trace(attempt)
+                return attempt, checked(trace(attempt), fn)
         except (PartwayError, Undecided):
             raise
         except Exception:  # raised by `fn` on these answers
@@ -148,11 +194,10 @@ def _other_answers(assumed: Sequence[Answer], known: int) -> Sequence[Answer] | 
 
 def _graph(traced: Traced, attempt: Attempt, options: CaptureOptions, around: Around) -> Graph:
     """The graph of a traced call."""
-    program, hooks = traced.program, attempt.hooks
-    module = fx.GraphModule(program.graph_module, program.graph)
+    module, hooks = fx.GraphModule(traced.module, traced.module.graph), attempt.hooks
     hooks.place(module)
-    inputs = input_ports(program, module, attempt.call, attempt.fn)
-    outputs = output_ports(program, module, traced, inputs)
+    inputs = input_ports(traced, module, attempt.call, attempt.fn)
+    outputs = output_ports(traced, module, inputs)
     device = next((value(port.node).device.type for port in inputs.ports), "cpu")
     for each in _passes(inputs, outputs, device, options):
         around(each, module, inputs.ports)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from ...strategy.errors import CaptureError
@@ -29,7 +28,7 @@ class InputPorts:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def input_ports(program: ExportedProgram, module: fx.GraphModule, call: Call, fn: Callable[..., Any]) -> InputPorts:
+def input_ports(traced: Traced, module: fx.GraphModule, call: Call, fn: Callable[..., Any]) -> InputPorts:
     """The ports of the inputs. Those of one tied parameter become one (in place).
 
     Raises CaptureError for an input that is not a tensor.
@@ -37,7 +36,7 @@ def input_ports(program: ExportedProgram, module: fx.GraphModule, call: Call, fn
     placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
     inputs, state, first = InputPorts(), state_of(fn), dict[int, Port]()
     arguments = iter(zip(call.tensors, call.names, call.arguments, strict=True))
-    for spec in program.graph_signature.input_specs:
+    for spec in traced.signature.input_specs:
         node = placeholders[spec.arg.name]
         name = _own_name(spec.target)
         match spec.kind:
@@ -52,13 +51,13 @@ def input_ports(program: ExportedProgram, module: fx.GraphModule, call: Call, fn
                     continue
                 first[id(tensor)] = port
             case InputKind.CONSTANT_TENSOR:
-                tensor = inputs.constants[name] = program.constants[spec.target or ""]
+                tensor = inputs.constants[name] = traced.constants[spec.target or ""]
                 port = Port(node, Role.CONSTANT, name, requires_grad=tensor.requires_grad)
             case InputKind.USER_INPUT:
                 tensor, name, argument = next(arguments)
                 port = Port(node, Role.INPUT, name, argument, tensor.requires_grad)
             case InputKind.CUSTOM_OBJ:
-                kind = type(program.constants.get(spec.target or "", None)).__name__
+                kind = type(traced.constants.get(spec.target or "", None)).__name__
                 raise CaptureError(
                     f"{name_of(fn)} uses an object that a graph cannot hold, a {kind}; a torch.Generator is not "
                     "needed: random numbers follow torch.manual_seed, alike on every rank"
@@ -69,7 +68,7 @@ def input_ports(program: ExportedProgram, module: fx.GraphModule, call: Call, fn
     return inputs
 
 
-def output_ports(program: ExportedProgram, module: fx.GraphModule, traced: Traced, inputs: InputPorts) -> list[Port]:
+def output_ports(traced: Traced, module: fx.GraphModule, inputs: InputPorts) -> list[Port]:
     """The ports of the outputs. Raises CaptureError for a parameter or constant that the function writes to."""
     returned = next(node for node in module.graph.nodes if node.op == "output").args[0]
     names = {port.node.name: port.name for port in inputs.ports}
@@ -78,7 +77,7 @@ def output_ports(program: ExportedProgram, module: fx.GraphModule, traced: Trace
         *((Role.RESULT, name) for name in result_names(traced.result)),
         *((Role.LEFT, f"left[{i}]") for i in range(traced.left.count())),
     ])  # fmt: skip
-    for node, spec in zip(returned, program.graph_signature.output_specs, strict=True):
+    for node, spec in zip(returned, traced.signature.output_specs, strict=True):
         target = spec.target or ""
         match spec.kind:
             case OutputKind.USER_OUTPUT:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.export import ExportedProgram
+from torch import fx
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature
 
 from ...strategy.afterwards import afterwards
 from ...strategy.errors import CaptureError, PartwayError
@@ -38,6 +40,8 @@ from .random_state import without_pythons_random_numbers
 from .sizes import Sized
 from .source_lines import callers_line, name_frames, with_source_lines
 from .stand_ins import StandIns, attributes_of
+
+Dims = frozenset[tuple[int, int]]  # of the tensors of a call, by place
 
 _capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
@@ -87,6 +91,7 @@ class Attempt:
     checked         whether the parameters of torch.distributions are checked
     gradients       whether gradients are enabled
     returns_given   whether tensors of the call that it returns in an object are no results
+    changing        the dims that have symbols for sizes (any_size.py)
     """
 
     fn: Callable[..., Any]
@@ -97,14 +102,22 @@ class Attempt:
     checked: bool
     gradients: bool
     returns_given: bool
+    changing: Dims = frozenset()
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A traced call: the functional program, the structures of its result and of what the function leaves behind, and
-    the tensors from outside whose values became numbers."""
+    """A traced call.
 
-    program: ExportedProgram
+    module      the functional program
+    signature   what its inputs and outputs are; `constants`: the values of those that are constants
+    result      the structure of the function's result; `left`: of what it leaves behind
+    read        the tensors from outside whose values became numbers
+    """
+
+    module: fx.GraphModule
+    signature: ExportGraphSignature
+    constants: Mapping[str, Any]
     result: Structure
     left: Structure
     read: list[torch.Tensor]
@@ -116,7 +129,7 @@ def capturing() -> bool:
 
 
 def trace(attempt: Attempt) -> Traced:
-    """Trace a call, and check what comes out.
+    """Trace a call.
 
     Raises CaptureError where torch.export cannot make one static graph, Undecided where that needs more answers, and
     what the function itself raises because of an answer.
@@ -138,12 +151,17 @@ def trace(attempt: Attempt) -> Traced:
             f"should reach ({', '.join(outside.needing_gradients)}); shard the module they belong to, or pass them as "
             "arguments"
         )
-    module = program.graph_module
-    name_frames(module, fn)
-    numbers_as_tensors(module)
-    check_static(module, fn)
-    check_operators(module, fn)
-    return Traced(program, *structures[-1], read=outside.read + read)
+    name_frames(program.graph_module, fn)
+    given = program.graph_module, program.graph_signature, program.constants
+    return Traced(*given, *structures[-1], read=outside.read + read)
+
+
+def checked(traced: Traced, fn: Callable[..., Any]) -> Traced:
+    """What was traced, with its numbers as tensors (in place). Raises CaptureError and Undecided as `trace` does."""
+    numbers_as_tensors(traced.module)
+    check_static(traced.module, fn)
+    check_operators(traced.module, fn)
+    return traced
 
 
 def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch.Tensor]]:
@@ -165,7 +183,7 @@ def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch
             quiet(),
             compiled_when_run(),
         ):
-            program = torch.export.export(flat, example, strict=False)
+            program = torch.export.export(flat, example, dynamic_shapes=_symbolic(attempt), strict=False)
             check_writes(program.graph_module, fn)
             if answering is not None and answering.is_drawn_from(program.graph):
                 raise CaptureError(
@@ -173,6 +191,14 @@ def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch
                 )
             read = tensors_read(program)
             return write_out(_without_questions(program)), read
+
+
+def _symbolic(attempt: Attempt) -> Any:
+    """Which dims of the tensors have symbols for sizes, as torch.export takes it."""
+    if not attempt.changing:
+        return None
+    places = range(len(attempt.call.tensors))
+    return (tuple({dim: Dim.AUTO for place, dim in attempt.changing if place == here} for here in places),)
 
 
 def _without_given(

@@ -89,6 +89,14 @@ class Structure:
             elif leaf is _TENSOR or leaf is _NUMBER:
                 yield inside
 
+    def plain(self) -> Iterator[Any]:
+        """The values that are no tensors, and no objects that are opened."""
+        for leaf in self.leaves:
+            if isinstance(leaf, _Opened):
+                yield from leaf.structure.plain()
+            elif leaf is not _TENSOR and leaf is not _NUMBER and not isinstance(leaf, _Given):
+                yield leaf
+
     def kinds(self) -> Iterator[type]:
         """The types of the objects."""
         for leaf in self.leaves:

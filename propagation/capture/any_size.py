@@ -1,0 +1,144 @@
+"""A function captured once for all sizes of some dims, and its graph at each of them.
+
+torch.export runs the function with symbols in the place of those sizes. Where the function decides something by a size,
+torch notes a guard: a relation between symbols that held. `AnySize.at` puts the sizes of a call in the place of the
+symbols, and what comes out is what a capture of that call would give, without running the function again. A size for
+which a guard does not hold is refused, as are the sizes 0 and 1, which torch never makes symbols of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import InputKind
+
+from ...strategy.errors import CaptureError
+from ..graph.structure import NUMBERS, Call
+from ..torch_internals import at_symbols, fake_like, guards_of, range_of, symbol_of, symbols_in, tree_map
+from .tracing import Attempt, Dims, Traced
+
+aten = torch.ops.aten
+
+_CHECKS = (aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default)
+_OF_TENSORS = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default)
+_PLAIN = (type(None), bool, int, float, complex, torch.dtype, torch.device, type)
+_READ = (str, bytes, torch.Size, tuple, list, slice, range)  # what repr shows the whole of
+
+
+class OtherSizesError(Exception):
+    """The function would do something else for tensors of the sizes of a call, or might."""
+
+
+@dataclass(frozen=True)
+class AnySize:
+    """A function as it was captured for all sizes of some dims.
+
+    attempt   how it was traced, without the tensors of the call
+    traced    what came out, with symbols for sizes
+    sizes     of each tensor of the call, the sizes of its dims: numbers and symbols
+    """
+
+    attempt: Attempt
+    traced: Traced
+    sizes: tuple[tuple[int | torch.SymInt, ...], ...]
+
+    @property
+    def dims(self) -> Dims:
+        """The dims whose sizes may change: those that were asked for, but for those that the function counts on."""
+        each = ((place, dim, size) for place, sizes in enumerate(self.sizes) for dim, size in enumerate(sizes))
+        return frozenset((place, dim) for place, dim, size in each if symbols_in(size))
+
+    def at(self, call: Call) -> tuple[Attempt, Traced]:
+        """What a capture of `call` would give. Raises OtherSizesError where the function might do something else."""
+        values = self._values([tuple(tensor.shape) for tensor in call.tensors])
+        traced = replace(self.traced, module=_with_sizes(self.traced.module, values))
+        return replace(self.attempt, call=call, changing=frozenset()), traced
+
+    def _values(self, given: Sequence[tuple[int, ...]]) -> dict[Any, int]:
+        """The values of the symbols where the tensors of a call have the sizes `given`."""
+        pairs = [
+            (symbolic, size)
+            for sizes, shape in zip(self.sizes, given, strict=True)
+            for symbolic, size in zip(sizes, shape, strict=True)
+        ]
+        values = {symbol_of(symbolic): size for symbolic, size in pairs if symbol_of(symbolic) is not None}
+        for symbolic, size in pairs:
+            if not symbols_in(symbolic) <= values.keys() or at_symbols(symbolic, values) != size:
+                raise OtherSizesError(f"a size is {size}, and it counts on {symbolic}")
+        some = next((symbolic for symbolic, _ in pairs if isinstance(symbolic, torch.SymInt)), None)
+        if some is None:
+            return values
+        for symbol, size in values.items():
+            least, most = range_of(some, symbol)
+            if not least <= size <= most:
+                raise OtherSizesError(f"a size is {size}, and it counts on {least} to {most}")
+        for guard in guards_of(some):
+            if guard.free_symbols <= values.keys() and not bool(guard.xreplace(values)):
+                raise OtherSizesError(f"it counts on {guard}")
+        return values
+
+
+def any_size(attempt: Attempt, traced: Traced) -> AnySize:
+    """What was traced with symbols. Raises CaptureError where a size may be in what only Python reads, as in a text:
+    torch notes no guard for that."""
+    placeholders = {node.name: node for node in traced.module.graph.nodes if node.op == "placeholder"}
+    inputs = [spec.arg.name for spec in traced.signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    sizes = tuple(tuple(placeholders[name].meta["val"].shape) for name in inputs)
+    names = {str(symbol) for shape in sizes for size in shape for symbol in symbols_in(size)}
+    for kept in (*traced.result.plain(), *traced.left.plain()):
+        shown = isinstance(kept, _READ)
+        if not shown and not isinstance(kept, _PLAIN) or shown and names & set(re.findall(r"\w+", repr(kept))):
+            raise CaptureError(f"it returns or keeps a {type(kept).__name__}, which may hold a size")
+    for inner in traced.module.modules():
+        if inner is not traced.module and isinstance(inner, fx.GraphModule):
+            if any(_is_symbolic(node.meta.get("val")) for node in inner.graph.nodes):
+                raise CaptureError("a branch or a loop in it has tensors of such sizes")
+    return AnySize(replace(attempt, call=replace(attempt.call, tensors=())), traced, sizes)  # it outlives the call
+
+
+def _is_symbolic(val: Any) -> bool:
+    """Whether what a node gives has a size that is not known."""
+    if isinstance(val, torch.Tensor):
+        return any(map(symbols_in, (*val.shape, *val.stride())))
+    return isinstance(val, tuple(NUMBERS)) or (isinstance(val, list | tuple) and any(map(_is_symbolic, val)))
+
+
+def _with_sizes(module: fx.GraphModule, values: Mapping[Any, int]) -> fx.GraphModule:
+    """A copy of a traced graph where the symbols have `values`. What computes numbers from sizes is gone."""
+    graph, copies = fx.Graph(), dict[fx.Node, Any]()
+    for node in module.graph.nodes:
+        val = node.meta.get("val")
+        if node.op == "call_function" and isinstance(val, tuple(NUMBERS)) and symbols_in(val) <= values.keys():
+            copies[node] = _number(node, copies, values)
+            continue
+        if node.target in _CHECKS:
+            condition = fx.map_arg(node.args, copies.__getitem__)[0]
+            if not isinstance(condition, fx.Node):
+                if node.target is _CHECKS[0] and not condition:
+                    raise OtherSizesError(f"it asserts {node.args[1]}")
+                continue
+        copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+        if _is_symbolic(val):
+            copy.meta["val"] = tree_map(lambda each: _at(each, values), val)
+    return fx.GraphModule(module, graph)
+
+
+def _number(node: fx.Node, copies: Mapping[fx.Node, Any], values: Mapping[Any, int]) -> Any:
+    """The number that a node computes from sizes, as Python computes it."""
+    if node.target in _OF_TENSORS:
+        return at_symbols(node.meta["val"], values)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
+    return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _at(val: Any, values: Mapping[Any, int]) -> Any:
+    """One value of a node where the symbols have `values`. A number that follows from what tensors hold stays."""
+    if not isinstance(val, torch.Tensor):
+        return val
+    shape, strides = ([at_symbols(size, values) for size in sizes] for sizes in (val.shape, val.stride()))
+    return fake_like(val, shape, strides)
