@@ -21,7 +21,7 @@ from partway.user_rules import rules
 _OWN = frozenset(  # a rank may have its own: what is at a path is compared, not the path
     {"compile_cache_path", "enable_compile_cache", "strategy_ckpt_config", "device_profile"}
 )
-_ASKED = ("in_strategy", "out_strategy", "parameter_plan", "module_plan", "device", "level", "inference")
+_ASKED = ("in_strategy", "out_strategy", "parameter_plan", "module_plan", "device", "level", "inference", "dynamic")
 SEED = "seed every rank alike with torch.manual_seed"
 
 

@@ -5,10 +5,11 @@ CallInputs ─▶ capture_call ─▶ PlanInputs ─▶ the passes (passes.py), 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import NoneType
@@ -44,9 +45,11 @@ from partway.passes import (
 )
 from partway.plan_inputs import PlanInputs
 from partway.planning import planning
-from partway.propagation.capture.capture import CaptureOptions, capture
+from partway.propagation.capture.any_size import AnySize
+from partway.propagation.capture.capture import CaptureOptions, capture, capture_any_size
+from partway.propagation.capture.tracing import Dims
 from partway.propagation.cost.profile import DeviceProfile, profile_of
-from partway.propagation.graph.graph import Graph
+from partway.propagation.graph.graph import CalledHooks, Graph
 from partway.propagation.graph.queries import differentiated, without_gradients
 from partway.propagation.graph.question import Answer, Values
 from partway.propagation.graph.structure import check_call, flatten_call, name_of, state_of
@@ -61,6 +64,7 @@ from partway.propagation.search.solution import Solution
 from partway.request import Request
 from partway.reuse.courses import values_of
 from partway.reuse.effects import Effects
+from partway.reuse.sizes import Captured, CallSizes
 from partway.reuse.state import State, warn_of_unwatched
 from partway.runtime.process import get_rank
 from partway.strategy import Layout, Mesh, StrategyError, raise_problems
@@ -268,24 +272,37 @@ def in_inference(fn: Callable[..., Any], request: Request) -> bool:
     return not any(module.training for module in fn.modules())
 
 
-def compile_call(call: CallInputs, alike: Compiled | None = None) -> Compiled:
+def compile_call(call: CallInputs, alike: Compiled | None = None, sizes: CallSizes | None = None) -> Compiled:
     """Capture a call and plan it: on every mesh that it may be planned on, unless the plan is in the cache. `alike`:
-    the same call as it was planned for training; it is not captured again."""
+    the same call as it was planned for training; it is not captured again. `sizes`: what is known of calls of other
+    sizes, by which it may be captured and planned without running the function and without a search."""
     with planning():
         kept = record(_called(call.fn), call.processes)
         with kept.watching():
-            captured = Captured(alike.graph, alike.state, alike.effects) if alike else capture_call(call, kept)
-            return _compiled(call, captured, kept)
+            captured = Captured(alike.graph, alike.state, alike.effects) if alike else None
+            if captured is None and sizes is not None:
+                dims_captured = functools.partial(capture_sizes, call)
+                captured = sizes.captured(call.args, call.kwargs, kept.capturing, dims_captured)
+            captured = captured or capture_call(call, kept)
+            for plan in sizes.plans(call.inference) if sizes else ():
+                with contextlib.suppress(StrategyError):  # a strategy may ask for other sizes, or more memory
+                    return _compiled(call, captured, kept, plan)
+            compiled = _compiled(call, captured, kept)
+            if sizes is not None:
+                sizes.searched(compiled.plan, call.inference)
+            return compiled
 
 
 def _called(fn: Callable[..., Any]) -> str:
     return f"{name_of(fn)}.forward" if isinstance(fn, torch.nn.Module) else name_of(fn)
 
 
-def _compiled(call: CallInputs, captured: Captured, record: Record) -> Compiled:
+def _compiled(call: CallInputs, captured: Captured, record: Record, followed: Plan | None = None) -> Compiled:
+    """A captured call, planned; with the strategies of `followed`, a plan for other sizes, or by a search. Raises
+    StrategyError where these cannot be followed."""
     context = call.context
     loaded = Plan.load(path) if (path := context.strategy_ckpt_config.load_file) else None
-    inputs = _plan_inputs(call, captured.graph, loaded)
+    inputs = replace(_plan_inputs(call, captured.graph, loaded), followed=followed)
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
     around = record.planning(verified if verifies else applied)
     made = functools.cache(lambda: fitted(search_on_cheapest_mesh(inputs, meshes_to_try(inputs), around), around))
@@ -293,7 +310,7 @@ def _compiled(call: CallInputs, captured: Captured, record: Record) -> Compiled:
     try:
         planned = entry.fetch("plan", lambda: made().planned, Planned)
     except DoesNotFitError as error:
-        if not call.advised:
+        if not call.advised or followed is not None:
             raise
         raise _with_what_fits(error, call, inputs, record) from None
     record.planned(inputs, planned)
@@ -337,35 +354,58 @@ def _fits(plan: Callable[[], Any]) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class Captured:
-    """A captured call, what it depends on beside its arguments, and what the function leaves behind."""
-
-    graph: Graph
-    state: State
-    effects: Effects
-
-
 def capture_call(call: CallInputs, record: Record) -> Captured:
     """The graph of a call. Raises CaptureError, and StrategyError for constraints inside that do not fit."""
-    fn, context = call.fn, call.context
-    state = State(fn)
-    effects = Effects(fn, state)
-    warn_of_unwatched(fn, state)
-    with (
-        own_saved_tensors(), constrained_modules(fn, call.request), on_mesh(_given_mesh(call)),
-        afterwards(effects.finish),
-    ):  # fmt: skip
-        gradients = torch.is_grad_enabled() or not state.reached.asks.gradients
-        options = CaptureOptions(
-            context.batch_norm_parts, context.random_numbers, rules(), gradients, call.late, returns_given=True
-        )
+    fn, state, effects = call.fn, *_before_capture(call)
+    with _around_capture(call, effects):
+        options = _capture_options(call, state)
         graph = capture(fn, call.args, call.kwargs, options, call.values, effects, record.capturing)
     effects.check(graph.constants)
-    observers = frozenset(map(id, graph.hooks.observers))
-    if effects.kept or observers or graph.read or not state.holds():  # hooks may have been added
-        state = State(fn, observers, effects.kept, graph.read)
-    return Captured(graph, state, effects)
+    return Captured(graph, _after_capture(fn, state, effects, graph.hooks, graph.read), effects)
+
+
+def capture_sizes(call: CallInputs, dims: Dims) -> tuple[AnySize, CaptureOptions, State, Effects]:
+    """The function of a call for all sizes of `dims`, the options of the capture, and what a Captured has beside its
+    graph. Raises CaptureError, and StrategyError for constraints inside that do not fit."""
+    fn, state, effects = call.fn, *_before_capture(call)
+    with _around_capture(call, effects):
+        options = _capture_options(call, state)
+        captured = capture_any_size(fn, call.args, call.kwargs, dims, options, effects)
+    traced, hooks = captured.traced, captured.attempt.hooks.called()
+    effects.check(traced.constants)
+    return captured, options, _after_capture(fn, state, effects, hooks, tuple(traced.read)), effects
+
+
+def _before_capture(call: CallInputs) -> tuple[State, Effects]:
+    state = State(call.fn)
+    warn_of_unwatched(call.fn, state)
+    return state, Effects(call.fn, state)
+
+
+@contextlib.contextmanager
+def _around_capture(call: CallInputs, effects: Effects) -> Iterator[None]:
+    with (
+        own_saved_tensors(), constrained_modules(call.fn, call.request), on_mesh(_given_mesh(call)),
+        afterwards(effects.finish),
+    ):  # fmt: skip
+        yield
+
+
+def _capture_options(call: CallInputs, state: State) -> CaptureOptions:
+    context, gradients = call.context, torch.is_grad_enabled() or not state.reached.asks.gradients
+    return CaptureOptions(
+        context.batch_norm_parts, context.random_numbers, rules(), gradients, call.late, returns_given=True
+    )
+
+
+def _after_capture(
+    fn: Callable[..., Any], state: State, effects: Effects, hooks: CalledHooks, read: tuple[torch.Tensor, ...]
+) -> State:
+    """What a captured function depends on: `state`, as it is now that hooks may have been added."""
+    observers = frozenset(map(id, hooks.observers))
+    if effects.kept or observers or read or not state.holds():
+        return State(fn, observers, effects.kept, read)
+    return state
 
 
 def _given_mesh(call: CallInputs) -> Mesh | None:
@@ -401,7 +441,7 @@ def _entry(inputs: PlanInputs, kept: bool) -> Entry:
     return Entry(
         graph, folder, name_of(inputs.fn), inputs.request, _options(context), _options(inputs.algo), inputs.processes,
         inputs.parameters, inputs.inputs, inputs.profile.model_dump(), text_of(inputs.rules),
-        *(plan.model_dump_json() for plan in (inputs.loaded, inputs.replayed) if plan),
+        *(plan.model_dump_json() for plan in (inputs.loaded, inputs.replayed, inputs.followed) if plan),
     )  # fmt: skip
 
 

@@ -44,6 +44,7 @@ from partway.reuse.facts import fact
 from partway.reuse.guard import Guard, asked, modes, warn_of_modes
 from partway.reuse.names import Asks
 from partway.reuse.replanning import Signature, note_replanning
+from partway.reuse.sizes import CallSizes, Sizes
 from partway.runner import Runner
 from partway.runtime.process import launched
 from partway.runtime.waiting import Waiting
@@ -91,9 +92,11 @@ class Engine:
         self._settled: set[str] = set()
         self._left_alone: set[str] = set()  # parameters that a plan for training did not lay out, as tied ones
         self._refused = False
+        self._searched = 0  # plans that no plan for other sizes was followed for
         self._copies: WeakSet[Engine] = WeakSet()  # made before there was a plan: they are laid out by it, too
         self._materialized: Compiled | None = None
         self._asks = Asks()  # of every plan so far: signatures have the answers
+        self._sizes = Sizes(request.sizes) if request.dynamic is not False else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """A copy of the module plans anew."""
@@ -274,14 +277,25 @@ class Engine:
         with planning():
             key = self._signature(call, context)
             courses = self._planned.find(self.fn, key)
-            if not courses:
-                note_replanning(name_of(self.fn), call.names, key, self._planned.signatures)
-            runner = self._course(courses, call.tensors) or self._new_course(courses, call, context)
+            runner = self._course(courses, call.tensors) if courses else self._of_new_signature(courses, call, context, key)
+            runner = runner or self._new_course(courses, call, context)
             if (asks := self._asks | courses.state.reached.asks) != self._asks:
                 self._asks = asks
                 key = self._signature(call, context)
             self._planned.keep(key, courses)
             return courses, runner
+
+    def _of_new_signature(
+        self, courses: Courses[Runner], call: Call, context: ParallelContext, key: Signature
+    ) -> Runner:
+        """Plan a call of which no like was planned; of others, calls of other sizes count."""
+        known = self._planned.signatures
+        sizes = self._sizes.of(call, key, known) if self._sizes is not None else None
+        runner = self._new_course(courses, call, context, sizes=sizes)
+        if not runner.compiled.plan.certificate.of_other_sizes:
+            note_replanning(name_of(self.fn), call.names, key, known, self._searched, sizes.why_not if sizes else "")
+            self._searched += 1
+        return runner
 
     def _course(
         self, courses: Courses[Runner], tensors: Sequence[Tensor], late: Sequence[Answer] = ()
@@ -290,11 +304,12 @@ class Engine:
         return courses.of(values_of(tensors, lambda name: attrgetter(name)(self.fn)), late)
 
     def _new_course(
-        self, courses: Courses[Runner], call: Call, context: ParallelContext, late: Sequence[Answer] = ()
-    ) -> Runner:
+        self, courses: Courses[Runner], call: Call, context: ParallelContext, late: Sequence[Answer] = (),
+        sizes: CallSizes | None = None,
+    ) -> Runner:  # fmt: skip
         """Plan a call that no known course fits."""
         with planning():
-            runner = self._plan(call, context, late)
+            runner = self._plan(call, context, late, sizes)
             courses.add(runner, name_of(self.fn))
         if any(question.draws for question, _ in runner.asked):  # planning drew for nothing, as it always does
             self._course(courses, call.tensors)
@@ -320,7 +335,9 @@ class Engine:
             options=(context, current_algo(), version()),
         )
 
-    def _plan(self, call: Call, context: ParallelContext, late: Sequence[Answer]) -> Runner:
+    def _plan(
+        self, call: Call, context: ParallelContext, late: Sequence[Answer], sizes: CallSizes | None
+    ) -> Runner:
         """Capture and plan a call, and lay out the parameters as the first plan of each says."""
         local = dataset_was_set(context) and dataset_applies(self.request, context)
         place = placing()
@@ -335,7 +352,7 @@ class Engine:
                 self.fn, args, kwargs, self.request, context, current_algo(), place.processes, self._layouts, inputs,
                 values, tuple(late), place.memory(first), inference, advised,
             )  # fmt: skip
-            compiled = place.agreed_plan(first, lambda: compile_call(call_inputs, alike))
+            compiled = place.agreed_plan(first, lambda: compile_call(call_inputs, alike, sizes))
             if isinstance(self.fn, torch.nn.Module):
                 self._settle(self.fn, compiled.plan.parameters, place)
             return compiled

@@ -153,8 +153,11 @@ def _formulate(draft: PlanDraft) -> SearchProblem:
 
 
 def _search(draft: PlanDraft) -> Solution:
-    if draft.inputs.replayed is not None:
-        return replay(draft.problem, draft.inputs.replayed)
+    inputs = draft.inputs
+    if inputs.replayed is not None:
+        return replay(draft.problem, inputs.replayed)
+    if inputs.followed is not None:
+        return replace(replay(draft.problem, inputs.followed), of_other_sizes=True)
     return search(draft.problem, draft.inputs.context.search_mode, draft.below)
 
 

@@ -31,6 +31,7 @@ class PlanInputs:
     inputs      the layouts of the inputs that are DTensors
     loaded      the plan that strategy_ckpt_config loads
     replayed    the plan, of those that were given to `shard` or `compile`, that is one of this graph
+    followed    a plan of the same function for other sizes, whose strategies are tried
     """
 
     graph: Graph
@@ -45,3 +46,4 @@ class PlanInputs:
     inputs: Mapping[str, Layout] = field(default_factory=dict)
     loaded: Plan | None = None
     replayed: Plan | None = None
+    followed: Plan | None = None

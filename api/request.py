@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -32,6 +32,7 @@ class Request:
     module_plan: Mapping[str, Any] | None = None
     plan: Any = None
     inference: bool = False
+    dynamic: Any = None
 
     def __post_init__(self) -> None:
         problems = [p for side in _SIDES for p in _tuple_problems(side, getattr(self, side), side)]
@@ -51,6 +52,7 @@ class Request:
         inference: Any = self.inference
         if type(inference) is not bool:
             problems.append(Problem("inference", f"is {_kind(inference)}", "write True or False"))
+        problems += _dynamic_problems(self.dynamic)
         if not (self.device is None or (isinstance(self.device, str) and self.device in ("cpu", "cuda"))):
             problems.append(Problem("device", f"is {_kind(self.device)}", "write 'cpu', 'cuda' or None"))
         if not problems:  # else a strategy of one tensor is refused as a whole, and not by its entries again
@@ -71,6 +73,12 @@ class Request:
         return given_mesh(self.mesh)
 
     @cached_property
+    def sizes(self) -> dict[str, dict[int, tuple[int, int] | None]]:
+        """The dims that `dynamic` names, by the tensor's or argument's name, with their least and largest size."""
+        every = (self.dynamic or {}).items()
+        return {name: dict(dims) if isinstance(dims, Mapping) else dict.fromkeys(dims) for name, dims in every}
+
+    @cached_property
     def plans(self) -> tuple[Plan, ...]:
         """The plans that were given, one for each kind of call."""
         given = self.plan if isinstance(self.plan, list | tuple) else (self.plan,)
@@ -84,6 +92,33 @@ class Request:
             for side, strategies in sides.items():
                 found += _each(f"module_plan[{pattern!r}][{side!r}]", strategies)
         return found
+
+
+def _dynamic_problems(dynamic: Any) -> Iterator[Problem]:
+    fix = 'write {"ids": {1: (1, 4096)}}, {"ids": (0, 1)}, False for a plan of each size, or None'
+    if dynamic is None or dynamic is False:
+        return
+    if not isinstance(dynamic, Mapping):
+        yield Problem("dynamic", f"is {_kind(dynamic)}", fix)
+        return
+    for name, dims in dynamic.items():
+        where = f"dynamic[{name!r}]"
+        if not isinstance(name, str):
+            yield Problem("dynamic", f"has the key {_kind(name)}", "write an argument's name, a str")
+        elif isinstance(dims, str) or not isinstance(dims, Mapping | Collection):
+            yield Problem(where, f"is {_kind(dims)}", fix)
+        elif wrong := [dim for dim in dims if type(dim) is not int]:
+            yield Problem(where, f"has the dim {_kind(wrong[0])}", "write dims by number, such as 0 or -1")
+        else:
+            for dim, bounds in dims.items() if isinstance(dims, Mapping) else ():
+                if bounds is not None and not _is_range(bounds):
+                    what = "write the least and the largest size, such as (1, 4096), or None"
+                    yield Problem(f"{where}[{dim}]", f"is {bounds!r}", what)
+
+
+def _is_range(bounds: Any) -> bool:
+    pair = isinstance(bounds, tuple | list) and len(bounds) == 2 and all(type(size) is int for size in bounds)
+    return pair and 0 <= bounds[0] <= bounds[1]
 
 
 def _read_plan(given: Any) -> Plan:

@@ -41,6 +41,7 @@ class _Others(TypedDict, total=False):
     module_plan: Mapping[str, Any] | None
     plan: Any
     inference: bool
+    dynamic: Any
 
 
 class _Decorator(Protocol):
@@ -76,6 +77,7 @@ def shard(
     module_plan: Mapping[str, Any] | None = None,
     plan: Any = None,
     inference: bool = False,
+    dynamic: Any = None,
 ) -> Any:
     """Split a function or module over a mesh; everything that is not annotated is inferred.
 
@@ -100,8 +102,12 @@ def shard(
     inference       no gradient is ever taken: plans have no backward, keep nothing for one, and lay parameters out as
                     is best without. Otherwise calls in torch.inference_mode(), and those of a module in evaluation
                     under torch.no_grad(), have plans without a backward, and parameters lie as for training
+    dynamic         the dims of arguments whose sizes change, with the least and largest size, {"ids": {1: (1, 4096)}},
+                    or without, {"ids": (0, 1)}: one plan serves them all from the first call on, and another size is an
+                    error. None: dims are found as their sizes change. False: each size has a plan of its own
 
-    The first call with a new signature (shapes, dtypes, modes) captures and plans; later ones only run. When a
+    The first call with a new signature (shapes, dtypes, modes) captures and plans; later ones only run. The second size
+    of a dim is planned for all of its sizes, but for 0 and 1; a new size then takes the time to make its program. When a
     launcher started this process it runs its own rank; otherwise all ranks are simulated in this process.
 
     Each result has memory of its own. Of results that on one device are views of one another (`return y, y[1:]`), or of
@@ -113,7 +119,7 @@ def shard(
     Raises StrategyError for wrong arguments, here or at the call that shows their shapes. What failed has changed
     nothing: after a first call that was refused, `shard` takes the same module again with other annotations.
     """
-    request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level, module_plan, plan, inference)
+    request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level, module_plan, plan, inference, dynamic)
     if fn is None:
         return functools.partial(_shard, request=request)
     return _shard(fn, request)

@@ -26,7 +26,7 @@ def meshes_to_try(inputs: PlanInputs) -> list[Mesh]:
     request, context, processes = inputs.request, inputs.context, inputs.processes
     constraints = [constraint_of(str(node.args[1])) for node in inputs.graph.nodes if node.target is constrain]
     inside = list(requests(inputs.fn, request))
-    saved = inputs.replayed or inputs.loaded
+    saved = inputs.replayed or inputs.followed or inputs.loaded
     meshes = [
         request.own_mesh,
         saved.mesh if saved else None,

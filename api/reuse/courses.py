@@ -120,11 +120,11 @@ class PlannedCalls(Generic[K, C]):
             if courses.state.holds():
                 return courses
         for courses in known:
-            state = State(fn, courses.state.observers, courses.state.kept, courses.state.read)
-            if state.facts == courses.state.facts:
+            if (state := courses.state.renewed(fn)) is not None:
                 courses.state = state
                 return courses
-        self._note(name_of(fn), known[-1].state.differences(state))
+        before = known[-1].state
+        self._note(name_of(fn), before.differences(State(fn, before.observers, before.kept, before.read)))
         return Courses()
 
     def keep(self, key: K, courses: Courses[C]) -> None:

@@ -47,20 +47,22 @@ _OTHERS = {
 }
 
 
-def note_replanning(name: str, names: Sequence[str], now: Signature, known: Sequence[Signature]) -> None:
-    """Log that the function `name`, whose tensors are called `names`, is planned again and what for: what differs from
-    the most similar of the calls that are `known`."""
-    count = len(known)
+def note_replanning(
+    name: str, names: Sequence[str], now: Signature, known: Sequence[Signature], count: int, refused: str
+) -> None:
+    """Log that the function `name`, whose tensors are called `names`, was planned again, after `count` times, and what
+    for: what differs from the most similar of the calls that are `known`. `refused`: why no plan serves all sizes."""
     if now in known:  # what the function reads has changed, and PlannedCalls warns of that
         return
-    if count < FIRST or (count + 1) & count or get_rank():  # 3, 7, 15, ...
+    if not known or count < FIRST or (count + 1) & count or get_rank():  # 3, 7, 15, ...
         return
     found = min((list(_differences(names, now, before)) for before in reversed(known)), key=len)
     sizes = all(one.startswith("dim ") for one in found)
     fix = "pad to a few sizes, or leave out the last batch" if sizes else "keep it as it was"
+    why = f" (one plan cannot serve all sizes: {refused})" if sizes and refused else ""
     _log.warning(
-        "%s is planned for the %dth time: %s. Every new call is captured and planned, which takes seconds; %s",
-        name, count + 1, "; ".join(found), fix,
+        "%s is planned for the %dth time: %s%s. Every new call is captured and planned, which takes seconds; %s",
+        name, count + 1, "; ".join(found), why, fix,
     )  # fmt: skip
 
 

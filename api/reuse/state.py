@@ -121,6 +121,13 @@ class State:
         except (AttributeError, KeyError, ValueError, RuntimeError):  # something is gone
             return False
 
+    def renewed(self, fn: Callable[..., Any]) -> State | None:
+        """This state, or what has taken its place and is like it; None where something that counts has changed."""
+        if self.holds():
+            return self
+        now = State(fn, self.observers, self.kept, self.read)
+        return now if now.facts == self.facts else None
+
     def _are_as_before(self, values: list[Any]) -> bool:
         ids = [*map(id, values)]
         if ids == self._ids:

@@ -145,6 +145,7 @@ class Certificate(_Frozen):
     memory_limit   bytes that a device may hold
     binding        without the limit the plan would be another
     given          its strategies were taken from a plan that was given: nothing was searched
+    of_other_sizes that plan was made by a search, for tensors of other sizes
     approximate    enable_algo_approxi left strategies out: bound, attained and proven are about those it kept
     inference      no gradient is taken: costs are those of the forward, and nothing is kept for a backward
     """
@@ -159,6 +160,7 @@ class Certificate(_Frozen):
     binding: bool = False
     approximate: bool = False
     given: bool = False
+    of_other_sizes: bool = False
     inference: bool = False
 
     @property
@@ -172,6 +174,8 @@ class Certificate(_Frozen):
         binds = self.binding and self.memory_limit is not None
         within = f" within memory_limit {human(self.memory_limit or 0)}" if binds else ""
         of = " without a backward" if self.inference else ""
+        if self.of_other_sizes:
+            return f"none{of}{within}: the strategies are those of the plan for other sizes"
         if self.given:
             return f"none{of}{within}: the strategies are those of a plan that was given"
         search = f"{self.mode.value}{of}{within}"

@@ -138,6 +138,7 @@ def _certificate(problem: SearchProblem, solution: Solution, program: LocalProgr
         binding=solution.binding,
         approximate=problem.approximate,
         given=solution.replayed,
+        of_other_sizes=solution.of_other_sizes,
         inference=not problem.graph.differentiable,
     )
 

@@ -82,7 +82,10 @@ def replay(problem: SearchProblem, plan: PlanData) -> Solution:
         raise StrategyError(
             "the plan cannot be followed:", [Problem("mesh", f"it is {mesh}, the plan's {plan.mesh}", fix)]
         )
-    operators = dict(zip(_planned(problem.graph), plan.operators, strict=True))
+    nodes = _planned(problem.graph)
+    if [*map(operator_name, nodes)] != [planned.operator for planned in plan.operators]:  # of other sizes
+        raise StrategyError("the plan cannot be followed: it is of other operators")
+    operators = dict(zip(nodes, plan.operators, strict=True))
     tensors = {
         (kind, t.name): t
         for kind, every in ((VertexKind.INPUT, plan.inputs), (VertexKind.OUTPUT, plan.outputs))

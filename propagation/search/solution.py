@@ -18,6 +18,7 @@ class Solution:
     width      the most vertices that one table of the search joined
     attained   a plan that costs the bound is known
     replayed   the options are those of a plan that was given: nothing was searched
+    of_other_sizes   that plan was made by a search, for tensors of other sizes
     keeping    what is kept for the backward and what is computed again; None: it was not asked
     held       what a device holds while the backward runs
     binding    the cheapest plan would hold more than the memory limit, so that this one is another
@@ -29,6 +30,7 @@ class Solution:
     width: int
     attained: bool = False
     replayed: bool = False
+    of_other_sizes: bool = False
     keeping: Keeping | None = None
     held: Timeline | None = field(default=None, compare=False)
     binding: bool = False
