@@ -313,6 +313,8 @@ def _compiled(call: CallInputs, captured: Captured, record: Record, followed: Pl
         if not call.advised or followed is not None:
             raise
         raise _with_what_fits(error, call, inputs, record) from None
+    if followed is not None:
+        made.cache_clear()  # sizes may be many, and what a search is given is large: it is made again when asked for
     record.planned(inputs, planned)
     planned.plan.of(lambda: alternatives(made().draft, planned.local))
     warn_of_unknown(inputs.graph, planned.plan.unknown_operators)

@@ -8,7 +8,9 @@ sizes 0 and 1, a size for which the function would do something else, and a func
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,6 @@ from partway.propagation.plan.plan import Plan
 from partway.reuse.effects import Effects
 from partway.reuse.replanning import Signature
 from partway.reuse.state import State
-from partway.runtime.process import get_rank
 from partway.strategy import CaptureError, Problem, StrategyError, raise_problems
 
 _log = logging.getLogger("partway")
@@ -57,12 +58,9 @@ class Family:
     effects: Effects
     plans: dict[bool, list[Plan]] = field(default_factory=lambda: defaultdict(list))
 
-    def at(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Around) -> Captured | None:
-        """What a capture of a call would give; None where the function might do something else."""
-        try:
-            return Captured(graph_at(self.captured, args, kwargs, self.options, around), self.state, self.effects)
-        except OtherSizesError:
-            return None
+    def at(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Around) -> Captured:
+        """What a capture of a call would give. Raises OtherSizesError where the function might do something else."""
+        return Captured(graph_at(self.captured, args, kwargs, self.options, around), self.state, self.effects)
 
 
 class Sizes:
@@ -71,18 +69,19 @@ class Sizes:
     def __init__(self, declared: Mapping[str, Mapping[int, tuple[int, int] | None]] | None) -> None:
         self._declared = declared
         self._seen: defaultdict[Hashable, set[tuple[int, int]]] = defaultdict(set)
+        self._fixed: defaultdict[Hashable, set[tuple[int, int]]] = defaultdict(set)
         self._families: list[Family] = []
         self.refused: dict[Signature, str] = {}  # why there is no capture for all sizes
 
     def of(self, call: Call, key: Signature, known: Sequence[Signature]) -> CallSizes:
         """What is known for a call of the signature `key`, whose like has no plan; other calls are `known`. Raises
         StrategyError for a size that is not one of those that were declared."""
-        kind = key.structure, tuple(len(tensor[0]) for tensor in key.tensors)
-        seen, shapes = self._seen[kind], [tensor[0] for tensor in key.tensors]
+        kind, shapes = _kind(key), [shape for shape, *_ in key.tensors]
+        seen = self._seen[kind]
         for other in known:
-            if (other.structure, tuple(len(tensor[0]) for tensor in other.tensors)) == kind:
-                seen |= _differing(shapes, [tensor[0] for tensor in other.tensors])
-        dims = seen | (self._dims_declared(call) if self._declared else set())
+            if _kind(other) == kind:
+                seen |= _differing(shapes, [shape for shape, *_ in other.tensors])
+        dims = (seen | (self._dims_declared(call) if self._declared else set())) - self._fixed[kind]
         return CallSizes(self, key, frozenset((place, dim) for place, dim in dims if shapes[place][dim] >= 2))
 
     def _dims_declared(self, call: Call) -> set[tuple[int, int]]:
@@ -127,7 +126,19 @@ class Sizes:
     def add(self, family: Family) -> None:
         """Keep a family."""
         self._families.append(family)
+        self._fixed[_kind(family.key)] |= family.captured.attempt.changing - family.captured.dims
         del self._families[:-MOST_FAMILIES]
+        if self._declared and (fixed := family.captured.fixed):
+            self._warn(f"the function counts on the size of {fixed}")
+
+    def refuse(self, blank: Signature, why: str) -> None:
+        """Note why calls that differ in the sizes that `blank` leaves out have no capture in common."""
+        self.refused[blank] = why
+        if self._declared:
+            self._warn(why)
+
+    def _warn(self, why: str) -> None:
+        _log.warning("what dynamic declares has a plan for each size: %s", why)
 
 
 @dataclass
@@ -151,25 +162,24 @@ class CallSizes:
         """What a capture of the call would give, by way of one for all sizes: an earlier one or, where none serves, the
         one that `capture` makes. None: the call is captured by itself."""
         alike = self.sizes.families(self.key)
-        for family in alike:
-            if found := family.at(args, kwargs, around):
-                self.family = family
-                return found
+        for self.family in alike:
+            with contextlib.suppress(OtherSizesError):
+                return self.family.at(args, kwargs, around)
+        self.family = None
         blank = _blank(self.key, self.dims)
         if not self.dims or blank in self.sizes.refused or len(alike) >= _SAME_DIMS:
             return None
         try:
             captured, options, state, effects = capture(self.dims)
-        except CaptureError as error:
-            self.sizes.refused[blank] = str(error)
+            if not captured.dims:
+                raise CaptureError(f"it counts on the size of {captured.fixed}")
+            family = Family(_blank(self.key, captured.dims), captured, options, state, effects)
+            found = family.at(args, kwargs, around)
+        except (CaptureError, OtherSizesError) as error:
+            self.sizes.refuse(blank, str(error).splitlines()[0])
             return None
-        family = Family(_blank(self.key, captured.dims), captured, options, state, effects)
-        found = family.at(args, kwargs, around) if captured.dims else None
-        if found is None:
-            self.sizes.refused[blank] = "it counts on these sizes"
-            return None
-        self.family = family
         self.sizes.add(family)
+        self.family = family
         return found
 
     def plans(self, inference: bool) -> Sequence[Plan]:
@@ -187,6 +197,11 @@ class CallSizes:
         return "" if self.family else self.sizes.refused.get(_blank(self.key, self.dims), "")
 
 
+def _kind(key: Signature) -> Hashable:
+    """What calls have in common whose sizes can be compared."""
+    return key.structure, tuple(len(shape) for shape, *_ in key.tensors)
+
+
 def _differing(shapes: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]]) -> set[tuple[int, int]]:
     """The dims of which both have a size of at least 2, and not the same one."""
     return {
@@ -198,10 +213,20 @@ def _differing(shapes: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ..
 
 
 def _blank(key: Signature, dims: Dims) -> Signature:
-    """A signature without the sizes of `dims`."""
-    return key._replace(
-        tensors=tuple(
-            (tuple(-1 if (place, dim) in dims else size for dim, size in enumerate(shape)), *rest)
-            for place, (shape, *rest) in enumerate(key.tensors)
+    """A signature without the sizes of `dims`, and without what follows from them: how dense tensors lie in memory."""
+    memory, gradients = key.answers
+    if memory is not None:
+        shapes = [shape for shape, *_ in key.tensors]
+        memory = tuple(
+            "dense" if strides == _dense(shape) else strides for strides, shape in zip(memory, shapes, strict=True)
         )
+    tensors = tuple(
+        (tuple(-1 if (place, dim) in dims else size for dim, size in enumerate(shape)), *rest)
+        for place, (shape, *rest) in enumerate(key.tensors)
     )
+    return key._replace(tensors=tensors, answers=(memory, gradients))
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor whose last dim is densest."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -53,11 +53,18 @@ class AnySize:
         each = ((place, dim, size) for place, sizes in enumerate(self.sizes) for dim, size in enumerate(sizes))
         return frozenset((place, dim) for place, dim, size in each if symbols_in(size))
 
+    @property
+    def fixed(self) -> str:
+        """The dims whose sizes were to change and may not, in words."""
+        names = self.attempt.call.names
+        listed = [f"dim {dim} of {names[place]!r}" for place, dim in sorted(self.attempt.changing - self.dims)]
+        return " and ".join(listed)
+
     def at(self, call: Call) -> tuple[Attempt, Traced]:
         """What a capture of `call` would give. Raises OtherSizesError where the function might do something else."""
         values = self._values([tuple(tensor.shape) for tensor in call.tensors])
         traced = replace(self.traced, module=_with_sizes(self.traced.module, values))
-        return replace(self.attempt, call=call, changing=frozenset()), traced
+        return replace(self.attempt, call=call), traced
 
     def _values(self, given: Sequence[tuple[int, ...]]) -> dict[Any, int]:
         """The values of the symbols where the tensors of a call have the sizes `given`."""
@@ -66,7 +73,7 @@ class AnySize:
             for sizes, shape in zip(self.sizes, given, strict=True)
             for symbolic, size in zip(sizes, shape, strict=True)
         ]
-        values = {symbol_of(symbolic): size for symbolic, size in pairs if symbol_of(symbolic) is not None}
+        values = {symbol_of(symbolic): size for symbolic, size in reversed(pairs) if symbol_of(symbolic) is not None}
         for symbolic, size in pairs:
             if not symbols_in(symbolic) <= values.keys() or at_symbols(symbolic, values) != size:
                 raise OtherSizesError(f"a size is {size}, and it counts on {symbolic}")
@@ -91,14 +98,20 @@ def any_size(attempt: Attempt, traced: Traced) -> AnySize:
     sizes = tuple(tuple(placeholders[name].meta["val"].shape) for name in inputs)
     names = {str(symbol) for shape in sizes for size in shape for symbol in symbols_in(size)}
     for kept in (*traced.result.plain(), *traced.left.plain()):
-        shown = isinstance(kept, _READ)
-        if not shown and not isinstance(kept, _PLAIN) or shown and names & set(re.findall(r"\w+", repr(kept))):
+        if not isinstance(kept, (*_PLAIN, *_READ)) or names & _words(kept):
             raise CaptureError(f"it returns or keeps a {type(kept).__name__}, which may hold a size")
+    if names & (_words(traced.result.spec) | _words(traced.left.spec)):
+        raise CaptureError("it returns or keeps a dict with a size in a key")
     for inner in traced.module.modules():
         if inner is not traced.module and isinstance(inner, fx.GraphModule):
             if any(_is_symbolic(node.meta.get("val")) for node in inner.graph.nodes):
                 raise CaptureError("a branch or a loop in it has tensors of such sizes")
     return AnySize(replace(attempt, call=replace(attempt.call, tensors=())), traced, sizes)  # it outlives the call
+
+
+def _words(value: Any) -> set[str]:
+    """What may be the names of symbols in a value of Python."""
+    return set(re.findall(r"s\d+", repr(value)))
 
 
 def _is_symbolic(val: Any) -> bool:
@@ -122,10 +135,20 @@ def _with_sizes(module: fx.GraphModule, values: Mapping[Any, int]) -> fx.GraphMo
                 if node.target is _CHECKS[0] and not condition:
                     raise OtherSizesError(f"it asserts {node.args[1]}")
                 continue
+        if node.target is aten.slice.Tensor and _takes_all(node, copies, values):
+            copies[node] = copies[node.args[0]]  # type: ignore[index]
+            continue
         copy = copies[node] = graph.node_copy(node, copies.__getitem__)
         if _is_symbolic(val):
             copy.meta["val"] = tree_map(lambda each: _at(each, values), val)
     return fx.GraphModule(module, graph)
+
+
+def _takes_all(node: fx.Node, copies: Mapping[fx.Node, Any], values: Mapping[Any, int]) -> bool:
+    """Whether a slice takes the whole of a dim: of a size that it knows, torch makes no such slice."""
+    x, dim, start, end, step = (*fx.map_arg(node.args, copies.get), *(0, None, None, 1)[len(node.args) - 1 :])
+    size = at_symbols(node.args[0].meta["val"].shape[dim], values)  # type: ignore[union-attr]
+    return isinstance(x, fx.Node) and start in (None, 0) and step == 1 and (end is None or (type(end) is int and end >= size))
 
 
 def _number(node: fx.Node, copies: Mapping[fx.Node, Any], values: Mapping[Any, int]) -> Any:
