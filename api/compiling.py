@@ -372,7 +372,7 @@ def capture_sizes(call: CallInputs, dims: Dims) -> tuple[AnySize, CaptureOptions
     fn, state, effects = call.fn, *_before_capture(call)
     with _around_capture(call, effects):
         options = _capture_options(call, state)
-        captured = capture_any_size(fn, call.args, call.kwargs, dims, options, effects)
+        captured = capture_any_size(fn, call.args, call.kwargs, dims, not state.reached.asks.memory, options, effects)
     traced, hooks = captured.traced, captured.attempt.hooks.called()
     effects.check(traced.constants)
     return captured, options, _after_capture(fn, state, effects, hooks, tuple(traced.read)), effects

@@ -43,6 +43,7 @@ api/test_threads.py                    api: attached engine planning
 api/measure/test_bench.py              api/measure: workloads
 models/test_step_overhead.py           api: runner; api/measure: contenders
 models/test_cache.py                   api: cache
+models/test_changing_sizes.py          api/reuse: sizes
 models/test_constraints.py             api/annotations: constrain
 models/test_flat_devices.py            api/annotations: meshes
 models/test_features.py                api: sharded sharding

@@ -23,6 +23,7 @@ from ..torch_internals import at_symbols, fake_like, guards_of, range_of, symbol
 from .tracing import Attempt, Dims, Traced
 
 aten = torch.ops.aten
+Sizes = tuple[int | torch.SymInt, ...]
 
 _CHECKS = (aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default)
 _OF_TENSORS = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default)
@@ -40,12 +41,13 @@ class AnySize:
 
     attempt   how it was traced, without the tensors of the call
     traced    what came out, with symbols for sizes
-    sizes     of each tensor of the call, the sizes of its dims: numbers and symbols
+    sizes     of each tensor of the call, the sizes of its dims: numbers and symbols; `strides` likewise
     """
 
     attempt: Attempt
     traced: Traced
-    sizes: tuple[tuple[int | torch.SymInt, ...], ...]
+    sizes: tuple[Sizes, ...]
+    strides: tuple[Sizes, ...]
 
     @property
     def dims(self) -> Dims:
@@ -62,18 +64,16 @@ class AnySize:
 
     def at(self, call: Call) -> tuple[Attempt, Traced]:
         """What a capture of `call` would give. Raises OtherSizesError where the function might do something else."""
-        values = self._values([tuple(tensor.shape) for tensor in call.tensors])
+        values = self._values(call.tensors)
         traced = replace(self.traced, module=_with_sizes(self.traced.module, values))
         return replace(self.attempt, call=call), traced
 
-    def _values(self, given: Sequence[tuple[int, ...]]) -> dict[Any, int]:
-        """The values of the symbols where the tensors of a call have the sizes `given`."""
-        pairs = [
-            (symbolic, size)
-            for sizes, shape in zip(self.sizes, given, strict=True)
-            for symbolic, size in zip(sizes, shape, strict=True)
-        ]
-        values = {symbol_of(symbolic): size for symbolic, size in reversed(pairs) if symbol_of(symbolic) is not None}
+    def _values(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
+        """The values of the symbols where the tensors of a call are `tensors`."""
+        pairs = _pairs(self.sizes, [tensor.shape for tensor in tensors])
+        lying = _pairs(self.strides, [tensor.stride() for tensor in tensors])
+        given = [(symbol_of(symbolic), size) for symbolic, size in reversed([*pairs, *lying])]
+        values = {symbol: size for symbol, size in given if symbol is not None}
         for symbolic, size in pairs:
             if not symbols_in(symbolic) <= values.keys() or at_symbols(symbolic, values) != size:
                 raise OtherSizesError(f"a size is {size}, and it counts on {symbolic}")
@@ -96,6 +96,7 @@ def any_size(attempt: Attempt, traced: Traced) -> AnySize:
     placeholders = {node.name: node for node in traced.module.graph.nodes if node.op == "placeholder"}
     inputs = [spec.arg.name for spec in traced.signature.input_specs if spec.kind is InputKind.USER_INPUT]
     sizes = tuple(tuple(placeholders[name].meta["val"].shape) for name in inputs)
+    strides = tuple(tuple(placeholders[name].meta["val"].stride()) for name in inputs)
     names = {str(symbol) for shape in sizes for size in shape for symbol in symbols_in(size)}
     for kept in (*traced.result.plain(), *traced.left.plain()):
         if not isinstance(kept, (*_PLAIN, *_READ)) or names & _words(kept):
@@ -106,7 +107,11 @@ def any_size(attempt: Attempt, traced: Traced) -> AnySize:
         if inner is not traced.module and isinstance(inner, fx.GraphModule):
             if any(_is_symbolic(node.meta.get("val")) for node in inner.graph.nodes):
                 raise CaptureError("a branch or a loop in it has tensors of such sizes")
-    return AnySize(replace(attempt, call=replace(attempt.call, tensors=())), traced, sizes)  # it outlives the call
+    return AnySize(replace(attempt, call=replace(attempt.call, tensors=())), traced, sizes, strides)  # it outlives the call
+
+
+def _pairs(symbolic: Sequence[Sizes], given: Sequence[Sequence[int]]) -> list[tuple[int | torch.SymInt, int]]:
+    return [pair for pairs in zip(symbolic, given, strict=True) for pair in zip(*pairs, strict=True)]
 
 
 def _words(value: Any) -> set[str]:
@@ -161,7 +166,7 @@ def _number(node: fx.Node, copies: Mapping[fx.Node, Any], values: Mapping[Any, i
 
 def _at(val: Any, values: Mapping[Any, int]) -> Any:
     """One value of a node where the symbols have `values`. A number that follows from what tensors hold stays."""
-    if not isinstance(val, torch.Tensor):
+    if not isinstance(val, torch.Tensor) or any(symbols_in(size) - values.keys() for size in val.shape):
         return val
     shape, strides = ([at_symbols(size, values) for size in sizes] for sizes in (val.shape, val.stride()))
     return fake_like(val, shape, strides)

@@ -117,10 +117,12 @@ def capture_any_size(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     changing: Dims,
+    dense: bool = True,
     options: CaptureOptions = _DEFAULTS,
     effects: Effects | None = None,
 ) -> AnySize:
     """Capture `fn` for all sizes of the dims `changing` of the tensors of a call, whose own sizes there are at least 2.
+    `dense`: as if they all lay densely in memory; a function that asks how they do is captured as they are.
 
     Raises CaptureError where `capture` does, and where `fn` asks for values.
     """
@@ -128,7 +130,7 @@ def capture_any_size(
     attempt = _attempt(fn, call, None, options, effects or NoEffects(), checked=True)
     try:
         with drawing_nothing(None):
-            attempt = replace(attempt, changing=changing)
+            attempt = replace(attempt, changing=changing, dense=dense)
             return any_size(attempt, trace(attempt))
     except Undecided as error:
         raise CaptureError(str(error)) from error.__cause__

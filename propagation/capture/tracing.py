@@ -92,6 +92,7 @@ class Attempt:
     gradients       whether gradients are enabled
     returns_given   whether tensors of the call that it returns in an object are no results
     changing        the dims that have symbols for sizes (any_size.py)
+    dense           tensors are as if they lay densely in memory: the function does not ask how they do
     """
 
     fn: Callable[..., Any]
@@ -103,6 +104,7 @@ class Attempt:
     gradients: bool
     returns_given: bool
     changing: Dims = frozenset()
+    dense: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,8 @@ def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch
         _capturing.set(True)
         given = attempt.call.tensors
         example = tuple((t.clone() if t.is_inference() else t).detach().requires_grad_(t.requires_grad) for t in given)
+        if attempt.dense:
+            example = tuple(_dense(t).requires_grad_(t.requires_grad) for t in example)
         warnings.simplefilter("ignore")
         with (
             ModuleHooks(attempt.hooks, attempt.effects.noted).of(fn),
@@ -191,6 +195,10 @@ def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch
                 )
             read = tensors_read(program)
             return write_out(_without_questions(program)), read
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _symbolic(attempt: Attempt) -> Any:

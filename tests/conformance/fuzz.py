@@ -53,6 +53,11 @@ class _Now:
 
     step: int = 0
     plain: bool = False
+    sizes: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+    def shape(self, shape: Sequence[int]) -> list[int]:
+        """`shape` at this step."""
+        return [self.sizes[n][self.step] if n in self.sizes else n for n in shape]
 
 
 _now = _Now()
@@ -60,12 +65,12 @@ _now = _Now()
 
 def T(shape: Sequence[int], seed: int) -> Tensor:
     """Normal numbers."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * _now.step + seed))
+    return torch.randn(_now.shape(shape), generator=torch.Generator().manual_seed(1000 * _now.step + seed))
 
 
 def I(high: int, shape: Sequence[int], seed: int) -> Tensor:  # noqa: E743
     """Integers below `high`."""
-    return torch.randint(high, shape, generator=torch.Generator().manual_seed(1000 * _now.step + seed))
+    return torch.randint(high, _now.shape(shape), generator=torch.Generator().manual_seed(1000 * _now.step + seed))
 
 
 def P(shape: Sequence[int], seed: int) -> nn.Parameter:
@@ -105,6 +110,7 @@ class Line:
 class Setting:
     """How a program is split and trained. `mesh`: a dict of axis sizes, or the number of devices.
 
+    sizes       what becomes of a size of arguments, at each step
     one         whether one device is Partway's own on a mesh of one, whose random numbers and parts of BatchNorm are
                 the same on every mesh; else it is plain PyTorch
     cotangent   the strides of the gradients that go into backward
@@ -124,6 +130,7 @@ class Setting:
     optimizer: str = ""
     accumulate: bool = False
     cotangent: str = "contiguous"
+    sizes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     one: bool = False
 
     def __str__(self) -> str:
@@ -221,6 +228,7 @@ def trained(model: nn.Module, arguments: Callable[[], tuple[Tensor, ...]], setti
     """Of each step the outputs, the gradients and what arguments became; at the end parameters and buffers."""
     parameters = list(model.parameters())
     optimizer = OPTIMIZERS[setting.optimizer](parameters) if setting.optimizer and parameters else None
+    _now.sizes = setting.sizes
     for step in range(setting.steps):
         _now.step = step
         given = arguments()
@@ -265,7 +273,7 @@ def _alone(plain: bool, dtype: torch.dtype = torch.float64) -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
-        _now.plain = False
+        _now.plain, _now.sizes = False, {}
         pw.reset_auto_parallel_context()
         pw.reset_algo_parameters()
 

@@ -1,0 +1,296 @@
+"""Calls whose sizes change: one plan serves them all, and each has the numbers of one device."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import fuzz
+import images
+import pytest
+import torch
+import zoo
+from checks import assert_same_gradients, gradients, loss_of, tolerance, whole
+from hypothesis import given
+from hypothesis import strategies as st
+from random_examples import examples
+from torch import Tensor, nn
+
+import partway as pw
+from partway import engine
+from partway.reuse import courses
+from partway.strategy import StrategyError
+
+MESHES = {"dp": {"dp": 4}, "dp_tp": {"dp": 2, "tp": 2}}
+MODELS = ["mlp", "convnet", "gpt2", "llama", "vit"]
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One word for each plan that is searched."""
+    found: list[str] = []
+    compile_call = engine.compile_call
+
+    def noted(*args: Any) -> Any:
+        compiled = compile_call(*args)
+        if not compiled.plan.certificate.of_other_sizes:
+            found.append("inference" if compiled.plan.certificate.inference else "training")
+        return compiled
+
+    monkeypatch.setattr(engine, "compile_call", noted)
+    return found
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is logged."""
+    lines: list[str] = []
+    monkeypatch.setattr(logging.getLogger("partway"), "warning", lambda text, *args: lines.append(text % args))
+    return lines
+
+
+def batch_of(case: zoo.Case, step: int, size: int) -> dict[str, Tensor]:
+    batch = case.batch(step=step, size=size)
+    if "input_ids" in batch:  # their lengths change too
+        batch = {name: ids[:, : 8 - step % 3] for name, ids in batch.items()}
+    return batch
+
+
+def train_and_evaluate(name: str, mesh: str, sizes: Sequence[int]) -> int:
+    """Gradients and losses of batches of these sizes are those of one device; how many programs there were."""
+    case = zoo.CASES[name]
+    axes = MESHES[mesh]
+    model = pw.shard(case.build(), mesh=axes, in_strategy=case.batch_split("dp"))
+    plain, relative = case.build(), tolerance(torch.float64, case.single)
+    for step, size in enumerate(sizes):
+        batch = batch_of(case, step, size)
+        loss, found = gradients(model.train(), batch)
+        expected_loss, expected = gradients(plain.train(), batch)
+        torch.testing.assert_close(whole(loss), expected_loss, rtol=relative, atol=0)
+        assert_same_gradients(whole(found), expected, relative)
+        with torch.no_grad():
+            evaluated, wanted = (loss_of(one.eval()(**batch)) for one in (model, plain))
+        torch.testing.assert_close(whole(evaluated), wanted, rtol=relative, atol=0)
+    return len(sizes)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_for_training_and_one_for_inference_serve_all_sizes(name: str, mesh: str, searched: list[str]) -> None:
+    train_and_evaluate(name, mesh, [8, 4, 12, 7, 5, 10])
+    assert searched.count("training") <= 2
+    assert searched.count("inference") <= 2
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("name", "mesh", "ranks"), [("mlp", "dp_tp", 4), ("llama", "dp_tp", 4), ("convnet", "dp", 4)])
+def test_sizes_change_in_processes(on_ranks: Callable[..., Any], name: str, mesh: str, ranks: int) -> None:
+    assert on_ranks(ranks, train_and_evaluate, name, mesh, [8, 4, 7, 10]) == [4] * ranks
+
+
+def every_image(sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
+    for rows, side in sizes:
+        torch.manual_seed(rows * side)
+        target = torch.randint(0, images.CLASSES + 1, (rows, side, side))
+        yield torch.randn(rows, 3, side, side, dtype=torch.float64), target
+
+
+def compared(model: Any, plain: nn.Module, inputs: Sequence[Tensor]) -> None:
+    """Losses and gradients of one call are equal."""
+    for one in (model, plain):
+        one.zero_grad()
+        one(*inputs).backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    assert_same_gradients(found, {name: p.grad for name, p in plain.named_parameters()}, 1e-9)
+
+
+def test_the_sizes_of_images_change(searched: list[str]) -> None:
+    torch.manual_seed(0)
+    plain = images.UNet(levels=2).double()
+    torch.manual_seed(0)
+    model = pw.shard(images.UNet(levels=2).double(), mesh={"dp": 2}, in_strategy=(("dp", *[None] * 3), ("dp", None, None)))
+    for inputs in every_image([(4, 16), (6, 24), (2, 32), (8, 12), (3, 20), (5, 28)]):
+        compared(model, plain, inputs)
+    assert len(searched) <= 3
+
+
+class Perceptron(nn.Sequential):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+def perceptron(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return pw.shard(Perceptron().double(), mesh={"a": 2}, in_strategy=(("a", None),), **options)
+
+
+def rows(count: int) -> Tensor:
+    return torch.randn(count, 8, dtype=torch.float64)
+
+
+def test_the_second_size_is_planned_for_all(searched: list[str]) -> None:
+    model = perceptron()
+    for size in (4, 6, 8, 5, 12, 4, 6):
+        model(rows(size))
+    assert searched == ["training"] * 2
+    assert str(model.plan.certificate) == "dynamic_programming: the optimum, proven"
+    model(rows(10))
+    assert str(model.plan.certificate) == "none: the strategies are those of the plan for other sizes"
+
+
+def test_declared_sizes_are_planned_at_once(searched: list[str]) -> None:
+    model = perceptron(dynamic={"input": {0: (1, 16)}})
+    for size in (4, 6, 16, 2):
+        model(rows(size))
+    assert searched == ["training"]
+    with pytest.raises(StrategyError) as error:
+        model(rows(17))
+    assert str(error.value) == (
+        "the sizes of this call are not those that were declared:\n"
+        "  - dim 0 of 'input': is 17, and dynamic says 1 to 16; give a tensor of such a size, or declare more sizes"
+    )
+    assert model(rows(3)).shape == (3, 8)
+
+
+def test_sizes_of_their_own_have_plans_of_their_own(searched: list[str]) -> None:
+    model = perceptron(dynamic=False)
+    for size in (4, 6, 8):
+        model(rows(size))
+    assert searched == ["training"] * 3
+
+
+def test_one_row_and_none_have_plans_of_their_own(searched: list[str]) -> None:
+    model, plain = perceptron(), Perceptron().double()
+    plain.load_state_dict(model.state_dict())
+    for size in (4, 1, 6, 1, 5):
+        x = rows(size)
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-13)
+    assert searched == ["training"] * 3
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "message"),
+    [
+        (True, "dynamic: is True (bool); write {"),
+        ({1: (0,)}, "dynamic: has the key 1 (int); write an argument's name, a str"),
+        ({"x": 0}, "dynamic['x']: is 0 (int); write {"),
+        ({"x": ("a",)}, "dynamic['x']: has the dim 'a' (str); write dims by number, such as 0 or -1"),
+        ({"x": {0: (4, 2)}}, "dynamic['x'][0]: is (4, 2); write the least and the largest size, such as (1, 4096), or None"),
+    ],
+)
+def test_what_dynamic_does_not_take(dynamic: Any, message: str) -> None:
+    with pytest.raises(StrategyError, match=re.escape(message)):
+        pw.shard(nn.Linear(2, 2), mesh={"a": 2}, dynamic=dynamic)
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "message"),
+    [
+        ({"y": (0,)}, "dynamic: names 'y', and the call has no such tensor; write one of input"),
+        ({"input": (2,)}, "dynamic: names dim 2 of 'input', a tensor of 2 dims; write a dim from 0 to 1"),
+    ],
+)
+def test_what_dynamic_says_must_fit_the_call(dynamic: Any, message: str) -> None:
+    with pytest.raises(StrategyError, match=re.escape(message)):
+        perceptron(dynamic=dynamic)(rows(4))
+
+
+class Counting(nn.Module):
+    """Counts on its number of rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(x.shape[0]):
+            x = x + i
+        return x
+
+
+def test_a_size_that_python_counts_on_is_told(log: list[str], searched: list[str]) -> None:
+    model = pw.shard(Counting(), mesh={"a": 2}, dynamic={"x": (0,)})
+    for size in (4, 6):
+        x = rows(size)
+        assert torch.equal(model(x), Counting()(x))
+    assert log == ["what dynamic declares has a plan for each size: it counts on the size of dim 0 of 'x'"]
+    assert len(searched) == 2
+
+
+def test_the_log_of_a_new_plan_says_why_one_cannot_serve_all_sizes(log: list[str]) -> None:
+    model = pw.shard(Counting(), mesh={"a": 2})
+    for size in (4, 6, 8, 10):
+        model(rows(size))
+    assert log == [
+        "Counting is planned for the 4th time: dim 0 of 'x' is 10, and was 8 (one plan cannot serve all sizes: it counts "
+        "on the size of dim 0 of 'x'). Every new call is captured and planned, which takes seconds; pad to a few sizes, "
+        "or leave out the last batch"
+    ]
+
+
+class Branching(nn.Module):
+    """Does one thing for few rows and another for many, and keeps their number."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows = x.shape[0]
+        return x * self.factor if x.shape[0] > 4 else x.sin()
+
+
+def test_a_branch_on_a_size_and_what_is_kept_of_it() -> None:
+    model, plain = pw.shard(Branching(), mesh={"a": 2}), Branching()
+    for size in (6, 8, 3, 5, 2, 12, 4):
+        x = rows(size)
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-15, atol=0)
+        assert model.rows == size
+        assert type(model.rows) is int
+
+
+def test_what_a_function_reads_counts_as_before() -> None:
+    model, plain = pw.shard(Branching(), mesh={"a": 2}), Branching()
+    for size, factor in ((6, 1.0), (8, 1.0), (10, 3.0), (12, 3.0), (14, 1.0)):
+        model.factor = plain.factor = factor
+        x = rows(size)
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-15, atol=0)
+
+
+def test_hooks_see_every_size() -> None:
+    seen: list[int] = []
+    model = perceptron()
+    model[1].register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    plain = Perceptron().double()
+    plain.load_state_dict(model.state_dict())
+    for size in (4, 6, 8, 5):
+        x = rows(size)
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-13)
+    assert seen == [4, 6, 8, 5]
+
+
+def test_programs_of_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch, searched: list[str]) -> None:
+    monkeypatch.setattr(courses, "MOST_PLANS", 3)
+    model = perceptron()
+    for _ in range(2):
+        for size in range(2, 9):
+            model(rows(size))
+    assert searched == ["training"] * 2
+    assert len(pw.attached.engine_of(model)._planned.signatures) == 3
+
+
+def sizes_of(program: fuzz.Program) -> list[int]:
+    """The sizes of a program's arguments that may change."""
+    shapes = [re.search(r"[TI]\(.*?\((.*?)\)", argument.text) for argument in program.arguments]
+    return sorted({int(n) for found in shapes if found for n in re.findall(r"\d+", found[1]) if int(n) > 1})
+
+
+@examples(10)
+@given(seed=st.integers(0, 100_000), places=st.lists(st.integers(0, 5), min_size=1, max_size=2), data=st.data())
+def test_random_programs_of_changing_sizes(seed: int, places: list[int], data: st.DataObject) -> None:
+    program = fuzz.generate(seed)
+    known = sizes_of(program)
+    new = st.lists(st.integers(2, 9), min_size=3, max_size=3)
+    sizes = {known[place % len(known)]: data.draw(new) for place in places if known}
+    changing = {size: (size, *others) for size, others in sizes.items()}
+    outcome = fuzz.checked(replace(program, setting=replace(program.setting, sizes=changing, steps=4)))
+    assert not outcome.failed, f"{outcome}\n{program.as_test()}\n{changing}"
