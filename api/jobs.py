@@ -94,7 +94,9 @@ def simulate(job: Job, devices: int) -> int:
 
 def run(job: Job) -> int:
     """Run the processes of this host, until all have ended. Returns 0, or the exit status of the first that failed,
-    which it names on stderr. An interrupt ends them all."""
+    which it names on stderr. An interrupt ends them all. A signal to end goes to all, which have 30 seconds for it; the
+    status is then that of a process that the signal ended."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -116,6 +118,8 @@ def run(job: Job) -> int:
         status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         sys.stderr.write(f"partway run: rank {rank} failed first, with {_said(folder, rank, failure.exitcode)}\n")
         return status
+    except SignalException as error:
+        return 128 + error.sigval
     return 0
 
 

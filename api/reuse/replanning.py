@@ -56,7 +56,8 @@ def note_replanning(
         return
     if not known or count < FIRST or (count + 1) & count or get_rank():  # 3, 7, 15, ...
         return
-    found = min((list(_differences(names, now, before)) for before in reversed(known)), key=len)
+    alike = [before for before in known if len(before.tensors) == len(now.tensors)] or known
+    found = min((list(_differences(names, now, before)) for before in reversed(alike)), key=len)
     sizes = all(one.startswith("dim ") for one in found)
     fix = "pad to a few sizes, or leave out the last batch" if sizes else "keep it as it was"
     why = f" (one plan cannot serve all sizes: {refused})" if sizes and refused else ""

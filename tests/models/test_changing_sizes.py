@@ -55,7 +55,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def batch_of(case: zoo.Case, step: int, size: int) -> dict[str, Tensor]:
     batch = case.batch(step=step, size=size)
     if "input_ids" in batch:  # their lengths change too
-        batch = {name: ids[:, : 8 - step % 3] for name, ids in batch.items()}
+        batch = {name: ids[:, : 8 - step % 3].contiguous() for name, ids in batch.items()}
     return batch
 
 
