@@ -284,8 +284,8 @@ def compile_call(call: CallInputs, alike: Compiled | None = None, sizes: CallSiz
                 dims_captured = functools.partial(capture_sizes, call)
                 captured = sizes.captured(call.args, call.kwargs, kept.capturing, dims_captured)
             captured = captured or capture_call(call, kept)
-            for plan in sizes.plans(call.inference) if sizes else ():
-                with contextlib.suppress(StrategyError):  # a strategy may ask for other sizes, or more memory
+            if sizes is not None and (plan := sizes.plan(call.inference)) is not None:
+                with contextlib.suppress(StrategyError):  # these sizes may ask for more memory than there is
                     return _compiled(call, captured, kept, plan)
             compiled = _compiled(call, captured, kept)
             if sizes is not None:

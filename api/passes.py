@@ -32,7 +32,7 @@ from partway.propagation.graph.graph import verify
 from partway.propagation.graph.queries import differentiated
 from partway.propagation.plan.make import make_plan
 from partway.propagation.plan.plan import Plan
-from partway.propagation.plan.replay import replay
+from partway.propagation.plan.replay import follow, replay
 from partway.propagation.program.accumulate import Accumulation, accumulation
 from partway.propagation.program.apart import of_outputs
 from partway.propagation.program.differentiate import differentiate
@@ -157,7 +157,7 @@ def _search(draft: PlanDraft) -> Solution:
     if inputs.replayed is not None:
         return replay(draft.problem, inputs.replayed)
     if inputs.followed is not None:
-        return replace(replay(draft.problem, inputs.followed), of_other_sizes=True)
+        return follow(draft.problem, inputs.followed)
     return search(draft.problem, draft.inputs.context.search_mode, draft.below)
 
 

@@ -48,7 +48,7 @@ class Family:
     key                     what they have in common
     captured                the function for all their sizes, with these `options`
     state, effects          what it depends on beside its arguments, and what it leaves behind
-    plans                   of plans without a backward (True) and with one, those that were searched
+    plans                   the plan that was searched without a backward (True), and with one
     """
 
     key: Signature
@@ -56,7 +56,7 @@ class Family:
     options: CaptureOptions
     state: State
     effects: Effects
-    plans: dict[bool, list[Plan]] = field(default_factory=lambda: defaultdict(list))
+    plans: dict[bool, Plan] = field(default_factory=dict)
 
     def at(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Around) -> Captured:
         """What a capture of a call would give. Raises OtherSizesError where the function might do something else."""
@@ -182,14 +182,14 @@ class CallSizes:
         self.family = family
         return found
 
-    def plans(self, inference: bool) -> Sequence[Plan]:
-        """The plans of such calls, the newest first."""
-        return tuple(reversed(self.family.plans[inference])) if self.family else ()
+    def plan(self, inference: bool) -> Plan | None:
+        """The plan of such calls, if one was searched."""
+        return self.family.plans.get(inference) if self.family else None
 
     def searched(self, plan: Plan, inference: bool) -> None:
         """Keep a plan that was searched for the call."""
         if self.family:
-            self.family.plans[inference].append(plan)
+            self.family.plans[inference] = plan
 
     @property
     def why_not(self) -> str:

@@ -1,4 +1,5 @@
-"""A plan of another run on the problem of this one: where the two differ, and the choice that the plan makes.
+"""A plan of another run, or for other sizes, on the problem of this one: where the two differ, and the choice that the
+plan makes.
 
 Operators are matched in order, by what they are, what they give and the module they are in: names of nodes and lines of
 code may change. A plan does not mention hubs: each gets the cheapest layout between the strategies of the plan.
@@ -6,6 +7,7 @@ code may change. A plan does not mention hubs: each gets the cheapest layout bet
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
@@ -16,12 +18,14 @@ from torch import fx
 from ...strategy.errors import Problem, StrategyError
 from ...strategy.layout import Layout, layout
 from ...strategy.placement import placement_from_code
-from ..cost.conversion import ConversionTable, Mask
+from ..cost.conversion import Codes, ConversionTable, Mask
 from ..graph.graph import Graph
 from ..graph.nodes import describe, is_tensor, module_path, operator_name
 from ..graph.port import Port
 from ..graph.queries import constant_nodes
+from ..search.exact import dynamic_programming
 from ..search.memory import with_fates
+from ..search.network import among, restricted
 from ..search.problem import Edge, Options, SearchProblem, Vertex, VertexKind
 from ..search.solution import Solution
 from .data import OperatorPlan, PlanData, TensorPlan
@@ -76,36 +80,12 @@ def _listed(operators: Sequence[Identity]) -> str:
 def replay(problem: SearchProblem, plan: PlanData) -> Solution:
     """The choice of `plan`, which fits the graph of `problem`. Raises StrategyError, with all reasons, where something
     that it does is not an option here."""
-    mesh = problem.settings.mesh
-    if plan.mesh != mesh:
-        fix = "leave the mesh out, or save a plan on this one"
-        raise StrategyError(
-            "the plan cannot be followed:", [Problem("mesh", f"it is {mesh}, the plan's {plan.mesh}", fix)]
-        )
-    nodes = _planned(problem.graph)
-    if [*map(operator_name, nodes)] != [planned.operator for planned in plan.operators]:  # of other sizes
-        raise StrategyError("the plan cannot be followed: it is of other operators")
-    operators = dict(zip(nodes, plan.operators, strict=True))
-    tensors = {
-        (kind, t.name): t
-        for kind, every in ((VertexKind.INPUT, plan.inputs), (VertexKind.OUTPUT, plan.outputs))
-        for t in every
-    }
     problems: list[Problem] = []
     choice: list[int | None] = []
-    for vertex in problem.vertices:
-        if vertex.kind is VertexKind.HUB:
+    for vertex, rows, (name, done) in _planned_options(problem, plan):
+        if rows is None:
             choice.append(None)
             continue
-        if vertex.kind is VertexKind.OPERATOR:
-            planned: OperatorPlan | TensorPlan = operators[vertex.node]
-            keep = _of_operator(vertex.options, operators[vertex.node], plan)
-            name, done = f"operator {planned.name}", operators[vertex.node].strategy
-        else:
-            planned = tensors[vertex.kind, vertex.name]
-            keep, done = _of_tensor(vertex, planned, plan), " ".join(planned.codes)
-            name = f"{vertex.kind} {vertex.name!r}"
-        rows = np.flatnonzero(keep)
         choice.append(int(rows[0]) if len(rows) else 0)
         if not len(rows):
             why = f"which {vertex.annotation} does not allow" if vertex.annotation else "which is not an option here"
@@ -118,6 +98,55 @@ def replay(problem: SearchProblem, plan: PlanData) -> Solution:
         edges.setdefault(edge.consumer, []).append(edge)
     chosen = tuple(_hub(problem, i, edges[i], choice) if option is None else option for i, option in enumerate(choice))
     return with_fates(problem, Solution(chosen, problem.cost(chosen), float("-inf"), 0, replayed=True))
+
+
+def follow(problem: SearchProblem, plan: PlanData) -> Solution:
+    """The choice of `plan`, which was made for the same operators with tensors of other sizes. Where what it does is
+    not an option here, as a split of a dim that the axis does not divide, the cheapest of the others is searched for.
+    Raises StrategyError where it is of other operators or another mesh, or nothing goes with the rest."""
+    kept = [
+        np.arange(len(vertex.options)) if rows is None or not len(rows) else rows
+        for vertex, rows, _ in _planned_options(problem, plan)
+    ]
+    found = dynamic_programming(restricted(problem, kept))
+    if math.isinf(found.cost):
+        raise StrategyError("the plan cannot be followed: the layouts of two operators cannot be converted")
+    chosen = among(kept, found.choice)
+    solution = Solution(chosen, problem.cost(chosen), float("-inf"), found.width, replayed=True, of_other_sizes=True)
+    return with_fates(problem, solution)
+
+
+def _planned_options(
+    problem: SearchProblem, plan: PlanData
+) -> Iterator[tuple[Vertex, Codes | None, tuple[str, str]]]:
+    """For each vertex the options that do what `plan` does (None for a hub, of which it says nothing), and in words who
+    does what. Raises StrategyError where the plan is of another mesh, or of other operators."""
+    mesh = problem.settings.mesh
+    if plan.mesh != mesh:
+        fix = "leave the mesh out, or save a plan on this one"
+        raise StrategyError(
+            "the plan cannot be followed:", [Problem("mesh", f"it is {mesh}, the plan's {plan.mesh}", fix)]
+        )
+    nodes = _planned(problem.graph)
+    if [*map(operator_name, nodes)] != [planned.operator for planned in plan.operators]:
+        raise StrategyError("the plan cannot be followed: it is of other operators")
+    operators = dict(zip(nodes, plan.operators, strict=True))
+    tensors = {
+        (kind, t.name): t
+        for kind, every in ((VertexKind.INPUT, plan.inputs), (VertexKind.OUTPUT, plan.outputs))
+        for t in every
+    }
+    for vertex in problem.vertices:
+        if vertex.kind is VertexKind.HUB:
+            yield vertex, None, ("", "")
+        elif vertex.kind is VertexKind.OPERATOR:
+            operator = operators[vertex.node]
+            rows = np.flatnonzero(_of_operator(vertex.options, operator, plan))
+            yield vertex, rows, (f"operator {operator.name}", operator.strategy)
+        else:
+            tensor = tensors[vertex.kind, vertex.name]
+            rows = np.flatnonzero(_of_tensor(vertex, tensor, plan))
+            yield vertex, rows, (f"{vertex.kind} {vertex.name!r}", " ".join(tensor.codes))
 
 
 def _layout(codes: Sequence[str], plan: PlanData) -> Layout:

@@ -24,7 +24,7 @@ from partway import engine
 from partway.reuse import courses
 from partway.strategy import StrategyError
 
-MESHES = {"dp": {"dp": 4}, "dp_tp": {"dp": 2, "tp": 2}}
+MESHES = {"dp": {"dp": 4}, "tp": {"dp": 1, "tp": 2}, "dp_tp": {"dp": 2, "tp": 2}}
 MODELS = ["mlp", "convnet", "gpt2", "llama", "vit"]
 
 
@@ -77,7 +77,7 @@ def train_and_evaluate(name: str, mesh: str, sizes: Sequence[int]) -> int:
     return len(sizes)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["dp", "dp_tp"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_for_training_and_one_for_inference_serve_all_sizes(name: str, mesh: str, searched: list[str]) -> None:
     train_and_evaluate(name, mesh, [8, 4, 12, 7, 5, 10])
@@ -86,9 +86,9 @@ def test_a_plan_for_training_and_one_for_inference_serve_all_sizes(name: str, me
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(("name", "mesh", "ranks"), [("mlp", "dp_tp", 4), ("llama", "dp_tp", 4), ("convnet", "dp", 4)])
+@pytest.mark.parametrize(("name", "mesh", "ranks"), [("mlp", "dp_tp", 4), ("convnet", "dp", 4), ("gpt2", "tp", 2)])
 def test_sizes_change_in_processes(on_ranks: Callable[..., Any], name: str, mesh: str, ranks: int) -> None:
-    assert on_ranks(ranks, train_and_evaluate, name, mesh, [8, 4, 7, 10]) == [4] * ranks
+    assert on_ranks(ranks, train_and_evaluate, name, mesh, [8, 4, 7]) == [3] * ranks
 
 
 def every_image(sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[Tensor, Tensor]]:
