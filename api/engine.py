@@ -372,8 +372,9 @@ class Engine:
         """The parameters that are still to be laid out for training, which may follow a call in inference."""
         if self.request.inference or not isinstance(self.fn, torch.nn.Module):
             return frozenset()
-        known = self._settled | self._left_alone
-        return frozenset(n for n, p in state_of(self.fn).items() if p.requires_grad and n not in known)
+        state, known = state_of(self.fn), self._settled | self._left_alone
+        laid_out = {id(state[name]) for name in known if name in state}  # by any of the names of tied ones
+        return frozenset(n for n, p in state.items() if p.requires_grad and id(p) not in laid_out)
 
     def _settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout], place: Placing) -> None:
         """Lay out the parameters that no earlier plan laid out."""

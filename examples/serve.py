@@ -19,6 +19,7 @@ import asyncio
 import json
 import queue
 import signal
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -39,6 +40,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, St
 
 import partway as pw
 
+STEP = 16  # prompts are padded to a multiple of it
 IDLE = 0.5  # seconds after which rank 0 tells the others that there is nothing to do
 NOTHING, BATCH, END = range(3)  # what rank 0 tells them
 
@@ -91,29 +93,40 @@ class Job:
 
 
 class Decoder:
-    """A model with a cache of keys and values for `rows` texts of at most `room` tokens. Every rank has one."""
+    """A model with a cache of keys and values for `rows` texts of at most `room` tokens. Every rank has one.
+
+    lengths   those that prompts are padded to
+    slots     tokens that a row of the cache has room for, padding included
+    """
 
     def __init__(self, model: Any, rows: int, room: int) -> None:
         self.model, self.rows, self.room = model, rows, room
-        self.lengths = [length for length in (1 << i for i in range(3, 20)) if length < room] + [room]
+        self.lengths = range(STEP, room + STEP, STEP)
+        self.slots = room + STEP
+
+    def length_of(self, asked: Sequence[Asked]) -> int | None:
+        """The length to which prompts that are answered together are padded; None where there is no room for all."""
+        longest, most = max(len(one.tokens) for one in asked), max(one.max_new_tokens for one in asked)
+        length = -(-longest // STEP) * STEP
+        return length if length + most <= self.slots else None
 
     @torch.inference_mode()
     def start(self, ids: Tensor, counts: Tensor) -> Tensor:
         """The scores of the first new tokens. `ids`: prompts [rows, length], padded on the left; `counts`: how many
         tokens each has."""
         ids, length = ids.contiguous(), ids.shape[1]
-        slots = torch.arange(self.room)
+        slots = torch.arange(self.slots)
         self._first = length - counts  # the slot of each text's first token
         self._seen = slots >= self._first[:, None]
         self._next = length
         places = (torch.arange(length) - self._first[:, None]).clamp(min=0)
         mask = self._seen[:, None] & (slots <= torch.arange(length)[:, None])
-        return self._scores(ids, places, mask, StaticCache(self.model.config, max_cache_len=self.room))
+        return self._scores(ids, places, mask, StaticCache(self.model.config, max_cache_len=self.slots))
 
     @torch.inference_mode()
     def step(self, ids: Tensor) -> Tensor:
         """The scores of the next tokens, after `ids` [rows]."""
-        mask = self._seen & (torch.arange(self.room) <= self._next)
+        mask = self._seen & (torch.arange(self.slots) <= self._next)
         places = (self._next - self._first)[:, None]
         self._next += 1
         return self._scores(ids[:, None], places, mask[:, None], self._cache)
@@ -168,13 +181,14 @@ class Leader:
     def __init__(self, decoder: Decoder, waiting: int) -> None:
         self.decoder, self.failed = decoder, ""
         self.waiting: queue.Queue[Job] = queue.Queue(waiting)
+        self._left: Job | None = None  # of the last batch, which had no room for it
         self.ending = threading.Event()
         self.thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
         jobs: list[Job] = []
         try:
-            while not (self.ending.is_set() and self.waiting.empty()):
+            while not (self.ending.is_set() and self.waiting.empty() and self._left is None):
                 if jobs := self._next_jobs():
                     self._answer(jobs)
                 else:
@@ -185,22 +199,28 @@ class Leader:
             with suppress(queue.Empty):
                 while True:
                     jobs.append(self.waiting.get_nowait())
-            for job in jobs:
+            for job in (*jobs, *filter(None, [self._left])):
                 if not job.over:
                     job.end(self.failed)
 
     def _next_jobs(self) -> list[Job]:
         """Requests that wait: as many as a batch takes."""
-        jobs: list[Job] = []
+        jobs = [self._left] if self._left else []
+        self._left = None
         with suppress(queue.Empty):
-            jobs.append(self.waiting.get(timeout=IDLE))
             while len(jobs) < self.decoder.rows:
-                jobs.append(self.waiting.get_nowait())
-        return [job for job in jobs if not job.over]
+                job = self.waiting.get(timeout=None if jobs else IDLE, block=not jobs)
+                if job.over:
+                    continue
+                if jobs and self.decoder.length_of([each.asked for each in (*jobs, job)]) is None:
+                    self._left = job
+                    break
+                jobs.append(job)
+        return jobs
 
     def _answer(self, jobs: Sequence[Job]) -> None:
-        rows, longest = self.decoder.rows, max(len(job.asked.tokens) for job in jobs)
-        length = next(length for length in self.decoder.lengths if length >= longest)
+        rows, length = self.decoder.rows, self.decoder.length_of([job.asked for job in jobs])
+        assert length is not None
         prompts = torch.zeros(rows, length + 1, dtype=torch.long)
         prompts[:, 0] = 1  # a row without a request has one token, so that its attention has something to see
         for row, job in zip(prompts, jobs, strict=False):
@@ -296,6 +316,11 @@ class Server(uvicorn.Server):
             signal.signal(each, self.handle_exit)
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        print(f"listening on http://{self.config.host}:{self.config.port}", flush=True)
+
     async def on_tick(self, counter: int) -> bool:
         """Whether the server ends now."""
         return await super().on_tick(counter) or bool(self.leader.failed)
@@ -305,7 +330,6 @@ def listen(leader: Leader, vocabulary: int, host: str, port: int) -> None:
     """Answer requests until a signal or a failure ends it. Raises RuntimeError for the latter."""
     leader.thread.start()
     config = uvicorn.Config(app_of(leader, vocabulary), host, port, log_level="warning", timeout_graceful_shutdown=30)
-    print(f"listening on http://{host}:{port}", flush=True)
     try:
         Server(config, leader).run()
     finally:

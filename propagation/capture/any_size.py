@@ -143,10 +143,20 @@ def _with_sizes(module: fx.GraphModule, values: Mapping[Any, int]) -> fx.GraphMo
         if node.target is aten.slice.Tensor and _takes_all(node, copies, values):
             copies[node] = copies[node.args[0]]  # type: ignore[index]
             continue
-        copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+        copy = copies[node] = _copied(node, graph, copies)
         if _is_symbolic(val):
             copy.meta["val"] = tree_map(lambda each: _at(each, values), val)
     return fx.GraphModule(module, graph)
+
+
+def _copied(node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, Any]) -> fx.Node:
+    """A copy of `node` with the name that it has in a capture, which computes no numbers in between."""
+    if node.op != "call_function":
+        return graph.node_copy(node, copies.__getitem__)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
+    copy = graph.call_function(node.target, args, kwargs, name=re.sub(r"_\d+$", "", node.name))  # type: ignore[arg-type]
+    copy.meta = dict(node.meta)
+    return copy
 
 
 def _takes_all(node: fx.Node, copies: Mapping[fx.Node, Any], values: Mapping[Any, int]) -> bool:

@@ -179,16 +179,17 @@ def test_a_client_that_leaves_leaves_room(server: Served) -> None:
     assert server.answer([5], 3) == (200, {"tokens": expected([5], 3), "end": "length"})
 
 
-def test_it_ends_after_the_answers_under_way(tmp_path: Path) -> None:
-    with served(tmp_path, RANKS) as server, server.asked(tokens=[4, 5], max_new_tokens=24) as response:
+def test_it_ends_after_the_answers_under_way(server: Served) -> None:
+    """The last test that asks this server."""
+    with server.asked(tokens=[4, 5], max_new_tokens=24) as response:
         response.readline()
         server.process.send_signal(signal.SIGTERM)
         rest = response.read().decode()
-        assert rest.endswith('data: {"end": "length"}\n\n')
-        assert rest.count("token") == 23
-        assert server.process.wait(60) == 128 + signal.SIGTERM
-        assert "ended" in server.text()
-        assert "Traceback" not in server.text()
+    assert rest.endswith('data: {"end": "length"}\n\n')
+    assert rest.count("token") == 23
+    assert server.process.wait(60) == 128 + signal.SIGTERM
+    assert "ended" in server.text()
+    assert "Traceback" not in server.text()
 
 
 def test_where_a_rank_dies_clients_are_told_and_the_server_ends(tmp_path: Path) -> None:
