@@ -64,7 +64,7 @@ from partway.propagation.search.solution import Solution
 from partway.request import Request
 from partway.reuse.courses import values_of
 from partway.reuse.effects import Effects
-from partway.reuse.sizes import Captured, CallSizes
+from partway.reuse.sizes import CallSizes, Captured
 from partway.reuse.state import State, warn_of_unwatched
 from partway.runtime.process import get_rank
 from partway.strategy import Layout, Mesh, StrategyError, raise_problems

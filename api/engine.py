@@ -92,7 +92,7 @@ class Engine:
         self._settled: set[str] = set()
         self._left_alone: set[str] = set()  # parameters that a plan for training did not lay out, as tied ones
         self._refused = False
-        self._searched = 0  # plans that no plan for other sizes was followed for
+        self.searched = 0  # plans that no plan for other sizes was followed for
         self._copies: WeakSet[Engine] = WeakSet()  # made before there was a plan: they are laid out by it, too
         self._materialized: Compiled | None = None
         self._asks = Asks()  # of every plan so far: signatures have the answers
@@ -277,7 +277,9 @@ class Engine:
         with planning():
             key = self._signature(call, context)
             courses = self._planned.find(self.fn, key)
-            runner = self._course(courses, call.tensors) if courses else self._of_new_signature(courses, call, context, key)
+            runner = (
+                self._course(courses, call.tensors) if courses else self._of_new_signature(courses, call, context, key)
+            )
             runner = runner or self._new_course(courses, call, context)
             if (asks := self._asks | courses.state.reached.asks) != self._asks:
                 self._asks = asks
@@ -293,8 +295,9 @@ class Engine:
         sizes = self._sizes.of(call, key, known) if self._sizes is not None else None
         runner = self._new_course(courses, call, context, sizes=sizes)
         if not runner.compiled.plan.certificate.of_other_sizes:
-            note_replanning(name_of(self.fn), call.names, key, known, self._searched, sizes.why_not if sizes else "")
-            self._searched += 1
+            served = (sizes.family is not None, sizes.why_not) if sizes else (False, "")
+            note_replanning(name_of(self.fn), call.names, key, known, self.searched, *served)
+            self.searched += 1
         return runner
 
     def _course(
@@ -335,9 +338,7 @@ class Engine:
             options=(context, current_algo(), version()),
         )
 
-    def _plan(
-        self, call: Call, context: ParallelContext, late: Sequence[Answer], sizes: CallSizes | None
-    ) -> Runner:
+    def _plan(self, call: Call, context: ParallelContext, late: Sequence[Answer], sizes: CallSizes | None) -> Runner:
         """Capture and plan a call, and lay out the parameters as the first plan of each says."""
         local = dataset_was_set(context) and dataset_applies(self.request, context)
         place = placing()

@@ -107,8 +107,8 @@ def shard(
                     error. None: dims are found as their sizes change. False: each size has a plan of its own
 
     The first call with a new signature (shapes, dtypes, modes) captures and plans; later ones only run. The second size
-    of a dim is planned for all of its sizes, but for 0 and 1; a new size then takes the time to make its program. When a
-    launcher started this process it runs its own rank; otherwise all ranks are simulated in this process.
+    of a dim is planned for all of its sizes, but for 0 and 1; a new size then takes the time to make its program. When
+    a launcher started this process it runs its own rank; otherwise all ranks are simulated in this process.
 
     Each result has memory of its own. Of results that on one device are views of one another (`return y, y[1:]`), or of
     an argument, a parameter, a buffer, a write to one is not seen in the others; write before they are returned.
@@ -119,7 +119,9 @@ def shard(
     Raises StrategyError for wrong arguments, here or at the call that shows their shapes. What failed has changed
     nothing: after a first call that was refused, `shard` takes the same module again with other annotations.
     """
-    request = Request(in_strategy, out_strategy, parameter_plan, mesh, device, level, module_plan, plan, inference, dynamic)
+    request = Request(
+        in_strategy, out_strategy, parameter_plan, mesh, device, level, module_plan, plan, inference, dynamic
+    )
     if fn is None:
         return functools.partial(_shard, request=request)
     return _shard(fn, request)

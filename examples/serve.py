@@ -245,19 +245,20 @@ class Leader:
 # -- HTTP --------------------------------------------------------------------------------------------------------------
 
 
-def app_of(leader: Leader, vocabulary: int) -> FastAPI:
-    """The routes."""
-    app = FastAPI(title="Partway serves")
-    room = leader.decoder.room
+class Desk:
+    """Takes requests, and hands on what is answered. Tokens are numbers below `vocabulary`."""
 
-    def taken(asked: Asked, loop: asyncio.AbstractEventLoop) -> Job:
+    def __init__(self, leader: Leader, vocabulary: int) -> None:
+        self.leader, self.vocabulary = leader, vocabulary
+
+    def take(self, asked: Asked, loop: asyncio.AbstractEventLoop) -> Job:
         """A job for what is asked, among those that wait. Raises HTTPException where there can be none."""
-        needed = len(asked.tokens) + asked.max_new_tokens
+        leader, room, needed = self.leader, self.leader.decoder.room, len(asked.tokens) + asked.max_new_tokens
         if needed > room:
             counts = f"{len(asked.tokens)} tokens and {asked.max_new_tokens} new ones are {needed}"
             raise HTTPException(422, f"{counts}; this server has room for {room}")
-        if wrong := [token for token in asked.tokens if not 0 <= token < vocabulary]:
-            raise HTTPException(422, f"there is no token {wrong[0]}; tokens are numbers below {vocabulary}")
+        if wrong := [token for token in asked.tokens if not 0 <= token < self.vocabulary]:
+            raise HTTPException(422, f"there is no token {wrong[0]}; tokens are numbers below {self.vocabulary}")
         if leader.failed or leader.ending.is_set():
             raise HTTPException(503, leader.failed or "this server is ending")
         job = Job(asked, loop)
@@ -268,7 +269,8 @@ def app_of(leader: Leader, vocabulary: int) -> FastAPI:
             raise HTTPException(503, f"{many}; come back later", {"Retry-After": "1"}) from None
         return job
 
-    async def events(job: Job) -> AsyncIterator[str]:
+    async def events(self, job: Job) -> AsyncIterator[str]:
+        """The tokens of a job as they come."""
         try:
             while isinstance(item := await job.tokens.get(), int):
                 yield f"data: {json.dumps({'token': item})}\n\n"
@@ -276,11 +278,8 @@ def app_of(leader: Leader, vocabulary: int) -> FastAPI:
         finally:
             job.over = True  # a client that has gone needs no more tokens
 
-    @app.post("/generate")
-    async def generate(asked: Asked, request: Request) -> Any:
-        job = taken(asked, asyncio.get_running_loop())
-        if asked.stream:
-            return StreamingResponse(events(job), media_type="text/event-stream")
+    async def all_of(self, job: Job, request: Request) -> JSONResponse:
+        """The tokens of a job when it has ended."""
         tokens: list[int] = []
         while True:
             try:
@@ -294,10 +293,30 @@ def app_of(leader: Leader, vocabulary: int) -> FastAPI:
                 return JSONResponse({"tokens": tokens, "end": item}, 200 if item == "length" else 503)
             tokens.append(item)
 
+    def health(self) -> JSONResponse:
+        """How the server is."""
+        leader = self.leader
+        state = {
+            "room": leader.decoder.room, "batch": leader.decoder.rows, "waiting": leader.waiting.qsize(),
+            "failed": leader.failed,
+        }  # fmt: skip
+        return JSONResponse(state, 503 if leader.failed else 200)
+
+
+def app_of(desk: Desk) -> FastAPI:
+    """The routes."""
+    app = FastAPI(title="Partway serves")
+
+    @app.post("/generate")
+    async def generate(asked: Asked, request: Request) -> Any:
+        job = desk.take(asked, asyncio.get_running_loop())
+        if asked.stream:
+            return StreamingResponse(desk.events(job), media_type="text/event-stream")
+        return await desk.all_of(job, request)
+
     @app.get("/health")
     def health() -> JSONResponse:
-        state = {"room": room, "batch": leader.decoder.rows, "waiting": leader.waiting.qsize(), "failed": leader.failed}
-        return JSONResponse(state, 503 if leader.failed else 200)
+        return desk.health()
 
     return app
 
@@ -329,7 +348,9 @@ class Server(uvicorn.Server):
 def listen(leader: Leader, vocabulary: int, host: str, port: int) -> None:
     """Answer requests until a signal or a failure ends it. Raises RuntimeError for the latter."""
     leader.thread.start()
-    config = uvicorn.Config(app_of(leader, vocabulary), host, port, log_level="warning", timeout_graceful_shutdown=30)
+    config = uvicorn.Config(
+        app_of(Desk(leader, vocabulary)), host, port, log_level="warning", timeout_graceful_shutdown=30
+    )
     try:
         Server(config, leader).run()
     finally:
@@ -353,7 +374,9 @@ def model_of(folder: Path | None, hidden: int, layers: int) -> Any:
 
 
 def main(
-    folder: Annotated[Path | None, typer.Option("--model", help="a folder of transformers; none: a small Llama")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--model", help="a folder of transformers; none: a small Llama")
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="without Partway")] = False,
     devices: Annotated[int, typer.Option(min=1, help="virtual devices, where no launcher started this")] = 4,
     batch: Annotated[int, typer.Option(min=1, help="requests that are answered together")] = 4,

@@ -44,8 +44,8 @@ Each name, and why:
     _BatchNorm._check_input_dim        the error for an input of the wrong rank
     Distribution._validate_args        whether distributions look at values; only setting it is public
     torch._C._current_autograd_node, Node._sequence_nr   which operation a backward pass is at
-    SymInt.node, its expr and shape_env, ShapeEnv.guards, ...   what torch.export assumes of sizes that it has symbols for;
-                                       torch.export itself reads them so
+    SymInt.node, its expr and shape_env, ShapeEnv.guards, ...   what torch.export assumes of sizes that it has symbols
+                                       for; torch.export itself reads them so
     torch.ops.torch_nn                 the operators of linear_cross_entropy in chunks, which the first import of
                                        their module registers; not in 2.11
 """

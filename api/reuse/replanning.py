@@ -48,10 +48,12 @@ _OTHERS = {
 
 
 def note_replanning(
-    name: str, names: Sequence[str], now: Signature, known: Sequence[Signature], count: int, refused: str
-) -> None:
+    name: str, names: Sequence[str], now: Signature, known: Sequence[Signature], count: int, served: bool,
+    refused: str,
+) -> None:  # fmt: skip
     """Log that the function `name`, whose tensors are called `names`, was planned again, after `count` times, and what
-    for: what differs from the most similar of the calls that are `known`. `refused`: why no plan serves all sizes."""
+    for: what differs from the most similar of the calls that are `known`. `served`: the new plan is for all sizes of
+    the dims that change; `refused`: why there is none."""
     if now in known:  # what the function reads has changed, and PlannedCalls warns of that
         return
     if not known or count < FIRST or (count + 1) & count or get_rank():  # 3, 7, 15, ...
@@ -59,6 +61,8 @@ def note_replanning(
     alike = [before for before in known if len(before.tensors) == len(now.tensors)] or known
     found = min((list(_differences(names, now, before)) for before in reversed(alike)), key=len)
     sizes = all(one.startswith("dim ") for one in found)
+    if sizes and served:
+        return
     fix = "pad to a few sizes, or leave out the last batch" if sizes else "keep it as it was"
     why = f" (one plan cannot serve all sizes: {refused})" if sizes and refused else ""
     _log.warning(

@@ -25,7 +25,7 @@ from partway.propagation.plan.plan import Plan
 from partway.reuse.effects import Effects
 from partway.reuse.replanning import Signature
 from partway.reuse.state import State
-from partway.strategy import CaptureError, Problem, StrategyError, raise_problems
+from partway.strategy import CaptureError, Problem, raise_problems
 
 _log = logging.getLogger("partway")
 MOST_FAMILIES = 8  # of one function; the oldest goes first
@@ -89,9 +89,7 @@ class Sizes:
         dims: set[tuple[int, int]] = set()
         problems: list[Problem] = []
         for name, sizes in self._declared.items():
-            places = [
-                i for i, names in enumerate(zip(call.arguments, call.names, strict=True)) if name in names
-            ]
+            places = [i for i, names in enumerate(zip(call.arguments, call.names, strict=True)) if name in names]
             if not places:
                 fix = f"write one of {', '.join(dict.fromkeys(call.arguments)) or 'no names'}"
                 problems.append(Problem("dynamic", f"names {name!r}, and the call has no such tensor", fix))

@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 
 from ...strategy.errors import CaptureError
 from ..graph.structure import NUMBERS, Call
-from ..torch_internals import at_symbols, fake_like, guards_of, range_of, symbol_of, symbols_in, tree_map
+from ..torch_internals import FakeTensor, at_symbols, fake_like, guards_of, range_of, symbol_of, symbols_in, tree_map
 from .tracing import Attempt, Dims, Traced
 
 aten = torch.ops.aten
@@ -104,10 +104,12 @@ def any_size(attempt: Attempt, traced: Traced) -> AnySize:
     if names & (_words(traced.result.spec) | _words(traced.left.spec)):
         raise CaptureError("it returns or keeps a dict with a size in a key")
     for inner in traced.module.modules():
-        if inner is not traced.module and isinstance(inner, fx.GraphModule):
-            if any(_is_symbolic(node.meta.get("val")) for node in inner.graph.nodes):
-                raise CaptureError("a branch or a loop in it has tensors of such sizes")
-    return AnySize(replace(attempt, call=replace(attempt.call, tensors=())), traced, sizes, strides)  # it outlives the call
+        nodes = inner.graph.nodes if inner is not traced.module and isinstance(inner, fx.GraphModule) else ()
+        if any(_is_symbolic(node.meta.get("val")) for node in nodes):
+            raise CaptureError("a branch or a loop in it has tensors of such sizes")
+    return AnySize(
+        replace(attempt, call=replace(attempt.call, tensors=())), traced, sizes, strides
+    )  # it outlives the call
 
 
 def _pairs(symbolic: Sequence[Sizes], given: Sequence[Sequence[int]]) -> list[tuple[int | torch.SymInt, int]]:
@@ -141,7 +143,7 @@ def _with_sizes(module: fx.GraphModule, values: Mapping[Any, int]) -> fx.GraphMo
                     raise OtherSizesError(f"it asserts {node.args[1]}")
                 continue
         if node.target is aten.slice.Tensor and _takes_all(node, copies, values):
-            copies[node] = copies[node.args[0]]  # type: ignore[index]
+            copies[node] = copies[node.all_input_nodes[0]]
             continue
         copy = copies[node] = _copied(node, graph, copies)
         if _is_symbolic(val):
@@ -161,9 +163,11 @@ def _copied(node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, Any]) -> fx
 
 def _takes_all(node: fx.Node, copies: Mapping[fx.Node, Any], values: Mapping[Any, int]) -> bool:
     """Whether a slice takes the whole of a dim: of a size that it knows, torch makes no such slice."""
-    x, dim, start, end, step = (*fx.map_arg(node.args, copies.get), *(0, None, None, 1)[len(node.args) - 1 :])
-    size = at_symbols(node.args[0].meta["val"].shape[dim], values)  # type: ignore[union-attr]
-    return isinstance(x, fx.Node) and start in (None, 0) and step == 1 and (end is None or (type(end) is int and end >= size))
+    given: tuple[Any, ...] = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    x, dim, start, end, step = given
+    start, end = (copies[each] if isinstance(each, fx.Node) else each for each in (start, end))
+    size = at_symbols(x.meta["val"].shape[dim], values)
+    return start in (None, 0) and step == 1 and (end is None or (type(end) is int and end >= size))
 
 
 def _number(node: fx.Node, copies: Mapping[fx.Node, Any], values: Mapping[Any, int]) -> Any:
@@ -176,7 +180,7 @@ def _number(node: fx.Node, copies: Mapping[fx.Node, Any], values: Mapping[Any, i
 
 def _at(val: Any, values: Mapping[Any, int]) -> Any:
     """One value of a node where the symbols have `values`. A number that follows from what tensors hold stays."""
-    if not isinstance(val, torch.Tensor) or any(symbols_in(size) - values.keys() for size in val.shape):
+    if not isinstance(val, FakeTensor) or any(symbols_in(size) - values.keys() for size in val.shape):
         return val
     shape, strides = ([at_symbols(size, values) for size in sizes] for sizes in (val.shape, val.stride()))
     return fake_like(val, shape, strides)

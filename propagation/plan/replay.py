@@ -116,9 +116,7 @@ def follow(problem: SearchProblem, plan: PlanData) -> Solution:
     return with_fates(problem, solution)
 
 
-def _planned_options(
-    problem: SearchProblem, plan: PlanData
-) -> Iterator[tuple[Vertex, Codes | None, tuple[str, str]]]:
+def _planned_options(problem: SearchProblem, plan: PlanData) -> Iterator[tuple[Vertex, Codes | None, tuple[str, str]]]:
     """For each vertex the options that do what `plan` does (None for a hub, of which it says nothing), and in words who
     does what. Raises StrategyError where the plan is of another mesh, or of other operators."""
     mesh = problem.settings.mesh

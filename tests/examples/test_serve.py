@@ -75,7 +75,10 @@ class Served:
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 variables = (folder / "environ").read_bytes().split(b"\0")
-                if f"RANK={rank}".encode() in variables and str(self.port).encode() in (folder / "cmdline").read_bytes():
+                if (
+                    f"RANK={rank}".encode() in variables
+                    and str(self.port).encode() in (folder / "cmdline").read_bytes()
+                ):
                     return int(folder.name)
         raise AssertionError(f"there is no rank {rank}:\n{self.text()}")
 

@@ -111,7 +111,9 @@ def test_the_sizes_of_images_change(searched: list[str]) -> None:
     torch.manual_seed(0)
     plain = images.UNet(levels=2).double()
     torch.manual_seed(0)
-    model = pw.shard(images.UNet(levels=2).double(), mesh={"dp": 2}, in_strategy=(("dp", *[None] * 3), ("dp", None, None)))
+    model = pw.shard(
+        images.UNet(levels=2).double(), mesh={"dp": 2}, in_strategy=(("dp", *[None] * 3), ("dp", None, None))
+    )
     for inputs in every_image([(4, 16), (6, 24), (2, 32), (8, 12), (3, 20), (5, 28)]):
         compared(model, plain, inputs)
     assert len(searched) <= 3
@@ -180,7 +182,10 @@ def test_one_row_and_none_have_plans_of_their_own(searched: list[str]) -> None:
         ({1: (0,)}, "dynamic: has the key 1 (int); write an argument's name, a str"),
         ({"x": 0}, "dynamic['x']: is 0 (int); write {"),
         ({"x": ("a",)}, "dynamic['x']: has the dim 'a' (str); write dims by number, such as 0 or -1"),
-        ({"x": {0: (4, 2)}}, "dynamic['x'][0]: is (4, 2); write the least and the largest size, such as (1, 4096), or None"),
+        (
+            {"x": {0: (4, 2)}},
+            "dynamic['x'][0]: is (4, 2); write the least and the largest size, such as (1, 4096), or None",
+        ),
     ],
 )
 def test_what_dynamic_does_not_take(dynamic: Any, message: str) -> None:
@@ -223,9 +228,9 @@ def test_the_log_of_a_new_plan_says_why_one_cannot_serve_all_sizes(log: list[str
     for size in (4, 6, 8, 10):
         model(rows(size))
     assert log == [
-        "Counting is planned for the 4th time: dim 0 of 'x' is 10, and was 8 (one plan cannot serve all sizes: it counts "
-        "on the size of dim 0 of 'x'). Every new call is captured and planned, which takes seconds; pad to a few sizes, "
-        "or leave out the last batch"
+        "Counting is planned for the 4th time: dim 0 of 'x' is 10, and was 8 (one plan cannot serve all sizes: it "
+        "counts on the size of dim 0 of 'x'). Every new call is captured and planned, which takes seconds; pad to a "
+        "few sizes, or leave out the last batch"
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +77,7 @@ def larger(x: Tensor) -> Tensor:
 def test_a_size_that_takes_another_branch_is_refused() -> None:
     captured = capture_any_size(larger, (torch.rand(6, 8),), {}, ROWS)
     assert "mul" in str(graph_at(captured, (torch.rand(5, 8),), {}))
-    with pytest.raises(OtherSizesError, match="^a size is 4, and it counts on 5 to "):
+    with pytest.raises(OtherSizesError, match=r"^a size is 4, and it counts on 5 to "):
         graph_at(captured, (torch.rand(4, 8),), {})
 
 
@@ -167,5 +166,5 @@ def test_a_question_about_values_is_refused() -> None:
     def positive(x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x
 
-    with pytest.raises(CaptureError, match="could not capture .*positive as one static graph: its course depends on"):
+    with pytest.raises(CaptureError, match=r"could not capture .*positive as one static graph: its course depends on"):
         capture_any_size(positive, (torch.rand(6, 8),), {}, ROWS)
