@@ -136,7 +136,7 @@ def test_these_are_the_public_names():
         (
             pw.shard,
             "(fn=None, in_strategy=None, out_strategy=None, *, parameter_plan=None, mesh=None, device=None, "
-            "level=0, module_plan=None, plan=None, inference=False)",
+            "level=0, module_plan=None, plan=None, inference=False, dynamic=None)",
         ),
         (
             pw.compile,

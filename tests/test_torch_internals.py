@@ -59,6 +59,39 @@ def test_operations_have_numbers_that_their_backward_passes_know() -> None:
     assert seen[0] is None
 
 
+class Halved(nn.Module):
+    """Counts on an even number of rows, of which there are more than four."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[: x.shape[0] // 2] if x.shape[0] > 4 and x.shape[0] % 2 == 0 else x
+
+
+def test_a_size_that_torch_export_does_not_know_has_symbols_guards_and_a_range() -> None:
+    exported = torch.export.export(
+        Halved(), (torch.zeros(6, 3),), dynamic_shapes=({0: torch.export.Dim.AUTO},), strict=False
+    )
+    nodes = exported.graph.nodes
+    given = next(node.meta["val"] for node in nodes if node.op == "placeholder")
+    returned = next(node for node in nodes if node.op == "output").args[0][0].meta["val"]
+    rows, columns = given.shape
+    symbol = planning.symbol_of(rows)
+    assert symbol is not None
+    assert planning.symbol_of(columns) is planning.symbol_of(returned.shape[0]) is None
+    assert planning.symbols_in(rows) == planning.symbols_in(returned.shape[0]) == {symbol}
+    assert planning.symbols_in(columns) == planning.symbols_in(3) == set()
+    assert planning.at_symbols(returned.shape[0], {symbol: 10}) == 5
+    assert planning.at_symbols(3, {symbol: 10}) == 3
+    least, most = planning.range_of(rows, symbol)
+    assert least == 5
+    assert most > 10**6
+    guards = [guard for guard in planning.guards_of(rows) if guard.free_symbols == {symbol}]
+    assert all(bool(guard.xreplace({symbol: 8})) for guard in guards)
+    assert not all(bool(guard.xreplace({symbol: 7})) for guard in guards)
+    like = planning.fake_like(given, [8, 3], [3, 1])
+    assert isinstance(like, planning.FakeTensor)
+    assert (like.shape, like.stride(), like.dtype) == ((8, 3), (3, 1), given.dtype)
+
+
 def test_tensors_that_share_memory_have_one_storage_key() -> None:
     x, other = torch.zeros(4), torch.zeros(4)
     assert planning.storage_key(x) == planning.storage_key(x[1:].view(3, 1))
