@@ -61,6 +61,7 @@ from partway.propagation.program.local_program import LocalProgram
 from partway.propagation.search.formulate import warn_of_unknown
 from partway.propagation.search.problem import SearchProblem
 from partway.propagation.search.solution import Solution
+from partway.propagation.torch_internals import bound_fake_results
 from partway.request import Request
 from partway.reuse.courses import values_of
 from partway.reuse.effects import Effects
@@ -72,6 +73,8 @@ from partway.strategy.afterwards import afterwards
 from partway.strategy.errors import DoesNotFitError
 from partway.strategy.place import on_mesh
 from partway.user_rules import rules, text_of
+
+FAKE_RESULTS = 20_000  # that tracing keeps from one plan to the next; some kB each
 
 
 @dataclass(frozen=True)
@@ -277,6 +280,7 @@ def compile_call(call: CallInputs, alike: Compiled | None = None, sizes: CallSiz
     the same call as it was planned for training; it is not captured again. `sizes`: what is known of calls of other
     sizes, by which it may be captured and planned without running the function and without a search."""
     with planning():
+        bound_fake_results(FAKE_RESULTS)
         kept = record(_called(call.fn), call.processes)
         with kept.watching():
             captured = Captured(alike.graph, alike.state, alike.effects) if alike else None

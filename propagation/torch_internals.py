@@ -7,6 +7,7 @@ Each name, and why:
 
     torch._subclasses.FakeTensorMode   shapes without data; torch.export hands out fake tensors, and no public
                                        name makes more of them in the same mode
+    FakeTensorMode.cache_info, cache_clear   what fake tensors gave of every operator and shape so far, without a bound
     torch._ops.OpOverload              the type of torch.ops.aten.add.Tensor; torch.ops does not export it
     torch.utils._pytree                the flattening that torch.export itself uses (torch.utils.pytree is not
                                        in 2.11)
@@ -335,6 +336,13 @@ def fake_like(tensor: FakeTensor, shape: Sequence[int], strides: Sequence[int]) 
     return made.requires_grad_(tensor.requires_grad)
 
 
+def bound_fake_results(most: int) -> None:
+    """Forget what fake tensors gave so far, if that is more than `most` results: torch keeps one for each operator and
+    shape, of all that a process ever traces."""
+    if FakeTensorMode.cache_info().size > most:
+        FakeTensorMode.cache_clear()
+
+
 def defined_by(definition: CustomOpDef) -> OpOverload:
     """The operator of a torch.library.custom_op."""
     operator: OpOverload = definition._opoverload
@@ -368,6 +376,7 @@ __all__ = [
     "all_operator_names",
     "at_symbols",
     "beside_export",
+    "bound_fake_results",
     "buffers_in",
     "check_input_dim",
     "chunked_losses",

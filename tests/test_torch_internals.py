@@ -92,6 +92,17 @@ def test_a_size_that_torch_export_does_not_know_has_symbols_guards_and_a_range()
     assert (like.shape, like.stride(), like.dtype) == ((8, 3), (3, 1), given.dtype)
 
 
+def test_results_of_fake_tensors_are_forgotten_where_there_are_too_many() -> None:
+    with planning.FakeTensorMode():
+        for size in range(3, 9):
+            torch.zeros(size) + 1
+    assert planning.FakeTensorMode.cache_info().size > 4
+    planning.bound_fake_results(10**9)
+    assert planning.FakeTensorMode.cache_info().size > 4
+    planning.bound_fake_results(4)
+    assert planning.FakeTensorMode.cache_info().size == 0
+
+
 def test_tensors_that_share_memory_have_one_storage_key() -> None:
     x, other = torch.zeros(4), torch.zeros(4)
     assert planning.storage_key(x) == planning.storage_key(x[1:].view(3, 1))
