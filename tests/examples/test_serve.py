@@ -23,7 +23,7 @@ from scripts import free_port
 pytest.importorskip("fastapi", reason="FastAPI is not installed: pip install 'partway[serve]'")
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: pip install 'partway[serve]'")
 
-pytestmark = [pytest.mark.gloo, pytest.mark.xdist_group("serve")]
+pytestmark = [pytest.mark.gloo, pytest.mark.xdist_group("serve"), pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "serve.py"
@@ -92,22 +92,25 @@ class Served:
                 raise
 
 
-RANKS = ("-m", "partway.cli", "run", "--workers", "2")
+RANKS, ALONE = ("-m", "partway.cli", "run", "--workers", "2"), ()
+STARTS = 600  # seconds that a server may take to listen, on a machine that does much else
 
 
 @contextmanager
 def served(folder: Path, launch: Sequence[str], *more: str) -> Iterator[Served]:
     server = Served(folder, launch, *more)
     try:
-        server.wait(240, server.listens)
+        server.wait(STARTS, server.listens)
         yield server
     finally:
         server.close()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("served"), RANKS) as found:
+@pytest.fixture(scope="module", params=["plain", pytest.param("ranks", marks=pytest.mark.slow)])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One process without Partway, and two ranks: clients see no difference."""
+    launch, more = (ALONE, ["--plain"]) if request.param == "plain" else (RANKS, [])
+    with served(tmp_path_factory.mktemp("served"), launch, *more) as found:
         yield found
 
 
@@ -190,11 +193,12 @@ def test_it_ends_after_the_answers_under_way(server: Served) -> None:
         rest = response.read().decode()
     assert rest.endswith('data: {"end": "length"}\n\n')
     assert rest.count("token") == 23
-    assert server.process.wait(60) == 128 + signal.SIGTERM
+    assert server.process.wait(60) in (0, 128 + signal.SIGTERM)  # the latter is what a launcher says
     assert "ended" in server.text()
     assert "Traceback" not in server.text()
 
 
+@pytest.mark.slow
 def test_where_a_rank_dies_clients_are_told_and_the_server_ends(tmp_path: Path) -> None:
     with served(tmp_path, RANKS) as server:
         os.kill(server.rank(1), signal.SIGSTOP)  # so that an answer is under way
@@ -203,8 +207,3 @@ def test_where_a_rank_dies_clients_are_told_and_the_server_ends(tmp_path: Path) 
             rest = response.read().decode()
         assert re.search(r'data: \{"end": "the model has stopped: [^"]+"\}\n\n$', rest), rest
         assert server.process.wait(60) != 0
-
-
-def test_one_process_without_partway_answers_alike(tmp_path: Path) -> None:
-    with served(tmp_path, (), "--plain") as server:
-        assert server.answer(PROMPTS[3], 6) == (200, {"tokens": expected(PROMPTS[3], 6), "end": "length"})

@@ -25,7 +25,10 @@ from partway.reuse import courses
 from partway.strategy import StrategyError
 
 MESHES = {"dp": {"dp": 4}, "tp": {"dp": 1, "tp": 2}, "dp_tp": {"dp": 2, "tp": 2}}
-MODELS = ["mlp", "convnet", "gpt2", "llama", "vit"]
+MODELS = [
+    ("mlp", "dp"), ("mlp", "dp_tp"), ("convnet", "dp_tp"), ("gpt2", "dp_tp"), ("llama", "dp"),
+    pytest.param("vit", "dp_tp", marks=pytest.mark.slow), pytest.param("resnet50", "dp", marks=pytest.mark.slow),
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -77,10 +80,9 @@ def train_and_evaluate(name: str, mesh: str, sizes: Sequence[int]) -> int:
     return len(sizes)
 
 
-@pytest.mark.parametrize("mesh", ["dp", "dp_tp"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "mesh"), MODELS)
 def test_a_plan_for_training_and_one_for_inference_serve_all_sizes(name: str, mesh: str, searched: list[str]) -> None:
-    train_and_evaluate(name, mesh, [8, 4, 12, 7, 5, 10])
+    train_and_evaluate(name, mesh, [8, 4, 12, 7])
     assert searched.count("training") <= 2
     assert searched.count("inference") <= 2
 
@@ -114,7 +116,7 @@ def test_the_sizes_of_images_change(searched: list[str]) -> None:
     model = pw.shard(
         images.UNet(levels=2).double(), mesh={"dp": 2}, in_strategy=(("dp", *[None] * 3), ("dp", None, None))
     )
-    for inputs in every_image([(4, 16), (6, 24), (2, 32), (8, 12), (3, 20), (5, 28)]):
+    for inputs in every_image([(4, 16), (6, 24), (3, 20)]):
         compared(model, plain, inputs)
     assert len(searched) <= 3
 
@@ -289,7 +291,7 @@ def sizes_of(program: fuzz.Program) -> list[int]:
     return sorted({int(n) for found in shapes if found for n in re.findall(r"\d+", found[1]) if int(n) > 1})
 
 
-@examples(10)
+@examples(4)
 @given(seed=st.integers(0, 100_000), places=st.lists(st.integers(0, 5), min_size=1, max_size=2), data=st.data())
 def test_random_programs_of_changing_sizes(seed: int, places: list[int], data: st.DataObject) -> None:
     program = fuzz.generate(seed)
