@@ -160,10 +160,11 @@ class CallSizes:
         """What a capture of the call would give, by way of one for all sizes: an earlier one or, where none serves, the
         one that `capture` makes. None: the call is captured by itself."""
         alike = self.sizes.families(self.key)
-        for self.family in alike:
+        for family in alike:
             with contextlib.suppress(OtherSizesError):
-                return self.family.at(args, kwargs, around)
-        self.family = None
+                found = family.at(args, kwargs, around)
+                self.family = family
+                return found
         blank = _blank(self.key, self.dims)
         if not self.dims or blank in self.sizes.refused or len(alike) >= _SAME_DIMS:
             return None

@@ -6,6 +6,7 @@ verified, or a CaptureError that names the caller's line. capture.py has the lis
     tracing.py          torch.export of one call: the modes that are on (modes.py, stand_ins.py, sizes.py), what is
                         prepared (preparation.py, random_state.py), what is checked (checks.py, overlap.py)
     failures.py         why a capture failed, in words; source_lines.py: where in the caller's code
+    any_size.py         one capture for all sizes of some dims, and its graph at each
     questions.py        what a function asks of values, and the answers
     hooks.py            hooks of tensors and modules (module_hooks.py, backward_hooks.py, hook_kinds.py,
                         resting_hooks.py)

@@ -171,11 +171,14 @@ def _takes_all(node: fx.Node, copies: Mapping[fx.Node, Any], values: Mapping[Any
 
 
 def _number(node: fx.Node, copies: Mapping[fx.Node, Any], values: Mapping[Any, int]) -> Any:
-    """The number that a node computes from sizes, as Python computes it."""
+    """The number that a node computes from sizes, as Python computes it. Raises OtherSizesError where Python cannot."""
     if node.target in _OF_TENSORS:
         return at_symbols(node.meta["val"], values)
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    try:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise OtherSizesError(f"a number that it computes from them: {error}") from error
 
 
 def _at(val: Any, values: Mapping[Any, int]) -> Any:

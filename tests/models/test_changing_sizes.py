@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import partway as pw
 from partway import engine
+from partway.propagation.plan.replay import follow
 from partway.reuse import courses
 from partway.strategy import StrategyError
 
@@ -301,3 +302,27 @@ def test_random_programs_of_changing_sizes(seed: int, places: list[int], data: s
     changing = {size: (size, *others) for size, others in sizes.items()}
     outcome = fuzz.checked(replace(program, setting=replace(program.setting, sizes=changing, steps=4)))
     assert not outcome.failed, f"{outcome}\n{program.as_test()}\n{changing}"
+
+
+def rows_by(size: int, mesh: dict[str, int], function: Any) -> Any:
+    return pw.compile(function, (rows(size), torch.randn(8, 8, dtype=torch.float64)), mesh=mesh)
+
+
+def test_a_plan_for_other_sizes_is_followed_where_it_can_be() -> None:
+    """Four rows are split over both axes; of six the second axis takes another dim, or none."""
+    given = pw.compile(lambda x: x.reshape(2, -1).tanh(), (rows(4),), mesh={"a": 2, "b": 2}, in_strategy=(("a", "b"),))
+    same = pw.compile(lambda x: x.reshape(2, -1).tanh(), (rows(8),), mesh={"a": 2, "b": 2}, in_strategy=(("a", "b"),))
+    found = follow(same.problem, given.plan)
+    assert found.replayed
+    assert found.of_other_sizes
+    assert found.cost == pytest.approx(same.problem.cost(found.choice))
+
+
+def test_a_plan_of_other_operators_or_another_mesh_is_not_followed() -> None:
+    product, total = torch.matmul, torch.add
+    given = rows_by(8, {"a": 2}, product).plan
+    other = pw.compile(total, (rows(8), rows(8)), mesh={"a": 2})
+    with pytest.raises(StrategyError, match=r"^the plan cannot be followed: it is of other operators$"):
+        follow(other.problem, given)
+    with pytest.raises(StrategyError, match="mesh: it is a=4, the plan's a=2"):
+        follow(rows_by(8, {"a": 4}, product).problem, given)

@@ -92,6 +92,16 @@ def test_a_guard_that_does_not_hold_is_told() -> None:
         graph_at(captured, (torch.rand(5, 8),), {})
 
 
+def test_a_number_that_python_cannot_compute_is_told() -> None:
+    def divided(x: Tensor) -> Tensor:
+        return x + 1 / (x.shape[0] - 5)
+
+    captured = capture_any_size(divided, (torch.rand(6, 8),), {}, ROWS)
+    assert graph_at(captured, (torch.rand(4, 8),), {}).inputs
+    with pytest.raises(OtherSizesError, match=r"division by zero$|^it counts on "):
+        graph_at(captured, (torch.rand(5, 8),), {})
+
+
 @pytest.mark.parametrize("size", [0, 1])
 def test_no_and_one_row_are_refused(size: int) -> None:
     captured = capture_any_size(scaled, (torch.rand(6, 8),), {}, ROWS)
