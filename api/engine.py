@@ -277,10 +277,10 @@ class Engine:
         with planning():
             key = self._signature(call, context)
             courses = self._planned.find(self.fn, key)
-            runner = (
-                self._course(courses, call.tensors) if courses else self._of_new_signature(courses, call, context, key)
-            )
-            runner = runner or self._new_course(courses, call, context)
+            if courses:
+                runner = self._course(courses, call.tensors) or self._new_course(courses, call, context)
+            else:
+                runner = self._of_new_signature(courses, call, context, key)
             if (asks := self._asks | courses.state.reached.asks) != self._asks:
                 self._asks = asks
                 key = self._signature(call, context)

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,7 +43,7 @@ class Answer:
 
     tokens: tuple[int, ...]
     first: float
-    further: tuple[float, ...] = field(default=())
+    further: tuple[float, ...]
 
 
 def requests_of(clients: int, count: int) -> list[list[dict[str, Any]]]:

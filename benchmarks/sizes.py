@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from script import start
 from torch import Tensor, nn
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / name) for name in ("models", "helpers")]
@@ -64,7 +65,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[int, int], Batch]]
 
 
 def step(model: Any, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    """The loss and the gradients of one step of training, and the loss without gradients."""
+    """The loss and the gradients of one step of training."""
     model.zero_grad()
     loss = loss_of(model.train()(**batch))
     loss.backward()
@@ -127,7 +128,7 @@ def measure(name: str, count: int) -> None:
     torch.manual_seed(0)
     alone: Any = pw.shard(build(), mesh=MESH, dynamic=False)
     apart: list[float] = []
-    for rows, length in list(drawn(ALONE, seed=2)):
+    for rows, length in drawn(ALONE, seed=2):
         start = time.perf_counter()
         step(alone, batch_of(rows, length))
         apart.append(time.perf_counter() - start)
@@ -156,4 +157,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    start(main)

@@ -136,13 +136,13 @@ class Decoder:
             input_ids=ids, position_ids=places, attention_mask=mask[:, None], past_key_values=cache, logits_to_keep=1
         )
         self._cache = result.past_key_values
-        return result.logits[:, -1]  # type: ignore[no-any-return]
+        scores: Tensor = result.logits[:, -1]
+        return scores
 
     def prepare(self) -> None:
         """Plan all calls, and make their programs, before the first request."""
         for length in self.lengths:
             self.start(torch.zeros(self.rows, length, dtype=torch.long), torch.full((self.rows,), length))
-        self.start(torch.zeros(self.rows, self.lengths[0], dtype=torch.long), torch.ones(self.rows, dtype=torch.long))
         self.step(torch.zeros(self.rows, dtype=torch.long))
 
 

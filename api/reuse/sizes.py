@@ -66,7 +66,7 @@ class Family:
 class Sizes:
     """What is known of the sizes of one function's tensors. `declared`: the `dynamic` of its request."""
 
-    def __init__(self, declared: Mapping[str, Mapping[int, tuple[int, int] | None]] | None) -> None:
+    def __init__(self, declared: Mapping[str, Mapping[int, tuple[int, int] | None]]) -> None:
         self._declared = declared
         self._seen: defaultdict[Hashable, set[tuple[int, int]]] = defaultdict(set)
         self._fixed: defaultdict[Hashable, set[tuple[int, int]]] = defaultdict(set)
@@ -81,11 +81,10 @@ class Sizes:
         for other in known:
             if _kind(other) == kind:
                 seen |= _differing(shapes, [shape for shape, *_ in other.tensors])
-        dims = (seen | (self._dims_declared(call) if self._declared else set())) - self._fixed[kind]
+        dims = (seen | self._dims_declared(call)) - self._fixed[kind]
         return CallSizes(self, key, frozenset((place, dim) for place, dim in dims if shapes[place][dim] >= 2))
 
     def _dims_declared(self, call: Call) -> set[tuple[int, int]]:
-        assert self._declared is not None
         dims: set[tuple[int, int]] = set()
         problems: list[Problem] = []
         for name, sizes in self._declared.items():

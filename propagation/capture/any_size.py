@@ -20,12 +20,12 @@ from torch.export.graph_signature import InputKind
 from ...strategy.errors import CaptureError
 from ..graph.structure import NUMBERS, Call
 from ..torch_internals import FakeTensor, at_symbols, fake_like, guards_of, range_of, symbol_of, symbols_in, tree_map
+from .numbers import CHECKS
 from .tracing import Attempt, Dims, Traced
 
 aten = torch.ops.aten
 Sizes = tuple[int | torch.SymInt, ...]
 
-_CHECKS = (aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default)
 _OF_TENSORS = (aten.sym_size.int, aten.sym_stride.int, aten.sym_numel.default, aten.sym_storage_offset.default)
 _PLAIN = (type(None), bool, int, float, complex, torch.dtype, torch.device, type)
 _READ = (str, bytes, torch.Size, tuple, list, slice, range)  # what repr shows the whole of
@@ -136,10 +136,10 @@ def _with_sizes(module: fx.GraphModule, values: Mapping[Any, int]) -> fx.GraphMo
         if node.op == "call_function" and isinstance(val, tuple(NUMBERS)) and symbols_in(val) <= values.keys():
             copies[node] = _number(node, copies, values)
             continue
-        if node.target in _CHECKS:
+        if node.target in CHECKS:
             condition = fx.map_arg(node.args, copies.__getitem__)[0]
             if not isinstance(condition, fx.Node):
-                if node.target is _CHECKS[0] and not condition:
+                if node.target is aten._assert_scalar.default and not condition:
                     raise OtherSizesError(f"it asserts {node.args[1]}")
                 continue
         if node.target is aten.slice.Tensor and _takes_all(node, copies, values):
@@ -156,7 +156,8 @@ def _copied(node: fx.Node, graph: fx.Graph, copies: Mapping[fx.Node, Any]) -> fx
     if node.op != "call_function":
         return graph.node_copy(node, copies.__getitem__)
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
-    copy = graph.call_function(node.target, args, kwargs, name=re.sub(r"_\d+$", "", node.name))  # type: ignore[arg-type]
+    target: Any = node.target
+    copy = graph.call_function(target, args, kwargs, name=re.sub(r"_\d+$", "", node.name))
     copy.meta = dict(node.meta)
     return copy
 
@@ -175,8 +176,9 @@ def _number(node: fx.Node, copies: Mapping[fx.Node, Any], values: Mapping[Any, i
     if node.target in _OF_TENSORS:
         return at_symbols(node.meta["val"], values)
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
+    target: Any = node.target
     try:
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return target(*args, **kwargs)
     except (ArithmeticError, TypeError, ValueError) as error:
         raise OtherSizesError(f"a number that it computes from them: {error}") from error
 

@@ -21,7 +21,7 @@ from ..rules.builder import Builder
 aten = torch.ops.aten
 
 _READS = (aten.item.default, aten._local_scalar_dense.default)
-_CHECKS = frozenset(
+CHECKS = frozenset(
     {aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default}
 )
 _ARITHMETIC: dict[Any, Any] = {
@@ -46,7 +46,7 @@ def numbers_as_tensors(module: fx.GraphModule) -> None:
     if not any(node.target in _READS for node in module.graph.nodes):
         return
     for node in reversed(module.graph.nodes):  # checks of numbers, and what is computed for them alone
-        if node.target in _CHECKS or (isinstance(node.meta.get("val"), tuple(NUMBERS)) and not node.users):
+        if node.target in CHECKS or (isinstance(node.meta.get("val"), tuple(NUMBERS)) and not node.users):
             module.graph.erase_node(node)
     tensors: dict[fx.Node, fx.Node] = {}
     for node in list(module.graph.nodes):

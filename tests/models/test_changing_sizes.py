@@ -64,7 +64,7 @@ def batch_of(case: zoo.Case, step: int, size: int) -> dict[str, Tensor]:
 
 
 def train_and_evaluate(name: str, mesh: str, sizes: Sequence[int]) -> int:
-    """Gradients and losses of batches of these sizes are those of one device; how many programs there were."""
+    """Gradients and losses of batches of these sizes are those of one device; how many there were."""
     case = zoo.CASES[name]
     axes = MESHES[mesh]
     model = pw.shard(case.build(), mesh=axes, in_strategy=case.batch_split("dp"))
