@@ -217,8 +217,8 @@ class _Function(torch.autograd.Function):
         ctx.versions = [version_of(t) for t in tensors]
         others = [t for t, held in zip(tensors, compiled.parameters, strict=True) if not held]
         kept = [*others, *executor.pack(values[count:])]
-        ctx.keeper = _keeper(kept) if any(compiled.apart) else ctx
-        if ctx.keeper is ctx:
+        ctx.held = _held(kept) if any(compiled.apart) else None
+        if ctx.held is None:
             ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
         if not all(compiled.differentiable):
@@ -248,8 +248,9 @@ class _Function(torch.autograd.Function):
             raise RuntimeStateError(_NOT_BATCHED)
         if ctx.done and not compiled.after(ctx.done).issuperset(itertools.compress(itertools.count(), asked)):
             raise RuntimeStateError(_FREED)
+        keeper = _keeper(ctx)
         try:
-            rest = iter(ctx.keeper.saved_tensors)
+            rest = iter(keeper.saved_tensors)
         except RuntimeError as error:  # PyTorch's texts name no tensor
             _check_unchanged(compiled.step.program.inputs, ctx.parameters, ctx.versions)
             if "second time" in str(error):
@@ -277,12 +278,12 @@ class _Function(torch.autograd.Function):
             executor.enter([g], [placed])[0] for g, placed in zip(gradients, outputs, strict=True) if g is not None
         ]
         inputs = [*saved, *tangents]
-        if ctx.keeper is not ctx and not _retains_graph():
+        if keeper is not ctx and not _retains_graph():
             ctx.done |= set(itertools.compress(itertools.count(), asked))
-        if ctx.keeper is ctx or not ctx.compiled.after(ctx.done):
+        if keeper is ctx or not ctx.compiled.after(ctx.done):
             # Nothing else holds what was saved now, so that each value is let go after its last use. (With
             # retain_graph this keeps all.)
-            ctx.keeper.maybe_clear_saved_tensors()
+            keeper.maybe_clear_saved_tensors()
         del rest, packed, saved, tangents
         return compiled.gradients(primals, inputs, ctx.holding)
 
@@ -310,19 +311,25 @@ class _Keeper(torch.autograd.Function):
         return anchor.clone()
 
 
-def _keeper(kept: Sequence[Tensor]) -> Any:
-    """A node that holds the tensors `kept`, and through which no backward runs."""
+def _held(kept: Sequence[Tensor]) -> Tensor:
+    """A tensor whose node, through which no backward runs, holds the tensors `kept`. (Up to PyTorch 2.11 a node lets
+    what it saved go with the tensor.)"""
     with torch.enable_grad():
         held: Tensor = _Keeper.apply(torch.empty(0, requires_grad=True), kept)  # type: ignore[no-untyped-call]
-    return held.grad_fn
+    return held
+
+
+def _keeper(ctx: Any) -> Any:
+    """The node that holds what a call saved."""
+    return ctx if ctx.held is None else ctx.held.grad_fn
 
 
 def _retains_graph() -> bool:
     """Whether the backward that runs was asked to keep what it needs."""
-    probe = _keeper(())
-    probe.maybe_clear_saved_tensors()
+    probe: Any = _held(())
+    probe.grad_fn.maybe_clear_saved_tensors()
     try:
-        _ = probe.saved_tensors
+        _ = probe.grad_fn.saved_tensors
     except RuntimeError:  # freed
         return False
     return True
@@ -357,7 +364,7 @@ class _Once(torch.autograd.Function):
 def _roots(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
     """What the gradients of a call follow from, and may be differentiated by."""
     try:
-        saved = ctx.keeper.saved_tensors
+        saved = _keeper(ctx).saved_tensors
     except RuntimeError:  # freed; the backward says so
         saved = ()
     return tuple(t for t in (*saved, *ctx.parameters, *gradients) if t is not None and t.requires_grad)

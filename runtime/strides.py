@@ -57,12 +57,17 @@ _REDUCTIONS = {_aten.mean.dim, _aten.sum.dim_IntList, _aten.mean.default, _aten.
 
 
 def laid_out(x: Tensor, strides: Strides) -> Tensor:
-    """`x` with these strides: as it is, if it has them, else a copy. (Those of dims of one element are only said.)"""
+    """`x` with these strides: as it is, if it has them, else a copy. (Those of dims of one element are only said; what
+    was traced with one element for all of a dim has the same numbers along it.)"""
     if x.stride() == strides:
         return x
     if not x.numel() or all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
         return x.as_strided(x.shape, strides)
-    return x.new_empty_strided(x.shape, strides).copy_(x)
+    once = x
+    for dim, stride in enumerate(strides):
+        if stride == 0:
+            once = once.narrow(dim, 0, 1)
+    return once.new_empty_strided(once.shape, strides).copy_(once).expand(x.shape)
 
 
 def contiguous(x: Tensor) -> Tensor:

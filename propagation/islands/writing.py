@@ -279,10 +279,12 @@ class _Call:
         return self.apply(aten.squeeze.dim, received, 0)
 
     def elsewhere(self) -> fx.Node:
-        """Whether this rank is another one than the root."""
+        """Whether this rank is another one than the root: a mask on the device of the tensor."""
         axes = [axis for axis in self.writing.mesh.axes if axis in self.axes]
         place = self.apply(indexing.position, axes, [self.writing.mesh.size(axis) for axis in axes])
-        return self.apply(aten.ne.Scalar, place, self.root)
+        counts = [int(rank == self.root) for rank in range(self.count)]
+        behind = self.apply(indexing.behind, self.apply(aten.unsqueeze.default, self.x, 0), place, 0, counts)
+        return self.apply(aten.reshape.default, behind, [])
 
     def reduced(self, stack: fx.Node) -> fx.Node:
         """The reduction of a stack."""

@@ -102,9 +102,9 @@ def _affine(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor |
         dense = map(_dense, (weight, bias, mean, var))
         result: Tensor = aten.native_batch_norm(x, *dense, False, 0.0, eps)[0]
         return result
-    results, unused = torch.empty_like(x), mean.new_empty(0)
+    results, unused = torch.empty_like(x), {name: mean.new_empty(0) for name in ("save_mean", "save_invstd")}
     for part, into, *vectors in _batches(mean, (weight, bias, mean, var), x, results):
-        aten.native_batch_norm.out(part, *vectors, False, 0.0, eps, out=into, save_mean=unused, save_invstd=unused)
+        aten.native_batch_norm.out(part, *vectors, False, 0.0, eps, out=into, **unused)
     return results
 
 
@@ -112,8 +112,9 @@ def _sums(y: Tensor, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, eps: 
     """For each channel (of each sample) the sums of y and of y (x - mean) / sqrt(var + eps), in one pass."""
     x = _as_kernels_take(x)
     y = _as_kernels_take(y, x)
+    saved = mean.new_empty(0)  # in evaluation a kernel of CUDA computes what there would be, but wants a tensor
     sums = [
-        aten.native_batch_norm_backward(up, part, *vectors, None, None, False, eps, [False, True, True])[1:]
+        aten.native_batch_norm_backward(up, part, *vectors, saved, saved, False, eps, [False, True, True])[1:]
         for up, part, *vectors in _batches(mean, (weight, mean, var), y, x)
     ]
     weighed, plain = (torch.cat(parts).view(mean.shape) for parts in zip(*sums, strict=True))

@@ -119,14 +119,15 @@ def _read_operator(reader: Reader, full_name: str, overload: str) -> OpOverload:
 
 
 def _only_computes(value: OpOverload) -> bool:
-    """Whether an operator is ours, or computes tensors of what it is given and does no more: it does not write to its
-    operands, and no text alone tells it what to make, as one tells `aten::from_file`."""
+    """Whether an operator is ours, or computes tensors (and their sizes) of what it is given and does no more: it does
+    not write to its operands, and no text alone tells it what to make, as one tells `aten::from_file`."""
     if value.namespace == "partway":
         return True
     schema = schema_of(value)
     texts = any("str" in str(a.type) for a in schema.arguments)
     tensors = any("Tensor" in str(a.type) for a in schema.arguments)
-    makes = bool(schema.returns) and all("Tensor" in str(r.type) for r in schema.returns)
+    made = [str(returned.type) for returned in schema.returns]
+    makes = bool(made) and "Tensor" in made[0] and all("Tensor" in kind or "int" in kind.lower() for kind in made)
     return value.namespace in _NAMESPACES and makes and not schema.is_mutable and (tensors or not texts)
 
 

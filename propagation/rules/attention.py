@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.nodes import argument, operands, shape, value
+from ...strategy.errors import CaptureError
+from ..graph.nodes import argument, at_source, operands, shape, value
 from ..ops.by_rank import causal_mask
 from .builder import Builder, Expansion
 from .local_forms import replaced
@@ -62,11 +63,18 @@ def _local_causal(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _expand_attention(b: Builder, node: fx.Node) -> fx.Node | None:
-    """With dropout, attention is written out, so that its mask is the same in all layouts (see `random.py`)."""
+    """With dropout, attention is written out, so that its mask is the same in all layouts (see `random.py`). Raises
+    CaptureError where that would have to be the one of a fused kernel."""
     p = argument(node, "dropout_p")
     q, k, v = operands(node)[:3]
     if not p:
         return None
+    if b.keys is None and value(q).device.type != "cpu":
+        raise CaptureError(
+            f"scaled_dot_product_attention with dropout_p={p} draws its mask inside of a fused kernel on "
+            f"{value(q).device.type}, which no split attention can repeat: set random_numbers to 'counter', or the "
+            f"dropout of attention to 0{at_source(node)}"
+        )
     if argument(node, "enable_gqa"):
         k, v = (_repeated(b, x, shape(q)[-3]) for x in (k, v))
     mask, scale = argument(node, "attn_mask"), argument(node, "scale")

@@ -7,13 +7,15 @@ numbers. What has no expansion here (multinomial, randperm, poisson) draws from 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..graph.nodes import argument, argument_names, operands, shape, value
+from ...strategy.errors import CaptureError
+from ..graph.nodes import argument, argument_names, at_source, operands, shape, value
 from ..ops.dtypes import wide
 from ..ops.random_numbers import DIGITS, bernoulli, draw
 from .builder import Builder, Expansion
@@ -71,6 +73,12 @@ def memory_order(x: torch.Tensor) -> list[int]:
     """The order of dims in which the elements of a new tensor like `x` lie in memory."""
     strides = torch.empty_like(x).stride()
     return sorted(range(x.dim()), key=lambda d: (-strides[d], d))
+
+
+def _dense(x: torch.Tensor) -> bool:
+    """Whether the elements of `x` fill a stretch of memory, each with a place of its own."""
+    new = torch.empty_like(x).stride()
+    return all(n == 1 or own == other for n, own, other in zip(x.shape, x.stride(), new, strict=True))
 
 
 def fresh(b: Builder, like: torch.Tensor, dtype: torch.dtype) -> fx.Node:
@@ -187,6 +195,8 @@ def _integers(b: Builder, node: fx.Node) -> fx.Node:
 def _expand_native_dropout(b: Builder, node: fx.Node) -> tuple[fx.Node | None, ...] | None:
     """The mask does not depend on x, so that every layout of x has its part of the same mask."""
     x, p, train = operands(node)[0], argument(node, "p"), argument(node, "train")
+    if node.meta.get(_LAID):
+        return None
     if not train or p == 0:
         return (x, b(aten.ones.default, list(shape(x)), dtype=torch.bool, device=value(x).device))
     return dropped(b, x, p)
@@ -194,6 +204,18 @@ def _expand_native_dropout(b: Builder, node: fx.Node) -> tuple[fx.Node | None, .
 
 def dropped(b: Builder, x: fx.Node, p: float) -> tuple[fx.Node, fx.Node]:
     """x * mask / (1 - p), and the mask."""
+    if b.keys is None and value(x).device.type == "cuda" and 0 < p < 1:
+        # PyTorch's kernel there draws in an order of its own, and of what is not dense in another one
+        if not _dense(value(x)):
+            raise CaptureError(
+                f"dropout of a tensor that is not dense (its shape is {list(shape(x))}, its strides "
+                f"{value(x).stride()}) draws other numbers on CUDA than its parts could: set random_numbers to "
+                f"'counter', or make the tensor contiguous{at_source(x)}"
+            )
+        both = b(aten.native_dropout.default, fresh(b, value(x), value(x).dtype), p, True)
+        both.meta[_LAID] = True
+        mask = b(operator.getitem, both, 1)
+        return b(aten.mul.Scalar, b(aten.mul.Tensor, x, mask), 1 / (1 - p)), mask
     if b.keys is None:  # the numbers that PyTorch itself would draw
         kept = b(bernoulli, fresh(b, value(x), value(x).dtype), 1 - p)
         return b(aten.mul.Tensor, x, b(aten.div.Scalar, kept, 1 - p if p < 1 else 1)), b(aten.ne.Scalar, kept, 0)

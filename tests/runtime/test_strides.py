@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from partway.runtime.strides import follows
+from partway.runtime.strides import follows, laid_out
 
 X, COLUMNS = torch.ones(4, 6), torch.ones(6, 4).t()
 
@@ -43,3 +43,11 @@ def last(f: Callable[..., Any], *tensors: Tensor) -> Any:
 )
 def test_what_follows(f: Callable[..., Any], tensors: tuple[Tensor, ...], does: bool) -> None:
     assert follows(last(f, *tensors)) is does
+
+
+@pytest.mark.parametrize("strides", [(0, 2, 1), (0, 1, 3), (6, 1, 3), (6, 0, 1)])
+def test_what_was_traced_with_one_element_for_a_dim_is_laid_out_so(strides: tuple[int, ...]) -> None:
+    x = torch.randn(3, 2)[:1].expand(3, 2)[None].expand(4, 3, 2).contiguous()
+    found = laid_out(x, strides)
+    assert found.stride() == strides
+    assert torch.equal(found, x)
