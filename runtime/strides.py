@@ -57,17 +57,20 @@ _REDUCTIONS = {_aten.mean.dim, _aten.sum.dim_IntList, _aten.mean.default, _aten.
 
 
 def laid_out(x: Tensor, strides: Strides) -> Tensor:
-    """`x` with these strides: as it is, if it has them, else a copy. (Those of dims of one element are only said; what
-    was traced with one element for all of a dim has the same numbers along it.)"""
+    """`x` with these strides: as it is, if it has them, else a copy. (Those of dims of one element are only said.)"""
     if x.stride() == strides:
         return x
     if not x.numel() or all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True)):
         return x.as_strided(x.shape, strides)
-    once = x
-    for dim, stride in enumerate(strides):
-        if stride == 0:
-            once = once.narrow(dim, 0, 1)
-    return once.new_empty_strided(once.shape, strides).copy_(once).expand(x.shape)
+    if _overlap(x.shape, strides):
+        return x
+    return x.new_empty_strided(x.shape, strides).copy_(x)
+
+
+def _overlap(shape: Sequence[int], strides: Strides) -> bool:
+    """Whether a whole dim has one element. Some meta kernels say so of a new tensor (that of diagonal_scatter in PyTorch
+    2.11, of an expanded operand), which then lies as it does."""
+    return any(stride == 0 and n > 1 for n, stride in zip(shape, strides, strict=True))
 
 
 def contiguous(x: Tensor) -> Tensor:
@@ -80,6 +83,7 @@ def check_laid_out(x: Any, like: Tensor, name: str) -> None:
     """Raise VerifyError unless `x`, the value `name` of a program, lies in memory as what was traced for it. (The
     statistics of a norm in bfloat16 are float32, which its meta kernel does not say; only its backward reads them. The
     strides of no elements are no matter.)"""
-    actual, traced = ((tuple(t.shape), t.stride() if t.numel() else ()) for t in (x, like))
+    compares = like.numel() and not _overlap(like.shape, like.stride())
+    actual, traced = ((tuple(t.shape), t.stride() if compares else ()) for t in (x, like))
     if actual != traced:
         raise VerifyError(f"{name} has the shape and strides {actual}, and was traced with {traced}")

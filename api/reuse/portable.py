@@ -1,0 +1,196 @@
+"""What a function depends on, as a digest that is the same in another process.
+
+In one process most of what a function can reach is compared by identity (facts.py). Another process has other objects:
+there it is what they contain that counts. Code is compared by what it does, of libraries by their versions. An object
+that does not show what it contains has no digest, and neither has what depends on it.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import io
+import logging
+import re
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from partway.propagation.graph.structure import Same
+from partway.reuse.contents import contents_of
+from partway.reuse.facts import CONTAINERS, elements_of
+from partway.reuse.libraries import is_closed
+
+MOST_BYTES = 2**24  # of one tensor
+MOST_VALUES = 10**6
+
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, type(NotImplemented), type(...),
+)  # fmt: skip
+# what is known by its name: it is a part of Python, or of a library whose version counts
+_BY_NAME = (
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+    types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType,
+)  # fmt: skip
+# what shows the functions in it under these names
+_WRAPPERS: Mapping[type, tuple[str, ...]] = {
+    classmethod: ("__func__",),
+    staticmethod: ("__func__",),
+    property: ("fget", "fset", "fdel"),
+    types.MethodType: ("__func__", "__self__"),
+    types.CellType: ("cell_contents",),
+    functools.partial: ("func", "args", "keywords"),
+}
+_EMPTY = (type(threading.Lock()), type(threading.RLock()), object)  # no number follows from what is in them
+
+
+class NotPortableError(Exception):
+    """Another process may have such a value as well, but nothing tells whether it is the same."""
+
+
+def digest(*values: Any) -> str:
+    """A digest of `values`, by what they contain. Raises NotPortableError where that cannot be told."""
+    writer = _Writer()
+    for value in values:
+        writer.write(value)
+    return writer.finish()
+
+
+class _Writer:
+    """Writes values into a digest, each object once."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._numbers: dict[int, int] = {}  # of the objects so far, by their ids
+        self._kept: list[Any] = []  # so that no other object gets one of these ids
+        self._libraries: set[str] = set()
+        self._count = 0
+
+    def finish(self) -> str:
+        """The digest of all, and of the versions of the libraries that were met."""
+        for name in sorted(self._libraries):
+            self._text(f"{name} {getattr(sys.modules.get(name), '__version__', '')}")
+        self._text(sys.version)
+        return self._hash.hexdigest()
+
+    def write(self, value: Any) -> None:
+        """Write `value`, and what it contains."""
+        waiting = [value]
+        while waiting:
+            waiting += reversed([*self._parts(waiting.pop())])
+            self._count += 1
+            if self._count > MOST_VALUES:
+                raise NotPortableError("there is too much to compare")
+
+    def _text(self, text: str) -> None:
+        self._hash.update(text.encode(errors="surrogatepass") + b"\0")
+
+    def _parts(self, value: Any) -> Iterator[Any]:
+        """Write the head of `value`; what is to be written next."""
+        kind = type(value)
+        if kind is Same:
+            yield value.value
+        elif issubclass(kind, _PLAIN):
+            self._text(f"{kind.__name__} {value!r}")
+        elif issubclass(kind, enum.Enum):
+            self._named(kind, f"{kind.__qualname__}.{value.name}")
+        elif issubclass(kind, type):
+            self._named(value, value.__qualname__)
+        elif issubclass(kind, types.ModuleType):
+            self._named(value, value.__name__)
+        elif issubclass(kind, logging.Logger):
+            self._text(f"logger {value.name}")
+        elif kind in _EMPTY or issubclass(kind, io.TextIOWrapper):
+            self._text(kind.__name__)
+        elif id(value) in self._numbers:
+            self._text(f"again {self._numbers[id(value)]}")
+        else:
+            self._numbers[id(value)] = len(self._numbers)
+            self._kept.append(value)
+            yield from self._contents(value, kind)
+
+    def _named(self, value: Any, name: str) -> None:
+        home = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+        if is_closed(home):
+            self._libraries.add(str(home).partition(".")[0])
+        self._text(f"{type(value).__name__} {home} {name}")
+
+    def _contents(self, value: Any, kind: type) -> Iterator[Any]:
+        if issubclass(kind, set | frozenset):
+            # in an order that is the same everywhere
+            self._text(f"{kind.__name__} {len(value)} {sorted(map(digest, value))}")
+        elif issubclass(kind, CONTAINERS):
+            self._text(f"{kind.__module__}.{kind.__qualname__} {len(value)}")
+            yield from elements_of(value)
+        elif issubclass(kind, Tensor):
+            self._tensor(value)
+        elif issubclass(kind, types.CodeType):
+            yield from self._code(value)
+        elif issubclass(kind, types.FunctionType):
+            self._named(value, value.__qualname__)
+            if not is_closed(value.__module__):
+                yield value.__code__
+                yield value.__defaults__
+                yield value.__kwdefaults__
+        elif issubclass(kind, _BY_NAME):
+            owner = getattr(value, "__objclass__", None) or getattr(value, "__module__", None)
+            self._text(f"{kind.__name__} {getattr(owner, '__module__', owner)} {value.__qualname__}")
+        elif kind in _WRAPPERS:
+            self._text(kind.__name__)
+            yield from (getattr(value, name) for name in _WRAPPERS[kind])
+        elif hasattr(value, "__wrapped__") and callable(value):  # functools.cache and the like
+            self._text(f"{kind.__name__} of")
+            yield value.__wrapped__
+        elif issubclass(kind, types.GeneratorType):
+            if value.gi_frame is None or value.gi_frame.f_lasti > 1:
+                raise NotPortableError(f"a generator under way, {value.__qualname__}")
+            yield value.gi_code
+            yield value.gi_frame.f_locals
+        elif issubclass(kind, types.UnionType | types.GenericAlias):
+            self._text(repr(value))
+        elif issubclass(kind, re.Pattern):
+            self._text(f"pattern {value.pattern!r} {value.flags}")
+        elif (contents := contents_of(value)) is not None and not contents.whole:
+            self._text(f"{kind.__module__}.{kind.__qualname__}")
+            yield contents.objects
+            if contents.read is not None:
+                yield contents.read()
+        else:
+            yield from self._attributes(value, kind)
+
+    def _attributes(self, value: Any, kind: type) -> Iterator[Any]:
+        """The attributes of an object of which they are all."""
+        slots = [name for base in kind.__mro__ for name, own in vars(base).items()
+                 if isinstance(own, types.MemberDescriptorType) and not name.startswith("__")]  # fmt: skip
+        store = getattr(value, "__dict__", None)
+        built_in = next(base for base in kind.__mro__ if not base.__flags__ & _OF_PYTHON)
+        if built_in is not object or (store is None and not slots):
+            raise NotPortableError(f"a {kind.__module__}.{kind.__qualname__}")
+        self._named(kind, kind.__qualname__)
+        yield {name: getattr(value, name, None) for name in slots}
+        yield store
+
+    def _code(self, code: types.CodeType) -> Iterator[Any]:
+        self._text(f"code {code.co_qualname} {code.co_flags} {code.co_argcount} {code.co_kwonlyargcount}")
+        yield code.co_code
+        yield (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+        yield code.co_consts
+
+    def _tensor(self, tensor: Tensor) -> None:
+        plain = tensor.detach()
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.layout is not torch.strided:
+            raise NotPortableError(f"a {type(tensor).__name__} on {tensor.device}")
+        if tensor.nbytes > MOST_BYTES:
+            raise NotPortableError(f"a tensor of {tensor.nbytes} bytes")
+        self._text(f"tensor {tuple(tensor.shape)} {tensor.dtype} {tensor.device.type} {tensor.requires_grad}")
+        self._hash.update(plain.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+_OF_PYTHON = 1 << 9  # the flag of a type that a class statement made (Py_TPFLAGS_HEAPTYPE)
