@@ -48,6 +48,12 @@ class Maker:
         """One of these parameters, with these states."""
         made = self.kind.__new__(self.kind)
         held = defaultdict(dict, state)  # what torch.optim.Optimizer has
+        if self.kind is Adagrad:  # which makes it in its constructor, up to PyTorch 2.12
+            for group in groups:
+                for own in (own for own in group["params"] if not held[own]):
+                    first = group["initial_accumulator_value"]
+                    started = torch.full_like(own, complex(first, first) if own.is_complex() else first)
+                    held[own] = {"step": torch.tensor(0.0, dtype=torch.float32), "sum": started}
         made.__setstate__({**self.attributes, "param_groups": groups, "state": held})
         return made
 
