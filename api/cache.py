@@ -109,30 +109,52 @@ class Entry:
     """What is kept of one planned call, made of `graph`; without a `folder` nothing is."""
 
     def __init__(self, graph: Graph, folder: Path | None, *content: object) -> None:
-        self._graph, self._folder = graph, folder
-        if folder is not None:
-            self._limit = cache_limit()
-            text = "\n".join([software(), *text_of_graph(graph), *map(repr, content)])
-            self._digest = hashlib.sha256(text.encode()).hexdigest()
-            self._derivable = not any(map(_is_foreign, graph.nodes))
+        self._graph = graph
+        self._files = None if folder is None else Files(folder, software(), *text_of_graph(graph), *map(repr, content))
+        self._derivable = folder is not None and not any(map(_is_foreign, graph.nodes))
 
     def fetch(self, name: str, make: Callable[[], T], *kinds: type, derived: bool = False) -> T:
         """What `make` gives, one of `kinds`, from disk if it was made before for the same content. `derived`:
         derivatives are in it, which nothing in the content says of an operator of the user's own."""
-        if self._folder is None or (derived and not self._derivable):
+        if self._files is None or (derived and not self._derivable):
             return make()
+
+        def loaded(data: bytes) -> T:
+            value: T = load(data, self._graph, kinds)
+            if not isinstance(value, kinds):
+                raise WrongFormError(f"it holds a {type(value).__name__}")
+            return value
+
+        return self._files.fetch(name, make, lambda value: dump(value, self._graph, kinds), loaded)
+
+
+class Files:
+    """The files in `folder` of what follows from `content`."""
+
+    def __init__(self, folder: Path, *content: str) -> None:
+        self._folder, self._limit = folder, cache_limit()
+        self._digest = hashlib.sha256("\n".join(content).encode()).hexdigest()
+
+    def fetch(
+        self, name: str, make: Callable[[], T], dump: Callable[[T], bytes | None], load: Callable[[bytes], T]
+    ) -> T:
+        """What `load` makes of the file called `name` or, where there is none, what `make` gives, of which `dump` makes
+        the file, or none. A warning tells of a file that is damaged, and of a value that has no form."""
         path = self._folder / self._digest[:2] / f"{self._digest[2:]}.{name}"
         try:
-            value: T = self._read(path, name, kinds)
+            value = load(self._read(path, name))
         except FileNotFoundError:
             pass
         except Exception as error:  # whatever a damaged file makes of the reader
             warnings.warn(f"{path} cannot be read ({_reason(error)}), and is made anew", stacklevel=2)
         else:
+            with suppress(OSError):
+                os.utime(path)  # used now
             return value
         value = make()
         try:
-            self._write(path, name, dump(value, self._graph, kinds))
+            if (data := dump(value)) is not None:
+                self._write(path, name, data)
         except OSError as error:
             warnings.warn(f"a plan cannot be kept in {self._folder} ({error}); {_REMEDY}", stacklevel=2)
         except Exception as error:  # a constant that has no bytes
@@ -140,10 +162,10 @@ class Entry:
         return value
 
     def _head(self, name: str, data: bytes) -> bytes:
-        """The first line of an entry."""
+        """The first line of a file."""
         return f"partway {_FORMAT} {self._digest} {name} {hashlib.sha256(data).hexdigest()}\n".encode()
 
-    def _read(self, path: Path, name: str, kinds: tuple[type, ...]) -> Any:
+    def _read(self, path: Path, name: str) -> bytes:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             if hasattr(os, "geteuid") and (status.st_uid != os.geteuid() or status.st_mode & 0o022):
@@ -152,16 +174,10 @@ class Entry:
         head, _, data = content.partition(b"\n")
         if head + b"\n" != self._head(name, data):
             raise WrongFormError("it is not what was written there")
-        value = load(data, self._graph, kinds)
-        if not isinstance(value, kinds):
-            raise WrongFormError(f"it holds a {type(value).__name__}")
-        with suppress(OSError):
-            os.utime(path)  # used now
-        return value
+        return data
 
     def _write(self, path: Path, name: str, data: bytes) -> None:
-        """All or nothing: other processes may read and write the same entry."""
-        assert self._folder is not None
+        """All or nothing: other processes may read and write the same file."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, self._head(name, data) + data, mode=0o600)
         _prune(self._folder, self._limit)

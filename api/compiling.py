@@ -63,6 +63,7 @@ from partway.propagation.search.problem import SearchProblem
 from partway.propagation.search.solution import Solution
 from partway.propagation.torch_internals import bound_fake_results
 from partway.request import Request
+from partway.reuse.captures import fetch_capture
 from partway.reuse.courses import values_of
 from partway.reuse.effects import Effects
 from partway.reuse.sizes import CallSizes, Captured
@@ -283,11 +284,7 @@ def compile_call(call: CallInputs, alike: Compiled | None = None, sizes: CallSiz
         bound_fake_results(FAKE_RESULTS)
         kept = record(_called(call.fn), call.processes)
         with kept.watching():
-            captured = Captured(alike.graph, alike.state, alike.effects) if alike else None
-            if captured is None and sizes is not None:
-                dims_captured = functools.partial(capture_sizes, call)
-                captured = sizes.captured(call.args, call.kwargs, kept.capturing, dims_captured)
-            captured = captured or capture_call(call, kept)
+            captured = Captured(alike.graph, alike.state, alike.effects) if alike else _captured(call, kept, sizes)
             if sizes is not None and (plan := sizes.plan(call.inference)) is not None:
                 with contextlib.suppress(StrategyError):  # these sizes may ask for more memory than there is
                     return _compiled(call, captured, kept, plan)
@@ -295,6 +292,25 @@ def compile_call(call: CallInputs, alike: Compiled | None = None, sizes: CallSiz
             if sizes is not None:
                 sizes.searched(compiled.plan, call.inference)
             return compiled
+
+
+def _captured(call: CallInputs, kept: Record, sizes: CallSizes | None) -> Captured:
+    """The capture of a call: by way of one for all sizes, or from disk, or made now."""
+
+    def capture() -> Captured:
+        found = sizes and sizes.captured(
+            call.args, call.kwargs, kept.capturing, functools.partial(capture_sizes, call)
+        )  # fmt: skip
+        return found or capture_call(call, kept)
+
+    folder = cache_folder(call.context.compile_cache_path) if call.context.enable_compile_cache else None
+    if folder is None or call.late or kept.hears or (sizes is not None and sizes.known):
+        return capture()
+    options = (
+        replace(call.request, plan=None), _given_mesh(call), text_of(rules()), call.context.batch_norm_parts,
+        call.context.random_numbers,
+    )  # fmt: skip
+    return fetch_capture(folder, call.fn, flatten_call(call.fn, call.args, call.kwargs), options, capture)
 
 
 def _called(fn: Callable[..., Any]) -> str:

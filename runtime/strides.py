@@ -68,8 +68,8 @@ def laid_out(x: Tensor, strides: Strides) -> Tensor:
 
 
 def _overlap(shape: Sequence[int], strides: Strides) -> bool:
-    """Whether a whole dim has one element. Some meta kernels say so of a new tensor (that of diagonal_scatter in PyTorch
-    2.11, of an expanded operand), which then lies as it does."""
+    """Whether a whole dim has one element. Some meta kernels say so of a new tensor (that of diagonal_scatter does in
+    PyTorch 2.11, for an expanded operand), which then lies as it does."""
     return any(stride == 0 and n > 1 for n, stride in zip(shape, strides, strict=True))
 
 

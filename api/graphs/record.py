@@ -38,7 +38,9 @@ class StepRecord:
 
 
 class Record:
-    """Hears the passes of one call."""
+    """Hears the passes of one call. `hears`: whether it does anything with them."""
+
+    hears = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:

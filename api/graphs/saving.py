@@ -84,6 +84,8 @@ class _Attempt:
 class SavingRecord(Record):
     """Hears the passes of one call, and saves what each made."""
 
+    hears = True
+
     def __init__(self, files: CallFiles) -> None:
         self.files = files
         self._figures = NOTHING  # of the graph that the last pass left

@@ -187,7 +187,7 @@ class ParallelContext(Options):
     kept unless `memory_limit` leaves no room for them."""
 
     enable_compile_cache: bool = True
-    """True: plans and compiled steps are kept on disk by content, so that a second start of a script makes none anew.
+    """True: captures, plans and compiled steps are kept on disk by content, so that a second start makes none anew.
     The reference has this option in set_context."""
 
     compile_cache_path: str = Field(default="", description="a folder, or '' for PARTWAY_CACHE_DIR or ~/.cache/partway")

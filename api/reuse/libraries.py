@@ -36,6 +36,11 @@ def _is_library(name: str) -> bool:
     return place is None or (place.startswith(_STANDARD) and "-packages" not in place)
 
 
+def is_installed(path: str) -> bool:
+    """Whether the file at `path` belongs to a package that is installed, or to Python."""
+    return "-packages" in path or path.startswith(_STANDARD)
+
+
 def is_closed_type(kind: type) -> bool:
     """Whether a type is a library's. Its module must have it as well: a type that `type()` or make_dataclass creates
     may name the module that created it."""

@@ -16,14 +16,14 @@ import re
 import sys
 import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from partway.propagation.graph.structure import Same
-from partway.reuse.contents import contents_of
+from partway.reuse.contents import Contents, contents_of
 from partway.reuse.facts import CONTAINERS, elements_of
 from partway.reuse.libraries import is_closed
 
@@ -48,6 +48,7 @@ _WRAPPERS: Mapping[type, tuple[str, ...]] = {
     types.CellType: ("cell_contents",),
     functools.partial: ("func", "args", "keywords"),
 }
+_OF_PYTHON = 1 << 9  # the flag of a type that a class statement made (Py_TPFLAGS_HEAPTYPE)
 _EMPTY = (type(threading.Lock()), type(threading.RLock()), object)  # no number follows from what is in them
 
 
@@ -97,10 +98,14 @@ class _Writer:
         kind = type(value)
         if kind is Same:
             yield value.value
-        elif issubclass(kind, _PLAIN):
-            self._text(f"{kind.__name__} {value!r}")
         elif issubclass(kind, enum.Enum):
             self._named(kind, f"{kind.__qualname__}.{value.name}")
+            yield value.value
+        elif issubclass(kind, _PLAIN):
+            own = next(base for base in kind.__mro__ if base in _PLAIN)  # a subclass may write itself in any way
+            self._text(f"{kind.__qualname__} {own.__repr__(value)}")
+        elif issubclass(kind, nn.Module):  # what a function can reach in one is told by itself
+            self._named(kind, kind.__qualname__)
         elif issubclass(kind, type):
             self._named(value, value.__qualname__)
         elif issubclass(kind, types.ModuleType):
@@ -123,47 +128,56 @@ class _Writer:
         self._text(f"{type(value).__name__} {home} {name}")
 
     def _contents(self, value: Any, kind: type) -> Iterator[Any]:
-        if issubclass(kind, set | frozenset):
-            # in an order that is the same everywhere
-            self._text(f"{kind.__name__} {len(value)} {sorted(map(digest, value))}")
-        elif issubclass(kind, CONTAINERS):
-            self._text(f"{kind.__module__}.{kind.__qualname__} {len(value)}")
-            yield from elements_of(value)
-        elif issubclass(kind, Tensor):
-            self._tensor(value)
-        elif issubclass(kind, types.CodeType):
-            yield from self._code(value)
-        elif issubclass(kind, types.FunctionType):
-            self._named(value, value.__qualname__)
-            if not is_closed(value.__module__):
-                yield value.__code__
-                yield value.__defaults__
-                yield value.__kwdefaults__
-        elif issubclass(kind, _BY_NAME):
-            owner = getattr(value, "__objclass__", None) or getattr(value, "__module__", None)
-            self._text(f"{kind.__name__} {getattr(owner, '__module__', owner)} {value.__qualname__}")
-        elif kind in _WRAPPERS:
-            self._text(kind.__name__)
-            yield from (getattr(value, name) for name in _WRAPPERS[kind])
-        elif hasattr(value, "__wrapped__") and callable(value):  # functools.cache and the like
-            self._text(f"{kind.__name__} of")
-            yield value.__wrapped__
-        elif issubclass(kind, types.GeneratorType):
-            if value.gi_frame is None or value.gi_frame.f_lasti > 1:
-                raise NotPortableError(f"a generator under way, {value.__qualname__}")
-            yield value.gi_code
-            yield value.gi_frame.f_locals
-        elif issubclass(kind, types.UnionType | types.GenericAlias):
-            self._text(repr(value))
-        elif issubclass(kind, re.Pattern):
-            self._text(f"pattern {value.pattern!r} {value.flags}")
-        elif (contents := contents_of(value)) is not None and not contents.whole:
-            self._text(f"{kind.__module__}.{kind.__qualname__}")
-            yield contents.objects
-            if contents.read is not None:
-                yield contents.read()
-        else:
-            yield from self._attributes(value, kind)
+        for kinds, write in _WRITERS:
+            if issubclass(kind, kinds):
+                return write(self, value)
+        if kind in _WRAPPERS or (hasattr(value, "__wrapped__") and callable(value)):
+            return self._wrapper(value, kind)
+        contents = contents_of(value)
+        if contents is not None and not contents.whole:
+            return self._known(contents, kind)
+        return self._attributes(value, kind)
+
+    def _set(self, value: Any) -> Iterator[Any]:
+        self._text(f"{type(value).__name__} {len(value)} {sorted(map(digest, value))}")
+        yield from ()
+
+    def _container(self, value: Any) -> Iterator[Any]:
+        self._text(f"{type(value).__module__}.{type(value).__qualname__} {len(value)}")
+        yield from elements_of(value)
+
+    def _function(self, value: types.FunctionType) -> Iterator[Any]:
+        self._named(value, value.__qualname__)
+        if not is_closed(value.__globals__.get("__name__")):  # functools.wraps copies `__module__`
+            yield from (value.__code__, value.__defaults__, value.__kwdefaults__)
+
+    def _part_of_python(self, value: Any) -> Iterator[Any]:
+        owner = getattr(value, "__objclass__", None) or getattr(value, "__module__", None)
+        self._text(f"{type(value).__name__} {getattr(owner, '__module__', owner)} {value.__qualname__}")
+        yield getattr(value, "__self__", None)
+
+    def _generator(self, value: types.GeneratorType[Any, Any, Any]) -> Iterator[Any]:
+        if value.gi_frame is None or value.gi_frame.f_lasti > 1:
+            raise NotPortableError(f"a generator under way, {value.__qualname__}")
+        yield from (value.gi_code, value.gi_frame.f_locals)
+
+    def _annotation(self, value: Any) -> Iterator[Any]:
+        self._text(repr(value))
+        yield from ()
+
+    def _pattern(self, value: re.Pattern[Any]) -> Iterator[Any]:
+        self._text(f"pattern {value.pattern!r} {value.flags}")
+        yield from ()
+
+    def _wrapper(self, value: Any, kind: type) -> Iterator[Any]:
+        self._text(kind.__name__)
+        yield from (getattr(value, name) for name in _WRAPPERS.get(kind, ("__wrapped__",)))
+
+    def _known(self, contents: Contents, kind: type) -> Iterator[Any]:
+        self._text(f"{kind.__module__}.{kind.__qualname__}")
+        yield contents.objects
+        if contents.read is not None:
+            yield contents.read()
 
     def _attributes(self, value: Any, kind: type) -> Iterator[Any]:
         """The attributes of an object of which they are all."""
@@ -183,7 +197,7 @@ class _Writer:
         yield (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
         yield code.co_consts
 
-    def _tensor(self, tensor: Tensor) -> None:
+    def _tensor(self, tensor: Tensor) -> Iterator[Any]:
         plain = tensor.detach()
         if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.layout is not torch.strided:
             raise NotPortableError(f"a {type(tensor).__name__} on {tensor.device}")
@@ -191,6 +205,17 @@ class _Writer:
             raise NotPortableError(f"a tensor of {tensor.nbytes} bytes")
         self._text(f"tensor {tuple(tensor.shape)} {tensor.dtype} {tensor.device.type} {tensor.requires_grad}")
         self._hash.update(plain.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        yield tensor.stride()
 
 
-_OF_PYTHON = 1 << 9  # the flag of a type that a class statement made (Py_TPFLAGS_HEAPTYPE)
+_WRITERS: tuple[tuple[Any, Callable[[_Writer, Any], Iterator[Any]]], ...] = (
+    (set | frozenset, _Writer._set),
+    (CONTAINERS, _Writer._container),
+    (Tensor, _Writer._tensor),
+    (types.CodeType, _Writer._code),
+    (types.FunctionType, _Writer._function),
+    (_BY_NAME, _Writer._part_of_python),
+    (types.GeneratorType, _Writer._generator),
+    (types.UnionType | types.GenericAlias, _Writer._annotation),
+    (re.Pattern, _Writer._pattern),
+)

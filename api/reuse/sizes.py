@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from partway.propagation.capture.any_size import AnySize, OtherSizesError
@@ -29,6 +29,7 @@ from partway.strategy import CaptureError, Problem, raise_problems
 
 _log = logging.getLogger("partway")
 MOST_FAMILIES = 8  # of one function; the oldest goes first
+_MOST_PLANS = 32
 _SAME_DIMS = 3  # captures for the same dims: a function that does something else for other sizes has several
 
 
@@ -48,7 +49,6 @@ class Family:
     key                     what they have in common
     captured                the function for all their sizes, with these `options`
     state, effects          what it depends on beside its arguments, and what it leaves behind
-    plans                   the plan that was searched without a backward (True), and with one
     """
 
     key: Signature
@@ -56,7 +56,6 @@ class Family:
     options: CaptureOptions
     state: State
     effects: Effects
-    plans: dict[bool, Plan] = field(default_factory=dict)
 
     def at(self, args: tuple[Any, ...], kwargs: dict[str, Any], around: Around) -> Captured:
         """What a capture of a call would give. Raises OtherSizesError where the function might do something else."""
@@ -72,6 +71,8 @@ class Sizes:
         self._fixed: defaultdict[Hashable, set[tuple[int, int]]] = defaultdict(set)
         self._families: list[Family] = []
         self.refused: dict[Signature, str] = {}  # why there is no capture for all sizes
+        # of calls that differ in sizes alone, the plan that was searched without a backward (True), and with one
+        self.plans: OrderedDict[tuple[Signature, bool], Plan] = OrderedDict()
 
     def of(self, call: Call, key: Signature, known: Sequence[Signature]) -> CallSizes:
         """What is known for a call of the signature `key`, whose like has no plan; other calls are `known`. Raises
@@ -180,14 +181,26 @@ class CallSizes:
         self.family = family
         return found
 
+    @property
+    def known(self) -> bool:
+        """Whether there is a capture that the call may be one of."""
+        return bool(self.sizes.families(self.key))
+
     def plan(self, inference: bool) -> Plan | None:
         """The plan of such calls, if one was searched."""
-        return self.family.plans.get(inference) if self.family else None
+        return self.sizes.plans.get((self._alike, inference))
 
     def searched(self, plan: Plan, inference: bool) -> None:
         """Keep a plan that was searched for the call."""
-        if self.family:
-            self.family.plans[inference] = plan
+        if self.family or self.dims:
+            self.sizes.plans[self._alike, inference] = plan
+            while len(self.sizes.plans) > _MOST_PLANS:
+                self.sizes.plans.popitem(last=False)
+
+    @property
+    def _alike(self) -> Signature:
+        """What calls of other sizes have in common with this one."""
+        return self.family.key if self.family else _blank(self.key, self.dims)
 
     @property
     def why_not(self) -> str:

@@ -71,9 +71,14 @@ def describe(node: fx.Node) -> str:
 
 def module_path(node: fx.Node) -> str:
     """The path of the innermost module that `node` was captured in, as `transformer.h.0.attn`."""
+    return traced_path(node).removeprefix("fn").removeprefix(".")
+
+
+def traced_path(node: fx.Node) -> str:
+    """That path as torch.export gives it."""
     stack = node.meta.get("nn_module_stack") or {}
     for path, _ in reversed(list(stack.values())):
-        return str(path).removeprefix("fn").removeprefix(".")
+        return str(path)
     return ""
 
 
@@ -84,17 +89,25 @@ def source_line(node: fx.Node) -> str:
 
 @lru_cache(maxsize=1024)  # the operators of all layers come from a few lines
 def _own_line(stack_trace: str) -> str:
-    """The innermost line of a stack trace that is neither PyTorch's nor Partway's."""
+    where, _, code = own_frame(stack_trace).partition("\n")
+    path, *rest = where.split(", ")
+    path = path.removeprefix('File "').removesuffix('"')
+    return f"{path}:{rest[0].removeprefix('line ')}, {rest[1]}: {code}" if len(rest) > 1 else path
+
+
+def own_frame(stack_trace: str) -> str:
+    """The innermost frame of a stack trace that is neither PyTorch's nor Partway's, with the name of its file for the
+    path: where it is, and a line of code."""
     trace = stack_trace.strip().splitlines()
     frames = [i for i, line in enumerate(trace) if line.lstrip().startswith("File ")]
     others = ("/torch/nn/", "/torch/utils/", os.path.dirname(os.path.dirname(__file__)) + os.sep, '"<')
     own = [i for i in frames if not any(folder in trace[i] for folder in others)]
     if not own:
         return ""
-    where = trace[own[-1]].strip().split(", ")
-    path = where[0].removeprefix('File "').removesuffix('"').rsplit("/", 1)[-1]
+    path, *where = trace[own[-1]].strip().split(", ")
+    name = path.removeprefix('File "').removesuffix('"').rsplit("/", 1)[-1]
     code = trace[own[-1] + 1].strip() if own[-1] + 1 < len(trace) else ""
-    return f"{path}:{where[1].removeprefix('line ')}, {where[2]}: {code}" if len(where) > 2 else path
+    return ", ".join((f'File "{name}"', *where)) + f"\n{code}"
 
 
 def region_of(node: fx.Node) -> int | None:

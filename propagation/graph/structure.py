@@ -17,7 +17,7 @@ import torch
 import torch.utils.checkpoint
 
 from ...strategy.errors import StrategyError
-from ..torch_internals import TreeSpec, tree_flatten, tree_unflatten
+from ..torch_internals import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,18 @@ class Structure:
             leaves.append(leaf)
         return dataclasses.replace(self, leaves=tuple(leaves))
 
+    def data(self, write: Callable[[Any], Any]) -> tuple[Any, ...]:
+        """The structure as nested tuples of texts, numbers, and of what `write` makes of plain values and of the types
+        of objects. Raises NotImplementedError for containers that torch's pytree cannot write."""
+        return treespec_dumps(self.spec), tuple(_leaf_data(leaf, write) for leaf in self.leaves)
+
+    @staticmethod
+    def of_data(data: Any, read: Callable[[Any], Any]) -> Structure:
+        """The structure that `data` was made of; `read` undoes what `write` did. An object is a new one of its type,
+        whose fields are set whenever the structure is built."""
+        spec, leaves = data
+        return Structure(treespec_loads(spec), tuple(_leaf_of_data(leaf, read) for leaf in leaves))
+
     def text(self) -> str:
         """The structure as people read it, the same in every process: plain values, and the types of other objects."""
         texts = []
@@ -171,6 +183,33 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+def _leaf_data(leaf: Any, write: Callable[[Any], Any]) -> tuple[Any, ...]:
+    if leaf is _TENSOR:
+        return ("tensor",)
+    if leaf is _NUMBER:
+        return ("number",)
+    if isinstance(leaf, _Given):
+        return ("given", leaf.place)
+    if isinstance(leaf, _Opened):
+        return ("object", write(type(leaf.template)), leaf.fields, leaf.structure.data(write), leaf.is_given)
+    return ("plain", write(leaf))
+
+
+def _leaf_of_data(data: Any, read: Callable[[Any], Any]) -> Any:
+    match data:
+        case ("tensor",):
+            return _TENSOR
+        case ("number",):
+            return _NUMBER
+        case ("given", int(place)):
+            return _Given(place)
+        case ("object", kind, fields, inner, bool(is_given)):
+            return _Opened(object.__new__(read(kind)), tuple(fields), Structure.of_data(inner, read), is_given)
+        case ("plain", value):
+            return read(value)
+    raise ValueError(f"{data!r:.80} is no part of a structure")
 
 
 def _hashable(value: Any) -> Any:

@@ -9,7 +9,7 @@ left out, and looked up in a graph of equal text.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Set
 from dataclasses import fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -26,22 +26,23 @@ from ..program.step import Step
 from ..torch_internals import FakeTensor
 from .forms import FORMS, NoFormError, WrongFormError, no_form
 
-__all__ = ["NoFormError", "WrongFormError", "dump", "load"]
+__all__ = ["DataReader", "DataWriter", "NoFormError", "WrongFormError", "dump", "load"]
 
 _RECORDS = (Collective, Conversion, LocalProgram, PlacedPort, Step)  # what a row may hold, field by field
 _PLAIN = (NoneType, bool, int, float, str)
+NO_PORTS: Mapping[tuple[str, int], Port] = {}
 
 
 def dump(value: Any, graph: Graph, kinds: Iterable[type] = ()) -> bytes:
     """The bytes of `value`, such as a Program, made of `graph`; `kinds`: further dataclasses in it. Raises NoFormError
     for what has no form."""
-    return _Writer(graph, kinds).written(value)
+    return DataWriter({node.target for node in graph.nodes}, _ports(graph), kinds).written(value)
 
 
 def load(data: bytes, graph: Graph, kinds: Iterable[type] = ()) -> Any:
     """What `dump` was given, with the ports of `graph`. Raises WrongFormError, or what a constructor raises, for other
     data; none of it is run."""
-    return _Reader(graph, kinds).read(data)
+    return DataReader({node.target for node in graph.nodes}, _ports(graph), kinds).read(data)
 
 
 def _ports(graph: Graph) -> dict[tuple[str, int], Port]:
@@ -49,13 +50,19 @@ def _ports(graph: Graph) -> dict[tuple[str, int], Port]:
     return ports | {("output", i): port for i, port in enumerate(graph.outputs)}
 
 
-class _Writer:
-    """The rows so far, and the places of the values that have one; see forms.Writer."""
+class DataWriter:
+    """The rows so far, and the places of the values that have one; see forms.Writer.
 
-    def __init__(self, graph: Graph, kinds: Iterable[type]) -> None:
-        self.own = {node.target for node in graph.nodes}
+    own     the operators of the captured graph; `ports`: its ports by their places
+    kinds   further dataclasses that a row may hold
+    """
+
+    def __init__(
+        self, own: Set[Any] = frozenset(), ports: Mapping[tuple[str, int], Port] = NO_PORTS, kinds: Iterable[type] = ()
+    ) -> None:
+        self.own = own
         self._records = {*_RECORDS, *kinds}
-        self._ports = {id(port): place for place, port in _ports(graph).items()}
+        self._ports = {id(port): place for place, port in ports.items()}
         self._rows: list[Any] = []
         self._known: dict[Hashable, int] = {}
 
@@ -107,13 +114,15 @@ class _Writer:
         return ["record", type(value).__name__, [self.data(getattr(value, f.name)) for f in fields(value)]]
 
 
-class _Reader:
-    """The values of the rows so far; see forms.Reader."""
+class DataReader:
+    """The values of the rows so far; see forms.Reader, and DataWriter for what it is given."""
 
-    def __init__(self, graph: Graph, kinds: Iterable[type]) -> None:
-        self.own = {node.target for node in graph.nodes}
+    def __init__(
+        self, own: Set[Any] = frozenset(), ports: Mapping[tuple[str, int], Port] = NO_PORTS, kinds: Iterable[type] = ()
+    ) -> None:
+        self.own = own
         self._records = {kind.__name__: kind for kind in (*_RECORDS, *kinds)}
-        self._ports = _ports(graph)
+        self._ports = ports
         self._rows: list[Any] = []
 
     def read(self, data: bytes) -> Any:
