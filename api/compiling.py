@@ -46,13 +46,13 @@ from partway.passes import (
 from partway.plan_inputs import PlanInputs
 from partway.planning import planning
 from partway.propagation.capture.any_size import AnySize
-from partway.propagation.capture.capture import CaptureOptions, capture, capture_any_size
+from partway.propagation.capture.capture import CaptureOptions, capture, capture_any_size, capture_counting
 from partway.propagation.capture.tracing import Dims
 from partway.propagation.cost.profile import DeviceProfile, profile_of
 from partway.propagation.graph.graph import CalledHooks, Graph
 from partway.propagation.graph.queries import differentiated, without_gradients
 from partway.propagation.graph.question import Answer, Values
-from partway.propagation.graph.structure import check_call, flatten_call, name_of, state_of
+from partway.propagation.graph.structure import Path, check_call, flatten_call, name_of, state_of
 from partway.propagation.plan.alternatives import Alternatives, outcome
 from partway.propagation.plan.plan import Plan
 from partway.propagation.plan.replay import differences
@@ -216,6 +216,7 @@ class CallInputs:
     memory: float | None = None
     inference: bool = False
     advised: bool = True
+    numbers: tuple[Path, ...] = ()
 
 
 def compile(
@@ -304,7 +305,7 @@ def _captured(call: CallInputs, kept: Record, sizes: CallSizes | None) -> Captur
         return found or capture_call(call, kept)
 
     folder = cache_folder(call.context.compile_cache_path) if call.context.enable_compile_cache else None
-    if folder is None or call.late or kept.hears or (sizes is not None and sizes.known):
+    if folder is None or call.late or call.numbers or kept.hears or (sizes is not None and sizes.known):
         return capture()
     options = (
         replace(call.request, plan=None), _given_mesh(call), text_of(rules()), call.context.batch_norm_parts,
@@ -381,7 +382,12 @@ def capture_call(call: CallInputs, record: Record) -> Captured:
     fn, state, effects = call.fn, *_before_capture(call)
     with _around_capture(call, effects):
         options = _capture_options(call, state)
-        graph = capture(fn, call.args, call.kwargs, options, call.values, effects, record.capturing)
+        if call.numbers:
+            graph = capture_counting(
+                fn, call.args, call.kwargs, call.numbers, options, effects, record.capturing
+            )  # fmt: skip
+        else:
+            graph = capture(fn, call.args, call.kwargs, options, call.values, effects, record.capturing)
     effects.check(graph.constants)
     return Captured(graph, _after_capture(fn, state, effects, graph.hooks, graph.read), effects)
 

@@ -43,12 +43,13 @@ from partway.reuse.courses import Courses, MistakenError, PlannedCalls, values_o
 from partway.reuse.facts import fact
 from partway.reuse.guard import Guard, asked, modes, warn_of_modes
 from partway.reuse.names import Asks
+from partway.reuse.numbers import Numbers
 from partway.reuse.replanning import Signature, note_replanning
 from partway.reuse.sizes import CallSizes, Sizes
 from partway.runner import Runner
 from partway.runtime.process import launched
 from partway.runtime.waiting import Waiting
-from partway.strategy import Layout, Problem, RuntimeStateError, StrategyError, raise_problems
+from partway.strategy import CaptureError, Layout, Problem, RuntimeStateError, StrategyError, raise_problems
 from partway.strategy.afterwards import afterwards
 from partway.strategy.errors import DoesNotFitError
 from partway.strategy.place import island_place
@@ -97,6 +98,7 @@ class Engine:
         self._materialized: Compiled | None = None
         self._asks = Asks()  # of every plan so far: signatures have the answers
         self._sizes = Sizes(request.sizes) if request.dynamic is not False else None
+        self._numbers = Numbers()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         """A copy of the module plans anew."""
@@ -168,10 +170,11 @@ class Engine:
         if tensors is None or last is None:
             return self._first(args, kwargs, context)
         guard, courses, runner = last
-        if runner.asked:
-            runner = self._course(courses, tensors) or self._new_course(
-                courses, flatten_call(self.fn, args, kwargs), context
-            )
+        if runner.asked or not runner.serves(tensors):
+            known = self._course(courses, tensors)
+            if known is None and guard.numbers:
+                return self._first(args, kwargs, context)
+            runner = known or self._new_course(courses, flatten_call(self.fn, args, kwargs), context)
             if runner is not last.runner:
                 runner.bind(self.fn)
                 self.last = LastCall(guard, courses, runner)
@@ -199,15 +202,15 @@ class Engine:
         if isinstance(self.fn, torch.nn.Module) and not all(t.is_meta for t in flatten((args, kwargs))[0]):
             check_materialized(self.fn)
         try:
-            courses, runner = self._runner(args, kwargs, context)
+            courses, runner, call = self._runner(args, kwargs, context)
         except Exception:
             for engine in self.engines():
                 engine._refused = True
             raise
         runner.bind(self.fn)
-        guard = Guard(self.fn, args, kwargs, context, courses.state)
+        guard = Guard(self.fn, args, kwargs, context, courses.state, call.paths)
         self.last = LastCall(guard, courses, runner)
-        return self._run(guard, courses, runner, flatten((args, kwargs))[0], args, kwargs, context)
+        return self._run(guard, courses, runner, call.tensors, args, kwargs, context)
 
     def materialize(self, args: tuple[Any, ...], kwargs: dict[str, Any], init: Init | None) -> None:
         """See `ShardedModule.materialize`."""
@@ -248,7 +251,7 @@ class Engine:
             raise StrategyError("there is nothing to prepare in stand_alone mode, which has no plan; set another mode")
         if isinstance(self.fn, torch.nn.Module):
             check_materialized(self.fn)
-        _, runner = self._runner(args, kwargs, context)
+        _, runner, _ = self._runner(args, kwargs, context)
         runner.load()
         self._materialized = runner.compiled
         return runner.compiled.plan
@@ -263,7 +266,7 @@ class Engine:
 
     def _runner(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext
-    ) -> tuple[Courses[Runner], Runner]:
+    ) -> tuple[Courses[Runner], Runner, Call]:
         """What runs a call, among all that run calls of its signature; planned if it is the first of its course."""
         if isinstance(self.fn, torch.nn.Module):
             self._adopt_added(self.fn, placing())
@@ -275,24 +278,54 @@ class Engine:
         if self.request.inference and torch.is_grad_enabled():
             check_inference(self.fn, call)
         with planning():
-            key = self._signature(call, context)
-            courses = self._planned.find(self.fn, key)
-            if courses:
-                runner = self._course(courses, call.tensors) or self._new_course(courses, call, context)
-            else:
-                runner = self._of_new_signature(courses, call, context, key)
+            counting, key, courses = self._calls_like(call, context)
+            runner = self._course(courses, counting.tensors)
+            if runner is None and counting.numbers:
+                runner, counting, key, courses = self._counting(call, counting, key, courses, context)
+            elif runner is None:
+                runner = self._planned_for(courses, call, context, key)
             if (asks := self._asks | courses.state.reached.asks) != self._asks:
                 self._asks = asks
-                key = self._signature(call, context)
+                key = self._signature(counting, context)
             self._planned.keep(key, courses)
-            return courses, runner
+            return courses, runner, counting
+
+    def _calls_like(self, call: Call, context: ParallelContext) -> tuple[Call, Signature, Courses[Runner]]:
+        """A call, with tensors for the numbers that change, its signature, and what runs calls of this."""
+        while True:
+            counting = self._numbers.of(call)
+            key = self._signature(counting, context)
+            courses = self._planned.find(self.fn, key)
+            if courses or not self._numbers.learn(call, counting, key, self._planned.signatures):
+                return counting, key, courses
+
+    def _counting(
+        self, call: Call, counting: Call, key: Signature, courses: Courses[Runner], context: ParallelContext
+    ) -> tuple[Runner, Call, Signature, Courses[Runner]]:
+        """What runs a call with numbers that change, for which none of the `courses` serves: a new one or, where there
+        is no graph for all numbers, a plan for these numbers alone."""
+        alone = self._signature(call, context)
+        own = self._planned.find(self.fn, alone)
+        if not own or self._course(own, call.tensors) is None:
+            try:
+                return self._planned_for(courses, counting, context, key), counting, key, courses
+            except CaptureError:
+                if not courses:
+                    self._numbers.refuse(counting)
+        return self._course(own, call.tensors) or self._planned_for(own, call, context, alone), call, alone, own
+
+    def _planned_for(self, courses: Courses[Runner], call: Call, context: ParallelContext, key: Signature) -> Runner:
+        """A plan for a call of the signature `key` that none of the `courses` runs."""
+        if courses:
+            return self._new_course(courses, call, context)
+        return self._of_new_signature(courses, call, context, key)
 
     def _of_new_signature(
         self, courses: Courses[Runner], call: Call, context: ParallelContext, key: Signature
     ) -> Runner:
         """Plan a call of which no like was planned; of others, calls of other sizes count."""
         known = self._planned.signatures
-        sizes = self._sizes.of(call, key, known) if self._sizes is not None else None
+        sizes = self._sizes.of(call, key, known) if self._sizes is not None and not call.numbers else None
         runner = self._new_course(courses, call, context, sizes=sizes)
         if not runner.compiled.plan.certificate.of_other_sizes:
             served = (sizes.family is not None, sizes.why_not) if sizes else (False, "")
@@ -304,7 +337,7 @@ class Engine:
         self, courses: Courses[Runner], tensors: Sequence[Tensor], late: Sequence[Answer] = ()
     ) -> Runner | None:
         """What runs a call of `tensors`; None if no earlier call had the same answers."""
-        return courses.of(values_of(tensors, lambda name: attrgetter(name)(self.fn)), late)
+        return courses.of(values_of(tensors, lambda name: attrgetter(name)(self.fn)), late, tensors)
 
     def _new_course(
         self, courses: Courses[Runner], call: Call, context: ParallelContext, late: Sequence[Answer] = (),
@@ -351,7 +384,7 @@ class Engine:
         def planned(inference: bool, alike: Compiled | None = None, advised: bool = True) -> Compiled:
             call_inputs = CallInputs(
                 self.fn, args, kwargs, self.request, context, current_algo(), place.processes, self._layouts, inputs,
-                values, tuple(late), place.memory(first), inference, advised,
+                values, tuple(late), place.memory(first), inference, advised, call.paths,
             )  # fmt: skip
             compiled = place.agreed_plan(first, lambda: compile_call(call_inputs, alike, sizes))
             if isinstance(self.fn, torch.nn.Module):

@@ -121,7 +121,7 @@ class Simulated:
         return ()
 
     def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        args, kwargs = first.call.structure.build(list(first.call.tensors))
+        args, kwargs = first.call.build(first.call.tensors)
         return args, kwargs
 
     def memory(self, first: FirstCall) -> float | None:
@@ -237,7 +237,7 @@ class Launched:
             held = gathered(f"plan a call of {name_of(fn)}", [list(tensor.shape) for tensor in tensors])
             shapes = whole_shapes(list(named), held, parts)
             tensors = [_of_shape(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
-        args, kwargs = call.structure.build(tensors)
+        args, kwargs = call.build(tensors)
         return args, kwargs
 
     def memory(self, first: FirstCall) -> float | None:

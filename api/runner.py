@@ -125,6 +125,11 @@ class Runner:
             "the write in the other; give it a copy, with clone()"
         )
 
+    def serves(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the numbers among the tensors of a call, the last ones, are such that this runs it."""
+        counts = self.compiled.graph.counts
+        return counts is None or counts.hold([int(tensor) for tensor in tensors[len(tensors) - counts.count :]])
+
     def load(self) -> CompiledStep:
         """The step, assembled once. (A cached_property would hold its lock while it waits for others.)"""
         with planning():

@@ -47,6 +47,9 @@ class Course(Protocol):
     def asked(self) -> tuple[tuple[Question, Answer], ...]:
         """The questions that were asked in it, with their answers."""
 
+    def serves(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the numbers among the tensors of a call are such that it is of this course."""
+
 
 C = TypeVar("C", bound=Course)
 K = TypeVar("K", bound=Hashable)
@@ -58,14 +61,14 @@ class Courses(list[C]):
 
     state: State
 
-    def of(self, values: Values, late: Sequence[Answer] = ()) -> C | None:
+    def of(self, values: Values, late: Sequence[Answer] = (), tensors: Sequence[Tensor] = ()) -> C | None:
         """The course whose answers are those of `values`; None if it is not planned (then no random number was drawn).
         The first late questions are answered by `late`, further ones as in the course that was called last."""
         answers: list[Answer] = []
         known = iter(late)
         draws = any(question.draws for course in self for question, _ in course.asked)
         before = torch.get_rng_state() if draws else None
-        candidates = list(self)
+        candidates = [course for course in self if course.serves(tensors)]
         while candidates:
             asked = candidates[0].asked
             if len(asked) == len(answers):

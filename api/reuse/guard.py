@@ -7,7 +7,7 @@ builds nothing. A guard that does not hold costs a lookup among the plans, never
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from partway.context import current_algo
 from partway.options.parallel import ParallelContext
 from partway.propagation.capture.stand_ins import attributes_of
-from partway.propagation.graph.structure import Structure, flatten
+from partway.propagation.graph.structure import Path, Structure, flatten
 from partway.propagation.ops.random_numbers import RandomNumbers
 from partway.propagation.torch_internals import dispatch_modes, function_modes, is_transformed, parameters_in
 from partway.reuse.facts import fact
@@ -27,7 +27,6 @@ from partway.reuse.state import State
 from partway.runtime.torch_internals import spec_of, spec_or_none
 from partway.user_rules import version
 
-_PLAIN = frozenset({type(None), bool, int, float, str})  # two of one type that are equal are one value
 _NOTHING = fact({})
 _TRAINING = attrgetter("training")
 _MEMORY = Tensor.data_ptr  # 0 for a DTensor, unless its data were set
@@ -39,9 +38,11 @@ class Guard:
 
     def __init__(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext,
-        state: State,
+        state: State, numbers: Sequence[Path] = (),
     ) -> None:  # fmt: skip
-        tensors, self._structure = flatten((args, kwargs))
+        """`numbers`: the paths of those that come as tensors."""
+        self.numbers = numbers
+        tensors, self._structure = _flat(args, kwargs, numbers)
         self._context, self._algo, self._state = context, current_algo(), state
         plain = not kwargs and all(isinstance(arg, Tensor) for arg in args)
         self._positional = [*map(type, args)] if plain else None
@@ -70,8 +71,8 @@ class Guard:
     def admits(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> list[Tensor] | None:
         """The tensors of a call that has the same plan; None for another call."""
         if kwargs or [*map(type, args)] != self._positional:
-            tensors, structure = flatten((args, kwargs))
-            if not _same_structure(structure, self._structure):
+            tensors, structure = _flat(args, kwargs, self.numbers)
+            if not structure.is_like(self._structure):
                 return None
         else:  # tensors by position, as nearly always: no structure to compare
             tensors = list(args)
@@ -92,6 +93,13 @@ class Guard:
             and self._state.holds()
         )
         return tensors if same else None
+
+
+def _flat(args: Any, kwargs: Any, numbers: Sequence[Path]) -> tuple[list[Tensor], Structure]:
+    """The tensors of a call, those for `numbers` at the end, and its structure."""
+    tensors, structure = flatten((args, kwargs))
+    found = structure.counting(numbers) if numbers else None
+    return (tensors, structure) if found is None else (tensors + [*map(torch.tensor, found[1])], found[0])
 
 
 def _parameters_in(stores: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
@@ -131,18 +139,6 @@ def warn_of_modes(name: str) -> None:
                 "that Partway runs, on parts of tensors, instead of the function's own; its results may differ",
                 stacklevel=6,
             )
-
-
-def _same_structure(one: Structure, other: Structure) -> bool:
-    """Whether two calls have the same tree and plain values; values without plain equality count as different."""
-    return (
-        len(one.leaves) == len(other.leaves)
-        and all(
-            a is b or (type(a) is type(b) and type(a) in _PLAIN and a == b)
-            for a, b in zip(one.leaves, other.leaves, strict=True)
-        )
-        and one.spec == other.spec
-    )
 
 
 def _is_like(tensor: Tensor, before: tuple[Any, ...]) -> bool:

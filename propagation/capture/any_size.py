@@ -65,29 +65,37 @@ class AnySize:
     def at(self, call: Call) -> tuple[Attempt, Traced]:
         """What a capture of `call` would give. Raises OtherSizesError where the function might do something else."""
         values = self._values(call.tensors)
-        traced = replace(self.traced, module=_with_sizes(self.traced.module, values))
+        traced = replace(self.traced, module=with_sizes(self.traced.module, values))
         return replace(self.attempt, call=call), traced
 
     def _values(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
         """The values of the symbols where the tensors of a call are `tensors`."""
         pairs = _pairs(self.sizes, [tensor.shape for tensor in tensors])
         lying = _pairs(self.strides, [tensor.stride() for tensor in tensors])
-        given = [(symbol_of(symbolic), size) for symbolic, size in reversed([*pairs, *lying])]
-        values = {symbol: size for symbol, size in given if symbol is not None}
-        for symbolic, size in pairs:
-            if not symbols_in(symbolic) <= values.keys() or at_symbols(symbolic, values) != size:
-                raise OtherSizesError(f"a size is {size}, and it counts on {symbolic}")
-        some = next((symbolic for symbolic, _ in pairs if isinstance(symbolic, torch.SymInt)), None)
-        if some is None:
-            return values
-        for symbol, size in values.items():
-            least, most = range_of(some, symbol)
-            if not least <= size <= most:
-                raise OtherSizesError(f"a size is {size}, and it counts on {least} to {most}")
-        for guard in guards_of(some):
-            if guard.free_symbols <= values.keys() and not bool(guard.xreplace(values)):
-                raise OtherSizesError(f"it counts on {guard}")
+        return values_of_symbols(pairs, lying)
+
+
+def values_of_symbols(
+    pairs: Sequence[tuple[int | torch.SymInt, int]], more: Sequence[tuple[int | torch.SymInt, int]] = ()
+) -> dict[Any, int]:
+    """The values of the symbols where sizes that were traced are those that they are paired with; `more`: strides,
+    which may tell a symbol. Raises OtherSizesError where the function might do something else."""
+    given = [(symbol_of(symbolic), size) for symbolic, size in reversed([*pairs, *more])]
+    values = {symbol: size for symbol, size in given if symbol is not None}
+    for symbolic, size in pairs:
+        if not symbols_in(symbolic) <= values.keys() or at_symbols(symbolic, values) != size:
+            raise OtherSizesError(f"a size is {size}, and it counts on {symbolic}")
+    some = next((symbolic for symbolic, _ in pairs if isinstance(symbolic, torch.SymInt)), None)
+    if some is None:
         return values
+    for symbol, size in values.items():
+        least, most = range_of(some, symbol)
+        if not least <= size <= most:
+            raise OtherSizesError(f"a size is {size}, and it counts on {least} to {most}")
+    for guard in guards_of(some):
+        if guard.free_symbols <= values.keys() and not bool(guard.xreplace(values)):
+            raise OtherSizesError(f"it counts on {guard}")
+    return values
 
 
 def any_size(attempt: Attempt, traced: Traced) -> AnySize:
@@ -97,7 +105,15 @@ def any_size(attempt: Attempt, traced: Traced) -> AnySize:
     inputs = [spec.arg.name for spec in traced.signature.input_specs if spec.kind is InputKind.USER_INPUT]
     sizes = tuple(tuple(placeholders[name].meta["val"].shape) for name in inputs)
     strides = tuple(tuple(placeholders[name].meta["val"].stride()) for name in inputs)
-    names = {str(symbol) for shape in sizes for size in shape for symbol in symbols_in(size)}
+    check_kept(traced, [size for shape in sizes for size in shape])
+    return AnySize(
+        replace(attempt, call=replace(attempt.call, tensors=())), traced, sizes, strides
+    )  # it outlives the call
+
+
+def check_kept(traced: Traced, sizes: Sequence[int | torch.SymInt]) -> None:
+    """Raise CaptureError where one of `sizes` may be in what only Python reads of what was traced, or in a branch."""
+    names = {str(symbol) for size in sizes for symbol in symbols_in(size)}
     for kept in (*traced.result.plain(), *traced.left.plain()):
         if not isinstance(kept, (*_PLAIN, *_READ)) or names & _words(kept):
             raise CaptureError(f"it returns or keeps a {type(kept).__name__}, which may hold a size")
@@ -105,11 +121,8 @@ def any_size(attempt: Attempt, traced: Traced) -> AnySize:
         raise CaptureError("it returns or keeps a dict with a size in a key")
     for inner in traced.module.modules():
         nodes = inner.graph.nodes if inner is not traced.module and isinstance(inner, fx.GraphModule) else ()
-        if any(_is_symbolic(node.meta.get("val")) for node in nodes):
+        if any(is_symbolic(node.meta.get("val")) for node in nodes):
             raise CaptureError("a branch or a loop in it has tensors of such sizes")
-    return AnySize(
-        replace(attempt, call=replace(attempt.call, tensors=())), traced, sizes, strides
-    )  # it outlives the call
 
 
 def _pairs(symbolic: Sequence[Sizes], given: Sequence[Sequence[int]]) -> list[tuple[int | torch.SymInt, int]]:
@@ -121,14 +134,14 @@ def _words(value: Any) -> set[str]:
     return set(re.findall(r"s\d+", repr(value)))
 
 
-def _is_symbolic(val: Any) -> bool:
+def is_symbolic(val: Any) -> bool:
     """Whether what a node gives has a size that is not known."""
     if isinstance(val, torch.Tensor):
         return any(map(symbols_in, (*val.shape, *val.stride())))
-    return isinstance(val, tuple(NUMBERS)) or (isinstance(val, list | tuple) and any(map(_is_symbolic, val)))
+    return isinstance(val, tuple(NUMBERS)) or (isinstance(val, list | tuple) and any(map(is_symbolic, val)))
 
 
-def _with_sizes(module: fx.GraphModule, values: Mapping[Any, int]) -> fx.GraphModule:
+def with_sizes(module: fx.GraphModule, values: Mapping[Any, int]) -> fx.GraphModule:
     """A copy of a traced graph where the symbols have `values`. What computes numbers from sizes is gone."""
     graph, copies = fx.Graph(), dict[fx.Node, Any]()
     for node in module.graph.nodes:
@@ -146,7 +159,7 @@ def _with_sizes(module: fx.GraphModule, values: Mapping[Any, int]) -> fx.GraphMo
             copies[node] = copies[node.all_input_nodes[0]]
             continue
         copy = copies[node] = _copied(node, graph, copies)
-        if _is_symbolic(val):
+        if is_symbolic(val):
             copy.meta["val"] = tree_map(lambda each: _at(each, values), val)
     return fx.GraphModule(module, graph)
 

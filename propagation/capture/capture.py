@@ -17,14 +17,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from ...strategy.errors import CaptureError, PartwayError
 from ..graph.graph import Graph, verify
-from ..graph.nodes import source_of, value
+from ..graph.nodes import describe, source_of, value
 from ..graph.port import Port, Role
 from ..graph.question import Answer, Values
-from ..graph.structure import Call, flatten_call
+from ..graph.structure import Call, Path, flatten_call, name_of
 from ..ops.random_numbers import RandomNumbers
 from ..rules.expand import expand
 from ..rules.padded_convolution import absorb
@@ -34,6 +35,7 @@ from .autograd_functions import adopt
 from .checks import check_dtypes, warn_of_updates
 from .cleanup import leave_meta, name_islands, prune
 from .control import flatten_control
+from .counted import at_numbers, counted
 from .failures import Undecided
 from .hooks import Hooks
 from .ports import InputPorts, input_ports, output_ports, unseen_updates
@@ -127,11 +129,49 @@ def capture_any_size(
     Raises CaptureError where `capture` does, and where `fn` asks for values.
     """
     call = flatten_call(fn, args, kwargs)
+    lying = call.build([t.contiguous() if dense and t.layout is torch.strided else t for t in call.tensors])
+    plain = capture(fn, *lying, options, effects=effects)
     attempt = _attempt(fn, call, None, options, effects or NoEffects(), checked=True)
     try:
         with drawing_nothing(None):
             attempt = replace(attempt, changing=changing, dense=dense)
-            return any_size(attempt, trace(attempt))
+            captured = any_size(attempt, trace(attempt))
+        _check_alike(graph_at(captured, *lying, options), plain)
+    except OtherSizesError as error:
+        raise CaptureError(str(error)) from error
+    except Undecided as error:
+        raise CaptureError(str(error)) from error.__cause__
+    return captured
+
+
+def capture_counting(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    numbers: Sequence[Path],
+    options: CaptureOptions = _DEFAULTS,
+    effects: Effects | None = None,
+    around: Around = applied,
+) -> Graph:
+    """The graph of `fn` for all calls that differ from this one in the `numbers` alone, which are inputs of it; what
+    else these must be is its `counts`.
+
+    Raises CaptureError where `capture` does, where `fn` asks for values, and where a size follows from a number.
+    """
+    call = flatten_call(fn, args, kwargs).counting(numbers)
+    if call is None:
+        raise CaptureError(f"a number of {name_of(fn)} is none, or less than 2")
+    plain = capture(fn, args, kwargs, options, effects=effects)
+    attempt = _attempt(fn, call, None, options, effects or NoEffects(), checked=True)
+    try:
+        with drawing_nothing(None):
+            traced = trace(attempt)
+            known = at_numbers(attempt, traced)
+            _check_alike(_checked(_graph(checked(known, fn), attempt, options, applied), known), plain)
+            traced, counts = counted(attempt, traced)
+        return replace(_checked(_graph(traced, attempt, options, around), traced), counts=counts)
+    except OtherSizesError as error:
+        raise CaptureError(str(error)) from error
     except Undecided as error:
         raise CaptureError(str(error)) from error.__cause__
 
@@ -148,6 +188,43 @@ def graph_at(
         return _checked(_graph(checked(traced, fn), attempt, options, around), traced)
     except Undecided as error:
         raise OtherSizesError(str(error)) from error
+
+
+def _check_alike(graph: Graph, plain: Graph) -> None:
+    """Raise CaptureError unless the graph that was made of symbols is that of a capture without. Python may ask whether
+    a size is an int, or write it into a text, and torch notes nothing."""
+    if _texts(graph) != _texts(plain):
+        raise CaptureError("it does something else where torch has symbols for sizes, as where it asks for their type")
+
+
+def _texts(graph: Graph) -> list[Any]:
+    """What a graph does, with the names of its inputs and numbers for its operators; numbers that it returns are plain
+    values, which they are in a capture without symbols."""
+    told = [_told(port) for port in graph.outputs]
+    nodes = [node for node in graph.nodes if not any(known and port.node is node for known, port in _pairs(told, graph))]
+    names: dict[fx.Node, str] = {port.node: port.name for port in graph.inputs}
+    names |= {node: str(place) for place, node in enumerate(nodes)}
+    read = [fx.map_arg((node.args, node.kwargs), names.__getitem__) for node in nodes]
+    texts: list[Any] = [f"{node.target} {each} {describe(node)}" for node, each in zip(nodes, read, strict=True)]
+    texts += [(port.role, names[port.node]) for known, port in _pairs(told, graph) if not known]
+    for role, structure in ((Role.RESULT, graph.result), (Role.LEFT, graph.left)):
+        if structure is not None:
+            values = [known[0] if known else None for known, port in _pairs(told, graph) if port.role is role]
+            texts.append(structure.telling(iter(values)).key())
+    return texts
+
+
+def _pairs(told: list[list[Any]], graph: Graph) -> list[tuple[list[Any], Port]]:
+    return list(zip(told, graph.outputs, strict=True))
+
+
+def _told(port: Port) -> list[Any]:
+    """The number that an output is, if the graph has it."""
+    node = port.node
+    if node.target is not torch.ops.aten.scalar_tensor.default or isinstance(node.args[0], fx.Node):
+        return []
+    kind = {torch.bool: bool, torch.int64: int, torch.float64: float}.get(value(node).dtype)
+    return [kind(node.args[0])] if kind else []
 
 
 def _checked(graph: Graph, traced: Traced) -> Graph:

@@ -106,6 +106,12 @@ class Attempt:
     changing: Dims = frozenset()
     dense: bool = False
 
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the call that come as tensors, the last ones."""
+        tensors = self.call.tensors
+        return [int(tensor) for tensor in tensors[len(tensors) - self.call.numbers :]]
+
 
 @dataclass(frozen=True)
 class Traced:
@@ -178,6 +184,7 @@ def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch
         _capturing.set(True)
         given = attempt.call.tensors
         example = tuple((t.clone() if t.is_inference() else t).detach().requires_grad_(t.requires_grad) for t in given)
+        example = (*example[: len(given) - attempt.call.numbers], *map(_of_size, attempt.numbers))
         if attempt.dense:
             example = tuple(_dense(t).requires_grad_(t.requires_grad) for t in example)
         warnings.simplefilter("ignore")
@@ -197,16 +204,22 @@ def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch
             return write_out(_without_questions(program)), read
 
 
+def _of_size(number: int) -> torch.Tensor:
+    """A tensor without elements, whose size stands for a number: torch.export has symbols for sizes."""
+    return torch.empty(number, 0)
+
+
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def _symbolic(attempt: Attempt) -> Any:
     """Which dims of the tensors have symbols for sizes, as torch.export takes it."""
-    if not attempt.changing:
-        return None
     places = range(len(attempt.call.tensors))
-    return (tuple({dim: Dim.AUTO for place, dim in attempt.changing if place == here} for here in places),)
+    changing = attempt.changing | {(place, 0) for place in places[len(places) - attempt.call.numbers :]}
+    if not changing:
+        return None
+    return (tuple({dim: Dim.AUTO for place, dim in changing if place == here} for here in places),)
 
 
 def _without_given(
@@ -262,10 +275,12 @@ class Flat(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The tensors of the result, and of what the function leaves behind and asks late."""
-        args, kwargs = self.call.structure.build(list(tensors))
+        count = len(tensors) - self.call.numbers
+        numbers = [tensor.shape[0] for tensor in tensors[count:]]
+        args, kwargs = self.call.structure.build(list(tensors[:count]), numbers=numbers)
         answering = contextlib.nullcontext() if self.answering is None else self.answering.of(self._leaves(tensors))
-        numbers = self.answering is not None and self.answering.level is Asked.NUMBERS
-        sized = Sized() if numbers else contextlib.nullcontext()
+        asks_numbers = self.answering is not None and self.answering.level is Asked.NUMBERS
+        sized = Sized() if asks_numbers else contextlib.nullcontext()
         self._stand_in(tensors)
         self.begin()
         try:

@@ -10,10 +10,10 @@ output; no operator writes to its operands; every tensor has `meta["val"]` with 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -39,6 +39,16 @@ class Text(fx.GraphModule):
         return str(self.graph)
 
 
+class Counts(Protocol):
+    """What a graph counts on of numbers that are given to it; `count`: how many these are."""
+
+    @property
+    def count(self) -> int: ...
+
+    def hold(self, given: Sequence[int]) -> bool:
+        """Whether it is the graph of a call with the numbers `given`."""
+
+
 @dataclass(frozen=True)
 class CalledHooks:
     """The hooks that a graph calls. It keeps them alive: operators know them by their numbers only.
@@ -61,6 +71,7 @@ class Graph:
     asked     what the function asked of values in its course, with the answers of this one
     hooks     those that it calls (capture/hooks.py)
     read      the tensors from outside whose values became numbers of the graph
+    counts    what it counts on of the numbers that are its last inputs; None where there are none
     """
 
     module: fx.GraphModule
@@ -74,6 +85,7 @@ class Graph:
     left: Structure | None = None
     hooks: CalledHooks = field(default_factory=CalledHooks)
     read: tuple[torch.Tensor, ...] = ()
+    counts: Counts | None = None
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:

@@ -29,10 +29,10 @@ class _Opened:
     structure: Structure
     is_given: bool = False  # whether the call whose result it is was given an object of its type
 
-    def close(self, tensors: list[Any], given: Sequence[Any]) -> Any:
+    def close(self, tensors: list[Any], given: Sequence[Any], numbers: Sequence[Any]) -> Any:
         """A copy of the object with `tensors` in its fields."""
         instance = copy.copy(self.template)
-        for name, value in zip(self.fields, self.structure.build(tensors, given), strict=True):
+        for name, value in zip(self.fields, self.structure.build(tensors, given, numbers), strict=True):
             object.__setattr__(instance, name, value)
         return instance
 
@@ -43,6 +43,15 @@ class _Given:
 
     place: int
 
+
+@dataclass(frozen=True)
+class _Counted:
+    """A number of a call that changes from call to call, and so comes as a tensor: number `place` of these."""
+
+    place: int
+
+
+Path = tuple[int, ...]  # the places of a leaf of a structure, from the outermost structure to the innermost
 
 _TENSOR = object()
 _NUMBER = object()
@@ -57,11 +66,11 @@ class Structure:
     """Where the tensors of a value are: `build` puts other tensors in their places."""
 
     spec: TreeSpec
-    leaves: tuple[Any, ...]  # _TENSOR, _NUMBER (a tensor's), _Given, an _Opened object, or a plain value
+    leaves: tuple[Any, ...]  # _TENSOR, _NUMBER (a tensor's), _Given, _Counted, an _Opened object, or a plain value
 
-    def build(self, tensors: list[Any], given: Sequence[Any] = ()) -> Any:
-        """The value with `tensors` (consumed from the front) in the places of its tensors, and those that the call was
-        `given` where it returns one of them."""
+    def build(self, tensors: list[Any], given: Sequence[Any] = (), numbers: Sequence[Any] = ()) -> Any:
+        """The value with `tensors` (consumed from the front) in the places of its tensors, those that the call was
+        `given` where it returns one of them, and the `numbers` that come as tensors."""
         values = []
         for leaf in self.leaves:
             if leaf is _TENSOR:
@@ -70,8 +79,10 @@ class Structure:
                 values.append(_item(tensors.pop(0)))
             elif isinstance(leaf, _Given):
                 values.append(given[leaf.place])
+            elif isinstance(leaf, _Counted):
+                values.append(numbers[leaf.place])
             else:
-                values.append(leaf.close(tensors, given) if isinstance(leaf, _Opened) else leaf)
+                values.append(leaf.close(tensors, given, numbers) if isinstance(leaf, _Opened) else leaf)
         return tree_unflatten(values, self.spec)
 
     def count(self) -> int:
@@ -94,7 +105,7 @@ class Structure:
         for leaf in self.leaves:
             if isinstance(leaf, _Opened):
                 yield from leaf.structure.plain()
-            elif leaf is not _TENSOR and leaf is not _NUMBER and not isinstance(leaf, _Given):
+            elif leaf is not _TENSOR and leaf is not _NUMBER and not isinstance(leaf, _Given | _Counted):
                 yield leaf
 
     def kinds(self) -> Iterator[type]:
@@ -146,6 +157,54 @@ class Structure:
         spec, leaves = data
         return Structure(treespec_loads(spec), tuple(_leaf_of_data(leaf, read) for leaf in leaves))
 
+    def telling(self, values: Iterator[Any]) -> Structure:
+        """This structure with plain values for its numbers; `values` has one for each tensor and number, and None for
+        tensors and for numbers that stay."""
+        leaves: list[Any] = []
+        for leaf in self.leaves:
+            if isinstance(leaf, _Opened):
+                leaf = dataclasses.replace(leaf, structure=leaf.structure.telling(values))
+            elif leaf is _TENSOR or leaf is _NUMBER:
+                told = next(values)
+                leaf = leaf if told is None or leaf is _TENSOR else told
+            leaves.append(leaf)
+        return dataclasses.replace(self, leaves=tuple(leaves))
+
+    def counting(self, paths: Sequence[Path]) -> tuple[Structure, list[int]] | None:
+        """This structure where the numbers at `paths` come as tensors, and what they are; None where one of them is no
+        integer of at least 2 (torch.export has no symbols for others)."""
+        structure, numbers = self, list[int]()
+        for place, path in enumerate(paths):
+            found = structure._counting(path, place)
+            if found is None:
+                return None
+            structure = found[0]
+            numbers.append(found[1])
+        return structure, numbers
+
+    def _counting(self, path: Path, place: int) -> tuple[Structure, int] | None:
+        here, *rest = path
+        leaf = self.leaves[here] if here < len(self.leaves) else None
+        number = leaf
+        if rest:
+            inner = leaf.structure._counting(tuple(rest), place) if isinstance(leaf, _Opened) else None
+            if inner is None:
+                return None
+            changed, number = dataclasses.replace(leaf, structure=inner[0]), inner[1]
+        elif type(leaf) is not int or leaf < 2:
+            return None
+        else:
+            changed = _Counted(place)
+        return dataclasses.replace(self, leaves=(*self.leaves[:here], changed, *self.leaves[here + 1 :])), number
+
+    def is_like(self, other: Structure) -> bool:
+        """Whether two calls have the same tree and plain values; values without plain equality count as different."""
+        return (
+            len(self.leaves) == len(other.leaves)
+            and all(map(_are_alike, self.leaves, other.leaves))
+            and self.spec == other.spec
+        )
+
     def text(self) -> str:
         """The structure as people read it, the same in every process: plain values, and the types of other objects."""
         texts = []
@@ -154,6 +213,8 @@ class Structure:
                 texts.append(f"{type(leaf.template).__name__}({leaf.structure.text()})")
             elif isinstance(leaf, _Given):
                 texts.append(f"tensor {leaf.place} of the call")
+            elif isinstance(leaf, _Counted):
+                texts.append("a number that changes")
             elif leaf is _TENSOR or leaf is _NUMBER:
                 texts.append("a tensor")
             else:
@@ -167,9 +228,49 @@ class Structure:
         for leaf in self.leaves:
             if isinstance(leaf, _Opened):
                 plain.append((type(leaf.template), leaf.fields, leaf.structure.key()))
+            elif isinstance(leaf, _Counted):
+                plain.append("number")
             else:
                 plain.append("tensor" if leaf is _TENSOR else (type(leaf), _hashable(leaf)))
         return (str(self.spec), tuple(plain))
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str, _Counted})  # two of one type that are equal are one value
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether two leaves of structures are the same."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if type(one) is _Opened:
+        same = type(one.template) is type(other.template) and one.fields == other.fields
+        return same and one.structure.is_like(other.structure)
+    return type(one) in _PLAIN and bool(one == other)
+
+
+def numbers_between(one: tuple[Any, ...], other: tuple[Any, ...]) -> list[Path] | None:
+    """The paths of the integers in which the keys of two structures differ; None where they differ otherwise, too."""
+    (spec, leaves), (other_spec, others) = one, other
+    if spec != other_spec or len(leaves) != len(others):
+        return None
+    paths: list[Path] = []
+    for place, (leaf, was) in enumerate(zip(leaves, others, strict=True)):
+        if leaf == was:
+            continue
+        if len(leaf) != len(was) or isinstance(leaf, str) or isinstance(was, str) or leaf[0] is not was[0]:
+            return None
+        if len(leaf) == 3:
+            inner = numbers_between(leaf[2], was[2]) if leaf[1] == was[1] else None
+            if inner is None:
+                return None
+            paths += [(place, *path) for path in inner]
+        elif leaf[0] is int and min(leaf[1], was[1]) >= 2:
+            paths.append((place,))
+        else:
+            return None
+    return paths
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +369,7 @@ def _kinds(value: Any, within: tuple[Any, ...], known: dict[int, set[object]]) -
     by their ids."""
     if isinstance(value, torch.Tensor):
         return {_TENSOR}
-    if isinstance(value, _ATOMS) or callable(value):
+    if isinstance(value, _ATOMS) or type(value) in NUMBERS or callable(value):
         return set()
     if id(value) in known:
         return known[id(value)]
@@ -292,12 +393,50 @@ class Call:
 
     `arguments[i]` is the name of the parameter that tensor i belongs to, `names[i]` the tensor's own name
     (`"x"`, or `"batch[0]"` when the argument holds several).
+
+    paths   where the numbers are that the last tensors stand for, since they change from call to call
     """
 
     tensors: tuple[torch.Tensor, ...]
     structure: Structure
     arguments: tuple[str, ...]
     names: tuple[str, ...]
+    paths: tuple[Path, ...] = ()
+
+    @property
+    def numbers(self) -> int:
+        """How many of the tensors, the last ones, stand for numbers."""
+        return len(self.paths)
+
+    def telling(self, values: Iterator[Any]) -> Structure:
+        """This structure with plain values for its numbers; `values` has one for each tensor and number, and None for
+        tensors and for numbers that stay."""
+        leaves: list[Any] = []
+        for leaf in self.leaves:
+            if isinstance(leaf, _Opened):
+                leaf = dataclasses.replace(leaf, structure=leaf.structure.telling(values))
+            elif leaf is _TENSOR or leaf is _NUMBER:
+                told = next(values)
+                leaf = leaf if told is None or leaf is _TENSOR else told
+            leaves.append(leaf)
+        return dataclasses.replace(self, leaves=tuple(leaves))
+
+    def counting(self, paths: Sequence[Path]) -> Call | None:
+        """This call with tensors for the numbers at `paths`; None where they are no such numbers."""
+        found = self.structure.counting(paths)
+        if found is None:
+            return None
+        structure, numbers = found
+        names = tuple(f"numbers[{i}]" for i in range(len(numbers)))
+        return Call(
+            (*self.tensors, *map(torch.tensor, numbers)), structure, (*self.arguments, *names), (*self.names, *names),
+            tuple(paths),
+        )  # fmt: skip
+
+    def build(self, tensors: Sequence[Any]) -> Any:
+        """The arguments with `tensors` for those of the call."""
+        count = len(tensors) - self.numbers
+        return self.structure.build(list(tensors[:count]), numbers=[int(number) for number in tensors[count:]])
 
 
 def flatten_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -30,6 +30,7 @@ def _known_here(node: fx.Node) -> bool:
 _WITHOUT_FORM: dict[str, Callable[[Graph], object]] = {
     "uses tensors from outside": lambda graph: graph.constants or graph.read,
     "asks for values of tensors": lambda graph: graph.asked,
+    "is captured for all values of a number": lambda graph: graph.counts is not None,
     "has hooks": lambda graph: graph.hooks.by_number or graph.hooks.observers,
     "calls functions that are not looked into": lambda graph: any(map(_known_here, graph.nodes)),
 }
