@@ -20,6 +20,7 @@ TESTS = Path(__file__).parent
 # A test, and the modules without one of their own names that it covers.
 COVERED = """
 propagation/plan/test_files.py         propagation/plan: forms
+api/reuse/test_captures.py             propagation/plan: stored_graph
 runtime/test_step.py                   runtime: doing loaded random_state
 models/test_accumulation.py            runtime: waiting
 api/ops/test_operators.py              runtime: by_hand

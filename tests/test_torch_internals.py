@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import collections
 import mmap
 import socket
 import threading
@@ -179,6 +180,14 @@ def test_containers_are_flattened_in_order() -> None:
     assert planning.tree_unflatten([4, 5, 6, 7], spec) == {"a": [4, (5, 6)], "b": 7}
     assert planning.tree_map(lambda leaf: leaf, {"a": (1,)}) == {"a": (1,)}
     assert planning.tree_leaves({"a": (1, [2]), "b": 3}) == [1, 2, 3]
+
+
+def test_a_container_comes_back_from_its_text() -> None:
+    _, spec = planning.tree_flatten({"a": [1, (2, None)], "b": 3})
+    assert planning.treespec_loads(planning.treespec_dumps(spec)) == spec
+    _, unnamed = planning.tree_flatten(collections.namedtuple("Unnamed", "x")(1))
+    with pytest.raises(NotImplementedError, match="namedtuple class"):
+        planning.treespec_dumps(unnamed)
 
 
 def test_transformed_and_batched_tensors_are_told() -> None:

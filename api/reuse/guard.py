@@ -99,7 +99,7 @@ def _flat(args: Any, kwargs: Any, numbers: Sequence[Path]) -> tuple[list[Tensor]
     """The tensors of a call, those for `numbers` at the end, and its structure."""
     tensors, structure = flatten((args, kwargs))
     found = structure.counting(numbers) if numbers else None
-    return (tensors, structure) if found is None else (tensors + [*map(torch.tensor, found[1])], found[0])
+    return (tensors, structure) if found is None else ([*tensors, *map(torch.tensor, found[1])], found[0])
 
 
 def _parameters_in(stores: Iterable[Mapping[str, Any]]) -> Iterator[Any]:

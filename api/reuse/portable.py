@@ -102,7 +102,7 @@ class _Writer:
             self._named(kind, f"{kind.__qualname__}.{value.name}")
             yield value.value
         elif issubclass(kind, _PLAIN):
-            own = next(base for base in kind.__mro__ if base in _PLAIN)  # a subclass may write itself in any way
+            own: Any = next(base for base in kind.__mro__ if base in _PLAIN)  # a subclass may write itself in any way
             self._text(f"{kind.__qualname__} {own.__repr__(value)}")
         elif issubclass(kind, nn.Module):  # what a function can reach in one is told by itself
             self._named(kind, kind.__qualname__)
@@ -204,7 +204,7 @@ class _Writer:
         if tensor.nbytes > MOST_BYTES:
             raise NotPortableError(f"a tensor of {tensor.nbytes} bytes")
         self._text(f"tensor {tuple(tensor.shape)} {tensor.dtype} {tensor.device.type} {tensor.requires_grad}")
-        self._hash.update(plain.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        self._hash.update(plain.resolve_conj().resolve_neg().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
         yield tensor.stride()
 
 

@@ -129,14 +129,15 @@ def capture_any_size(
     Raises CaptureError where `capture` does, and where `fn` asks for values.
     """
     call = flatten_call(fn, args, kwargs)
-    lying = call.build([t.contiguous() if dense and t.layout is torch.strided else t for t in call.tensors])
-    plain = capture(fn, *lying, options, effects=effects)
+    args, kwargs = call.build([t.contiguous() if dense and t.layout is torch.strided else t for t in call.tensors])
+    plain = capture(fn, args, kwargs, options, effects=effects)
     attempt = _attempt(fn, call, None, options, effects or NoEffects(), checked=True)
     try:
         with drawing_nothing(None):
             attempt = replace(attempt, changing=changing, dense=dense)
             captured = any_size(attempt, trace(attempt))
-        _check_alike(graph_at(captured, *lying, options), plain)
+        if captured.dims:
+            _check_alike(graph_at(captured, args, kwargs, options), plain)
     except OtherSizesError as error:
         raise CaptureError(str(error)) from error
     except Undecided as error:
@@ -167,8 +168,8 @@ def capture_counting(
         with drawing_nothing(None):
             traced = trace(attempt)
             known = at_numbers(attempt, traced)
-            _check_alike(_checked(_graph(checked(known, fn), attempt, options, applied), known), plain)
             traced, counts = counted(attempt, traced)
+            _check_alike(_checked(_graph(checked(known, fn), attempt, options, applied), known), plain)
         return replace(_checked(_graph(traced, attempt, options, around), traced), counts=counts)
     except OtherSizesError as error:
         raise CaptureError(str(error)) from error
@@ -200,31 +201,27 @@ def _check_alike(graph: Graph, plain: Graph) -> None:
 def _texts(graph: Graph) -> list[Any]:
     """What a graph does, with the names of its inputs and numbers for its operators; numbers that it returns are plain
     values, which they are in a capture without symbols."""
-    told = [_told(port) for port in graph.outputs]
-    nodes = [node for node in graph.nodes if not any(known and port.node is node for known, port in _pairs(told, graph))]
+    numbers = {port.node: number for port in graph.outputs if (number := _number_of(port.node)) is not None}
+    nodes = [node for node in graph.nodes if node not in numbers]
     names: dict[fx.Node, str] = {port.node: port.name for port in graph.inputs}
     names |= {node: str(place) for place, node in enumerate(nodes)}
     read = [fx.map_arg((node.args, node.kwargs), names.__getitem__) for node in nodes]
     texts: list[Any] = [f"{node.target} {each} {describe(node)}" for node, each in zip(nodes, read, strict=True)]
-    texts += [(port.role, names[port.node]) for known, port in _pairs(told, graph) if not known]
+    texts += [(port.role, names[port.node]) for port in graph.outputs if port.node not in numbers]
     for role, structure in ((Role.RESULT, graph.result), (Role.LEFT, graph.left)):
         if structure is not None:
-            values = [known[0] if known else None for known, port in _pairs(told, graph) if port.role is role]
+            values = [numbers.get(port.node) for port in graph.outputs if port.role is role]
             texts.append(structure.telling(iter(values)).key())
     return texts
 
 
-def _pairs(told: list[list[Any]], graph: Graph) -> list[tuple[list[Any], Port]]:
-    return list(zip(told, graph.outputs, strict=True))
-
-
-def _told(port: Port) -> list[Any]:
-    """The number that an output is, if the graph has it."""
-    node = port.node
+def _number_of(node: fx.Node) -> bool | int | float | None:
+    """The number that a node gives, if the graph has it."""
     if node.target is not torch.ops.aten.scalar_tensor.default or isinstance(node.args[0], fx.Node):
-        return []
+        return None
     kind = {torch.bool: bool, torch.int64: int, torch.float64: float}.get(value(node).dtype)
-    return [kind(node.args[0])] if kind else []
+    number: Any = node.args[0]
+    return kind(number) if kind else None
 
 
 def _checked(graph: Graph, traced: Traced) -> Graph:

@@ -47,21 +47,23 @@ class Counts:
 
 
 def at_numbers(attempt: Attempt, traced: Traced) -> Traced:
-    """What was traced of a call with numbers that change, with the numbers of that call in it."""
+    """What was traced of a call with numbers that change, with the numbers of that call in it. Raises CaptureError
+    where the function counts on a number, or may have it in what only Python reads."""
     nodes = _stand_ins(attempt, traced)
+    sizes = tuple(node.meta["val"].shape[0] for node in nodes)
+    if fixed := [number for size, number in zip(sizes, attempt.numbers, strict=True) if not symbols_in(size)]:
+        raise CaptureError(f"it counts on the number {fixed[0]}")
+    check_kept(traced, sizes)
     pairs = [(node.meta["val"].shape[0], number) for node, number in zip(nodes, attempt.numbers, strict=True)]
     return replace(traced, module=with_sizes(traced.module, values_of_symbols(pairs)))
 
 
 def counted(attempt: Attempt, traced: Traced) -> tuple[Traced, Counts]:
     """What was traced of a call with numbers that change, with tensors for these (in place), and what it counts on.
-    Raises CaptureError where a size follows from one of them, or something that only Python reads."""
+    Raises CaptureError where a size follows from one of them."""
     module = traced.module
     nodes = _stand_ins(attempt, traced)
     sizes = tuple(node.meta["val"].shape[0] for node in nodes)
-    if fixed := [number for size, number in zip(sizes, attempt.numbers, strict=True) if not symbols_in(size)]:
-        raise CaptureError(f"it counts on the number {fixed[0]}")
-    check_kept(traced, sizes)
     for node in nodes:
         _become_number(module.graph, node)
     traced = checked(replace(traced, module=module), attempt.fn)

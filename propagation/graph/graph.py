@@ -43,7 +43,8 @@ class Counts(Protocol):
     """What a graph counts on of numbers that are given to it; `count`: how many these are."""
 
     @property
-    def count(self) -> int: ...
+    def count(self) -> int:
+        """How many there are."""
 
     def hold(self, given: Sequence[int]) -> bool:
         """Whether it is the graph of a call with the numbers `given`."""

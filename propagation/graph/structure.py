@@ -184,17 +184,16 @@ class Structure:
 
     def _counting(self, path: Path, place: int) -> tuple[Structure, int] | None:
         here, *rest = path
-        leaf = self.leaves[here] if here < len(self.leaves) else None
-        number = leaf
-        if rest:
+        leaf: Any = self.leaves[here] if here < len(self.leaves) else None
+        if not rest:
+            if type(leaf) is not int or leaf < 2:
+                return None
+            changed, number = _Counted(place), leaf
+        else:
             inner = leaf.structure._counting(tuple(rest), place) if isinstance(leaf, _Opened) else None
             if inner is None:
                 return None
             changed, number = dataclasses.replace(leaf, structure=inner[0]), inner[1]
-        elif type(leaf) is not int or leaf < 2:
-            return None
-        else:
-            changed = _Counted(place)
         return dataclasses.replace(self, leaves=(*self.leaves[:here], changed, *self.leaves[here + 1 :])), number
 
     def is_like(self, other: Structure) -> bool:
@@ -407,19 +406,6 @@ class Call:
     def numbers(self) -> int:
         """How many of the tensors, the last ones, stand for numbers."""
         return len(self.paths)
-
-    def telling(self, values: Iterator[Any]) -> Structure:
-        """This structure with plain values for its numbers; `values` has one for each tensor and number, and None for
-        tensors and for numbers that stay."""
-        leaves: list[Any] = []
-        for leaf in self.leaves:
-            if isinstance(leaf, _Opened):
-                leaf = dataclasses.replace(leaf, structure=leaf.structure.telling(values))
-            elif leaf is _TENSOR or leaf is _NUMBER:
-                told = next(values)
-                leaf = leaf if told is None or leaf is _TENSOR else told
-            leaves.append(leaf)
-        return dataclasses.replace(self, leaves=tuple(leaves))
 
     def counting(self, paths: Sequence[Path]) -> Call | None:
         """This call with tensors for the numbers at `paths`; None where they are no such numbers."""
