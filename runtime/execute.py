@@ -86,7 +86,9 @@ class Worker:
         """This rank's part of a `tensor` that every rank holds whole; zeros where its slices are short."""
         return part_of(tensor, layout, self.rank)
 
-    def enter(self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort]) -> list[Tensor]:
+    def enter(
+        self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort], loose: frozenset[int] = frozenset()
+    ) -> list[Tensor]:
         """This rank's parts: of DTensors those that they hold, and plain tensors are parts already. Raises
         RuntimeStateError if one has another shape."""
         parts = []

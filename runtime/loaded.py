@@ -25,8 +25,10 @@ from .slices import Placed
 class Executor(Protocol):
     """Runs code on values; a value is what stands for one tensor (a list of parts, or one rank's part)."""
 
-    def enter(self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort]) -> list[Any]:
-        """The values of the tensors of a call."""
+    def enter(
+        self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort], loose: frozenset[int] = frozenset()
+    ) -> list[Any]:
+        """The values of the tensors of a call; parts of those at the places `loose` may lie in memory in any way."""
 
     def leave(self, values: Sequence[Any], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
         """The tensors of values; what is shared leaves as a copy."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from .instructions import Code, Instruction, Mark, Relayout
 from .local_conversions import LOCAL
 from .meetings import Meeting
 from .record import resume
-from .slices import Placed, part_of
+from .slices import Placed, full_part
 from .stretches import Stretch, is_common, stretches_of
 from .strides import Strides, contiguous_strides, laid_out
 from .torch_internals import base_of
@@ -44,9 +44,11 @@ class Simulator:
         self.mesh = mesh
         self._groups: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
-    def enter(self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort]) -> list[Parts]:
+    def enter(
+        self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort], loose: frozenset[int] = frozenset()
+    ) -> list[Parts]:
         """Cut whole tensors into the parts of every rank."""
-        return [split(t, p.layout) for t, p in zip(tensors, placed, strict=True)]
+        return [split(t, p.layout, i in loose) for i, (t, p) in enumerate(zip(tensors, placed, strict=True))]
 
     def leave(self, values: Sequence[Parts], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
         """Put the parts of every rank together."""
@@ -184,18 +186,25 @@ def _of_operators(mark: Mark) -> Mark:
     return heard
 
 
-def split(tensor: Tensor, layout: Layout) -> Parts:
-    """The part of every rank, contiguous as the graphs were traced; a view of `tensor` where it can be."""
+def split(tensor: Tensor, layout: Layout, loose: bool = False) -> Parts:
+    """The part of every rank, contiguous as the graphs were traced, unless it may lie in any way (`loose`); a view of
+    `tensor` where it can be."""
     if not layout.cuts:
         return [tensor.contiguous()] * layout.mesh.device_num
-    cut: dict[tuple[tuple[int, int], ...], Tensor] = {}
-    parts = []
-    for rank in range(layout.mesh.device_num):
-        key = tuple((s.start, s.stop) for s in layout.slices(tuple(tensor.shape), rank))
-        if key not in cut:
-            cut[key] = part_of(tensor, layout, rank)
-        parts.append(cut[key])
-    return parts
+    slices, local, places = _cuts(layout, tuple(tensor.shape))
+    parts = [tensor[each] for each in slices]
+    if not loose or any(part.shape != local for part in parts):
+        parts = [full_part(part, local) for part in parts]
+    return [parts[place] for place in places]
+
+
+@lru_cache(maxsize=4096)
+def _cuts(layout: Layout, shape: tuple[int, ...]) -> tuple[list[tuple[slice, ...]], tuple[int, ...], list[int]]:
+    """The slices of a tensor of `shape` that differ, the shape of a full part, and which of them each rank has."""
+    every = [layout.slices(shape, rank) for rank in range(layout.mesh.device_num)]
+    bounds = [tuple((each.start, each.stop) for each in slices) for slices in every]
+    distinct = list(dict.fromkeys(bounds))
+    return [every[bounds.index(one)] for one in distinct], layout.local_shape(shape), [*map(distinct.index, bounds)]
 
 
 def join(parts: Parts, layout: Layout, shape: tuple[int, ...] | None = None, strides: Strides | None = None) -> Tensor:

@@ -71,7 +71,22 @@ class CompiledStep:
     @cached_property
     def inference(self) -> Loaded:
         """From inputs to results."""
-        return self._forward(without_saved(self.step.forward, len(self.results)))
+        module = without_saved(self.step.forward, len(self.results))
+        for node in itertools.compress(module.graph.find_nodes(op="placeholder"), self._is_loose(module)):
+            del node.meta["val"]  # which would say how it has to lie
+        return self._forward(module)
+
+    @cached_property
+    def loose(self) -> frozenset[int]:
+        """The inputs that only products and lookups read in inference: a part that is a view of the whole will do, and
+        no call copies weights."""
+        module = without_saved(self.step.forward, len(self.results))
+        return frozenset(itertools.compress(itertools.count(), self._is_loose(module)))
+
+    def _is_loose(self, module: fx.GraphModule) -> list[bool]:
+        """Of each input whether it is. (What is compiled counts on how its inputs lie.)"""
+        nodes, eager = module.graph.find_nodes(op="placeholder"), self.backend is Backend.EAGER
+        return [eager and bool(node.users) and all(user.target in _LOOSE for user in node.users) for node in nodes]
 
     def _forward(self, module: fx.GraphModule) -> Loaded:
         return Loaded(module, "forward", self.step.program.conversions, self.inputs, self.loader)
@@ -121,7 +136,7 @@ class CompiledStep:
             results: tuple[Tensor, ...] = _Function.apply(self, *tensors)  # type: ignore[no-untyped-call]
             return results
         with torch.no_grad():
-            values = self.inference.run(self.executor.enter(tensors, self.step.program.inputs))
+            values = self.inference.run(self.executor.enter(tensors, self.step.program.inputs, self.loose))
             return tuple(self.executor.leave(values, self.results, self.inference.code.shared))
 
     def gradients(self, primals: Sequence[Tensor], inputs: list[Any], holding: bool) -> tuple[Tensor | None, ...]:
@@ -173,6 +188,9 @@ class CompiledStep:
         for kept, gradient in zip(each, self.executor.leave(values, rest.placed, rest.shared), strict=True):
             primal, arrived = kept.primal, gradient_of(kept.primal, gradient)
             primal.grad = arrived if primal.grad is None else primal.grad + arrived
+
+
+_LOOSE = frozenset({torch.ops.aten.embedding.default, torch.ops.aten.linear.default, torch.ops.aten.mm.default})
 
 
 def result_strides(placed: PlacedPort) -> Strides | None:

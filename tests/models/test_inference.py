@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import partway as pw
 from partway import engine
 from partway.compiling import compile_call
+from partway.runtime import simulate
 from partway.strategy import RuntimeStateError, StrategyError
 from partway.strategy.errors import DoesNotFitError
 
@@ -261,3 +263,36 @@ def test_what_is_too_large_to_train_infers() -> None:
 @pytest.mark.gloo
 def test_what_is_too_large_to_train_infers_in_processes(on_ranks: Callable[..., Any]) -> None:
     on_ranks(2, too_large, 2)
+
+
+def test_no_call_copies_the_weights_that_are_split_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated ranks read views of a whole weight where products alone read it, and all else as it was traced."""
+    copied: list[tuple[int, ...]] = []
+    plain = simulate.full_part
+
+    def noted(part: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if not part.is_contiguous():
+            copied.append(shape)
+        return plain(part, shape)
+
+    monkeypatch.setattr(simulate, "full_part", noted)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double().eval()
+    expected = copy.deepcopy(model)
+    parameter_plan = {"0.weight": ("tp", None), "2.weight": (None, "tp")}
+    sharded = pw.shard(model, mesh={"tp": 4}, parameter_plan=parameter_plan)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    with torch.inference_mode():
+        for _ in range(2):
+            torch.testing.assert_close(sharded(x), expected(x), rtol=1e-12, atol=1e-12)
+    assert copied == []
+    sharded(x).square().sum().backward()
+    expected(x).square().sum().backward()
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+    assert set(copied) == {(8, 4)}
+    with torch.no_grad():
+        model[2].weight.mul_(2)
+        expected[2].weight.mul_(2)
+    with torch.inference_mode():
+        torch.testing.assert_close(sharded(x), expected(x), rtol=1e-12, atol=1e-12)
