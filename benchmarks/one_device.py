@@ -1,6 +1,6 @@
 """A step of GPT-2 on one device, beside plain PyTorch and torch.compile.
 
-    python benchmarks/one_device.py [--device cuda] [--layers 12] [--batch 8] [--length 1024] [--rounds 13] [--kernels 9]
+    python benchmarks/one_device.py [--device cuda] [--layers 12] [--batch 8] [--length 1024] [--kernels 20]
 
 Forward and backward in bfloat16, on a mesh of one device: what Partway adds, and what it leaves out, where nothing is
 sent. Contenders take their rounds one after another. `issued` is how long Python takes to hand the step to the device.
