@@ -163,12 +163,16 @@ def capture_counting(
     if call is None:
         raise CaptureError(f"a number of {name_of(fn)} is none, or less than 2")
     plain = capture(fn, args, kwargs, options, effects=effects)
+    if plain.hooks.by_number:
+        raise CaptureError("it has hooks that run in each call")
     attempt = _attempt(fn, call, None, options, effects or NoEffects(), checked=True)
     try:
         with drawing_nothing(None):
             traced = trace(attempt)
             known = at_numbers(attempt, traced)
             traced, counts = counted(attempt, traced)
+            if not counts.hold(attempt.numbers):
+                raise CaptureError(f"what it computes of {attempt.numbers} is larger than a tensor holds")
             _check_alike(_checked(_graph(checked(known, fn), attempt, options, applied), known), plain)
         return replace(_checked(_graph(traced, attempt, options, around), traced), counts=counts)
     except OtherSizesError as error:

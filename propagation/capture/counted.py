@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputKind
 
 from ...strategy.errors import CaptureError
 from ..graph.structure import NUMBERS
-from ..torch_internals import FakeTensor, symbols_in
+from ..torch_internals import FakeTensor, at_symbols, symbols_in
 from .any_size import OtherSizesError, check_kept, is_symbolic, values_of_symbols, with_sizes
 from .tracing import Attempt, Traced, checked
 
@@ -28,9 +28,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Counts:
-    """What a graph counts on: the `numbers` of its call as they were traced."""
+    """What a graph counts on: the `numbers` of its call as they were traced, and that all that is `computed` of them
+    fits int64, as Python's integers do not have to."""
 
     numbers: tuple[int | torch.SymInt, ...]
+    computed: tuple[torch.SymInt, ...] = ()
 
     @property
     def count(self) -> int:
@@ -40,10 +42,10 @@ class Counts:
     def hold(self, given: Sequence[int]) -> bool:
         """Whether a call with the numbers `given` has the same graph."""
         try:
-            values_of_symbols(list(zip(self.numbers, given, strict=True)))
+            values = values_of_symbols(list(zip(self.numbers, given, strict=True)))
         except OtherSizesError:
             return False
-        return True
+        return all(abs(at_symbols(each, values)) < 2**63 for each in self.computed)
 
 
 def at_numbers(attempt: Attempt, traced: Traced) -> Traced:
@@ -64,6 +66,8 @@ def counted(attempt: Attempt, traced: Traced) -> tuple[Traced, Counts]:
     module = traced.module
     nodes = _stand_ins(attempt, traced)
     sizes = tuple(node.meta["val"].shape[0] for node in nodes)
+    vals = [node.meta.get("val") for node in module.graph.nodes if node.op == "call_function"]
+    computed = tuple(val for val in vals if isinstance(val, torch.SymInt) and symbols_in(val))
     for node in nodes:
         _become_number(module.graph, node)
     traced = checked(replace(traced, module=module), attempt.fn)
@@ -71,7 +75,7 @@ def counted(attempt: Attempt, traced: Traced) -> tuple[Traced, Counts]:
         val = node.meta.get("val")
         if isinstance(val, tuple(NUMBERS)) or is_symbolic(val):
             raise CaptureError(f"a size, or what {node.name} does, follows from a number that changes")
-    return traced, Counts(sizes)
+    return traced, Counts(sizes, computed)
 
 
 def _stand_ins(attempt: Attempt, traced: Traced) -> list[fx.Node]:

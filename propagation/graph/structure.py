@@ -172,7 +172,7 @@ class Structure:
 
     def counting(self, paths: Sequence[Path]) -> tuple[Structure, list[int]] | None:
         """This structure where the numbers at `paths` come as tensors, and what they are; None where one of them is no
-        integer of at least 2 (torch.export has no symbols for others)."""
+        integer of at least 2 (torch.export has no symbols for others) that a tensor of int64 can hold."""
         structure, numbers = self, list[int]()
         for place, path in enumerate(paths):
             found = structure._counting(path, place)
@@ -186,7 +186,7 @@ class Structure:
         here, *rest = path
         leaf: Any = self.leaves[here] if here < len(self.leaves) else None
         if not rest:
-            if type(leaf) is not int or leaf < 2:
+            if type(leaf) is not int or not 2 <= leaf < 2**62:
                 return None
             changed, number = _Counted(place), leaf
         else:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 import partway as pw
 from partway.attached import engine_of
+from partway.strategy import RuntimeStateError
 
 X = torch.linspace(-1, 1, 8, dtype=torch.float64)
 
@@ -172,6 +173,18 @@ def test_a_count_in_an_object_goes_on_in_processes(on_ranks: Callable[..., Any],
     on_ranks(devices, in_processes, devices)
 
 
+def told_another(ranks: int) -> None:
+    sharded = pw.shard(lambda x, n: (x * n).sum(), mesh={"dp": ranks})
+    sharded(X, 5)
+    with pytest.raises(RuntimeStateError, match=r"numbers\[0\]|the arguments that are not tensors"):
+        sharded(X, 6 + pw.get_rank())
+
+
+@pytest.mark.gloo
+def test_ranks_that_are_given_other_numbers_are_told(on_ranks: Callable[..., Any]) -> None:
+    on_ranks(2, told_another, 2)
+
+
 def test_gradients_are_those_of_one_device() -> None:
     sharded = pw.shard(lambda x, n: (x * n + n).square().sum(), mesh={"dp": 2})
     for number in (5, 6, 7, 9):
@@ -179,6 +192,12 @@ def test_gradients_are_those_of_one_device() -> None:
         sharded(x, number).backward()
         (y * number + number).square().sum().backward()
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_larger_than_int64_is_computed_as_python_does() -> None:
+    sharded = pw.shard(lambda x, n: x * float(n**3), mesh={"dp": 2})
+    for number in (5, 6, 7, 2**20, 2**21, 2**30, 2**61, 2**62, 2**70):
+        torch.testing.assert_close(sharded(X, number), X * float(number**3), rtol=1e-12, atol=1e-12)
 
 
 def test_two_numbers_that_change_one_after_the_other(plans: list[Any]) -> None:

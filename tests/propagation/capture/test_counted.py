@@ -40,6 +40,13 @@ def test_it_counts_on_what_the_function_decided() -> None:
     assert few.count == 1
 
 
+def test_what_does_not_fit_a_tensor_is_another_course() -> None:
+    """Python's integers have no end."""
+    counts = capture_counting(lambda x, n: x * (n**3), (X, 5), {}, [(1,)]).counts
+    assert counts is not None
+    assert [counts.hold([n]) for n in (2, 2**20, 2**21, 2**40)] == [True, True, False, False]
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
