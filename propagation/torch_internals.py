@@ -94,15 +94,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import (
-    TreeSpec,
-    tree_flatten,
-    tree_leaves,
-    tree_map,
-    tree_unflatten,
-    treespec_dumps,
-    treespec_loads,
-)
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..strategy.afterwards import afterwards
 
@@ -424,8 +416,6 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
-    "treespec_dumps",
-    "treespec_loads",
     "version_of",
     "was_told_to_validate",
     "with_autograd",

@@ -130,8 +130,10 @@ def capture_any_size(
     """
     call = flatten_call(fn, args, kwargs)
     args, kwargs = call.build([t.contiguous() if dense and t.layout is torch.strided else t for t in call.tensors])
+    effects = effects or NoEffects()
     plain = capture(fn, args, kwargs, options, effects=effects)
-    attempt = _attempt(fn, call, None, options, effects or NoEffects(), checked=True)
+    effects.finish()
+    attempt = _attempt(fn, call, None, options, effects, checked=True)
     try:
         with drawing_nothing(None):
             attempt = replace(attempt, changing=changing, dense=dense)
@@ -162,10 +164,12 @@ def capture_counting(
     call = flatten_call(fn, args, kwargs).counting(numbers)
     if call is None:
         raise CaptureError(f"a number of {name_of(fn)} is none, or less than 2")
+    effects = effects or NoEffects()
     plain = capture(fn, args, kwargs, options, effects=effects)
     if plain.hooks.by_number:
         raise CaptureError("it has hooks that run in each call")
-    attempt = _attempt(fn, call, None, options, effects or NoEffects(), checked=True)
+    effects.finish()
+    attempt = _attempt(fn, call, None, options, effects, checked=True)
     try:
         with drawing_nothing(None):
             traced = trace(attempt)

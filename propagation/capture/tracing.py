@@ -58,6 +58,9 @@ class Effects(Protocol):
     def abort(self) -> None:
         """The function raised an error."""
 
+    def finish(self) -> None:
+        """A capture is over: what torch.export leaves in the place of lists and dicts is put back."""
+
     def noted(self) -> Noted:
         """What Python holds now."""
 
@@ -72,7 +75,7 @@ class NoEffects:
         """The function has run, and leaves nothing."""
         return []
 
-    abort = restore = begin
+    abort = restore = finish = begin
 
     def noted(self) -> Noted:
         """Python as it was: nothing has been put anywhere since."""

@@ -17,7 +17,7 @@ import torch
 import torch.utils.checkpoint
 
 from ...strategy.errors import StrategyError
-from ..torch_internals import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
+from ..torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True)
@@ -146,16 +146,16 @@ class Structure:
         return dataclasses.replace(self, leaves=tuple(leaves))
 
     def data(self, write: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """The structure as nested tuples of texts, numbers, and of what `write` makes of plain values and of the types
-        of objects. Raises NotImplementedError for containers that torch's pytree cannot write."""
-        return treespec_dumps(self.spec), tuple(_leaf_data(leaf, write) for leaf in self.leaves)
+        """The structure as nested tuples of texts, numbers, and of what `write` makes of plain values and of types.
+        (PyTorch has a text for the spec, whose reader imports modules that the text names.)"""
+        return _spec_data(self.spec, write), tuple(_leaf_data(leaf, write) for leaf in self.leaves)
 
     @staticmethod
     def of_data(data: Any, read: Callable[[Any], Any]) -> Structure:
         """The structure that `data` was made of; `read` undoes what `write` did. An object is a new one of its type,
         whose fields are set whenever the structure is built."""
         spec, leaves = data
-        return Structure(treespec_loads(spec), tuple(_leaf_of_data(leaf, read) for leaf in leaves))
+        return Structure(_spec_of_data(spec, read), tuple(_leaf_of_data(leaf, read) for leaf in leaves))
 
     def telling(self, values: Iterator[Any]) -> Structure:
         """This structure with plain values for its numbers; `values` has one for each tensor and number, and None for
@@ -283,6 +283,23 @@ class Same:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+_LEAF: TreeSpec = tree_flatten(0)[1]
+
+
+def _spec_data(spec: TreeSpec, write: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """The type of a container, what torch keeps of it beside its elements, and these; nothing for what is none."""
+    if spec.is_leaf():
+        return ()
+    return write(spec.type), write(spec.context), tuple(_spec_data(child, write) for child in spec.children())
+
+
+def _spec_of_data(data: Any, read: Callable[[Any], Any]) -> TreeSpec:
+    if data == ():
+        return _LEAF
+    kind, context, children = data
+    return TreeSpec(read(kind), read(context), [_spec_of_data(child, read) for child in children])
 
 
 def _leaf_data(leaf: Any, write: Callable[[Any], Any]) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ by its name, and read if that is the name of one of the types that the reader is
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ _WITHOUT_FORM: dict[str, Callable[[Graph], object]] = {
     "has hooks": lambda graph: graph.hooks.by_number or graph.hooks.observers,
     "calls functions that are not looked into": lambda graph: any(map(_known_here, graph.nodes)),
 }
+_CONTAINERS = (tuple, list, dict, OrderedDict, type(None))
 _COPIED = ("__copy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 
 
@@ -50,22 +52,21 @@ def dump_graph(graph: Graph, kinds: Iterable[type] = ()) -> bytes:
     for what, there in _WITHOUT_FORM.items():
         if there(graph):
             raise NoFormError(f"the function {what}")
-    known = set(kinds)
+    known = {*_CONTAINERS, *kinds}
+    structures = [structure for structure in (graph.result, graph.left) if structure is not None]
+    for kind in (kind for structure in structures for kind in structure.kinds()):
+        if any(getattr(kind, name, None) is not getattr(object, name, None) for name in _COPIED):
+            raise NoFormError(f"the function returns a {kind.__name__}, which is more than its attributes")
 
     def named(value: Any) -> Any:
         if not isinstance(value, type):
             return value
-        if value not in known or any(getattr(value, name, None) is not getattr(object, name, None) for name in _COPIED):
-            raise NoFormError(
-                f"the function returns a {value.__name__}, of which no copy can be made of its attributes"
-            )
+        if value not in known:
+            raise NoFormError(f"the function returns a {value.__name__}, which its code does not name")
         return TypeName(_name(value))
 
     nodes = {node: place for place, node in enumerate(graph.module.graph.nodes)}
-    try:
-        result, left = (structure and structure.data(named) for structure in (graph.result, graph.left))
-    except NotImplementedError as error:
-        raise NoFormError(str(error)) from None
+    result, left = (structure and structure.data(named) for structure in (graph.result, graph.left))
     origins = tuple((traced_path(n), own_frame(n.meta.get("stack_trace") or ""), region_of(n)) for n in nodes)
     inputs, outputs = (
         tuple((nodes[port.node], port.role, port.name, port.argument, port.requires_grad) for port in ports)
@@ -79,7 +80,7 @@ def dump_graph(graph: Graph, kinds: Iterable[type] = ()) -> bytes:
 def load_graph(data: bytes, kinds: Iterable[type] = ()) -> Graph:
     """What `dump_graph` was given. Raises WrongFormError, or what a constructor raises, for other data; none of it is
     run."""
-    known = {_name(kind): kind for kind in kinds}
+    known = {_name(kind): kind for kind in (*_CONTAINERS, *kinds)}
 
     def told(value: Any) -> Any:
         if not isinstance(value, TypeName):
@@ -89,6 +90,8 @@ def load_graph(data: bytes, kinds: Iterable[type] = ()) -> Graph:
         return known[value.name]
 
     read = DataReader(kinds=(TypeName,)).read(data)
+    if not isinstance(read, tuple):
+        raise WrongFormError(f"it holds a {type(read).__name__}")
     module, origins, inputs, outputs, result, left, aliases, device = read
     nodes = list(module.graph.nodes)
     for node, (path, frame, region) in zip(nodes, origins, strict=True):

@@ -85,7 +85,7 @@ def test_a_pickle_in_place_of_an_entry_runs_nothing(folder: Path, keeps_head: bo
 
 
 def swapped(folder: Path) -> None:
-    one, two = entries(folder).values()
+    one, two, *_ = entries(folder).values()
     first, second = one.read_bytes(), two.read_bytes()
     one.write_bytes(second)
     two.write_bytes(first)
@@ -293,8 +293,9 @@ def test_entries_take_no_more_than_the_limit_and_the_longest_unused_go_first(
     step(new)
     left = set(folder.glob("*/*"))
     assert first <= left
-    assert len(left) == 4
-    assert everything - left == everything - first
+    assert everything - left
+    assert everything - left <= everything - first
+    assert sum(path.stat().st_size for path in left) <= 2.5 * size
 
 
 def test_the_limit_leaves_other_files_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

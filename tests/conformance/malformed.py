@@ -522,7 +522,7 @@ def caches(count: int, seed: int, folder: Path) -> Found:
 
     case()
     good = {path: path.read_bytes() for path in home.glob("*/*")}
-    assert len(good) == 2, "a plan and a program were kept"
+    assert len(good) == 3, "a capture, a plan and a program were kept"
     for i in range(count):
         for path, content in good.items():
             path.write_bytes(content)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import os
 import subprocess
 import sys
 import textwrap
 import types
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,9 @@ import partway as pw
 from partway import compiling
 from partway.attached import engine_of
 from partway.cache import text_of_graph
+from partway.propagation.capture.capture import capture
+from partway.propagation.plan.stored import WrongFormError
+from partway.propagation.plan.stored_graph import dump_graph, load_graph
 from partway.reuse import captures
 
 NAME = "a_script"  # of the module that each start runs anew
@@ -375,6 +381,37 @@ def test_what_has_no_form_is_captured_in_each_process(text: str, why: str, made:
         start(HEAD + text + "\nmodel = M()")
     assert len(made) == 2
     assert why in told[0]
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        ["l", [["record", "TypeName", ["antigravity.X"]]]],
+        '[1, {"type": "builtins.dict", "context": "{\\"__enum__\\": 1, \\"fqn\\": \\"antigravity:X\\"}"}]',
+    ],
+)
+def test_a_capture_that_was_forged_imports_nothing(hostile: Any, made: list[str], folder: Path) -> None:
+    """PyTorch's own text for containers would import what it names."""
+    start()
+    (path,) = folder.glob("*/*.capture")
+    head, _, data = path.read_bytes().partition(b"\n")
+    tree = json.loads(data)
+    tree["value"][4] = hostile
+    forged = json.dumps(tree).encode()
+    fixed, _, _ = head.decode().rpartition(" ")
+    path.write_bytes(f"{fixed} {hashlib.sha256(forged).hexdigest()}\n".encode() + forged)
+    with pytest.warns(UserWarning, match="cannot be read .*, and is made anew"):
+        start()
+    assert len(made) == 2
+    assert "antigravity" not in sys.modules
+
+
+def test_a_type_that_the_code_does_not_name_is_not_read() -> None:
+    graph = capture(lambda x: OrderedDict(y=x * 2), (X,), {})
+    data = dump_graph(graph)
+    assert load_graph(data).result.text() == graph.result.text()
+    with pytest.raises(WrongFormError, match=r"collections.Counter is not a type that the function can reach"):
+        load_graph(data.replace(b"collections.OrderedDict", b"collections.Counter"))
 
 
 def test_a_graph_comes_back_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
