@@ -35,7 +35,7 @@ _WITHOUT_FORM: dict[str, Callable[[Graph], object]] = {
     "has hooks": lambda graph: graph.hooks.by_number or graph.hooks.observers,
     "calls functions that are not looked into": lambda graph: any(map(_known_here, graph.nodes)),
 }
-_CONTAINERS = (tuple, list, dict, OrderedDict, type(None))
+_CONTAINERS: tuple[type, ...] = (tuple, list, dict, OrderedDict, type(None))
 _COPIED = ("__copy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 
 
