@@ -71,22 +71,23 @@ class CompiledStep:
     @cached_property
     def inference(self) -> Loaded:
         """From inputs to results."""
-        module = without_saved(self.step.forward, len(self.results))
-        for node in itertools.compress(module.graph.find_nodes(op="placeholder"), self._is_loose(module)):
-            del node.meta["val"]  # which would say how it has to lie
-        return self._forward(module)
+        for i, node in enumerate(self._to_results.graph.find_nodes(op="placeholder")):
+            if i in self.loose:
+                del node.meta["val"]  # which would say how it has to lie
+        return self._forward(self._to_results)
+
+    @cached_property
+    def _to_results(self) -> fx.GraphModule:
+        return without_saved(self.step.forward, len(self.results))
 
     @cached_property
     def loose(self) -> frozenset[int]:
         """The inputs that only products and lookups read in inference: a part that is a view of the whole will do, and
-        no call copies weights."""
-        module = without_saved(self.step.forward, len(self.results))
-        return frozenset(itertools.compress(itertools.count(), self._is_loose(module)))
-
-    def _is_loose(self, module: fx.GraphModule) -> list[bool]:
-        """Of each input whether it is. (What is compiled counts on how its inputs lie.)"""
-        nodes, eager = module.graph.find_nodes(op="placeholder"), self.backend is Backend.EAGER
-        return [eager and bool(node.users) and all(user.target in _LOOSE for user in node.users) for node in nodes]
+        no call copies weights. (What is compiled counts on how its inputs lie.)"""
+        if self.backend is not Backend.EAGER:
+            return frozenset()
+        nodes = self._to_results.graph.find_nodes(op="placeholder")
+        return frozenset(i for i, n in enumerate(nodes) if n.users and all(user.target in _LOOSE for user in n.users))
 
     def _forward(self, module: fx.GraphModule) -> Loaded:
         return Loaded(module, "forward", self.step.program.conversions, self.inputs, self.loader)

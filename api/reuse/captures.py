@@ -110,9 +110,10 @@ def _state(fn: Callable[..., Any]) -> tuple[State, str]:
     for label, kind in state.reached.unwatched:
         raise NotPortableError(f"{label}, a {kind}")
     for function in state.reached.functions:
-        names = names_in(function.__code__)
-        for name in sorted((names.read | names.attributes) & _OUTSIDE):
-            if not is_installed(function.__code__.co_filename):
+        code = function.__code__
+        if not is_installed(code.co_filename):
+            names = names_in(code)
+            for name in sorted((names.read | names.attributes) & _OUTSIDE):
                 raise NotPortableError(f"what {function.__qualname__} may get from {name}")
     by_label = defaultdict(list)  # of the same label the order may be another one
     for label, read in state.facts.items():

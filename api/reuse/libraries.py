@@ -18,7 +18,7 @@ _TOOLS = (
     "typing_extensions", "wandb", "yaml",
 )  # fmt: skip
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
-_OF_PYTHON = 1 << 9  # the flag of a type that a class statement or `type()` made (Py_TPFLAGS_HEAPTYPE)
+OF_PYTHON = 1 << 9  # the flag of a type that a class statement or `type()` made (Py_TPFLAGS_HEAPTYPE)
 
 
 def is_closed(module: Any) -> bool:
@@ -48,4 +48,4 @@ def is_closed_type(kind: type) -> bool:
         return False
     place = sys.modules.get(kind.__module__)
     made_here = place is None or hasattr(place, kind.__qualname__.partition(".")[0])
-    return made_here or not kind.__flags__ & _OF_PYTHON
+    return made_here or not kind.__flags__ & OF_PYTHON

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from partway.propagation.graph.structure import Same
 from partway.reuse.contents import Contents, contents_of
 from partway.reuse.facts import CONTAINERS, elements_of
-from partway.reuse.libraries import is_closed
+from partway.reuse.libraries import OF_PYTHON, is_closed
 
 MOST_BYTES = 2**24  # of one tensor
 MOST_VALUES = 10**6
@@ -48,7 +48,6 @@ _WRAPPERS: Mapping[type, tuple[str, ...]] = {
     types.CellType: ("cell_contents",),
     functools.partial: ("func", "args", "keywords"),
 }
-_OF_PYTHON = 1 << 9  # the flag of a type that a class statement made (Py_TPFLAGS_HEAPTYPE)
 _EMPTY = (type(threading.Lock()), type(threading.RLock()), object)  # no number follows from what is in them
 
 
@@ -184,7 +183,7 @@ class _Writer:
         slots = [name for base in kind.__mro__ for name, own in vars(base).items()
                  if isinstance(own, types.MemberDescriptorType) and not name.startswith("__")]  # fmt: skip
         store = getattr(value, "__dict__", None)
-        built_in = next(base for base in kind.__mro__ if not base.__flags__ & _OF_PYTHON)
+        built_in = next(base for base in kind.__mro__ if not base.__flags__ & OF_PYTHON)
         if built_in is not object or (store is None and not slots):
             raise NotPortableError(f"a {kind.__module__}.{kind.__qualname__}")
         self._named(kind, kind.__qualname__)

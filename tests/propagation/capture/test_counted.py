@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, fx
@@ -57,9 +60,9 @@ def test_what_does_not_fit_a_tensor_is_another_course() -> None:
         (lambda x, n: (x, f"{n}"), "it returns or keeps a str, which may hold a size"),
     ],
 )
-def test_what_has_no_such_graph_is_refused(function: object, why: str) -> None:
+def test_what_has_no_such_graph_is_refused(function: Callable[..., Any], why: str) -> None:
     with pytest.raises(CaptureError, match=why):
-        capture_counting(function, (X, 5), {}, [(1,)])  # type: ignore[arg-type]
+        capture_counting(function, (X, 5), {}, [(1,)])
 
 
 def test_a_number_less_than_two_has_no_symbol() -> None:
