@@ -147,7 +147,7 @@ class Runner:
     def _step_of(self, program: Program) -> CompiledStep:
         return CompiledStep(
             program.step, self._executor, self._separated,
-            self._accumulation, self._waiting, self.compiled.context.backend,
+            self._accumulation, self._waiting, self.compiled.context.backend, writes=not self._assumed,
         )  # fmt: skip
 
     def _accumulation(self, wanted: tuple[bool, ...]) -> Accumulation | None:

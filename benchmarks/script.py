@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,3 +21,11 @@ def save(drawing: Any, path: Path) -> None:
     """Write a figure of matplotlib as a picture."""
     path.parent.mkdir(parents=True, exist_ok=True)
     drawing.savefig(path, dpi=130)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        port: int = place.getsockname()[1]
+        return port

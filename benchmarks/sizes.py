@@ -6,7 +6,7 @@
 For each model a loop draws a batch size (and a length, or a side of images) for every call, trains one step and runs
 one in inference, and compares losses and gradients with one device. Printed are: plans that were searched, the largest
 relative error, the median seconds of a first call, of a call of a new size, and of a known one, beside a plan for each
-size (`dynamic=False`, over fewer sizes), and the process's memory after a quarter of the calls and at the end.
+size (`dynamic=False`, over fewer sizes), and the process's memory after each quarter of the calls.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def measure(name: str, count: int) -> None:
             (known if shapes in seen else new).append(took)
         seen.add(shapes)
         worst = max(worst, loss, gradients)
-        if i in (count // 4, count - 1):
+        if (i + 1) % (count // 4) == 0:
             memory.append(resident())
     engine = engine_of(model)
     assert engine is not None
@@ -138,7 +138,7 @@ def measure(name: str, count: int) -> None:
     print(
         f"{name:9} {engine.searched:5} plans  {len(seen):4} sizes  error {worst:.1e}  first {first:6.2f} s  new size "
         f"{middle:5.2f} s ({quartiles[0]:.2f} to {quartiles[2]:.2f})  known {statistics.median(known or [0]):5.3f} s  "
-        f"planned alone {each:5.2f} s, ratio {middle / each:.2f}  memory {memory[0]:.0f} -> {memory[-1]:.0f} MB",
+        f"planned alone {each:5.2f} s, ratio {middle / each:.2f}  memory {' -> '.join(f'{each:.0f}' for each in memory)} MB",
         flush=True,
     )
 

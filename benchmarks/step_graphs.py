@@ -15,6 +15,8 @@ from partway.propagation.graph.port import Role
 from partway.propagation.ops.collectives import convert, convert_group, kind_of
 from partway.propagation.ops.indexing import position
 from partway.runtime.parameters import gradient_of
+from partway.runtime.step import without_saved
+from partway.runtime.strides import is_loose
 from partway.strategy import Mesh
 from partway.strategy.placement import Kind, Shard, placement_from_code
 
@@ -95,6 +97,26 @@ def local_step(model: Any, batch: Sequence[Tensor], rank: int) -> LocalStep:
     return LocalStep(forward, backward, tuple(inputs), len(program.outputs), tuple(tangents), tuple(step.needed))
 
 
+def inference_step(model: Any, rank: int = 0) -> Callable[[], Any]:
+    """What `rank` does in the last call of a sharded `model`, which was one in inference, on made-up tensors of its
+    sizes: integers are 0, and booleans true."""
+    step = model.program.step
+    module = without_saved(step.forward, len(step.program.outputs))
+    run = _function(module, model.plan.mesh, rank)
+    inputs = [
+        (torch.rand if placed.dtype.is_floating_point else torch.zeros)(placed.local_shape, dtype=placed.dtype)
+        if placed.dtype != torch.bool
+        else torch.ones(placed.local_shape, dtype=torch.bool)
+        for placed in step.program.inputs
+    ]
+
+    def call() -> Any:
+        with torch.inference_mode():
+            return run(*inputs)
+
+    return call
+
+
 def inputs_of(model: Any, batch: Sequence[Tensor]) -> list[Tensor]:
     """What the program of a sharded `model` is given in a call with `batch`: parameters and buffers as they are."""
     given = iter(batch)
@@ -116,8 +138,10 @@ def _function(module: fx.GraphModule, mesh: Mesh, rank: int) -> fx.GraphModule:
             grouped = node.target is convert_group
             operands, source, target, axes, _, _ = node.args
             value = node.meta["val"]
+            loose = is_loose(node)
             stand_ins = tuple(
-                _stand_in(source, target, mesh.position(rank, *axes), v) for v in (value if grouped else (value,))
+                _stand_in(source, target, mesh.position(rank, *axes), v, loose)
+                for v in (value if grouped else (value,))
             )
             node.target = _each(stand_ins) if grouped else stand_ins[0]
             node.args = (operands,)
@@ -128,14 +152,15 @@ def _function(module: fx.GraphModule, mesh: Mesh, rank: int) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def _stand_in(source: str, target: str, where: int, value: Tensor) -> Callable[[Tensor], Tensor]:
-    """One conversion of a rank at position `where`, which gives a tensor like `value`."""
+def _stand_in(source: str, target: str, where: int, value: Tensor, loose: bool) -> Callable[[Tensor], Tensor]:
+    """One conversion of a rank at position `where`, which gives a tensor like `value`; `loose`: a slice may be a view."""
     before, after = placement_from_code(source), placement_from_code(target)
     match kind_of(source, target):
         case Kind.SLICE:
             assert isinstance(after, Shard)
             dim, size = after.dim, value.shape[after.dim]
-            return _named(lambda x: x.narrow(dim, where * size, size).contiguous())
+            cut = _named(lambda x: x.narrow(dim, where * size, size))
+            return cut if loose else _named(lambda x: cut(x).contiguous())
         case Kind.PAD:
             assert isinstance(before, Shard)
             shape, dim = tuple(value.shape), before.dim

@@ -264,7 +264,9 @@ def makes_memory(operator: OpOverload) -> bool:
 
 def decompose(exported: ExportedProgram, composite: Mapping[Any, Any], others: Mapping[Any, Any]) -> ExportedProgram:
     """What `exported.run_decompositions` gives, with its table in two parts: see `split_decompositions`."""
-    with _generators_left_alone():
+    # the graph names its devices; what AOTAutograd makes for itself has to be on the CPU, also under a person's
+    # `torch.device("meta")`
+    with _generators_left_alone(), torch.device("cpu"):
         decomposed: ExportedProgram = _decompose_exported_program(
             exported,
             cia_to_decomp=dict(composite),

@@ -12,21 +12,23 @@ from torch import Tensor, fx
 from ..propagation.ops.collectives import convert, convert_group
 from ..propagation.ops.indexing import position
 from ..propagation.program.local_program import Conversion
-from ..strategy.placement import kind, placement_from_code
-from .instructions import Code, Instruction, Relayout
+from ..strategy.placement import Kind, kind, placement_from_code
+from .instructions import Code, InputsAs, Instruction, Relayout
 from .memory import is_identity, is_private, may_share, overwriting, owner_of, runs_once
-from .strides import follows
+from .strides import follows, is_loose
 
 
-def assemble_code(module: fx.GraphModule, phase: str, reasons: Sequence[Conversion] = ()) -> Code:
+def assemble_code(
+    module: fx.GraphModule, phase: str, reasons: Sequence[Conversion] = (), inputs_as: InputsAs = InputsAs()
+) -> Code:
     """The instructions of a flat graph. Constants of the module are inputs of none: they are bound here. `reasons`: its
     conversions as they were planned."""
     nodes = members_late(list(module.graph.nodes))
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    written = {placeholders[place] for place in inputs_as.written}
+    views = {placeholders[place] for place in inputs_as.views}
     same = {node: node.all_input_nodes[0] for node in nodes if is_identity(node)}
-    slots: dict[fx.Node, int] = {}
-    for node in nodes:
-        if node.op == "placeholder":
-            slots[node] = len(slots)
+    slots = {node: i for i, node in enumerate(placeholders)}
     inputs = len(slots)
     returned: Any = ()
     instructions: list[Instruction] = []
@@ -49,9 +51,9 @@ def assemble_code(module: fx.GraphModule, phase: str, reasons: Sequence[Conversi
         elif node.target not in (convert, convert_group, position):
             text = _written(node.target, node.args, node.kwargs, slots, constants)
         in_place, private = "", False
-        if overwrite := overwriting(node):
+        if overwrite := overwriting(node, written):
             in_place = _written(overwrite.target, overwrite.args, overwrite.kwargs, slots, constants)
-            private = is_private(overwrite.owner)
+            private = overwrite.private
         instructions.append(
             Instruction(
                 slots[node], operands, text, in_place, private, relayout_of(node, phase),
@@ -59,7 +61,11 @@ def assemble_code(module: fx.GraphModule, phase: str, reasons: Sequence[Conversi
             )
         )  # fmt: skip
     outputs = tuple(slots[o] if isinstance(o, fx.Node) else None for o in returned)
-    traced = {slot: val for node, slot in slots.items() if isinstance(val := node.meta.get("val"), Tensor)}
+    traced = {
+        slot: val
+        for node, slot in slots.items()
+        if node not in views and not _may_be_view(node) and isinstance(val := node.meta.get("val"), Tensor)
+    }
     return Code(tuple(instructions), inputs, outputs, may_share(returned), constants.values, phase, traced, reasons)
 
 
@@ -131,7 +137,16 @@ def relayout_of(node: fx.Node, phase: str) -> Relayout | None:
     owned = tuple(owner is not None for owner in owners)
     private = tuple(map(is_private, owners))
     tags = tuple(tags) if grouped else (tags,)
-    return Relayout(kind(before, after), before, after, tuple(axes), size, phase, tags, grouped, owned, private)
+    return Relayout(
+        kind(before, after), before, after, tuple(axes), size, phase, tags, grouped, owned, private, _may_be_view(node)
+    )
+
+
+def _may_be_view(node: fx.Node) -> bool:
+    """Whether a conversion is a slice that nobody needs to be contiguous, as one of a weight for a product."""
+    if node.target is not convert or not is_loose(node):
+        return False
+    return kind(*map(placement_from_code, node.args[1:3])) is Kind.SLICE  # type: ignore[arg-type]
 
 
 def _along(node: fx.Node) -> tuple[str, ...]:

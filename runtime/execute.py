@@ -87,12 +87,12 @@ class Worker:
         return part_of(tensor, layout, self.rank)
 
     def enter(
-        self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort], loose: frozenset[int] = frozenset()
+        self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort], views: frozenset[int] = frozenset()
     ) -> list[Tensor]:
         """This rank's parts: of DTensors those that they hold, and plain tensors are parts already. Raises
         RuntimeStateError if one has another shape."""
         parts = []
-        for tensor, port in zip(tensors, placed, strict=True):
+        for i, (tensor, port) in enumerate(zip(tensors, placed, strict=True)):
             part = local_part_of(tensor) if isinstance(tensor, DTensor) else tensor
             if part.shape != port.local_shape and part.shape == Placed(port.layout, port.shape).held(self.rank):
                 part = full_part(part, port.local_shape)
@@ -101,7 +101,7 @@ class Worker:
                     f"rank {self.rank} got {port.port.name} of shape {list(part.shape)}; its part under "
                     f"{port.layout} has the shape {list(port.local_shape)}: cut whole tensors with Worker.cut"
                 )
-            parts.append(part.contiguous())
+            parts.append(part if i in views else part.contiguous())
         return parts
 
     def leave(self, values: Sequence[Tensor], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:

@@ -30,6 +30,7 @@ class Relayout:
 
     owned     for each tensor whether nobody else reads its memory, so that it may hold the result
     private   and whether simulated ranks have one each, see `Instruction`
+    loose     what it gives may lie in memory in any way
     """
 
     kind: Kind
@@ -42,6 +43,7 @@ class Relayout:
     grouped: bool
     owned: tuple[bool, ...]
     private: tuple[bool, ...]
+    loose: bool = False
 
     def payload(self, shape: Sequence[int], itemsize: int) -> int:
         """The payload of a local tensor of `shape`: see `Collective.payload_bytes`."""
@@ -121,6 +123,23 @@ class Code:
         named = ", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else "")
         line = next((f" ({reason.line})" for reason in reasons if reason.line), "")
         return f"the {self.phase}'s {c.kind} of {named or step.name} over {','.join(c.axes)}{line}"
+
+
+@dataclass(frozen=True, slots=True)
+class InputsAs:
+    """How a program takes inputs, by their places.
+
+    loose      parts that may lie in memory in any way
+    written    parts that it may write into
+    """
+
+    loose: frozenset[int] = frozenset()
+    written: frozenset[int] = frozenset()
+
+    @property
+    def views(self) -> frozenset[int]:
+        """Those of which a part is a view of the whole where it can be, and of what a rank holds always."""
+        return self.loose | self.written
 
 
 Mark = Callable[[Instruction, Any, bool], None]  # an instruction, its value, and whether that was awaited

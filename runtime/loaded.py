@@ -17,7 +17,7 @@ from ..strategy.choice import Choice
 from .assemble import assemble_code
 from .functions import Run
 from .inductor import compile_regions, example
-from .instructions import Code, Mark
+from .instructions import Code, InputsAs, Mark
 from .record import begin, marking, timed
 from .slices import Placed
 
@@ -26,9 +26,10 @@ class Executor(Protocol):
     """Runs code on values; a value is what stands for one tensor (a list of parts, or one rank's part)."""
 
     def enter(
-        self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort], loose: frozenset[int] = frozenset()
+        self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort], views: frozenset[int] = frozenset()
     ) -> list[Any]:
-        """The values of the tensors of a call; parts of those at the places `loose` may lie in memory in any way."""
+        """The values of the tensors of a call. Parts of those at the places `views` may lie in memory in any way: they are
+        views of the tensors unless a slice is short."""
 
     def leave(self, values: Sequence[Any], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
         """The tensors of values; what is shared leaves as a copy."""
@@ -61,12 +62,13 @@ class Loaded:
     """
 
     def __init__(
-        self, module: fx.GraphModule, phase: str, reasons: Sequence[Conversion], examples: Sequence[Any], loader: Loader
-    ) -> None:
+        self, module: fx.GraphModule, phase: str, reasons: Sequence[Conversion], examples: Sequence[Any],
+        loader: Loader, inputs_as: InputsAs = InputsAs(),
+    ) -> None:  # fmt: skip
         self.examples: list[Any] = []
         if loader.backend is Backend.INDUCTOR:
             module, self.examples = compile_regions(module, examples)
-        self.code = assemble_code(module, phase, reasons)
+        self.code = assemble_code(module, phase, reasons, inputs_as)
         self._executor = loader.executor
         self._run = loader.executor.load(self.code)
 

@@ -18,7 +18,8 @@ def _slice(c: Relayout, part: Tensor, position: int) -> Tensor:
     dim = c.target.dim
     cut = c.target.cut or Cut(part.shape[dim], (c.size,))
     start, stop = cut.spans[position]
-    return contiguous(padded(part.narrow(dim, start, stop - start), dim, cut.width))
+    taken = padded(part.narrow(dim, start, stop - start), dim, cut.width)
+    return taken if c.loose else contiguous(taken)
 
 
 def _pad(c: Relayout, part: Tensor, position: int) -> Tensor:
@@ -47,4 +48,5 @@ LOCAL: Mapping[Kind, Callable[[Relayout, Tensor, int], Tensor]] = {
     Kind.KEEP: _keep,
     Kind.NOTHING: _nothing,
 }
-"""For each kind what it makes of the part of the rank at a position of its group; contiguous, but for NOTHING."""
+"""For each kind what it makes of the part of the rank at a position of its group; contiguous, but for NOTHING, and for a SLICE
+of which that is not asked (`loose`)."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from ..propagation.graph.nodes import draws_random_numbers
+from ..propagation.graph.nodes import REPLACING, draws_random_numbers
 from ..propagation.ops.batch_norm import OWN_MEMORY
 from ..propagation.ops.collectives import convert, convert_group
 from ..propagation.ops.hooked import calls_hook
@@ -52,19 +52,50 @@ _OUT_OF_PLACE: dict[Any, tuple[Any, str]] = {
 _COMMUTES = {_aten.add.Tensor, _aten.mul.Tensor}
 
 
+def _slice_scatter_(x: Tensor, source: Tensor, *where: int, **named: int) -> Tensor:
+    _aten.slice.Tensor(x, *where, **named).copy_(source)
+    return x
+
+
+def _select_scatter_(x: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
+    x.select(dim, index).copy_(source)
+    return x
+
+
+# Those that put elements in the place of others. To do so twice is to do it once, so that simulated ranks may share what
+# is written into.
+_INTO: dict[Any, Any] = dict(
+    zip(REPLACING, (_aten.index_copy_.default, _select_scatter_, _slice_scatter_), strict=True)
+)
+
+
 @dataclass(frozen=True)
 class Overwrite:
-    """A call that writes into the memory of its first operand, which `owner` has made."""
+    """A call that writes into the memory of its first operand, which `owner` has made.
+
+    private     see `Instruction`
+    replaces    it puts elements in the place of others, and reads none of them
+    """
 
     target: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     owner: fx.Node
+    private: bool
+    replaces: bool = False
 
 
-def overwriting(node: fx.Node) -> Overwrite | None:
+def overwriting(node: fx.Node, written: Collection[fx.Node] = ()) -> Overwrite | None:
     """The call of `node` as one that writes into an operand, if nobody else reads that memory and it is just what the
-    result needs. New memory costs as much as the arithmetic: it has to be mapped and cleared."""
+    result needs. New memory costs as much as the arithmetic: it has to be mapped and cleared. `written`: the inputs
+    that a call may write into (see written.py)."""
+    if node.target in _INTO:
+        operand = node.args[0]
+        owner = owner_of(operand, node, written)
+        if isinstance(operand, fx.Node) and owner is not None and _is_like(operand, node):
+            private = owner in written or is_private(owner)
+            return Overwrite(_INTO[node.target], node.args, node.kwargs, owner, private, replaces=True)
+        return None
     if node.target not in _IN_PLACE and node.target not in _OUT_OF_PLACE:
         return None
     first, *rest = node.args
@@ -76,9 +107,9 @@ def overwriting(node: fx.Node) -> Overwrite | None:
         owner = owner_of(operand, node)
         if isinstance(operand, fx.Node) and owner is not None and _is_like(operand, node):
             if node.target in _IN_PLACE:
-                return Overwrite(_IN_PLACE[node.target], args, node.kwargs, owner)
+                return Overwrite(_IN_PLACE[node.target], args, node.kwargs, owner, is_private(owner))
             target, name = _OUT_OF_PLACE[node.target]
-            return Overwrite(target, args, {**node.kwargs, name: operand}, owner)
+            return Overwrite(target, args, {**node.kwargs, name: operand}, owner, is_private(owner))
     return None
 
 
@@ -101,10 +132,11 @@ def _is_whole_view(node: fx.Node) -> bool:
     return node.target in _WHOLE_VIEWS or is_identity(node)
 
 
-def owner_of(node: Any, reader: fx.Node) -> fx.Node | None:
-    """What has made the memory of `node`, if `reader` alone reads it, all of it and once."""
+def owner_of(node: Any, reader: fx.Node, written: Collection[fx.Node] = ()) -> fx.Node | None:
+    """What has made the memory of `node`, or which of the inputs `written` it is, if `reader` alone reads it, all of it
+    and once."""
     while isinstance(node, fx.Node) and set(node.users) == {reader} and _reads(reader)[node] == 1:
-        if _is_fresh(node):
+        if node in written or _is_fresh(node):
             return node
         if not _is_whole_view(node):
             return None

@@ -28,6 +28,7 @@ from .functions import overdue
 from .instructions import Relayout
 from .issue import WORTH_A_CALL, may_become_its_sum
 from .memory import overwriting
+from .written import written_in_place
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,10 @@ class _Held:
 
     def __init__(self, step: Step) -> None:
         self.step = step
+        self.written: set[fx.Node] = set()
+        if step.backward is None:
+            placeholders = step.forward.graph.find_nodes(op="placeholder")
+            self.written = {placeholders[place] for place in written_in_place(step, step.forward.graph).values()}
         self.calls: list[tuple[str, fx.Node]] = []
         self.memory: dict[fx.Node, Hashable] = {}  # in whose memory a value lies
         self.sizes: dict[Hashable, int] = {}
@@ -173,7 +178,7 @@ class _Held:
     def _made(self, node: fx.Node, now: int) -> None:
         """What a call that waits for nobody gives."""
         operand = next(iter(node.all_input_nodes), None)
-        overwritten = overwriting(node)
+        overwritten = overwriting(node, self.written)
         if overwritten is not None:
             self._lies(node, self.memory[overwritten.owner], 0, now)
         elif operand is not None and (is_view(node) or _looks_at_its_operand(node)):

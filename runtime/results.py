@@ -74,7 +74,8 @@ class SplitResult(DTensor):
     def write_part(self, part: Tensor) -> None:
         """Write this rank's part; every rank writes its own. The whole, if it was gathered, is of before."""
         vars(self).pop("_whole", None)
-        local_part_of(self).copy_(part)
+        if part is not local_part_of(self):  # else it was written where it lies
+            local_part_of(self).copy_(part)
 
     def _gathered(self, func: Callable[..., Any]) -> Tensor:
         """The whole, gathered the first time, for the operator `func`."""

@@ -45,10 +45,10 @@ class Simulator:
         self._groups: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
     def enter(
-        self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort], loose: frozenset[int] = frozenset()
+        self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort], views: frozenset[int] = frozenset()
     ) -> list[Parts]:
         """Cut whole tensors into the parts of every rank."""
-        return [split(t, p.layout, i in loose) for i, (t, p) in enumerate(zip(tensors, placed, strict=True))]
+        return [split(t, p.layout, i in views) for i, (t, p) in enumerate(zip(tensors, placed, strict=True))]
 
     def leave(self, values: Sequence[Parts], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
         """Put the parts of every rank together."""
@@ -186,14 +186,14 @@ def _of_operators(mark: Mark) -> Mark:
     return heard
 
 
-def split(tensor: Tensor, layout: Layout, loose: bool = False) -> Parts:
-    """The part of every rank, contiguous as the graphs were traced, unless it may lie in any way (`loose`); a view of
+def split(tensor: Tensor, layout: Layout, view: bool = False) -> Parts:
+    """The part of every rank, contiguous as the graphs were traced, unless it may lie in any way (`view`); a view of
     `tensor` where it can be."""
     if not layout.cuts:
-        return [tensor.contiguous()] * layout.mesh.device_num
+        return [tensor if view else tensor.contiguous()] * layout.mesh.device_num
     slices, local, places = _cuts(layout, tuple(tensor.shape))
     parts = [tensor[each] for each in slices]
-    if not loose or any(part.shape != local for part in parts):
+    if not view or any(part.shape != local for part in parts):
         parts = [full_part(part, local) for part in parts]
     return [parts[place] for place in places]
 

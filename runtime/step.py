@@ -6,7 +6,7 @@ simulated ranks a call takes and gives whole tensors, with one rank of a process
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -25,14 +25,16 @@ from ..propagation.program.local_program import PlacedPort
 from ..propagation.program.step import Step, is_port
 from ..propagation.torch_internals import is_batched, version_of
 from ..strategy.errors import RuntimeStateError
+from .instructions import InputsAs
 from .loaded import Backend, Backward, Executor, Loaded, Loader
 from .memory import memory_of
 from .parameters import gradient_of
 from .random_state import drawing_again, states_of
 from .slices import Placed
-from .strides import Strides, strides_of
-from .torch_internals import forward_level, is_view
+from .strides import Strides, is_loose, strides_of
+from .torch_internals import forward_level, is_view, local_part_of
 from .waiting import Accumulating, Kept, Reduces, Waiting
+from .written import written_in_place
 
 Wanted = tuple[bool, ...]
 
@@ -44,6 +46,7 @@ class CompiledStep:
     rebuild        makes the Step for other differentiated outputs; for some of these, it takes the same saved values
     accumulation   says how gradients of the differentiated outputs accumulate
     waiting        the gradients of its module that wait for their reduction
+    writes         inference may write into inputs while it runs
     """
 
     step: Step
@@ -52,6 +55,7 @@ class CompiledStep:
     accumulation: Callable[[Wanted], Accumulation | None] = field(repr=False, default=lambda wanted: None)
     waiting: Waiting = field(repr=False, default_factory=Waiting)
     backend: Backend = Backend.EAGER
+    writes: bool = False
 
     def __post_init__(self) -> None:
         program = self.step.program
@@ -71,26 +75,31 @@ class CompiledStep:
     @cached_property
     def inference(self) -> Loaded:
         """From inputs to results."""
-        for i, node in enumerate(self._to_results.graph.find_nodes(op="placeholder")):
-            if i in self.loose:
-                del node.meta["val"]  # which would say how it has to lie
-        return self._forward(self._to_results)
+        return self._forward(self._to_results, self.inputs_as)
 
     @cached_property
     def _to_results(self) -> fx.GraphModule:
         return without_saved(self.step.forward, len(self.results))
 
     @cached_property
-    def loose(self) -> frozenset[int]:
-        """The inputs that only products and lookups read in inference: a part that is a view of the whole will do, and
-        no call copies weights. (What is compiled counts on how its inputs lie.)"""
-        if self.backend is not Backend.EAGER:
-            return frozenset()
-        nodes = self._to_results.graph.find_nodes(op="placeholder")
-        return frozenset(i for i, n in enumerate(nodes) if n.users and all(user.target in _LOOSE for user in n.users))
+    def written(self) -> Mapping[int, int]:
+        """The results in inference that are inputs written in place (written.py)."""
+        if self.backend is not Backend.EAGER or not self.writes:
+            return {}
+        return written_in_place(self.step, self._to_results.graph)
 
-    def _forward(self, module: fx.GraphModule) -> Loaded:
-        return Loaded(module, "forward", self.step.program.conversions, self.inputs, self.loader)
+    @cached_property
+    def inputs_as(self) -> InputsAs:
+        """How inference takes inputs. Those that only products and lookups read are loose: a part that is a view of the
+        whole will do, and no call copies weights. (What is compiled counts on how its inputs lie.)"""
+        if self.backend is not Backend.EAGER:
+            return InputsAs()
+        nodes = self._to_results.graph.find_nodes(op="placeholder")
+        loose = frozenset(i for i, node in enumerate(nodes) if is_loose(node))
+        return InputsAs(loose, frozenset(self.written.values()))
+
+    def _forward(self, module: fx.GraphModule, inputs_as: InputsAs = InputsAs()) -> Loaded:
+        return Loaded(module, "forward", self.step.program.conversions, self.inputs, self.loader, inputs_as)
 
     @cached_property
     def backward(self) -> Backward:
@@ -137,8 +146,17 @@ class CompiledStep:
             results: tuple[Tensor, ...] = _Function.apply(self, *tensors)  # type: ignore[no-untyped-call]
             return results
         with torch.no_grad():
-            values = self.inference.run(self.executor.enter(tensors, self.step.program.inputs, self.loose))
-            return tuple(self.executor.leave(values, self.results, self.inference.code.shared))
+            inputs = self.executor.enter(tensors, self.step.program.inputs, self.inputs_as.views)
+            values = self.inference.run(inputs)
+            return tuple(self._results_of(values, tensors))
+
+    def _results_of(self, values: Sequence[Any], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """What a call in inference gives: where an input was written in place, what there was given of it."""
+        kept = [i not in self.written for i in range(len(self.results))]
+        every = values, self.results, self.inference.code.shared
+        left = iter(self.executor.leave(*(list(itertools.compress(each, kept)) for each in every)))
+        for i, keep in enumerate(kept):
+            yield next(left) if keep else _part(tensors[self.written[i]])
 
     def gradients(self, primals: Sequence[Tensor], inputs: list[Any], holding: bool) -> tuple[Tensor | None, ...]:
         """The gradients of `primals`, from the saved values and tangents `inputs`. While `holding`, those that can wait
@@ -191,9 +209,6 @@ class CompiledStep:
             primal.grad = arrived if primal.grad is None else primal.grad + arrived
 
 
-_LOOSE = frozenset({torch.ops.aten.embedding.default, torch.ops.aten.linear.default, torch.ops.aten.mm.default})
-
-
 def result_strides(placed: PlacedPort) -> Strides | None:
     """The strides of a result, as one device would have them; where elements share memory there, those of a copy."""
     val = placed.port.node.meta["val"]
@@ -209,6 +224,11 @@ def without_saved(module: fx.GraphModule, outputs: int) -> fx.GraphModule:
     graph.output(tuple(returned[:outputs]))
     graph.eliminate_dead_code(is_impure_node=is_port)
     return Text(module, graph)
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor of a call."""
+    return local_part_of(tensor) if hasattr(tensor, "full_tensor") else tensor
 
 
 def _whole_gradient(gradient: Any) -> Tensor | None:

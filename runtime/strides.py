@@ -56,6 +56,14 @@ _CONTIGUOUS = {_aten.addmm.default, _aten.bmm.default, _aten.mm.default}
 _REDUCTIONS = {_aten.mean.dim, _aten.sum.dim_IntList, _aten.mean.default, _aten.sum.default}
 
 
+def is_loose(node: fx.Node) -> bool:
+    """Whether only products and lookups read a value, which do so however it lies in memory."""
+    return bool(node.users) and all(user.target in _LOOSE for user in node.users)
+
+
+_LOOSE = {_aten.embedding.default, _aten.linear.default, _aten.mm.default}
+
+
 def laid_out(x: Tensor, strides: Strides) -> Tensor:
     """`x` with these strides: as it is, if it has them, else a copy. (Those of dims of one element are only said.)"""
     if x.stride() == strides:

@@ -208,6 +208,12 @@ def rearranges(node: fx.Node) -> bool:
     return is_view(node) or node.target in _COPIES
 
 
+REPLACING = (
+    torch.ops.aten.index_copy.default, torch.ops.aten.select_scatter.default, torch.ops.aten.slice_scatter.default,
+)  # fmt: skip
+"""Operators that give their first operand with the elements of the second in the place of some of its own."""
+
+
 def is_pointwise(target: Any) -> bool:
     """Whether PyTorch says of the operator `target` that each element is made of those at its place."""
     return torch.Tag.pointwise in getattr(target, "tags", ())

@@ -11,6 +11,7 @@ from ..ops.random_numbers import draw
 from ..torch_internals import OpOverload, schema_of
 from .graph import Graph
 from .nodes import (
+    REPLACING,
     Value,
     draws_random_numbers,
     is_view,
@@ -63,6 +64,27 @@ def may_return(graph: fx.Graph, value: fx.Node) -> bool:
             if not _makes_memory(node):
                 holding.add(node)
     return False
+
+
+def writing_in_place(graph: Graph) -> frozenset[fx.Node]:
+    """The operators of a call without gradients that write into an input, such as a cache of keys and values, where it
+    lies: all that happens to it is that elements are put in the place of its own. (The runtime does so where the input
+    and its new value lie alike, and nothing else that is returned may have its memory.)"""
+    given = {port.name: port.node for port in graph.inputs if port.role is Role.INPUT}
+    found: set[fx.Node] = set()
+    for port in graph.outputs:
+        if graph.differentiable or port.role is not Role.INPUT_UPDATE:
+            continue
+        chain = []
+        node = source_of(port.node).node
+        while node.target in REPLACING:
+            chain.append(node)
+            node = operands(node)[0]
+            if len(node.users) > 1:
+                break
+        if node is given[port.name] and len(node.users) == 1:
+            found.update(chain)
+    return frozenset(found)
 
 
 # these give an operand back in evaluation, or a view, and their schemas do not say so

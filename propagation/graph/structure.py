@@ -345,6 +345,10 @@ def _item(tensor: Any) -> bool | int | float:
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
     """The tensors of `value` in order, and the structure that `Structure.build` fills again."""
+    return _flatten(value, {})
+
+
+def _flatten(value: Any, known: dict[int, set[object]]) -> tuple[list[torch.Tensor], Structure]:
     leaves, spec = tree_flatten(value)
     tensors: list[torch.Tensor] = []
     kept: list[Any] = []
@@ -355,8 +359,8 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
         elif type(leaf) in NUMBERS:
             tensors.append(torch.scalar_tensor(leaf, dtype=NUMBERS[type(leaf)]))
             kept.append(_NUMBER)
-        elif fields := _fields(leaf):
-            inner, structure = flatten(tuple(getattr(leaf, name) for name in fields))
+        elif fields := _fields(leaf, known):
+            inner, structure = _flatten(tuple(getattr(leaf, name) for name in fields), known)
             tensors += inner
             kept.append(_Opened(leaf, fields, structure))
         else:
@@ -364,13 +368,13 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
     return tensors, Structure(spec, tuple(kept))
 
 
-def _fields(value: Any) -> tuple[str, ...]:
-    """The attributes into which `value` is taken apart; none for what stays whole."""
+def _fields(value: Any, known: dict[int, set[object]]) -> tuple[str, ...]:
+    """The attributes into which `value` is taken apart; none for what stays whole. `known`: see `_kinds`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return tuple(field.name for field in dataclasses.fields(value))
     if isinstance(value, _ATOMS) or callable(value):
         return ()
-    kinds = _kinds(value, (), {})
+    kinds = _kinds(value, (), known)
     apart = _CYCLE not in kinds and (_TENSOR in kinds or _OPAQUE not in kinds)
     return tuple(vars(value)) if apart and hasattr(value, "__dict__") else ()
 

@@ -127,10 +127,14 @@ def _factor(weight: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _moments(x: Tensor, shift: Tensor | None) -> Tensor:
-    """From mean and variance of this part: no digits are lost to a mean far from `shift`."""
+    """Without a shift from the mean and the variance of this part, by PyTorch's kernel. It adds up one element after
+    another, in float64: where x is float64 itself, many equal ones, such as the padding of a short slice, would round in
+    one direction."""
+    if shift is not None:
+        part, dims = x - shift.view(-1, *[1] * (x.dim() - 2)), [0, *range(2, x.dim())]
+        return torch.stack((part.sum(dims), part.square().sum(dims))).double()
     part = x.to(wide(x.dtype), memory_format=_format(x))  # in low precision the kernel would round its results
-    mean, var = (vector.double() for vector in aten.batch_norm_update_stats(part, None, None, 0.0))
-    away = mean if shift is None else mean - shift
+    away, var = (vector.double() for vector in aten.batch_norm_update_stats(part, None, None, 0.0))
     return torch.stack((away, torch.addcmul(var, away, away))).mul_(x.numel() // max(x.shape[1], 1))
 
 

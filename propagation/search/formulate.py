@@ -30,7 +30,7 @@ from ..graph.nodes import (
     values_of,
 )
 from ..graph.port import Port, Role
-from ..graph.queries import constant_nodes, differentiated, gradient_flow, recomputed
+from ..graph.queries import constant_nodes, differentiated, gradient_flow, recomputed, writing_in_place
 from ..ops.collectives import constrain
 from ..ops.islands import island
 from ..rules.custom import without_rule
@@ -69,6 +69,7 @@ class _Formulation:
         self.settings = replace(settings, short=_short_dims(graph, allowed))
         self.constants = constant_nodes(graph)
         self.recomputed = recomputed(graph)
+        self.in_place = writing_in_place(graph)
         flows = gradient_flow(graph, differentiated(graph))
         self.tensors = TensorFacts(
             flows,
@@ -215,7 +216,8 @@ class _Formulation:
         near = any(source in self.near_annotation for source in sources)
         batched = tuple(source in self.batched for source in sources)
         tables = tuple(map(self._table_or_none, (*sources, *produced)))
-        key = _signature(node, self.constants), tables, near, batched, node in self.recomputed
+        marks = node in self.recomputed, node in self.in_place
+        key = _signature(node, self.constants), tables, near, batched, marks
         rule, options = self._once(
             key, lambda: self._options_of_call(node, sources, produced, None if near else batched)
         )
@@ -244,6 +246,7 @@ class _Formulation:
             differentiated=any(v in self.tensors.flows for v in produced),
             recomputed=node in self.recomputed,
             view=is_view(node),
+            in_place=node in self.in_place,
             by_batch=batched is not None and rule is not None and any(rule.carries_leading(batched)[:1]),
         )
         options = operator_options(call, self.settings)

@@ -35,6 +35,7 @@ class Call:
     differentiated      a gradient reaches a result of it
     recomputed          the backward computes it once more
     view                it only looks at its operand's memory
+    in_place            it writes its second operand into the first
     by_batch            it splits its leading dim where the settings say so
     """
 
@@ -47,6 +48,7 @@ class Call:
     differentiated: bool
     recomputed: bool
     view: bool
+    in_place: bool
     by_batch: bool
 
 
@@ -206,6 +208,9 @@ def _work(call: Call, rule: Rule, rows: _Rows, settings: Settings) -> tuple[Floa
         return nothing, nothing, nothing, nothing, nothing
     results = sum((table.held[codes] for table, codes in _tensors(call.results, rows.results)), nothing)
     moved = results + sum(table.held[codes] for table, codes in _tensors(call.operands, rows.operands))
+    if call.in_place:
+        moved = moved - 2 * results
+        results = nothing
     passes = _backward_passes(call, rule) if call.differentiated else 0.0
     flops = rule.flops / rows.parts
     again, made = operator_seconds(flops, moved, call.dtype, settings.profile), results

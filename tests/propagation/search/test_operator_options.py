@@ -30,7 +30,7 @@ def matmul(m, k, n, **changes):
     )  # fmt: skip
     call = Call(
         rule, tuple(tables[:2]), (tables[2],), torch.float32, (False, False), (True, True), differentiated=True,
-        recomputed=False, view=False, by_batch=True,
+        recomputed=False, in_place=False, view=False, by_batch=True,
     )  # fmt: skip
     return dataclasses.replace(call, **changes)
 
@@ -87,7 +87,7 @@ def test_the_work_is_divided_by_the_devices_that_share_it():
 
 
 def test_a_view_costs_nothing_and_a_result_that_nothing_reads_back_is_not_held():
-    view = operator_options(matmul(8, 8, 8, view=True), PLAIN)
+    view = operator_options(matmul(8, 8, 8, in_place=False, view=True), PLAIN)
     assert not view.seconds.any()
     assert not view.held.any()
     forward = operator_options(matmul(8, 8, 8, differentiated=False), PLAIN)
