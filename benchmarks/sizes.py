@@ -135,10 +135,11 @@ def measure(name: str, count: int) -> None:
     each = statistics.median(apart)
     middle = statistics.median(new) if new else float("nan")
     quartiles = statistics.quantiles(new, n=4) if len(new) > 1 else [middle] * 3
+    held = " -> ".join(f"{each:.0f}" for each in memory)
     print(
         f"{name:9} {engine.searched:5} plans  {len(seen):4} sizes  error {worst:.1e}  first {first:6.2f} s  new size "
         f"{middle:5.2f} s ({quartiles[0]:.2f} to {quartiles[2]:.2f})  known {statistics.median(known or [0]):5.3f} s  "
-        f"planned alone {each:5.2f} s, ratio {middle / each:.2f}  memory {' -> '.join(f'{each:.0f}' for each in memory)} MB",
+        f"planned alone {each:5.2f} s, ratio {middle / each:.2f}  memory {held} MB",
         flush=True,
     )
 

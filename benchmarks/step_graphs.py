@@ -153,7 +153,7 @@ def _function(module: fx.GraphModule, mesh: Mesh, rank: int) -> fx.GraphModule:
 
 
 def _stand_in(source: str, target: str, where: int, value: Tensor, loose: bool) -> Callable[[Tensor], Tensor]:
-    """One conversion of a rank at position `where`, which gives a tensor like `value`; `loose`: a slice may be a view."""
+    """One conversion of a rank at position `where`, which gives a tensor like `value`; a slice is a view if `loose`."""
     before, after = placement_from_code(source), placement_from_code(target)
     match kind_of(source, target):
         case Kind.SLICE:

@@ -13,13 +13,13 @@ from ..propagation.ops.collectives import convert, convert_group
 from ..propagation.ops.indexing import position
 from ..propagation.program.local_program import Conversion
 from ..strategy.placement import Kind, kind, placement_from_code
-from .instructions import Code, InputsAs, Instruction, Relayout
+from .instructions import AS_TRACED, Code, InputsAs, Instruction, Relayout
 from .memory import is_identity, is_private, may_share, overwriting, owner_of, runs_once
 from .strides import follows, is_loose
 
 
 def assemble_code(
-    module: fx.GraphModule, phase: str, reasons: Sequence[Conversion] = (), inputs_as: InputsAs = InputsAs()
+    module: fx.GraphModule, phase: str, reasons: Sequence[Conversion] = (), inputs_as: InputsAs = AS_TRACED
 ) -> Code:
     """The instructions of a flat graph. Constants of the module are inputs of none: they are bound here. `reasons`: its
     conversions as they were planned."""

@@ -142,4 +142,7 @@ class InputsAs:
         return self.loose | self.written
 
 
+AS_TRACED = InputsAs()
+
+
 Mark = Callable[[Instruction, Any, bool], None]  # an instruction, its value, and whether that was awaited

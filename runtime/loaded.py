@@ -17,7 +17,7 @@ from ..strategy.choice import Choice
 from .assemble import assemble_code
 from .functions import Run
 from .inductor import compile_regions, example
-from .instructions import Code, InputsAs, Mark
+from .instructions import AS_TRACED, Code, InputsAs, Mark
 from .record import begin, marking, timed
 from .slices import Placed
 
@@ -28,8 +28,8 @@ class Executor(Protocol):
     def enter(
         self, tensors: Sequence[Tensor], placed: Sequence[PlacedPort], views: frozenset[int] = frozenset()
     ) -> list[Any]:
-        """The values of the tensors of a call. Parts of those at the places `views` may lie in memory in any way: they are
-        views of the tensors unless a slice is short."""
+        """The values of the tensors of a call. Parts of those at the places `views` may lie in memory in any way: they
+        are views of the tensors unless a slice is short."""
 
     def leave(self, values: Sequence[Any], placed: Sequence[Placed], shared: Sequence[bool]) -> list[Tensor]:
         """The tensors of values; what is shared leaves as a copy."""
@@ -63,7 +63,7 @@ class Loaded:
 
     def __init__(
         self, module: fx.GraphModule, phase: str, reasons: Sequence[Conversion], examples: Sequence[Any],
-        loader: Loader, inputs_as: InputsAs = InputsAs(),
+        loader: Loader, inputs_as: InputsAs = AS_TRACED,
     ) -> None:  # fmt: skip
         self.examples: list[Any] = []
         if loader.backend is Backend.INDUCTOR:

@@ -48,5 +48,5 @@ LOCAL: Mapping[Kind, Callable[[Relayout, Tensor, int], Tensor]] = {
     Kind.KEEP: _keep,
     Kind.NOTHING: _nothing,
 }
-"""For each kind what it makes of the part of the rank at a position of its group; contiguous, but for NOTHING, and for a SLICE
-of which that is not asked (`loose`)."""
+"""For each kind what it makes of the part of the rank at a position of its group; contiguous, but for NOTHING, and for
+a SLICE of which that is not asked (`loose`)."""

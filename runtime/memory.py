@@ -62,27 +62,21 @@ def _select_scatter_(x: Tensor, source: Tensor, dim: int, index: int) -> Tensor:
     return x
 
 
-# Those that put elements in the place of others. To do so twice is to do it once, so that simulated ranks may share what
-# is written into.
-_INTO: dict[Any, Any] = dict(
-    zip(REPLACING, (_aten.index_copy_.default, _select_scatter_, _slice_scatter_), strict=True)
-)
+# Those that put elements in the place of others. To do so twice is to do it once, so that simulated ranks may share
+# what is written into.
+_INTO_IT = _aten.index_copy_.default, _select_scatter_, _slice_scatter_
+_INTO: dict[Any, Any] = dict(zip(REPLACING, _INTO_IT, strict=True))
 
 
 @dataclass(frozen=True)
 class Overwrite:
-    """A call that writes into the memory of its first operand, which `owner` has made.
-
-    private     see `Instruction`
-    replaces    it puts elements in the place of others, and reads none of them
-    """
+    """A call that writes into the memory of its first operand, which `owner` has made. `private`: see `Instruction`."""
 
     target: Any
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     owner: fx.Node
     private: bool
-    replaces: bool = False
 
 
 def overwriting(node: fx.Node, written: Collection[fx.Node] = ()) -> Overwrite | None:
@@ -94,7 +88,7 @@ def overwriting(node: fx.Node, written: Collection[fx.Node] = ()) -> Overwrite |
         owner = owner_of(operand, node, written)
         if isinstance(operand, fx.Node) and owner is not None and _is_like(operand, node):
             private = owner in written or is_private(owner)
-            return Overwrite(_INTO[node.target], node.args, node.kwargs, owner, private, replaces=True)
+            return Overwrite(_INTO[node.target], node.args, node.kwargs, owner, private)
         return None
     if node.target not in _IN_PLACE and node.target not in _OUT_OF_PLACE:
         return None

@@ -25,7 +25,7 @@ from ..propagation.program.local_program import PlacedPort
 from ..propagation.program.step import Step, is_port
 from ..propagation.torch_internals import is_batched, version_of
 from ..strategy.errors import RuntimeStateError
-from .instructions import InputsAs
+from .instructions import AS_TRACED, InputsAs
 from .loaded import Backend, Backward, Executor, Loaded, Loader
 from .memory import memory_of
 from .parameters import gradient_of
@@ -93,12 +93,12 @@ class CompiledStep:
         """How inference takes inputs. Those that only products and lookups read are loose: a part that is a view of the
         whole will do, and no call copies weights. (What is compiled counts on how its inputs lie.)"""
         if self.backend is not Backend.EAGER:
-            return InputsAs()
+            return AS_TRACED
         nodes = self._to_results.graph.find_nodes(op="placeholder")
         loose = frozenset(i for i, node in enumerate(nodes) if is_loose(node))
         return InputsAs(loose, frozenset(self.written.values()))
 
-    def _forward(self, module: fx.GraphModule, inputs_as: InputsAs = InputsAs()) -> Loaded:
+    def _forward(self, module: fx.GraphModule, inputs_as: InputsAs = AS_TRACED) -> Loaded:
         return Loaded(module, "forward", self.step.program.conversions, self.inputs, self.loader, inputs_as)
 
     @cached_property

@@ -1,8 +1,9 @@
 """What a call writes into is written where it lies: a cache of keys and values has no copy.
 
 In the graph of a call an input that the function writes into is an input and an output, the new value. Where all that
-happens to it is that elements are put in the place of its own, and nothing else that is returned may have its memory,
-the program writes into the part that it is given. (A call that fails half-way has then written some, as in PyTorch.)
+happens to it is that one operator puts elements in the place of its own, and nothing else that is returned may have its
+memory, the program writes into the part that it is given. (A call that fails half-way has then written some, as in
+PyTorch.)
 """
 
 from __future__ import annotations
@@ -23,29 +24,17 @@ def written_in_place(step: Step, graph: fx.Graph) -> Mapping[int, int]:
     is the forward, with its results and nothing that a backward reads."""
     inputs = {p.port.name: i for i, p in enumerate(step.program.inputs) if p.port.role is Role.INPUT}
     placeholders, returned = graph.find_nodes(op="placeholder"), returned_by(graph)
+    memory = [memory_of(node) if isinstance(node, fx.Node) else None for node in returned]
     found: dict[int, int] = {}
     for out, (placed, node) in enumerate(zip(step.program.outputs, returned, strict=True)):
         if placed.port.role is not Role.INPUT_UPDATE:
             continue
         place = inputs[placed.port.name]
-        chain = _chain(node, placeholders[place])
-        others = (memory_of(n) for i, n in enumerate(returned) if i != out and isinstance(n, fx.Node))
-        if chain and _lie_alike(step.program.inputs[place], placed) and chain.isdisjoint(others):
+        overwrite = overwriting(node, {placeholders[place]}) if node.op == "call_function" else None
+        written = overwrite is not None and overwrite.owner is placeholders[place] is overwrite.args[0]
+        if written and memory.count(node) == 1 and _lie_alike(step.program.inputs[place], placed):
             found[out] = place
     return found
-
-
-def _chain(node: fx.Node, given: fx.Node) -> frozenset[fx.Node]:
-    """The values between the input `given` and its new value `node`, both with them, each of which is the last one with
-    some elements replaced; none where anything else is done on the way."""
-    chain = [node]
-    while node is not given:
-        overwrite = overwriting(node, {given}) if node.op == "call_function" else None
-        if overwrite is None or overwrite.args[0] is not node.all_input_nodes[0] or not overwrite.replaces:
-            return frozenset()
-        node = overwrite.args[0]
-        chain.append(node)
-    return frozenset(chain)
 
 
 def _lie_alike(given: PlacedPort, placed: PlacedPort) -> bool:

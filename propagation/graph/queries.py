@@ -68,23 +68,16 @@ def may_return(graph: fx.Graph, value: fx.Node) -> bool:
 
 def writing_in_place(graph: Graph) -> frozenset[fx.Node]:
     """The operators of a call without gradients that write into an input, such as a cache of keys and values, where it
-    lies: all that happens to it is that elements are put in the place of its own. (The runtime does so where the input
+    lies: all that happens to it is that one puts elements in the place of its own. (The runtime does so where the input
     and its new value lie alike, and nothing else that is returned may have its memory.)"""
     given = {port.name: port.node for port in graph.inputs if port.role is Role.INPUT}
-    found: set[fx.Node] = set()
-    for port in graph.outputs:
-        if graph.differentiable or port.role is not Role.INPUT_UPDATE:
-            continue
-        chain = []
-        node = source_of(port.node).node
-        while node.target in REPLACING:
-            chain.append(node)
-            node = operands(node)[0]
-            if len(node.users) > 1:
-                break
-        if node is given[port.name] and len(node.users) == 1:
-            found.update(chain)
-    return frozenset(found)
+    updates = () if graph.differentiable else (port for port in graph.outputs if port.role is Role.INPUT_UPDATE)
+    new = {port.name: source_of(port.node).node for port in updates}
+    return frozenset(
+        node
+        for name, node in new.items()
+        if node.target in REPLACING and operands(node)[0] is given[name] and len(given[name].users) == 1
+    )
 
 
 # these give an operand back in evaluation, or a view, and their schemas do not say so

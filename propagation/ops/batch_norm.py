@@ -128,8 +128,8 @@ def _factor(weight: Tensor | None, like: Tensor) -> Tensor:
 
 def _moments(x: Tensor, shift: Tensor | None) -> Tensor:
     """Without a shift from the mean and the variance of this part, by PyTorch's kernel. It adds up one element after
-    another, in float64: where x is float64 itself, many equal ones, such as the padding of a short slice, would round in
-    one direction."""
+    another, in float64: where x is float64 itself, many equal ones, such as the padding of a short slice, would be
+    rounded in one direction."""
     if shift is not None:
         part, dims = x - shift.view(-1, *[1] * (x.dim() - 2)), [0, *range(2, x.dim())]
         return torch.stack((part.sum(dims), part.square().sum(dims))).double()

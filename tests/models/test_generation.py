@@ -121,6 +121,14 @@ def test_a_model_that_may_train_generates_as_well() -> None:
         torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_it_is_planned_under_another_default_device() -> None:
+    """Where PyTorch makes a tensor for itself while it decomposes a graph, the default device is not the person's."""
+    with torch.device("meta"), torch.inference_mode():
+        model = pw.shard(llama(), mesh={"tp": 4}, inference=True)
+        model.infer_predict_layout(torch.ones(2, LENGTH, dtype=torch.long))
+    assert model.plan.operators
+
+
 def test_a_token_gathers_no_cache() -> None:
     model, _ = check("llama", {"tp": 4}, 2, inference=True)
     sizes = [each.wire_bytes for each in model.plan.collectives]

@@ -3,6 +3,7 @@
 import copy
 import operator
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,6 +75,18 @@ def test_moments_are_sums_about_the_shift():
     torch.testing.assert_close(moments(x, shift), torch.stack((away.sum((0, 2)), away.square().sum((0, 2)))))
     torch.testing.assert_close(moments(x, None), torch.stack((x.sum((0, 2)), x.square().sum((0, 2)))))
     assert moments(x.bfloat16(), None).dtype is torch.float64
+
+
+def test_padding_rounds_nothing() -> None:
+    """A short slice is padded with the shift: thousands of equal numbers."""
+    torch.manual_seed(0)
+    x = torch.randn(9, 3, 128, 128, dtype=torch.float64) - 0.4
+    shift = x.mean((0, 2, 3))
+    parts = [*x.split(5)]
+    parts[1] = torch.cat([parts[1], shift.view(1, 3, 1, 1).expand(1, 3, 128, 128)])
+    _, var = statistics(sum(moments(part, shift) for part in parts), shift, 9 * 128 * 128, x.dtype)
+    exact = x.numpy().astype(numpy.longdouble).var((0, 2, 3)).astype(numpy.float64)
+    torch.testing.assert_close(var, torch.from_numpy(exact), rtol=1e-15, atol=0)
 
 
 def test_statistics_do_not_depend_on_the_shift_and_a_variance_is_never_negative():
