@@ -149,13 +149,14 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
             f"the gradient of one of {names} depends on the values of tensors, as PyTorch computes it: it asks for "
             f"{str(error).splitlines()[0]}. Compute it outside the sharded function, or of what needs no gradient"
         ) from error
-    _views_out_of_place(traced.graph)
+    _out_of_place(traced.graph, _views_in_place)
     if any(map(_overwrites, traced.graph.nodes)):  # some of autograd's formulas fill a buffer, as that of rfft
         with torch.no_grad():
             traced = make_fx(torch.func.functionalize(functools.partial(_again, traced)))(*inputs, *given)
     for node in traced.graph.nodes:
         if _overwrites(node):
             raise VerifyError(f"the traced program writes in place: {node.format_node()}")
+    _out_of_place(traced.graph, _computes_in_place)  # which has a form on disk, and the runtime finds what may be overwritten
     gradients = tuple(
         Like.of(node.meta["val"], False) if isinstance(node, fx.Node) else None
         for node in returned_by(traced.graph)[len(piece.outputs) :]
@@ -216,11 +217,24 @@ def _overwrites(node: fx.Node) -> bool:
     return not isinstance(written.target, OpOverload) or any(r.alias_info for r in schema_of(written.target).returns)
 
 
-def _views_out_of_place(graph: fx.Graph) -> None:
-    """Make a new view of each view that is made in place, as the product of a vector and a matrix squeezes its result:
-    what reads the tensor before reads its sizes as they were, and it may run again in the backward."""
+def _views_in_place(node: fx.Node) -> bool:
+    """Whether an operator makes a view in place, as the product of a vector and a matrix squeezes its result: what
+    reads the tensor before reads its sizes as they were, and it may run again in the backward."""
+    return torch.Tag.inplace_view in node.target.tags  # type: ignore[union-attr]
+
+
+def _computes_in_place(node: fx.Node) -> bool:
+    """Whether an operator computes in place what it would compute out of place, as RMSNorm adds its eps."""
+    op: Any = node.target
+    if not schema_of(op).name.endswith("_") or torch.Tag.pointwise not in op.tags:
+        return False
+    return len({operand.meta["val"].dtype for operand in node.all_input_nodes}) == 1
+
+
+def _out_of_place(graph: fx.Graph, chosen: Callable[[fx.Node], bool]) -> None:
+    """Make something new of what the `chosen` operators do in place."""
     for node in calls_of(graph):
-        if isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags:
+        if isinstance(node.target, OpOverload) and chosen(node):
             namespace, name = schema_of(node.target).name.split("::")
             packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"))
             every = (getattr(packet, overload) for overload in packet.overloads())
