@@ -38,6 +38,7 @@ class Runner:
 
     compiled   what was planned
     state      what it depends on beside the call
+    nodes      those of its graphs: what was captured, the local program, and its forward and backward
     asked      what the function asked of values, with the answers that this course assumes
     """
 
@@ -45,6 +46,7 @@ class Runner:
         self.compiled, self._waiting, self._name, self._place = compiled, waiting, name_of(fn), place
         self.state = compiled.state
         graph = compiled.graph
+        self.nodes = len(graph.nodes) + (4 if graph.differentiable else 2) * len(compiled.local.module.graph.nodes)
         self.asked = graph.asked
         self._assumed = tuple(bool(answer) for question, answer in graph.asked if question.late)
         self._has_effects = bool(self._assumed or compiled.effects.writes)

@@ -26,6 +26,7 @@ from partway.propagation.graph.structure import name_of
 from partway.reuse.state import State
 
 MOST_PLANS = 128  # of one function
+MOST_NODES = 1_000_000  # of their graphs, about 3.5 GB: a large model has fewer plans
 _OFTEN = 4  # changes of one value, after which a warning names it
 _MANY = 8  # plans of one signature, after which a warning says what asks
 
@@ -39,9 +40,14 @@ class MistakenError(Exception):
 
 
 class Course(Protocol):
-    """What runs one course. `state`: what it depends on beside the call."""
+    """What runs one course.
+
+    state    what it depends on beside the call
+    nodes    how many its graphs have, by which it weighs in memory
+    """
 
     state: State
+    nodes: int
 
     @property
     def asked(self) -> tuple[tuple[Question, Answer], ...]:
@@ -100,7 +106,7 @@ class Courses(list[C]):
 
 class PlannedCalls(Generic[K, C]):
     """The planned calls of one function, by their signature and by what the function reads beside the call. At most
-    MOST_PLANS are kept; those called longest ago go first."""
+    MOST_PLANS are kept, with MOST_NODES in their graphs; those called longest ago go first, and the last one stays."""
 
     def __init__(self) -> None:
         self._by_signature: OrderedDict[K, list[Courses[C]]] = OrderedDict()
@@ -136,11 +142,16 @@ class PlannedCalls(Generic[K, C]):
         self._by_signature.move_to_end(key)
         if not any(courses is one for one in known):
             known.append(courses)
-        while sum(len(one) for each in self._by_signature.values() for one in each) > MOST_PLANS:
+        while self._are_too_many():
             oldest = next(iter(self._by_signature))
             self._by_signature[oldest].pop(0)
             if not self._by_signature[oldest]:
                 del self._by_signature[oldest]
+
+    def _are_too_many(self) -> bool:
+        kept = [course for each in self._by_signature.values() for courses in each for course in courses]
+        one = len(self._by_signature) == 1 and len(next(iter(self._by_signature.values()))) == 1
+        return len(kept) > MOST_PLANS or (not one and sum(course.nodes for course in kept) > MOST_NODES)
 
     def _note(self, name: str, changed: Sequence[str]) -> None:
         self._changes.update(changed)

@@ -156,7 +156,9 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
     for node in traced.graph.nodes:
         if _overwrites(node):
             raise VerifyError(f"the traced program writes in place: {node.format_node()}")
-    _out_of_place(traced.graph, _computes_in_place)  # which has a form on disk, and the runtime finds what may be overwritten
+    _out_of_place(
+        traced.graph, _computes_in_place
+    )  # which has a form on disk, and the runtime finds what may be overwritten
     gradients = tuple(
         Like.of(node.meta["val"], False) if isinstance(node, fx.Node) else None
         for node in returned_by(traced.graph)[len(piece.outputs) :]

@@ -9,7 +9,8 @@ What is there for a while is an interval of the vertices, which the backward goe
     gradient of a      from its last reader to the end of the step
     parameter
 
-Parameters, what the optimizer keeps, the inputs and the results of the call are there throughout.
+Parameters, what the optimizer keeps and the inputs of the call are there throughout, its results from where they are
+made on.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .problem import VertexKind
 class Timeline:
     """Bytes on one device while the backward is at each vertex, by what holds them.
 
-    always    parameters, what the optimizer keeps, inputs and results, throughout
+    always    parameters, what the optimizer keeps, inputs and results, throughout the backward
     forward   all bytes while the forward is at each vertex
     """
 
@@ -96,7 +97,8 @@ class _Timeline:
         self._gradients()
         sums = {name: np.cumsum(change[:-1]) for name, change in self.changes.items()}
         self._forward()
-        return Timeline(self.always, np.cumsum(self.made_so_far[:-1]) + sum(self.always.values()), **sums)
+        before = sum(self.always.values()) - self.always["results"]  # each is counted from where it is made on
+        return Timeline(self.always, np.cumsum(self.made_so_far[:-1]) + before, **sums)
 
     def _values(self) -> None:
         self._read_through()

@@ -17,8 +17,9 @@ from partway.reuse import courses, replanning
 from partway.reuse.replanning import Signature, _differences
 
 
-def test_the_plan_that_was_called_longest_ago_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courses, "MOST_PLANS", 2)
+@pytest.mark.parametrize("most", ["MOST_PLANS", "MOST_NODES"])
+def test_the_plan_that_was_called_longest_ago_goes(monkeypatch: pytest.MonkeyPatch, most: str) -> None:
+    monkeypatch.setattr(courses, most, 2)  # nodes: fewer than one plan has, and the last one stays
     model = pw.shard(nn.Linear(4, 4), mesh={"x": 2})
 
     def call(rows: int) -> None:

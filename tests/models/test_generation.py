@@ -15,6 +15,7 @@ from partway.attached import engine_of
 from partway.reuse.replanning import Signature
 
 LENGTH, NEW = 6, 8
+LONG = 64
 
 
 def llama(**more: Any) -> nn.Module:
@@ -24,7 +25,7 @@ def llama(**more: Any) -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=8,
-        vocab_size=64, max_position_embeddings=64, bos_token_id=0, eos_token_id=None, **more,
+        vocab_size=64, max_position_embeddings=80, bos_token_id=0, eos_token_id=None, **more,
     )  # fmt: skip
     return LlamaForCausalLM(config).double().eval()
 
@@ -34,7 +35,7 @@ def gpt2() -> nn.Module:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=2, n_embd=64, n_head=8, vocab_size=64, n_positions=64, bos_token_id=0, eos_token_id=None
+        n_layer=2, n_embd=64, n_head=8, vocab_size=64, n_positions=80, bos_token_id=0, eos_token_id=None
     )
     return GPT2LMHeadModel(config).double().eval()
 
@@ -46,7 +47,7 @@ def mistral(window: int = 5) -> nn.Module:
     torch.manual_seed(0)
     config = MistralConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
-        vocab_size=64, max_position_embeddings=64, sliding_window=window, bos_token_id=0, eos_token_id=None,
+        vocab_size=64, max_position_embeddings=80, sliding_window=window, bos_token_id=0, eos_token_id=None,
     )  # fmt: skip
     return MistralForCausalLM(config).double().eval()
 
@@ -61,7 +62,7 @@ def signatures(model: nn.Module) -> tuple[Signature, ...]:
     return tuple(engine._planned.signatures)
 
 
-def generated(model: Any, sequences: int, sampled: bool) -> Any:
+def generated(model: Any, sequences: int, sampled: bool, new: int = NEW) -> Any:
     """What `model` generates for prompts of unequal lengths, which are padded and masked."""
     torch.manual_seed(1)
     ids = torch.randint(1, 64, (sequences, LENGTH))
@@ -70,15 +71,15 @@ def generated(model: Any, sequences: int, sampled: bool) -> Any:
     torch.manual_seed(2)
     with torch.inference_mode():
         return model.generate(
-            ids, attention_mask=mask, max_new_tokens=NEW, do_sample=sampled, pad_token_id=0,
+            ids, attention_mask=mask, max_new_tokens=new, do_sample=sampled, pad_token_id=0,
             cache_implementation="static", return_dict_in_generate=True,
         )  # fmt: skip
 
 
-def check(name: str, mesh: dict[str, int], sequences: int, inference: bool) -> Any:
+def check(name: str, mesh: dict[str, int], sequences: int, inference: bool, new: int = NEW) -> Any:
     model, plain = pw.shard(MODELS[name](), mesh=mesh, inference=inference), MODELS[name]()
     for sampled in (False, True, False):
-        found, expected = (generated(one, sequences, sampled) for one in (model, plain))
+        found, expected = (generated(one, sequences, sampled, new) for one in (model, plain))
         assert torch.equal(found.sequences, expected.sequences)
     engine = engine_of(model)
     assert engine is not None
@@ -104,6 +105,14 @@ def check(name: str, mesh: dict[str, int], sequences: int, inference: bool) -> A
 )
 def test_tokens_are_those_of_one_device(name: str, mesh: dict[str, int], sequences: int) -> None:
     check(name, mesh, sequences, inference=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequences", [1, 8])
+@pytest.mark.parametrize("mesh", [{"tp": 4}, {"dp": 2, "tp": 2}, {"tp": 8}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_long_texts_are_those_of_one_device(name: str, mesh: dict[str, int], sequences: int) -> None:
+    check(name, mesh, sequences, inference=True, new=LONG)
 
 
 @pytest.mark.parametrize("name", ["mistral", "mistral, later"])
@@ -150,6 +159,18 @@ def in_processes(devices: int) -> None:
 @pytest.mark.parametrize("devices", [2, 4])
 def test_in_processes_each_has_its_part_of_the_cache(on_ranks: Callable[..., Any], devices: int) -> None:
     on_ranks(devices, in_processes, devices)
+
+
+def long_texts(name: str, sequences: int) -> None:
+    check(name, {"tp": 4}, sequences, inference=True, new=LONG)
+
+
+@pytest.mark.gloo
+@pytest.mark.slow
+@pytest.mark.parametrize("sequences", [1, 8])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_long_texts_in_processes(on_ranks: Callable[..., Any], name: str, sequences: int) -> None:
+    on_ranks(4, long_texts, name, sequences)
 
 
 class Store:

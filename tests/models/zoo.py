@@ -123,11 +123,11 @@ def gpt2(**options: Any) -> GPT2LMHeadModel:
     quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     config = GPT2Config(**{**sizes, **quiet, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False, **options})
     model = GPT2LMHeadModel(config)
-    model.loss_function = _next_token_loss
+    model.loss_function = next_token_loss
     return model
 
 
-def _next_token_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+def next_token_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
     """The loss in the dtype of the model: transformers' own casts to float32 (llama has that one)."""
     return nn.functional.cross_entropy(logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
 
