@@ -10,6 +10,7 @@ from partway.runtime.process import get_rank
 
 _log = logging.getLogger("partway")
 FIRST = 3  # plans after which one more is said; then after twice as many and one, and so on
+SAID = 4  # of the differences
 
 
 class Signature(NamedTuple):
@@ -67,8 +68,13 @@ def note_replanning(
     why = f" (one plan cannot serve all sizes: {refused})" if sizes and refused else ""
     _log.warning(
         "%s is planned for the %dth time: %s%s. Every new call is captured and planned, which takes seconds; %s",
-        name, count + 1, "; ".join(found), why, fix,
+        name, count + 1, "; ".join(_first(found)), why, fix,
     )  # fmt: skip
+
+
+def _first(found: Sequence[str]) -> Sequence[str]:
+    """The first differences: the tensors of a cache change all alike."""
+    return found if len(found) <= SAID else [*found[:SAID], f"{len(found) - SAID} differences more"]
 
 
 def _differences(names: Sequence[str], now: Signature, before: Signature) -> Iterator[str]:

@@ -68,6 +68,17 @@ def test_a_change_of_what_a_function_reads_is_not_said_to_be_one_of_its_calls(mo
     assert not said
 
 
+def test_of_many_differences_the_first_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(replanning._log, "warning", lambda text, *given: said.append(text % given))
+    model = pw.shard(lambda *tensors: sum(tensors), mesh={"x": 2}, dynamic=False)
+    for rows in (2, 4, 6, 8):
+        model(*[torch.ones(rows, 4)] * 9)
+    (text,) = said
+    assert text.count(" is 8, and was 6") == 4
+    assert "; 5 differences more. Every new call" in text
+
+
 def test_what_differs_of_two_calls_is_named() -> None:
     def now(*tensors: tuple[Any, ...], **others: Any) -> Signature:
         given: dict[str, Any] = {
