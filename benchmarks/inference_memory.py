@@ -96,8 +96,8 @@ def planned(layers: int) -> None:
     print(f"token: {memory}, after {time.perf_counter() - begin:.0f} s")
     print(
         f"  parameters {memory.parameters / weights * RANKS:.3f} of an eighth, the cache "
-        f"{memory.inputs / cache_bytes * RANKS:.3f}; beside both {memory.working / 1e6:.1f} MB, of which a layer's keys "
-        f"and values for 32 heads are {expanded / 1e6:.1f}; all is {memory.total / eighths:.3f} of the two eighths",
+        f"{memory.inputs / cache_bytes * RANKS:.3f}; beside both {memory.working / 1e6:.1f} MB, of which a layer's "
+        f"keys and values for 32 heads are {expanded / 1e6:.1f}; all is {memory.total / eighths:.3f} of both eighths",
         flush=True,
     )
 

@@ -68,8 +68,8 @@ class _Rotary(nn.Module):
 
 
 def _llama() -> nn.Module:
-    """Without what transformers computes in float32 whatever it is given, which is norms, positions and the loss: no two
-    ways to the same number would agree to more digits than that has."""
+    """Without what transformers computes in float32 whatever it is given (norms, positions, the loss): no two ways to
+    the same number would agree to more digits than that has."""
     model: Any = zoo.CASES["llama"].build()
     model.loss_function = zoo.next_token_loss
     model.model.rotary_emb = _Rotary(model.model.rotary_emb.inv_freq)
