@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from partway.runtime.record import record_collectives, record_timeline
     from partway.security import set_ps_context
     from partway.sharding import shard
+    from partway.show.sharding import ShardingPicture, visualize_sharding
     from partway.strategy import (
         Broadcast,
         CaptureError,
@@ -96,6 +97,7 @@ _HOMES = {
     "runtime.record": "record_collectives record_timeline",
     "security": "set_ps_context",
     "sharding": "shard",
+    "show.sharding": "ShardingPicture visualize_sharding",
     "strategy": """Broadcast CaptureError ContextError DataError Layout LossError Mesh OperatorError Partial
         PartwayError Replicate RuntimeStateError Shard StrategyError UnknownOperatorWarning UntestedTorchWarning
         VerifyError WholeReadWarning""",
@@ -123,6 +125,7 @@ __all__ = [
     "Resume",
     "RuntimeStateError",
     "Shard",
+    "ShardingPicture",
     "StrategyError",
     "UnknownOperatorWarning",
     "UntestedTorchWarning",
@@ -165,6 +168,7 @@ __all__ = [
     "shutdown",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
+    "visualize_sharding",
 ]
 
 

@@ -112,6 +112,17 @@ def placed_as(tensor: Any) -> tuple[Any, ...]:
     return () if left is None else (left,)
 
 
+def layout_now(tensor: Any) -> tuple[Layout, tuple[int, ...]] | None:
+    """How a DTensor lies, or what simulated ranks left split, and the devices of its mesh; None of another tensor."""
+    if not is_dtensor(tensor):
+        left = _left_as(tensor)
+        return None if left is None else (left, tuple(range(left.mesh.device_num)))
+    devices = tensor.device_mesh.mesh
+    names = tensor.device_mesh.mesh_dim_names or tuple(f"d{i}" for i in range(devices.dim()))
+    mesh = Mesh(dict(zip(names, devices.shape, strict=True)))
+    return from_dtensor(tensor.placements, mesh, tensor.ndim), tuple(devices.flatten().tolist())
+
+
 def drop_hooks(module: nn.Module) -> None:
     """Take from `module` the hooks by which torch.distributed gathers parameters and redistributes activations."""
     for inner in module.modules():

@@ -39,12 +39,17 @@ class Cut:
 
     @property
     def chunked(self) -> bool:
-        """Whether each axis cuts the slices of the axes before it as `torch.chunk` does, and so DTensor. (It does not
-        where a slice of an earlier axis is short.)"""
+        """Whether the slices are those of a DTensor. (They are not where a slice of an earlier axis is short.)"""
+        return self.chunks == self.spans
+
+    @property
+    def chunks(self) -> tuple[Span, ...]:
+        """The elements that each rank has of a DTensor, of which each axis cuts the slices of the axes before it as
+        `torch.chunk` does."""
         spans: list[Span] = [(0, self.size)]
         for count in self.axes:
             spans = [own for span in spans for own in _chunks(*span, count)]
-        return tuple(spans) == self.spans
+        return tuple(spans)
 
     def __str__(self) -> str:
         return f"{self.size}/{'x'.join(map(str, self.axes))}"

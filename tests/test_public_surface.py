@@ -31,6 +31,7 @@ PUBLIC = [
     "Resume",
     "RuntimeStateError",
     "Shard",
+    "ShardingPicture",
     "StrategyError",
     "UnknownOperatorWarning",
     "UntestedTorchWarning",
@@ -73,6 +74,7 @@ PUBLIC = [
     "shutdown",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
+    "visualize_sharding",
 ]
 
 DATA = [
