@@ -10,6 +10,7 @@ Annotate a few tensors, and train as before:
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -180,6 +181,10 @@ def _public(name: str) -> Any:
         raise AttributeError(f"module 'partway' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     value = globals()[name] = getattr(importlib.import_module(_HOME_OF[name]), name)
     return value
+
+
+if asked := os.environ.get("PARTWAY_LOG"):
+    importlib.import_module("partway.told").log_to_stderr(asked)
 
 
 def __dir__() -> list[str]:

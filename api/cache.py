@@ -20,6 +20,7 @@ import os
 import re
 import stat
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,6 +36,7 @@ from partway.propagation.graph.port import Port
 from partway.propagation.plan.stored import NoFormError, WrongFormError, dump, load
 from partway.strategy.errors import ContextError
 from partway.strategy.files import remove_abandoned, write_whole
+from partway.told import taken
 
 T = TypeVar("T")
 
@@ -140,7 +142,7 @@ class Files:
     ) -> T:
         """What `load` makes of the file called `name` or, where there is none, what `make` gives, of which `dump` makes
         the file, or none. A warning tells of a file that is damaged, and of a value that has no form."""
-        path = self._folder / self._digest[:2] / f"{self._digest[2:]}.{name}"
+        path, start = self._folder / self._digest[:2] / f"{self._digest[2:]}.{name}", time.perf_counter()
         try:
             value = load(self._read(path, name))
         except FileNotFoundError:
@@ -150,6 +152,7 @@ class Files:
         else:
             with suppress(OSError):
                 os.utime(path)  # used now
+            taken(name.partition("-")[0], path, time.perf_counter() - start)
             return value
         value = make()
         try:

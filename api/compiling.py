@@ -73,6 +73,7 @@ from partway.strategy import Layout, Mesh, StrategyError, raise_problems
 from partway.strategy.afterwards import afterwards
 from partway.strategy.errors import DoesNotFitError
 from partway.strategy.place import on_mesh
+from partway.told import stage, staged, telling
 from partway.user_rules import rules, text_of
 
 FAKE_RESULTS = 20_000  # that tracing keeps from one plan to the next; some kB each
@@ -89,6 +90,7 @@ class Compiled:
     state      what the call depends on beside its arguments
     effects    what the function leaves behind
     record     what hears the passes
+    name       what the function is called
     """
 
     inputs: PlanInputs
@@ -98,6 +100,7 @@ class Compiled:
     state: State
     effects: Effects
     record: Record
+    name: str
 
     @property
     def graph(self) -> Graph:
@@ -156,11 +159,12 @@ class Compiled:
 
     def program_for(self, wanted: tuple[bool, ...]) -> Program:
         """The program whose backward starts from the outputs marked in `wanted`."""
-        with planning(), torch.inference_mode(False):  # which would record no gradients
+        what = f"making a program of {self.name}"
+        with planning(), torch.inference_mode(False), telling(what):  # inference would record no gradients
             name = f"program-{_bits(wanted)}"
             heard = self.record.of_step("" if wanted == differentiated(self.graph) else name)
             program = self.entry.fetch(
-                name, lambda: fused(self._step(wanted, heard), heard.around), Program, derived=True
+                name, lambda: fused(self._step(wanted, heard), staged(heard.around)), Program, derived=True
             )
             heard.made(program)
             return program
@@ -177,7 +181,7 @@ class Compiled:
             return made
 
     def _step(self, wanted: tuple[bool, ...], heard: StepRecord) -> StepDraft:
-        return make_step(self.inputs, self.planned, wanted, heard.around)
+        return make_step(self.inputs, self.planned, wanted, staged(heard.around))
 
 
 def _bits(wanted: tuple[bool, ...]) -> str:
@@ -284,15 +288,24 @@ def compile_call(call: CallInputs, alike: Compiled | None = None, sizes: CallSiz
     with planning():
         bound_fake_results(FAKE_RESULTS)
         kept = record(_called(call.fn), call.processes)
-        with kept.watching():
-            captured = Captured(alike.graph, alike.state, alike.effects) if alike else _captured(call, kept, sizes)
-            if sizes is not None and (plan := sizes.plan(call.inference)) is not None:
-                with contextlib.suppress(StrategyError):  # these sizes may ask for more memory than there is
-                    return _compiled(call, captured, kept, plan)
-            compiled = _compiled(call, captured, kept)
-            if sizes is not None:
-                sizes.searched(compiled.plan, call.inference)
+        with kept.watching(), telling(f"planning {_called(call.fn)}") as told:
+            with stage("capture"):
+                captured = Captured(alike.graph, alike.state, alike.effects) if alike else _captured(call, kept, sizes)
+            compiled = _compiled_as(call, captured, kept, sizes)
+            plan = compiled.plan
+            told.made = f"{len(plan.operators)} operators on {plan.mesh}, {plan.certificate}"
             return compiled
+
+
+def _compiled_as(call: CallInputs, captured: Captured, kept: Record, sizes: CallSizes | None) -> Compiled:
+    """A captured call, planned, with the strategies of a plan for other sizes where there is one that serves."""
+    if sizes is not None and (plan := sizes.plan(call.inference)) is not None:
+        with contextlib.suppress(StrategyError):  # these sizes may ask for more memory than there is
+            return _compiled(call, captured, kept, plan)
+    compiled = _compiled(call, captured, kept)
+    if sizes is not None:
+        sizes.searched(compiled.plan, call.inference)
+    return compiled
 
 
 def _captured(call: CallInputs, kept: Record, sizes: CallSizes | None) -> Captured:
@@ -325,7 +338,7 @@ def _compiled(call: CallInputs, captured: Captured, record: Record, followed: Pl
     loaded = Plan.load(path) if (path := context.strategy_ckpt_config.load_file) else None
     inputs = replace(_plan_inputs(call, captured.graph, loaded), followed=followed)
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
-    around = record.planning(verified if verifies else applied)
+    around = staged(record.planning(verified if verifies else applied))
     made = functools.cache(lambda: fitted(search_on_cheapest_mesh(inputs, meshes_to_try(inputs), around), around))
     entry = _entry(inputs, kept=context.enable_compile_cache and not verifies)
     try:
@@ -341,7 +354,16 @@ def _compiled(call: CallInputs, captured: Captured, record: Record, followed: Pl
     warn_of_unknown(inputs.graph, planned.plan.unknown_operators)
     if context.strategy_ckpt_config.save_file and (call.processes is None or get_rank() == 0):
         planned.plan.save(context.strategy_ckpt_config.save_file)
-    return Compiled(inputs, planned, entry, lambda: made().draft, captured.state, captured.effects, record)
+    return Compiled(
+        inputs,
+        planned,
+        entry,
+        lambda: made().draft,
+        captured.state,
+        captured.effects,
+        record,
+        _called(call.fn),
+    )
 
 
 def _with_what_fits(error: DoesNotFitError, call: CallInputs, inputs: PlanInputs, record: Record) -> DoesNotFitError:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from partway.runtime.process import get_rank
 
 _log = logging.getLogger("partway")
+_planning = logging.getLogger("partway.planning")
 FIRST = 3  # plans after which one more is said; then after twice as many and one, and so on
 SAID = 4  # of the differences
 
@@ -57,10 +58,14 @@ def note_replanning(
     the dims that change; `refused`: why there is none."""
     if now in known:  # what the function reads has changed, and PlannedCalls warns of that
         return
-    if not known or count < FIRST or (count + 1) & count or get_rank():  # 3, 7, 15, ...
+    warns = count >= FIRST and not (count + 1) & count and not get_rank()  # 3, 7, 15, ...
+    if not known or not (warns or _planning.isEnabledFor(logging.INFO)):
         return
     alike = [before for before in known if len(before.tensors) == len(now.tensors)] or known
     found = min((list(_differences(names, now, before)) for before in reversed(alike)), key=len)
+    _planning.info("%s is planned for call %d: %s", name, count + 1, "; ".join(_first(found)))
+    if not warns:
+        return
     sizes = all(one.startswith("dim ") for one in found)
     if sizes and served:
         return
