@@ -41,6 +41,7 @@ ROLES = ("MS_SCHED", "MS_PSERVER", "MS_WORKER")
 LOCAL_SERVERS = "PARTWAY_PS_LOCAL_SERVERS"  # the scheduler starts all servers on its own host: `partway ps` sets it
 FOLDER = "PARTWAY_PS_FOLDER"  # where a job of `partway ps` keeps what it has
 _LOOK = 0.3  # seconds
+_STARTS = 180.0  # seconds that Ray may take to start on a machine that has much else to do
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ class _Scheduler:
 
     def _start(self) -> None:
         if not cluster.answers(self._site):
-            self._node.start(60)
+            self._node.start(_STARTS)
         self._link.again()
         cluster.start_coordinator(self._plan, self._site)
         self._link.await_coordinator()
@@ -252,7 +253,7 @@ def serve(site: Site, plan: Plan) -> None:
         while not asked.is_set():
             try:
                 if node is not None and not node.is_alive():
-                    node.start(60)
+                    node.start(_STARTS)
                 link.again()
                 name = link.ask(COORDINATOR, "add_server", link.node, name)
                 tell_ready()
@@ -311,7 +312,7 @@ def _work(site: Site, plan: Plan) -> None:
     if not _is_of_head(site):
         _wait_for(site, plan.patience)
         node = Node(site, head=False, logs=Path(tempfile.mkdtemp(prefix="partway-ps-")))
-        node.start(60)
+        node.start(_STARTS)
         atexit.register(node.stop)
     cluster.join(site, plan.patience)
     mine = number("MS_NODE_ID", 0) if "MS_NODE_ID" in os.environ else None

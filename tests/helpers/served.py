@@ -37,7 +37,7 @@ class Job:
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("]")]
 
-    def until(self, step: int, worker: int = 0, seconds: float = 120) -> None:
+    def until(self, step: int, worker: int = 0, seconds: float = 240) -> None:
         """Wait until a worker has finished a step."""
         self.wait_for(lambda: any(each[0] >= step for each in self.steps(worker)), f"step {step}", seconds)
 
