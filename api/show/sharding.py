@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from partway.attached import engine_of
 from partway.dtensors import is_dtensor, layout_now
 from partway.propagation.plan.plan import Plan
 from partway.propagation.plan.units import human
@@ -109,12 +108,9 @@ def _of_tensor(tensor: torch.Tensor, of: Any) -> ShardingPicture:
 
 
 def _named(name: str, of: Any) -> ShardingPicture:
-    plan = of if isinstance(of, Plan) else None
-    if plan is None:
-        engine = engine_of(of) if of is not None else None
-        if engine is None:
-            raise StrategyError(f"{name!r} is a name; pass of=, the sharded module or the Plan that has it")
-        plan = engine.latest().plan
+    plan = of if isinstance(of, Plan) else getattr(of, "plan", None)
+    if not isinstance(plan, Plan):
+        raise StrategyError(f"{name!r} is a name; pass of=, the sharded module or the Plan that has it")
     for tensor in (*plan.inputs, *plan.outputs):
         if tensor.name == name:
             return _drawn(name, tensor.dtype, plan.layout_of(tensor.codes), tensor.shape)
