@@ -17,7 +17,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from script import start
+from script import free_port, start
 
 SERVER = Path(__file__).parents[1] / "examples" / "serve.py"
 ROOM = 96
@@ -87,13 +86,6 @@ def ask(port: int, asked: Mapping[str, Any]) -> Answer:
                     raise RuntimeError(event["end"])
         connection.close()
         return Answer(tuple(tokens), times[0], tuple(times[1:]))
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def answers(
