@@ -114,10 +114,14 @@ def check_live(options):
     model(x).backward()  # which plans
     model.zero_grad()
     gc.collect()
-    with LiveBytes() as live:
-        model(x).backward()
-    predicted = peak(model.program.step).held
-    assert abs(predicted - live.peak) <= 0.03 * live.peak, (predicted, live.peak)
+    peaks = []
+    for _ in range(4):  # on a busy machine gloo's thread lets go of what it has sent a moment later
+        with LiveBytes() as live:
+            model(x).backward()
+        peaks.append(live.peak)
+        model.zero_grad()
+    predicted, lives = peak(model.program.step).held, min(peaks)
+    assert abs(predicted - lives) <= 0.03 * lives, (predicted, peaks)
 
 
 @pytest.mark.gloo
