@@ -73,7 +73,7 @@ from partway.strategy import Layout, Mesh, StrategyError, raise_problems
 from partway.strategy.afterwards import afterwards
 from partway.strategy.errors import DoesNotFitError
 from partway.strategy.place import on_mesh
-from partway.told import stage, staged, telling
+from partway.told import stage, telling
 from partway.user_rules import rules, text_of
 
 FAKE_RESULTS = 20_000  # that tracing keeps from one plan to the next; some kB each
@@ -164,7 +164,7 @@ class Compiled:
             name = f"program-{_bits(wanted)}"
             heard = self.record.of_step("" if wanted == differentiated(self.graph) else name)
             program = self.entry.fetch(
-                name, lambda: fused(self._step(wanted, heard), staged(heard.around)), Program, derived=True
+                name, lambda: fused(self._step(wanted, heard), heard.around), Program, derived=True
             )
             heard.made(program)
             return program
@@ -181,7 +181,7 @@ class Compiled:
             return made
 
     def _step(self, wanted: tuple[bool, ...], heard: StepRecord) -> StepDraft:
-        return make_step(self.inputs, self.planned, wanted, staged(heard.around))
+        return make_step(self.inputs, self.planned, wanted, heard.around)
 
 
 def _bits(wanted: tuple[bool, ...]) -> str:
@@ -338,7 +338,7 @@ def _compiled(call: CallInputs, captured: Captured, record: Record, followed: Pl
     loaded = Plan.load(path) if (path := context.strategy_ckpt_config.load_file) else None
     inputs = replace(_plan_inputs(call, captured.graph, loaded), followed=followed)
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
-    around = staged(record.planning(verified if verifies else applied))
+    around = record.planning(verified if verifies else applied)
     made = functools.cache(lambda: fitted(search_on_cheapest_mesh(inputs, meshes_to_try(inputs), around), around))
     entry = _entry(inputs, kept=context.enable_compile_cache and not verifies)
     try:
@@ -355,15 +355,8 @@ def _compiled(call: CallInputs, captured: Captured, record: Record, followed: Pl
     if context.strategy_ckpt_config.save_file and (call.processes is None or get_rank() == 0):
         planned.plan.save(context.strategy_ckpt_config.save_file)
     return Compiled(
-        inputs,
-        planned,
-        entry,
-        lambda: made().draft,
-        captured.state,
-        captured.effects,
-        record,
-        _called(call.fn),
-    )
+        inputs, planned, entry, lambda: made().draft, captured.state, captured.effects, record, _called(call.fn)
+    )  # fmt: skip
 
 
 def _with_what_fits(error: DoesNotFitError, call: CallInputs, inputs: PlanInputs, record: Record) -> DoesNotFitError:

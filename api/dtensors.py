@@ -117,10 +117,10 @@ def layout_now(tensor: Any) -> tuple[Layout, tuple[int, ...]] | None:
     if not is_dtensor(tensor):
         left = _left_as(tensor)
         return None if left is None else (left, tuple(range(left.mesh.device_num)))
-    devices = tensor.device_mesh.mesh
-    names = tensor.device_mesh.mesh_dim_names or tuple(f"d{i}" for i in range(devices.dim()))
-    mesh = Mesh(dict(zip(names, devices.shape, strict=True)))
-    return from_dtensor(tensor.placements, mesh, tensor.ndim), tuple(devices.flatten().tolist())
+    from partway.strategy.torch_mesh import mesh_like
+
+    layout = from_dtensor(tensor.placements, mesh_like(tensor.device_mesh), tensor.ndim)
+    return layout, tuple(tensor.device_mesh.mesh.flatten().tolist())
 
 
 def drop_hooks(module: nn.Module) -> None:

@@ -47,6 +47,7 @@ from partway.propagation.search.search import search
 from partway.propagation.search.solution import Solution, verify_solution
 from partway.strategy import Mesh, StrategyError
 from partway.strategy.afterwards import uncollected
+from partway.told import stage
 
 RESERVED = 0.06  # of a device's memory: what the driver, the communication and the allocator's gaps take
 GROUP_SHARE = 0.01  # of a memory limit: the most that a group of collectives is by itself
@@ -140,7 +141,8 @@ def timed(
 def run(passes: Iterable[Pass], draft: D, around: Around[D] = applied) -> D:
     """`draft` after all of `passes`, each of which `around` runs."""
     for each in passes:
-        draft = around(each, draft)
+        with stage(each.name):
+            draft = around(each, draft)
     return draft
 
 

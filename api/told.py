@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from partway.passes import Around, D, Pass
 from partway.runtime.process import get_rank
 from partway.strategy import ContextError
 
@@ -123,16 +122,6 @@ def stage(name: str) -> Iterator[None]:
         return
     with _told[-1].stage(name):
         yield
-
-
-def staged(around: Around[D]) -> Around[D]:
-    """As `around`, with each pass as a stage."""
-
-    def run(each: Pass, draft: D) -> D:
-        with stage(each.name):
-            return around(each, draft)
-
-    return run
 
 
 def taken(name: str, where: object, seconds: float) -> None:

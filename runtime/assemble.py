@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..propagation.ops.collectives import convert, convert_group
+from ..propagation.ops.collectives import convert, convert_group, kind_of
 from ..propagation.ops.indexing import position
 from ..propagation.program.local_program import Conversion
 from ..strategy.placement import Kind, kind, placement_from_code
@@ -146,7 +146,7 @@ def _may_be_view(node: fx.Node) -> bool:
     """Whether a conversion is a slice that nobody needs to be contiguous, as one of a weight for a product."""
     if node.target is not convert or not is_loose(node):
         return False
-    return kind(*map(placement_from_code, node.args[1:3])) is Kind.SLICE  # type: ignore[arg-type]
+    return kind_of(str(node.args[1]), str(node.args[2])) is Kind.SLICE
 
 
 def _along(node: fx.Node) -> tuple[str, ...]:

@@ -125,7 +125,7 @@ class Code:
         return f"the {self.phase}'s {c.kind} of {named or step.name} over {','.join(c.axes)}{line}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InputsAs:
     """How a program takes inputs, by their places.
 
@@ -136,7 +136,7 @@ class InputsAs:
     loose: frozenset[int] = frozenset()
     written: frozenset[int] = frozenset()
 
-    @property
+    @cached_property
     def views(self) -> frozenset[int]:
         """Those of which a part is a view of the whole where it can be, and of what a rank holds always."""
         return self.loose | self.written

@@ -13,11 +13,11 @@ from torch import Tensor, fx
 
 from ..propagation.graph.nodes import REPLACING, draws_random_numbers
 from ..propagation.ops.batch_norm import OWN_MEMORY
-from ..propagation.ops.collectives import convert, convert_group
+from ..propagation.ops.collectives import convert, convert_group, kind_of
 from ..propagation.ops.hooked import calls_hook
 from ..propagation.ops.random_numbers import draw
 from ..propagation.torch_internals import OpOverload, makes_memory
-from ..strategy.placement import Kind, kind, placement_from_code
+from ..strategy.placement import Kind
 from .strides import strides_of
 
 _aten = torch.ops.aten
@@ -118,7 +118,7 @@ def _is_like(one: fx.Node, other: fx.Node) -> bool:
 def is_identity(node: fx.Node) -> bool:
     """Whether what a node gives is its operand: without autograd, what detaches is that too."""
     if node.target is convert:
-        return kind(*map(placement_from_code, node.args[1:3])) is Kind.NOTHING  # type: ignore[arg-type]
+        return kind_of(str(node.args[1]), str(node.args[2])) is Kind.NOTHING
     return node.target in (_aten.detach.default, _aten.alias.default)
 
 
@@ -197,8 +197,7 @@ def _maker(node: fx.Node) -> fx.Node:
 
 def _makes_memory(node: fx.Node) -> bool:
     if node.target in (convert, convert_group):
-        arguments: tuple[Any, ...] = node.args
-        return kind(*map(placement_from_code, arguments[1:3])).communicates
+        return kind_of(str(node.args[1]), str(node.args[2])).communicates
     return (
         node.target in OWN_MEMORY
         or node.target is draw

@@ -152,11 +152,21 @@ class CompiledStep:
 
     def _results_of(self, values: Sequence[Any], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         """What a call in inference gives: where an input was written in place, what there was given of it."""
-        kept = [i not in self.written for i in range(len(self.results))]
-        every = values, self.results, self.inference.code.shared
-        left = iter(self.executor.leave(*(list(itertools.compress(each, kept)) for each in every)))
+        if not self.written:
+            yield from self.executor.leave(values, self.results, self.inference.code.shared)
+            return
+        kept, placed, shared = self._left
+        left = iter(self.executor.leave(list(itertools.compress(values, kept)), placed, shared))
         for i, keep in enumerate(kept):
             yield next(left) if keep else _part(tensors[self.written[i]])
+
+    @cached_property
+    def _left(self) -> tuple[Sequence[bool], Sequence[Placed], Sequence[bool]]:
+        """Which results in inference are not written in place, where they are, and whether they are copied."""
+        kept = [i not in self.written for i in range(len(self.results))]
+        every = self.results, self.inference.code.shared
+        placed, shared = (list(itertools.compress(each, kept)) for each in every)
+        return kept, placed, shared
 
     def gradients(self, primals: Sequence[Tensor], inputs: list[Any], holding: bool) -> tuple[Tensor | None, ...]:
         """The gradients of `primals`, from the saved values and tangents `inputs`. While `holding`, those that can wait

@@ -59,5 +59,10 @@ def from_device_mesh(device_mesh: DeviceMesh) -> Mesh:
             f"the DeviceMesh holds the ranks {ranks}; a mesh of {len(ranks)} devices has the ranks "
             f"0 to {len(ranks) - 1} in row-major order"
         )
+    return mesh_like(device_mesh)
+
+
+def mesh_like(device_mesh: DeviceMesh) -> Mesh:
+    """A mesh with the axis names and sizes of `device_mesh`, whatever ranks it holds: it may be a part of another."""
     sizes, names = tuple(device_mesh.mesh.shape), device_mesh.mesh_dim_names
     return Mesh.of_sizes(sizes) if names is None else Mesh(dict(zip(names, sizes, strict=True)))

@@ -40,7 +40,11 @@ def text_of(title: str, parts: Parts) -> str:
 def _beside(parts: Parts) -> Iterator[str]:
     yield from parts.meanings()
     if parts.idle:
-        yield f"device{'s' if len(parts.idle) > 1 else ''} {listed(parts.idle)}: nothing"
+        yield f"{_devices(parts.idle, listed(parts.idle))}: nothing"
+
+
+def _devices(devices: Sequence[int], words: str) -> str:
+    return f"device{'s' if len(devices) > 1 else ''} {words}"
 
 
 def _at(panel: Panel) -> str:
@@ -149,9 +153,9 @@ def _box(parts: Parts, down: _Place, across: _Place, devices: Sequence[int]) -> 
     """One part, with the devices that hold it."""
     words = parts.words(devices) if devices else "…"
     fits = 6.6 * len(words) < across.size - 4
-    hue = 360 * parts.devices.index(devices[0]) / len(parts.devices) if devices else 0
+    hue = 360 * parts.places[devices[0]] / len(parts.devices) if devices else 0
     fill = f"hsl({hue:.0f} 70% 82%)" if devices else "none"
-    said = f"device{'s' if len(devices) > 1 else ''} {words}: {down.label or 'all'}, {across.label or 'all'}"
+    said = f"{_devices(devices, words)}: {down.label or 'all'}, {across.label or 'all'}"
     x, y = across.start + across.size / 2, down.start + down.size / 2 + 4
     label = f'<text x="{x:g}" y="{y:g}" text-anchor="middle" fill="#1a1a1a">{escape(words)}</text>' if fits else ""
     return (

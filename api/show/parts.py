@@ -36,6 +36,11 @@ class Parts:
     chunked: bool = False
 
     @cached_property
+    def places(self) -> dict[int, int]:
+        """Where in the mesh each device is, by its number."""
+        return {device: place for place, device in enumerate(self.devices)}
+
+    @cached_property
     def cut_dims(self) -> tuple[int, ...]:
         """The dims that are cut."""
         return tuple(dim for dim, count in enumerate(self.layout.splits(len(self.shape))) if count > 1)
@@ -115,7 +120,7 @@ class Parts:
             return listed(devices)
         groups: dict[tuple[int, ...], list[int]] = {}
         for device in devices:
-            coordinate = mesh.coordinate(self.devices.index(device))
+            coordinate = mesh.coordinate(self.places[device])
             key = tuple(c for c, p in zip(coordinate, placements, strict=True) if not isinstance(p, Partial))
             groups.setdefault(key, []).append(device)
         of = "max" if PARTIAL_MAX in placements else "Σ"

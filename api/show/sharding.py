@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -146,4 +145,4 @@ def _in_notebook() -> bool:
     """Whether a notebook's kernel runs this, which shows what a cell returns."""
     interactive = sys.modules.get("IPython")
     shell = interactive.get_ipython() if interactive is not None else None
-    return shell is not None and "IPKernelApp" in shell.config and not os.environ.get("PYTEST_CURRENT_TEST")
+    return shell is not None and "IPKernelApp" in shell.config

@@ -348,7 +348,7 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
     return _flatten(value, {})
 
 
-def _flatten(value: Any, known: dict[int, set[object]]) -> tuple[list[torch.Tensor], Structure]:
+def _flatten(value: Any, known: _Known) -> tuple[list[torch.Tensor], Structure]:
     leaves, spec = tree_flatten(value)
     tensors: list[torch.Tensor] = []
     kept: list[Any] = []
@@ -368,7 +368,7 @@ def _flatten(value: Any, known: dict[int, set[object]]) -> tuple[list[torch.Tens
     return tensors, Structure(spec, tuple(kept))
 
 
-def _fields(value: Any, known: dict[int, set[object]]) -> tuple[str, ...]:
+def _fields(value: Any, known: _Known) -> tuple[str, ...]:
     """The attributes into which `value` is taken apart; none for what stays whole. `known`: see `_kinds`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return tuple(field.name for field in dataclasses.fields(value))
@@ -381,18 +381,19 @@ def _fields(value: Any, known: dict[int, set[object]]) -> tuple[str, ...]:
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, Enum, ModuleType)
 _OPAQUE, _CYCLE = object(), object()
+_Known = dict[int, tuple[Any, set[object]]]
 
 
-def _kinds(value: Any, within: tuple[Any, ...], known: dict[int, set[object]]) -> set[object]:
+def _kinds(value: Any, within: tuple[Any, ...], known: _Known) -> set[object]:
     """What an object contains: tensors, what cannot be looked into, itself. An object with none of these is copied like
     one with tensors: a cache is empty at first, and the captured function fills it. `known`: what is in other objects,
-    by their ids."""
+    by their ids, with these objects, so that no other one gets an id of theirs."""
     if isinstance(value, torch.Tensor):
         return {_TENSOR}
     if isinstance(value, _ATOMS) or type(value) in NUMBERS or callable(value):
         return set()
     if id(value) in known:
-        return known[id(value)]
+        return known[id(value)][1]
     if any(value is outer for outer in within):
         return {_CYCLE}
     if isinstance(value, Mapping):
@@ -403,8 +404,9 @@ def _kinds(value: Any, within: tuple[Any, ...], known: dict[int, set[object]]) -
         parts = list(vars(value).values())
     else:
         return {_OPAQUE}
-    known[id(value)] = set().union(*(_kinds(part, (*within, value), known) for part in parts))
-    return known[id(value)]
+    kinds = set[object]().union(*(_kinds(part, (*within, value), known) for part in parts))
+    known[id(value)] = value, kinds
+    return kinds
 
 
 @dataclass(frozen=True)

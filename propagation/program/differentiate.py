@@ -156,9 +156,8 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
     for node in traced.graph.nodes:
         if _overwrites(node):
             raise VerifyError(f"the traced program writes in place: {node.format_node()}")
-    _out_of_place(
-        traced.graph, _computes_in_place
-    )  # which has a form on disk, and the runtime finds what may be overwritten
+    # such a program has a form on disk, and the runtime finds what may be overwritten
+    _out_of_place(traced.graph, _computes_in_place)
     gradients = tuple(
         Like.of(node.meta["val"], False) if isinstance(node, fx.Node) else None
         for node in returned_by(traced.graph)[len(piece.outputs) :]
@@ -222,7 +221,8 @@ def _overwrites(node: fx.Node) -> bool:
 def _views_in_place(node: fx.Node) -> bool:
     """Whether an operator makes a view in place, as the product of a vector and a matrix squeezes its result: what
     reads the tensor before reads its sizes as they were, and it may run again in the backward."""
-    return torch.Tag.inplace_view in node.target.tags  # type: ignore[union-attr]
+    op: Any = node.target
+    return torch.Tag.inplace_view in op.tags
 
 
 def _computes_in_place(node: fx.Node) -> bool:

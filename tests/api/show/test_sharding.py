@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,24 @@ def test_what_a_notebook_shows_and_a_file_has(tmp_path: Path) -> None:
     assert repr(found) == f"ShardingPicture(title={found.title!r})"
 
 
+class Kernel:
+    """IPython as a notebook's kernel has it."""
+
+    config = ("IPKernelApp",)
+
+    @staticmethod
+    def get_ipython() -> Any:
+        return Kernel
+
+
+def test_a_notebook_draws_and_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "IPython", Kernel)
+    pw.visualize_sharding(*LAYOUTS["whole"])
+    assert not capsys.readouterr().out
+
+
 def test_names_are_only_names() -> None:
     """What a module calls its parameters is text, in a terminal and in a page."""
     name = "</svg><script>alert('[bold]1')</script>"
@@ -61,7 +80,7 @@ def test_names_are_only_names() -> None:
     found = pw.visualize_sharding(name, of=hostile)
     assert found.text.startswith(name)
     assert "<script>" not in found.svg
-    assert ElementTree.fromstring(found.svg).find(f"{SVG}title").text == found.title  # type: ignore[union-attr]
+    assert ElementTree.fromstring(found.svg).findtext(f"{SVG}title") == found.title
 
 
 @pytest.mark.parametrize(
