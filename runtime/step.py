@@ -164,9 +164,8 @@ class CompiledStep:
     def _left(self) -> tuple[Sequence[bool], Sequence[Placed], Sequence[bool]]:
         """Which results in inference are not written in place, where they are, and whether they are copied."""
         kept = [i not in self.written for i in range(len(self.results))]
-        every = self.results, self.inference.code.shared
-        placed, shared = (list(itertools.compress(each, kept)) for each in every)
-        return kept, placed, shared
+        shared = self.inference.code.shared
+        return kept, [*itertools.compress(self.results, kept)], [*itertools.compress(shared, kept)]
 
     def gradients(self, primals: Sequence[Tensor], inputs: list[Any], holding: bool) -> tuple[Tensor | None, ...]:
         """The gradients of `primals`, from the saved values and tangents `inputs`. While `holding`, those that can wait
