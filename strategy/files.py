@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import stat
 import time
 from collections.abc import Iterator
@@ -71,7 +70,8 @@ def write_whole(path: str | PathLike[str], data: str | bytes, mode: int = 0o666)
     """
     content = data.encode() if isinstance(data, str) else data
     target = Path(os.path.realpath(path))  # the file that a link points to
-    if target.exists() and not target.is_file():
+    there = _mode(target)
+    if there is not None and not stat.S_ISREG(there):
         target.write_bytes(content)
         return
     prefix = f".{target.name[:100]}."
@@ -81,13 +81,21 @@ def write_whole(path: str | PathLike[str], data: str | bytes, mode: int = 0o666)
         with naming(target), open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             _lock(file.fileno())
             file.write(content)
-        if target.exists():
-            shutil.copymode(target, aside)
+        if there is not None:
+            os.chmod(aside, stat.S_IMODE(there))
         os.replace(aside, target)
     except BaseException:
         with suppress(OSError):
             os.unlink(aside)
         raise
+
+
+def _mode(target: Path) -> int | None:
+    # looked up once: another process may remove the file at any time
+    try:
+        return target.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def remove_abandoned(folder: str | PathLike[str], prefix: str = ".") -> None:

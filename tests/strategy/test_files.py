@@ -70,6 +70,21 @@ def test_a_file_keeps_its_mode_and_a_new_one_has_that_of_the_umask(path: Path) -
     assert [stat.S_IMODE(p.stat().st_mode) for p in (path, path.with_name("other"))] == [0o640, 0o640]
 
 
+def test_a_file_that_another_process_removes_meanwhile_is_written_whole(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.chmod(0o640)
+
+    def removed(count: int) -> str:
+        path.unlink()
+        return "0" * count
+
+    monkeypatch.setattr("secrets.token_hex", removed)
+    write_whole(path, "new")
+    assert path.read_text() == "new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
 def test_a_link_stays_a_link(path: Path) -> None:
     link = path.with_name("link")
     link.symlink_to(path)
