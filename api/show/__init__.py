@@ -1,6 +1,4 @@
-"""What people look at: how tensors lie on the devices of a mesh.
+"""What people look at.
 
-parts.py      the parts of a tensor and who holds them, as data
-drawing.py    these as a table for a terminal and as an SVG
-sharding.py   `visualize_sharding`: of what people have in hand
+sharding.py   `visualize_sharding`: how what they have in hand lies on the devices of a mesh (strategy/pictures draws it)
 """

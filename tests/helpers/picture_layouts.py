@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from partway.show.parts import Parts
+from partway.strategy.pictures.parts import Parts
 from partway.show.sharding import ShardingPicture, visualize_sharding
 from partway.strategy import Layout, Mesh
 from partway.strategy.cut import Span

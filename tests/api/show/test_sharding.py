@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import partway as pw
-from partway.show.parts import listed
+from partway.strategy.pictures.parts import listed
 from partway.strategy import Mesh, StrategyError
 from partway.strategy.layout import layout
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from partway.strategy import Layout, StrategyError
-from partway.strategy.cut import Span
-from partway.strategy.placement import PARTIAL_MAX, Partial, Shard
+from ..cut import Span
+from ..errors import StrategyError
+from ..layout import Layout
+from ..placement import PARTIAL_MAX, Partial, Shard
 
 _MOST_GROUPS = 4  # that have the same, of devices that hold addends
 

@@ -8,7 +8,7 @@ from picture_layouts import LAYOUTS, boxes, picture
 
 from partway.runtime.simulate import split
 from partway.runtime.slices import Placed
-from partway.show.parts import listed
+from partway.strategy.pictures.parts import listed
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

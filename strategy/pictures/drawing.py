@@ -15,8 +15,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from partway.show.parts import Panel, Parts, listed
-from partway.strategy.cut import Span
+from ..cut import Span
+from .parts import Panel, Parts, listed
 
 MOST = 16  # rows and columns that are drawn; of more the first and the last
 _WIDE, _HIGH, _LEAST = 480.0, 220.0, 22.0  # a grid in the SVG, and its smallest box, in pixels
