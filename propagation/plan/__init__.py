@@ -8,6 +8,7 @@ data            what a plan holds: tensors, operators, memory, the certificate; 
 report, units   the table and the totals, and how numbers are written
 explain         why something is as it is; alternatives finds what the plan could have been, by searching again
 curve           what memory costs, and its picture
+lanes           what runs when, as bars on one axis of time: a picture, and a part of a page
 planned_graph   the operators and what they read, for networkx
 files           a plan as a JSON file, checked when it is read
 replay          whether a plan fits a graph, and the Solution that it stands for there
