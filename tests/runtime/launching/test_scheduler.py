@@ -56,8 +56,7 @@ def job(tmp_path: Path) -> Job:
         every = [{"MS_ROLE": "MS_SCHED"}, *({"MS_ROLE": "MS_WORKER", **own} for own in workers)]
         with ThreadPoolExecutor(len(every)) as pool:
             started = [
-                pool.submit(run_script, ["script.py"], tmp_path, {**kept, **hosts, **common, **own}, 100.0)
-                for own in every
+                pool.submit(run_script, ["script.py"], tmp_path, {**kept, **hosts, **common, **own}) for own in every
             ]
             return [process.result() for process in started]
 
