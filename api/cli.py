@@ -14,6 +14,9 @@ from typer.core import TyperGroup
 from partway.strategy.errors import PartwayError, RuntimeStateError
 from partway.strategy.files import save
 
+PROFILES = ("a100", "ascend910", "cpu", "h100", "h200")  # said here for completion, which imports nothing
+SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
+
 app = typer.Typer(
     name="partway",
     help="Plan how a PyTorch model is split over devices.",
@@ -265,6 +268,74 @@ def run_operator(
         raise typer.Exit(2) from None
 
 
+def _search_modes(incomplete: str) -> list[str]:
+    return [name for name in SEARCH_MODES if name.startswith(incomplete)]
+
+
+def _presets(incomplete: str) -> list[str]:
+    """The device profiles that come with Partway, for completion: what needs no torch."""
+    return [name for name in PROFILES if name.startswith(incomplete)]
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help="module:function or file.py:function, which makes the model")],
+    mesh: Annotated[str, typer.Option(help="the axes and their sizes, such as dp=2,tp=4")] = "",
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="how many: the mesh is the cheapest that they form")
+    ] = None,
+    input: Annotated[
+        list[str] | None,
+        typer.Option(help="an argument, such as float32[16,64] or mask=bool[16]; repeated", metavar="TEXT"),
+    ] = None,
+    in_strategy: Annotated[
+        list[str] | None, typer.Option("--in", help="how an argument is split, such as dp,None; repeated, in order")
+    ] = None,
+    out_strategy: Annotated[list[str] | None, typer.Option("--out", help="how a result is split; repeated")] = None,
+    param: Annotated[
+        list[str] | None, typer.Option(help="how parameters are split: NAME=STRATEGY, such as *.up.weight=tp,None")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="the devices: a preset, or a file [h100]", autocompletion=_presets)
+    ] = None,
+    memory_limit: Annotated[str | None, typer.Option(help="of a device, such as 40GB; inf: none")] = None,
+    search_mode: Annotated[
+        str | None, typer.Option(help="how it is searched for", autocompletion=_search_modes)
+    ] = None,
+    inference: Annotated[bool, typer.Option("--inference", help="without a backward")] = False,
+    real: Annotated[bool, typer.Option("--real", help="make the model with values, on the CPU, not without")] = False,
+    every: Annotated[bool, typer.Option("--every", help="show operators that take next to no time, too")] = False,
+    save: Annotated[Path | None, typer.Option(help="where to write the plan, as JSON")] = None,
+    html: Annotated[Path | None, typer.Option(help="where to write it as a page, for a browser")] = None,
+) -> None:
+    """Plan a model of your own, without a script: how it is split, what is sent, and how long a step takes.
+
+    The function takes no arguments, and returns the model and what it is called with, (model, (x, y)), or the model
+    alone, with --input for each argument. A class of modules will do, too. It is made on the meta device, where it
+    takes no memory, and nothing runs.
+
+    partway plan train.py:build --mesh dp=2,tp=4 --in dp,None
+    """
+    from partway.plan_command import Asked, planned
+
+    try:
+        check_paths(save, html)
+        made = planned(
+            Asked(
+                model, mesh, devices, input or (), in_strategy or (), out_strategy or (), param or (), profile,
+                memory_limit, search_mode, inference, real,
+            )
+        )  # fmt: skip
+        typer.echo(made.table(every=every))
+        for path, write in ((save, made.save), (html, made.save_html)):
+            if path is not None:
+                write(path)
+                typer.echo(f"wrote {path}")
+    except PartwayError as error:
+        typer.echo(f"partway plan: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
 @app.command()
 def calibrate(
     out: Annotated[Path, typer.Option(help="the file to write")] = Path("profile.json"),
@@ -351,6 +422,33 @@ def diff(
     legend = [*LEGEND, ""] if any(each.sections for each in comparisons) else []
     typer.echo("\n".join([*(each.text(rows) for each in comparisons), *legend, *alone]).rstrip())
     raise typer.Exit(0 if not alone and all(each.same for each in comparisons) else 1)
+
+
+@app.command()
+def show(
+    a: Annotated[
+        Path, typer.Argument(help="a plan's file, or a folder of a call that PARTWAY_SAVE_GRAPHS has written")
+    ],
+    b: Annotated[Path | None, typer.Argument(help="another one, to see what differs", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="the page [beside A, as .html]")] = None,
+    open: Annotated[bool, typer.Option("--open", help="show it in the browser")] = False,
+) -> None:
+    """Make a page of a plan, or of two and what differs: one file, which a browser opens and which fetches nothing."""
+    import webbrowser
+
+    from partway.show.pages import page, page_path
+
+    try:
+        target = out or page_path(a, b)
+        check_paths(target)
+        save("the page", target, page([a, b] if b else [a]))
+    except PartwayError as error:
+        typer.echo(f"partway show: {error}", err=True)
+        raise typer.Exit(2) from None
+    typer.echo(f"wrote {target}")
+    if open and not webbrowser.open(target.resolve().as_uri()):
+        typer.echo("partway show: there is no browser here that can be started; open the file in one", err=True)
+        raise typer.Exit(1)
 
 
 def check_paths(*paths: Path | None) -> None:

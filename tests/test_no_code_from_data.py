@@ -53,11 +53,8 @@ ALLOWED = {
     ("runtime/ps/cluster.py", "import_module", 1): "ray, by its name",
     ("api/user_rules.py", "import marshal", 1): "writes the code of a rule's local form, for a digest; nothing is read",
     ("api/user_rules.py", "marshal.dumps", 1): "see above",
-    (
-        "api/measure/workloads.py",
-        "import_module",
-        1,
-    ): "a module that a person names on the command line, as for `python -m`",
+    ("api/named.py", "import_module", 1): "a module that a person names on the command line, as for `python -m`",
+    ("api/named.py", "exec_module", 1): "a file that a person names on the command line, as for `python FILE`",
     ("api/checkpoints/contents.py", "torch.load", 1): "with weights_only=True, which makes tensors and plain values",
     ("api/checkpoints/rank_files.py", "torch.load", 1): "with weights_only=True",
     (

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from partway.named import find, kind_of
 from partway.strategy.errors import RuntimeStateError
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -277,17 +275,17 @@ def own(name: str, each: int = 4) -> Workload:
     their first dim; the model takes the tensors and returns the loss: a mean over the samples, without dropout, so that
     it can be checked. Raises RuntimeStateError where there is no such function, or it returns something else.
     """
-    function = _function(name)
+    function: Callable[[int], Any] = find(name)
 
     def checked(samples: int) -> tuple[nn.Module, tuple[Tensor, ...]]:
         result = function(samples)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
             raise RuntimeStateError(
-                f"{name}({samples}) must return (an nn.Module, a tuple of tensors), not {_kind(result)}"
+                f"{name}({samples}) must return (an nn.Module, a tuple of tensors), not {kind_of(result)}"
             )
         model, batch = result
         if not (isinstance(batch, tuple) and batch and all(isinstance(t, Tensor) for t in batch)):
-            raise RuntimeStateError(f"the batch of {name}({samples}) must be a tuple of tensors, not {_kind(batch)}")
+            raise RuntimeStateError(f"the batch of {name}({samples}) must be a tuple of tensors, not {kind_of(batch)}")
         for i, tensor in enumerate(batch):
             if tensor.dim() == 0 or tensor.shape[0] != samples:
                 raise RuntimeStateError(
@@ -306,24 +304,3 @@ def own(name: str, each: int = 4) -> Workload:
         tuple(tensor.dim() for tensor in batch),
         norms,
     )
-
-
-def _function(name: str) -> Callable[[int], Any]:
-    module_name, _, function_name = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does
-    try:
-        module = import_module(module_name)
-    except ImportError as error:
-        raise RuntimeStateError(f"cannot import the module of model {name!r}: {error}") from error
-    function: Callable[[int], Any] | None = getattr(module, function_name, None)
-    if not callable(function):
-        raise RuntimeStateError(f"module {module_name!r} has no function {function_name!r} for model {name!r}")
-    return function
-
-
-def _kind(value: object) -> str:
-    """The type of a value; for a tuple, the types of its elements."""
-    if isinstance(value, tuple):
-        return f"({', '.join(type(element).__name__ for element in value)})"
-    return type(value).__name__
