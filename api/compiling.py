@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -350,13 +351,18 @@ def _compiled(call: CallInputs, captured: Captured, record: Record, followed: Pl
     if followed is not None:
         made.cache_clear()  # sizes may be many, and what a search is given is large: it is made again when asked for
     record.planned(inputs, planned)
-    planned.plan.of(lambda: alternatives(made().draft, planned.local))
     warn_of_unknown(inputs.graph, planned.plan.unknown_operators)
     if context.strategy_ckpt_config.save_file and (call.processes is None or get_rank() == 0):
         planned.plan.save(context.strategy_ckpt_config.save_file)
-    return Compiled(
+    compiled = Compiled(
         inputs, planned, entry, lambda: made().draft, captured.state, captured.effects, record, _called(call.fn)
     )  # fmt: skip
+    here = weakref.ref(compiled)  # a plan that is kept does not keep the programs
+    planned.plan.of(
+        lambda: alternatives(made().draft, planned.local),
+        lambda: of.program.schedule.spans if (of := here()) is not None else (),
+    )
+    return compiled
 
 
 def _with_what_fits(error: DoesNotFitError, call: CallInputs, inputs: PlanInputs, record: Record) -> DoesNotFitError:

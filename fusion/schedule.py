@@ -102,6 +102,7 @@ class Work(NamedTuple):
     payload: int = 0
     late: bool = False
     kind: str = ""
+    axes: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -111,7 +112,9 @@ class Work(NamedTuple):
     @property
     def args(self) -> dict[str, Any]:
         """What a timeline shows of it."""
-        return {"kind": self.kind, "bytes": self.payload} if self.lane == COMMUNICATION else {"kind": self.kind}
+        if self.lane != COMMUNICATION:
+            return {"kind": self.kind}
+        return {"kind": self.kind, "axes": ",".join(self.axes), "bytes": self.payload}
 
 
 _FREE = Work(None)
@@ -263,7 +266,7 @@ class _Meter:
                 for operand in node.all_input_nodes
                 for part in _tensors(self.values[operand])
             )
-            return Work(COMMUNICATION, waiting, per_byte, payload, kind=kind.value)
+            return Work(COMMUNICATION, waiting, per_byte, payload, kind=kind.value, axes=tuple(axes))
         if kind is Kind.NOTHING:
             return _FREE
         seconds = float(operator_seconds(0, read + written, torch.float32, self.profile))

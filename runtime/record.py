@@ -99,11 +99,11 @@ class _Timeline:
         elif awaited:
             issued, ended = self._issued.pop((phase, step.out))
             end = self._last
-            self._measured.append(
-                (step.name, phase, COMMUNICATION, issued, lambda: ended[0] if ended else end, {"kind": str(c.kind)})
-            )
+            about = {"kind": str(c.kind), "axes": ",".join(c.axes)}
+            self._measured.append((step.name, phase, COMMUNICATION, issued, lambda: ended[0] if ended else end, about))
         elif isinstance(value, list):  # the results of simulated ranks, which wait for no one
-            self._add(step, phase, COMMUNICATION, before, self._last, {"kind": str(c.kind)})
+            about = {"kind": str(c.kind), "axes": ",".join(c.axes)}
+            self._add(step, phase, COMMUNICATION, before, self._last, about)
         else:
             done: list[Stamp] = []
             self._issued[phase, step.out] = before, done

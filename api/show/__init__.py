@@ -1,4 +1,5 @@
 """What people look at.
 
-sharding.py   `visualize_sharding`: how what they have in hand lies on the devices of a mesh (strategy/pictures draws it)
+sharding.py   `visualize_sharding`: how what they have in hand lies on the devices of a mesh
+pages.py      `partway show`: pages of plans that were saved, and what differs between two
 """

@@ -64,9 +64,12 @@ def name_of_call(node: fx.Node) -> str:
 def describe(node: fx.Node) -> str:
     """The dtype and shape of what `node` produces, as `float32[8, 16]`."""
     val = node.meta.get("val")
-    if isinstance(val, torch.Tensor):
-        return f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)}"
-    return type(val).__name__
+    return described(val) or type(val).__name__
+
+
+def described(val: Any) -> str:
+    """The dtype and shape of a tensor, as `float32[8, 16]`; "" of what is none."""
+    return f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)}" if isinstance(val, torch.Tensor) else ""
 
 
 def module_path(node: fx.Node) -> str:

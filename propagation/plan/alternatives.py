@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, permutations
+from typing import Protocol
 
 import numpy as np
 from torch import fx
@@ -353,15 +354,41 @@ def _listed(collectives: list[Collective]) -> str:
     return ", ".join(words) + (f" and {more} more" if more else "")
 
 
+class Span(Protocol):
+    """Something that takes time in the schedule of a program; see partway.fusion.timeline.Span."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def phase(self) -> str: ...
+    @property
+    def lane(self) -> str: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def args(self) -> Mapping[str, object]: ...
+
+
 class Origin:
-    """The Alternatives of a plan that was made here, found when they are first asked for; none of one that was read
-    from a file.
+    """What is known of a plan that was made here, and not of one that was read from a file: its Alternatives, and what
+    its program is predicted to run when. Each is found when it is first asked for.
 
     It is not part of what the plan says: any two are equal, and a pickled one is empty.
     """
 
-    def __init__(self, find: Callable[[], Alternatives] | None = None) -> None:
-        self._find = find
+    def __init__(
+        self,
+        find: Callable[[], Alternatives] | None = None,
+        schedule: Callable[[], Sequence[Span]] | None = None,
+    ) -> None:
+        self._find, self._schedule = find, schedule
+
+    @cached_property
+    def schedule(self) -> Sequence[Span]:
+        """What the program runs when, as it is predicted; nothing where there is no program."""
+        return self._schedule() if self._schedule else ()
 
     @cached_property
     def alternatives(self) -> Alternatives | None:

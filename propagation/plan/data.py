@@ -73,6 +73,7 @@ class OperatorPlan(_Frozen):
     fate         "kept" for the backward, computed "again" there, or "gone", as nothing there reads it; empty in plans
                  of an earlier version
     again        seconds that computing it again takes
+    types        of each result, as float32[8, 16]; "" of what is no tensor; None in plans of an earlier version
     """
 
     name: str
@@ -90,6 +91,7 @@ class OperatorPlan(_Frozen):
     held_bytes: float | None = None
     fate: str = ""
     again: float = 0.0
+    types: tuple[str, ...] | None = None
 
 
 class Memory(_Frozen):

@@ -8,7 +8,17 @@ from functools import cache
 from torch import fx
 
 from ...strategy.layout import Layout
-from ..graph.nodes import describe, is_tensor, module_path, operands, operator_name, source_line, source_of
+from ..graph.nodes import (
+    describe,
+    described,
+    is_tensor,
+    module_path,
+    operands,
+    operator_name,
+    source_line,
+    source_of,
+    value,
+)
 from ..program.local_program import LocalProgram, PlacedPort
 from ..program.lower import describe_option
 from ..search.keeping import Fate
@@ -98,7 +108,13 @@ def _operator(vertex: Vertex, choice: int, fate: Fate, producer_of: Callable[[fx
         held_bytes=float(vertex.options.made[choice]) if fate is Fate.KEPT else 0.0,
         fate=fate.name.lower(),
         again=float(vertex.options.again[choice]) if fate is Fate.AGAIN else 0.0,
+        types=_types(vertex.node),
     )
+
+
+def _types(node: fx.Node) -> tuple[str, ...]:
+    made = value(node)
+    return tuple(described(each) for each in (made if isinstance(made, (tuple, list)) else (made,)))
 
 
 def _memory(held: Timeline, vertices: Sequence[Vertex]) -> Memory:

@@ -5,7 +5,7 @@ A plan is plain data: it can be printed, asked, saved and loaded without the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -13,11 +13,15 @@ from typing import TYPE_CHECKING, Any, Self
 from pydantic import PrivateAttr
 
 from ...strategy.errors import StrategyError
-from .alternatives import Alternatives, Origin
+from ...strategy.files import save
+from .alternatives import Alternatives, Origin, Span
 from .curve import MemoryCurve
 from .data import Memory, MemoryPoint, PlanData
 from .explain import explain
 from .files import load_plan, save_plan
+from .page.document import Shown, compact, document
+from .page.facts import said
+from .page.time import timeline_sections
 from .planned_graph import planned_graph
 from .report import Report, summary, table
 
@@ -39,9 +43,9 @@ class Plan(PlanData):
 
     _origin: Origin = PrivateAttr(default_factory=Origin)
 
-    def of(self, find: Callable[[], Alternatives]) -> Self:
-        """This plan, which now knows how to find its alternatives."""
-        self._origin = Origin(find)
+    def of(self, find: Callable[[], Alternatives], schedule: Callable[[], Sequence[Span]] | None = None) -> Self:
+        """This plan, which now knows how to find its alternatives, and the schedule of its program."""
+        self._origin = Origin(find, schedule)
         return self
 
     def holding(self, memory: Memory) -> Self:
@@ -115,6 +119,35 @@ class Plan(PlanData):
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; folders on the way are made. Raises StrategyError where it cannot be written."""
         save_plan(self, path)
+
+    def save_html(
+        self,
+        path: str | PathLike[str],
+        *,
+        alternatives: int = 8,
+        timelines: Mapping[str, Iterable[Span]] | None = None,
+        title: str = "",
+    ) -> None:
+        """Write the plan as a page: one file that a browser opens from disk, and that fetches nothing.
+
+        It has the model as a graph whose modules fold; for what is selected its strategy, layouts, costs, memory and
+        source line; for a collective its cause; and what the step costs, by what. `partway show` makes it of a plan
+        that was saved.
+
+        alternatives   for how many collectives, those that cost most, and how many annotations, to find what the plan
+                       without them would cost, as `explain` does: by searching again. 0: none
+        timelines      what ran when, by name, such as {"measured": spans} of record_timeline: below what is predicted
+        title          of the page; by default the mesh
+
+        Raises StrategyError where it cannot be written, and for alternatives below 0.
+        """
+        known = said(self, self._origin.alternatives if alternatives else None, alternatives)
+        steps = {"predicted": self._origin.schedule, **(timelines or {})}
+        shown = Shown(self, known=known, sections=tuple(timeline_sections(steps)))
+        save("the page", path, document([shown], title or f"Plan on {self.mesh}"))
+
+    def _repr_html_(self) -> str:
+        return compact(self)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Self:

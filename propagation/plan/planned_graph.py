@@ -38,8 +38,7 @@ class Read:
 
 def planned_graph(plan: PlanData) -> networkx.MultiDiGraph:
     """See Plan.to_networkx."""
-    if reason := _why_not(plan):
-        raise StrategyError(reason)
+    reads = placed_reads(plan)
     import networkx  # takes a tenth of a second, and few plans need it
 
     mesh = dict(zip(plan.axes, plan.sizes, strict=True))
@@ -47,8 +46,7 @@ def planned_graph(plan: PlanData) -> networkx.MultiDiGraph:
     for side, tensors in (("input", plan.inputs), ("output", plan.outputs)):
         graph.add_nodes_from((f"{side} {t.name}", _tensor(side, t)) for t in tensors)
     graph.add_nodes_from((o.name, _operator(plan, o)) for o in plan.operators)
-    reads = list(_reads(plan))
-    for read, collectives in zip(reads, _placed(plan, reads), strict=True):
+    for read, collectives in reads:
         source = node_of(read.producer)
         if read.producer.kind is ProducerKind.CONSTANT:
             graph.add_node(source, kind="constant", name=read.producer.name)
@@ -60,11 +58,20 @@ def planned_graph(plan: PlanData) -> networkx.MultiDiGraph:
             result=read.producer.result,
             produced_as=read.produced_as,
             read_as=read.read_as,
-            collectives=tuple(collectives),
+            collectives=collectives,
             wire_bytes=sum((c.wire_bytes for c in collectives), 0.0),
             seconds=sum((c.predicted_time for c in collectives), 0.0),
         )
     return graph
+
+
+def placed_reads(plan: PlanData) -> list[tuple[Read, tuple[Collective, ...]]]:
+    """All that operators and outputs read, in order, each with the collectives that stand at it. Raises StrategyError
+    as Plan.to_networkx."""
+    if reason := _why_not(plan):
+        raise StrategyError(reason)
+    reads = list(_reads(plan))
+    return [(read, tuple(here)) for read, here in zip(reads, _placed(plan, reads), strict=True)]
 
 
 def _why_not(plan: PlanData) -> str:

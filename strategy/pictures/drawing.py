@@ -70,11 +70,11 @@ def _table(parts: Parts, panel: Panel) -> Table:
     return table
 
 
-def _some(numbers: Sequence[int]) -> list[int]:
+def _some(numbers: Sequence[int], most: int = MOST) -> list[int]:
     """Those that are drawn, and -1 for those in between that are not."""
-    if len(numbers) <= MOST:
+    if len(numbers) <= most:
         return list(numbers)
-    return [*numbers[: MOST // 2], -1, *numbers[-MOST // 2 + 1 :]]
+    return [*numbers[: most // 2], -1, *numbers[-most // 2 + 1 :]]
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,15 @@ class _Place:
     label: str
 
 
-def svg_of(title: str, parts: Parts) -> str:
-    """The picture for a notebook or a page: one `svg` element, which needs nothing around it."""
+def svg_of(title: str, parts: Parts, most: int = MOST) -> str:
+    """The picture for a notebook or a page: one `svg` element, which needs nothing around it. `most` rows and columns
+    are drawn."""
     lines = [title, *_beside(parts)]
     high = _LINE * len(lines) + 10
     body: list[str] = []
     row, column = parts.axes
-    columns = _places(parts, column, _WIDE, _LEFT)
-    rows = _places(parts, row, _height(parts), _TOP)
+    columns = _places(parts, column, _WIDE, _LEFT, most)
+    rows = _places(parts, row, _height(parts, most), _TOP, most)
     for panel in parts.panels():
         body.append(f'<g transform="translate(0 {high:g})">')
         body += _panel(parts, panel, rows, columns)
@@ -109,18 +110,18 @@ def svg_of(title: str, parts: Parts) -> str:
     return "\n".join([head, f"<title>{escape(title)}</title>", *texts, *body, "</svg>"])
 
 
-def _height(parts: Parts) -> float:
+def _height(parts: Parts, most: int) -> float:
     """Of a grid, in the proportion of its dims, within limits."""
     row, column = parts.axes
     if row is None or column is None:
         return 40.0
     fair = _WIDE * parts.shape[row] / parts.shape[column]
-    return min(max(fair, 60.0, _LEAST * len(_some(range(len(parts.spans(row)))))), _HIGH)
+    return min(max(fair, 60.0, _LEAST * len(_some(range(len(parts.spans(row))), most))), _HIGH)
 
 
-def _places(parts: Parts, dim: int | None, room: float, start: float) -> list[_Place]:
+def _places(parts: Parts, dim: int | None, room: float, start: float, most: int) -> list[_Place]:
     spans = parts.spans(dim)
-    numbers = _some(range(len(spans)))
+    numbers = _some(range(len(spans)), most)
     sizes = [spans[n][1] - spans[n][0] if n >= 0 else 0 for n in numbers]
     each = [max(_LEAST, room * size / (sum(sizes) or 1)) for size in sizes]
     found = []

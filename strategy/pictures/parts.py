@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from ..cut import Span
 from ..errors import StrategyError
 from ..layout import Layout
@@ -69,11 +71,18 @@ class Parts:
         cut = self.layout.cut(dim, self.shape[dim])
         return cut.chunks if self.chunked else cut.spans
 
-    def held(self, rank: int) -> tuple[Span, ...]:
-        """The elements that the device at this place of the mesh holds, of every dim."""
-        axes = [self.layout.axes_of(dim) for dim in range(len(self.shape))]
-        mesh = self.layout.mesh
-        return tuple(self._cut(dim)[mesh.position(rank, *by) if by else 0] for dim, by in enumerate(axes))
+    @cached_property
+    def held(self) -> tuple[tuple[Span, ...], ...]:
+        """The elements that each device holds, in the order of the mesh: a slice of every dim."""
+        sizes, placements = self.layout.mesh.sizes, self.layout.placements
+        coordinates = np.indices(sizes).reshape(len(sizes), -1)  # all at once: there may be tens of thousands
+        own = []
+        for dim in range(len(self.shape)):
+            by = [i for i, placement in enumerate(placements) if placement == Shard(dim)]
+            at = np.ravel_multi_index(tuple(coordinates[by]), [sizes[i] for i in by]) if by else coordinates[0] * 0
+            cut = self._cut(dim)
+            own.append([cut[position] for position in at])
+        return tuple(zip(*own, strict=True)) if own else ((),) * len(self.devices)
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
@@ -89,8 +98,8 @@ class Parts:
     def by_slices(self) -> dict[tuple[Span, ...], tuple[int, ...]]:
         """The devices that hold each part, by its slices."""
         found: dict[tuple[Span, ...], list[int]] = {}
-        for rank, device in enumerate(self.devices):
-            found.setdefault(self.held(rank), []).append(device)
+        for device, spans in zip(self.devices, self.held, strict=True):
+            found.setdefault(spans, []).append(device)
         return {spans: tuple(devices) for spans, devices in found.items()}
 
     @cached_property

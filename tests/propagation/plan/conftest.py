@@ -37,7 +37,7 @@ def of_the_version_before(plan, tmp_path):
     """The plan as the version before wrote it, which did not keep what operators read."""
     data = json.loads(plan.model_dump_json())
     for each in (*data["inputs"], *data["operators"], *data["outputs"]):
-        for field in ("producer", "producers", "held_bytes"):
+        for field in ("producer", "producers", "held_bytes", "types"):
             each.pop(field, None)
     (tmp_path / "before.json").write_text(json.dumps(data))
     return pw.Plan.load(tmp_path / "before.json")
