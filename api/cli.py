@@ -71,14 +71,26 @@ def version() -> None:
     typer.echo(f"partway {installed_version('partway')}")
 
 
+def _search_modes(incomplete: str) -> list[str]:
+    return [name for name in SEARCH_MODES if name.startswith(incomplete)]
+
+
+def _presets(incomplete: str) -> list[str]:
+    """The device profiles that come with Partway, for completion: what needs no torch."""
+    return [name for name in PROFILES if name.startswith(incomplete)]
+
+
 @app.command()
 def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="seconds that ranks wait for each other")] = 30,
+    profile: Annotated[
+        str | None, typer.Option(help="look at this device profile, too: a preset, or a file", autocompletion=_presets)
+    ] = None,
 ) -> None:
-    """Print what this machine offers: versions, devices, backends; under a launcher, whether ranks reach each other.
+    """Print what this machine offers, what is wrong, and what to do: versions, devices, backends, variables, the cache.
 
-    Every rank runs it then. Rank 0 prints what all found, the others what is wrong with them; the exit status is 1 if
-    anything is.
+    Under a launcher also whether ranks reach each other. Every rank runs it then: rank 0 prints what all found, the
+    others what is wrong with them. The exit status is 1 if anything is wrong; advice does not count.
     """
     from partway.runtime.launching.launchers import launch
 
@@ -86,17 +98,21 @@ def doctor(
         found = launch()
     except PartwayError as error:
         _print_facts(f"unclear: {error}")
+        _print_findings(1, profile)
         raise typer.Exit(1) from None
     if found is None:
         _print_facts("none: models run on virtual devices in this process")
-        return
+        raise typer.Exit(1 if _print_findings(1, profile) else 0)
     from partway import reach
 
+    wrong = False
     try:
         met = reach.join(found, timeout)
         found = met.launch
         if found.rank == 0:
             _print_facts(f"{found.launcher}: {found.size} processes, which meet at {found.where}")
+        if found.rank == 0 or not found.local_rank:  # once on each host
+            wrong = _print_findings(found.size if found.one_host else 1, profile)
         health = reach.check(met, timeout)
     except PartwayError as error:
         typer.echo(f"partway doctor: {error}", err=True)
@@ -108,7 +124,7 @@ def doctor(
             typer.echo(f"partway doctor: {problem.text}", err=True)
     if found.rank == 0 and not health.problems:
         typer.echo(health.well)
-    raise typer.Exit(1 if health.problems else 0)
+    raise typer.Exit(1 if health.problems or wrong else 0)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -266,15 +282,6 @@ def run_operator(
     except PartwayError as error:
         typer.echo(f"partway operator run: {error}", err=True)
         raise typer.Exit(2) from None
-
-
-def _search_modes(incomplete: str) -> list[str]:
-    return [name for name in SEARCH_MODES if name.startswith(incomplete)]
-
-
-def _presets(incomplete: str) -> list[str]:
-    """The device profiles that come with Partway, for completion: what needs no torch."""
-    return [name for name in PROFILES if name.startswith(incomplete)]
 
 
 @app.command()
@@ -469,23 +476,28 @@ def _devices() -> list[str]:
     return devices
 
 
-def _has_backend(name: str) -> bool:
-    """Whether this build of torch has the backend; a build without distributed support has none."""
-    import torch
+def _print_findings(processes: int, profile: str | None) -> bool:
+    """Print what is wrong here and what to do. Returns whether anything is, which advice is not."""
+    from partway.findings import findings
 
-    return torch.distributed.is_available() and torch.distributed.is_backend_available(name)
+    found = findings(processes, profile)
+    for finding in found:
+        typer.echo(str(finding))
+    return any(finding.wrong for finding in found)
 
 
 def _print_facts(launcher: str) -> None:
     import torch
+
+    from partway.findings import has_backend
 
     facts = {
         "partway": installed_version("partway"),
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": str(torch.__version__),
         "devices": "; ".join(_devices()),
-        "gloo": "available" if _has_backend("gloo") else "missing: processes cannot talk on the CPU",
-        "nccl": "available" if _has_backend("nccl") else "missing: processes cannot talk on GPUs",
+        "gloo": "available" if has_backend("gloo") else "missing: processes cannot talk on the CPU",
+        "nccl": "available" if has_backend("nccl") else "missing: processes cannot talk on GPUs",
         "launcher": launcher,
     }
     width = max(map(len, facts))

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from partway.compiling import compile
 from partway.context import set_algo_parameters, set_auto_parallel_context
 from partway.named import call, find, kind_of
 from partway.propagation.plan.plan import Plan
+from partway.propagation.torch_internals import tree_map
 from partway.spelling import bytes_of, input_of, mesh_of, strategy_of
 from partway.strategy.errors import RuntimeStateError, StrategyError, shown
 
@@ -185,5 +185,9 @@ def _placed(model: Model, real: bool) -> Model:
     """The call with all of its tensors on the meta device, wherever the function made them."""
     if real:
         return model
-    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), (model.args, dict(model.kwargs)))
+
+    def moved(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, Tensor) else value
+
+    args, kwargs = tree_map(moved, (model.args, dict(model.kwargs)))
     return Model(model.module.to("meta"), args, kwargs)
