@@ -24,7 +24,7 @@ SOURCES := $(shell find api strategy propagation fusion runtime -name '*.py' -o 
 # One thread for each process: the tests run side by side and start processes of their own.
 PYTEST := OMP_NUM_THREADS=1 PARTWAY_CHECKOUT="$(CURDIR)" PARTWAY_INSTALL=$(INSTALL) $(BIN)/pytest
 
-.PHONY: help demo quick test check bench conformance conformance-k8s oldest format install clean
+.PHONY: help demo quick test check bench conformance conformance-k8s oldest docs docs-serve format install clean
 .DELETE_ON_ERROR:
 
 help:
@@ -37,6 +37,8 @@ help:
 	@echo 'make conformance-k8s  run jobs on a real API server of Kubernetes'
 	@echo 'make oldest       run a slice of the tests with the lowest version of every dependency (gigabytes to fetch)'
 	@echo 'make bench        run the benchmarks'
+	@echo 'make docs         build the documentation into site/'
+	@echo 'make docs-serve   serve it, and build it again when a page changes'
 	@echo 'make install      only set up the virtual environment'
 	@echo 'make clean        remove what these commands made'
 
@@ -85,6 +87,13 @@ bench: $(STAMP)
 	  echo "== $$script $$quick"; $(BIN)/python "$$script" $$quick; \
 	done
 
+# Material says at each build when it ends; docs/design/documentation.md has it.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 # The type checker and import-linter name a module by its path, so they read the wheel, unpacked beside the tools.
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -103,7 +112,7 @@ format: $(STAMP)
 install: $(STAMP)
 
 clean:
-	rm -rf .venv .venv-wheel .venv-oldest build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-wheel .venv-oldest build dist out site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find api strategy propagation fusion runtime tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # No build isolation: an isolated build fetches its own setuptools, unpinned.
@@ -136,7 +145,7 @@ endef
 ifeq ($(INSTALL),wheel)
 define pytest
 @copy=$$(mktemp -d) && trap 'rm -rf "$$copy"' EXIT && \
-cp -R $(wildcard tests examples benchmarks docs) README.md pyproject.toml "$$copy" && cd "$$copy" && \
+cp -R $(wildcard tests examples benchmarks docs) README.md mkdocs.yml pyproject.toml "$$copy" && cd "$$copy" && \
 $(PYTEST) -n $(WORKERS) --dist loadgroup $(1) $(ARGS)
 endef
 else

@@ -1,0 +1,112 @@
+"""What the site needs beside the pages: hooks of MkDocs.
+
+Pages link to files of the repository as a reader of the repository needs it, `../api/sharding.py`. In the site such a
+file is a page of its own, under `repository/`, which no search finds. The API is read from the sources, which lie in
+other folders than the modules' names say: from a folder of links that has the names.
+"""
+
+from __future__ import annotations
+
+import atexit
+import posixpath
+import re
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[2]
+_LINK = re.compile(r"\]\((?!\w+:)([^)\s#]+)")
+_FENCE = re.compile(r"^ *```.*?^ *```", re.S | re.M)
+
+
+@event_priority(100)  # before mkdocstrings reads it
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The folder in which the API is looked for."""
+    if "mkdocstrings" in config.plugins:
+        config.plugins["mkdocstrings"].config.handlers = {"python": {**_handler(config), "paths": [str(_packages())]}}
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """A page for each file of the repository that a page links to."""
+    waiting = [(file.src_uri, file.content_string) for file in files.documentation_pages()]
+    while waiting:
+        uri, text = waiting.pop()
+        for target in _targets(uri, text):
+            if target.startswith("repository/") and files.get_file_from_path(target) is None:
+                content = _page_of(target)
+                files.append(File.generated(config, target, content=content))
+                waiting.append((target, content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The text with links that hold in the site."""
+    uri = page.file.src_uri
+
+    def link(found: re.Match[str]) -> str:
+        target = _target(uri, found[1])
+        return f"]({posixpath.relpath(target, posixpath.dirname(uri))}"
+
+    return "".join(part if fence else _LINK.sub(link, part) for part, fence in _parts(markdown))
+
+
+def _handler(config: MkDocsConfig) -> dict[str, object]:
+    return dict(config.plugins["mkdocstrings"].config.handlers["python"])
+
+
+def _packages() -> Path:
+    """A folder with links that have the names of the packages: partway/strategy is strategy/."""
+    folder = tempfile.TemporaryDirectory(prefix="partway-site-")
+    atexit.register(folder.cleanup)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    for package, path in project["tool"]["setuptools"]["package-dir"].items():
+        made = Path(folder.name, *package.split("."))
+        made.mkdir(parents=True, exist_ok=True)
+        for source in (ROOT / path).glob("*.py"):
+            (made / source.name).symlink_to(source)
+    return Path(folder.name)
+
+
+def _parts(text: str) -> Iterator[tuple[str, bool]]:
+    """The text in parts, and whether each is a block of code."""
+    end = 0
+    for block in _FENCE.finditer(text):
+        yield text[end : block.start()], False
+        yield block[0], True
+        end = block.end()
+    yield text[end:], False
+
+
+def _targets(uri: str, text: str) -> Iterator[str]:
+    yield from (_target(uri, link) for part, fence in _parts(text) if not fence for link in _LINK.findall(part))
+
+
+def _target(uri: str, link: str) -> str:
+    """Where in the site a link of the page `uri` leads."""
+    home = uri.removeprefix("repository/") if uri.startswith("repository/") else f"docs/{uri}"
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(home), link))
+    if path.startswith("docs/") and not path.startswith("docs/tools/"):
+        return path.removeprefix("docs/")
+    if path.startswith("..") or not (ROOT / path).exists():
+        return posixpath.normpath(posixpath.join(posixpath.dirname(uri), link))  # MkDocs says that it is not there
+    if (ROOT / path).is_dir():
+        path += "/README.md" if (ROOT / path / "README.md").exists() else "/__init__.py"
+    return f"repository/{path}" if path.endswith(".md") else f"repository/{path}.md"
+
+
+def _page_of(target: str) -> str:
+    """The page of a file of the repository."""
+    path = target.removeprefix("repository/")
+    hidden = "---\nsearch:\n  exclude: true\n---\n\n"
+    if (ROOT / path).exists():
+        return hidden + (ROOT / path).read_text(encoding="utf-8")
+    path = path.removesuffix(".md")
+    code, kind = (ROOT / path).read_text(encoding="utf-8"), {".py": "python", ".sh": "bash"}.get(Path(path).suffix, "")
+    return f"{hidden}# {path}\n\n``````{kind}\n{code}``````\n"
