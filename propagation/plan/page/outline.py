@@ -6,6 +6,7 @@ inside than one looks at in one go. Groups are in the order of their first opera
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -86,15 +87,20 @@ class _Grouping:
         return self._runs(self._stacks(children))
 
     def _stacks(self, children: Iterable[Group | int]) -> list[Group | int]:
-        """`children`, in which modules that are alike, one after another, are one stack."""
+        """`children`, in which modules that are alike, one after another, are one stack: those that only numbers in
+        their names tell apart."""
         groups: list[list[Group | int]] = []
         for child in children:
             last = groups[-1][-1] if groups else None
-            if isinstance(child, Group) and isinstance(last, Group) and self._key(child) == self._key(last):
+            if isinstance(child, Group) and isinstance(last, Group) and self._like(child, last):
                 groups[-1].append(child)
             else:
                 groups.append([child])
         return [self._joined("stack", group) if len(group) > 1 else group[0] for group in groups]
+
+    def _like(self, one: Group, other: Group) -> bool:
+        patterns = {re.sub(r"\d+", "*", each.label) for each in (one, other)}
+        return len(patterns) == 1 and one.label != other.label and self._key(one) == self._key(other)
 
     def _runs(self, children: Sequence[Group | int]) -> tuple[Group | int, ...]:
         """`children`, no more than MOST of them: of more each is a run of neighbours."""
