@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +15,20 @@ from typer.core import TyperGroup
 from partway.strategy.errors import PartwayError, RuntimeStateError
 from partway.strategy.files import save
 
-PROFILES = ("a100", "ascend910", "cpu", "h100", "h200")  # said here for completion, which imports nothing
+# What completion offers. It is said here, since completion does not wait for an import of torch.
+PROFILES = ("a100", "ascend910", "cpu", "h100", "h200")
 SEARCH_MODES = ("dynamic_programming", "recursive_programming", "sharding_propagation")
+DEVICES = ("cpu", "cuda")
+MODELS = ("gpt2", "mlp", "resnet50")
+CONTENDERS = (
+    "auto", "index eighths", "index thirds", "overlap", "size 1", "size 16", "size 4", "size 64", "unfused",
+)  # fmt: skip
+
+
+def _offers(words: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """Completion by these words."""
+    return lambda incomplete: [word for word in words if word.startswith(incomplete)]
+
 
 app = typer.Typer(
     name="partway",
@@ -71,20 +84,12 @@ def version() -> None:
     typer.echo(f"partway {installed_version('partway')}")
 
 
-def _search_modes(incomplete: str) -> list[str]:
-    return [name for name in SEARCH_MODES if name.startswith(incomplete)]
-
-
-def _presets(incomplete: str) -> list[str]:
-    """The device profiles that come with Partway, for completion: what needs no torch."""
-    return [name for name in PROFILES if name.startswith(incomplete)]
-
-
 @app.command()
 def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="seconds that ranks wait for each other")] = 30,
     profile: Annotated[
-        str | None, typer.Option(help="look at this device profile, too: a preset, or a file", autocompletion=_presets)
+        str | None,
+        typer.Option(help="look at this device profile, too: a preset, or a file", autocompletion=_offers(PROFILES)),
     ] = None,
 ) -> None:
     """Print what this machine offers, what is wrong, and what to do: versions, devices, backends, variables, the cache.
@@ -303,11 +308,11 @@ def plan(
         list[str] | None, typer.Option(help="how parameters are split: NAME=STRATEGY, such as *.up.weight=tp,None")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(help="the devices: a preset, or a file [h100]", autocompletion=_presets)
+        str | None, typer.Option(help="the devices: a preset, or a file [h100]", autocompletion=_offers(PROFILES))
     ] = None,
     memory_limit: Annotated[str | None, typer.Option(help="of a device, such as 40GB; inf: none")] = None,
     search_mode: Annotated[
-        str | None, typer.Option(help="how it is searched for", autocompletion=_search_modes)
+        str | None, typer.Option(help="how it is searched for", autocompletion=_offers(SEARCH_MODES))
     ] = None,
     inference: Annotated[bool, typer.Option("--inference", help="without a backward")] = False,
     real: Annotated[bool, typer.Option("--real", help="make the model with values, on the CPU, not without")] = False,
@@ -347,7 +352,9 @@ def plan(
 def calibrate(
     out: Annotated[Path, typer.Option(help="the file to write")] = Path("profile.json"),
     processes: Annotated[int, typer.Option(help="how many devices; 1 measures no collectives")] = 2,
-    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU for each process)")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU for each process)", autocompletion=_offers(DEVICES))
+    ] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="fewer and smaller cases: less than a minute")] = False,
 ) -> None:
     """Measure this machine and write a device profile: compute, memory, and collectives between processes."""
@@ -366,17 +373,30 @@ def calibrate(
 
 @bench.command()
 def fusion(
-    model: Annotated[str, typer.Option(help="gpt2, resnet50, mlp, or module:function of your own")] = "gpt2",
+    model: Annotated[
+        str,
+        typer.Option(help="gpt2, resnet50, mlp, or module:function of your own", autocompletion=_offers(MODELS)),
+    ] = "gpt2",
     world: Annotated[int, typer.Option(help="how many processes")] = 2,
     rounds: Annotated[int | None, typer.Option(help="steps of each contender [15; quick: 3]")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda [cuda where there are several GPUs, and enough]")] = "",
-    profile: Annotated[str | None, typer.Option(help="predict with this device profile instead of calibrating")] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="cpu or cuda [cuda where there are several GPUs, and enough]", autocompletion=_offers(DEVICES)
+        ),
+    ] = "",
+    profile: Annotated[
+        str | None,
+        typer.Option(help="predict with this device profile instead of calibrating", autocompletion=_offers(PROFILES)),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="where to write all figures, as JSON")] = None,
     plot: Annotated[Path | None, typer.Option(help="where to save a plot of them (needs matplotlib)")] = None,
     timeline: Annotated[
         Path | None, typer.Option(help="where to write a timeline of one step, predicted and measured")
     ] = None,
-    of: Annotated[str, typer.Option(help="the contender whose timeline is written")] = "overlap",
+    of: Annotated[
+        str, typer.Option(help="the contender whose timeline is written", autocompletion=_offers(CONTENDERS))
+    ] = "overlap",
     quick: Annotated[
         bool, typer.Option("--quick", help="a small model and few rounds: the times mean nothing")
     ] = False,

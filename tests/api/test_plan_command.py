@@ -9,10 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import partway as pw
-from partway import cli
+from partway.cli import app
 from partway.plan_command import Asked, planned
-from partway.propagation.cost.profile import presets
-from partway.propagation.search.search import SearchMode
 
 MADE = """
 import torch
@@ -55,7 +53,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def command(name: str, *arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cli.app, ["plan", f"planned_here:{name}", *arguments])
+    result = CliRunner().invoke(app, ["plan", f"planned_here:{name}", *arguments])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output
 
@@ -208,8 +206,3 @@ def test_what_a_model_raises_when_it_is_captured_names_its_line() -> None:
     assert code == 2
     assert "planned_here.py:11, in forward" in output
     assert "Traceback" not in output
-
-
-def test_what_completion_offers_is_what_there_is() -> None:
-    assert sorted(cli.PROFILES) == sorted(presets())
-    assert sorted(cli.SEARCH_MODES) == sorted(mode.value for mode in SearchMode)
