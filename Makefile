@@ -113,7 +113,7 @@ install: $(STAMP)
 
 clean:
 	rm -rf .venv .venv-wheel .venv-oldest build dist out site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find api strategy propagation fusion runtime tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find api strategy propagation fusion runtime tests examples benchmarks docs -name __pycache__ -prune -exec rm -rf {} +
 
 # No build isolation: an isolated build fetches its own setuptools, unpinned.
 $(VENV)/.editable: pyproject.toml constraints.txt

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import partway as pw
+from partway.propagation.plan.units import human
 from partway.strategy.placement import kind
 
 IMAGES = Path(__file__).parents[1] / "images"
@@ -203,7 +204,7 @@ def first_plan() -> str:
         here = [each for each in plan.collectives if operator.name in each.consumer.split()]
         for each in here:
             if each.phase == "forward":
-                sent = f"↓ {each.kind} over {', '.join(each.axes)}: {each.wire_bytes / 1e6:.2f} MB sent"
+                sent = f"↓ {each.kind} over {', '.join(each.axes)}: {human(each.wire_bytes)} sent"
                 body.append(_text(LEFT + 150, y + 10, sent, size=11, fill=RED))
                 y += 18
         back = ", ".join(f"{each.kind}({', '.join(each.axes)})" for each in here if each.phase == "backward")
@@ -215,7 +216,7 @@ def first_plan() -> str:
             body.append(_text(LEFT + 430, y + 14, f"backward {back}", size=11, fill=RED))
         y += 26
     y += 16
-    total = f"one rank sends {plan.wire_bytes / 1e6:.2f} MB a step"
+    total = f"one rank sends {human(plan.wire_bytes)} a step"
     body.append(_text(LEFT, y, total, size=11, fill=RED))
     return _svg("a plan from two annotations", 760, y + 14, body)
 

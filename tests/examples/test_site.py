@@ -9,6 +9,7 @@ import json
 import os
 import queue
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,14 @@ import threading
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import torch
 
 import partway as pw
+from partway.strategy.placement import Kind
 
 ROOT = Path(os.environ.get("PARTWAY_CHECKOUT", Path(__file__).parents[2]))  # the sources are in the site
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -108,6 +112,33 @@ def test_each_page_is_in_the_navigation() -> None:
     nav = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
     files = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert files == nav
+
+
+def tool(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "docs" / "tools" / f"{name}.py"))
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="another PyTorch writes other operators")
+def test_the_drawings_are_what_the_script_makes() -> None:
+    made = tool("drawings")["drawings"]()
+    files = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "images").glob("*.svg")}
+    assert sorted(made) == sorted(files)
+    assert [name for name in made if made[name] != files[name]] == []
+
+
+def test_the_glossary_has_a_drawing_for_each_placement_and_conversion() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    drawn = {path.name for path in (ROOT / "docs" / "images").glob("*_*.svg")} - {"first_plan.svg"}
+    assert set(re.findall(r"\(images/(.*?)\)", text)) == drawn
+    assert {f"conversion_{kind}.svg" for kind in Kind} <= drawn
+
+
+def test_a_docstring_for_a_terminal_becomes_lists_and_code() -> None:
+    text = "Say *how*.\n\n    x = f_(1)\n\n    y = 2\n\na, b    the first:\n        more\nc       `d*`\n\nThe end."
+    assert tool("docstrings")["markdown_of"](text) == (
+        "Say \\*how\\*.\n\n```python\nx = f_(1)\n```\n\n```python\ny = 2\n```\n\n"
+        "* **`a, b`**: the first:\n  more\n\n* **`c`**: `d*`\n\nThe end."
+    )
 
 
 # The theme's own search box, in a frame of a page of the same host, which types one question after another.
