@@ -14,6 +14,8 @@ import griffe
 
 _NAMED = re.compile(r"(?P<name>\S(?: ?\S)*)(?P<gap> {2,})(?P<text>\S.*)")
 
+_SIGN = re.compile(r"(?<!\*)\*(?!\*)|[_<\[]")  # that Markdown would take for its own; ** is meant so
+
 
 class Readable(griffe.Extension):
     """Rewrites every docstring that is read for the site."""
@@ -63,6 +65,6 @@ def _name(name: str) -> str:
 
 
 def _plain(line: str) -> str:
-    """A line whose signs are no Markdown outside of its code."""
+    """A line whose signs are no Markdown outside of its code and bold words."""
     parts = line.split("`")
-    return "`".join(re.sub(r"([*_<\[])", r"\\\1", part) if i % 2 == 0 else part for i, part in enumerate(parts))
+    return "`".join(_SIGN.sub(r"\\\g<0>", part) if i % 2 == 0 else part for i, part in enumerate(parts))
