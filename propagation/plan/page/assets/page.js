@@ -450,7 +450,7 @@
       ...o.results.flatMap((codes, i) => lies(p.byType[n][i] || "", codes, i === 0)),
       ...(reads.length ? [el("h3", {}, "Reads"), el("ul", {}, ...reads)] : []),
       ...(readers.length ? [el("h3", {}, "Read by"), el("p", {}, ...[...new Set(readers)].slice(0, 30).flatMap((to, i) => [i ? ", " : "", go(`n${to}`, p.title(`n${to}`))]))] : []),
-      ...aboutCollectives(p.at[n]),
+      ...aboutCollectives([...new Set([...p.at[n], ...p.between.flatMap(([from, , number]) => (from === n ? [number] : []))])]),
     ];
   }
 
@@ -581,6 +581,9 @@
 
   async function select(what, show = false) {
     chosen = what;
+    panel();
+    const title = !what ? "nothing" : what.edge ? `collective ${current.plan.collectives[what.edge[0]].kind}` : current.title(what.node);
+    $("#said").textContent = `Selected: ${title}`;
     if (show && what?.node) await reveal(what.node);
     if (show && what?.edge) {
       const crossing = current.facts.crossings[what.edge[0]];
@@ -588,10 +591,7 @@
       if (to !== undefined) await reveal(`n${to}`);
     }
     mark();
-    panel();
-    for (const item of $$("[role=treeitem]", $("#tree"))) item.setAttribute("aria-selected", String(item.dataset.id === what?.node));
-    const title = !what ? "nothing" : what.edge ? `collective ${current.plan.collectives[what.edge[0]].kind}` : current.title(what.node);
-    $("#said").textContent = `Selected: ${title}`;
+    for (const item of $$("[role=treeitem]", $("#tree"))) item.setAttribute("aria-selected", String(item.dataset.id === chosen?.node));
   }
 
   // -- The tree beside the graph, which is also what a screen reader reads
@@ -685,17 +685,18 @@
   };
   for (const button of $$("[data-do]")) button.addEventListener("click", () => actions[button.dataset.do]());
   $("#weights").addEventListener("change", (event) => { withWeights = event.target.checked; draw(); });
+  // of which plan a button is: that of its section or, in one of both, the one that is shown
+  const sideOf = (button) => Number(button.closest("[data-plan]")?.dataset.plan ?? plans.indexOf(current));
   for (const button of $$("[data-collective]")) {
     button.addEventListener("click", async () => {
-      await switchTo(Number(button.closest("[data-plan]").dataset.plan));
+      await switchTo(sideOf(button));
       await select({ edge: JSON.parse(button.dataset.collective) }, true);
       $("#graph").scrollIntoView();
     });
   }
   for (const button of $$("[data-find]")) {
     button.addEventListener("click", async () => {
-      const side = button.closest("[data-plan]") ? Number(button.closest("[data-plan]").dataset.plan) : Number(button.dataset.side || 0);
-      await switchTo(side);
+      await switchTo(sideOf(button));
       const id = current.inputs.get(button.dataset.find) ?? current.names.get(button.dataset.find);
       const group = current.groups.findIndex((each) => each.name === button.dataset.find);
       if (id !== undefined) await select({ node: `n${id}` }, true);
