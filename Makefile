@@ -55,6 +55,7 @@ test: $(STAMP)
 	$(call pytest,-m "not slow and not gpu")
 
 conformance: $(STAMP) $(VENV)/.ray oldest
+	command -v chromium || { [ "$$(id -u)" = 0 ] && apt-get install -y --no-install-recommends chromium; } || true
 	$(call pytest,-m "(slow or deep or hypothesis) and not gpu" --hypothesis-profile deep --timeout 3600)
 
 # Jobs on a real API server of Kubernetes, which is built from Debian's sources the first time, as root: 4 to 20 minutes.
