@@ -23,7 +23,7 @@ RANKS = {  # under torchrun
     "annotations": 4, "checkpoints": 2, "ema": 2, "evaluation": 2, "first_plan": 4, "graphs": 4, "huggingface": 2,
     "inference": 4, "launch": 4, "lightning": 2, "manual": 4, "options": 2, "parameter_server": 2, "recovery": 2,
     "security": 2, "training": 4, "tutorials/data_parallel": 4, "tutorials/dtensor": 2, "tutorials/experts": 4,
-    "tutorials/fsdp2": 2, "tutorials/gpt": 4, "tutorials/images": 2, "tutorials/memory": 2, "tutorials/mindspore": 4,
+    "tutorials/fsdp2": 2, "tutorials/gpt": 4, "tutorials/images": 2, "tutorials/memory": 4, "tutorials/mindspore": 4,
 }  # fmt: skip
 ALONE = {"data", "own_operators", "see"}  # what they show has no ranks, or the example scripts show it on some
 PAGES = sorted({*RANKS, *ALONE})
