@@ -151,7 +151,7 @@ const ask = async (site, question, before) => {
   box.value = question
   for (const kind of ["input", "keyup"]) box.dispatchEvent(new KeyboardEvent(kind, { bubbles: true, key: "e" }))
   let seen = before, same = 0
-  for (let i = 0; i < 100 && same < 5; i++) {
+  for (let i = 0; i < 300 && same < 5; i++) {
     await wait(100)
     const found = [...site.querySelectorAll(".md-search-result__item > a")].map(each => each.href).join(" ")
     same = found && found != before && found == seen ? same + 1 : 0
@@ -161,7 +161,8 @@ const ask = async (site, question, before) => {
 }
 const frame = document.getElementById("site")
 frame.onload = async () => {
-  await wait(1000)
+  const state = frame.contentDocument.querySelector(".md-search-result__meta")
+  for (let i = 0; i < 600 && state.textContent.includes("Initializing"); i++) await wait(100)
   const answers = {}
   let last = ""
   for (const question of QUESTIONS) {
@@ -194,7 +195,7 @@ def answers(built: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         address = f"http://127.0.0.1:{server.server_port}/ask.html"
         browser = subprocess.Popen([str(CHROMIUM), *options, address], stderr=subprocess.DEVNULL)
         try:
-            return dict(json.loads(came.get(timeout=240)))
+            return dict(json.loads(came.get(timeout=500)))
         finally:
             browser.terminate()
             browser.wait()
