@@ -49,10 +49,11 @@ if TYPE_CHECKING:
     from partway.ps.marks import set_param_ps
     from partway.resume import Resume
     from partway.runtime.process import get_group_size, get_local_rank, get_rank, init, shutdown
-    from partway.runtime.record import record_collectives, record_timeline
+    from partway.runtime.record import record_collectives
     from partway.security import set_ps_context
     from partway.sharding import shard
     from partway.show.sharding import ShardingPicture, visualize_sharding
+    from partway.show.timeline import record_timeline
     from partway.strategy import (
         Broadcast,
         CaptureError,
@@ -95,10 +96,11 @@ _HOMES = {
     "ps.marks": "set_param_ps",
     "resume": "Resume",
     "runtime.process": "get_group_size get_local_rank get_rank init shutdown",
-    "runtime.record": "record_collectives record_timeline",
+    "runtime.record": "record_collectives",
     "security": "set_ps_context",
     "sharding": "shard",
     "show.sharding": "ShardingPicture visualize_sharding",
+    "show.timeline": "record_timeline",
     "strategy": """Broadcast CaptureError ContextError DataError Layout LossError Mesh OperatorError Partial
         PartwayError Replicate RuntimeStateError Shard StrategyError UnknownOperatorWarning UntestedTorchWarning
         VerifyError WholeReadWarning""",

@@ -52,11 +52,13 @@ def record_collectives() -> Iterator[list[Event]]:
 
 def note(c: Relayout, parts: Sequence[Tensor]) -> None:
     """Tell the listeners that `c` communicates the local tensors `parts`, all in one collective."""
-    if _listeners and c.kind.communicates:
+    if (_listeners or _timelines) and c.kind.communicates:
         payload = sum(c.payload(part.shape, part.element_size()) for part in parts)
         event = Event(c.kind, c.axes, c.size, payload, c.phase, c.tags)
         for events in _listeners:
             events.append(event)
+        for timeline in _timelines:
+            timeline.sent = payload
 
 
 # -- A timeline ------------------------------------------------------------------------------------------------------
@@ -74,7 +76,8 @@ class _Timeline:
 
     def __init__(self) -> None:
         self._measured: list[tuple[str, str, str, Stamp, Callable[[], Stamp], dict[str, Any]]] = []
-        self._issued: dict[tuple[str, int], tuple[Stamp, list[Stamp]]] = {}
+        self._issued: dict[tuple[str, int], tuple[Stamp, list[Stamp], dict[str, Any]]] = {}
+        self.sent = 0  # bytes of the collective that was noted last: the one that is issued
         self._origin: Stamp = None
         self._last: Stamp = None
 
@@ -97,16 +100,16 @@ class _Timeline:
         if c is None or not c.kind.communicates:
             self._add(step, phase, COMPUTE, before, self._last, {})
         elif awaited:
-            issued, ended = self._issued.pop((phase, step.out))
+            issued, ended, about = self._issued.pop((phase, step.out))
             end = self._last
-            about = {"kind": str(c.kind), "axes": ",".join(c.axes)}
             self._measured.append((step.name, phase, COMMUNICATION, issued, lambda: ended[0] if ended else end, about))
-        elif isinstance(value, list):  # the results of simulated ranks, which wait for no one
-            about = {"kind": str(c.kind), "axes": ",".join(c.axes)}
-            self._add(step, phase, COMMUNICATION, before, self._last, about)
         else:
+            about = {"kind": str(c.kind), "axes": ",".join(c.axes), "bytes": self.sent}
+            if isinstance(value, list):  # the results of simulated ranks, which wait for no one
+                self._add(step, phase, COMMUNICATION, before, self._last, about)
+                return
             done: list[Stamp] = []
-            self._issued[phase, step.out] = before, done
+            self._issued[phase, step.out] = before, done, about
             if not self._cuda:
                 value.works[-1].get_future().add_done_callback(lambda _: done.append(time.perf_counter()))
 

@@ -52,7 +52,7 @@ def check(spans, predicted):
     for span in predicted:
         assert ran[span.phase, span.name].lane == span.lane
         if span.lane == COMMUNICATION:
-            assert ran[span.phase, span.name].args["kind"] == span.args["kind"]
+            assert ran[span.phase, span.name].args == span.args  # kind, axes and bytes
     computing = sorted((span for span in spans if span.lane == COMPUTE), key=lambda span: span.start)
     for one, other in itertools.pairwise(computing):
         assert one.end <= other.start + 1e-9

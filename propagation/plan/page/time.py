@@ -16,13 +16,13 @@ MOST = 600  # spans of a lane; of more those that are short are drawn together w
 def timeline_sections(timelines: Mapping[str, Iterable[Span]]) -> Iterator[Section]:
     """The section of the timelines that have a span; none where none has."""
     figures = [
-        lanes_figure(f"One step, {name}", list(_lanes(list(spans)))) for name, spans in timelines.items() if spans
+        lanes_figure(f"One step, {name}", list(lanes_of(list(spans)))) for name, spans in timelines.items() if spans
     ]
     if figures:
         yield Section("timeline", "What runs when", f"<style>{STYLE}</style>" + "\n".join(figures))
 
 
-def _lanes(spans: Sequence[Span]) -> Iterator[Lane]:
+def lanes_of(spans: Sequence[Span]) -> Iterator[Lane]:
     """A lane for what computes, and one for the collectives of each axis, in the order in which they first run."""
     lanes: dict[str, list[LaneSpan]] = {"computing": []}
     for span in sorted(spans, key=lambda span: span.start):
