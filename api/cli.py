@@ -397,6 +397,7 @@ def fusion(
     of: Annotated[
         str, typer.Option(help="the contender whose timeline is written", autocompletion=_offers(CONTENDERS))
     ] = "overlap",
+    html: Annotated[Path | None, typer.Option(help="where to write all of it as a page, with that timeline")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="a small model and few rounds: the times mean nothing")
     ] = False,
@@ -404,24 +405,36 @@ def fusion(
     """Train a model data parallel with every fusion policy and with DDP, taking turns, and compare the steps."""
     import json as notation
 
+    from partway.fusion.timeline import save_chrome_trace
     from partway.measure.bench import bench_fusion, check_plot
 
     try:
-        check_paths(json, plot, timeline)
+        check_paths(json, plot, timeline, html)
         check_plot(plot)
         rounds = rounds if rounds is not None else (3 if quick else 15)
         comparison = bench_fusion(
-            model, world, rounds, device=device, quick=quick, profile=profile, timeline=timeline, traced=of
+            model,
+            world,
+            rounds,
+            device=device,
+            quick=quick,
+            profile=profile,
+            timed=timeline is not None or html is not None,
+            traced=of,
         )
         typer.echo(comparison.report())
         if json is not None:
             save("the figures", json, notation.dumps(comparison.data(), indent=1) + "\n")
         if plot is not None:
             comparison.draw(plot)
+        if timeline is not None:
+            save_chrome_trace(timeline, comparison.timelines)
+        if html is not None:
+            comparison.save_html(html)
     except PartwayError as error:
         typer.echo(f"partway bench fusion: {error}", err=True)
         raise typer.Exit(2) from None
-    for path in (json, plot, timeline):
+    for path in (json, plot, timeline, html):
         if path is not None:
             typer.echo(f"wrote {path}")
 

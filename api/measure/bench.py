@@ -30,8 +30,9 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 
 from partway.compiling import compile
 from partway.context import auto_parallel_context
-from partway.fusion import FusionMode, Span, save_chrome_trace
+from partway.fusion import FusionMode, Span
 from partway.fusion.program import Program
+from partway.measure.bench_page import page
 from partway.measure.calibrate import MB, calibrate, check_devices, threads_of, wait_for
 from partway.measure.contenders import (
     Contender,
@@ -121,7 +122,7 @@ def gradients_of(work: Workload, world: int) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """What every process is told. `profile` is a file; `traced` is the contender whose timeline goes to `timeline`."""
+    """What every process is told. `profile` is a file; `timed`: rank 0 records a timeline of the contender `traced`."""
 
     model: str
     world: int
@@ -131,7 +132,7 @@ class Case:
     policies: Policies
     profile: str
     traced: str
-    timeline: str | None
+    timed: bool
 
 
 # -- Figures -----------------------------------------------------------------------------------------------------------
@@ -163,13 +164,15 @@ class Figures:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All contenders on one machine. `profile` is what the steps are predicted by."""
+    """All contenders on one machine. `profile` is what the steps are predicted by; `timelines` are of one contender,
+    "measured" and "predicted", where they were asked for."""
 
     case: Case
     profile: DeviceProfile
     gradients: int
     figures: tuple[Figures, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    timelines: Mapping[str, Sequence[Span]] = field(default_factory=dict)
 
     def ratios(self, figures: Figures) -> tuple[float, ...]:
         """The step of a contender over DDP's, round by round."""
@@ -203,13 +206,17 @@ class Comparison:
 
     def data(self) -> dict[str, Any]:
         """Everything, as values that JSON has."""
-        case = {key: value for key, value in asdict(self.case).items() if key not in ("profile", "timeline", "traced")}
+        case = {key: value for key, value in asdict(self.case).items() if key not in ("profile", "timed", "traced")}
         contenders = [
             {**asdict(f), "ratio_to_ddp": self.ratios(f), "predicted_over_measured": f.predicted_over_measured}
             for f in self.figures
         ]
         profile = self.profile.model_dump(mode="json")
         return {**self.facts, **case, "gradients": self.gradients, "profile": profile, "contenders": contenders}
+
+    def save_html(self, path: Path) -> None:
+        """Write all of it as a page. Raises StrategyError where it cannot be written."""
+        save("the page", path, page(self))
 
     def draw(self, path: Path) -> None:
         """Bars for the step without the optimizer, as measured and as predicted. (With quartiles: the slowest step may
@@ -257,7 +264,7 @@ def bench_fusion(
     device: str = "",
     quick: bool = False,
     profile: str | None = None,
-    timeline: Path | None = None,
+    timed: bool = False,
     traced: str = "overlap",
 ) -> Comparison:
     """Compare all contenders on `world` processes of this machine.
@@ -266,7 +273,7 @@ def bench_fusion(
     device    cpu (gloo) or cuda (NCCL, a GPU for each process); "": cuda where there are several GPUs, and enough
     quick     small models and few rounds: everything runs, and the times mean nothing
     profile   a device profile to predict with (a preset or a path), instead of calibrating
-    timeline  where to write the predicted and the measured timeline of the contender `traced`
+    timed     record a timeline of the contender `traced`, too
 
     Raises RuntimeStateError for an unknown model, contender or device, for fewer than one process or round, and with
     the message of a process that fails; StrategyError for an unknown profile.
@@ -280,20 +287,20 @@ def bench_fusion(
     preset = profile_of(profile) if profile is not None else None
     gradients = gradients_of(workload(model, small=quick), world)
     compared = policies(gradients)
-    if timeline is not None and traced not in compared:
+    if timed and traced not in compared:
         raise RuntimeStateError(f"no contender {traced!r} has a timeline; write one of {', '.join(compared)}")
     predictor = preset or calibrate(world, device, quick=True, name="bench").profile
     with tempfile.TemporaryDirectory() as folder:
         predictor.save(Path(folder, "profile.json"))
-        trace = None if timeline is None else str(timeline.absolute())
-        case = Case(model, world, device, rounds, quick, compared, str(Path(folder, "profile.json")), traced, trace)
+        case = Case(model, world, device, rounds, quick, compared, str(Path(folder, "profile.json")), traced, timed)
         try:
             spawn(_rank, (case, folder), nprocs=world)
         except ProcessException as error:
             raise RuntimeStateError(f"a process failed: {error}") from error
         ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
     facts = {"torch": torch.__version__, "cores": os.cpu_count(), "threads": threads_of(world)}
-    return Comparison(case, predictor, gradients, tuple(_joined(ranks)), facts)
+    timelines = {name: [Span(**each) for each in spans] for name, spans in ranks[0]["timelines"].items()}
+    return Comparison(case, predictor, gradients, tuple(_joined(ranks)), facts, timelines)
 
 
 def _device(world: int) -> str:
@@ -321,14 +328,9 @@ def _rank(rank: int, case: Case, folder: str) -> None:
         facts = {c.name: _facts(c) if c.name != DDP else _facts_of_ddp(case, work) for c in contenders}
         runs = {c.name: timed_step(c, case.device) for c in contenders}
         seconds, computed = turns(runs, case.rounds, WARM)
-        figures = {"facts": facts, "seconds": seconds, "computed": computed}
+        timelines = _timelines(next(c for c in contenders if c.name == case.traced), case) if case.timed else {}
+        figures = {"facts": facts, "seconds": seconds, "computed": computed, "timelines": timelines}
         Path(folder, f"{rank}.json").write_text(json.dumps(figures))
-        if case.timeline is not None:
-            traced = next(c for c in contenders if c.name == case.traced)
-            measured = _timeline(traced, case.device)
-            if rank == 0:
-                sources = {"predicted": _program(traced).schedule.spans, "measured": measured}
-                save_chrome_trace(case.timeline, sources)
 
 
 def _check(case: Case) -> None:
@@ -385,15 +387,16 @@ def _gradients(contender: Contender) -> None:
     contender.module.zero_grad()
 
 
-def _timeline(contender: Contender, device: str) -> list[Span]:
-    """The spans of a further step on this rank."""
+def _timelines(contender: Contender, case: Case) -> dict[str, list[dict[str, Any]]]:
+    """The spans of a further step on this rank, predicted and measured, as values that JSON has."""
     with contender.context():
         for _ in range(2):  # the first one that is recorded takes longer
             dist.barrier()
             with record_timeline() as spans:
                 _gradients(contender)
-                wait_for(device)
-    return spans
+                wait_for(case.device)
+    sources = {"predicted": _program(contender).schedule.spans, "measured": spans}
+    return {name: [asdict(span) for span in given] for name, given in sources.items()}
 
 
 def _program(contender: Contender) -> Program:

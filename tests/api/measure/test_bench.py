@@ -30,7 +30,7 @@ def command(*arguments: str) -> tuple[int, str]:
 
 def compared(rounds: int = 3) -> Comparison:
     """Two contenders with made-up figures."""
-    case = Case("mlp", 2, "cpu", rounds, False, policies(12), "profile.json", "overlap", None)
+    case = Case("mlp", 2, "cpu", rounds, False, policies(12), "profile.json", "overlap", False)
     seconds = tuple(0.01 * (i + 1) for i in range(rounds))
     ours = Figures("overlap", 3, 3 << 20, seconds, seconds, 0.01, 0.002)
     ddp = Figures("DDP", 2, 2 << 20, tuple(2 * s for s in seconds), seconds, None, None)
@@ -143,7 +143,7 @@ def test_an_unknown_profile_is_an_error() -> None:
     assert "'abacus'" in output
 
 
-@pytest.mark.parametrize("option", ["--json", "--plot", "--timeline"])
+@pytest.mark.parametrize("option", ["--json", "--plot", "--timeline", "--html"])
 @pytest.mark.parametrize("path", ["missing/x", "."])
 def test_a_path_that_cannot_be_written_is_an_error(tmp_path: Path, option: str, path: str) -> None:
     where = str(tmp_path / path)
@@ -240,13 +240,15 @@ def test_what_is_no_model_is_an_error(made: None, name: str, says: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.timeout(1200)  # every process plans each contender twice
 def test_two_processes_compare_all_contenders(tmp_path: Path) -> None:
-    out, plot, timeline = (tmp_path / name for name in ("fusion.json", "fusion.png", "timeline.json"))
+    out, plot, timeline, html = (
+        tmp_path / name for name in ("fusion.json", "fusion.png", "timeline.json", "fusion.html")
+    )
     code, output = command(
         "--quick", "--model", "mlp", "--rounds", "2", "--profile", "cpu",
-        "--json", str(out), "--plot", str(plot), "--timeline", str(timeline), "--of", "unfused",
+        "--json", str(out), "--plot", str(plot), "--timeline", str(timeline), "--of", "unfused", "--html", str(html),
     )  # fmt: skip
     assert code == 0, output
-    assert f"wrote {out}\nwrote {plot}\nwrote {timeline}\n" in output
+    assert f"wrote {out}\nwrote {plot}\nwrote {timeline}\nwrote {html}\n" in output
     found = json.loads(out.read_text(encoding="utf-8"))["contenders"]
     assert [c["name"] for c in found] == [*NAMES, "DDP"]
     assert all(len(c["seconds"]) == len(c["computed"]) == len(c["ratio_to_ddp"]) == 2 for c in found)
@@ -263,6 +265,9 @@ def test_two_processes_compare_all_contenders(tmp_path: Path) -> None:
     predicted, measured = ({e["name"] for e in events if e["pid"] == pid and e.get("tid") == 1} for pid in (0, 1))
     assert predicted == measured
     assert len(predicted) == 14  # the name of the lane, and 13 collectives
+    page = html.read_text(encoding="utf-8")
+    assert page.count(' role="img" tabindex="-1"') > 26
+    assert re.search(r'aria-label="collectives over \w+, measured"', page)
 
 
 @pytest.mark.slow
