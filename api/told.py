@@ -8,6 +8,7 @@ takes more than two seconds, a line there says meanwhile what is being done. PAR
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -16,10 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from partway.propagation.search.progress import listening
 from partway.runtime.process import get_rank
 from partway.strategy import ContextError
 
 PATIENCE = 2.0  # seconds, after which a terminal shows what is done
+WIDEST = 10.0  # a gap that is worth a word
 LEVELS = ("debug", "info", "warning", "error")
 _log = logging.getLogger("partway.planning")
 _cache = logging.getLogger("partway.cache")
@@ -32,10 +35,11 @@ class Telling:
     what       "planning Classifier"
     seconds    of each stage that has ended, by its name
     made       what has come of it, in words
+    found      what a search under way has found, in words
     """
 
     def __init__(self, what: str) -> None:
-        self.what, self.made = what, ""
+        self.what, self.made, self.found = what, "", ""
         self.seconds: dict[str, float] = {}
         self._start, self._stage = time.perf_counter(), ""
         self._live: Any = None
@@ -76,7 +80,14 @@ class Telling:
     def _line(self) -> Any:
         from rich.text import Text
 
-        return Text(f"{self.what}: {self._stage}" if self._stage else self.what)
+        stage = f"{self._stage}, {self.found}" if self.found else self._stage
+        return Text(f"{self.what}: {stage}" if stage else self.what)
+
+    def hear(self, cost: float, bound: float) -> None:
+        """A search has found a plan of this cost, and that none costs less than `bound`."""
+        gap = max(cost - bound, 0.0) / bound if bound > 0 and cost < math.inf else math.inf
+        self.found = f"bound {bound:.3g}, gap {100 * gap:.2g} %" if gap < WIDEST else ""
+        self._update()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -90,7 +101,10 @@ class Telling:
             self._at(before)
 
     def _at(self, name: str) -> None:
-        self._stage = name
+        self._stage, self.found = name, ""
+        self._update()
+
+    def _update(self) -> None:
         with self._lock:
             if self._live is not None and not self._ended:
                 self._spinner.update(text=self._line())
@@ -108,7 +122,8 @@ def telling(what: str) -> Iterator[Telling]:
     with Telling(what) as told:
         _told.append(told)
         try:
-            yield told
+            with listening(told.hear):
+                yield told
         finally:
             _told.pop()
     _log.info("%s", told.text())

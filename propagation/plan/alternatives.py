@@ -358,17 +358,28 @@ class Span(Protocol):
     """Something that takes time in the schedule of a program; see partway.fusion.timeline.Span."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Of the node of the program's graph."""
+
     @property
-    def phase(self) -> str: ...
+    def phase(self) -> str:
+        """Forward or backward."""
+
     @property
-    def lane(self) -> str: ...
+    def lane(self) -> str:
+        """Compute or communication."""
+
     @property
-    def start(self) -> float: ...
+    def start(self) -> float:
+        """Seconds since the step began."""
+
     @property
-    def seconds(self) -> float: ...
+    def seconds(self) -> float:
+        """How long it takes."""
+
     @property
-    def args(self) -> Mapping[str, object]: ...
+    def args(self) -> Mapping[str, object]:
+        """More about it, such as its kind, axes and bytes."""
 
 
 class Origin:

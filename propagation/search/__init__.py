@@ -12,5 +12,6 @@ exact.py             the exact search: narrow.py leaves out what no optimal plan
 needs.py             what the backward reads; stretches.py: where the graph is cut for what is computed again
 keeping.py           options with what is kept, computed again or let go; timeline.py: what a device then holds
 memory.py            the exact search under a memory limit
+progress.py          how far a search under way has come, for who listens
 solution.py          what a search returns, and the check of it
 """

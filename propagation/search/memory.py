@@ -24,6 +24,7 @@ from .narrow import Narrowing
 from .needs import Needs, needs_of
 from .network import network_of
 from .problem import AMONG, Recompute, SearchProblem, Settings
+from .progress import tell
 from .solution import Solution
 from .stretches import SHORTEST, stretches_of
 from .timeline import Timeline, timeline
@@ -111,16 +112,22 @@ def within_memory(problem: SearchProblem, free: Solution) -> Solution:
     whole = keep_problem(problem, needs, only_free=False)
     found: list[tuple[Point, float]] = []
     refused: list[DoesNotFitError] = []
+    tell(math.inf, free.bound)  # the plan that is known does not fit
     for stretches in _cuts(whole):
         if any(point.cost <= bound * (1 + WIDE_GAP) for point, bound in found):
             break
         try:
             found.append(_best(replace(whole, stretches=stretches), free, limit, first))
+            tell(min(found, key=_cost)[0].cost, min(found, key=_cost)[1])
         except DoesNotFitError as error:
             refused.append(error)
     if not found:
         raise min(refused, key=lambda error: error.least)
-    return replace(_solution(free, *min(found, key=lambda pair: pair[0].cost)), binding=True)
+    return replace(_solution(free, *min(found, key=_cost)), binding=True)
+
+
+def _cost(found: tuple[Point, float]) -> float:
+    return found[0].cost
 
 
 def _cuts(whole: KeepProblem) -> Iterator[tuple[int, ...]]:

@@ -23,6 +23,7 @@ import numpy as np
 
 from ..cost.conversion import Floats
 from .network import Between, Network
+from .progress import tell
 
 SWEEPS = 40  # at most, forward and backward
 PATIENCE = 12  # sweeps after which it is enough that hardly anything goes
@@ -35,6 +36,7 @@ def narrow(network: Network, upper: float, enough: Callable[[Narrowing], bool]) 
     left = narrowing.left
     for sweep in range(SWEEPS):
         narrowing.sweep(forward=sweep % 2 == 0)
+        tell(narrowing.upper, narrowing.bound)
         if narrowing.bound >= narrowing.upper * (1 - 1e-9):
             break
         if sweep % ROUND == ROUND - 1:

@@ -17,6 +17,7 @@ from torch import nn
 
 import partway as pw
 from partway import told
+from partway.propagation.search.progress import listening, tell
 
 SCRIPT = """
 import importlib, sys
@@ -99,6 +100,40 @@ def test_stages_are_of_what_is_told_of(logged: list[str]) -> None:
         telling.made = "a plan"
     assert list(telling.seconds) == ["search", "lower"]
     assert without_seconds(logged) == ["partway.planning: planning it took _ s: a plan"]
+
+
+@pytest.mark.parametrize(
+    ("cost", "bound", "said"),
+    [
+        (1.05, 1.0, "bound 1, gap 5 %"),
+        (1.0, 1.0, "bound 1, gap 0 %"),
+        (1.0, 1.0 + 1e-12, "bound 1, gap 0 %"),
+        (float("inf"), 1.0, ""),
+        (1.0, 0.0, ""),
+        (1.0, float("-inf"), ""),
+        (50.0, 1.0, ""),
+    ],
+)
+def test_how_far_a_search_has_come(cost: float, bound: float, said: str) -> None:
+    with told.telling("planning it") as telling:
+        with told.stage("search"):
+            tell(cost, bound)
+            assert telling.found == said
+        assert telling.found == ""
+    tell(1.0, 1.0)
+    assert telling.found == ""
+
+
+def test_a_search_within_a_memory_limit_tells_how_far_it_has_come() -> None:
+    heard: list[tuple[float, float]] = []
+    pw.set_algo_parameters(memory_limit=2e6)
+    with listening(lambda cost, bound: heard.append((cost, bound))), torch.device("meta"):
+        module, x = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True), torch.empty(64, 16, 64)
+        plan = pw.compile(module, (x,), mesh={"dp": 2, "tp": 2}, in_strategy=(("dp", None, None),)).plan
+    assert plan.certificate.binding
+    assert heard[0][0] == float("inf")
+    assert heard[-1] == pytest.approx((plan.certificate.cost, plan.certificate.bound))
+    assert all(bound <= plan.certificate.cost * (1 + 1e-9) for _, bound in heard)
 
 
 def test_what_fails_is_not_said_to_be_done(logged: list[str]) -> None:
