@@ -395,7 +395,7 @@ def _timelines(contender: Contender, case: Case) -> dict[str, list[dict[str, Any
             with record_timeline() as spans:
                 _gradients(contender)
                 wait_for(case.device)
-    sources = {"predicted": _program(contender).schedule.spans, "measured": spans}
+    sources = {"measured": spans, "predicted": _program(contender).schedule.spans}
     return {name: [asdict(span) for span in given] for name, given in sources.items()}
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _LEFT, _WIDE, _ROW = 150.0, 720.0, 34.0  # of the picture, in pixels
 _MEASURED, _PREDICTED = COLOURS[0], COLOURS[1]
+_WHISKER = "#2f7ac0"  # seen on the bar, on white and on black
 _HEAD = (
     "contender", "step, ms: median (min-max)", "÷ DDP (quartiles)", "without optimizer, ms", "predicted, ms",
     "predicted ÷ measured", "collectives", "bytes",
@@ -99,7 +100,7 @@ def _bars(one: Figures, middle: Sequence[float], top: float, scale: float) -> It
     yield _bar(top, 14, median * scale, _MEASURED)
     yield (
         f'<line x1="{_LEFT + low * scale:.2f}" x2="{_LEFT + high * scale:.2f}" y1="{top + 7:g}" y2="{top + 7:g}" '
-        f'stroke="{_MEASURED[1]}" stroke-width="2"/>'
+        f'stroke="{_WHISKER}" stroke-width="2"/>'
     )
     yield (f'<text x="{_LEFT + high * scale + 6:.2f}" y="{top + 12:g}" fill="currentColor">{1e3 * median:.1f}</text>')
     if one.predicted is not None:

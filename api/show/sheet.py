@@ -20,6 +20,7 @@ h2 { font-size: 1.1rem; margin: 2rem 0 .4rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .25em 1.1em .25em 0; text-align: left; font-weight: normal; vertical-align: top; }
+.wide th { white-space: nowrap; }
 thead th { font-weight: 600; border-bottom: 1px solid currentColor; }
 td.number, th.number { text-align: right; white-space: nowrap; }
 tbody tr + tr > * { border-top: 1px solid var(--line); }

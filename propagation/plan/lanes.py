@@ -28,7 +28,7 @@ COLOURS = (
     ("#f7c6d9", "#a8275f"), ("#b5e5e1", "#136f69"), ("#f2e3a0", "#7a6400"), ("#d5d8dc", "#555b63"),
 )  # fmt: skip
 ROWS = 6  # of one lane, for spans that run at the same time
-_LEFT, _WIDE, _RIGHT, _TOP = 170.0, 1000.0, 30.0, 26.0  # names of lanes, room of bars, margin, axis; in pixels
+_LEFT, _WIDE, _RIGHT, _TOP = 210.0, 1000.0, 30.0, 26.0  # names of lanes, room of bars, margin, axis; in pixels
 _ROW, _BAR, _GAP, _LETTER = 20.0, 17.0, 8.0, 6.3
 _TICKS = 8
 

@@ -262,7 +262,7 @@ def test_two_processes_compare_all_contenders(tmp_path: Path) -> None:
     }  # fmt: skip
     assert by_name["unfused"]["predicted"] > by_name["auto"]["predicted"] > 0
     events = json.loads(timeline.read_text(encoding="utf-8"))["traceEvents"]
-    predicted, measured = ({e["name"] for e in events if e["pid"] == pid and e.get("tid") == 1} for pid in (0, 1))
+    measured, predicted = ({e["name"] for e in events if e["pid"] == pid and e.get("tid") == 1} for pid in (0, 1))
     assert predicted == measured
     assert len(predicted) == 14  # the name of the lane, and 13 collectives
     page = html.read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ def bars(of: ElementTree.Element) -> list[tuple[float, float, float]]:
 
 def test_bars_have_the_proportions_of_their_seconds() -> None:
     spans = (LaneSpan("a", 0.0, 0.25), LaneSpan("b", 0.25, 0.5), LaneSpan("c", 0.75, 0.25))
-    assert bars(root(Lane("computing", spans))) == [(170.0, 250.0, 26.0), (420.0, 500.0, 26.0), (920.0, 250.0, 26.0)]
+    assert bars(root(Lane("computing", spans))) == [(210.0, 250.0, 26.0), (460.0, 500.0, 26.0), (960.0, 250.0, 26.0)]
 
 
 def test_what_runs_at_the_same_time_is_drawn_below_and_never_more_than_six_deep() -> None:
