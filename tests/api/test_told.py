@@ -132,7 +132,8 @@ def test_a_search_within_a_memory_limit_tells_how_far_it_has_come() -> None:
         plan = pw.compile(module, (x,), mesh={"dp": 2, "tp": 2}, in_strategy=(("dp", None, None),)).plan
     assert plan.certificate.binding
     assert heard[0][0] == float("inf")
-    assert heard[-1] == pytest.approx((plan.certificate.cost, plan.certificate.bound))
+    assert plan.certificate.cost == pytest.approx(heard[-1][0])
+    assert plan.certificate.bound in [bound for _, bound in heard]  # of the first search; the last has less room
     assert all(bound <= plan.certificate.cost * (1 + 1e-9) for _, bound in heard)
 
 

@@ -10,6 +10,7 @@ import re
 from html.parser import HTMLParser
 from importlib.resources import files
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,6 +152,30 @@ def test_what_the_program_is_predicted_to_do_is_on_the_page_of_a_live_plan(tmp_p
     assert text.index("One step, predicted") < text.index("One step, measured")
     model.plan.save(tmp_path / "plan.json")
     assert "One step" not in page_of(pw.Plan.load(tmp_path / "plan.json"))
+
+
+def pages_of_ranks(folder):
+    """The page that this rank writes, without the times."""
+    torch.manual_seed(0)
+    model = pw.shard(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), mesh={"dp": 2}, in_strategy=(("dp", None),))
+    with pw.record_timeline() as spans:
+        model(torch.randn(8, 8)).sum().backward()
+    own, shared = f"{folder}/rank{pw.get_rank()}.html", f"{folder}/shared.html"
+    model.plan.save_html(own, alternatives=2, timelines={"measured": spans})
+    model.plan.save_html(shared, alternatives=0)  # at once by all: it is written whole
+    text = Path(own).read_text(encoding="utf-8")
+    assert "One step, predicted" in text
+    assert "One step, measured" in text
+    assert Path(shared).read_text(encoding="utf-8").endswith("</html>\n")
+    page = Page(text)
+    return page.json("plan-head"), page.json("plan-operators"), page.json("plan-facts")
+
+
+@pytest.mark.gloo
+def test_each_process_writes_the_page_of_the_same_plan(on_ranks, tmp_path):
+    one, other = on_ranks(2, pages_of_ranks, str(tmp_path))
+    assert one == other
+    assert sorted(os.listdir(tmp_path)) == ["rank0.html", "rank1.html", "shared.html"]
 
 
 def test_a_notebook_shows_a_compact_form_without_scripts(plan):
