@@ -31,15 +31,15 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 
 FIRST = 6  # pages that the list shows in a window of 900 pixels without scrolling
 QUESTIONS = {  # what a newcomer types into the search, and the pages that answer
-    "tensor parallel gpt": "tutorials/gpt/",
-    "data parallel gradients groups": "tutorials/data_parallel/",
+    "how do I split a GPT with tensor parallelism": "tutorials/gpt/",
+    "data parallel with gradients in groups": "tutorials/data_parallel/",
     "image too large for one device": "large_images/",
     "mixture of experts": "tutorials/experts/",
     "out of memory": "tutorials/memory/",
-    "move from FSDP": "tutorials/fsdp2/",
-    "why is a collective there": "see/",
-    "save a checkpoint": "checkpoints/",
-    "torchrun": "launch/",
+    "how do I move from FSDP": "tutorials/fsdp2/",
+    "why is this collective there": "see/",
+    "how do I save a checkpoint": "checkpoints/",
+    "run with torchrun": "launch/",
     "what is Partial": "glossary/",
 }
 
