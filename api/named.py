@@ -122,9 +122,13 @@ def own_lines(error: BaseException) -> str:
 def _is_theirs(filename: str) -> bool:
     if filename.startswith("<"):
         return False
-    folders = [sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()]
     path = Path(filename).resolve()
-    return not any(path.is_relative_to(Path(folder).resolve()) for folder in (*folders, *_OURS))
+    return not any(path.is_relative_to(folder) for folder in (*_libraries(), *_OURS))
+
+
+def _libraries() -> Iterator[Path]:
+    for folder in (sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()):
+        yield Path(folder).resolve()
 
 
 _OURS = [_HERE, *(_HERE.parent / stage for stage in ("strategy", "propagation", "fusion", "runtime"))]

@@ -73,7 +73,8 @@ def planned(asked: Asked) -> Plan:
     inputs = _strategies("--in", asked.in_strategy)
     outputs = tuple(strategy_of("--out", text) for text in asked.out_strategy)
     options = {"device_num": asked.devices, "device_profile": asked.profile, "search_mode": asked.search_mode}
-    set_auto_parallel_context(**{name: value for name, value in options.items() if value is not None})
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    set_auto_parallel_context(**given)
     if asked.memory_limit is not None:
         set_algo_parameters(memory_limit=bytes_of("--memory-limit", asked.memory_limit))
     model = model_of(asked)
