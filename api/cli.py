@@ -117,7 +117,8 @@ def doctor(
         if found.rank == 0:
             _print_facts(f"{found.launcher}: {found.size} processes, which meet at {found.where}")
         if found.rank == 0 or not found.local_rank:  # once on each host
-            wrong = _print_findings(found.size if found.one_host else 1, profile)
+            where = "" if found.rank == 0 else f"{platform.node()}: "
+            wrong = _print_findings(found.size if found.one_host else 1, profile, where)
         health = reach.check(met, timeout)
     except PartwayError as error:
         typer.echo(f"partway doctor: {error}", err=True)
@@ -509,13 +510,14 @@ def _devices() -> list[str]:
     return devices
 
 
-def _print_findings(processes: int, profile: str | None) -> bool:
-    """Print what is wrong here and what to do. Returns whether anything is, which advice is not."""
+def _print_findings(processes: int, profile: str | None, where: str = "") -> bool:
+    """Print what is wrong here and what to do. Returns whether anything is, which advice is not. `where`: the host, for
+    those that are not rank 0's."""
     from partway.findings import findings
 
     found = findings(processes, profile)
     for finding in found:
-        typer.echo(str(finding))
+        typer.echo(f"{where}{finding}")
     return any(finding.wrong for finding in found)
 
 
