@@ -167,6 +167,14 @@ def test_two_ranks_reach_each_other(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.gloo
+def test_what_is_wrong_with_a_host_is_said_once(tmp_path: Path) -> None:
+    ended = ranks(COMMAND, tmp_path, PARTWAY_VERIFY="yes")
+    assert ended.returncode == 1
+    assert ended.stdout.count("wrong     PARTWAY_VERIFY is 'yes', which changes nothing: ") == 1
+    assert "2 ranks on 1 host reach each other" in ended.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.gloo
 def test_versions_that_differ_are_said_once(tmp_path: Path) -> None:
