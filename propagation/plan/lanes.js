@@ -56,12 +56,17 @@ for (const figure of document.querySelectorAll(".lanes")) {
   };
 
   function tell(span) { said.textContent = span.getAttribute("aria-label"); }
+  function reveal(span) { // all of it, if there is room
+    const start = +span.dataset.start, end = start + +span.dataset.seconds, shown = until - from;
+    const cut = start < from - 1e-3 * shown || end > until + 1e-3 * shown, fits = end - start < shown;
+    const middle = fits ? (start + end) / 2 : start + shown / 2;
+    if (cut && (fits || start > until || end < from)) show(middle - shown / 2, middle + shown / 2);
+  }
   function arrive(span) { // it has the focus
     current.setAttribute("tabindex", "-1");
     current = span;
     current.setAttribute("tabindex", "0");
-    const start = +span.dataset.start, end = start + +span.dataset.seconds, half = (until - from) / 2;
-    if (start > until || end < from) show(start - half, start + half);
+    if (span.matches(":focus-visible")) reveal(span); // not where a drag begins
     tell(span);
   }
   const go = (span) => span && span.focus();
