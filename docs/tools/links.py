@@ -47,8 +47,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The text with links that hold in the site."""
+    """The text with links that hold in the site. Pages for users come before the others in the search."""
     uri = page.file.src_uri
+    if not uri.startswith(("coverage/", "design/", "reference/", "repository/")):
+        page.meta["search"] = {"boost": 3}
 
     def link(found: re.Match[str]) -> str:
         target = _target(uri, found[1])
