@@ -309,7 +309,7 @@ def plan(
         list[str] | None, typer.Option(help="how parameters are split: NAME=STRATEGY, such as *.up.weight=tp,None")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(help="the devices: a preset, or a file; by default h100", autocompletion=_offers(PROFILES))
+        str | None, typer.Option(help="a preset, or a file; by default h100", autocompletion=_offers(PROFILES))
     ] = None,
     memory_limit: Annotated[str | None, typer.Option(help="of a device, such as 40GB; inf: none")] = None,
     search_mode: Annotated[
