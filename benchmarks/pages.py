@@ -1,7 +1,7 @@
 """How long pages of plans take to open, and how large they are.
 
     python benchmarks/pages.py                      # all; plans that were made before are read from out/pages
-    python benchmarks/pages.py --only unet --shots  # with a screenshot of each in out/pages
+    python benchmarks/pages.py --shots docs/images  # with a screenshot of each, for the documentation
 
 Each page is opened by a headless Chromium from disk, `--repeat` times, each time in a new window. Printed are its bytes
 (the scripts are 0.54 MB of them), the seconds that `save_html` takes (of a saved plan, so without alternatives), the
@@ -12,6 +12,7 @@ Debian's chromium.
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import statistics
@@ -34,6 +35,7 @@ import partway as pw
 from partway.measure.workloads import ResNet50, UNet
 
 OUT = Path("out/pages")
+WINDOW = {"width": 1280, "height": 860}
 BARS = {"interactive": 2000.0, "task": 200.0}  # milliseconds
 
 
@@ -50,13 +52,18 @@ class Loss(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a mesh, as it is annotated. `make` gives it and what it is called with, on the meta device."""
+    """A model on a mesh, as it is annotated.
+
+    make     gives it and what it is called with, on the meta device
+    select   what is selected on the screenshot
+    """
 
     name: str
     make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]]
     mesh: dict[str, int]
     in_strategy: Any
     parameter_plan: Any = None
+    select: str = ""
 
     def plan(self) -> pw.Plan:
         """Its plan."""
@@ -93,14 +100,19 @@ def _images(size: int, classes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 CASES = (
     Case("gpt2", _language("GPT-2 124M", 12, 8), {"dp": 2, "tp": 4}, (("dp", None),),
-         {"model.transformer.h.*.mlp.c_fc.weight": (None, "tp")}),
-    Case("llama405b", _language("Llama-3-405B", 126, 64), {"dp": 64, "tp": 32, "sp": 8}, (("dp", None),)),
-    Case("resnet50", lambda: (ResNet50(), _images(224, (8,))), {"w": 8}, ((None, None, None, "w"), None)),
+         {"model.transformer.h.*.mlp.c_fc.weight": (None, "tp")}, "addmm_2"),
+    Case("llama405b", _language("Llama-3-405B", 126, 64), {"dp": 64, "tp": 32, "sp": 8}, (("dp", None),),
+         select="model.model.layers.1.mlp"),
+    Case("resnet50", lambda: (ResNet50(), _images(224, (8,))), {"w": 8}, ((None, None, None, "w"), None),
+         select="blocks.0.conv2"),
     Case("unet", lambda: (UNet(width=8, levels=3), _images(512, (8, 512, 512))), {"h": 2, "w": 2},
-         ((None, None, "h", "w"), None)),
+         ((None, None, "h", "w"), None), select="down.0.conv2"),
     Case("experts", _experts, {"dp": 2, "ep": 4}, (("dp", None),),
-         {"model.model.layers.*.mlp.experts.*": ("ep", None, None)}),
+         {"model.model.layers.*.mlp.experts.*": ("ep", None, None)}, "model.model.layers.0.mlp.experts"),
 )  # fmt: skip
+
+
+SELECTED = {case.name: case.select for case in CASES}
 
 
 def many(operators: int = 20_000) -> pw.Plan:
@@ -139,25 +151,40 @@ new PerformanceObserver((list) => window.tasks.push(...list.getEntries().map((en
   .observe({ entryTypes: ["longtask"] });"""
 
 
-def opened(browser: Any, path: Path, shot: Path | None) -> Opened:
+def opened(browser: Any, path: Path) -> Opened:
     """What one opening of the page takes."""
-    window = browser.new_page(viewport={"width": 1400, "height": 1000})
+    window = browser.new_page(viewport=WINDOW)
     window.add_init_script(WATCH)
     window.goto(path.resolve().as_uri())
     window.wait_for_selector("html[data-ready=true]", timeout=120_000)
     window.wait_for_timeout(300)  # what it still does then
     interactive = window.evaluate("performance.getEntriesByName('interactive')[0].startTime")
     task = window.evaluate("Math.max(0, ...window.tasks)")
-    if shot:
-        window.screenshot(path=str(shot))
     window.close()
     return Opened(interactive, task)
+
+
+def take(browser: Any, path: Path, select: str, shot: Path) -> None:
+    """Save a screenshot of the page on which `select` is selected."""
+    from PIL import Image
+
+    window = browser.new_page(viewport=WINDOW)
+    window.goto(path.resolve().as_uri())
+    window.wait_for_selector("html[data-ready=true]", timeout=120_000)
+    if select:
+        window.fill("#search", select)
+        window.press("#search", "Enter")
+        window.wait_for_selector("#busy", state="hidden")
+        window.fill("#search", "")
+    window.wait_for_timeout(500)  # the pictures of nodes are loaded
+    Image.open(io.BytesIO(window.screenshot())).convert("RGB").save(shot, lossless=True, method=6)
+    window.close()
 
 
 def main(
     only: Annotated[str, typer.Option(help="cases whose names have this")] = "",
     repeat: Annotated[int, typer.Option(min=1, help="how often to open each")] = 3,
-    shots: Annotated[bool, typer.Option("--shots", help="with a screenshot of each")] = False,
+    shots: Annotated[Path | None, typer.Option(help="a folder for a screenshot of each")] = None,
 ) -> None:
     """Make and open the pages."""
     from playwright.sync_api import sync_playwright
@@ -182,7 +209,9 @@ def main(
             before = time.perf_counter()
             plan.save_html(path, title=name)
             seconds = time.perf_counter() - before
-            found = [opened(browser, path, OUT / f"{name}.png" if shots else None) for _ in range(repeat)]
+            found = [opened(browser, path) for _ in range(repeat)]
+            if shots and name in SELECTED:
+                take(browser, path, SELECTED[name], shots / f"page_{name}.webp")
             ready, tasks = [one.interactive for one in found], [one.task for one in found]
             misses = [
                 bar for bar, times in (("interactive", ready), ("task", tasks)) if statistics.median(times) > BARS[bar]

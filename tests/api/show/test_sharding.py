@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import partway as pw
-from partway.strategy.pictures.parts import listed
 from partway.strategy import Mesh, StrategyError
 from partway.strategy.layout import layout
+from partway.strategy.pictures.parts import listed
 
 SVG = "{http://www.w3.org/2000/svg}"
 
