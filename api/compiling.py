@@ -9,7 +9,6 @@ import contextlib
 import functools
 import math
 import os
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -357,11 +356,7 @@ def _compiled(call: CallInputs, captured: Captured, record: Record, followed: Pl
     compiled = Compiled(
         inputs, planned, entry, lambda: made().draft, captured.state, captured.effects, record, _called(call.fn)
     )  # fmt: skip
-    here = weakref.ref(compiled)  # a plan that is kept does not keep the programs
-    planned.plan.of(
-        lambda: alternatives(made().draft, planned.local),
-        lambda: of.program.schedule.spans if (of := here()) is not None else (),
-    )
+    planned.plan.of(lambda: alternatives(made().draft, planned.local), lambda: compiled.program.schedule.spans)
     return compiled
 
 

@@ -5,7 +5,7 @@ A plan is plain data: it can be printed, asked, saved and loaded without the mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -125,7 +125,7 @@ class Plan(PlanData):
         path: str | PathLike[str],
         *,
         alternatives: int = 8,
-        timelines: Mapping[str, Iterable[Span]] | None = None,
+        timelines: Mapping[str, Sequence[Span]] | None = None,
         title: str = "",
     ) -> None:
         """Write the plan as a page: one file that a browser opens from disk, and that fetches nothing.
@@ -139,11 +139,13 @@ class Plan(PlanData):
         timelines      what ran when, by name, such as {"measured": spans} of record_timeline: below what is predicted
         title          of the page; by default the mesh
 
-        Raises StrategyError where it cannot be written, and for alternatives below 0.
+        Raises StrategyError where it cannot be written, for alternatives below 0, and for what is no timeline.
         """
         known = said(self, self._origin.alternatives if alternatives else None, alternatives)
-        steps = {"predicted": self._origin.schedule, **(timelines or {})}
-        shown = Shown(self, known=known, sections=tuple(timeline_sections(steps)))
+        sections = tuple(
+            timeline_sections({"predicted": self._origin.schedule}, {} if timelines is None else timelines)
+        )
+        shown = Shown(self, known=known, sections=sections)
         save("the page", path, document([shown], title or f"Plan on {self.mesh}"))
 
     def _repr_html_(self) -> str:

@@ -142,7 +142,7 @@ def _graph(several: bool) -> str:
 
 def _data(each: Shown) -> Iterator[str]:
     """The plan, as it is saved, and what is said beside it."""
-    plan: dict[str, Any] = each.plan.model_dump(mode="json")
+    plan: dict[str, Any] = json.loads(each.plan.model_dump_json())
     operators, collectives = plan.pop("operators"), plan.pop("collectives")
     yield f'<div class="plan-data" hidden>{_json("plan-head", plan)}'
     for kind, rows in (("plan-operators", operators), ("plan-collectives", collectives)):
@@ -153,7 +153,7 @@ def _data(each: Shown) -> Iterator[str]:
 
 def _json(kind: str, value: Any) -> str:
     """A value as JSON inside of a script element, which nothing in it can end."""
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return f'<script type="application/json" class="{kind}">{text}</script>\n'

@@ -3,8 +3,10 @@ predicted and, where that is given, as measured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from ....strategy.errors import StrategyError, shown
 from ..alternatives import Span
 from ..lanes import STYLE, Lane, LaneSpan, lanes_figure
 from ..units import human
@@ -13,13 +15,27 @@ from .document import Section
 MOST = 600  # spans of a lane; of more those that are short are drawn together with their neighbours
 
 
-def timeline_sections(timelines: Mapping[str, Iterable[Span]]) -> Iterator[Section]:
-    """The section of the timelines that have a span; none where none has."""
+def timeline_sections(*timelines: Mapping[str, Sequence[Span]]) -> Iterator[Section]:
+    """The section of the timelines that have a span; none where none has. Raises StrategyError for what is none."""
+    for each in timelines:
+        _check(each)
     figures = [
-        lanes_figure(f"One step, {name}", list(lanes_of(list(spans)))) for name, spans in timelines.items() if spans
+        lanes_figure(f"One step, {name}", list(lanes_of(spans)))
+        for each in timelines
+        for name, spans in each.items()
+        if spans
     ]
     if figures:
         yield Section("timeline", "What runs when", f"<style>{STYLE}</style>" + "\n".join(figures))
+
+
+def _check(timelines: Any) -> None:
+    """Raise StrategyError for what is no dict of timelines."""
+    of = timelines.items() if isinstance(timelines, Mapping) else [("timelines", timelines)]
+    for name, spans in of:
+        each = spans if isinstance(spans, Sequence) and not isinstance(spans, str) else [spans]
+        if not isinstance(timelines, Mapping) or not all(hasattr(span, "lane") for span in each):
+            raise StrategyError(f"{shown(name)} is {shown(spans)}; write a dict from names to lists of Spans")
 
 
 def lanes_of(spans: Sequence[Span]) -> Iterator[Lane]:

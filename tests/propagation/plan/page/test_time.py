@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from partway.fusion.timeline import Span
 from partway.propagation.plan.page.time import MOST, timeline_sections
+from partway.strategy import StrategyError
 
 
 def spans(count: int = 3) -> list[Span]:
@@ -38,3 +41,9 @@ def test_names_are_text():
     (section,) = timeline_sections({"</script><b>": [Span("</script><b>", "forward", "compute", 0, 1)]})
     assert "</script>" not in section.body
     assert "<b>" not in section.body
+
+
+@pytest.mark.parametrize("wrong", [5, [1, 2], {"measured": 5}, {"measured": [1]}, {"measured": "spans"}, spans()])
+def test_what_is_no_timeline_is_refused(wrong):
+    with pytest.raises(StrategyError, match="write a dict from names to lists of Spans"):
+        list(timeline_sections(wrong))
