@@ -25,6 +25,8 @@ from ...strategy.mesh import Mesh
 from ...strategy.placement import Broadcast, Kind, Partial, Replicate, Shard, placement_from_code
 from ..cost.profile import DeviceProfile
 from ..graph.graph import Text
+from ..graph.nodes import mark, region_of
+from ..graph.origins import compute_again, computed_again
 from ..graph.port import Port, Role
 from ..torch_internals import FakeTensor, FakeTensorMode, OpOverload, overload_name_of, schema_of
 from .plan import Plan
@@ -150,6 +152,8 @@ def _write_graph(writer: Writer, module: fx.GraphModule) -> list[Any]:
             writer.data(tuple(node.args), place),
             {key: writer.data(value, place) for key, value in node.kwargs.items()},
             writer.data(node.meta.get("val")),
+            computed_again(node),
+            region_of(node),
         ]
         for node in place
     ]
@@ -159,7 +163,7 @@ def _write_graph(writer: Writer, module: fx.GraphModule) -> list[Any]:
 
 def _read_graph(reader: Reader, constants: dict[str, Any], rows: list[Any]) -> fx.GraphModule:
     graph, nodes = fx.Graph(), list[fx.Node]()
-    for op, own_name, target, args, kwargs, value in rows:
+    for op, own_name, target, args, kwargs, value, again, region in rows:
         if op not in _NODES:
             raise WrongFormError(f"{op!r:.80} is none of {', '.join(_NODES)}")
         node = graph.create_node(
@@ -171,6 +175,11 @@ def _read_graph(reader: Reader, constants: dict[str, Any], rows: list[Any]) -> f
         )
         if value is not None:
             node.meta["val"] = reader.value(value)
+        if not isinstance(again, bool | None) or not isinstance(region, int | None):
+            raise WrongFormError(f"{again!r:.80} and {region!r:.80} do not say what is computed again")
+        if again is not None:
+            compute_again(node, again)
+        mark(node, region)
         nodes.append(node)
     return Text({name(key): reader.value(value) for key, value in constants.items()}, graph)
 

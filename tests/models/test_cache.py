@@ -13,6 +13,7 @@ import pytest
 import torch
 from checks import assert_same_gradients, gradients, loss_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from zoo import CASES
 
 import partway as pw
@@ -74,6 +75,54 @@ def test_what_was_planned_and_compiled_is_not_made_again(folder: Path, work: dic
     assert second.plan == first.plan
     assert str(second.program) == str(first.program)
     assert second.program.collectives == first.program.collectives
+
+
+class Layers(nn.Module):
+    """Some linear layers, in calls of torch.utils.checkpoint if `checkpoints`."""
+
+    def __init__(self, checkpoints: bool) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.one(layer, x)
+        return x.square().mean()
+
+    def one(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def both(x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(torch.relu(layer(x)))
+
+        return checkpoint(both, x, use_reentrant=False) if self.checkpoints else both(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "limit", "checkpoints"),
+    [
+        ({"enable_parallel_optimizer": True}, None, False),
+        ({"enable_parallel_optimizer": True, "reshard_after_forward": False}, None, False),
+        ({}, 4e5, False),
+        ({}, None, True),
+    ],
+    ids=["weights are gathered again", "weights stay whole", "within a limit", "checkpoints"],
+)
+def test_a_plan_from_disk_makes_the_program_that_it_made_at_first(
+    folder: Path, options: dict[str, bool], limit: float | None, checkpoints: bool
+) -> None:
+    def program() -> tuple[str, pw.Plan]:
+        torch.manual_seed(0)
+        pw.set_algo_parameters(memory_limit=limit)
+        with pw.auto_parallel_context(**options):
+            compiled = pw.compile(
+                Layers(checkpoints), (torch.ones(64, 64),), mesh={"dp": 2}, in_strategy=(("dp", None),)
+            )
+            return str(compiled.program), compiled.plan
+
+    first, plan = program()
+    for path in folder.glob("*/*.program-*"):
+        path.unlink()
+    assert program() == (first, plan)
 
 
 def test_a_plan_from_disk_can_be_asked_why(folder: Path, work: dict[str, int]) -> None:
