@@ -27,8 +27,9 @@ def to_device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = Non
     # made here, because init_device_mesh takes no timeout
     world: Any = dist.group.WORLD
     groups = [own_group(ranks, timeout) if len(ranks) > 1 else world for ranks in every.values()]
-    ranks = torch.arange(mesh.device_num).view(mesh.sizes)
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.axes)
+    with torch.device("cpu"):  # the default may be meta, where a model is made that is larger than a device
+        ranks = torch.arange(mesh.device_num).view(mesh.sizes)
+        return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.axes)
 
 
 def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None) -> Any:

@@ -265,6 +265,18 @@ def test_processes_hold_their_parts_of_the_numbers_of_one_device(on_ranks: Ranks
         torch.testing.assert_close(moved, model.layers[0].weight.detach(), rtol=1e-4, atol=1e-6)
 
 
+def sharded_where_meta_is_the_default() -> Tensor:
+    with torch.device("meta"):
+        model = pw.shard(Net(), mesh={"dp": 1, "tp": 2}, parameter_plan=SPLIT[0][1])
+    return made(model)["layers.0.weight"]
+
+
+@pytest.mark.gloo
+def test_a_model_is_sharded_in_the_block_that_makes_it_on_meta(on_ranks: Ranks) -> None:
+    expected = made(on_meta(Net, {"dp": 1}, {}))["layers.0.weight"]
+    assert all(torch.equal(found, expected) for found in on_ranks(2, sharded_where_meta_is_the_default))
+
+
 class Wide(nn.Module):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
