@@ -197,6 +197,9 @@ def test_a_click_selects_an_operator_and_an_edge(shown):
     window = shown("one.html")
     window.mouse.click(*centre(window, "stem · linear"))
     assert heading(window) == "stem"
+    drawn(window, lambda: window.locator("#selected dd button.link").first.click())
+    assert heading(window) == "linear"
+    assert "aten.linear.default" in window.inner_text("#selected")
     edge = window.evaluate("window.partway.graph.edges().filter((edge) => edge.data('collectives').length > 0).length")
     assert edge > 0
     x, y = window.evaluate(

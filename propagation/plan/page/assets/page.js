@@ -133,6 +133,10 @@
       return this.path(node).find((group) => !this.open.has(group)) || node;
     }
 
+    around(node) { // the collectives that it causes, and those of what it gives
+      return [...new Set([...this.at[node], ...this.between.flatMap(([from, , number]) => (from === node ? [number] : []))])];
+    }
+
     isWeight(node) { // what stays with the model: parameters, buffers, and what becomes of these
       if (node < this.firstInput) return false;
       return node < this.firstOutput ? this.plan.inputs[node - this.firstInput].role !== "input" : this.plan.outputs[node - this.firstOutput].role !== "result";
@@ -450,7 +454,7 @@
       ...o.results.flatMap((codes, i) => lies(p.byType[n][i] || "", codes, i === 0)),
       ...(reads.length ? [el("h3", {}, "Reads"), el("ul", {}, ...reads)] : []),
       ...(readers.length ? [el("h3", {}, "Read by"), el("p", {}, ...[...new Set(readers)].slice(0, 30).flatMap((to, i) => [i ? ", " : "", go(`n${to}`, p.title(`n${to}`))]))] : []),
-      ...aboutCollectives([...new Set([...p.at[n], ...p.between.flatMap(([from, , number]) => (from === n ? [number] : []))])]),
+      ...aboutCollectives(p.around(n)),
     ];
   }
 
@@ -459,13 +463,12 @@
     const input = n < p.firstOutput;
     const t = input ? p.plan.inputs[n - p.firstInput] : p.plan.outputs[n - p.firstOutput];
     const readers = p.edges.filter(([from]) => from === n).map(([, to]) => to);
-    const numbers = p.plan.collectives.flatMap((c, number) => (c.tensor === t.name || c.where === `output ${t.name}` ? [number] : []));
     return [
       el("h2", {}, t.name),
       el("dl", {}, ...row("is", input ? t.role : `output: ${t.role}`), ...aboutAnnotation(t.name, t.annotation), ...(t.annotation ? [] : row("layout", "inferred"))),
       el("h3", {}, "Layout at rest"), ...lies(p.byType[n][0], t.codes, true),
       ...(readers.length ? [el("h3", {}, "Read by"), el("p", {}, ...[...new Set(readers)].slice(0, 30).flatMap((to, i) => [i ? ", " : "", go(`n${to}`, p.title(`n${to}`))]))] : []),
-      ...aboutCollectives(numbers),
+      ...aboutCollectives(p.around(n)),
     ];
   }
 
@@ -475,11 +478,12 @@
     const total = p.totals[n];
     const weights = p.plan.inputs.filter((t) => t.role === "parameter" && group.name && t.name.startsWith(`${group.name}.`));
     const layers = group.kind === "stack" ? p.layers(group) : [];
+    const alone = group.children.length === 1 && group.children[0][0] === "n" ? group.children[0] : null;
     return [
       el("h2", {}, p.title(`g${n}`)),
       el("p", {}, group.kind === "stack" ? `${layers.length} layers with the same operators, strategies and collectives.` : group.kind === "run" ? "Neighbours, one after another." : group.name ? "A module." : "Everything."),
       el("dl", {},
-        ...row("operators", total.operators.toLocaleString("en")),
+        ...(alone ? row("operator", go(alone, p.title(alone))) : row("operators", total.operators.toLocaleString("en"))),
         ...row("computing", time(total.seconds)),
         ...row("collectives", `${total.collectives.length.toLocaleString("en")}, ${time(total.waited)}, ${bytes(total.sent)} sent by a rank`),
         ...row("kept for the backward", bytes(total.held))),
@@ -516,7 +520,7 @@
     const lines = told === undefined ? [] : p.facts.said[told];
     const others = [...new Set(numbers.map((each) => p.facts.alike[each]))].filter((each) => each !== first);
     const where = p.names.get(c.where);
-    const tensor = p.names.get(c.tensor.replace(/\[\d+\]$/, "")) ?? p.inputs.get(c.tensor);
+    const tensor = p.facts.crossings[n]?.[0];
     return [
       el("h2", {}, `${c.kind} over ${c.axes.join(", ")}`),
       el("dl", {},
