@@ -155,10 +155,17 @@ def heading(window: Any) -> str:
     return window.inner_text("#selected h2")
 
 
+def settled(window: Any) -> None:
+    """Wait until the graph is drawn, if it is being drawn."""
+    window.wait_for_selector("#busy", state="hidden", timeout=60_000)
+
+
 def drawn(window: Any, act: Callable[[], Any]) -> None:
-    """Do something, and wait until the graph that it may draw anew is drawn."""
+    """Do something that draws the graph anew, and wait until it is drawn."""
+    before = window.get_attribute("html", "data-drawn")
     act()
-    window.wait_for_selector("#busy", state="hidden", timeout=30_000)
+    window.wait_for_selector(f"html:not([data-drawn='{before}'])", timeout=60_000)
+    settled(window)
 
 
 def nodes(window: Any) -> list[str]:
@@ -181,7 +188,8 @@ def centre(window: Any, label: str) -> tuple[float, float]:
 
 def find(window: Any, text: str) -> None:
     window.fill("#search", text)
-    drawn(window, lambda: window.press("#search", "Enter"))
+    window.press("#search", "Enter")
+    settled(window)
 
 
 def test_at_first_layers_are_one_and_everything_is_said(shown, plan):
@@ -197,7 +205,7 @@ def test_a_click_selects_an_operator_and_an_edge(shown):
     window = shown("one.html")
     window.mouse.click(*centre(window, "stem · linear"))
     assert heading(window) == "stem"
-    drawn(window, lambda: window.locator("#selected dd button.link").first.click())
+    drawn(window, window.locator("#selected dd button.link").first.click)
     assert heading(window) == "linear"
     assert "aten.linear.default" in window.inner_text("#selected")
     edge = window.evaluate("window.partway.graph.edges().filter((edge) => edge.data('collectives').length > 0).length")
