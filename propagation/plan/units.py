@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.filesize import pick_unit_and_suffix
 
 
@@ -20,6 +22,8 @@ def lasting(seconds: float) -> str:
 
 def _in_units(amount: float, units: tuple[str, ...]) -> str:
     """`amount` of the first of `units`, in the one that suits; each is 1000 of the one before."""
+    if not math.isfinite(amount):  # a sum of what was edited
+        return f"{amount} {units[-1]}"
     amount = float(f"{amount:.3g}")
     size, unit = pick_unit_and_suffix(int(abs(amount)), list(units), 1000)
     amount /= size

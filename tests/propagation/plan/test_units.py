@@ -1,3 +1,5 @@
+import math
+
 import pytest
 
 from partway.propagation.plan.units import human, lasting
@@ -26,7 +28,15 @@ def test_bytes_for_people(size, text):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0, "0 us"), (1.234e-6, "1.23 us"), (9.996e-4, "1 ms"), (0.5, "500 ms"), (12.0, "12 s"), (-3e-3, "-3 ms")],
+    [
+        (0.0, "0 us"),
+        (1.234e-6, "1.23 us"),
+        (9.996e-4, "1 ms"),
+        (0.5, "500 ms"),
+        (12.0, "12 s"),
+        (-3e-3, "-3 ms"),
+        (math.inf, "inf s"),
+    ],
 )
 def test_times_for_people(seconds, text):
     assert lasting(seconds) == text
