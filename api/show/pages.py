@@ -10,7 +10,8 @@ from partway.graphs.compare import LEGEND, Comparison, Difference, compared
 from partway.graphs.saved import SavedCall, saved_calls
 from partway.propagation.plan.page.document import Section, Shown, document
 from partway.propagation.plan.page.facts import Said, said
-from partway.propagation.plan.page.tables import find, safe, table
+from partway.propagation.plan.page.markup import safe
+from partway.propagation.plan.page.tables import find, table
 from partway.propagation.plan.plan import Plan
 from partway.propagation.plan.units import human, lasting
 from partway.strategy.errors import StrategyError, shown

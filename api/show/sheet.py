@@ -5,10 +5,7 @@ Its head forbids the browser to fetch anything, and to run any script but the on
 
 from __future__ import annotations
 
-import base64
-import hashlib
-
-from partway.propagation.plan.page.tables import safe
+from partway.propagation.plan.page.markup import head, safe
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #c9ccd3; --soft: #555b66; }
@@ -35,15 +32,9 @@ footer { margin-top: 3rem; color: var(--soft); font-size: .85rem; }
 
 def sheet(title: str, body: str, style: str = "", script: str = "") -> str:
     """The page: `title` is text, `body` HTML."""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    scripts = f"script-src 'sha256-{digest}'; " if script else ""
-    policy = f"default-src 'none'; {scripts}style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{safe(title)}</title>\n<style>{_STYLE}{style}</style>\n</head>\n<body>\n<main>\n"
-        f"<h1>{safe(title)}</h1>\n{body}\n</main>\n<footer>Made by Partway. It fetches nothing.</footer>\n"
+        f"{head(title, _STYLE + style, [script] if script else [])}<main>\n<h1>{safe(title)}</h1>\n{body}\n</main>\n"
+        "<footer>Made by Partway. It fetches nothing.</footer>\n"
         + (f"<script>{script}</script>\n" if script else "")
         + "</body>\n</html>\n"
     )

@@ -9,7 +9,7 @@ from os import PathLike
 
 from partway.fusion.timeline import COMMUNICATION, COMPUTE, Span
 from partway.propagation.plan.lanes import SCRIPT, STYLE, Lane, lanes_figure
-from partway.propagation.plan.page.tables import safe
+from partway.propagation.plan.page.markup import safe
 from partway.propagation.plan.page.time import lanes_of
 from partway.propagation.plan.units import lasting
 from partway.runtime import record

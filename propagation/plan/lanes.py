@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 from ...strategy.notation import counted
+from .page.markup import safe
 from .units import lasting
 
 STYLE = Path(__file__).with_name("lanes.css").read_text(encoding="utf-8")
@@ -83,7 +83,7 @@ def lanes_svg(lanes: Sequence[Lane], title: str = "What runs when") -> str:
     wide = _LEFT + _WIDE + _RIGHT
     legend, below = _legend(colours, high + 16)
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="group" aria-label="{_safe(title)}" viewBox="0 0 {wide:g} '
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="group" aria-label="{safe(title)}" viewBox="0 0 {wide:g} '
         f'{below:g}" font-family="ui-sans-serif, system-ui, sans-serif" font-size="11" data-from="{scale.first!r}" '
         f'data-until="{scale.last!r}" data-left="{_LEFT:g}" data-wide="{_WIDE:g}">'
     )
@@ -104,10 +104,10 @@ def lanes_figure(title: str, lanes: Sequence[Lane]) -> str:
     )
     count = sum(len(lane.spans) for lane in lanes)
     if not count:
-        return f'<figure class="lanes"><figcaption>{_safe(title)}</figcaption><p>Nothing ran.</p></figure>'
+        return f'<figure class="lanes"><figcaption>{safe(title)}</figcaption><p>Nothing ran.</p></figure>'
     return "\n".join(
         [
-            f'<figure class="lanes"><figcaption>{_safe(title)}</figcaption>',
+            f'<figure class="lanes"><figcaption>{safe(title)}</figcaption>',
             f'<div class="tools" role="toolbar" aria-label="Zoom" hidden>{buttons}<span class="hint">or + − 0; arrow '
             "keys walk from bar to bar; Ctrl and the wheel zoom, dragging moves</span></div>",
             f'<div class="scroll">{lanes_svg(lanes, title)}</div>',
@@ -121,8 +121,8 @@ def lanes_table(lanes: Sequence[Lane]) -> str:
     """A `table` element with a row for each span."""
     head = "".join(f'<th scope="col">{name}</th>' for name in ("lane", "what", "kind", "from", "takes", "more"))
     rows = [
-        f'<tr><td>{_safe(lane.name)}</td><th scope="row">{_safe(span.name)}</th><td>{_safe(span.kind)}</td>'
-        f"<td>{lasting(span.start_s)}</td><td>{lasting(span.seconds)}</td><td>{_safe(span.title)}</td></tr>"
+        f'<tr><td>{safe(lane.name)}</td><th scope="row">{safe(span.name)}</th><td>{safe(span.kind)}</td>'
+        f"<td>{lasting(span.start_s)}</td><td>{lasting(span.seconds)}</td><td>{safe(span.title)}</td></tr>"
         for lane in lanes
         for span in lane.spans
     ]
@@ -156,11 +156,6 @@ class _Scale:
             yield number * step, f"{number * step / unit:.{digits}f} {name}"
 
 
-def _safe(words: str) -> str:
-    """Words as text of a page; what cannot be printed is shown as such."""
-    return escape("".join(letter if letter.isprintable() else "�" for letter in words))
-
-
 def _colours(lanes: Sequence[Lane]) -> dict[str, tuple[str, str]]:
     """The colour of each kind, in the order in which they come."""
     kinds = dict.fromkeys(span.kind for lane in lanes for span in lane.spans)
@@ -187,10 +182,8 @@ def _lane(lane: Lane, top: float, scale: _Scale, colours: Mapping[str, tuple[str
     rows = 1 + max((row for _, row in placed), default=0)
     middle = top + _ROW * rows / 2 + 3
     bars = [_bar(span, top + _ROW * row, scale, colours[span.kind]) for span, row in placed]
-    name = f'<text x="{_LEFT - 8:g}" y="{middle:g}" text-anchor="end" fill="currentColor">{_safe(short)}</text>'
-    head = (
-        f'<g class="lane" role="group" aria-label="{_safe(lane.name)}"><g><title>{_safe(lane.name)}</title>{name}</g>'
-    )
+    name = f'<text x="{_LEFT - 8:g}" y="{middle:g}" text-anchor="end" fill="currentColor">{safe(short)}</text>'
+    head = f'<g class="lane" role="group" aria-label="{safe(lane.name)}"><g><title>{safe(lane.name)}</title>{name}</g>'
     return [head, *bars, "</g>"], rows
 
 
@@ -210,10 +203,10 @@ def _bar(span: LaneSpan, top: float, scale: _Scale, colour: tuple[str, str]) -> 
     hidden = "" if _LETTER * len(span.name) + 6 <= wide else ' visibility="hidden"'
     fill, outline = colour
     return (
-        f'<g class="span" role="img" tabindex="-1" aria-label="{_safe(span.said)}" data-start="{span.start_s!r}" '
-        f'data-seconds="{span.seconds!r}"><title>{_safe(span.said)}</title><rect x="{x:.2f}" y="{top:g}" '
+        f'<g class="span" role="img" tabindex="-1" aria-label="{safe(span.said)}" data-start="{span.start_s!r}" '
+        f'data-seconds="{span.seconds!r}"><title>{safe(span.said)}</title><rect x="{x:.2f}" y="{top:g}" '
         f'width="{wide:.2f}" height="{_BAR:g}" fill="{fill}" stroke="{outline}" stroke-width="0.75"/>'
-        f'<text x="{x + 3:.2f}" y="{top + 12:g}" fill="#111"{hidden}>{_safe(span.name)}</text></g>'
+        f'<text x="{x + 3:.2f}" y="{top + 12:g}" fill="#111"{hidden}>{safe(span.name)}</text></g>'
     )
 
 
@@ -228,7 +221,7 @@ def _legend(colours: Mapping[str, tuple[str, str]], top: float) -> tuple[list[st
             x, top = _LEFT, top + 18
         lines.append(
             f'<rect x="{x:g}" y="{top - 9:g}" width="11" height="11" fill="{fill}" stroke="{outline}"/>'
-            f'<text x="{x + 16:g}" y="{top:g}" fill="currentColor">{_safe(kind)}</text>'
+            f'<text x="{x + 16:g}" y="{top:g}" fill="currentColor">{safe(kind)}</text>'
         )
         x += wide + 12
     return lines, top + (12 if lines else -8)

@@ -6,8 +6,6 @@ its own saved form, in parts that a browser reads one by one.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +18,7 @@ from ..lanes import SCRIPT as LANES
 from ..units import human, lasting
 from . import tables
 from .facts import CODES, KINDS, Said, facts
-from .tables import safe
+from .markup import head, safe
 
 PART = 2000  # operators, or collectives, that a browser reads at once
 
@@ -58,15 +56,7 @@ def document(shown: Sequence[Shown], title: str, first: Sequence[Section] = ()) 
 
 
 def _document(shown: Sequence[Shown], title: str, sections: Sequence[Section], scripts: Sequence[str]) -> Iterator[str]:
-    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
-    yield (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" '
-        f"content=\"default-src 'none'; script-src {allowed} blob:; worker-src blob:; style-src 'unsafe-inline'; "
-        f"img-src data: blob:; base-uri 'none'; form-action 'none'\">\n"
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{safe(title)}</title>\n'
-        f"<style>\n{asset('page.css')}</style>\n</head>\n<body>\n"
-    )
+    yield head(title, f"\n{asset('page.css')}", scripts, blobs=True)
     yield '<a class="skip" href="#graph">To the graph</a>\n<header>\n'
     yield f"<h1>{safe(title)}</h1>\n"
     yield from _switch(shown)
@@ -163,7 +153,3 @@ def _json(kind: str, value: Any) -> str:
 def asset(name: str) -> str:
     """A file that comes with the package, whose text nothing in a script or style element ends."""
     return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
 from ....strategy.notation import counted
 from ...graph.port import Role
@@ -15,6 +14,7 @@ from ...program.collective import PHASES, Collective
 from ..data import Memory, PlanData, TensorPlan
 from ..units import human, lasting
 from .facts import Said, like, pattern
+from .markup import safe
 from .outline import Group, outline
 
 ROWS = 30  # of a table; what follows is summed up
@@ -29,11 +29,6 @@ class Share:
     name: str
     amount: float
     text: str
-
-
-def safe(words: object) -> str:
-    """Words as text of a page, also in an attribute; what cannot be printed is shown as such."""
-    return escape("".join(letter if letter.isprintable() else "�" for letter in str(words)))
 
 
 def headline(plan: PlanData) -> str:
