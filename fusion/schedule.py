@@ -5,8 +5,9 @@ stands, on the communication lane, where collectives follow one another. An oper
 collective waits for it, and what stands behind that operator waits too. This is how a rank runs its graph
 (`runtime/execute.py`). The backward starts when all of the forward has ended.
 
-Views, and conversions that only change a tensor's meaning, take no time. All other operators take that of a roofline
-(`propagation/cost/cost.py`), with PyTorch's formulas for the FLOPs of matrix products, convolutions and attention.
+Operators take what `propagation/cost/cost.py` says, with PyTorch's formulas for the FLOPs of matrix products,
+convolutions and attention. Views, and conversions that only change a tensor's meaning, take no time unless the profile
+has what their calls were measured to take.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..propagation.cost.cost import collective_cost, operator_seconds
+from ..propagation.cost.operators import rates_of
 from ..propagation.cost.profile import DeviceProfile
+from ..propagation.cost.rates import VIEW
 from ..propagation.graph.graph import Text
 from ..propagation.graph.nodes import is_pointwise, is_view
 from ..propagation.ops.collectives import convert, convert_group, kind_of
@@ -195,7 +198,7 @@ def events_of(
 
 def work_of(graph: fx.Graph, mesh: Mesh, profile: DeviceProfile) -> dict[fx.Node, Work]:
     """What each node of `graph` takes; raises as `predict`."""
-    meter = _Meter(graph, mesh, profile)
+    meter = Meter(graph, mesh, profile)
     return {node: meter.work(node) for node in graph.nodes}
 
 
@@ -227,7 +230,7 @@ def _tensor_like(like: Any, empty: Callable[[Like], Any]) -> Any:
     return tuple(_tensor_like(one, empty) for one in like) if isinstance(like, tuple) else like
 
 
-class _Meter:
+class Meter:
     """Says what the nodes of one graph take. Of what many nodes have in common it computes once."""
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, profile: DeviceProfile) -> None:
@@ -241,10 +244,10 @@ class _Meter:
         if node.op != "call_function":
             return _FREE
         if node.target is operator.getitem:
-            return UNHEARD if node.all_input_nodes[0].target is convert_group else _FREE
+            return UNHEARD if node.all_input_nodes[0].target is convert_group else self._call(node)
         if node.target in (convert, convert_group):
             return self._conversion(node)
-        return _FREE if is_view(node) or node.target in _RESHAPES else self._operator(node)
+        return self._call(node) if is_view(node) or node.target in _RESHAPES else self._operator(node)
 
     def held(self, node: fx.Node) -> int:
         """The bytes of a node's value; what is expanded counts once."""
@@ -252,6 +255,11 @@ class _Meter:
         if id(value) not in self._bytes:
             self._bytes[id(value)] = sum(map(_bytes, _tensors(value)))
         return self._bytes[id(value)]
+
+    def _call(self, node: fx.Node) -> Work:
+        """A call that moves nothing."""
+        rates = self.profile.rates_of(str(node.target), VIEW)
+        return Work(COMPUTE, rates.forward.call, kind=str(node.target)) if rates else _FREE
 
     def _conversion(self, node: fx.Node) -> Work:
         arguments: tuple[Any, ...] = node.args
@@ -268,17 +276,26 @@ class _Meter:
             )
             return Work(COMMUNICATION, waiting, per_byte, payload, kind=kind.value, axes=tuple(axes))
         if kind is Kind.NOTHING:
-            return _FREE
-        seconds = float(operator_seconds(0, read + written, torch.float32, self.profile))
-        return Work(COMPUTE, seconds, kind=kind.value)
+            return self._call(node)
+        rates = self.profile.rates_of(str(node.target))
+        measured = rates.forward if rates else None
+        seconds = operator_seconds(0, read + written, torch.float32, self.profile, measured, written)
+        return Work(COMPUTE, float(seconds), kind=kind.value)
 
     def _operator(self, node: fx.Node) -> Work:
+        flops, moved, written = self.figures(node)
+        dtype = next((tensor.dtype for tensor in _tensors(self.values[node])), torch.float32)
+        rates = rates_of(node, self.profile)
+        measured = rates.forward if rates else None
+        seconds = operator_seconds(flops, moved, dtype, self.profile, measured, written)
+        return Work(COMPUTE, float(seconds), kind=str(node.target))
+
+    def figures(self, node: fx.Node) -> tuple[int, int, int]:
+        """The floating-point operations of an operator, the bytes that it reads and writes, and of these the written."""
         written, read = self.held(node), [self.held(operand) for operand in node.all_input_nodes]
         if node.target in _LOOKUPS:
             read[0] = min(read[0], written)  # what is looked up, not the table
-        dtype = next((tensor.dtype for tensor in _tensors(self.values[node])), torch.float32)
-        seconds = operator_seconds(self._counted(node), sum(read) + written, dtype, self.profile)
-        return Work(COMPUTE, float(seconds), kind=str(node.target))
+        return self._counted(node), sum(read) + written, written
 
     def _counted(self, node: fx.Node) -> int:
         """The floating-point operations of matrix products, convolutions and attention; 0 of all others."""

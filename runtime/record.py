@@ -111,7 +111,8 @@ class _Timeline:
             done: list[Stamp] = []
             self._issued[phase, step.out] = before, done, about
             if not self._cuda:
-                value.works[-1].get_future().add_done_callback(lambda _: done.append(time.perf_counter()))
+                with contextlib.suppress(RuntimeError):  # gloo's reduce_scatter has no future: it ends when waited for
+                    value.works[-1].get_future().add_done_callback(lambda _: done.append(time.perf_counter()))
 
     def spans(self) -> list[Span]:
         """What was measured, from the first step's beginning."""

@@ -19,8 +19,9 @@ measured at 267 GB/s and all_gather at 410, what NVLink alone gives; the sum of 
 Groups that do not fill their nodes evenly (3 of 8 ranks, the next 3, 2 and 1 of the third ...) are one ring over
 the slowest level that they touch.
 
-An operator takes `max(flops / peak, bytes / memory bandwidth)` (Williams et al., "Roofline", 2009), and the overhead
-of the profile. The overhead is added, never a least time: with one, splitting small work would seem to gain nothing.
+An operator takes what it was measured to (rates.py). By a profile that has no such figures it takes `max(flops / peak,
+bytes / memory bandwidth)` (Williams et al., "Roofline", 2009), and the overhead of the profile. The overhead is added,
+never a least time: with one, splitting small work would seem to gain nothing.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ from ...strategy.mesh import Mesh
 from ...strategy.placement import Kind
 from ..ops.kinds import COLLECTIVES, figures_of
 from .profile import DeviceProfile, NetworkLevel
+from .rates import Rates
 
 # Forward plus backward of an operator, in units of the forward: each operand's gradient costs about as much.
 BACKWARD_FACTOR = 2.0
+CACHED = 1 << 26  # bytes that a cache may hold, and the memory's bandwidth does not bind
 
 
 class Level(Enum):
@@ -153,11 +156,19 @@ def _bandwidth(level: NetworkLevel, kind: Kind, size: int) -> float:
 
 
 def operator_seconds(
-    flops: ArrayLike, moved: ArrayLike, dtype: torch.dtype, profile: DeviceProfile
+    flops: ArrayLike,
+    moved: ArrayLike,
+    dtype: torch.dtype,
+    profile: DeviceProfile,
+    rates: Rates | None = None,
+    written: ArrayLike = 0.0,
 ) -> NDArray[np.float64]:
-    """The predicted time of one operator that computes `flops` in `dtype` and moves `moved` bytes, or of several."""
+    """The predicted time of one operator that computes `flops` in `dtype` and moves `moved` bytes, or of several.
+    `rates`: those that were measured of it; `written`: the bytes of its results, of those moved."""
     computing = np.asarray(flops) / profile.peak.of(dtype)
-    seconds: NDArray[np.float64] = profile.overhead + np.maximum(
-        computing, np.asarray(moved) / profile.memory_bandwidth
-    )
-    return seconds
+    moved = np.asarray(moved)
+    if rates is None:
+        return np.asarray(profile.overhead + np.maximum(computing, moved / profile.memory_bandwidth))
+    slower = profile.peak.float32 / profile.peak.of(dtype)
+    least = np.maximum(computing, np.maximum(moved - CACHED, 0.0) / profile.memory_bandwidth)
+    return np.maximum(rates.seconds(np.asarray(flops) * slower, moved, written), least)

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, ValidationError, field_validator
+from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
 from ...strategy.errors import Problem, StrategyError, shown
 from ...strategy.files import read, save
 from ...strategy.placement import Kind
 from ..ops.kinds import figures_of
+from .rates import NOT_NEGATIVE, OTHER, Figures, OperatorRates, Rates
 
 # -- Figures for each kind of collective -----------------------------------------------------------------------------
 
@@ -51,8 +52,8 @@ class ByKind(Generic[T]):
 
 _KINDS = tuple(field.name for field in fields(ByKind))
 _POSITIVE = "a finite number above 0"
-_NOT_NEGATIVE = "a finite number of 0 or more"
 _TABLE = 'a table of algorithm bandwidths by group size, as in {"2": 3e11, "8": 2.5e11}'
+_OPERATORS = "a list of the rates of operators and kinds, each once, and among them other"
 _LEVELS = "a list of one level or more, from inside out"
 _BANDWIDTH = f"{_POSITIVE} (bytes/s), or for one kind of collective {_TABLE}"
 
@@ -80,7 +81,7 @@ def _by_kind(value: object, read: Callable[[str, Any], T]) -> ByKind[T]:
 
 def _latency(where: str, value: Any) -> float:
     if not _is_number(value) or value < 0:
-        raise _refused(where, f"is {shown(value)}", f"{_NOT_NEGATIVE} (s)")
+        raise _refused(where, f"is {shown(value)}", f"{NOT_NEGATIVE} (s)")
     return float(value)
 
 
@@ -115,15 +116,11 @@ _Bandwidth = Annotated[
 # -- The profile. A field's `description` says what it accepts. ------------------------------------------------------
 
 
-class _Figures(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-
-
 _Flops = Annotated[float, Field(gt=0, description=f"{_POSITIVE} (operations/s)")]
 _Source = Annotated[str, Field(min_length=1, description="a text that says where the figures come from")]
 
 
-class Peak(_Figures):
+class Peak(Figures):
     """Operations per second, by the dtype that is computed in."""
 
     float64: _Flops
@@ -137,7 +134,7 @@ class Peak(_Figures):
         return getattr(self, name) if name in type(self).model_fields else self.float32
 
 
-class Sources(_Figures):
+class Sources(Figures):
     """Where the figures of a device come from."""
 
     peak: _Source
@@ -145,7 +142,7 @@ class Sources(_Figures):
     overhead: _Source
 
 
-class NetworkLevel(_Figures):
+class NetworkLevel(Figures):
     """One level of the network: ranks 0 to devices - 1 are in its first unit, the next `devices` in its second, ...
 
     devices     how many devices one unit holds (None: any number)
@@ -160,25 +157,28 @@ class NetworkLevel(_Figures):
     devices: Annotated[int | None, Field(ge=1, description="an int of 1 or more, or null for any number")]
     bandwidth: _Bandwidth
     latency: _Latency
-    launch: Annotated[float, Field(ge=0, description=f"{_NOT_NEGATIVE} (s)")]
+    launch: Annotated[float, Field(ge=0, description=f"{NOT_NEGATIVE} (s)")]
 
 
-class DeviceProfile(_Figures):
+class DeviceProfile(Figures):
     """One device and the network that joins it to others.
 
     peak               operations/s by dtype
     memory             bytes of one device; memory_bandwidth in bytes/s
     overhead           seconds that an operator takes beside its work
     levels             the network from inside out: devices of one unit are joined by the unit's level
+    operators          how long operators were measured to take; empty where none was, as in the presets: then each
+                       takes what a roofline of peak and memory bandwidth allows, and the overhead
     """
 
     name: Annotated[str, Field(min_length=1, description="a name")]
     peak: Peak = Field(description="an object with float64, float32, bfloat16 and float16")
     memory: Annotated[float, Field(gt=0, description=f"{_POSITIVE} (bytes)")]
     memory_bandwidth: Annotated[float, Field(gt=0, description=f"{_POSITIVE} (bytes/s)")]
-    overhead: Annotated[float, Field(ge=0, description=f"{_NOT_NEGATIVE} (s)")]
+    overhead: Annotated[float, Field(ge=0, description=f"{NOT_NEGATIVE} (s)")]
     sources: Sources = Field(description="an object with peak, memory and overhead, each a text")
     levels: tuple[NetworkLevel, ...] = Field(description=_LEVELS)
+    operators: tuple[OperatorRates, ...] = Field(default=(), description=_OPERATORS)
 
     @field_validator("levels")
     @classmethod
@@ -196,6 +196,27 @@ class DeviceProfile(_Figures):
                 raise _refused(f"[{index}].devices", f"is {level.devices}", fix)
             inner = level.devices or inner
         return levels
+
+    @field_validator("operators")
+    @classmethod
+    def _rates_are_found(cls, operators: tuple[OperatorRates, ...]) -> tuple[OperatorRates, ...]:
+        """Each name stands for one, and there is one for what is not among them."""
+        names = [rates.name for rates in operators]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise _refused(f"[{index}].name", f"is {shown(name)}, as another is", _OPERATORS)
+        if names and OTHER not in names:
+            raise _refused("", f"has none named {shown(OTHER)}", _OPERATORS)
+        return operators
+
+    def __hash__(self) -> int:
+        """Of some figures only: profiles are keys of much that is computed once, and may have many rates."""
+        return hash((self.name, self.memory, self.memory_bandwidth, self.overhead, self.peak, len(self.operators)))
+
+    def rates_of(self, operator: str, kind: str = OTHER) -> OperatorRates | None:
+        """The measured rates of an operator, or of its kind, or of others; None where no operators were measured."""
+        found = {rates.name: rates for rates in self.operators if rates.name in (operator, kind, OTHER)}
+        return found.get(operator) or found.get(kind) or found.get(OTHER)
 
     def save(self, path: Path) -> None:
         """Write it as JSON that `profile_of` reads. Raises StrategyError where it cannot be written."""
@@ -264,12 +285,15 @@ def _problems(error: ErrorDetails) -> Iterator[Problem]:
         yield Problem(where or "the file", what, f"write {_accepts(error['loc'])}")
 
 
-_NESTED: dict[str, type[_Figures]] = {"peak": Peak, "sources": Sources, "levels": NetworkLevel}
+_NESTED: dict[str, type[Figures]] = {
+    "peak": Peak, "sources": Sources, "levels": NetworkLevel, "operators": OperatorRates, "forward": Rates,
+    "backward": Rates,
+}  # fmt: skip
 
 
 def _accepts(location: tuple[int | str, ...]) -> str:
     """What the field at a location takes."""
-    kind: type[_Figures] = DeviceProfile
+    kind: type[Figures] = DeviceProfile
     accepts = f"an object with {', '.join(kind.model_fields)}"
     for key in location:
         if isinstance(key, str):

@@ -12,6 +12,7 @@ from ...strategy.layout import Layout, layout
 from ...strategy.placement import BROADCAST
 from ..cost.conversion import ConversionTable, Floats, step_kind
 from ..cost.cost import BACKWARD_FACTOR, collective_seconds, operator_seconds
+from ..cost.operators import rates_of
 from ..graph.nodes import Value, bytes_of, is_view, operands, source_of, tensor_of, values_of
 from ..islands.flows import gradients_inside
 from ..islands.island import Island
@@ -92,7 +93,9 @@ def _work(its: Island, inside: Collection[Value], settings: Settings) -> tuple[f
         computed = rule.flops if rule else 0.0
         reached = any(v in inside for v in values_of(node))
         passes = 1.0 + (BACKWARD_FACTOR if reached else 0.0)
-        seconds += passes * float(operator_seconds(computed, moved, results[0].dtype, settings.profile))
+        rates = rates_of(node, settings.profile)
+        measured = rates.forward if rates else None
+        seconds += passes * float(operator_seconds(computed, moved, results[0].dtype, settings.profile, measured, kept))
         flops += passes * computed
         held += kept if reached else 0
     return seconds, flops, held

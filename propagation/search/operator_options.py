@@ -17,6 +17,7 @@ from ...strategy.cut import Cut
 from ...strategy.placement import BROADCAST, REPLICATE, Kind, Partial, Placement
 from ..cost.conversion import Codes, ConversionTable, Floats, Mask, digits_of
 from ..cost.cost import BACKWARD_FACTOR, collective_cost, operator_seconds
+from ..cost.rates import OperatorRates
 from ..rules.rule import AxisOption, Rule, axis_options
 from .problem import Options, Settings
 
@@ -37,6 +38,7 @@ class Call:
     view                it only looks at its operand's memory
     in_place            it writes its second operand into the first
     by_batch            it splits its leading dim where the settings say so
+    rates               how long it was measured to take
     """
 
     rule: Rule | None
@@ -50,6 +52,7 @@ class Call:
     view: bool
     in_place: bool
     by_batch: bool
+    rates: OperatorRates | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,20 +216,28 @@ def _work(call: Call, rule: Rule, rows: _Rows, settings: Settings) -> tuple[Floa
         results = nothing
     passes = _backward_passes(call, rule) if call.differentiated else 0.0
     flops = rule.flops / rows.parts
-    again, made = operator_seconds(flops, moved, call.dtype, settings.profile), results
+    measured = call.rates.forward if call.rates else None
+    again, made = operator_seconds(flops, moved, call.dtype, settings.profile, measured, results), results
+    backward = passes * again
+    if call.differentiated and call.rates and call.rates.backward:
+        rates, work = call.rates.backward, _products(call, rule) * flops
+        backward = operator_seconds(work, moved, call.dtype, settings.profile, rates, results)
+        backward = backward + (again if call.recomputed else 0.0)
     if call.recomputed:  # but the sum of addends is kept, so that no collective runs twice for it
         results = results * _has_addends(call, rows)
     held = results if call.differentiated else nothing
-    return (1.0 + passes) * again, (1.0 + passes) * flops, held, again, made
+    return again + backward, (1.0 + passes) * flops, held, again, made
 
 
 def _backward_passes(call: Call, rule: Rule) -> float:
     """How often the backward does as much work as the forward."""
-    passes = BACKWARD_FACTOR
-    if rule.flops:
-        products = sum(reached and i not in rule.additive for i, reached in enumerate(call.reached))
-        passes = float(max(products, 1))
+    passes = float(_products(call, rule)) if rule.flops else BACKWARD_FACTOR
     return passes + (1.0 if call.recomputed else 0.0)
+
+
+def _products(call: Call, rule: Rule) -> int:
+    """How many operands of a contraction have a gradient, for each of which its backward computes a product."""
+    return max(sum(reached and i not in rule.additive for i, reached in enumerate(call.reached)), 1)
 
 
 def _has_addends(call: Call, rows: _Rows) -> Any:

@@ -1,0 +1,87 @@
+"""How long operators were measured to take, as a few numbers for each: what a call takes by itself, what its
+floating-point operations add, and what the bytes add that it reads and writes.
+
+    seconds = call + flops * flop + sum over KNEES k of byte[k] * max(moved - k, 0)
+              + mapped * written, if that is MAPPED or more
+
+A byte may cost more beyond each knee, where a call's tensors leave one cache after the other. So a time is a piecewise
+linear function, which no further work makes shorter. It is never below what the peak and the memory's bandwidth allow
+(Williams et al., "Roofline", 2009), of what no cache holds. `partway calibrate` fits the numbers to the steps of small
+networks; an operator that none of them calls has the rates of its kind.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+Floats = NDArray[np.float64]
+
+KNEES = (0, 1 << 20, 1 << 23)  # bytes, about the sizes of a core's caches
+MAPPED = 1 << 25  # bytes of a result from which on glibc maps memory anew for it; GPUs have their own allocators
+POINTWISE, VIEW, OTHER = "pointwise", "view", "other"  # the kinds whose rates others have
+
+NOT_NEGATIVE = "a finite number of 0 or more"
+_Seconds = Annotated[float, Field(ge=0)]
+
+
+class Figures(BaseModel):
+    """Figures of a profile: a field's `description` says what it accepts."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class Rates(Figures):
+    """What an operator takes.
+
+    call     seconds of a call
+    flop     seconds of a floating-point operation in float32; in another dtype, as much longer as its peak is lower
+    byte     seconds of a byte beyond each of KNEES, read or written, added up
+    mapped   seconds more of a byte that is written to memory that is mapped anew
+    """
+
+    call: Annotated[_Seconds, Field(description=f"{NOT_NEGATIVE} (s)")]
+    flop: Annotated[_Seconds, Field(description=f"{NOT_NEGATIVE} (s)")]
+    byte: Annotated[
+        tuple[_Seconds, _Seconds, _Seconds], Field(strict=False, description=f"a list of {len(KNEES)} numbers (s)")
+    ]
+    mapped: Annotated[_Seconds, Field(description=f"{NOT_NEGATIVE} (s)")]
+
+    def seconds(self, flops: ArrayLike, moved: ArrayLike, written: ArrayLike) -> Floats:
+        """The time of a call, or of several, that compute `flops` (of float32), and of which the tensors that they
+        read and write have `moved` bytes, those that they write `written`."""
+        features = features_of(flops, moved, written)
+        return sum((rate * feature for rate, feature in zip(self.numbers, features, strict=True)), np.float64(0.0))
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Its numbers in the order of `features_of`."""
+        return (self.call, self.flop, *self.byte, self.mapped)
+
+    @classmethod
+    def of(cls, numbers: Any) -> Rates:
+        """The rates with these numbers, in the order of `features_of`."""
+        call, flop, *byte, mapped = map(float, numbers)
+        return cls(call=call, flop=flop, byte=tuple(byte), mapped=mapped)
+
+
+def features_of(flops: ArrayLike, moved: ArrayLike, written: ArrayLike) -> tuple[Floats, ...]:
+    """What the numbers of Rates are multiplied by."""
+    work, moved, written = (np.asarray(each, dtype=np.float64) for each in (flops, moved, written))
+    beyond = (np.maximum(moved - knee, 0.0) for knee in KNEES)
+    return (np.ones_like(moved), work, *beyond, np.where(written >= MAPPED, written, 0.0))
+
+
+class OperatorRates(Figures):
+    """The rates of one operator, by its name as PyTorch prints it, or of a kind of them.
+
+    forward    of a call
+    backward   of all that the gradient of a call computes, if that was measured: in flops and bytes of the forward
+    """
+
+    name: Annotated[str, Field(min_length=1, description="the name of an operator, such as aten.mm.default, or a kind")]
+    forward: Rates = Field(description="an object with call, flop, byte and mapped")
+    backward: Annotated[Rates | None, Field(description="an object with call, flop, byte and mapped, or null")] = None
