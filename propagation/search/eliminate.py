@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
@@ -20,7 +21,8 @@ from .solution import Solution
 
 TABLE_LIMIT = 2**28  # sums that one step of the elimination looks at
 MUCH_WORK = 1.2e9  # sums of an elimination above which options are left out first
-SMALL_TABLES = 2**24  # the limit where all tables together are far too much work
+MANY_ENTRIES = 2**27  # of all tables together, which stay until the options are read off: 1 GB
+SMALL_TABLES = (2**24, 2**21, 2**18, 2**15, 2**12)  # limits where all tables together are far too much
 SLAB = 2**17  # of them at a time: 1 MiB
 REPEATED = 26.0  # log2 of the joint table up to which a vertex that looks like another one goes first
 
@@ -51,7 +53,8 @@ class EliminationOrder:
     recipes    by symbol, the tables that one is made of and the vertices that they join, the last of which goes
     arrays     by symbol, the numbers of the tables that the costs consist of
     constant   what vertices with one option cost among themselves
-    work       how many sums that takes
+    work       how many sums that takes; inf: more than a float can say
+    entries    how many numbers all its tables have
     width      the most vertices that one table joins
     pattern    the structure of the costs that it is for
     """
@@ -61,18 +64,19 @@ class EliminationOrder:
     arrays: dict[int, Floats]
     constant: float
     work: float
+    entries: float
     width: int
     pattern: object = None
 
     @property
     def quick(self) -> bool:
         """Whether it is so little work that no option need be left out first."""
-        return self.work <= MUCH_WORK
+        return self.work <= MUCH_WORK and self.entries <= MANY_ENTRIES
 
     @property
     def too_much(self) -> bool:
-        """Whether it is too much work for its tables to be computed."""
-        return self.work > 10 * MUCH_WORK
+        """Whether it is too much work for its tables to be computed, or too much memory for them to be kept."""
+        return self.work > 10 * MUCH_WORK or self.entries > MANY_ENTRIES
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ def elimination_order(costs: Costs, table_limit: float = math.inf) -> Eliminatio
         live.add(table)
     steps: list[_Elimination] = []
     recipes: dict[int, tuple[list[_Table], tuple[int, ...]]] = {}
-    work, width = 0.0, 0
+    work, entries, width = 0.0, 0.0, 0
     while (vertex := live.next()) is not None:
         bucket = live.take(vertex)
         left = []
@@ -129,17 +133,28 @@ def elimination_order(costs: Costs, table_limit: float = math.inf) -> Eliminatio
             symbol = symbols.setdefault(made_of, len(symbols))
             if symbol not in recipes:
                 recipes[symbol] = group, joint
-                work += math.prod(sizes[v] for v in joint)
+                work += _product(sizes, joint)
+                entries += _product(sizes, scope)
             left.append(_Table(scope, symbol))
             if scope:
                 live.add(left[-1])
         steps.append(_Elimination(vertex, bucket, left))
-    return EliminationOrder(steps, recipes, given.arrays, given.constant, work, width, given.pattern)
+    return EliminationOrder(steps, recipes, given.arrays, given.constant, work, entries, width, given.pattern)
 
 
 def affordable(costs: Costs, order: EliminationOrder) -> EliminationOrder:
-    """`order`, or where it is too much work one of small tables, whose plan may not be the best."""
-    return elimination_order(costs, SMALL_TABLES) if order.too_much else order
+    """`order`, or where it is too much an order of small tables, whose plan may not be the best: of the largest that
+    can all be kept."""
+    for limit in SMALL_TABLES:
+        if not order.too_much:
+            break
+        order = elimination_order(costs, limit)
+    return order
+
+
+def _product(sizes: list[int], vertices: Iterable[int]) -> float:
+    """How many choices the vertices have together; inf where a float cannot say."""
+    return math.prod(float(sizes[v]) for v in vertices)
 
 
 def eliminate(costs: Costs, table_limit: float = TABLE_LIMIT) -> Solution:
@@ -254,12 +269,12 @@ class _Live:
 def _mini_buckets(tables: list[_Table], vertex: int, sizes: list[int], limit: float) -> list[list[_Table]]:
     """The tables of one bucket in groups whose joint table stays within `limit`; one group where it fits."""
     everything = {vertex}.union(*(table.scope for table in tables))
-    if math.prod(sizes[v] for v in everything) <= limit:
+    if _product(sizes, everything) <= limit:
         return [tables]
     groups: list[tuple[set[int], list[_Table]]] = []
-    for table in sorted(tables, key=lambda t: -math.prod(sizes[v] for v in t.scope)):
+    for table in sorted(tables, key=lambda t: -_product(sizes, t.scope)):
         for scope, members in groups:
-            if math.prod(sizes[v] for v in scope | set(table.scope)) <= limit:
+            if _product(sizes, scope | set(table.scope)) <= limit:
                 scope.update(table.scope)
                 members.append(table)
                 break
@@ -270,39 +285,37 @@ def _mini_buckets(tables: list[_Table], vertex: int, sizes: list[int], limit: fl
 
 def _least(tables: list[tuple[tuple[int, ...], Floats]], joint: tuple[int, ...], sizes: list[int]) -> Floats:
     """The sum of `tables` over the options of `joint`, its last vertex taking its best option: in slabs that stay in
-    the cache."""
-    extents = [sizes[v] for v in joint]
-    views = []
-    for scope, values in tables:
-        seats = [joint.index(v) for v in scope]
-        view = values.transpose(sorted(range(len(scope)), key=seats.__getitem__))
-        view = view.reshape([sizes[v] if v in scope else 1 for v in joint])
-        views.append(np.ascontiguousarray(view))
-    outer = next(i for i in range(len(joint)) if math.prod(extents[i:]) <= SLAB or i == len(joint) - 1)
+    the cache, in which that vertex comes first, so that the least of its options is taken of whole rows at a time."""
+    *scope, last = joint
+    extents, many = [sizes[v] for v in scope], sizes[last]
+    views = []  # each with the dims of the scope, and behind them the last vertex
+    for own, values in tables:
+        seats = [joint.index(v) for v in own]
+        view = values.transpose(sorted(range(len(own)), key=seats.__getitem__))
+        views.append(view.reshape([sizes[v] if v in own else 1 for v in joint]))
+    outer = next((i for i in range(len(scope)) if many * math.prod(extents[i:]) <= SLAB), len(scope))
     fixed: Floats = np.zeros((1,) * (len(joint) - outer))  # what does not change from slab to slab
     varying = []
     for view in sorted(views, key=lambda view: view.size):
         if all(n == 1 for n in view.shape[:outer]):
-            fixed = fixed + view.reshape(view.shape[outer:])
+            fixed = fixed + np.moveaxis(view.reshape(view.shape[outer:]), -1, 0)
         else:
-            varying.append(view)
-    least = np.empty(extents[:-1])
+            varying.append(np.ascontiguousarray(np.moveaxis(view, -1, outer)))  # each slab is one piece
+    least = np.empty(extents)
     if outer == 0:
-        slab = np.empty(extents)
+        slab = np.empty((many, *extents))
         np.copyto(slab, fixed)
-        for view in varying:
-            slab += view
-        slab.min(axis=-1, out=least)
+        slab.min(axis=0, out=least)
         return least
-    many = max(SLAB // math.prod(extents[outer:]), 1)  # rows of the dim before that go together
-    slab = np.empty((min(many, extents[outer - 1]), *extents[outer:]))
+    rows_of = max(SLAB // (many * math.prod(extents[outer:])), 1)  # rows of the dim before that go together
+    slab = np.empty((min(rows_of, extents[outer - 1]), many, *extents[outer:]))
     for index in np.ndindex(*extents[: outer - 1]):
-        for start in range(0, extents[outer - 1], many):
-            rows = slice(start, min(start + many, extents[outer - 1]))
+        for start in range(0, extents[outer - 1], rows_of):
+            rows = slice(start, min(start + rows_of, extents[outer - 1]))
             here = slab[: rows.stop - rows.start]
             np.copyto(here, fixed)
             for view in varying:
                 part = view[tuple(i if n > 1 else 0 for i, n in zip(index, view.shape, strict=False))]
                 here += part[rows] if part.shape[0] > 1 else part
-            here.min(axis=-1, out=least[(*index, rows)])
+            here.min(axis=1, out=least[(*index, rows)])
     return least
