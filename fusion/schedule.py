@@ -24,7 +24,7 @@ from torch import fx
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..propagation.cost.cost import collective_cost, operator_seconds
-from ..propagation.cost.operators import rates_of
+from ..propagation.cost.operators import LOOKUPS, rates_of
 from ..propagation.cost.profile import DeviceProfile
 from ..propagation.cost.rates import VIEW
 from ..propagation.graph.graph import Text
@@ -277,7 +277,7 @@ class Meter:
             return Work(COMMUNICATION, waiting, per_byte, payload, kind=kind.value, axes=tuple(axes))
         if kind is Kind.NOTHING:
             return self._call(node)
-        rates = self.profile.rates_of(str(node.target))
+        rates = self.profile.rates_of(str(aten.clone.default))  # a part of a tensor, which is copied
         measured = rates.forward if rates else None
         seconds = operator_seconds(0, read + written, torch.float32, self.profile, measured, written)
         return Work(COMPUTE, float(seconds), kind=kind.value)
@@ -285,17 +285,21 @@ class Meter:
     def _operator(self, node: fx.Node) -> Work:
         flops, moved, written = self.figures(node)
         dtype = next((tensor.dtype for tensor in _tensors(self.values[node])), torch.float32)
-        rates = rates_of(node, self.profile)
+        rates = rates_of(node, self.profile, lambda operand: self.values[operand].shape)
         measured = rates.forward if rates else None
         seconds = operator_seconds(flops, moved, dtype, self.profile, measured, written)
         return Work(COMPUTE, float(seconds), kind=str(node.target))
 
     def figures(self, node: fx.Node) -> tuple[int, int, int]:
-        """The floating-point operations of an operator, the bytes that it reads and writes, and of these the written."""
-        written, read = self.held(node), [self.held(operand) for operand in node.all_input_nodes]
-        if node.target in _LOOKUPS:
-            read[0] = min(read[0], written)  # what is looked up, not the table
-        return self._counted(node), sum(read) + written, written
+        """The floating-point operations of an operator, the bytes it reads and writes, and of these those it writes."""
+        written, moved = self.held(node), self.moved(node)
+        if node.target in LOOKUPS:
+            moved -= max(self.held(node.all_input_nodes[0]) - written, 0)  # what is looked up, not the table
+        return self._counted(node), moved, written
+
+    def moved(self, node: fx.Node) -> int:
+        """The bytes of all that an operator reads and writes."""
+        return self.held(node) + sum(map(self.held, node.all_input_nodes))
 
     def _counted(self, node: fx.Node) -> int:
         """The floating-point operations of matrix products, convolutions and attention; 0 of all others."""
@@ -318,7 +322,6 @@ class Meter:
 
 
 _RESHAPES = (aten._unsafe_view.default, aten.reshape.default)
-_LOOKUPS = (aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default)
 # What attention becomes on the CPU and the meta device; PyTorch's own table lacks it.
 _ATTENTION: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),

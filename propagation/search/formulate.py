@@ -17,7 +17,7 @@ from ...strategy.layout import Layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import REPLICATE, Placement, Shard
 from ..cost.conversion import Codes, ConversionTable, Floats, tie
-from ..cost.operators import rates_of
+from ..cost.operators import LOOKUPS, rates_of
 from ..graph.graph import Graph
 from ..graph.nodes import (
     Value,
@@ -250,6 +250,7 @@ class _Formulation:
             in_place=node in self.in_place,
             by_batch=batched is not None and rule is not None and any(rule.carries_leading(batched)[:1]),
             rates=rates_of(node, self.settings.profile),
+            looks_up=node.target in LOOKUPS,
         )
         options = operator_options(call, self.settings)
         if self._follows(node, rule):

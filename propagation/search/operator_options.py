@@ -39,6 +39,7 @@ class Call:
     in_place            it writes its second operand into the first
     by_batch            it splits its leading dim where the settings say so
     rates               how long it was measured to take
+    looks_up            of its first operand it reads as much as it gives
     """
 
     rule: Rule | None
@@ -53,6 +54,7 @@ class Call:
     in_place: bool
     by_batch: bool
     rates: OperatorRates | None = None
+    looks_up: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,17 +218,33 @@ def _work(call: Call, rule: Rule, rows: _Rows, settings: Settings) -> tuple[Floa
         results = nothing
     passes = _backward_passes(call, rule) if call.differentiated else 0.0
     flops = rule.flops / rows.parts
-    measured = call.rates.forward if call.rates else None
-    again, made = operator_seconds(flops, moved, call.dtype, settings.profile, measured, results), results
-    backward = passes * again
-    if call.differentiated and call.rates and call.rates.backward:
-        rates, work = call.rates.backward, _products(call, rule) * flops
-        backward = operator_seconds(work, moved, call.dtype, settings.profile, rates, results)
-        backward = backward + (again if call.recomputed else 0.0)
+    again, backward = _seconds(call, rule, rows, flops, moved, results, settings)
+    made = results
     if call.recomputed:  # but the sum of addends is kept, so that no collective runs twice for it
         results = results * _has_addends(call, rows)
     held = results if call.differentiated else nothing
     return again + backward, (1.0 + passes) * flops, held, again, made
+
+
+def _seconds(
+    call: Call, rule: Rule, rows: _Rows, flops: Floats, moved: Floats, results: Floats, settings: Settings
+) -> tuple[Floats, Floats]:
+    """Of every row the seconds of a forward, and of the backward with what it computes again."""
+    profile, rates = settings.profile, call.rates
+    if rates is None:
+        again = operator_seconds(flops, moved, call.dtype, profile)
+        return again, (_backward_passes(call, rule) if call.differentiated else 0.0) * again
+    read = moved
+    if call.looks_up and call.operands[0]:
+        read = moved - np.maximum(call.operands[0].held[rows.operands[0]] - results, 0)
+    again = operator_seconds(flops, read, call.dtype, profile, rates.forward, results)
+    if not call.differentiated:
+        return again, np.zeros_like(again)
+    if rates.backward is None:
+        return again, _backward_passes(call, rule) * again
+    products = _products(call, rule) if rule.flops else 1
+    backward = operator_seconds(products * flops, moved, call.dtype, profile, rates.backward, results)
+    return again, backward + (again if call.recomputed else 0.0)
 
 
 def _backward_passes(call: Call, rule: Rule) -> float:
