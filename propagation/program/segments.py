@@ -6,6 +6,9 @@ the same but for the tags of their conversions, and what is traced of one holds 
 
 Keys need the local shape of every value. A call that equals a former one, on operands alike, has a result like that of
 the former, so an operator of a layer runs on fake tensors once, however many layers there are.
+
+A loop over time that was unrolled repeats its steps, but each step takes another element: `x.select(1, t)`. Such calls
+are pieces of their own (`_apart`), and the steps between them are alike.
 """
 
 from __future__ import annotations
@@ -13,17 +16,21 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..graph.nodes import region_of
+from ..graph.nodes import REPLACING, is_view, region_of
 from ..ops.collectives import convert
 
-_SHORTEST, _LONGEST = 8, 64  # calls in a piece: tracing one costs as much as some calls more, and a layer has dozens
+_LENGTHS = (8, 64)  # calls in a piece: tracing one costs as much as some calls more, and a layer has dozens
+_SHORTER = (1, 4)  # where a step of a loop is short: LSTMCell is one call, which is 20 calls once it is traced
+_MUCH_LESS = 0.5  # to trace, for shorter pieces to be worth it
+_SERIES = 4  # calls that differ by a number, from which on they are what the steps of a loop take
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +95,30 @@ def pieces_of(graph: fx.Graph, inputs: Mapping[fx.Node, Like]) -> tuple[tuple[Pi
     calls = {node: _call(node) for unit in units for node in unit}
     tokens, results = _described(calls, inputs)
 
-    def cut(starts: Sequence[int]) -> tuple[Piece, ...]:
-        stretches = [units[start:stop] for start, stop in zip(starts, [*starts[1:], len(units)], strict=True)]
+    def cut(stretches: Iterable[Sequence[_Unit]]) -> tuple[Piece, ...]:
         return tuple(_piece([n for unit in stretch for n in unit], calls, tokens, results) for stretch in stretches)
 
-    pieces = cut(_cuts(_crossing(units, calls)))
-    several = len({piece.key for piece in pieces}) < len(pieces)
     # a Like cannot make a tensor that is conjugated lazily, so none may come into a piece
-    lazy = any(isinstance(result, Like) and result.lazy for result in results.values())
-    return pieces if several and not lazy else cut([0]), results
+    if any(isinstance(result, Like) and result.lazy for result in results.values()):
+        return cut([units]), results
+    runs = list(_apart(units, calls, results))
+    once = {node for run in runs if run.numbered for unit in run.units for node in unit}
+
+    def traced(pieces: Iterable[Piece]) -> int:
+        """How many calls are traced: those of the different pieces, but for those that are traced in any case."""
+        return sum(node not in once for piece in {p.key: p for p in pieces}.values() for node in piece.nodes)
+
+    pieces = cut(_stretches(runs, calls, _LENGTHS))
+    if once and 2 * traced(pieces) > len(calls) - len(once):  # there are steps, and little is repeated
+        shorter = cut(_stretches(runs, calls, _SHORTER))
+        pieces = shorter if traced(shorter) < _MUCH_LESS * traced(pieces) else pieces
+    return pieces if len({piece.key for piece in pieces}) < len(pieces) else cut([units]), results
 
 
-def _units(graph: fx.Graph) -> list[tuple[fx.Node, ...]]:
+_Unit = tuple[fx.Node, ...]
+
+
+def _units(graph: fx.Graph) -> list[_Unit]:
     """The calls in order, each with the getitems that take its results apart: only tensors pass from unit to unit."""
     calls = [node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
     return [(node, *(user for user in node.users if user.target is operator.getitem)) for node in calls]
@@ -163,28 +182,94 @@ def _like(value: Any) -> Result:
     return tuple(map(_like, value)) if isinstance(value, list | tuple) else value
 
 
-def _crossing(units: Sequence[tuple[fx.Node, ...]], calls: Mapping[fx.Node, _Call]) -> list[int]:
+@dataclass(frozen=True)
+class _Run:
+    """Units that follow one another. `numbered`: each takes, or puts, another element of a tensor."""
+
+    units: list[_Unit]
+    numbered: bool
+
+
+def _apart(units: Sequence[_Unit], calls: Mapping[fx.Node, _Call], results: Mapping[fx.Node, Result]) -> Iterator[_Run]:
+    """The units in runs of numbered ones and of others. The others keep their order, and all numbered ones come that
+    can where one of the others waits for one. They are views, or put what is there into something that is there."""
+    numbered = _numbered(units, calls, results)
+    place = {node: i for i, unit in enumerate(units) for node in unit}
+    needs = [
+        {place[o] for node in unit for o in calls[node].operands if o in place} - {i} for i, unit in enumerate(units)
+    ]
+    done = [False] * len(units)
+
+    def ready(i: int) -> bool:
+        return all(done[other] for other in needs[i])
+
+    regular = deque(i for i in range(len(units)) if i not in numbered)
+    waiting = sorted(numbered)
+    while regular or waiting:
+        run: list[int] = []
+        while regular and ready(regular[0]):
+            run.append(regular.popleft())
+            done[run[-1]] = True
+        if run:
+            yield _Run([units[i] for i in run], numbered=False)
+        run = []
+        for i in waiting:
+            if ready(i):
+                run.append(i)
+                done[i] = True
+        waiting = [i for i in waiting if not done[i]]
+        if run:
+            yield _Run([units[i] for i in run], numbered=True)
+
+
+def _numbered(units: Sequence[_Unit], calls: Mapping[fx.Node, _Call], results: Mapping[fx.Node, Result]) -> set[int]:
+    """The units, by place, that differ from many others by an integer alone."""
+    series: dict[Hashable, dict[Hashable, list[int]]] = {}
+    for i, (node, *rest) in enumerate(units):
+        if not rest and (node.target in REPLACING or is_view(node)):
+            call = calls[node]
+            like = _without_numbers(call.text), tuple(results[operand] for operand in call.operands)
+            series.setdefault(like, {}).setdefault(call.text, []).append(i)
+    return {i for members in series.values() if len(members) >= _SERIES for places in members.values() for i in places}
+
+
+def _without_numbers(text: Hashable) -> Hashable:
+    """`text`, which `_text` made, without its integers."""
+    if isinstance(text, tuple):
+        return int if text[:1] == (int,) else tuple(map(_without_numbers, text))
+    return text
+
+
+def _stretches(runs: Iterable[_Run], calls: Mapping[fx.Node, _Call], lengths: tuple[int, int]) -> Iterator[list[_Unit]]:
+    """Where pieces start and end: runs of numbered units whole, the others cut; `lengths`: the shortest and longest."""
+    for run in runs:
+        starts = [0] if run.numbered else _cuts(_crossing(run.units, calls, lengths[1]), *lengths)
+        for start, stop in zip(starts, [*starts[1:], len(run.units)], strict=True):
+            yield run.units[start:stop]
+
+
+def _crossing(units: Sequence[_Unit], calls: Mapping[fx.Node, _Call], longest: int) -> list[int]:
     """For each unit how many values are made before it and read by it or after it, those aside that cross more than
     a piece: what many layers read does not mark the end of one."""
     place = {node: i for i, unit in enumerate(units) for node in unit}
     last = {operand: i for i, unit in enumerate(units) for node in unit for operand in calls[node].operands}
     change = [0] * (len(units) + 1)
     for node, i in last.items():
-        if node in place and i - place[node] <= _LONGEST:
+        if node in place and i - place[node] <= longest:
             change[place[node] + 1] += 1
             change[i + 1] -= 1
     return list(itertools.accumulate(change[:-1]))
 
 
-def _cuts(crossing: Sequence[int]) -> list[int]:
+def _cuts(crossing: Sequence[int], shortest: int, longest: int) -> list[int]:
     """Where pieces start: the next cut is where the fewest values cross, among the places a piece may end.
 
     A place where few values cross (between two layers, the residual) wins from wherever the search for it starts, so
     cuts come to the same places of each layer, though layers may differ in between.
     """
-    starts, stop = [0], len(crossing) - _SHORTEST
-    while (first := starts[-1] + _SHORTEST) <= stop:
-        starts.append(min(range(first, min(starts[-1] + _LONGEST, stop) + 1), key=crossing.__getitem__))
+    starts, stop = [0], len(crossing) - shortest
+    while (first := starts[-1] + shortest) <= stop:
+        starts.append(min(range(first, min(starts[-1] + longest, stop) + 1), key=crossing.__getitem__))
     return starts
 
 

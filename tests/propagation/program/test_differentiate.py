@@ -143,6 +143,34 @@ def test_what_does_not_repeat_is_traced_whole(lab, traced):
     assert piece.nodes == tuple(n for n in program.module.graph.nodes if n.op == "call_function")
 
 
+def gated(x, start, w):
+    """A loop over time: each step takes an element of `x`, and puts its result into an element of another tensor."""
+    state, result = start, torch.zeros_like(x)
+    for t in range(x.shape[1]):
+        state = layer(state * 0.5 + x[:, t], w)
+        result = torch.select_scatter(result, state * state, 1, t)
+    return result.sum(1) + x[:, 1]
+
+
+def cells(x, start, w):
+    """A loop of which each step is one operator, and has two results."""
+    h, c, found = start, start, []
+    for t in range(x.shape[1]):
+        h, c = torch.ops.aten.lstm_cell(x[:, t], [h, c], w, w)
+        found.append(h)
+    return torch.stack(found, 1) * x
+
+
+@pytest.mark.parametrize("loop", [gated, cells])
+def test_the_steps_of_a_loop_that_was_unrolled_are_traced_once(lab, traced, loop):
+    w = random(WIDTH, WIDTH) if loop is gated else random(4 * WIDTH, WIDTH)
+    numbered = (torch.ops.aten.select.int, torch.ops.aten.select_scatter.default)
+    for steps in (16, 32):
+        traced.clear()
+        check(lab, loop, (random(4, steps, WIDTH, seed=8), random(4, WIDTH, seed=9), w))
+        assert sum(len(piece.nodes) for piece in traced if piece.nodes[0].target not in numbered) < 60
+
+
 def test_layers_that_differ_in_a_constant_or_in_what_they_read_are_not_taken_for_one_another(lab):
     def alternating(x, *ws):
         for i, w in enumerate(ws):
