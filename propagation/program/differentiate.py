@@ -26,7 +26,7 @@ from ..ops.collectives import convert
 from ..torch_internals import FakeTensorMode, OpOverload, compiled_when_run, data_dependent, make_fx, schema_of
 from .local_program import LocalProgram
 from .segments import Like, Piece, pieces_of
-from .step import Step, calls_of, is_port, returned_by, undo_transposes
+from .step import Step, calls_of, is_port, returned_by, undo_views
 
 _add = torch.ops.aten.add.Tensor
 T = TypeVar("T")
@@ -162,7 +162,7 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
         Like.of(node.meta["val"], False) if isinstance(node, fx.Node) else None
         for node in returned_by(traced.graph)[len(piece.outputs) :]
     )
-    undo_transposes(traced.graph)
+    undo_views(traced.graph)
     forward, backward = _cut(traced.graph, len(inputs), len(piece.outputs))
     constants = {}
     for node in (*forward.find_nodes(op="get_attr"), *backward.find_nodes(op="get_attr")):
@@ -319,6 +319,8 @@ def _stitched(
         if not placeholder.users:  # what was computed of it is a gradient that nobody asked for
             backward.erase_node(kept.pop(node))
     forward.output((*(values[node] for node in returned_by(program)), *kept))
+    undo_views(forward)
+    undo_views(backward)
     forward.eliminate_dead_code(is_impure_node=is_port)
     return forward, backward
 

@@ -25,7 +25,7 @@ from ..ops.collectives import convert, kind_of
 from ..ops.random_numbers import draw
 from ..rules.windows import own_slice, place_in
 from .local_program import Conversion
-from .step import Step, calls_of, returned_by, undo_transposes
+from .step import Step, calls_of, returned_by, undo_views
 
 _slice = torch.ops.aten.slice.Tensor
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
@@ -77,7 +77,7 @@ def recompute(step: Step, chosen: Collection[fx.Node]) -> Step:
         env[node] = backward.node_copy(node, env.__getitem__)
     returned = returned_by(step.backward.graph)
     backward.output(tuple(None if node is None else value(node) for node in returned))
-    undo_transposes(backward)
+    undo_views(backward)
     constants = {
         str(node.target): getattr(module, str(node.target))
         for module in (step.forward, step.backward)
@@ -151,7 +151,31 @@ def planned(step: Step) -> frozenset[fx.Node]:
             again = free if (noted := computed_again(node)) is None else noted or is_view(node)
         if again:
             chosen.add(node)
-    return frozenset(chosen)
+    return frozenset(chosen - _as_large_as_its_operand(step, chosen, live))
+
+
+def _as_large_as_its_operand(step: Step, chosen: Collection[fx.Node], live: Collection[fx.Node]) -> set[fx.Node]:
+    """Those of `chosen` that are computed of a value that would be kept for that alone, and is as large: a ReLU of what
+    a norm gives. (A plan says of all results of an operator at once whether they are kept.) `live`: what the forward
+    computes for itself."""
+    saved = dict.fromkeys(map(_detached, returned_by(step.forward.graph)[len(step.program.outputs) :]))
+    again = [node for node in saved if node in chosen]
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for node in again:
+        needed = _needed([node], chosen)
+        for leaf in {operand for each in needed for operand in each.all_input_nodes if operand not in needed}:
+            readers.setdefault(leaf, []).append(node)
+    return {
+        node
+        for leaf, (node, *more) in readers.items()
+        if not more and node in live and not is_view(node) and leaf.op == "call_function" and leaf not in saved
+        and leaf.target is not convert and _bytes(leaf) >= _bytes(node) > 0
+    }  # fmt: skip
+
+
+def _bytes(node: fx.Node) -> int:
+    """The bytes of a tensor, 0 of what is none."""
+    return int(getattr(node.meta["val"], "nbytes", 0))
 
 
 def _conversion_kind(node: fx.Node) -> Kind:

@@ -12,7 +12,12 @@ from ..graph.graph import Text
 from ..graph.port import Role
 from .local_program import LocalProgram
 
-_TRANSPOSES = {torch.ops.aten.t.default, torch.ops.aten.transpose.int}
+_aten = torch.ops.aten
+_TRANSPOSES = {_aten.t.default, _aten.transpose.int}
+_RESHAPES = {
+    _aten._unsafe_view.default, _aten.reshape.default, _aten.squeeze.dim, _aten.squeeze.dims, _aten.unsqueeze.default,
+    _aten.view.default,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,17 +53,38 @@ def returned_by(graph: fx.Graph) -> tuple[Any, ...]:
     return tuple(returned)
 
 
-def undo_transposes(graph: fx.Graph) -> None:
-    """Read in place of the transpose of a transpose what that was of: autograd's formulas transpose the weight of a
-    matrix product again, and its gradient. A call of a view takes as long as that of a small kernel."""
+def undo_views(graph: fx.Graph) -> None:
+    """Read in place of a view of a view what that was of, where it is that again: autograd's formulas transpose the
+    weight of a matrix product a second time, and its gradient; parts of a batch are a dim for a norm only. A call of a
+    view takes as long as that of a small kernel."""
     for node in calls_of(graph):
-        inner: Any = node.args[0] if node.target in _TRANSPOSES else None
-        if isinstance(inner, fx.Node) and inner.target is node.target and {*node.args[1:]} == {*inner.args[1:]}:
-            before: Any = inner.args[0]
-            node.replace_all_uses_with(before)
+        before = _undone(node)
+        if before is None:
+            continue
+        node.replace_all_uses_with(before)
+        while node is not before and not node.users:
+            inner: Any = node.args[0]
             graph.erase_node(node)
-            if not inner.users:
-                graph.erase_node(inner)
+            node = inner
+
+
+def _undone(node: fx.Node) -> fx.Node | None:
+    """What a view of views is of, if it has the shape and the strides of that again."""
+    inner: Any = node.args[0] if node.target in _TRANSPOSES | _RESHAPES else None
+    if not isinstance(inner, fx.Node):
+        return None
+    if node.target in _TRANSPOSES:
+        again = inner.target is node.target and {*node.args[1:]} == {*inner.args[1:]}
+        return inner.all_input_nodes[0] if again else None
+    while inner.target in _RESHAPES:
+        inner = inner.all_input_nodes[0]
+        if (_shape(inner), inner.meta["val"].stride()) == (_shape(node), node.meta["val"].stride()):
+            return inner
+    return None
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
 
 
 def scale_parameter_gradients(step: Step, factor: float) -> Step:

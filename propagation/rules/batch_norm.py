@@ -104,7 +104,30 @@ def _part_norm_rule(node: fx.Node) -> Rule | None:
     vectors, kept = ((channel,) for _ in operands(node)[1:]), (part, channel)
     results = (letters, ((), channel), kept, kept)
     even = frozenset((*part, *channel))
-    return Rule((letters, *vectors), results, sizes_of(letters, size), reduce=frozenset(part), even=even)
+    return Rule(
+        (letters, *vectors), results, sizes_of(letters, size), reduce=frozenset(part), even=even, local=_local_part_norm
+    )
+
+
+def _local_part_norm(emit: Emitter, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node | tuple[fx.Node, ...]:
+    """Where a rank has one part it is PyTorch's BatchNorm: one operator in place of some twenty small ones. Running
+    statistics of zero are moved by the share of a part, and so become its addends."""
+    x, weight, bias, parts, eps = args
+    (first, *size), tensors = emit.shapes.operands[0], [value(o) for o in operands(emit.node)]
+    dtype, device = tensors[0].dtype, tensors[0].device
+    if first > 1 or dtype != wide(dtype) or any(t.dtype != dtype or not t.is_contiguous() for t in tensors[1:]):
+        return emit.call(part_norm, *args, **kwargs)
+    zeros, kind = aten.zeros.default, {"dtype": dtype, "device": device}
+    known = emit.graph.find_nodes(op="call_function", target=zeros)
+    zero = next((n for n in known if (n.args, n.kwargs) == (([size[1]],), kind)), None)
+    zero = zero or emit.call(zeros, [size[1]], **kind)
+    normed = emit.call(
+        aten._native_batch_norm_legit_functional.default, emit.call(aten.reshape.default, x, size),
+        weight, bias, zero, zero, True, 1 / parts, eps,
+    )  # fmt: skip
+    y, mean, rstd, *shares = (emit.call(operator.getitem, normed, i) for i in range(5))
+    y, mean, rstd = (emit.call(aten.unsqueeze.default, each, 0) for each in (y, mean, rstd))
+    return y, emit.call(aten.stack.default, shares), mean, rstd
 
 
 # What leads from moments of channels to the statistics of their group.

@@ -441,6 +441,26 @@ def test_ranks_with_parts_of_their_own_send_only_running_statistics(lab, dtype):
     assert set(read) <= {aten.detach.default, aten.unbind.int, operator.getitem, aten.lerp.Scalar}
 
 
+@pytest.mark.parametrize(("parts", "native"), [(2, True), (4, False)])
+def test_a_rank_with_one_part_runs_the_norm_of_pytorch(lab, parts, native):
+    """And nothing around it but what makes the addends of the running statistics."""
+    mesh, fn, x = Mesh({"a": 2}), Norm(4), drawn(64, 4, 64).requires_grad_()
+    problem, choice = split_by(lab, fn, x, placed(mesh, {"a": 0}), parts=parts)
+    step = differentiate(lower(problem, choice), differentiated(problem.graph))
+    forward, backward = ([n.target for n in graph.graph.nodes] for graph in (step.forward, step.backward))
+    normal = aten._native_batch_norm_legit_functional.default
+    assert (normal in forward, part_norm in forward) == (native, not native)
+    assert (aten.native_batch_norm_backward.default in backward) is native
+    if native:
+        kept = {aten.stack.default, aten.zeros.default, aten.unbind.int, aten.lerp.Scalar, convert, operator.getitem}
+        assert {target for target in forward if not isinstance(target, str)} <= {
+            normal,
+            aten.add.Tensor,
+            aten.detach.default,
+            *kept,
+        }
+
+
 def test_evaluation_has_no_parts():
     graph = capture(Norm(4).eval(), (drawn(3, 4, 2),), {}, CaptureOptions(batch_norm_parts=2))
     assert [node.target for node in graph.nodes] == [normalise]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import assert_same_gradients, assert_same_loss, gradients, tolerance
+from torch.fx.experimental.proxy_tensor import make_fx
 from zoo import CASES
 
 import partway as pw
@@ -15,6 +16,7 @@ from partway.propagation.program import differentiate as module
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.lower import lower
 from partway.propagation.program.segments import Like, pieces_of
+from partway.propagation.program.step import undo_views
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.torch_internals import FakeTensorMode
 from partway.runtime.simulate import Simulator
@@ -451,3 +453,19 @@ def test_no_program_transposes_what_was_transposed(split):
     for graph in (model.program.step.forward.graph, model.program.step.backward.graph):
         transposes = graph.find_nodes(op="call_function", target=torch.ops.aten.t.default)
         assert not [node for node in transposes if node.args[0] in transposes]
+
+
+def test_a_view_of_a_view_is_what_it_was_of_where_it_is_that_again():
+    def views(x):
+        back = x.view(1, 4, 6).view(4, 6)
+        return back.unsqueeze(0).squeeze(0) + back.t().t(), x.view(2, 12).view(4, 6).view(24)
+
+    traced = make_fx(views)(torch.randn(4, 6))
+    undo_views(traced.graph)
+    calls = [node for node in traced.graph.nodes if node.op == "call_function"]
+    assert [node.target for node in calls] == [torch.ops.aten.add.Tensor, torch.ops.aten.view.default]
+    assert {operand.op for node in calls for operand in node.all_input_nodes} == {"placeholder"}
+    turned = make_fx(lambda x: x.t().reshape(24).reshape(6, 4).t().reshape(24).reshape(4, 6))(torch.randn(4, 6))
+    undo_views(turned.graph)
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(turned(x), x, rtol=0, atol=0)

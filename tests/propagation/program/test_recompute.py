@@ -470,3 +470,30 @@ def test_a_slice_of_which_the_whole_is_kept_too_is_taken_out_of_it(split):
     calls = model.program.step.backward.graph.find_nodes(op="call_function", target=convert)
     assert Kind.SLICE in {kind_of(*node.args[1:3]) for node in calls}
     assert carried(model.program.collectives) == carried(model.plan.collectives)
+
+
+def test_a_value_is_kept_in_place_of_an_operand_that_is_as_large_and_kept_for_it_alone():
+    """A plan keeps what a norm gives with its statistics, and says that its ReLU costs nothing to have again."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.norm, self.last = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)
+            self.double()
+
+        def forward(self, x):
+            return self.last(F.relu(self.norm(self.first(x)))).square().sum()
+
+    torch.manual_seed(1)
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    with pw.auto_parallel_context(device_num=2, batch_norm_parts=2):
+        model = pw.shard(Normed(), mesh={"dp": 2}, in_strategy=(("dp", None, None, None),))
+        model(x).backward()
+    again = [node.target for node in model.program.step.backward.graph.nodes]
+    assert torch.ops.aten.relu.default not in again
+    assert torch.ops.aten.threshold_backward.default in again
+    plain = Normed()
+    torch.stack([plain(part) for part in x.chunk(2)]).sum().backward()
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad)
