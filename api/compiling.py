@@ -24,6 +24,7 @@ from partway.cache import Entry, cache_folder
 from partway.checks import check_target, check_tensors
 from partway.context import current, current_algo
 from partway.dtensors import inputs_on, own_dtensors, parameters_on, plain
+from partway.earliest import earliest
 from partway.fitted import Fitted, fitted
 from partway.fitting import InTime, batch_of, least_limit, what_fits, with_batch
 from partway.fusion.program import Program
@@ -339,7 +340,9 @@ def _compiled(call: CallInputs, captured: Captured, record: Record, followed: Pl
     inputs = replace(_plan_inputs(call, captured.graph, loaded), followed=followed)
     verifies = os.environ.get("PARTWAY_VERIFY") == "1"
     around = record.planning(verified if verifies else applied)
-    made = functools.cache(lambda: fitted(search_on_cheapest_mesh(inputs, meshes_to_try(inputs), around), around))
+    made = functools.cache(
+        lambda: fitted(earliest(search_on_cheapest_mesh(inputs, meshes_to_try(inputs), around), around), around)
+    )
     entry = _entry(inputs, kept=context.enable_compile_cache and not verifies)
     try:
         planned = entry.fetch("plan", lambda: made().planned, Planned)

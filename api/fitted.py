@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from partway.fusion.program import Program
 from partway.passes import SEARCHING, Around, PlanDraft, Planned, applied, fused, lowered, make_step, run
 from partway.propagation.cost.conversion import Floats
 from partway.propagation.graph.origins import computed_again, operator_of
@@ -44,7 +45,7 @@ def fitted(draft: PlanDraft, around: Around[PlanDraft] = applied) -> Fitted:
     if limit is None or planned.plan.memory.total < NEAR * limit:
         return Fitted(draft, planned)
     for tried in range(TRIES):
-        step = _step_of(draft, planned)
+        step = program_of(draft, planned).step
         memory = memory_of(planned.plan, step)
         least = min(least, memory.total)
         if memory.total <= limit or draft.inputs.replayed is not None:
@@ -60,9 +61,10 @@ def fitted(draft: PlanDraft, around: Around[PlanDraft] = applied) -> Fitted:
     raise DoesNotFitError(f"on the mesh {draft.mesh}", least, limit, str(memory))
 
 
-def _step_of(draft: PlanDraft, planned: Planned) -> Step:
+def program_of(draft: PlanDraft, planned: Planned) -> Program:
+    """The program of the plan that was made of a draft, with the backward of all that has one."""
     with torch.inference_mode(False):  # which would record no gradients
-        return fused(make_step(draft.inputs, planned, differentiated(draft.inputs.graph))).step
+        return fused(make_step(draft.inputs, planned, differentiated(draft.inputs.graph)))
 
 
 def _searched_again(draft: PlanDraft, first: PlanDraft, beside: Floats, around: Around[PlanDraft]) -> PlanDraft:

@@ -11,7 +11,6 @@ latency of a step of each kind, and bandwidths by group size:
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -19,8 +18,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,16 @@ from rich.table import Table
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from partway.measure.operators import (
+    FORWARD,
+    OperatorSample,
+    fit_operators,
+    fitted_seconds,
+    nonnegative,
+    operator_samples,
+)
+from partway.measure.probes import probes
+from partway.measure.workloads import Workload
 from partway.propagation.cost.cost import steps
 from partway.propagation.cost.profile import ByKind, DeviceProfile, NetworkLevel, Peak, Sources, profile_of
 from partway.runtime.issue import all_gather, reduce_scatter
@@ -45,22 +55,36 @@ KINDS = tuple(Kind(field.name) for field in fields(ByKind))
 DTYPES = {name: getattr(torch, name) for name in Peak.model_fields}
 MB = 1 << 20
 SMALL, SMALL_REPEATS = MB // 4, 4
+SHOWN = 30  # operators of a report
 STRETCH = 512  # rows and columns of the matrices that are multiplied before a collective
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much is measured: payloads in bytes, repeats of each case (`SMALL_REPEATS` times as many of small ones, which
-    vary most), bytes of a copy, seconds of a product."""
+    vary most), bytes of a copy, seconds of a product, and the networks whose operators are timed."""
 
     payloads: tuple[int, ...]
     repeats: int
     copied: int
     product: float
+    probes: Callable[[], Iterable[Workload]]
 
 
-QUICK = Effort(payloads=(1 << 10, 1 << 15, MB, 16 * MB), repeats=7, copied=32 * MB, product=0.03)
-FULL = Effort(payloads=tuple(1 << k for k in range(10, 27, 2)), repeats=15, copied=128 * MB, product=0.3)
+QUICK = Effort(
+    payloads=(1 << 10, 1 << 15, MB, 16 * MB),
+    repeats=7,
+    copied=32 * MB,
+    product=0.03,
+    probes=partial(probes, quick=True),
+)
+FULL = Effort(
+    payloads=tuple(1 << k for k in range(10, 27, 2)),
+    repeats=15,
+    copied=128 * MB,
+    product=0.3,
+    probes=partial(probes, quick=False),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +121,13 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A profile, and the samples and the fit (None: collectives were not measured) that it comes from."""
+    """A profile, and the samples of collectives and of operators and the fit (None: collectives were not measured) that
+    it comes from."""
 
     profile: DeviceProfile
     samples: tuple[Sample, ...]
     fit: Fit | None
+    operators: tuple[OperatorSample, ...] = ()
 
     @property
     def residuals(self) -> tuple[float, ...]:
@@ -119,6 +145,7 @@ class Calibration:
         figures.add_row("memory bandwidth", f"{p.memory_bandwidth / 1e9:,.2f} GB/s")
         figures.add_row("an operator without its work", f"{p.overhead * 1e6:.1f} us")
         console.print(figures)
+        console.print(self._of_operators())
         if self.fit is None:
             console.print(f"collectives: {p.levels[0].source}")
             return text.getvalue()
@@ -137,6 +164,19 @@ class Calibration:
         )
         return text.getvalue()
 
+    def _of_operators(self) -> Table:
+        """The operators that took most, with how far their fitted times are off."""
+        table = Table("operator", "calls", "measured", "fitted", "off", box=SIMPLE_HEAD, show_edge=False)
+        names = [rates.name for rates in self.profile.operators]
+        by_name = {name: [s for s in self.operators if s.name == name and s.of == FORWARD] for name in names}
+        for name in sorted(names, key=lambda name: -sum(s.seconds for s in by_name[name]))[:SHOWN]:
+            if samples := by_name[name]:
+                fitted = [fitted_seconds(self.profile.operators, s) for s in samples]
+                off = statistics.median(abs(f / s.seconds - 1) for f, s in zip(fitted, samples, strict=True))
+                taken = sum(s.seconds for s in samples)
+                table.add_row(name, str(len(samples)), _ms(taken), _ms(sum(fitted)), f"{100 * off:.0f} % (median)")
+        return table
+
 
 def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name: str = "calibrated") -> Calibration:
     """Measure this machine with `processes` processes, a device each, and fit a profile to it.
@@ -151,6 +191,7 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
     speed = _mean([DeviceSpeed(**rank["speed"]) for rank in ranks])
     samples = _slowest([[Sample(**{**s, "kind": Kind(s["kind"])}) for s in rank["samples"]] for rank in ranks])
     fitted = fit(samples) if samples else None
+    operators = tuple(OperatorSample(**sample) for rank in ranks for sample in rank["operators"])
     levels = (_level(fitted, processes, device),) if fitted else _unmeasured(device)
     how = _how(processes, device)
     profile = DeviceProfile(
@@ -165,8 +206,9 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
             overhead=f"an addition of two numbers, {how}",
         ),
         levels=levels,
+        operators=fit_operators(operators),
     )
-    return Calibration(profile, samples, fitted)
+    return Calibration(profile, samples, fitted, operators)
 
 
 def check_devices(processes: int, device: str) -> None:
@@ -195,32 +237,36 @@ def group_sizes(processes: int) -> tuple[int, ...]:
 
 def _measure(processes: int, device: str, effort: Effort) -> list[dict[str, Any]]:
     """What each process measured."""
-    if processes == 1:
-        return [{"speed": asdict(_device_speed(device, effort)), "samples": []}]
+    meeting = torch.multiprocessing.get_context("spawn").Barrier(processes)
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (processes, device, effort, folder), nprocs=processes)
+        spawn(_rank, (processes, device, effort, folder, meeting), nprocs=processes)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(processes)]
 
 
-def _rank(rank: int, processes: int, device: str, effort: Effort, folder: str) -> None:
+def _rank(rank: int, processes: int, device: str, effort: Effort, folder: str, meeting: Any) -> None:
     """One process: computes beside the others, then takes part in the collectives; its figures go to a file."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo prints a line for each group that it makes
     torch.set_num_threads(threads_of(processes))
     if device == "cuda":
         torch.cuda.set_device(rank)
+    meeting.wait()
+    speed = _device_speed(device, effort)
+    operators = list(operator_samples(device, meeting.wait, effort.probes()))
+    samples = list(_group_samples(rank, processes, device, effort, folder)) if processes > 1 else []
+    figures = {"speed": speed, "samples": samples, "operators": operators}
+    Path(folder, f"{rank}.json").write_text(json.dumps(figures, default=asdict))
+
+
+def _group_samples(rank: int, processes: int, device: str, effort: Effort, folder: str) -> Iterator[Sample]:
+    """What the collectives took in which this process took part."""
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     try:
-        dist.barrier()
-        speed = _device_speed(device, effort)
-        samples: list[Sample] = []
         for size in group_sizes(processes):
             group = dist.new_group(list(range(size)))
             dist.barrier()
             if rank < size:
-                samples += _collectives(size, group, device, effort)
-        figures = {"speed": asdict(speed), "samples": [asdict(sample) for sample in samples]}
-        Path(folder, f"{rank}.json").write_text(json.dumps(figures))
+                yield from _collectives(size, group, device, effort)
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -285,7 +331,7 @@ def _collectives(size: int, group: Any, device: str, effort: Effort) -> Iterable
 def _collective(kind: Kind, count: int, size: int, group: Any, device: str) -> Callable[[], Any]:
     """A call of one collective whose payload is `count` float32 numbers."""
     whole, other, part = (torch.zeros(n, device=device) for n in (count, count, count // size))
-    return functools.partial(CALLS[kind], whole, other, part, group)
+    return partial(CALLS[kind], whole, other, part, group)
 
 
 CALLS: Mapping[Kind, Callable[[Tensor, Tensor, Tensor, Any], Any]] = {
@@ -330,27 +376,13 @@ def fit(samples: Sequence[Sample]) -> Fit:
         row[1 + kinds.index(s.kind)] = steps(s.kind, s.size)
         row[1 + len(kinds) + rings.index((s.kind, s.size))] = s.payload
         row /= s.seconds
-    solution = _nonnegative(matrix, np.ones(len(samples)))
+    solution = nonnegative(matrix, np.ones(len(samples)))
     latency = dict(zip(kinds, solution[1:].tolist(), strict=False))
     bandwidth = {}
     for ring, per_byte in zip(rings, solution[1 + len(kinds) :].tolist(), strict=True):
         largest = max((s for s in samples if (s.kind, s.size) == ring), key=lambda s: s.payload)
         bandwidth[ring] = 1 / per_byte if per_byte > 0 else largest.payload / largest.seconds
     return Fit(float(solution[0]), latency, bandwidth)
-
-
-def _nonnegative(matrix: Any, target: Any) -> Any:
-    """Least squares in which the most negative unknown is set to zero, until none is negative."""
-    scale = np.linalg.norm(matrix, axis=0)
-    used = np.arange(matrix.shape[1])
-    while True:
-        solution, *_ = np.linalg.lstsq(matrix[:, used] / scale[used], target, rcond=None)
-        if solution.min() >= 0:
-            break
-        used = np.delete(used, solution.argmin())
-    whole = np.zeros(matrix.shape[1])
-    whole[used] = solution / scale[used]
-    return whole
 
 
 # -- The profile -----------------------------------------------------------------------------------------------------

@@ -14,8 +14,10 @@ from .rates import OTHER, POINTWISE, VIEW, OperatorRates
 
 _aten = torch.ops.aten
 _WEIGHT: Mapping[Any, int] = {_aten.convolution.default: 1, _aten.convolution_backward.default: 2}  # where it is
+_SECOND: Mapping[Any, int] = {_aten.mm.default: 1, _aten.addmm.default: 2, _aten.bmm.default: 1}  # of a product
 LOOKUPS = (_aten.embedding.default, _aten.index.Tensor, _aten.index_select.default, _aten.gather.default)
 FEW = 8  # channels into a convolution: of so few its kernel does not fill the vectors
+ALIGNED = 8  # columns of a product: of another number than a multiple of these each row begins elsewhere
 
 Shape = Callable[[fx.Node], Sequence[int]]
 
@@ -28,9 +30,12 @@ def kind_of_call(node: fx.Node) -> str:
 
 
 def name_of_call(node: fx.Node, shape: Shape = lambda node: tensor_of(source_of(node)).shape) -> str:
-    """The name of the rates that a call has: that of its operator, and of a convolution its kind too, since each kind
-    is computed in another way. `shape`: of the tensor of an operand."""
+    """The name of the rates that a call has: that of its operator, and of a convolution or a product its kind too, as
+    each kind is computed in another way. `shape`: of the tensor of an operand."""
     name = str(node.target)
+    if node.target in _SECOND:
+        columns = shape(node.args[_SECOND[node.target]])[-1]  # type: ignore[arg-type]
+        return f"{name} of odd columns" if columns % ALIGNED and columns > ALIGNED else name
     if node.target not in _WEIGHT:
         return name
     place = _WEIGHT[node.target]

@@ -294,13 +294,14 @@ _NESTED: dict[str, type[Figures]] = {
 def _accepts(location: tuple[int | str, ...]) -> str:
     """What the field at a location takes."""
     kind: type[Figures] = DeviceProfile
+    of_objects = True
     accepts = f"an object with {', '.join(kind.model_fields)}"
     for key in location:
         if isinstance(key, str):
             field = kind.model_fields[key]
-            kind = _NESTED.get(key, kind)
+            kind, of_objects = _NESTED.get(key, kind), key in _NESTED
             accepts = field.description or accepts
-        else:
+        elif of_objects:
             accepts = f"an object with {', '.join(kind.model_fields)}"
     return accepts
 

@@ -5,6 +5,7 @@ A field that is added has a default that says "unknown", so that the plans of ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Literal
@@ -18,7 +19,7 @@ from ..graph.port import Role
 from ..program.collective import Collective
 from ..search.problem import AMONG
 from ..search.search import SEARCHES, SearchMode
-from .units import human
+from .units import human, lasting
 
 FORMAT: Literal[1] = 1
 
@@ -150,6 +151,9 @@ class Certificate(_Frozen):
     of_other_sizes that plan was made by a search, for tensors of other sizes
     approximate    enable_algo_approxi left strategies out: bound, attained and proven are about those it kept
     inference      no gradient is taken: costs are those of the forward, and nothing is kept for a backward
+    ends           when the step is predicted to end, in seconds from its beginning, with what overlaps; None: nobody
+                   asked, as only level 2 does
+    ends_bound     before that no plan's step ends, by the same prices
     """
 
     mode: SearchMode
@@ -164,6 +168,8 @@ class Certificate(_Frozen):
     given: bool = False
     of_other_sizes: bool = False
     inference: bool = False
+    ends: float | None = None
+    ends_bound: float | None = None
 
     @property
     def gap(self) -> float | None:
@@ -173,6 +179,12 @@ class Certificate(_Frozen):
         return None if self.bound is None or self.bound <= 0 else (self.cost - self.bound) / self.bound
 
     def __str__(self) -> str:
+        if self.ends is None or self.ends_bound is None:
+            return self._of_search()
+        later = 100 * (self.ends / self.ends_bound - 1) if self.ends_bound else math.inf
+        return f"{self._of_search()}; the step ends after {lasting(self.ends)}, at most {later:.1f} % later than any"
+
+    def _of_search(self) -> str:
         binds = self.binding and self.memory_limit is not None
         within = f" within memory_limit {human(self.memory_limit or 0)}" if binds else ""
         of = " without a backward" if self.inference else ""

@@ -11,6 +11,15 @@ from .problem import SearchProblem
 from .timeline import Timeline
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """When the step of a plan is predicted to end, and a bound on when that of any plan does, in seconds from its
+    beginning."""
+
+    seconds: float
+    bound: float
+
+
 @dataclass(frozen=True)
 class Solution:
     """One option per vertex, its cost, and a proven lower bound on the cost of every plan.
@@ -22,6 +31,7 @@ class Solution:
     keeping    what is kept for the backward and what is computed again; None: it was not asked
     held       what a device holds while the backward runs
     binding    the cheapest plan would hold more than the memory limit, so that this one is another
+    ends       when its step ends, where the search has asked
     """
 
     choice: tuple[int, ...]
@@ -34,6 +44,7 @@ class Solution:
     keeping: Keeping | None = None
     held: Timeline | None = field(default=None, compare=False)
     binding: bool = False
+    ends: Ends | None = None
 
     @property
     def proven(self) -> bool:

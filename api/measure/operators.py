@@ -1,0 +1,183 @@
+"""How long operators take, measured in the steps of small networks (probes.py), and fitted to the few numbers that a
+profile has of each.
+
+Each process runs the probes on a mesh of one device, through the same straight-line code that runs in training, while
+the others run them too: what the ranks of a host share, and what the interpreter takes, is in the figures.
+"""
+
+from __future__ import annotations
+
+import operator
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from partway.context import auto_parallel_context
+from partway.fusion.program import Program
+from partway.fusion.schedule import Meter, with_values
+from partway.fusion.timeline import COMPUTE
+from partway.measure.workloads import Workload
+from partway.propagation.cost.operators import kind_of_call, name_of_call
+from partway.propagation.cost.rates import KNEES, OTHER, POINTWISE, VIEW, Floats, OperatorRates, Rates, features_of
+from partway.propagation.graph.origins import computed_again, operator_of
+from partway.runtime.record import record_timeline
+from partway.sharding import shard
+
+WARM, STEPS = 2, 5  # steps of a probe before those that are timed, and these
+SHORT = 1e-6  # seconds: of what is shorter the difference counts, of the rest the ratio
+FAR, ROUNDS = 2, 4  # times a knee; fits of which each knows by the last one what a call takes
+RIDGE = 1e-5  # what keeps unknowns small that nothing tells apart
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorSample:
+    """A call that was timed.
+
+    name      the operator, as PyTorch prints it
+    kind      the kind whose rates others of its kind have
+    of        "forward": the call itself; "backward": all that its gradient computes, in flops of that
+    features  what the numbers of Rates are multiplied by
+    """
+
+    name: str
+    kind: str
+    of: str
+    flops: float
+    moved: float
+    written: float
+    seconds: float
+
+
+def operator_samples(device: str, meet: Callable[[], Any], probes: Iterable[Workload]) -> Iterator[OperatorSample]:
+    """What the calls of all `probes` took in this process. `meet` returns when all processes have called it."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for probe in probes:
+            model: Any = shard(probe.model(torch.float32, device), mesh={"one": 1})
+            batch = probe.tensors(probe.each, torch.float32, device)
+            runs: list[dict[tuple[str, str], float]] = []
+            with auto_parallel_context(batch_norm_parts=probe.each if probe.own_statistics else 1):
+                for step in range(WARM + STEPS):
+                    model.zero_grad(set_to_none=True)
+                    meet()
+                    with record_timeline() as spans:
+                        model(*batch).backward()
+                    if step >= WARM:
+                        runs.append({(span.phase, span.name): span.seconds for span in spans if span.lane == COMPUTE})
+            seconds = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+            yield from _samples(model.program, seconds)
+    finally:
+        dist.destroy_process_group()
+
+
+def _samples(program: Program, seconds: Mapping[tuple[str, str], float]) -> Iterator[OperatorSample]:
+    """What the calls of one program took, by their phases and names."""
+    step = with_values(program.step)
+    of_operators: dict[str, OperatorSample] = {}
+    gradients: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # the seconds and flops of each one's backward
+    for phase, graph in ((FORWARD, step.forward.graph), (BACKWARD, step.backward.graph if step.backward else None)):
+        meter = Meter(graph, step.program.mesh, program.profile) if graph is not None else None
+        for node in graph.nodes if graph is not None else ():
+            taken = seconds.get((phase, node.name))
+            if taken is None or meter is None:
+                continue
+            sample = _sample(node, meter, taken)
+            yield sample
+            name = operator_of(node)
+            if phase == FORWARD and name and sample.kind != VIEW:
+                of_operators.setdefault(name, replace(sample, moved=meter.moved(node)))
+            elif phase == BACKWARD and name in of_operators and not computed_again(node):
+                gradients[name][0] += taken
+                gradients[name][1] += sample.flops
+    for name, (taken, flops) in gradients.items():
+        forward = of_operators[name]
+        yield OperatorSample(forward.name, forward.kind, BACKWARD, flops, forward.moved, forward.written, taken)
+
+
+def _sample(node: Any, meter: Meter, seconds: float) -> OperatorSample:
+    kind = VIEW if node.target is operator.getitem else kind_of_call(node)
+    flops, moved, written = (0, 0, 0) if kind == VIEW else meter.figures(node)
+    name = name_of_call(node, lambda operand: meter.values[operand].shape)
+    return OperatorSample(name, kind, FORWARD, flops, moved, written, seconds)
+
+
+# -- Fitting -----------------------------------------------------------------------------------------------------------
+
+
+def fit_operators(samples: Iterable[OperatorSample]) -> tuple[OperatorRates, ...]:
+    """The rates of each operator, and of each kind of them, with the least squares of relative errors."""
+    groups: dict[str, dict[str, list[OperatorSample]]] = defaultdict(lambda: {FORWARD: [], BACKWARD: []})
+    for kind in (POINTWISE, VIEW, OTHER):
+        groups[kind][FORWARD] = []
+    for sample in samples:
+        for name in (sample.name, sample.kind):
+            groups[name][sample.of].append(sample)
+    if not groups[OTHER][FORWARD]:
+        return ()
+    return tuple(
+        OperatorRates(name=name, forward=_rates(of[FORWARD]), backward=_rates(of[BACKWARD]) if of[BACKWARD] else None)
+        for name, of in groups.items()
+        if of[FORWARD]
+    )
+
+
+def fitted_seconds(operators: Sequence[OperatorRates], sample: OperatorSample) -> float:
+    """What the rates of its operator say that a call takes."""
+    rates = next(rates for rates in operators if rates.name == sample.name)
+    of = rates.forward if sample.of == FORWARD else rates.backward
+    assert of is not None
+    return float(of.seconds(sample.flops, sample.moved, sample.written))
+
+
+def _rates(samples: Sequence[OperatorSample]) -> Rates:
+    """The rates of calls that are alike, with the least squares of relative errors. Each order of magnitude counts as
+    much as another. What a byte costs beyond a knee is told by calls far beyond it only."""
+    flops, moved, written, seconds = np.array([(s.flops, s.moved, s.written, s.seconds) for s in samples]).T
+    matrix = np.stack(features_of(flops, moved, written), axis=1)
+    for i, knee in enumerate(KNEES):
+        if moved.max() < FAR * knee:
+            matrix[:, 2 + i] = 0.0
+    magnitude = np.log(np.maximum(flops + moved, 1.0)).round()
+    shares = 1 / np.sqrt([(magnitude == each).sum() for each in magnitude])
+    numbers, middle = np.zeros(matrix.shape[1]), seconds + SHORT
+    for _ in range(ROUNDS):
+        weights = shares / middle
+        numbers = nonnegative(matrix * weights[:, None], seconds * weights)
+        middle = np.sqrt((matrix @ numbers + SHORT) * (seconds + SHORT))  # sums come out right, neither above nor below
+    return Rates.of(numbers)
+
+
+def nonnegative(matrix: Floats, target: Floats) -> Floats:
+    """Least squares with unknowns that are 0 or more (Lawson & Hanson, "Solving Least Squares Problems", 1974); of
+    solutions that do not differ the smallest."""
+    scale = np.linalg.norm(matrix, axis=0)
+    columns = np.vstack([matrix / np.where(scale > 0, scale, 1.0), RIDGE * np.eye(len(scale))])
+    target = np.concatenate([target, np.zeros(len(scale))])
+    free, solution = np.zeros(columns.shape[1], dtype=bool), np.zeros(columns.shape[1])
+    for _ in range(10 * len(free)):
+        slope = columns.T @ (target - columns @ solution)
+        slope[free | (scale == 0)] = -np.inf
+        if slope.max() <= 1e-10:
+            break
+        free[slope.argmax()] = True
+        while True:
+            found = np.zeros(len(free))
+            found[free] = np.linalg.lstsq(columns[:, free], target, rcond=None)[0]
+            if (found[free] > 0).all():
+                break
+            negative = free & (found <= 0)
+            step = (solution[negative] / (solution[negative] - found[negative])).min()
+            solution = solution + step * (found - solution)
+            free &= solution > 1e-15
+            if not free.any():
+                break
+        solution = found * free
+    return solution / np.where(scale > 0, scale, 1.0)
