@@ -111,8 +111,9 @@ def order_like(order: EliminationOrder, costs: Costs) -> EliminationOrder | None
     return replace(order, arrays=given.arrays, constant=given.constant) if given.pattern == order.pattern else None
 
 
-def elimination_order(costs: Costs, table_limit: float = math.inf) -> EliminationOrder:
-    """The order in which `eliminate` goes; none of the numbers is looked at."""
+def elimination_order(costs: Costs, table_limit: float = math.inf, give_up: float = math.inf) -> EliminationOrder:
+    """The order in which `eliminate` goes; none of the numbers is looked at. Once it comes to more work than `give_up`
+    it stops, and says no more than that it is too much."""
     sizes = [len(unary) for unary in costs.unary]
     given, live = _given(costs), _Live(sizes)
     symbols: dict[object, int] = {("given", symbol): symbol for symbol in given.arrays}
@@ -139,6 +140,9 @@ def elimination_order(costs: Costs, table_limit: float = math.inf) -> Eliminatio
             if scope:
                 live.add(left[-1])
         steps.append(_Elimination(vertex, bucket, left))
+        if work > give_up:
+            work = math.inf
+            break
     return EliminationOrder(steps, recipes, given.arrays, given.constant, work, entries, width, given.pattern)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from random_examples import examples
 from search_problems import brute_force, copied, random_costs
 
-from partway.propagation.search.eliminate import eliminate, elimination_order
+from partway.propagation.search.eliminate import MANY_ENTRIES, affordable, eliminate, elimination_order
 from partway.propagation.search.network import Costs
 
 
@@ -174,3 +174,23 @@ def test_a_chain_of_many_blocks_is_solved_exactly():
     once, each = eliminate(costs), eliminate(copied(costs))
     assert once.cost == pytest.approx(each.cost, rel=1e-12)
     assert once.cost == pytest.approx(once.bound, rel=1e-12)
+
+
+def test_work_that_no_float_can_say_is_too_much():
+    clique = {pair: np.zeros((40, 40)) for pair in itertools.combinations(range(250), 2)}
+    order = elimination_order(Costs((np.zeros(40),) * 250, clique), give_up=1e9)
+    assert order.work == math.inf
+    assert order.too_much
+    assert 0 < len(order.steps) < 250
+
+
+def test_tables_together_are_bounded_not_only_each():
+    rng = np.random.default_rng(0)
+    dense = {(a, b): rng.random((8, 8)) for a in range(120) for b in range(a + 1, min(a + 12, 120))}
+    costs = Costs(tuple(rng.random(8) for _ in range(120)), dense)
+    whole = elimination_order(costs)
+    assert whole.too_much
+    order = affordable(costs, whole)
+    assert not order.too_much
+    assert order.entries <= MANY_ENTRIES
+    assert sum(array.size for array in order.arrays.values()) < order.entries

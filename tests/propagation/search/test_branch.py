@@ -1,0 +1,55 @@
+"""Branch and bound against brute force, where nothing is eliminated before."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from random_examples import examples
+from search_problems import brute_force, random_costs
+
+from partway.propagation.search.branch import Best, branched, ceiling, grounded
+from partway.propagation.search.network import Costs
+
+
+@examples(150)
+@given(random_costs(options=5, fractions=True))
+def test_the_optimum_is_found_and_proven(costs):
+    optimum = brute_force(costs)
+    best = Best(costs, math.inf)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("EASY", "SUMS"):
+            patch.setattr(f"partway.propagation.search.branch.{name}", 0.0)
+        bound = branched(best)
+    assert best.cost == pytest.approx(optimum, abs=1e-9)
+    assert bound == pytest.approx(optimum, rel=1e-6, abs=1e-6)
+    assert all(costs.of(choice) == cost for cost, choice in best.plans)
+    assert sorted(best.plans) == best.plans
+
+
+@examples(100)
+@given(random_costs(forbidden=False, fractions=True))
+def test_without_time_the_bound_is_still_one(costs):
+    best = Best(costs, time.monotonic() - 1)
+    bound = branched(best)
+    assert bound - 1e-9 <= brute_force(costs) <= best.cost + 1e-9
+
+
+@examples(100)
+@given(random_costs(forbidden=False, fractions=True))
+def test_grounded_costs_are_not_negative_and_a_constant_off(costs):
+    moved = Costs(tuple(own - 4 for own in costs.unary), {e: t - 2 for e, t in costs.pairs.items()})
+    floor, constant = grounded(moved)
+    assert min(float(array.min()) for array in (*floor.unary, *floor.pairs.values())) == 0
+    choice = tuple(0 for _ in costs.unary)
+    assert floor.of(choice) + constant == pytest.approx(moved.of(choice))
+    assert ceiling(floor) > floor.of(choice)
+
+
+def test_plans_are_kept_cheapest_first_and_once():
+    costs = Costs((np.array([3.0, 1.0, 2.0]),), {})
+    best = Best(costs, math.inf, many=2)
+    for option in (0, 1, 1, 2):
+        best.offer((option,))
+    assert best.plans == [(1.0, (1,)), (2.0, (2,))]
