@@ -10,9 +10,10 @@ draft always makes the same plan. Whoever wants to watch (`verified`, `timed`) s
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -43,7 +44,7 @@ from partway.propagation.program.recompute import checkpointed, planned, recompu
 from partway.propagation.program.step import Step, scale_parameter_gradients
 from partway.propagation.search.formulate import formulate
 from partway.propagation.search.problem import SearchProblem, Settings
-from partway.propagation.search.search import search
+from partway.propagation.search.search import SEARCHES, find, search
 from partway.propagation.search.solution import Solution, verify_solution
 from partway.strategy import Mesh, StrategyError
 from partway.strategy.afterwards import uncollected
@@ -57,12 +58,14 @@ _LATER: Any = None  # what a pass has yet to make
 @dataclass(frozen=True)
 class PlanDraft:
     """A plan of `inputs` on `mesh` in the making. `below`: what a plan on another mesh costs; a dearer one is of no
-    use. The other fields are made by the passes of PLANNING."""
+    use. `found`: what the search mode finds by itself, where that was asked. The other fields are made by the passes of
+    PLANNING."""
 
     inputs: PlanInputs
     mesh: Mesh
     settings: Settings
     below: float = math.inf
+    found: Solution | None = None
     annotations: Annotations = _LATER
     problem: SearchProblem = _LATER
     solution: Solution = _LATER
@@ -160,7 +163,7 @@ def _search(draft: PlanDraft) -> Solution:
         return replay(draft.problem, inputs.replayed)
     if inputs.followed is not None:
         return follow(draft.problem, inputs.followed)
-    return search(draft.problem, draft.inputs.context.search_mode, draft.below)
+    return search(draft.problem, inputs.context.search_mode, draft.below, draft.found)
 
 
 def _make_plan(draft: PlanDraft) -> Plan:
@@ -173,6 +176,7 @@ SEARCHING = (
     Pass("formulate", "problem", _formulate),
     Pass("search", "solution", _search, lambda draft: verify_solution(draft.problem, draft.solution)),
 )
+FINDING = Pass("search", "found", lambda draft: find(draft.problem, draft.inputs.context.search_mode))
 LOWERING = (
     Pass(
         "lower", "local", lambda draft: lower(draft.problem, draft.solution.choice, draft.solution.keeping),
@@ -199,9 +203,9 @@ def search_on_cheapest_mesh(
     """
     best: PlanDraft | None = None
     refused: StrategyError | None = None
-    for mesh in meshes:
+    for start in _starts(inputs, meshes, around):
         try:
-            draft = search_on_mesh(inputs, mesh, best.solution.cost if best else math.inf, around)
+            draft = _searched(replace(start, below=best.solution.cost if best else math.inf), around)
         except StrategyError as error:
             refused = refused or error
             continue
@@ -210,13 +214,33 @@ def search_on_cheapest_mesh(
     if best is None:
         assert refused is not None
         raise refused
-    return best
+    return replace(best, below=math.inf, found=None)  # whoever searches on from here has no other mesh in mind
+
+
+def _starts(inputs: PlanInputs, meshes: Iterable[Mesh], around: Around[PlanDraft]) -> Sequence[PlanDraft]:
+    """The drafts on `meshes`. In a mode that finds plans quickly these are found, and the cheapest comes first: what
+    takes longer, the bound and the fates, is then asked for on one mesh."""
+    starts = [PlanDraft(inputs, mesh, settings_of(inputs, mesh)) for mesh in meshes]
+    given = inputs.replayed is not None or inputs.followed is not None
+    if len(starts) == 1 or given or SEARCHES[inputs.context.search_mode].exact:
+        return starts
+    for i, start in enumerate(starts):
+        with contextlib.suppress(StrategyError):
+            starts[i] = run((*ANNOTATING, *SEARCHING[:1], FINDING), start, around)
+    costs = {start.mesh: f"{start.found.cost:.9e}" if start.found else "inf" for start in starts}  # equal but for noise
+    return sorted(starts, key=lambda start: float(costs[start.mesh]))
 
 
 def search_on_mesh(inputs: PlanInputs, mesh: Mesh, below: float, around: Around[PlanDraft] = applied) -> PlanDraft:
     """The draft of a plan on `mesh` up to its solution. The search is repeated with other settings where an operator
     cannot run on its part of the batch."""
-    draft = run(ANNOTATING, PlanDraft(inputs, mesh, settings_of(inputs, mesh), below), around)
+    return _searched(PlanDraft(inputs, mesh, settings_of(inputs, mesh), below), around)
+
+
+def _searched(draft: PlanDraft, around: Around[PlanDraft]) -> PlanDraft:
+    if draft.found is not None:
+        return run(SEARCHING[1:], draft, around)
+    draft = run(ANNOTATING, draft, around)
     try:
         draft = run(SEARCHING, draft, around)
     except StrategyError:

@@ -126,6 +126,18 @@ def within_memory(problem: SearchProblem, free: Solution) -> Solution:
     return replace(_solution(free, *min(found, key=_cost)), binding=True)
 
 
+def has_room(problem: SearchProblem, choice: tuple[int, ...]) -> bool:
+    """Whether a plan of these strategies fits, whatever is kept of it: where all that it has and makes, with what that
+    is converted to, would be there at once, and its gradients too, and as much again beside it."""
+    limit, vertices = problem.settings.memory_limit, problem.vertices
+    if limit is None:
+        return True
+    total = sum(float(v.options.memory[c] + v.options.made[c]) for v, c in zip(vertices, choice, strict=True))
+    for edge in problem.edges:
+        total += float(edge.table.held[edge.codes(vertices)[1][choice[edge.consumer]]])
+    return 3 * total <= limit
+
+
 def _cost(found: tuple[Point, float]) -> float:
     return found[0].cost
 

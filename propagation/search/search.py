@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ...strategy.choice import Choice
 from ...strategy.errors import StrategyError, VerifyError
 from .exact import dynamic_programming
-from .memory import with_fates, within_memory
+from .memory import has_room, with_fates, within_memory
 from .problem import SearchProblem
 from .propagate import sharding_propagation
 from .recursive import recursive_programming
@@ -50,20 +50,30 @@ SEARCHES: Mapping[SearchMode, Search] = {
 }
 
 
-def search(problem: SearchProblem, mode: SearchMode, below: float = math.inf) -> Solution:
+def find(problem: SearchProblem, mode: SearchMode) -> Solution | None:
+    """The strategies that `mode` finds by itself, with neither a bound nor fates; None where it takes those of the
+    exact search. What costs more on one mesh than a plan on another need not be searched for there."""
+    own = SEARCHES[mode].find
+    return own(problem) if own else None
+
+
+def search(
+    problem: SearchProblem, mode: SearchMode, below: float = math.inf, found: Solution | None = None
+) -> Solution:
     """The plan that `mode` finds. Its cost is that of the whole problem, whatever the mode looked at, and stands beside
     the bound that the exact search proves. Where another mesh has a plan that costs `below`, any plan will do once no
-    cheaper one is in sight, or one would be too much work to find.
+    cheaper one is in sight, or one would be too much work to find. `found`: what `find` gives, where that is known.
 
     Raises StrategyError where no plan keeps to the memory limit of the problem's settings, or where there is none.
     """
+    plan = found or find(problem, mode)
+    if plan is not None and below <= plan.cost < math.inf and has_room(problem, plan.choice):
+        return plan
     exact = dynamic_programming(problem, below=below)
     if math.isinf(exact.cost):
         raise StrategyError(_impossible(problem, exact))
-    find = SEARCHES[mode].find
-    if find is None:
-        return within_memory(problem, exact)
-    plan = find(problem)
+    if plan is None:
+        return exact if exact.bound >= below else within_memory(problem, exact)
     plan = replace(plan, cost=problem.cost(plan.choice), bound=exact.bound, attained=exact.proven)
     # vertices that choose one after another may come to conversions that `elementwise_follow` makes impossible, and
     # what they choose may take more memory than there is

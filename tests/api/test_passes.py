@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from partway.fusion import Fusion, FusionMode, FusionPolicies
 from partway.passes import PLANNING, STEP, Pass, PlanDraft, applied, plan_on_mesh, run, timed, verified
 from partway.plan_inputs import PlanInputs
 from partway.propagation.graph.queries import differentiated
+from partway.propagation.search import search
 from partway.strategy import Mesh, VerifyError
 
 MESH = {"dp": 2, "tp": 2}
@@ -89,6 +91,24 @@ def test_what_a_pass_made_wrong_is_found_before_the_next_one(
     monkeypatch.setattr(passes, "lower", lambda *_: pytest.fail("the next pass ran"))
     with pytest.raises(VerifyError, match=r"the plan costs .*, not -1\.0"):
         run(PLANNING, draft_of(compiled.inputs), verified)
+
+
+def test_of_several_meshes_the_cheapest_plan_is_taken_and_proven_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    meshes = [Mesh.of_sizes(sizes) for sizes in ((8,), (2, 4), (4, 2), (2, 2, 2))]
+    proofs: list[int] = []
+    exact = search.dynamic_programming
+    monkeypatch.setattr(search, "dynamic_programming", lambda *a, **more: (proofs.append(1), exact(*a, **more))[1])
+    for mode, most in (("sharding_propagation", 1), ("recursive_programming", 1), ("dynamic_programming", 4)):
+        with pw.auto_parallel_context(search_mode=mode):
+            inputs = pw.compile(Net(), (torch.ones(4, 8),), mesh={"dp": 8}).inputs
+        each = [passes.search_on_mesh(inputs, mesh, math.inf) for mesh in meshes]
+        proofs.clear()
+        found = passes.search_on_cheapest_mesh(inputs, meshes)
+        assert len(proofs) <= most
+        least = min(draft.solution.cost for draft in each)
+        first = next(draft for draft in each if draft.solution.cost <= least * (1 + 1e-9))
+        assert (found.mesh, found.solution) == (first.mesh, first.solution)
+        assert (found.below, found.found) == (math.inf, None)
 
 
 def test_a_draft_is_left_as_it_is(compiled: pw.Compiled) -> None:

@@ -124,6 +124,18 @@ def test_no_plan_that_fits_beats_the_bound_and_the_plan_found_fits(fn, seed, sha
     assert free.cost <= found.cost * (1 + 1e-9)
 
 
+@examples(40)
+@given(chains(), st.integers(0, 2**20))
+def test_where_there_is_room_the_plan_fits_whatever_is_kept_of_it(fn, seed):
+    problem = some(problem_of(fn, [torch.randn(8, 6, requires_grad=True)]), seed, 2)
+    free = dynamic_programming(problem)
+    assume(math.isfinite(free.cost))
+    for recompute in Recompute:
+        own = limited_to(problem, None, recompute=recompute)
+        assert memory.has_room(own, free.choice)
+        assert not memory.has_room(limited_to(own, peak_of(with_fates(own, free)) * 0.99), free.choice)
+
+
 def test_options_are_left_out_where_they_are_much_work(monkeypatch):
     problem = layers()
     free, whole = dynamic_programming(problem), fates_of(problem)

@@ -3,8 +3,9 @@
 import pytest
 from search_problems import annotated_problem, mlp, mlp_tensors
 
+from partway.propagation.search import search as module
 from partway.propagation.search.exact import dynamic_programming
-from partway.propagation.search.search import SEARCHES, SearchMode, search
+from partway.propagation.search.search import SEARCHES, SearchMode, find, search
 from partway.propagation.search.solution import verify_solution
 from partway.strategy import REPLICATE, Layout, Mesh, Shard
 
@@ -31,6 +32,30 @@ def test_every_search_gives_a_plan_that_computes_the_right_thing(lab, mode, size
     assert problem.vertices[at].options[solution.choice[at]].results == (split,)
     tensors = lab.call_tensors(problem, mlp, args)
     lab.check_choice(problem, solution.choice, mlp, args, lab.value_and_gradients([mlp(*args)], tensors), str(mode))
+
+
+@pytest.mark.parametrize("mode", list(SearchMode))
+def test_what_costs_more_than_a_plan_on_another_mesh_is_searched_for_no_further(lab, mode, monkeypatch):
+    problem = annotated_problem(lab)
+    whole = search(problem, mode)
+    assert whole.keeping is not None
+    if SEARCHES[mode].exact:
+        monkeypatch.setattr(module, "within_memory", None)
+    else:
+        monkeypatch.setattr(module, "dynamic_programming", None)
+    found = verify_solution(problem, search(problem, mode, below=whole.bound))
+    assert found.cost >= whole.bound
+    assert found.keeping is None
+
+
+def test_where_memory_may_not_suffice_a_mode_hears_of_the_exact_plan_first(lab, monkeypatch):
+    problem = annotated_problem(lab)
+    monkeypatch.setattr(module, "has_room", lambda *_: False)
+    found = search(problem, SearchMode.SHARDING_PROPAGATION, below=0.0)
+    assert found.keeping is not None
+    assert found == search(
+        problem, SearchMode.SHARDING_PROPAGATION, 0.0, find(problem, SearchMode.SHARDING_PROPAGATION)
+    )
 
 
 @pytest.mark.parametrize("mode", list(SearchMode))
