@@ -223,7 +223,7 @@ class _Outlook:
         """When each weight is first used if nothing waits for it."""
         unheard = {**self.grouping.work, **dict.fromkeys(self.nodes, UNHEARD)}
         played, _ = play(self._order(self._alone), unheard)
-        starts = {node: start for unit, start in played for node in unit}
+        starts = {node: start for unit, start, _ in played for node in unit}
         return [min((starts[user] for user in node.users), default=0.0) for node in self.nodes]
 
     @property

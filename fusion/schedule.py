@@ -1,9 +1,10 @@
 """The predicted schedule of one step on one rank: when each operator and each collective runs.
 
 There are two lanes. Operators run on the compute lane in the order of the graph; a collective is issued where it
-stands, on the communication lane, where collectives follow one another. An operator that reads the result of a
-collective waits for it, and what stands behind that operator waits too. This is how a rank runs its graph
-(`runtime/execute.py`). The backward starts when all of the forward has ended.
+stands, on the communication lane, where collectives follow one another. While both run they may slow each other down,
+as far as the profile says: on a CPU they share its cores. An operator that reads the result of a collective waits for
+it, and what stands behind that operator waits too. This is how a rank runs its graph (`runtime/execute.py`). The
+backward starts when all of the forward has ended.
 
 Operators take what `propagation/cost/cost.py` says, with PyTorch's formulas for the FLOPs of matrix products,
 convolutions and attention. Views, and conversions that only change a tensor's meaning, take no time unless the profile
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from ..propagation.cost.cost import collective_cost, operator_seconds
 from ..propagation.cost.operators import LOOKUPS, rates_of
-from ..propagation.cost.profile import DeviceProfile
+from ..propagation.cost.profile import ALONE, DeviceProfile, Together
 from ..propagation.cost.rates import VIEW
 from ..propagation.graph.graph import Text
 from ..propagation.graph.nodes import is_pointwise, is_view
@@ -82,10 +84,10 @@ def predict(forward: fx.Graph, backward: fx.Graph | None, mesh: Mesh, profile: D
         if graph is None:
             continue
         work = work_of(graph, mesh, profile)
-        played, end = play([(node,) for node in graph.nodes], work)
-        for ((node,), begin), item in zip(played, work.values(), strict=True):
+        played, end = play([(node,) for node in graph.nodes], work, profile.together)
+        for ((node,), begin, ended), item in zip(played, work.values(), strict=True):
             if item.lane is not None:
-                spans.append(Span(node.name, phase, item.lane, start + begin, item.seconds, item.args))
+                spans.append(Span(node.name, phase, item.lane, start + begin, ended - begin, item.args))
         start += end
     return Schedule(tuple(spans), start)
 
@@ -124,31 +126,98 @@ _FREE = Work(None)
 UNHEARD = Work(None, late=True)  # a collective left out of a prediction: neither it nor its readers wait
 
 
-def play(order: Iterable[Unit], work: Mapping[fx.Node, Work]) -> tuple[list[tuple[Unit, float]], float]:
-    """Each unit of `order` with the second at which it starts, and the second at which all have ended.
+class Ran(NamedTuple):
+    """A unit with the seconds at which it starts and ends."""
+
+    unit: Unit
+    start: float
+    end: float
+
+
+def play(order: Iterable[Unit], work: Mapping[fx.Node, Work], together: Together = ALONE) -> tuple[list[Ran], float]:
+    """When each unit of `order` runs, and the second at which all have ended. `together`: how fast each lane is while
+    the other one runs too.
 
     A unit of several nodes is one collective, that carries the payloads of all.
     """
-    ready: dict[fx.Node, float] = {}
-    played = []
-    clock = lane = 0.0
+    lanes = _Lanes(together)
+    over: dict[fx.Node, frozenset[int]] = {}  # the collectives that who reads a node waits for
+    begun: list[tuple[Unit, float, float]] = []
+    of_collectives: dict[int, int] = {}  # of each collective the place of its unit
     for unit in order:
         item = work[unit[0]]
-        at = max((ready[operand] for node in unit for operand in node.all_input_nodes), default=0.0)
-        if item.late:
-            start = end = at
-        else:
-            start = clock = max(clock, at)
-            end = clock
+        waits = frozenset[int]().union(*(over[operand] for node in unit for operand in node.all_input_nodes))
+        if not item.late:
+            lanes.wait_for(waits)
+            waits = frozenset()
+        start = lanes.clock
         if item.lane == COMPUTE:
-            end = clock = clock + item.seconds
+            lanes.compute(item.seconds)
         elif item.lane == COMMUNICATION:
-            start = max(lane, clock)
-            end = lane = start + item.waiting + item.per_byte * sum(work[node].payload for node in unit)
-        for node in unit:
-            ready[node] = end
-        played.append((unit, start))
-    return played, max(clock, lane)
+            number = lanes.send(item.waiting + item.per_byte * sum(work[node].payload for node in unit))
+            waits = frozenset({number})
+            of_collectives[number] = len(begun)
+        begun.append((unit, start, lanes.clock))
+        over.update(dict.fromkeys(unit, waits))
+    lanes.wait_for(frozenset(of_collectives))
+    played = [Ran(*each) for each in begun]
+    for number, place in of_collectives.items():
+        played[place] = Ran(begun[place][0], lanes.starts[number], lanes.ends[number])
+    for place, (unit, _, _) in enumerate(begun):
+        if work[unit[0]].late:  # what takes a tensor out of a group is done where the tensor is read
+            when = max((lanes.ends[number] for number in over[unit[0]]), default=0.0)
+            played[place] = Ran(unit, when, when)
+    return played, lanes.clock
+
+
+class _Lanes:
+    """Computing up to `clock`, and the collectives that have been sent: the first of `under_way` runs, the others wait.
+
+    While both lanes run, each does the share `together` of what it does alone.
+    """
+
+    def __init__(self, together: Together) -> None:
+        self.together, self.clock = together, 0.0
+        self.starts: dict[int, float] = {}
+        self.ends: dict[int, float] = {}
+        self.under_way: deque[tuple[int, float]] = deque()  # with the seconds that are left of it, alone
+
+    def send(self, seconds: float) -> int:
+        """A collective that takes `seconds` alone begins, or waits for the lane; its number."""
+        number = len(self.starts) + max(len(self.under_way) - 1, 0)
+        self.under_way.append((number, seconds))
+        if len(self.under_way) == 1:
+            self.starts[number] = self.clock
+        return number
+
+    def compute(self, seconds: float) -> None:
+        """Operators run that take `seconds` alone."""
+        slow, fast = self.together.computing, self.together.communicating
+        while self.under_way and seconds > 0.0:
+            number, left = self.under_way[0]
+            passed = min(seconds / slow, left / fast)
+            if left / fast <= passed:
+                self._over(self.clock + passed)
+            else:
+                self.under_way[0] = number, left - passed * fast
+            self.clock += passed
+            seconds = 0.0 if seconds / slow <= passed else seconds - passed * slow
+        self.clock += seconds
+
+    def wait_for(self, numbers: frozenset[int]) -> None:
+        """Nothing runs on the lane of operators until these collectives are over."""
+        waited = {number for number in numbers if number not in self.ends}
+        while waited:
+            number, left = self.under_way[0]
+            self.clock += left
+            self._over(self.clock)
+            waited.discard(number)
+
+    def _over(self, when: float) -> None:
+        number, _ = self.under_way.popleft()
+        self.ends[number] = when
+        if self.under_way:
+            self.starts[self.under_way[0][0]] = when
 
 
 def events_of(

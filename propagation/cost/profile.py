@@ -53,6 +53,7 @@ class ByKind(Generic[T]):
 _KINDS = tuple(field.name for field in fields(ByKind))
 _POSITIVE = "a finite number above 0"
 _TABLE = 'a table of algorithm bandwidths by group size, as in {"2": 3e11, "8": 2.5e11}'
+_SHARE = "a number above 0 and up to 1, the share of what it does alone"
 _OPERATORS = "a list of the rates of operators and kinds, each once, and among them other"
 _LEVELS = "a list of one level or more, from inside out"
 _BANDWIDTH = f"{_POSITIVE} (bytes/s), or for one kind of collective {_TABLE}"
@@ -142,6 +143,16 @@ class Sources(Figures):
     overhead: _Source
 
 
+class Together(Figures):
+    """What each lane does of what it does alone, while operators compute and a collective is under way: 1 is all."""
+
+    computing: Annotated[float, Field(gt=0, le=1, description=_SHARE)]
+    communicating: Annotated[float, Field(gt=0, le=1, description=_SHARE)]
+
+
+ALONE = Together(computing=1.0, communicating=1.0)
+
+
 class NetworkLevel(Figures):
     """One level of the network: ranks 0 to devices - 1 are in its first unit, the next `devices` in its second, ...
 
@@ -167,6 +178,7 @@ class DeviceProfile(Figures):
     memory             bytes of one device; memory_bandwidth in bytes/s
     overhead           seconds that an operator takes beside its work
     levels             the network from inside out: devices of one unit are joined by the unit's level
+    together           how operators and collectives slow each other down that run at the same time
     operators          how long operators were measured to take; empty where none was, as in the presets: then each
                        takes what a roofline of peak and memory bandwidth allows, and the overhead
     """
@@ -178,6 +190,7 @@ class DeviceProfile(Figures):
     overhead: Annotated[float, Field(ge=0, description=f"{NOT_NEGATIVE} (s)")]
     sources: Sources = Field(description="an object with peak, memory and overhead, each a text")
     levels: tuple[NetworkLevel, ...] = Field(description=_LEVELS)
+    together: Together = Field(default=ALONE, description="an object with computing and communicating")
     operators: tuple[OperatorRates, ...] = Field(default=(), description=_OPERATORS)
 
     @field_validator("levels")
@@ -286,8 +299,8 @@ def _problems(error: ErrorDetails) -> Iterator[Problem]:
 
 
 _NESTED: dict[str, type[Figures]] = {
-    "peak": Peak, "sources": Sources, "levels": NetworkLevel, "operators": OperatorRates, "forward": Rates,
-    "backward": Rates,
+    "peak": Peak, "sources": Sources, "levels": NetworkLevel, "together": Together, "operators": OperatorRates,
+    "forward": Rates, "backward": Rates,
 }  # fmt: skip
 
 

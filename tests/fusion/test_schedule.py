@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import operator
+from random import Random
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from partway.fusion.events import Compute, Offer, Send
 from partway.fusion.program import make_program
 from partway.fusion.schedule import UNHEARD, Work, events_of, play, work_of
 from partway.propagation.cost.cost import collective_seconds, operator_seconds
-from partway.propagation.cost.profile import profile_of
+from partway.propagation.cost.profile import Together, profile_of
 from partway.propagation.ops.collectives import convert
 from partway.strategy import Mesh
 from partway.strategy.errors import StrategyError
@@ -42,7 +43,7 @@ def chain(*lanes):
 
 def starts(*lanes):
     played, end = play(*chain(*lanes))
-    return [start for _, start in played], end
+    return [start for _, start, _ in played], end
 
 
 def test_operators_follow_one_another_and_collectives_run_beside_them():
@@ -71,8 +72,39 @@ def test_a_unit_of_several_nodes_is_one_collective_of_all_their_bytes():
     graph = fx.Graph()
     a, b = (graph.placeholder(name) for name in "ab")
     work = {a: Work("communication", 1.0, 0.5, 4), b: Work("communication", 1.0, 0.5, 6)}
-    assert play([(a, b)], work) == ([((a, b), 0.0)], 1.0 + 0.5 * 10)
+    assert play([(a, b)], work) == ([((a, b), 0.0, 6.0)], 6.0)
     assert play([(a,), (b,)], work)[1] == 2.0 + 0.5 * 10
+
+
+def test_computing_and_communication_slow_each_other_down_while_both_run():
+    order, work = chain(("communication", 3, ()), ("compute", 6, ()), ("communication", 1, (1,)), ("compute", 1, (0,)))
+    played, end = play(order, work, Together(computing=0.5, communicating=0.75))
+    # the first collective takes 3 / 0.75 = 4 s, in which 2 s are computed; then 4 s alone; and the second one 4/3 s, in
+    # which 2/3 s are computed
+    ran = [when for _, *when in played]
+    assert ran == [pytest.approx(when) for when in ([0, 4], [0, 8], [8, 28 / 3], [8, 29 / 3])]
+    assert end == pytest.approx(29 / 3)
+    assert play(order, work)[1] == 7
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_lanes_that_slow_each_other_down_do_all_work_and_no_order_changes(seed):
+    random = Random(seed)
+    kinds = ["compute", "communication", None, "late"]
+    lanes = [(random.choice(kinds), random.randint(0, 4), random.sample(range(i), min(i, 2))) for i in range(25)]
+    order, work = chain(*lanes)
+    alone, least = play(order, work)
+    slowed, end = play(order, work, Together(computing=0.6, communicating=0.5))
+    assert end >= least - 1e-9
+    for lane, rate in (("compute", 0.6), ("communication", 0.5)):
+        spans = [(ran, work[ran.unit[0]].seconds) for ran in slowed if work[ran.unit[0]].lane == lane]
+        assert all(one.end <= other.start + 1e-9 for (one, _), (other, _) in itertools.pairwise(spans))
+        assert all(s - 1e-9 <= ran.end - ran.start <= s / rate + 1e-9 for ran, s in spans)
+    before = {ran.unit[0]: ran for ran in slowed}
+    for ran in slowed:
+        if work[ran.unit[0]].lane == "compute":
+            assert all(before[operand].end <= ran.start + 1e-9 for operand in ran.unit[0].all_input_nodes)
+    assert [ran.unit for ran in slowed] == [ran.unit for ran in alone]
 
 
 def graph_of(fn, *shapes):
