@@ -33,7 +33,9 @@ from partway.context import auto_parallel_context
 from partway.fusion import FusionMode, Span
 from partway.fusion.program import Program
 from partway.measure.bench_page import page
-from partway.measure.calibrate import MB, calibrate, check_devices, threads_of, wait_for
+from partway.measure.calibrate import calibrate, check_devices, threads_of
+from partway.measure.clock import wait_for
+from partway.measure.collectives import MB
 from partway.measure.contenders import (
     Contender,
     ddp,

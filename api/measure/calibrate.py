@@ -3,60 +3,72 @@
 Every process stands for one device. All of them compute at once, as they do in training, so that what they share
 (cores, memory, links) is shared in the figures too. Each collective comes after some computation, as it does in
 training: processes that only wait for each other are much faster, because none has to be woken and all arrive at once.
-A collective's time is the median of some repeats; then one least-squares fit of relative errors gives the launch, the
-latency of a step of each kind, and bandwidths by group size:
+A collective's time is the mean of some repeats but for the longest: short ones take now much and now little, and a step
+has many. Then one least-squares fit of relative errors gives the launch, the latency of a step of each kind, and
+bandwidths by group size:
 
     seconds = launch + steps(kind, n) * latency[kind] + payload / bandwidth[kind, n]
+
+Large ones run once more while all compute, which tells how far the two slow each other down.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from partway.measure.clock import seconds_of
+from partway.measure.collectives import (
+    KINDS,
+    MB,
+    Fit,
+    Overlap,
+    Sample,
+    collectives,
+    fit,
+    group_sizes,
+    overlaps,
+    slowest,
+    together,
+)
 from partway.measure.operators import (
     FORWARD,
     OperatorSample,
     fit_operators,
     fitted_seconds,
-    nonnegative,
     operator_samples,
 )
 from partway.measure.probes import probes
 from partway.measure.workloads import Workload
-from partway.propagation.cost.cost import steps
-from partway.propagation.cost.profile import ByKind, DeviceProfile, NetworkLevel, Peak, Sources, profile_of
-from partway.runtime.issue import all_gather, reduce_scatter
+from partway.propagation.cost.profile import (
+    DeviceProfile,
+    NetworkLevel,
+    Peak,
+    Sources,
+    profile_of,
+)
 from partway.strategy.errors import RuntimeStateError
 from partway.strategy.notation import counted
 from partway.strategy.placement import Kind
 
-KINDS = tuple(Kind(field.name) for field in fields(ByKind))
 DTYPES = {name: getattr(torch, name) for name in Peak.model_fields}
-MB = 1 << 20
-SMALL, SMALL_REPEATS = MB // 4, 4
 SHOWN = 30  # operators of a report
-STRETCH = 512  # rows and columns of the matrices that are multiplied before a collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,35 +100,12 @@ FULL = Effort(
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One collective over `size` ranks and the seconds that it took; `payload` is that of `wire_bytes`."""
-
-    kind: Kind
-    size: int
-    payload: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceSpeed:
     """How fast a device is while all compute: operations/s by dtype, bytes/s, seconds of an operator without work."""
 
     peak: Mapping[str, float]
     memory_bandwidth: float
     overhead: float
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Seconds of a launch, seconds of a step by kind, and algorithm bandwidth by kind and group size."""
-
-    launch: float
-    latency: Mapping[Kind, float]
-    bandwidth: Mapping[tuple[Kind, int], float]
-
-    def seconds(self, kind: Kind, size: int, payload: float) -> float:
-        """The fitted time of a collective."""
-        return self.launch + steps(kind, size) * self.latency[kind] + payload / self.bandwidth[kind, size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +145,11 @@ class Calibration:
                 s.kind, str(s.size), f"{s.payload / 1024:,.0f} KB", _ms(s.seconds), _ms(fitted), f"{100 * off:+.0f} %"
             )
         console.print(table)
+        both = self.profile.together
+        console.print(
+            f"while both run, operators do {100 * both.computing:.0f} % and collectives "
+            f"{100 * both.communicating:.0f} % of what they do alone"
+        )
         size = [abs(off) for off in self.residuals]
         steps_of = ", ".join(f"{kind} {seconds * 1e6:.0f}" for kind, seconds in self.fit.latency.items())
         console.print(f"launch {self.fit.launch * 1e6:.0f} us; a step, in us: {steps_of}")
@@ -189,7 +183,8 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
     effort = QUICK if quick else FULL
     ranks = _measure(processes, device, effort)
     speed = _mean([DeviceSpeed(**rank["speed"]) for rank in ranks])
-    samples = _slowest([[Sample(**{**s, "kind": Kind(s["kind"])}) for s in rank["samples"]] for rank in ranks])
+    beside = [Overlap(**overlap) for rank in ranks for overlap in rank["overlaps"]]
+    samples = slowest([[Sample(**{**s, "kind": Kind(s["kind"])}) for s in rank["samples"]] for rank in ranks])
     fitted = fit(samples) if samples else None
     operators = tuple(OperatorSample(**sample) for rank in ranks for sample in rank["operators"])
     levels = (_level(fitted, processes, device),) if fitted else _unmeasured(device)
@@ -203,9 +198,10 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
         sources=Sources(
             peak=f"the best of square matrix products, {how}",
             memory=f"what the system reports; bandwidth of a copy and an addition of {effort.copied // MB} MB, {how}",
-            overhead=f"an addition of two numbers, {how}",
+            overhead=f"an addition of two numbers, {how}; operators: in the steps of small networks, in the same processes",
         ),
         levels=levels,
+        together=together(beside),
         operators=fit_operators(operators),
     )
     return Calibration(profile, samples, fitted, operators)
@@ -229,12 +225,6 @@ def check_devices(processes: int, device: str) -> None:
 # -- Measuring -------------------------------------------------------------------------------------------------------
 
 
-def group_sizes(processes: int) -> tuple[int, ...]:
-    """The powers of 2 below `processes`, and `processes`; none for one process."""
-    powers = [1 << k for k in range(1, processes.bit_length()) if 1 << k < processes]
-    return (*powers, processes) if processes > 1 else ()
-
-
 def _measure(processes: int, device: str, effort: Effort) -> list[dict[str, Any]]:
     """What each process measured."""
     meeting = torch.multiprocessing.get_context("spawn").Barrier(processes)
@@ -253,12 +243,17 @@ def _rank(rank: int, processes: int, device: str, effort: Effort, folder: str, m
     speed = _device_speed(device, effort)
     operators = list(operator_samples(device, meeting.wait, effort.probes()))
     samples = list(_group_samples(rank, processes, device, effort, folder)) if processes > 1 else []
-    figures = {"speed": speed, "samples": samples, "operators": operators}
+    figures = {
+        "speed": speed,
+        "operators": operators,
+        "samples": [sample for sample in samples if isinstance(sample, Sample)],
+        "overlaps": [sample for sample in samples if isinstance(sample, Overlap)],
+    }
     Path(folder, f"{rank}.json").write_text(json.dumps(figures, default=asdict))
 
 
-def _group_samples(rank: int, processes: int, device: str, effort: Effort, folder: str) -> Iterator[Sample]:
-    """What the collectives took in which this process took part."""
+def _group_samples(rank: int, processes: int, device: str, effort: Effort, folder: str) -> Iterator[Sample | Overlap]:
+    """What the collectives took in which this process took part, and those of all processes while all compute."""
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     try:
@@ -266,7 +261,9 @@ def _group_samples(rank: int, processes: int, device: str, effort: Effort, folde
             group = dist.new_group(list(range(size)))
             dist.barrier()
             if rank < size:
-                yield from _collectives(size, group, device, effort)
+                yield from collectives(size, group, device, effort.payloads, effort.repeats)
+        dist.barrier()
+        yield from overlaps(device, effort.payloads, effort.repeats)
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -275,10 +272,10 @@ def _group_samples(rank: int, processes: int, device: str, effort: Effort, folde
 def _device_speed(device: str, effort: Effort) -> DeviceSpeed:
     count = effort.copied // 4
     a, b, out = (torch.ones(count, device=device) for _ in range(3))
-    copy = _seconds(lambda: out.copy_(a), device, effort.repeats)
-    add = _seconds(lambda: torch.add(a, b, out=out), device, effort.repeats)
+    copy = seconds_of(lambda: out.copy_(a), device, effort.repeats)
+    add = seconds_of(lambda: torch.add(a, b, out=out), device, effort.repeats)
     one = torch.ones(1, device=device)
-    overhead = _seconds(lambda: [one + one for _ in range(100)], device, effort.repeats) / 100
+    overhead = seconds_of(lambda: [one + one for _ in range(100)], device, effort.repeats) / 100
     peak = {name: _peak(dtype, device, effort) for name, dtype in DTYPES.items()}
     return DeviceSpeed(peak, 5 * effort.copied / (copy + add), overhead)
 
@@ -288,59 +285,9 @@ def _peak(dtype: torch.dtype, device: str, effort: Effort) -> float:
     best, n, seconds = 0.0, 128, 0.0
     while seconds < effort.product and n <= 16384:
         a = torch.ones(n, n, dtype=dtype, device=device)
-        seconds = _seconds(lambda a=a: a @ a, device, 3)  # type: ignore[misc]
+        seconds = seconds_of(lambda a=a: a @ a, device, 3)  # type: ignore[misc]
         best, n = max(best, 2 * n**3 / seconds), 2 * n
     return best
-
-
-def _seconds(run: Callable[[], Any], device: str, repeats: int, ready: Callable[[], Any] = lambda: None) -> float:
-    """The median time of `run`, after two calls to warm up; `ready` comes before each."""
-    times = []
-    for _ in range(repeats + 2):
-        ready()
-        wait_for(device)
-        start = time.perf_counter()
-        run()
-        wait_for(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
-
-
-def wait_for(device: str) -> None:
-    """Wait until the device has finished."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def _collectives(size: int, group: Any, device: str, effort: Effort) -> Iterable[Sample]:
-    a = torch.ones(STRETCH, STRETCH, device=device)
-
-    def ready() -> None:
-        dist.barrier(group=group)
-        torch.mm(a, a)
-
-    for kind in KINDS:
-        for payload in effort.payloads:
-            count = math.ceil(payload / 4 / size) * size
-            run = _collective(kind, count, size, group, device)
-            repeats = effort.repeats * (SMALL_REPEATS if payload < SMALL else 1)
-            seconds = _seconds(run, device, repeats, ready)
-            yield Sample(kind, size, 4 * count, seconds)
-
-
-def _collective(kind: Kind, count: int, size: int, group: Any, device: str) -> Callable[[], Any]:
-    """A call of one collective whose payload is `count` float32 numbers."""
-    whole, other, part = (torch.zeros(n, device=device) for n in (count, count, count // size))
-    return partial(CALLS[kind], whole, other, part, group)
-
-
-CALLS: Mapping[Kind, Callable[[Tensor, Tensor, Tensor, Any], Any]] = {
-    Kind.ALL_REDUCE: lambda whole, other, part, group: dist.all_reduce(whole, group=group),
-    Kind.ALL_GATHER: lambda whole, other, part, group: all_gather(whole, part, group=group),
-    Kind.REDUCE_SCATTER: lambda whole, other, part, group: reduce_scatter(part, whole, group=group),
-    Kind.ALL_TO_ALL: lambda whole, other, part, group: dist.all_to_all_single(other, whole, group=group),
-}
-"""For each kind with figures of its own a call, of two whole values and one rank's part, on a group."""
 
 
 def _mean(speeds: Sequence[DeviceSpeed]) -> DeviceSpeed:
@@ -349,40 +296,6 @@ def _mean(speeds: Sequence[DeviceSpeed]) -> DeviceSpeed:
         statistics.fmean(c.memory_bandwidth for c in speeds),
         statistics.fmean(c.overhead for c in speeds),
     )
-
-
-def _slowest(ranks: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
-    """Each sample from the rank that waited longest."""
-    slowest: dict[tuple[Kind, int, int], Sample] = {}
-    for sample in (sample for samples in ranks for sample in samples):
-        key = sample.kind, sample.size, sample.payload
-        slowest[key] = max(sample, slowest.get(key, sample), key=lambda s: s.seconds)
-    return tuple(slowest.values())
-
-
-# -- Fitting ---------------------------------------------------------------------------------------------------------
-
-
-def fit(samples: Sequence[Sample]) -> Fit:
-    """The launch, latencies and bandwidths with the least squares of relative errors, none of them negative.
-
-    With one group size only, launch and latency cannot be told apart; the fit then has the smallest that do.
-    """
-    kinds = sorted({s.kind for s in samples}, key=KINDS.index)
-    rings = sorted({(s.kind, s.size) for s in samples}, key=lambda ring: (KINDS.index(ring[0]), ring[1]))
-    matrix = np.zeros((len(samples), 1 + len(kinds) + len(rings)))
-    for row, s in zip(matrix, samples, strict=True):
-        row[0] = 1
-        row[1 + kinds.index(s.kind)] = steps(s.kind, s.size)
-        row[1 + len(kinds) + rings.index((s.kind, s.size))] = s.payload
-        row /= s.seconds
-    solution = nonnegative(matrix, np.ones(len(samples)))
-    latency = dict(zip(kinds, solution[1:].tolist(), strict=False))
-    bandwidth = {}
-    for ring, per_byte in zip(rings, solution[1 + len(kinds) :].tolist(), strict=True):
-        largest = max((s for s in samples if (s.kind, s.size) == ring), key=lambda s: s.payload)
-        bandwidth[ring] = 1 / per_byte if per_byte > 0 else largest.payload / largest.seconds
-    return Fit(float(solution[0]), latency, bandwidth)
 
 
 # -- The profile -----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from partway.context import auto_parallel_context
-from partway.measure.calibrate import wait_for
+from partway.measure.clock import wait_for
 from partway.measure.workloads import Workload
 from partway.sharding import shard
 

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 import partway as pw
 from partway.cli import app
 from partway.measure import calibrate as module
-from partway.measure.calibrate import CALLS, KINDS, Fit, Sample, calibrate, fit, group_sizes
+from partway.measure.calibrate import calibrate
+from partway.measure.collectives import CALLS, KINDS, Fit, Overlap, Sample, fit, group_sizes, together
 from partway.propagation.cost.cost import collective_seconds, steps
-from partway.propagation.cost.profile import DeviceProfile, profile_of
+from partway.propagation.cost.profile import ALONE, DeviceProfile, Together, profile_of
 from partway.strategy import Mesh, RuntimeStateError, StrategyError
 from partway.strategy.placement import Kind
 
@@ -89,6 +90,17 @@ def test_where_more_bytes_take_no_longer_the_largest_payload_gives_the_bandwidth
 @pytest.mark.parametrize(("processes", "sizes"), [(1, ()), (2, (2,)), (3, (2, 3)), (4, (2, 4)), (6, (2, 4, 6))])
 def test_the_groups_are_the_powers_of_two_and_the_whole(processes: int, sizes: tuple[int, ...]) -> None:
     assert group_sizes(processes) == sizes
+
+
+def test_what_runs_together_is_slowed_down_by_as_much_as_was_lost() -> None:
+    measured = [Overlap(communicating=2.0, communicating_alone=1.0, computing=6.5, computing_alone=6.0)] * 3
+    disturbed = Overlap(communicating=50.0, communicating_alone=1.0, computing=60.0, computing_alone=6.0)
+    assert together([*measured, disturbed]) == Together(computing=0.75, communicating=0.5)
+    faster = Overlap(communicating=0.9, communicating_alone=1.0, computing=5.0, computing_alone=6.0)
+    assert together([faster]) == ALONE
+    outlasted = Overlap(communicating=7.0, communicating_alone=1.0, computing=6.5, computing_alone=6.0)
+    assert together([outlasted]) == ALONE  # what the collective took after the operators, nobody knows
+    assert together([]) == ALONE
 
 
 # -- The profile -----------------------------------------------------------------------------------------------------
