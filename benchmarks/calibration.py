@@ -1,11 +1,15 @@
-"""How well predicted step times agree with measured ones, on two gloo processes of this machine.
+"""How well predicted steps agree with measured ones, on gloo processes of this machine.
 
-    python benchmarks/calibration.py [--steps 15] [--profile FILE] [--json out/calibration.json]
+    python benchmarks/calibration.py [--world 2 --world 4] [--only TEXT] [--steps 9] [--full] [--json FILE]
 
-Calibrates this machine (`partway calibrate --quick`, or takes the profile of FILE), then runs a GPT-2 of two layers and
-a multilayer perceptron, data parallel and tensor parallel, and compares the plan's predicted time of one forward and
-backward with the measured one (the slower of the two ranks). "one device" is the same work in plain PyTorch without
-splitting, beside the time that the operators alone are predicted to take. Nothing else should run meanwhile.
+Calibrates this machine with as many processes (`partway calibrate --quick`; with `--full` all of it), then runs MLP,
+GPT-2, Llama, ViT, ResNet-50 and a U-Net, split by the batch, by weights, by both and by the height of images. Predicted
+is the end of the forward and the backward with all that overlaps (`program.schedule`), measured the median of the steps
+of the slowest rank, and "alone" what was predicted with nothing overlapped. The second table says of each kind of
+operator and collective what it was predicted to take, and what it took on rank 0, over all steps. Nothing else should
+run meanwhile.
+
+Bars: the median of predicted over measured within 10 % of 1, and nine of ten within 15 %.
 """
 
 from __future__ import annotations
@@ -17,8 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,174 +32,144 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 import typer
+from calibration_cases import WORKLOADS, Case, cases
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import partway as pw
-from partway.measure.calibrate import calibrate
+from partway.measure.calibrate import calibrate, threads_of
+from partway.runtime.record import record_timeline
 
-RANKS = 2
-
-
-class MLP(nn.Module):
-    """Two blocks of 1024 to 4096 to 1024, and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
-        self.widen, self.out = nn.Linear(1024, 4096), nn.Linear(4096, 1024)
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        x = self.down(torch.relu(self.up(x)))
-        return nn.functional.mse_loss(self.out(torch.relu(self.widen(x))), target)
+WARM, TIMED = 3, 3  # steps before those that are measured, and steps of which every operator is timed
+MEDIAN_BAR, MOST_BAR, MOST = 0.10, 0.15, 0.9
+SHOWN = 25  # kinds of operators
 
 
-def mlp() -> tuple[nn.Module, dict[str, Tensor]]:
-    """16.8 million parameters, batch 1024."""
-    return MLP(), {"x": torch.randn(1024, 1024), "target": torch.randn(1024, 1024)}
-
-
-def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
-    """Two layers of width 512, 8 heads, batch 8 x 128."""
-    config = GPT2Config(
-        n_layer=2, n_embd=512, n_head=8, n_positions=128, vocab_size=8192, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    tokens = torch.randint(0, 8192, (8, 128))
-    return GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model and how a person splits it; the search does the rest."""
-
-    name: str
-    build: Callable[[], tuple[nn.Module, dict[str, Tensor]]]
-    annotations: Mapping[str, Any]
-
-
-CASES = (
-    Case(
-        "mlp, data parallel", mlp, {"mesh": {"dp": RANKS}, "in_strategy": {"x": ("dp", None), "target": ("dp", None)}}
-    ),
-    Case(
-        "mlp, tensor parallel",
-        mlp,
-        {
-            "mesh": {"tp": RANKS},
-            "in_strategy": {"x": (None, None), "target": (None, None)},
-            "parameter_plan": {
-                **dict.fromkeys(("up.weight", "widen.weight"), ("tp", None)),
-                **dict.fromkeys(("down.weight", "out.weight"), (None, "tp")),
-            },
-        },
-    ),
-    Case("gpt2, data parallel", gpt2, {"mesh": {"dp": RANKS}, "in_strategy": {"input_ids": ("dp", None)}}),
-    Case(
-        "gpt2, tensor parallel",
-        gpt2,
-        {
-            "mesh": {"tp": RANKS},
-            "in_strategy": {"input_ids": (None, None)},
-            "parameter_plan": {
-                "transformer.h.*.mlp.c_fc.weight": (None, "tp"),
-                "transformer.h.*.mlp.c_proj.weight": ("tp", None),
-                "transformer.h.*.attn.c_proj.weight": ("tp", None),
-            },
-        },
-    ),
-)
-
-
-def seconds_of(model: Callable[..., Any], batch: dict[str, Tensor], steps: int, together: bool) -> list[float]:
-    """The seconds of each forward and backward, after two to warm up; `together`: ranks start each step as one."""
-    found = []
-    for _ in range(steps + 2):
-        if together:
-            dist.barrier()
-        start = time.perf_counter()
-        result = model(**batch)
-        (result if isinstance(result, Tensor) else result.loss).backward()
-        found.append(time.perf_counter() - start)
-    return found[2:]
-
-
-def run(rank: int, profile: str, steps: int, folder: str) -> None:
+def run(rank: int, ranks: int, profile: str, steps: int, chosen: list[Case], folder: str) -> None:
     """One rank of all cases; what it measured goes to a file."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo tells of each group that it makes
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // RANKS))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    # a plan prices every collective by itself
-    pw.set_auto_parallel_context(device_profile=profile, comm_fusion={"openstate": False})
-    cases = []
-    for case in CASES:
-        torch.manual_seed(0)
-        model, batch = case.build()
-        alone = seconds_of(model, batch, steps, together=True)
-        sharded: Any = pw.shard(model, **case.annotations)
-        measured = seconds_of(sharded, batch, steps, together=True)
-        plan = sharded.plan
-        cases.append(
-            {
-                "case": case.name,
-                "predicted": plan.predicted_time,
-                "operators": sum(o.seconds for o in plan.operators),
-                "collectives": sum(c.predicted_time for c in plan.collectives),
-                "number": len(plan.collectives),
-                "sent": plan.wire_bytes,
-                "measured": measured,
-                "one_device": alone,
-            }
-        )
-    Path(folder, f"{rank}.json").write_text(json.dumps(cases))
+    torch.set_num_threads(threads_of(ranks))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    pw.set_auto_parallel_context(device_profile=profile)
+    found = [measured(case, steps) for case in chosen]
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
+def measured(case: Case, steps: int) -> dict[str, Any]:
+    """What one case takes on this rank, and what it was predicted to."""
+    work = WORKLOADS[case.model]()
+    parts = case.arguments(work)["mesh"].get("dp", 1) if work.own_statistics else 1
+    batch = work.tensors(work.each * case.ranks, torch.float32)
+    with pw.auto_parallel_context(batch_norm_parts=parts, backend=case.backend):
+        model: Any = pw.shard(work.model(torch.float32), **case.arguments(work))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        times = [step(model, batch, optimizer) for _ in range(WARM + steps)][WARM:]
+        kinds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        schedule = model.program.schedule
+        for span in schedule.spans:
+            kinds[span.args["kind"]][0] += span.seconds
+        names = {(span.phase, span.name): span.args["kind"] for span in schedule.spans}
+        if case.backend == "eager":
+            for _ in range(TIMED):
+                with record_timeline() as spans:
+                    step(model, batch, optimizer)
+                for span in spans:
+                    if (span.phase, span.name) in names:
+                        kind = kinds[names[span.phase, span.name]]
+                        kind[1] += span.seconds / TIMED
+                        kind[2] += 1 / TIMED
+    return {
+        "case": case.name, "predicted": schedule.seconds, "alone": schedule.computing + schedule.communicating,
+        "collectives": len(model.program.collectives), "measured": times, "kinds": dict(kinds),
+    }  # fmt: skip
+
+
+def step(model: Any, batch: tuple[Any, ...], optimizer: torch.optim.Optimizer) -> float:
+    """The seconds of a forward and a backward, which all ranks begin at once."""
+    dist.barrier()
+    begin = time.perf_counter()
+    model(*batch).backward()
+    seconds = time.perf_counter() - begin
+    optimizer.step()
+    optimizer.zero_grad()
+    return seconds
+
+
 def main(
-    steps: Annotated[int, typer.Option(help="steps of each case; the median is shown")] = 15,
+    world: Annotated[list[int], typer.Option(help="numbers of processes")] = [2, 4],  # noqa: B006 - typer takes a list
+    only: Annotated[str, typer.Option(help="cases whose name contains this")] = "",
+    steps: Annotated[int, typer.Option(help="steps of each case; the median counts")] = 9,
+    full: Annotated[bool, typer.Option("--full", help="calibrate with all probes")] = False,
     profile: Annotated[Path | None, typer.Option(help="a device profile in place of a calibration")] = None,
     out: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path("out/calibration.json"),
 ) -> None:
-    """Calibrate, run every case, and print a table."""
+    """Calibrate, run every case, and print the tables."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    if profile is None:
-        profile = out.with_name("profile.json")
-        found = calibrate(RANKS, quick=True)
-        found.profile.save(profile)
-        print(found.report())
-    with tempfile.TemporaryDirectory() as folder:
-        spawn(run, (str(profile), steps, folder), nprocs=RANKS)
-        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
-    table = Table(title=f"milliseconds of a step on {RANKS} gloo processes, median of {steps} (min to max)")
-    for column in ("case", "predicted", "operators", "collectives", "measured", "predicted/measured", "one device"):
-        table.add_column(column, no_wrap=True)
-    figures = []
-    for parts in zip(*ranks, strict=True):
-        case = parts[0]
-        measured, alone = (
-            [max(times) for times in zip(*(part[key] for part in parts), strict=True)]
-            for key in ("measured", "one_device")
-        )
-        ratios = [case["predicted"] / seconds for seconds in measured]
-        table.add_row(
-            case["case"], f"{1e3 * case['predicted']:.1f}", f"{1e3 * case['operators']:.1f}",
-            f"{1e3 * case['collectives']:.1f} ({case['number']})", _spread(measured, 1e3), _spread(ratios, 1.0, 2),
-            _spread(alone, 1e3),
-        )  # fmt: skip
-        figures.append({**case, "measured": measured, "one_device": alone, "ratio": statistics.median(ratios)})
-    Console(width=160).print(table)
+    figures: list[dict[str, Any]] = []
+    for ranks in world:
+        chosen = [case for case in cases(ranks) if only in case.name]
+        if not chosen:
+            continue
+        path = profile or out.with_name(f"profile_{ranks}.json")
+        if profile is None:
+            calibrated = calibrate(ranks, quick=not full)
+            calibrated.profile.save(path)
+            print(calibrated.report())
+        with tempfile.TemporaryDirectory() as folder:
+            spawn(run, (ranks, str(path), steps, chosen, folder), nprocs=ranks)
+            every = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+        for parts in zip(*every, strict=True):
+            times = [max(of_ranks) for of_ranks in zip(*(part["measured"] for part in parts), strict=True)]
+            figures.append({**parts[0], "measured": times, "ratio": parts[0]["predicted"] / statistics.median(times)})
+    console = Console(width=150)
+    console.print(_steps(figures))
+    console.print(_kinds(figures))
+    print(_verdict([figure["ratio"] for figure in figures]))
     facts = {"machine": platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__}
-    out.write_text(json.dumps({**facts, "profile": json.loads(profile.read_text()), "cases": figures}, indent=1))
+    out.write_text(json.dumps({**facts, "cases": figures}, indent=1))
     print(f"wrote {out}")
 
 
-def _spread(values: list[float], scale: float, digits: int = 1) -> str:
-    low, middle, high = (f"{scale * f(values):.{digits}f}" for f in (min, statistics.median, max))
-    return f"{middle} ({low}-{high})"
+def _steps(figures: list[dict[str, Any]]) -> Table:
+    table = Table(title="milliseconds of a forward and a backward")
+    for column in ("case", "predicted", "alone", "collectives", "measured (least to most)", "predicted/measured"):
+        table.add_column(column, no_wrap=True)
+    for figure in figures:
+        low, middle, high = (1e3 * f(figure["measured"]) for f in (min, statistics.median, max))
+        table.add_row(
+            figure["case"], f"{1e3 * figure['predicted']:.1f}", f"{1e3 * figure['alone']:.1f}",
+            str(figure["collectives"]), f"{middle:.1f} ({low:.1f} to {high:.1f})", f"{figure['ratio']:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def _kinds(figures: list[dict[str, Any]]) -> Table:
+    """What each kind of operator takes over all cases in which operators were timed."""
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for figure in figures:
+        for kind, (predicted, taken, count) in figure["kinds"].items():
+            if count:
+                for i, more in enumerate((predicted, taken, count)):
+                    sums[kind][i] += more
+    table = Table(title="milliseconds of each kind, of all cases")
+    for column in ("kind", "calls", "predicted", "measured", "predicted/measured"):
+        table.add_column(column, no_wrap=True)
+    for kind, (predicted, taken, count) in sorted(sums.items(), key=lambda item: -item[1][1])[:SHOWN]:
+        table.add_row(kind, f"{count:.0f}", f"{1e3 * predicted:.1f}", f"{1e3 * taken:.1f}", f"{predicted / taken:.2f}")
+    return table
+
+
+def _verdict(ratios: list[float]) -> str:
+    middle = statistics.median(ratios)
+    near = sum(abs(ratio - 1) <= MOST_BAR for ratio in ratios)
+    holds = abs(middle - 1) <= MEDIAN_BAR and near >= MOST * len(ratios)
+    return (
+        f"median of predicted over measured {middle:.2f} (bar: within {MEDIAN_BAR:.0%} of 1); {near} of {len(ratios)} "
+        f"within {MOST_BAR:.0%} (bar: {MOST:.0%} of them): {'holds' if holds else 'misses'}"
+    )
 
 
 if __name__ == "__main__":

@@ -198,7 +198,7 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
         sources=Sources(
             peak=f"the best of square matrix products, {how}",
             memory=f"what the system reports; bandwidth of a copy and an addition of {effort.copied // MB} MB, {how}",
-            overhead=f"an addition of two numbers, {how}; operators: in the steps of small networks, in the same processes",
+            overhead=f"an addition of two numbers, {how}; operators: in steps of small networks, in the same processes",
         ),
         levels=levels,
         together=together(beside),
