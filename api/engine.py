@@ -153,7 +153,8 @@ class Engine:
             )
         if capturing():
             return self._constrained(original, args, kwargs)
-        if stands_alone(context):
+        last = self.last
+        if (last is None or context is not last.guard.context) and stands_alone(context):
             return original(*args, **kwargs)
         thread = get_ident()
         outer = calls.get(thread, 0)

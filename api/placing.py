@@ -27,6 +27,7 @@ from partway.propagation.program.local_program import PlacedPort
 from partway.request import Request
 from partway.runtime.agreement import Fact, agree, agreement, facts_of, gathered
 from partway.runtime.loaded import Executor
+from partway.runtime.one_device import OneDevice
 from partway.runtime.parameters import hold
 from partway.runtime.process import get_group_size, get_rank, init, launched
 from partway.runtime.simulate import Simulator
@@ -421,8 +422,8 @@ def _of_shape(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 @functools.cache
-def _simulator(mesh: Mesh) -> Simulator:
-    return Simulator(mesh)
+def _simulator(mesh: Mesh) -> Executor:
+    return OneDevice(mesh) if mesh.device_num == 1 else Simulator(mesh)
 
 
 def placing() -> Placing:

@@ -10,6 +10,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from partway.attached import set_engine
 from partway.context import current
@@ -137,7 +138,7 @@ def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
         return attached_engine(self).call(args, kwargs, functools.partial(cls.forward, self))
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
+        if is_dynamo_compiling():
             return uncompiled(self, args, kwargs)
         thread = get_ident()
         outer = calls.get(thread, 0)

@@ -6,7 +6,8 @@ run the same instructions, and tell `record_collectives` of the same collectives
     step.py             one call: forward, what is saved, backward. Its parts: loaded.py (a graph as a function, for an
                         executor and a backend), waiting.py (gradients that wait), random_state.py, inductor.py
     instructions.py     a graph as instructions (assemble.py, memory.py), and these as a Python function (functions.py)
-    simulate.py         all ranks in one process, by stretches.py; meetings.py: each kind of collective
+    simulate.py         all ranks in one process, by stretches.py; meetings.py: each kind of collective. Where there is
+                        one rank: one_device.py
     execute.py          one rank of a process group; issue.py: each kind of collective
     local_conversions.py, slices.py, strides.py     what a rank does to its own part
     parameters.py       parameters as DTensors; replaced.py: what holds the old objects; optimizers.py: what steps them

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,7 +86,7 @@ class Loaded:
 class Backward(Loaded):
     """The backward of a Step: from saved values and tangents to the gradients of the inputs that get one.
 
-    arriving    for each input whether there is a gradient; an input on which no output depends gets none
+    places      the inputs for which there is a gradient; one on which no output depends gets none
     placed      where the gradients are
     shared      which of them are copied, as `Code.shared`
     """
@@ -96,8 +95,9 @@ class Backward(Loaded):
         assert step.backward is not None
         super().__init__(step.backward, "backward", step.program.conversions, examples, loader)
         slots = iter(self.code.outputs)
-        self.arriving = [needs and next(slots) is not None for needs in step.needed]
-        self.placed = [Placed(p.layout.dual(), p.shape) for p in itertools.compress(step.program.inputs, self.arriving)]
+        self.places = [i for i, needs in enumerate(step.needed) if needs and next(slots) is not None]
+        inputs = [step.program.inputs[i] for i in self.places]
+        self.placed = [Placed(p.layout.dual(), p.shape) for p in inputs]
         self.shared = [held for held, slot in zip(self.code.shared, self.code.outputs, strict=True) if slot is not None]
 
     def values(self, inputs: list[Any]) -> list[Any]:

@@ -105,7 +105,7 @@ class _Timeline:
             self._measured.append((step.name, phase, COMMUNICATION, issued, lambda: ended[0] if ended else end, about))
         else:
             about = {"kind": str(c.kind), "axes": ",".join(c.axes), "bytes": self.sent}
-            if isinstance(value, list):  # the results of simulated ranks, which wait for no one
+            if not hasattr(value, "works"):  # the results of simulated ranks, which wait for no one
                 self._add(step, phase, COMMUNICATION, before, self._last, about)
                 return
             done: list[Stamp] = []

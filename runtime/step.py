@@ -66,6 +66,7 @@ class CompiledStep:
         self.random = any(node.op == "call_function" and draws_random_numbers(node) for node in nodes)
         self.inputs = [self.loader.example(placed) for placed in program.inputs]
         self.parameters = [placed.port.role is Role.PARAMETER for placed in program.inputs]
+        self.others = [i for i, held in enumerate(self.parameters) if not held]
 
     @cached_property
     def forward(self) -> Loaded:
@@ -182,16 +183,19 @@ class CompiledStep:
                 backward = self.accumulating.last
                 inputs = [*inputs, *self.executor.unpack(list(chain(*(one.addends for one in own))))]
         values = backward.values(inputs)
-        arriving = list(itertools.compress(range(len(primals)), backward.arriving))
+        arriving = backward.places
         if kept:
             self._hold(primals, dict(zip(arriving, values, strict=True)))
         for step, each in taken.items():
             step.reduce(each)
-        ready = [i not in kept for i in arriving]
-        left = self.executor.leave(*(list(itertools.compress(every, ready))
-                                     for every in (values, backward.placed, backward.shared)))  # fmt: skip
+        placed, shared = backward.placed, backward.shared
+        if kept:
+            ready = [i not in kept for i in arriving]
+            arriving, values, placed, shared = (
+                list(itertools.compress(every, ready)) for every in (arriving, values, placed, shared)
+            )
         results: list[Tensor | None] = [None] * len(primals)
-        for i, gradient in zip(itertools.compress(arriving, ready), left, strict=True):
+        for i, gradient in zip(arriving, self.executor.leave(values, placed, shared), strict=True):
             results[i] = gradient_of(primals[i], gradient)
         return tuple(results)
 
@@ -261,10 +265,11 @@ class _Function(torch.autograd.Function):
         ctx.done = frozenset()  # the outputs whose backward has freed what it needs
         # Parameters live on anyway, and what the backward reads of them is packed: to save them too takes a
         # microsecond for each. But to write into a DTensor does not count as a write into the part that is packed.
-        ctx.parameters = [t if held else None for t, held in zip(tensors, compiled.parameters, strict=True)]
-        ctx.versions = [version_of(t) for t in tensors]
-        others = [t for t, held in zip(tensors, compiled.parameters, strict=True) if not held]
-        kept = [*others, *executor.pack(values[count:])]
+        parameters: list[Tensor | None] = list(tensors)
+        for i in compiled.others:
+            parameters[i] = None
+        ctx.parameters, ctx.versions = parameters, [*map(version_of, tensors)]
+        kept = [*(tensors[i] for i in compiled.others), *executor.pack(values[count:])]
         ctx.held = _held(kept) if any(compiled.apart) else None
         if ctx.held is None:
             ctx.save_for_backward(*kept)
@@ -278,8 +283,10 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         # what was computed of a plain result and of DTensors has a DTensor as its gradient
-        gradients = tuple([_whole_gradient(g) for g in gradients])
-        roots = _roots(ctx, gradients) if torch.is_grad_enabled() else ()  # create_graph=True
+        gradients = tuple([g if type(g) is Tensor else _whole_gradient(g) for g in gradients])
+        if not torch.is_grad_enabled():  # without create_graph=True
+            return (None, *_Function.gradients(ctx, gradients))
+        roots = _roots(ctx, gradients)
         with torch.no_grad():
             results = _Function.gradients(ctx, gradients)
         if roots:
@@ -304,7 +311,7 @@ class _Function(torch.autograd.Function):
             if "second time" in str(error):
                 raise RuntimeStateError(_FREED) from error
             raise
-        if any(version_of(ctx.parameters[i]) != ctx.versions[i] for i in compiled.read):
+        if [version_of(ctx.parameters[i]) for i in compiled.read] != [ctx.versions[i] for i in compiled.read]:
             read = [held if i in compiled.read else None for i, held in enumerate(ctx.parameters)]
             _check_unchanged(compiled.step.program.inputs, read, ctx.versions)
         primals = [next(rest) if held is None else held for held in ctx.parameters]

@@ -7,9 +7,9 @@ builds nothing. A guard that does not hold costs a lookup among the plans, never
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -24,13 +24,12 @@ from partway.propagation.torch_internals import dispatch_modes, function_modes, 
 from partway.reuse.facts import fact
 from partway.reuse.names import Asks
 from partway.reuse.state import State
-from partway.runtime.torch_internals import spec_of, spec_or_none
+from partway.runtime.torch_internals import likeness_of, spec_of, spec_or_none
 from partway.user_rules import version
 
 _NOTHING = fact({})
 _TRAINING = attrgetter("training")
 _MEMORY = Tensor.data_ptr  # 0 for a DTensor, unless its data were set
-_FACTS = attrgetter("requires_grad", "dtype", "shape")
 
 
 class Guard:
@@ -43,13 +42,10 @@ class Guard:
         """`numbers`: the paths of those that come as tensors."""
         self.numbers = numbers
         tensors, self._structure = _flat(args, kwargs, numbers)
-        self._context, self._algo, self._state = context, current_algo(), state
-        plain = not kwargs and all(isinstance(arg, Tensor) for arg in args)
-        self._positional = [*map(type, args)] if plain else None
-        self._tensors = [
-            (type(t), t.shape, t.dtype, t.device, t.requires_grad, spec_or_none(t), fact(attributes_of(t)))
-            for t in tensors
-        ]
+        self.context, self._algo, self._state = context, current_algo(), state
+        by_position = not kwargs and all(isinstance(arg, Tensor) for arg in args)
+        self._positional = [*map(type, args)] if by_position else None
+        self._tensors = [(_likeness_of(t), spec_or_none(t), fact(attributes_of(t))) for t in tensors]
         asks = asked(state.reached.asks, context)
         self._asks = asks if asks != Asks() else None
         self._answers = asks.answers(tensors)
@@ -60,10 +56,11 @@ class Guard:
         self._by_mode = (bool(modules) and not any(self._training)) or any(t.requires_grad for t in tensors)
         self._inference = _inference(self._by_mode)
         self._stores = [parameters_in(m) for m in modules]  # the state watches the modules inside
-        self._parameters_in_order = list(_parameters_in(self._stores))
-        self._sizes, self._parameter_ids = [*map(len, self._stores)], [*map(id, self._parameters_in_order)]
+        self._held = [store.values() for store in self._stores if store]
+        self._parameters_in_order = list(chain.from_iterable(self._held))
+        self._sizes = [*map(len, self._stores)]
         self._parameters = list({id(p): p for p in self._parameters_in_order if isinstance(p, Tensor)}.values())
-        self._facts = [*map(_FACTS, self._parameters)]
+        self._are_like = likeness_of(self._parameters)
         # where the parts of DTensors are: another plan may have moved them
         self._specs = [(p, spec_of(p)) for p in self._parameters if spec_or_none(p) is not None]
         self._wrapped = [p for p, _ in self._specs]
@@ -77,7 +74,7 @@ class Guard:
         else:  # tensors by position, as nearly always: no structure to compare
             tensors = list(args)
         same = (
-            (context is self._context or context == self._context)
+            (context is self.context or context == self.context)
             and (current_algo() is self._algo or current_algo() == self._algo)
             and modes() == self._modes
             and _inference(self._by_mode) == self._inference
@@ -86,8 +83,8 @@ class Guard:
             and (self._asks is None or self._asks.answers(tensors) == self._answers)
             and [*map(_TRAINING, self._modules)] == self._training
             and [*map(len, self._stores)] == self._sizes
-            and [*map(id, _parameters_in(self._stores))] == self._parameter_ids
-            and [*map(_FACTS, self._parameters)] == self._facts
+            and all(map(is_, chain.from_iterable(self._held), self._parameters_in_order))
+            and self._are_like(*self._parameters)
             and all(spec_of(p) is spec for p, spec in self._specs)
             and not any(map(_MEMORY, self._wrapped))
             and self._state.holds()
@@ -100,11 +97,6 @@ def _flat(args: Any, kwargs: Any, numbers: Sequence[Path]) -> tuple[list[Tensor]
     tensors, structure = flatten((args, kwargs))
     found = structure.counting(numbers) if numbers else None
     return (tensors, structure) if found is None else ([*tensors, *map(torch.tensor, found[1])], found[0])
-
-
-def _parameters_in(stores: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
-    """The parameters in the `stores` of modules."""
-    return chain.from_iterable(store.values() for store in stores)
 
 
 def _inference(by_mode: bool) -> tuple[bool, bool]:
@@ -126,7 +118,7 @@ def modes() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
         torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None,
-        *((type(mode), fact(vars(mode))) for mode in function_modes()),
+        *[(type(mode), fact(vars(mode))) for mode in function_modes()],
     )
 
 
@@ -141,17 +133,17 @@ def warn_of_modes(name: str) -> None:
             )
 
 
+def _likeness_of(tensor: Tensor) -> Callable[[Tensor], bool]:
+    """What tells whether another tensor is like this one; none is like one that is not dense, or stands for several."""
+    if tensor.layout is not torch.strided or tensor.is_nested or is_transformed(tensor):
+        return lambda _: False
+    return likeness_of([tensor])
+
+
 def _is_like(tensor: Tensor, before: tuple[Any, ...]) -> bool:
-    kind, shape, dtype, device, needs, spec, attributes = before
+    is_like, spec, attributes = before
     return (
-        type(tensor) is kind
-        and tensor.shape == shape
-        and tensor.dtype is dtype
-        and tensor.device == device
-        and tensor.requires_grad is needs
+        is_like(tensor)
         and (spec is None or spec_of(tensor) == spec)
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
         and (attributes == _NOTHING if not vars(tensor) else fact(attributes_of(tensor)) == attributes)
-        and not is_transformed(tensor)
     )

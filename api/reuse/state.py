@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy as duplicate
 from itertools import chain
-from operator import attrgetter, getitem
+from operator import attrgetter, getitem, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,7 +48,6 @@ class State:
         self._own = [(store, key, likeness(store[key])) for label, store, key in reached.items if label in kept]
         self._stores, self._keys = [store for _, store, _ in items], [key for _, _, key in items]
         self._values = [*map(getitem, self._stores, self._keys)]
-        self._ids = [*map(id, self._values)]
         self._cells = [
             (owner, name, getattr(owner, name)) for label, owner, name in reached.getters if label not in kept
         ]
@@ -57,8 +56,7 @@ class State:
         ]
         self._reads = [(label, read, fact(read())) for label, read, draws in reached.reads if not draws]
         self._functions = reached.functions
-        self._codes = [*chain.from_iterable(map(_CODE, reached.functions))]  # kept alive: no other gets their ids
-        self._code_ids = [*map(id, self._codes)]
+        self._codes = [*chain.from_iterable(map(_CODE, reached.functions))]
         # a new name may hide what is read: an object's hides its class's, a class's its base's
         owned = [own.store for own in reached.owners if own.kind is not None or isinstance(own.static, type)]
         modules = list(fn.named_modules()) if isinstance(fn, nn.Module) else []
@@ -69,7 +67,6 @@ class State:
         self._views = [*chain.from_iterable(map(_views, inside)), *(store.values() for store in stores if store)]
         self._views += [store.keys() for store in hooks if store]
         self._elements = [*chain.from_iterable(self._views)]
-        self._element_ids = [*map(id, self._elements)]
         self._sized = [*self._views, *owned]
         self._sizes = [*map(len, self._sized)]
         self._empty = [store for store in (*stores, *hooks) if not store]
@@ -108,10 +105,10 @@ class State:
             return (
                 [*map(len, self._sized)] == self._sizes
                 and not any(self._empty)
-                and [*map(id, chain.from_iterable(self._views))] == self._element_ids
+                and all(map(is_, chain.from_iterable(self._views), self._elements))
                 and (self._environment is None or self._environment == dict(os.environ))
                 and (not self._cells or all(getattr(owner, name) is value for owner, name, value in self._cells))
-                and [*map(id, chain.from_iterable(map(_CODE, self._functions)))] == self._code_ids
+                and all(map(is_, chain.from_iterable(map(_CODE, self._functions)), self._codes))
                 and (not self.read or [*map(_version, self.read)] == self._versions)
                 and all(fact(read()) == before for _, read, before in self._reads)
                 and self._are_as_before([*map(getitem, self._stores, self._keys)])
@@ -129,13 +126,12 @@ class State:
         return now if now.facts == self.facts else None
 
     def _are_as_before(self, values: list[Any]) -> bool:
-        ids = [*map(id, values)]
-        if ids == self._ids:
+        if all(map(is_, values, self._values)):
             return True
         for before, now in zip(self._values, values, strict=True):
             if before is not now and not (issubclass(type(now), PLAIN) and fact(before) == fact(now)):
                 return False
-        self._values, self._ids = values, ids
+        self._values = values
         return True
 
     def joined(self, other: State) -> State:
