@@ -93,7 +93,8 @@ def shard(
                     `device_num` virtual devices, can form
     device          "cpu" or "cuda": where the tensors have to be, and whose profile prices the plan (unless the option
                     device_profile is set)
-    level           what the search weighs most: 0 communication, 1 memory, 2 speed
+    level           what the search weighs most: 0 communication, 1 memory, 2 speed: of plans at several prices of
+                    communication the one whose step is predicted to end first, with all that runs at the same time
     module_plan     a dict from fnmatch patterns on the paths of modules inside to what goes into them and comes out,
                     {"layers.*.attn": {"in_strategy": (("dp", None, "tp"),), "out_strategy": (...,)}} (modules only)
     plan            the path of a file that `plan.save` wrote, a Plan, or a tuple of them: the strategies of every

@@ -40,8 +40,8 @@ def slow_network(tmp_path: Path) -> str:
 
 
 def planned(profile: str, level: int = 2, rows: int = 4096, device: str = "meta") -> Compiled:
-    """Data parallelism, or all on both devices: parameters are whole, and nothing is said of the batch. Each gradient is
-    added up by itself."""
+    """Data parallelism, or all on both devices: parameters are whole, and nothing is said of the batch. Each gradient
+    is added up by itself."""
     pw.set_algo_parameters(fully_use_devices=False)
     with torch.device(device):
         model, x = Deep(), torch.empty(rows, 512)
