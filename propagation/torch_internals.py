@@ -24,6 +24,9 @@ Each name, and why:
     torch.fx.experimental.proxy_tensor make_fx; public use is documented, the module is not
     torch.fx._lazy_graph_module    whether graph modules compile their code when they are made; torch.compile's own
                                    switch, a tenth of the time of a capture
+    torch.fx.Graph._graph_namespace   which names a graph has given: what is put into it later is to be named as before
+    torch.nn.Module._call_impl     what every call of a module runs, to be known in a stack of frames
+    torch.export.exported_program._populate_param_...   asks a signature for the same dict once for each parameter
     torch._C._dispatch_get_all_op_names   the operators that there are: torch.ops finds one by its name only
     torch._library.custom_ops.CustomOpDef   what torch.library.custom_op makes, for its type and its operator;
                                        torch.library exports it to no type checker
@@ -57,6 +60,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -86,10 +90,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd.function import _SingleLevelFunction
-from torch.export import ExportedProgram, _trace
+from torch.export import ExportedProgram, _trace, exported_program
 from torch.export.exported_program import _decompose_exported_program
 from torch.export.exported_program import _split_decomp_table_to_cia_and_python_decomp as split_decompositions
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import _pop_mode_temporarily
@@ -123,6 +127,7 @@ buffers_in: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_buffers")
 modules_in: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_modules")
 forward_pre_hooks_in: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
 
+CALL_OF_MODULE = torch.nn.Module._call_impl.__code__
 CONVERT = "_apply"  # the method of a module that its conversions call, such as `module.to(dtype)`
 PRIVATE_STATE = ("_backward_hooks", "_base", "_version")  # attributes of a tensor that say where it comes from
 
@@ -266,7 +271,7 @@ def decompose(exported: ExportedProgram, composite: Mapping[Any, Any], others: M
     """What `exported.run_decompositions` gives, with its table in two parts: see `split_decompositions`."""
     # the graph names its devices; what AOTAutograd makes for itself has to be on the CPU, also under a person's
     # `torch.device("meta")`
-    with _generators_left_alone(), torch.device("cpu"):
+    with _generators_left_alone(), _signatures_read_once(), torch.device("cpu"):
         decomposed: ExportedProgram = _decompose_exported_program(
             exported,
             cia_to_decomp=dict(composite),
@@ -280,6 +285,38 @@ def decompose(exported: ExportedProgram, composite: Mapping[Any, Any], others: M
 def compiled_when_run() -> contextlib.AbstractContextManager[None]:
     """What make_fx gives meanwhile compiles its code when it first runs: most graphs are only read."""
     return _use_lazy_graph_module(True)
+
+
+def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A module of a graph, which compiles its code when it first runs."""
+    with _use_lazy_graph_module(True):
+        made: torch.fx.GraphModule = _make_graph_module(root, graph)
+    return made
+
+
+def numbers_of_names(graph: torch.fx.Graph) -> dict[str, int]:
+    """The last number that a graph gave to each name of nodes, whether it still has the node or not."""
+    counts: dict[str, int] = graph._graph_namespace._base_count
+    return counts
+
+
+@contextlib.contextmanager
+def _signatures_read_once() -> Iterator[None]:
+    """Meanwhile the names of parameters are looked up in a dict that is made once: torch makes it from the signature
+    again for each input, which takes seconds for a thousand. A version without the name is left as it is."""
+    name = "_populate_param_buffer_metadata_to_new_gm"
+    plain = getattr(exported_program, name, None)
+    if plain is None or plain.__module__ == __name__:  # or another thread has done it
+        yield
+        return
+
+    def populate(meta: Any, module: Any, signature: Any) -> Any:
+        kinds = ("inputs_to_parameters", "inputs_to_buffers")
+        return plain(meta, module, SimpleNamespace(**{kind: getattr(signature, kind) for kind in kinds}))
+
+    with afterwards(lambda: setattr(exported_program, name, plain)):
+        setattr(exported_program, name, populate)
+        yield
 
 
 @contextlib.contextmanager
@@ -363,6 +400,7 @@ def sequence_number_now() -> int | None:
 
 
 __all__ = [
+    "CALL_OF_MODULE",
     "CONVERT",
     "PRIVATE_STATE",
     "CustomOpDef",
@@ -392,6 +430,7 @@ __all__ = [
     "forward_pre_hooks_in",
     "function_modes",
     "global_hooks",
+    "graph_module",
     "guards_of",
     "has_old_backward_hooks",
     "hook_flags",
@@ -402,6 +441,7 @@ __all__ = [
     "makes_memory",
     "module_hooks",
     "modules_in",
+    "numbers_of_names",
     "overload_name_of",
     "parameters_in",
     "range_of",

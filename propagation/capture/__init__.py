@@ -13,5 +13,7 @@ verified, or a CaptureError that names the caller's line. capture.py has the lis
     decomposition.py    which operators are captured as others; covariance.py
     ports.py, cleanup.py, numbers.py, control.py, autograd_functions.py
                         passes over what torch.export left
+    alike.py            modules that are alike are traced once: repeated.py (which look it), calls.py (which are it),
+                        copies.py (their part of the graph)
     initialisers.py     the graph of what initialises a module's tensors
 """

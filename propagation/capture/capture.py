@@ -30,8 +30,11 @@ from ..ops.random_numbers import RandomNumbers
 from ..rules.expand import expand
 from ..rules.padded_convolution import absorb
 from ..rules.recurrent import true_states
+from ..torch_internals import graph_module
+from .alike import Alike
 from .any_size import AnySize, OtherSizesError, any_size
 from .autograd_functions import adopt
+from .calls import UnlikeError
 from .checks import check_dtypes, warn_of_updates
 from .cleanup import leave_meta, name_islands, prune
 from .control import flatten_control
@@ -41,8 +44,9 @@ from .hooks import Hooks
 from .ports import InputPorts, input_ports, output_ports, unseen_updates
 from .questions import Answering, Asked
 from .random_state import drawing_nothing
+from .repeated import repeated
 from .source_lines import callers_line
-from .tracing import Attempt, Dims, Effects, NoEffects, Traced, checked, trace
+from .tracing import Attempt, Dims, Effects, Flat, NoEffects, Traced, checked, trace
 
 Pass = Callable[[fx.GraphModule], None]
 Around = Callable[[Pass, fx.GraphModule, Sequence[Port]], None]
@@ -259,7 +263,7 @@ def _traced(
         attempt = _attempt(fn, call, answering, options, effects, checked=values is not None)
         try:
             with drawing_nothing(answering):
-                return attempt, checked(trace(attempt), fn)
+                return _with_copies(attempt) or (attempt, checked(trace(attempt), fn))
         except (PartwayError, Undecided):
             raise
         except Exception:  # raised by `fn` on these answers
@@ -267,6 +271,19 @@ def _traced(
             if others is None:
                 raise
             assumed = others
+
+
+def _with_copies(attempt: Attempt) -> tuple[Attempt, Traced] | None:
+    """What torch.export makes of a function where modules that are alike are traced once; None where there are none, or
+    where that is not certain. An error is raised, and a warning given, by a trace of all."""
+    alike = Alike(Flat.forward.__code__)
+    attempt = replace(attempt, hooks=Hooks(), alike=alike)
+    if attempt.answering is not None or not repeated(attempt.fn):
+        return None
+    try:
+        return attempt, checked(trace(attempt), attempt.fn)
+    except (Exception, UnlikeError):
+        return None
 
 
 def _other_answers(assumed: Sequence[Answer], known: int) -> Sequence[Answer] | None:
@@ -278,7 +295,7 @@ def _other_answers(assumed: Sequence[Answer], known: int) -> Sequence[Answer] | 
 
 def _graph(traced: Traced, attempt: Attempt, options: CaptureOptions, around: Around) -> Graph:
     """The graph of a traced call."""
-    module, hooks = fx.GraphModule(traced.module, traced.module.graph), attempt.hooks
+    module, hooks = graph_module(traced.module, traced.module.graph), attempt.hooks
     hooks.place(module)
     inputs = input_ports(traced, module, attempt.call, attempt.fn)
     outputs = output_ports(traced, module, inputs)

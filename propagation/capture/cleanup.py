@@ -18,11 +18,18 @@ _PRODUCTS = {torch.ops.aten.linear.default, torch.ops.aten.matmul.default}
 def leave_meta(module: fx.GraphModule) -> None:
     """Plan tensors of the meta device as if they were on the CPU: kernels and constants have to agree on one."""
 
+    known: dict[
+        int, tuple[FakeTensor, torch.Tensor]
+    ] = {}  # copies of a module have the tensors of the first (copies.py)
+
     def moved(val: Any) -> Any:
-        if isinstance(val, FakeTensor) and val.device.type == "meta":
+        if not isinstance(val, FakeTensor) or val.device.type != "meta":
+            return val
+        if id(val) not in known:
             with val.fake_mode:
-                return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="cpu")
-        return val
+                new = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="cpu")
+            known[id(val)] = val, new
+        return known[id(val)][1]
 
     for node in module.graph.nodes:
         if "val" in node.meta:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ...strategy.errors import CaptureError
 from ..torch_internals import PRIVATE_STATE, version_of
 
-_ASKED: Mapping[Any, str] = {
+ASKED: Mapping[Any, str] = {
     **{
         getattr(Tensor, name).__get__: name
         for name in (*PRIVATE_STATE, "grad", "grad_fn", "is_leaf", "output_nr", "retains_grad")
@@ -98,9 +98,9 @@ class StandIns(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _ASKED and _is_of_caller(sys._getframe(1), func):
+        if func in ASKED and _is_of_caller(sys._getframe(1), func):
             self._refuse(
-                f"asks for {_ASKED[func]} of a tensor, which is not known while it is captured",
+                f"asks for {ASKED[func]} of a tensor, which is not known while it is captured",
                 "ask before the call, and pass what follows as an argument",
             )
         if func in _DONE and _is_of_caller(sys._getframe(1), func):
