@@ -5,7 +5,7 @@
 
 Problems are drawn by a seed (min_sum_problems.py): random graphs; graphs of 800 to 65,000 vertices, most of which
 follow from others; and graphs with two to four limits, one of them for a time. Each solver has each problem in a
-process of its own, and so many seconds of it. "ours" is `propagation.search.solve`; toulbar2 solves as its Python package does
+process of its own, and so many seconds of it. "ours" is `propagation.search.solve`; toulbar2 solves as its package does
 unasked (`pip install pytoulbar2`; where it is absent it is left out, with the reason); "HiGHS" is the integer program
 with a variable for each option and each pair of options that have a table, by `scipy.optimize.milp`.
 

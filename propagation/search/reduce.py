@@ -28,7 +28,7 @@ JOINED = 2.0**22  # sums that it may take for a vertex with two neighbours to go
 SAMPLES = 8  # choices of the neighbours beside which options are compared first
 SAMPLED = np.arange(SAMPLES) * 7919  # of a neighbour its option of this number, by how many it has
 HUGE = 1e200  # in place of inf where sums are compared
-NEAR = 1e-12  # of the largest cost of a table: what it may be off from a row plus a column
+NEAR = 1e-12  # of a cost: what it may be off from a row plus a column
 
 
 @dataclass(frozen=True)
@@ -180,11 +180,10 @@ class _Reduction:
                 continue
             self.plain.discard(ends)
             table = self.tables[v][u]
-            largest = float(np.abs(table).max())
-            if math.isinf(largest):
+            if not np.isfinite(table).all():
                 continue
             row, column = table[0], table[:, 0] - table[0, 0]
-            if float(np.abs(table - row - column[:, None]).max()) > NEAR * largest:
+            if (np.abs(table - row - column[:, None]) > NEAR * np.maximum(np.abs(table), np.abs(row))).any():
                 continue
             self.unary[v] = self.unary[v] + column
             self.unary[u] = self.unary[u] + row

@@ -30,7 +30,7 @@ SMALLEST = 1e-2  # of a full step: where prices stop
 BEYOND = 0.05  # of the bound, how far above it a choice is thought to be where none is known
 FORESTS = 20  # that are tried to improve a choice
 Choice = tuple[int, ...]
-Least = Callable[[Costs, float], tuple[Choice, float]]  # costs and seconds to the best choice, and a bound
+Least = Callable[[Costs, float], tuple[Choice, float]]  # costs and seconds to the best choice (or none), and a bound
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,8 @@ def within(limited: Limited) -> float:
 
 def _bounded(limited: Limited, part: _Part, rounds: int) -> _Part:
     """`part` with better prices, and the bound that they give."""
-    prices, bound, plans = part.prices, part.bound, []
+    prices, bound = part.prices, part.bound
+    plans: list[Choice] = []
     at, step, idle = prices, 1.0, 0
     for round_ in range(rounds):
         left = max(limited.deadline - time.monotonic(), 0.0)
@@ -145,6 +146,8 @@ def _bounded(limited: Limited, part: _Part, rounds: int) -> _Part:
             choice, value = limited.least(limited.priced(at, part.kept), left / 4)
         except StrategyError:
             return _Part(part.kept, at, math.inf, plans)
+        if not choice:  # none was found in time
+            return _Part(part.kept, prices, max(bound, value - float(at @ limited.room)), plans)
         value -= float(at @ limited.room)
         chosen = tuple(int(rows[c]) for rows, c in zip(part.kept, choice, strict=True))
         plans.append(chosen)
@@ -171,7 +174,7 @@ def _bounded(limited: Limited, part: _Part, rounds: int) -> _Part:
 
 def _halves(limited: Limited, part: _Part) -> list[_Part]:
     """The options of one vertex, about which the choices at the last prices differ most, in two parts."""
-    plans = np.array(part.plans)
+    plans = np.array(part.plans or [[int(rows[0]) for rows in part.kept]])
     weights = np.array([float(np.ptp(use, axis=1).max()) for use in limited.uses])
     differ = np.array([len(set(column)) - 1 for column in plans.T.tolist()])
     open_ones = np.array([len(rows) > 1 for rows in part.kept])
@@ -199,8 +202,7 @@ def _improve(limited: Limited, prices: Floats) -> None:
             return
         at = prices * np.exp(0.2 * random.standard_normal(len(prices)))
         priced = limited.priced(at, everything)
-        with np.errstate(invalid="ignore"):
-            choice = tuple(improved(priced, limited.tables, list(limited.plans[0][1]), random))
+        choice = tuple(improved(priced, limited.tables, list(limited.plans[0][1]), random))
         limited.offer(choice)
         limited.offer(_repaired(limited, choice, at))
 

@@ -62,7 +62,11 @@ def solve(costs: Costs, *, resources: Sequence[Resource] = (), seconds: float = 
     _check(costs, resources)
     if resources:
         return _within(costs, resources, time.monotonic() + seconds)
-    return least(costs, time.monotonic() + seconds)
+    found = least(costs, time.monotonic() + seconds)
+    if math.isinf(found.cost):  # and the bound, if that is proven
+        proven = "no choice of options has a finite cost"
+        raise StrategyError(proven if found.bound > 0 else f"{proven} as far as was found in {seconds:g} s")
+    return found
 
 
 def _check(costs: Costs, resources: Sequence[Resource]) -> None:
@@ -92,7 +96,8 @@ def _check(costs: Costs, resources: Sequence[Resource]) -> None:
 
 def least(costs: Costs, deadline: float = math.inf, nodes: float = math.inf, known: Choice | None = None) -> Found:
     """As `solve`, without limits. `deadline`: on the monotonic clock; `nodes`: how many nodes of branch and bound are
-    looked at in each part that nothing connects to the others; `known`: a choice to start from."""
+    looked at in each part that nothing connects to the others; `known`: a choice to start from. Where no finite choice
+    was found it is empty and costs inf, and the bound is inf where there is none, -inf where that is open."""
     rest = reduced(costs)
     inside = rest.part(known) if known else None
     choice, bound = [0] * len(rest.vertices), rest.constant
@@ -103,7 +108,7 @@ def least(costs: Costs, deadline: float = math.inf, nodes: float = math.inf, kno
         until = now + (deadline - now) / (len(parts) - number)
         own = _part(_only(rest.costs, part), until, nodes, inside and tuple(inside[v] for v in part))
         if math.isinf(own.cost):
-            raise StrategyError(_none_found(own.bound, "no choice of options has a finite cost"))
+            return Found((), math.inf, own.bound if math.isinf(own.bound) else -math.inf)
         bound += own.bound
         for v, option in zip(part, own.choice, strict=True):
             choice[v] = option
@@ -119,10 +124,11 @@ def _within(costs: Costs, resources: Sequence[Resource], deadline: float) -> Fou
     uses = [np.stack([resource.uses[v] for resource in resources]) for v in range(len(costs.unary))]
     rest = reduced(costs, uses)
     room = np.array([resource.limit for resource in resources]) - rest.spent
+    lowest = sum((use.min(axis=1) for use in rest.uses), np.zeros(len(room)))
+    if (room < lowest - 1e-9 * (np.abs(rest.spent) + np.abs(lowest))).any():
+        raise StrategyError(_beyond(costs, resources))
     if not rest.vertices:
         whole = rest.whole(())
-        if (room < -1e-9 * np.abs(rest.spent)).any():
-            raise StrategyError(_beyond(costs, resources, deadline))
         return Found(whole, costs.of(whole), costs.of(whole))
 
     def at_a_price(priced: Costs, seconds: float) -> tuple[Choice, float]:
@@ -132,7 +138,7 @@ def _within(costs: Costs, resources: Sequence[Resource], deadline: float) -> Fou
     limited = Limited(rest.costs, rest.uses, room, at_a_price, deadline)
     bound = rest.constant + within(limited)
     if not limited.plans:
-        raise StrategyError(_beyond(costs, resources, deadline))
+        raise StrategyError(_beyond(costs, resources))
     plans = _ranked(costs, [rest.whole(choice) for _, choice in limited.plans])
     cost, whole = plans[0]
     return Found(whole, cost, min(bound, cost), plans)
@@ -143,19 +149,15 @@ def _ranked(costs: Costs, choices: Sequence[Choice]) -> tuple[tuple[float, Choic
     return tuple(sorted((costs.of(choice), choice) for choice in dict.fromkeys(choices)))
 
 
-def _none_found(bound: float, proven: str) -> str:
-    return proven if math.isinf(bound) else "no choice of options with a finite cost was found in time"
-
-
-def _beyond(costs: Costs, resources: Sequence[Resource], deadline: float) -> str:
+def _beyond(costs: Costs, resources: Sequence[Resource]) -> str:
     """Why no choice keeps to the limits, as far as that is known."""
     for number, resource in enumerate(resources):
         allowed = (
             np.where(np.isfinite(own), use, math.inf) for own, use in zip(costs.unary, resource.uses, strict=True)
         )
         pairs = {ends: np.where(np.isfinite(table), 0.0, math.inf) for ends, table in costs.pairs.items()}
-        lowest = least(Costs(tuple(allowed), pairs), max(deadline, time.monotonic() + AT_A_PRICE))
-        if lowest.bound > resource.limit * (1 + 1e-9):
+        lowest = least(Costs(tuple(allowed), pairs), time.monotonic() + AT_A_PRICE)
+        if lowest.bound > resource.limit + 1e-9 * abs(resource.limit):
             much = f"any uses at least {lowest.bound:g}"
             return f"no choice keeps to the limit {resource.limit:g} of resource {number}: {much}"
     return "no choice that keeps to all limits was found; there is one for each limit by itself"
