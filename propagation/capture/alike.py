@@ -84,7 +84,12 @@ class _Kind:
 
 
 class Alike:
-    """Has modules of a function that are alike traced once; one for each attempt."""
+    """Has modules of a function that are alike traced once; one for each attempt.
+
+    notes    what is returned beside the results of the function, so that the notes stay in the trace
+    copies   how many calls of modules something stands for
+    failed   whether something was taken for what it is not
+    """
 
     def __init__(self, outermost: CodeType) -> None:
         self._outermost = outermost
@@ -96,7 +101,7 @@ class Alike:
         """The function begins to run."""
         self._kinds: dict[Hashable, _Kind] = {}
         self._met: set[nn.Module] = set()
-        self._inside = self._failed = False
+        self._inside = self.failed = False
         self.notes: list[Tensor] = []
         self.copies = 0
 
@@ -117,15 +122,16 @@ class Alike:
 
     def check(self) -> None:
         """Raise UnlikeError if a forward was stopped that was unlike the traced ones, whatever became of that."""
-        if self._failed:
+        if self.failed:
             raise UnlikeError
 
     def _called(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What a module gives, traced or not."""
         if torch.compiler.is_dynamo_compiling():  # in a branch or a loop
             return forward(*args, **kwargs)
-        again = module in self._met  # torch counts the calls of a module
-        if again or self._inside or threading.get_ident() != self._thread or (modes := _modes()) is None:
+        whole = module in self._met  # torch counts the calls of a module
+        whole = whole or any(map(_is_of_others, (*args, *kwargs.values())))
+        if whole or self._inside or threading.get_ident() != self._thread or (modes := _modes()) is None:
             return forward(*args, **kwargs)
         self._met.add(module)
         self._inside = True
@@ -149,7 +155,7 @@ class Alike:
         self.notes.append(torch.ops.partway.traced([], [], kind.number))
         result = _run(recording, run)
         if recording.writes:  # then nothing is copied
-            self._failed = True
+            self.failed = True
             raise UnlikeError
         record = recording.finish(tree_flatten(result)[0])
         if record is None or (kind.records and not record.is_like(kind.records[0])):
@@ -185,7 +191,7 @@ class Alike:
             if unlike or traces_of_use(record.made) != kind.uses:  # it keeps a stand-in somewhere
                 raise UnlikeError
         except BaseException:
-            self._failed = True
+            self.failed = True
             raise
         self.copies += 1
         return given
@@ -224,6 +230,12 @@ def _with(value: Any, new: Mapping[int, Tensor]) -> Any:
     others = [_with(part, new) for part in parts]
     alike = all(one is other for one, other in zip(parts, others, strict=True))
     return value if alike else tree_unflatten(others, spec)
+
+
+def _is_of_others(value: Any) -> bool:
+    """Whether an argument is an object of a class that is neither Python's nor torch's, such as a cache, which would
+    keep tensors that are only stand-ins."""
+    return type(value).__module__.partition(".")[0] not in ("builtins", "torch", "partway")
 
 
 def _modes() -> tuple[Hashable, ...] | None:

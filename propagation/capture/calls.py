@@ -313,9 +313,6 @@ class Recording(_Calls):
                 expected = able and (tensor.is_floating_point() or tensor.is_complex())
                 if tensor.requires_grad != expected or attributes_of(tensor):
                     return None
-            counts = [sys.getrefcount(tensor) for i, tensor in enumerate(self.made) if i not in new]
-            if any(count > min(counts) + 1 for count in counts):  # it seems to keep one, as others would
-                return None
             made = [fake_like(tensor, tensor.shape, tensor.stride()) for tensor in self.made]  # type: ignore[arg-type]
         return Record(self._steps, self._answers, self._outer, self._known, results, made)
 

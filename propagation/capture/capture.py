@@ -275,7 +275,7 @@ def _traced(
 
 def _with_copies(attempt: Attempt) -> tuple[Attempt, Traced] | None:
     """What torch.export makes of a function where modules that are alike are traced once; None where there are none, or
-    where that is not certain. An error is raised, and a warning given, by a trace of all."""
+    where that is not certain. An error is raised by a trace of all, unless none has been noted."""
     alike = Alike(Flat.forward.__code__)
     attempt = replace(attempt, hooks=Hooks(), alike=alike)
     if attempt.answering is not None or not repeated(attempt.fn):
@@ -283,6 +283,8 @@ def _with_copies(attempt: Attempt) -> tuple[Attempt, Traced] | None:
     try:
         return attempt, checked(trace(attempt), attempt.fn)
     except (Exception, UnlikeError):
+        if not alike.notes and not alike.failed:
+            raise
         return None
 
 

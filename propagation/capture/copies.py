@@ -130,7 +130,8 @@ def _drop_unread(graph: fx.Graph) -> None:
             unread.add(node)
     if any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in unread):
         raise UnlikeError
-    graph.eliminate_dead_code()
+    if unread:
+        graph.eliminate_dead_code()
 
 
 def _steps(nodes: Sequence[fx.Node]) -> tuple[dict[fx.Node, tuple[str, int]], dict[str, int]]:

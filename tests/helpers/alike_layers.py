@@ -617,6 +617,23 @@ class OpensBags(Deep):
         return x + total
 
 
+class Fills(Layer):
+    """Puts a tensor into an object, and reads the one that is there."""
+
+    def forward(self, x: Tensor, bag: Bag) -> Tensor:
+        y: Tensor = super().forward(x) + bag.x
+        bag.x = y * 2
+        return y
+
+
+class WithBag(Deep):
+    def forward(self, x: Tensor) -> Any:
+        bag = Bag(x)
+        for layer in self.layers:
+            x = layer(x, bag)
+        return x, bag.x
+
+
 class Passes(Layer):
     """Returns a list that it is given, which the caller changes."""
 
@@ -764,6 +781,7 @@ HOSTILE: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     "a mode inside": (lambda: Deep(InsideRelu), (X,)),
     "conjugates": (lambda: Deep(Conjugates), (X,)),
     "an object with a tensor": (lambda: OpensBags(Bags), (X,)),
+    "fills an object": (lambda: WithBag(Fills), (X,)),
     "a list of the caller's": (lambda: PassesOn(Passes), (X,)),
     "asks for signatures": (lambda: Inspects(Keywords), (X,)),
     "a branch inside": (lambda: Deep(Branches), (X,)),
