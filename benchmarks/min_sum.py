@@ -211,6 +211,16 @@ def misses(group: str, runs: Mapping[str, Run]) -> list[str]:
     return found
 
 
+def _said(runs: Mapping[str, Run]) -> str:
+    """Figures of one case in a line."""
+    said = []
+    for name, one in runs.items():
+        gap = "proven" if one.proven else f"gap {100 * one.gap:.2g} %"
+        figures = f"{one.cost} {gap} {one.cpu:.2f} CPU s {one.peak / 1e6:.0f} MB"
+        said.append(f"{name} {one.skipped or ('found none' if one.cost is None else figures)}")
+    return "; ".join(said)
+
+
 def _cells(case: Case, runs: Mapping[str, Run], missed: Sequence[str]) -> list[str]:
     cells = [case.name]
     for one in runs.values():
@@ -253,13 +263,13 @@ def main(
             runs = {solver: run(name, number, solver, seconds) for solver in solvers.split(",")}
             missed = misses(name, runs)
             failed += bool(missed)
-            print(f"{case.name}: {', '.join(missed) or 'holds'}", file=sys.stderr, flush=True)
+            print(f"{case.name}: {_said(runs)}: {', '.join(missed) or 'holds'}", file=sys.stderr, flush=True)
             table.add_row(*_cells(case, runs, missed))
             figures.append({"group": name, "case": asdict(case), "runs": {k: asdict(r) for k, r in runs.items()},
                             "misses": missed})  # fmt: skip
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(figures, indent=1) + "\n")
         Console(width=200).print(table)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(figures, indent=1) + "\n")
     print(f"{len(figures) - failed} of {len(figures)} cases hold; wrote {out}")
     raise typer.Exit(1 if failed else 0)
 
