@@ -36,6 +36,7 @@ from calibration import step
 from calibration_cases import COLUMNS, ROWS, WORKLOADS
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.tensor import Replicate
 from torch.multiprocessing.spawn import spawn
 
 import partway as pw
@@ -54,23 +55,25 @@ Way = tuple[Mapping[str, Any], Mapping[str, Any]]  # options of the context, arg
 def ways(model: str, work: Workload, ranks: int) -> dict[str, Way]:
     """What a person may write, by what it says: 12 ways, and that of the search alone."""
     data, whole = work.by("x"), work.by(None)
-    columns, rows = dict.fromkeys(COLUMNS[model], ("x", None)), dict.fromkeys(ROWS[model], (None, "x"))
-    turned = dict.fromkeys(COLUMNS[model], (None, "x")) | dict.fromkeys(ROWS[model], ("x", None))
-    first = dict(list(columns.items())[:1])
+    along = tuple((None, "x", *dims[2:]) for dims in whole)
+    layers = (*COLUMNS[model], *ROWS[model])
+    megatron = dict.fromkeys(COLUMNS[model], ("x", None)) | dict.fromkeys(ROWS[model], (None, "x"))
+    turned = {name: strategy[::-1] for name, strategy in megatron.items()}
+    everywhere = {"*": [Replicate()]}
     parts = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 0}}
     options: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "batch": ({}, {"in_strategy": data}),
-        "batch, level 2": ({}, {"in_strategy": data, "level": 2}),
-        "batch, data parallel": ({"parallel_mode": "data_parallel"}, {"in_strategy": data}),
-        "batch, parameters in parts": (parts, {"in_strategy": data}),
-        "batch, columns": ({}, {"in_strategy": data, "parameter_plan": columns}),
-        "batch, the first weight": ({}, {"in_strategy": data, "parameter_plan": first}),
-        "columns and rows": ({}, {"in_strategy": whole, "parameter_plan": columns | rows}),
-        "columns and rows, turned": ({}, {"in_strategy": whole, "parameter_plan": turned}),
-        "columns": ({}, {"in_strategy": whole, "parameter_plan": columns}),
-        "rows": ({}, {"in_strategy": whole, "parameter_plan": rows}),
-        "the first weight": ({}, {"in_strategy": whole, "parameter_plan": first}),
-        "batch whole": ({}, {"in_strategy": whole}),
+        "data parallel": ({"parallel_mode": "data_parallel"}, {}),
+        "data parallel, parameters in parts": ({"parallel_mode": "data_parallel", **parts}, {}),
+        "batch, parameters whole": ({}, {"in_strategy": data, "parameter_plan": everywhere}),
+        "batch, columns then rows, turned": ({}, {"in_strategy": data, "parameter_plan": turned}),
+        "columns then rows": ({}, {"in_strategy": whole, "parameter_plan": megatron}),
+        "columns then rows, turned": ({}, {"in_strategy": whole, "parameter_plan": turned}),
+        "all by columns": ({}, {"in_strategy": whole, "parameter_plan": dict.fromkeys(layers, ("x", None))}),
+        "all by rows": ({}, {"in_strategy": whole, "parameter_plan": dict.fromkeys(layers, (None, "x"))}),
+        "second dim": ({}, {"in_strategy": along if model != "vit" else whole, "parameter_plan": everywhere}),
+        "parameters in parts": (parts, {"in_strategy": whole}),
+        "least memory": ({}, {"in_strategy": whole, "level": 1}),
         CHOSEN: ({}, {"level": 2}),
     }
     return {name: (context, {"mesh": {"x": ranks}, **given}) for name, (context, given) in options.items()}
