@@ -7,6 +7,8 @@ A forest that is induced is solved exactly from its leaves to its roots, in a ti
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from ..cost.conversion import Floats
@@ -25,7 +27,7 @@ def by_ends(costs: Costs) -> Tables:
 
 def improved(costs: Costs, tables: Tables, choice: list[int], random: np.random.Generator) -> list[int]:
     """`choice` with the best options of one random induced forest; costs no more."""
-    parents, order = _forest(tables, random)
+    parents, order = forest(tables, random)
     best: dict[int, np.ndarray] = {}
     heights: dict[int, Floats] = {}
     for v in order:
@@ -48,7 +50,7 @@ def improved(costs: Costs, tables: Tables, choice: list[int], random: np.random.
     return now
 
 
-def _forest(tables: Tables, random: np.random.Generator) -> tuple[dict[int, int], list[int]]:
+def forest(tables: Sequence[Mapping[int, object]], random: np.random.Generator) -> tuple[dict[int, int], list[int]]:
     """A random induced forest that no vertex can join: the parent of each vertex in it (-1: none), parents first."""
     root: dict[int, int] = {}  # of the tree that a vertex is in, one of it
 
