@@ -84,18 +84,23 @@ class _Kind:
 
 
 class Alike:
-    """Has modules of a function that are alike traced once; one for each attempt.
+    """Has modules of `fn` that look alike traced once, where code runs inside of a call of `outermost`; one for each
+    attempt.
 
     notes    what is returned beside the results of the function, so that the notes stay in the trace
     copies   how many calls of modules something stands for
     failed   whether something was taken for what it is not
     """
 
-    def __init__(self, outermost: CodeType) -> None:
+    def __init__(self, fn: Any, outermost: CodeType) -> None:
         self._outermost = outermost
         self._thread = threading.get_ident()
-        self._keys: dict[nn.Module, Hashable] = {}
+        self._keys = {module: key for module, key in repeated(fn).items() if "forward" not in vars(module)}
         self.begin()
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._keys)
 
     def begin(self) -> None:
         """The function begins to run."""
@@ -106,10 +111,8 @@ class Alike:
         self.copies = 0
 
     @contextlib.contextmanager
-    def of(self, fn: Any) -> Iterator[None]:
-        """Meanwhile modules of `fn` that look alike are traced once."""
-        self._keys = repeated(fn)
-        self._keys = {module: key for module, key in self._keys.items() if "forward" not in vars(module)}
+    def watching(self) -> Iterator[None]:
+        """Meanwhile these modules are traced once."""
 
         def restore() -> None:
             for module in self._keys:

@@ -44,7 +44,6 @@ from .hooks import Hooks
 from .ports import InputPorts, input_ports, output_ports, unseen_updates
 from .questions import Answering, Asked
 from .random_state import drawing_nothing
-from .repeated import repeated
 from .source_lines import callers_line
 from .tracing import Attempt, Dims, Effects, Flat, NoEffects, Traced, checked, trace
 
@@ -276,10 +275,10 @@ def _traced(
 def _with_copies(attempt: Attempt) -> tuple[Attempt, Traced] | None:
     """What torch.export makes of a function where modules that are alike are traced once; None where there are none, or
     where that is not certain. An error is raised by a trace of all, unless none has been noted."""
-    alike = Alike(Flat.forward.__code__)
-    attempt = replace(attempt, hooks=Hooks(), alike=alike)
-    if attempt.answering is not None or not repeated(attempt.fn):
+    alike = Alike(attempt.fn, Flat.forward.__code__)
+    if attempt.answering is not None or not alike:
         return None
+    attempt = replace(attempt, hooks=Hooks(), alike=alike)
     try:
         return attempt, checked(trace(attempt), attempt.fn)
     except (Exception, UnlikeError):

@@ -200,7 +200,7 @@ def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch
         with (
             ModuleHooks(attempt.hooks, attempt.effects.noted).of(fn),
             prepared(fn, example, attempt.checked),
-            contextlib.nullcontext() if attempt.alike is None else attempt.alike.of(fn),
+            contextlib.nullcontext() if attempt.alike is None else attempt.alike.watching(),
             quiet(),
             compiled_when_run(),
         ):

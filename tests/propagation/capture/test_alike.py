@@ -150,6 +150,6 @@ def test_a_function_whose_course_depends_on_values_is_traced_whole(copies: list[
 
 def test_modules_have_their_own_forward_again() -> None:
     fn = Deep(Layer)
-    with Alike(fn.forward.__code__).of(fn):
+    with Alike(fn, Deep.forward.__code__).watching():
         assert "forward" in vars(fn.layers[0])
     assert not any("forward" in vars(module) for module in fn.modules())
