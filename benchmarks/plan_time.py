@@ -1,4 +1,5 @@
-"""How long a plan takes, and how much memory: CPU seconds of each pass, for GPT-2 124M and for Llama-3 shapes.
+"""How long a plan takes, and how much memory: CPU seconds of each pass, for GPT-2 124M and for Llama-3 shapes, for
+loops over time that are unrolled, and for a number of devices without a mesh.
 
     python benchmarks/plan_time.py [--only 8x8] [--quick] [--repeat 3] [--json out/plan_time.json]
 
@@ -11,9 +12,9 @@ process of its own, so caches are cold and the peak of its memory is its own. Th
     differentiate  the forward and backward graphs, and what is done to them before collectives are fused
 
 A case fails, and with it the command (exit status 1), when the search takes more than 2 CPU seconds, everything but
-capture more than 10, or the process more than 1.5 GB. A case that runs out of time or memory is shown as "over", and
-fails. `AUTOPARALLEL` holds what another planner needs for the same shapes. The growth with depth and with devices is
-plotted to out/plan_time.png where matplotlib is installed.
+capture more than 10 (of loops, and without a mesh: 5), or the process more than 1.5 GB. A case that runs out of time
+or memory is shown as "over", and fails. `AUTOPARALLEL` holds what another planner needs for the same shapes. The growth
+with depth and with devices is plotted to out/plan_time.png where matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -41,9 +42,18 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
+from partway.annotations.meshes import meshes_to_try
 from partway.compiling import device_profile
+from partway.measure.workloads import ResNet50
 from partway.options.algo import AlgoParameters
 from partway.options.parallel import ParallelContext
 from partway.passes import DIFFERENTIATING, lowered, make_step, search_on_cheapest_mesh, timed
@@ -64,11 +74,22 @@ DEEP = 16  # layers from which on a case runs once
 
 @dataclass(frozen=True)
 class Shapes:
-    """A model without its depth. `batch` sequences of `sequence` tokens for each of the first axis's ranks."""
+    """A model without its depth, and its inputs: those of so many sequences, the first of them split."""
 
     build: Callable[[int], torch.nn.Module]
-    sequence: int
-    batch: int = 1
+    inputs: Callable[[int], dict[str, torch.Tensor]]
+
+
+def _tokens(sequence: int) -> Callable[[int], dict[str, torch.Tensor]]:
+    def inputs(batch: int) -> dict[str, torch.Tensor]:
+        tokens = torch.empty(batch, sequence, dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
+
+    return inputs
+
+
+def _images(batch: int) -> dict[str, torch.Tensor]:
+    return {"images": torch.empty(32 * batch, 3, 224, 224), "target": torch.empty(32 * batch, dtype=torch.long)}
 
 
 def _gpt2(layers: int) -> torch.nn.Module:
@@ -86,25 +107,66 @@ def _llama(hidden: int, ffn: int, heads: int) -> Callable[[int], torch.nn.Module
     return build
 
 
+def _rwkv(layers: int) -> torch.nn.Module:
+    """Whose time mixing is a loop over tokens where its kernel for CUDA is not at hand."""
+    config = RwkvConfig(
+        vocab_size=4096, context_length=1024, hidden_size=256, num_hidden_layers=layers, use_cache=False
+    )
+    return RwkvForCausalLM(config)
+
+
+class _Loop(torch.nn.Module):
+    """A language model that goes through its tokens with a cell."""
+
+    def __init__(self, cell: type[torch.nn.LSTMCell | torch.nn.GRUCell]) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(8192, 1024), torch.nn.Linear(1024, 8192)
+        self.cell = cell(1024, 1024)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(input_ids)
+        hidden = x.new_zeros(x.shape[0], x.shape[2])
+        memory, found = hidden, []
+        for t in range(x.shape[1]):
+            if isinstance(self.cell, torch.nn.LSTMCell):
+                hidden, memory = self.cell(x[:, t], (hidden, memory))
+            else:
+                hidden = self.cell(x[:, t], hidden)
+            found.append(hidden)
+        logits = self.head(torch.stack(found, 1))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 SHAPES = {
-    "GPT-2 124M": Shapes(_gpt2, 1024),
-    "Llama-3-8B": Shapes(_llama(4096, 14336, 32), 8192),
-    "Llama-3-405B": Shapes(_llama(16384, 53248, 128), 8192),
+    "GPT-2 124M": Shapes(_gpt2, _tokens(1024)),
+    "Llama-3-8B": Shapes(_llama(4096, 14336, 32), _tokens(8192)),
+    "Llama-3-405B": Shapes(_llama(16384, 53248, 128), _tokens(8192)),
+    "RWKV of 32 tokens": Shapes(_rwkv, _tokens(32)),
+    "LSTMCell over 128 tokens": Shapes(lambda _: _Loop(torch.nn.LSTMCell), _tokens(128)),
+    "GRUCell over 128 tokens": Shapes(lambda _: _Loop(torch.nn.GRUCell), _tokens(128)),
+    "ResNet-50": Shapes(lambda _: ResNet50(), _images),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model of so many layers on a mesh. `limit`: the CPU seconds after which a run of it is ended."""
+    """A model of so many layers on a mesh.
+
+    limit    the CPU seconds after which a run of it is ended
+    mode     how it is searched; in another mode than the exact one, on all meshes of as many devices
+    within   the CPU seconds of everything but capture that it may take, if they are not those of all
+    """
 
     model: str
     layers: int
     sizes: tuple[int, ...]
     limit: int = 300
+    mode: str = "dynamic_programming"
+    within: float | None = None
 
     @property
     def mesh(self) -> str:
-        return "x".join(map(str, self.sizes))
+        return "x".join(map(str, self.sizes)) + ("" if self.mode == "dynamic_programming" else f" {self.mode}")
 
     @property
     def name(self) -> str:
@@ -131,6 +193,9 @@ CASES = (
     *(Case("Llama-3-8B", layers, sizes) for sizes in MESHES for layers in DEPTHS),
     Case("Llama-3-405B", 126, (64, 32, 8)),
     *(Case("Llama-3-8B", 1, sizes, limit=120) for sizes in ((2, 2, 2), (4, 4, 4), (8, 4, 4, 2))),
+    Case("RWKV of 32 tokens", 2, (2, 4), within=5.0),
+    *(Case(f"{cell} over 128 tokens", 1, (2, 4), within=5.0) for cell in ("LSTMCell", "GRUCell")),
+    Case("ResNet-50", 1, (8,), mode="sharding_propagation", within=5.0),
 )
 QUICK = tuple(c for c in CASES if c.layers in (1, 8) and c.sizes in ((8,), (8, 8), (2, 2, 2)))
 
@@ -203,16 +268,20 @@ def measure(case: Case) -> Run:
     shapes, mesh = SHAPES[case.model], Mesh.of_sizes(case.sizes)
     with torch.device("meta"):
         model = shapes.build(case.layers)
-        tokens = torch.empty(case.batch, shapes.sequence, dtype=torch.long)
-    context, algo = ParallelContext(), AlgoParameters()
-    request = Request(in_strategy={"input_ids": (mesh.axes[0], None)}, mesh=mesh)
+        batch = shapes.inputs(case.batch)
+    several = case.mode != "dynamic_programming"
+    context, algo = ParallelContext(device_num=case.devices, search_mode=case.mode), AlgoParameters()
+    first = next(iter(batch))
+    split = (mesh.axes[0], *[None] * (batch[first].ndim - 1))
+    counts = (case.devices, *[1] * (batch[first].ndim - 1))
+    request = Request(in_strategy={first: counts if several else split}, mesh=None if several else mesh)
     seconds: dict[str, float] = {}
     start = time.process_time()
-    graph = capture(model, (), {"input_ids": tokens, "labels": tokens})
+    graph = capture(model, (), batch)
     seconds["capture"] = time.process_time() - start
     inputs = PlanInputs(graph, model, request, context, algo, device_profile(graph, request, context))
     around: Any = timed(seconds, clock=time.process_time)
-    draft = search_on_cheapest_mesh(inputs, (mesh,), around)
+    draft = search_on_cheapest_mesh(inputs, meshes_to_try(inputs), around)
     planned = lowered(draft, around)
     make_step(inputs, planned, differentiated(graph), around)
     solution = draft.solution
@@ -280,7 +349,9 @@ class Figures:
             "beside capture": self.median(lambda run: run.beside_capture),
             "peak": self.median(lambda run: run.peak),
         }
-        return tuple(name for name, bar in BARS.items() if found[name] >= bar)
+        within = self.case.within
+        bars = BARS if within is None else BARS | {"search": within, "beside capture": within}
+        return tuple(name for name, bar in bars.items() if found[name] >= bar)
 
 
 def figures(case: Case, repeat: int, run: Callable[[Case], Run | str] = measured) -> Figures:

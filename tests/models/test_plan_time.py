@@ -63,6 +63,13 @@ def test_a_case_misses_the_bars_that_it_reaches(run: Run, missed: tuple[str, ...
     assert Figures(SMALL, (run,)).misses() == missed
 
 
+def test_a_case_may_have_a_bar_of_its_own_for_all_but_capture() -> None:
+    case = replace(SMALL, within=2.0)
+    assert Figures(case, (RUN,)).misses() == ("beside capture",)
+    assert Figures(case, (slower(RUN, lower=-0.1, search=1.6),)).misses() == ("search", "beside capture")
+    assert Figures(replace(case, within=3.0), (slower(RUN, search=0.9),)).misses() == ()
+
+
 def test_the_median_counts_and_a_run_that_is_over_ends_its_case() -> None:
     runs = iter([RUN, slower(RUN, search=30.0), RUN])
     found = figures(SMALL, 3, lambda _: next(runs))
