@@ -21,9 +21,6 @@ Each name, and why:
     torch.autograd.forward_ad._current_level                 whether tensors may have tangents: to ask each of them on
                                                              every call would cost more than the call; without the name
                                                              they are never asked
-    torch._C._dynamo.guards.TensorGuards                     compares the type, shape, dtype, device and requires_grad
-                                                             of many tensors with what they were, in one call; to ask
-                                                             each for each takes three times as long, on every call
     GLOO_TLS                                                 the name of a variable that only a gloo with TLS reads; to
                                                              ask for such a device keeps a process from any other
     STORE_PING                                               what a client of a TCPStore sends first, with a number that
@@ -34,7 +31,7 @@ Each name, and why:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -42,7 +39,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 from torch.distributed.distributed_c10d import _get_default_store as default_store
@@ -57,7 +53,6 @@ __all__ = [
     "give_hooks",
     "inductor",
     "is_view",
-    "likeness_of",
     "local_part_of",
     "spec_of",
     "spec_or_none",
@@ -89,15 +84,6 @@ def give_hooks(tensor: Tensor, hooks: Hooks) -> None:
     """Give `tensor`, which has none, the `hooks` of another; their handles are good for it."""
     held: Any = tensor
     held._backward_hooks, held._post_accumulate_grad_hooks = hooks
-
-
-def likeness_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """What tells of other tensors whether each has the type, shape, dtype, device, layout and requires_grad of the one
-    in its place, and no other modes of autograd are on than now. Strides may differ, and no tensor may come twice."""
-    shapes, any_strides = [[*t.shape] for t in tensors], [[None] * t.dim() for t in tensors]
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=any_strides)
-    check: Callable[..., bool] = guards.check
-    return check
 
 
 def spec_or_none(tensor: Tensor) -> Any:

@@ -537,27 +537,3 @@ def test_inductor_takes_a_graph_of_operators() -> None:
     graph.output((y,))
     compiled = running.inductor(fx.GraphModule(nn.Module(), graph), [torch.ones(2)])
     assert torch.equal(compiled(torch.ones(2))[0], torch.full((2,), 2.0))
-
-
-def test_tensors_are_compared_with_what_others_were_in_one_call() -> None:
-    def like() -> tuple[Tensor, nn.Parameter]:
-        return torch.zeros(2, 3), nn.Parameter(torch.zeros(4))
-
-    x, weight = like()
-    check = running.likeness_of([x, weight])
-    assert check(*like())
-    assert check(torch.zeros(3, 2).t(), weight)  # in another place, with other strides
-    with torch.no_grad():
-        assert check(x, weight)
-    others = [torch.zeros(3, 3), x.double(), x.clone().requires_grad_(), x.to("meta"), x.to_sparse(), nn.Parameter(x)]
-    assert not any(check(other, weight) for other in others)
-    assert not check(x, nn.Parameter(torch.zeros(4), requires_grad=False))
-    assert not running.likeness_of([x, x])(x, x)  # no tensor twice
-    answers: list[bool] = []
-    torch.func.vmap(lambda row: answers.append(check(row, weight)) or row)(torch.zeros(5, 2, 3))
-    with torch.inference_mode():
-        answers += [check(x, weight), check(torch.zeros(2, 3), weight)]
-    assert answers == [False, False, False]
-    kept = weight.data
-    weight.data = kept[:2]
-    assert not check(x, weight)

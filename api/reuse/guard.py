@@ -24,12 +24,13 @@ from partway.propagation.torch_internals import dispatch_modes, function_modes, 
 from partway.reuse.facts import fact
 from partway.reuse.names import Asks
 from partway.reuse.state import State
-from partway.runtime.torch_internals import likeness_of, spec_of, spec_or_none
+from partway.runtime.torch_internals import spec_of, spec_or_none
 from partway.user_rules import version
 
 _NOTHING = fact({})
 _TRAINING = attrgetter("training")
 _MEMORY = Tensor.data_ptr  # 0 for a DTensor, unless its data were set
+_FACTS = attrgetter("requires_grad", "dtype", "shape")
 
 
 class Guard:
@@ -43,9 +44,12 @@ class Guard:
         self.numbers = numbers
         tensors, self._structure = _flat(args, kwargs, numbers)
         self.context, self._algo, self._state = context, current_algo(), state
-        by_position = not kwargs and all(isinstance(arg, Tensor) for arg in args)
-        self._positional = [*map(type, args)] if by_position else None
-        self._tensors = [(_likeness_of(t), spec_or_none(t), fact(attributes_of(t))) for t in tensors]
+        plain = not kwargs and all(isinstance(arg, Tensor) for arg in args)
+        self._positional = [*map(type, args)] if plain else None
+        self._tensors = [
+            (type(t), t.shape, t.dtype, t.device, t.requires_grad, spec_or_none(t), fact(attributes_of(t)))
+            for t in tensors
+        ]
         asks = asked(state.reached.asks, context)
         self._asks = asks if asks != Asks() else None
         self._answers = asks.answers(tensors)
@@ -60,7 +64,7 @@ class Guard:
         self._parameters_in_order = list(chain.from_iterable(self._held))
         self._sizes = [*map(len, self._stores)]
         self._parameters = list({id(p): p for p in self._parameters_in_order if isinstance(p, Tensor)}.values())
-        self._are_like = likeness_of(self._parameters)
+        self._facts = [*map(_FACTS, self._parameters)]
         # where the parts of DTensors are: another plan may have moved them
         self._specs = [(p, spec_of(p)) for p in self._parameters if spec_or_none(p) is not None]
         self._wrapped = [p for p, _ in self._specs]
@@ -84,7 +88,7 @@ class Guard:
             and [*map(_TRAINING, self._modules)] == self._training
             and [*map(len, self._stores)] == self._sizes
             and all(map(is_, chain.from_iterable(self._held), self._parameters_in_order))
-            and self._are_like(*self._parameters)
+            and [*map(_FACTS, self._parameters)] == self._facts
             and all(spec_of(p) is spec for p, spec in self._specs)
             and not any(map(_MEMORY, self._wrapped))
             and self._state.holds()
@@ -133,17 +137,17 @@ def warn_of_modes(name: str) -> None:
             )
 
 
-def _likeness_of(tensor: Tensor) -> Callable[[Tensor], bool]:
-    """What tells whether another tensor is like this one; none is like one that is not dense, or stands for several."""
-    if tensor.layout is not torch.strided or tensor.is_nested or is_transformed(tensor):
-        return lambda _: False
-    return likeness_of([tensor])
-
-
 def _is_like(tensor: Tensor, before: tuple[Any, ...]) -> bool:
-    is_like, spec, attributes = before
+    kind, shape, dtype, device, needs, spec, attributes = before
     return (
-        is_like(tensor)
+        type(tensor) is kind
+        and tensor.shape == shape
+        and tensor.dtype is dtype
+        and tensor.device == device
+        and tensor.requires_grad is needs
         and (spec is None or spec_of(tensor) == spec)
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
         and (attributes == _NOTHING if not vars(tensor) else fact(attributes_of(tensor)) == attributes)
+        and not is_transformed(tensor)
     )
