@@ -1,7 +1,8 @@
 """The exact search: elimination, once options that no optimal plan takes are left out where there are many.
 
 Where all costs may be written out they go to `optimum`, which eliminates, narrowing first where elimination would be
-much work. Where they are too many to write out, narrowing comes first too, from the plan of the recursive search.
+much work, and dividing (solve.py) where it still is too much: so many nodes, and not so many seconds, as all processes
+have to come to the same plan. Where they are too many to write out, options are left out before (many.py).
 """
 
 from __future__ import annotations
@@ -10,15 +11,18 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from .eliminate import TABLE_LIMIT, affordable, eliminate_in, elimination_order
+from ...strategy.errors import StrategyError
+from .eliminate import TABLE_LIMIT, EliminationOrder, affordable, eliminate_in, elimination_order
+from .many import optimum_of_many
 from .narrow import Narrowing, narrow
-from .network import Costs, Matrix, among, are_few, costs_of, is_written_out, network, network_of, restricted
+from .network import Costs, Matrix, are_few, costs_of, is_written_out, network, network_of
 from .problem import SearchProblem
 from .propagate import revisit
 from .recursive import recursive_programming
 from .solution import Solution
+from .solve import least
 
-FEW_PAIRS = 1.5e7  # pairs of options that are left when narrowing may stop
+NODES = 4  # of branch and bound, where elimination is too much
 
 
 def dynamic_programming(
@@ -28,19 +32,13 @@ def dynamic_programming(
     `below`: as for `search`."""
     if is_written_out(problem):
         return optimum(costs_of(problem), table_limit, lambda: recursive_programming(problem).choice, below)
-    known = recursive_programming(problem)
-    if math.isinf(known.cost):
-        return known
-    capped = network_of(problem).at_most(2 * known.cost)
-    rest = narrow(capped, min(known.cost, below), lambda narrowing: narrowing.pairs <= FEW_PAIRS)
-    if rest.bound >= below:
-        return replace(known, bound=rest.bound)
-    known = _cheaper(known, rest)
-    if not are_few(rest.pairs):
-        return replace(known, bound=min(known.cost, rest.bound))
-    costs = costs_of(restricted(problem, rest.kept))
-    best = optimum(costs, table_limit, lambda: among(rest.kept, known.choice))
-    return _better(replace(best, choice=rest.original(best.choice)), known, rest)
+    return optimum_of_many(
+        network_of(problem),
+        lambda: recursive_programming(problem).choice,
+        below,
+        are_few,
+        lambda costs, start: optimum(costs, table_limit, lambda: start),
+    )
 
 
 def optimum(
@@ -54,7 +52,7 @@ def optimum(
     first = start()
     known = revisit(written, Solution(first, costs.of(first), -math.inf, 1))
     if math.isinf(known.cost):
-        return eliminate_in(costs, order)
+        return _without_start(costs, order, known)
     capped = written.at_most(2 * known.cost)
     rest = narrow(capped, min(known.cost, below), lambda narrowing: elimination_order(_costs_left(narrowing)).quick)
     if rest.bound >= below:
@@ -65,9 +63,28 @@ def optimum(
     if order.too_much and math.isfinite(below):
         return replace(known, bound=rest.bound)
     best = eliminate_in(costs_left, affordable(costs_left, order))
+    if order.too_much:
+        best = _by_branches(costs_left, best)
     choice = rest.original(best.choice)
     revisited = revisit(written, replace(best, choice=choice, cost=costs.of(choice)))
     return _better(replace(revisited, bound=best.bound, width=best.width), known, rest)
+
+
+def _without_start(costs: Costs, order: EliminationOrder, known: Solution) -> Solution:
+    """The best choice where the one that is known is infinite; where all are, one of them with an infinite bound."""
+    if not order.too_much:
+        return eliminate_in(costs, order)
+    return _by_branches(costs, replace(known, bound=-math.inf, width=order.width))
+
+
+def _by_branches(costs: Costs, known: Solution) -> Solution:
+    """A better choice and bound than what is known, by reductions and some nodes of branch and bound."""
+    try:
+        found = least(costs, nodes=NODES, known=known.choice)
+    except StrategyError:
+        return known
+    cheaper = replace(known, choice=found.choice, cost=found.cost) if found.cost < known.cost else known
+    return replace(cheaper, bound=min(cheaper.cost, max(known.bound, found.bound)))
 
 
 def _costs_left(rest: Narrowing) -> Costs:

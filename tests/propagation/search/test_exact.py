@@ -63,7 +63,7 @@ def test_a_problem_too_large_to_write_out_is_solved_all_the_same(lab, monkeypatc
     exact = dynamic_programming(problem)
     assert exact.proven
     monkeypatch.setattr("partway.propagation.search.network.MANY_PAIRS", pairs_of(problem) - 1)
-    monkeypatch.setattr("partway.propagation.search.exact.FEW_PAIRS", 100)
+    monkeypatch.setattr("partway.propagation.search.many.FEW_PAIRS", 100)
     found = dynamic_programming(problem)
     assert found.cost == pytest.approx(exact.cost, rel=1e-12)
     assert found.bound <= exact.cost * (1 + 1e-9)

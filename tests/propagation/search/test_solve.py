@@ -10,6 +10,7 @@ from hypothesis import given
 from random_examples import examples
 from search_problems import brute_force, random_costs
 
+from partway.propagation.search.exact import optimum
 from partway.propagation.search.network import Costs
 from partway.propagation.search.resources import Resource
 from partway.propagation.search.solve import solve
@@ -127,3 +128,16 @@ def test_a_caller_gives_prices_and_gets_several_choices():
 def test_what_is_no_problem_is_refused(costs, resources, message):
     with pytest.raises(StrategyError, match=message):
         solve(costs, resources=resources)
+
+
+@examples(100)
+@given(random_costs(options=5, fractions=True))
+def test_where_elimination_is_too_much_the_search_of_programs_divides(costs):
+    """Also from a start that is infinite, from which elimination without a limit was tried once."""
+    best = brute_force(costs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("partway.propagation.search.eliminate.MUCH_WORK", 0.0)
+        found = optimum(costs, math.inf, lambda: (0,) * len(costs.unary))
+    assert found.bound <= best + 1e-9
+    assert found.cost == pytest.approx(best, abs=1e-9)
+    assert math.isinf(best) or costs.of(found.choice) == pytest.approx(found.cost)
