@@ -43,6 +43,8 @@ api/test_guard.py                      api/reuse: guard
 api/test_planned.py                    api/reuse: courses replanning
 api/test_threads.py                    api: attached engine planning
 api/measure/test_bench.py              api/measure: workloads
+api/measure/test_calibrate.py          api/measure: clock collectives
+api/measure/test_operators.py          api/measure: probes
 models/test_step_overhead.py           api: runner; api/measure: contenders
 models/test_cache.py                   api: cache
 models/test_changing_sizes.py          api/reuse: sizes
@@ -159,10 +161,14 @@ def public(body: list[ast.stmt]) -> Iterator[Definition]:
             yield statement
 
 
-def classes() -> dict[str, ast.ClassDef]:
-    """All classes of the packages by name."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in MODULES.values()]
-    return {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+def classes() -> dict[str, list[ast.ClassDef]]:
+    """All classes of the packages by name, which several may have."""
+    found: dict[str, list[ast.ClassDef]] = {}
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(node)
+    return found
 
 
 CLASSES = classes()
@@ -179,7 +185,7 @@ def documented(method: str, owner: ast.ClassDef, protocols: list[ast.ClassDef]) 
         node.name == method and ast.get_docstring(node) for each in (owner, *protocols) for node in public(each.body)
     ):
         return True
-    above = [CLASSES[name] for name in bases(owner) - {owner.name} if name in CLASSES]
+    above = [each for name in bases(owner) - {owner.name} for each in CLASSES.get(name, [])]
     return (method == "forward" and bool(owner.bases)) or any(documented(method, each, []) for each in above)
 
 

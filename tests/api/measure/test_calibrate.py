@@ -147,6 +147,27 @@ def test_one_process_measures_compute_only_and_says_so(tiny: None, tmp_path: Pat
     assert profile.peak != profile_of("cpu").peak
 
 
+@pytest.mark.slow
+def test_what_all_probes_take_is_what_steps_are_predicted_by(tmp_path: Path) -> None:
+    found = calibrate(1, quick=True)
+    names = {rates.name for rates in found.profile.operators}
+    kinds = {"pointwise", "view", "other"}
+    products = {"aten.mm.default", "aten.addmm.default", "aten.mm.default of odd columns", "aten.bmm.default"}
+    images = {"aten.convolution.default", "aten.convolution.default of pixels", "aten.max_pool2d_with_indices.default"}
+    assert names >= kinds | products | images
+    assert names >= {"aten.embedding.default", "aten.native_layer_norm.default", "partway.class_terms.default"}
+    measured = {rates.name: rates for rates in found.profile.operators}
+    assert all(measured[name].backward is not None for name in (*images, "aten.mm.default", "aten.embedding.default"))
+    assert "aten.mm.default" in found.report()
+    found.profile.save(tmp_path / "here.json")
+    with pw.auto_parallel_context(device_profile=str(tmp_path / "here.json")):
+        program = pw.compile(torch.nn.Linear(256, 256), (torch.empty(64, 256),), mesh={"x": 1}).program
+    span = next(span for span in program.schedule.spans if span.args["kind"] == "aten.addmm.default")
+    moved = 4 * (64 * 256 * 2 + 256 * 256 + 256)
+    expected = measured["aten.addmm.default"].forward.seconds(2 * 64 * 256 * 256, moved, 4 * 64 * 256)
+    assert span.seconds == pytest.approx(expected)
+
+
 def test_plans_are_priced_by_the_profile_of_the_context_or_of_the_device() -> None:
     assert priced() is profile_of("cpu")
     with pw.auto_parallel_context(device_profile="ascend910"):
