@@ -15,16 +15,17 @@ import networkx
 import numpy as np
 from torch import fx
 
-from ...strategy.errors import DoesNotFitError
+from ...strategy.errors import DoesNotFitError, StrategyError
 from ..cost.conversion import Codes, Floats
 from .eliminate import TABLE_LIMIT, EliminationOrder, affordable, eliminate_in, elimination_order, order_like
 from .exact import optimum
 from .keeping import CHEAP, Keeping, KeepProblem, Kept, keep_problem
 from .narrow import Narrowing
 from .needs import Needs, needs_of
-from .network import network_of
+from .network import Costs, network_of
 from .problem import AMONG, Recompute, SearchProblem, Settings
 from .progress import tell
+from .reduce import reduced
 from .solution import Solution
 from .stretches import SHORTEST, stretches_of
 from .timeline import Timeline, timeline
@@ -76,7 +77,17 @@ def kept_for_free(problem: SearchProblem, choice: tuple[int, ...], needs: Mappin
     prices = np.zeros(len(problem.vertices))
     price = _outweighing(problem) if everything else _next_to_nothing(problem.settings)
     prices[-1:] = 2 * price  # what is computed again at once is there with what it is computed of
-    return _solved(own, prices, between=price)[0]
+    return _read(own, _cheapest_fates(own.costs(prices, price)), prices, price)
+
+
+def _cheapest_fates(costs: Costs) -> tuple[int, ...]:
+    """The least of `costs`, of which reductions leave next to nothing where strategies are given."""
+    try:
+        rest = reduced(costs)
+    except StrategyError:  # a strategy is impossible, whatever is kept
+        return (0,) * len(costs.unary)
+    order = elimination_order(rest.costs, TABLE_LIMIT)
+    return rest.whole(eliminate_in(rest.costs, affordable(rest.costs, order)).choice)
 
 
 def with_fates(problem: SearchProblem, found: Solution) -> Solution:
@@ -356,18 +367,17 @@ def _solved(
     prices: Floats,
     like: EliminationOrder | None = None,
     known: tuple[int, ...] | None = None,
-    between: float = 0.0,
 ) -> tuple[Point, Solution, EliminationOrder]:
     """The cheapest plan at these prices, what was found of it, and the order in which; `like`: that of other prices;
     `known`: the numbers of a plan."""
-    costs = problem.costs(prices, between)
+    costs = problem.costs(prices)
     order = (like and order_like(like, costs)) or elimination_order(costs, TABLE_LIMIT)
     if order.quick or known is None:
         found = eliminate_in(costs, affordable(costs, order))
     else:
         start = known
         found = optimum(costs, TABLE_LIMIT, lambda: start)
-    return _read(problem, found.choice, prices, between), found, order
+    return _read(problem, found.choice, prices), found, order
 
 
 def _read(problem: KeepProblem, numbers: tuple[int, ...], at: Floats, between: float | Floats = 0.0) -> Point:
