@@ -1,9 +1,9 @@
 """The plan whose step is predicted to end first: what `shard(..., level=2)` asks for.
 
 A search minimises a sum, of what operators and collectives take. A step ends earlier, as far as collectives run while
-operators compute, and how far is known once its collectives are grouped and its schedule is played. So plans are
-searched for at several prices of a second of communication, from that of a second of computing down to what it costs
-where nearly all of it is hidden; the step of each is made and played, and the one that ends first is taken.
+operators compute, and as far as they are sent in groups, which wait once. How far is known once the step is made and
+its schedule played. So plans are searched for at several prices of communication: of a second that bytes take, and of a
+second of waiting; the step of each is made and played, and the one that ends first is taken.
 
 With computing C and communication M on lanes of their own a step ends after max(C, M), which is at least
 (C + p M) / (1 + p) for every price p. So each search proves a bound: what its optimum costs, over 1 + p. (It takes each
@@ -20,7 +20,8 @@ from partway.propagation.cost.cost import Level
 from partway.propagation.search.problem import Settings
 from partway.propagation.search.solution import Ends
 
-PRICES = (1.0, 0.5, 0.2, 0.05)  # of a second of communication, in seconds of computing
+# Of a second that bytes take and of one of waiting, in seconds of computing. The first is what a plan was searched for.
+PRICES = ((1.0, 1.0), (1.0, 0.1), (0.5, 0.05), (0.2, 0.02), (0.05, 0.05))
 ROUNDING = 1 - 1e-9  # an end that is no earlier than that is the same
 
 
@@ -33,9 +34,10 @@ def earliest(draft: PlanDraft, around: Around[PlanDraft] = applied) -> PlanDraft
         return draft
     best, ends, bound = draft, _end_of(draft, around), 0.0
     seen = {draft.solution.choice}
-    for price in PRICES:
-        tried = draft if price == 1.0 else run(SEARCHING, replace(draft, settings=_priced(draft, price)), around)
-        bound = max(bound, tried.solution.bound / (1 + price))
+    for wire, waiting in PRICES:
+        same = wire == waiting == 1.0
+        tried = draft if same else run(SEARCHING, replace(draft, settings=_priced(draft, wire, waiting)), around)
+        bound = max(bound, tried.solution.bound / (1 + wire))
         if tried.solution.choice in seen:
             continue
         seen.add(tried.solution.choice)
@@ -45,9 +47,10 @@ def earliest(draft: PlanDraft, around: Around[PlanDraft] = applied) -> PlanDraft
     return replace(best, solution=replace(best.solution, ends=Ends(ends, min(bound, ends))))
 
 
-def _priced(draft: PlanDraft, price: float) -> Settings:
+def _priced(draft: PlanDraft, wire: float, waiting: float) -> Settings:
     weights = draft.settings.weights
-    return replace(draft.settings, weights=replace(weights, wire=price * weights.wire, latency=price * weights.latency))
+    priced = replace(weights, wire=wire * weights.wire, latency=waiting * weights.latency)
+    return replace(draft.settings, weights=priced)
 
 
 def _end_of(draft: PlanDraft, around: Around[PlanDraft]) -> float:

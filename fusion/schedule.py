@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -32,12 +33,12 @@ from ..propagation.cost.rates import VIEW
 from ..propagation.graph.graph import Text
 from ..propagation.graph.nodes import is_pointwise, is_view
 from ..propagation.ops.collectives import convert, convert_group, kind_of
-from ..propagation.ops.kinds import payload_bytes
+from ..propagation.ops.kinds import WORTH_A_CALL, payload_bytes
 from ..propagation.program.segments import Like, pieces_of
 from ..propagation.program.step import Step
 from ..propagation.torch_internals import FakeTensorMode
 from ..strategy.mesh import Mesh
-from ..strategy.placement import Kind, placement_from_code
+from ..strategy.placement import Kind, Partial, Placement, Shard, placement_from_code
 from .events import Compute, Event, Offer, Send
 from .timeline import COMMUNICATION, COMPUTE, Span
 
@@ -96,7 +97,7 @@ def predict(forward: fx.Graph, backward: fx.Graph | None, mesh: Mesh, profile: D
 
 
 class Work(NamedTuple):
-    """What a node takes of a rank: `waiting + per_byte * payload` seconds on its lane (None: no time).
+    """What a node takes of a rank: `waiting + per_byte * payload + copying` seconds on its lane (None: no time).
 
     A node that is `late` waits for nothing: what takes a tensor out of a group is done where the tensor is read.
     """
@@ -108,11 +109,12 @@ class Work(NamedTuple):
     late: bool = False
     kind: str = ""
     axes: tuple[str, ...] = ()
+    copying: float = 0.0
 
     @property
     def seconds(self) -> float:
         """What it takes of its lane."""
-        return self.waiting + self.per_byte * self.payload
+        return self.waiting + self.per_byte * self.payload + self.copying
 
     @property
     def args(self) -> dict[str, Any]:
@@ -154,7 +156,8 @@ def play(order: Iterable[Unit], work: Mapping[fx.Node, Work], together: Together
         if item.lane == COMPUTE:
             lanes.compute(item.seconds)
         elif item.lane == COMMUNICATION:
-            number = lanes.send(item.waiting + item.per_byte * sum(work[node].payload for node in unit))
+            payload, copying = (sum(getattr(work[node], name) for node in unit) for name in ("payload", "copying"))
+            number = lanes.send(item.waiting + item.per_byte * payload + copying)
             waits = frozenset({number})
             of_collectives[number] = len(begun)
         begun.append((unit, start, lanes.clock))
@@ -343,13 +346,32 @@ class Meter:
                 for operand in node.all_input_nodes
                 for part in _tensors(self.values[operand])
             )
-            return Work(COMMUNICATION, waiting, per_byte, payload, kind=kind.value, axes=tuple(axes))
+            copying = self._copying(node, before, after)
+            return Work(COMMUNICATION, waiting, per_byte, payload, False, kind.value, tuple(axes), copying)
         if kind is Kind.NOTHING:
             return self._call(node)
         rates = self.profile.rates_of(str(aten.clone.default))  # a part of a tensor, which is copied
         measured = rates.forward if rates else None
         seconds = operator_seconds(0, read + written, torch.float32, self.profile, measured, written)
         return Work(COMPUTE, float(seconds), kind=kind.value)
+
+    def _copying(self, node: fx.Node, before: Placement, after: Placement) -> float:
+        """What it takes to copy the pieces of a collective that do not lie one after the other: into one buffer before
+        it, or out of one after it (`runtime/issue.py`). By a profile without measured operators nothing."""
+        rates = self.profile.rates_of(str(aten.clone.default))
+        if rates is None:
+            return 0.0
+        read, written = list(map(self.held, node.all_input_nodes)), self.held(node)
+        if isinstance(before, Partial) and not isinstance(after, Shard):  # large ones are added up where they are
+            read = [size for size in read if size < WORTH_A_CALL]
+            written = sum(read)
+        copied = [
+            size
+            for placement, size in ((after, sum(read)), (before, written))
+            if node.target is convert_group or (isinstance(placement, Shard) and (placement.dim or placement.cut))
+        ]
+        figures = np.array(copied)
+        return float(operator_seconds(0, 2 * figures, torch.float32, self.profile, rates.forward, figures).sum())
 
     def _operator(self, node: fx.Node) -> Work:
         flops, moved, written = self.figures(node)

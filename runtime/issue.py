@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..propagation.ops.kinds import WORTH_A_CALL
 from ..strategy.cut import SliceWindow, Strip
 from ..strategy.placement import PARTIAL_MAX, Kind, Placement, Shard
 from .instructions import Relayout
@@ -30,7 +31,6 @@ from .torch_internals import coalescing_manager
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-WORTH_A_CALL = 2**20  # bytes: copying that much into a buffer and out again takes as long as a call of gloo's
 _MAPPED = 2**25  # bytes: from there on glibc's malloc maps memory for each call
 _COALESCING = ("nccl",)  # backends that run several collectives as one without a copy
 _ADDED_AS = {torch.int16: torch.int32}  # neither backend adds these

@@ -21,12 +21,13 @@ from torch import Tensor, fx
 from ..propagation.graph.nodes import bytes_of, is_view
 from ..propagation.graph.origins import computed_again
 from ..propagation.ops.collectives import convert, convert_group, kind_of
+from ..propagation.ops.kinds import WORTH_A_CALL
 from ..propagation.program.step import Step, returned_by
 from ..strategy.placement import Kind, Shard, placement_from_code
 from .assemble import members_late, operands_of, relayout_of
 from .functions import overdue
 from .instructions import Relayout
-from .issue import WORTH_A_CALL, may_become_its_sum
+from .issue import may_become_its_sum
 from .memory import overwriting
 from .written import written_in_place
 

@@ -258,10 +258,10 @@ def _group_samples(rank: int, processes: int, device: str, effort: Effort, folde
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     try:
         for size in group_sizes(processes):
-            group = dist.new_group(list(range(size)))
+            groups = [dist.new_group(list(range(i, i + size))) for i in range(0, processes - size + 1, size)]
             dist.barrier()
-            if rank < size:
-                yield from collectives(size, group, device, effort.payloads, effort.repeats)
+            if rank // size < len(groups):  # all groups at once, as those along an axis of a mesh are
+                yield from collectives(size, groups[rank // size], device, effort.payloads, effort.repeats)
         dist.barrier()
         yield from overlaps(device, effort.payloads, effort.repeats)
         dist.barrier()

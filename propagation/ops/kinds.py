@@ -22,6 +22,8 @@ from enum import Enum
 from ...strategy.cut import SliceWindow
 from ...strategy.placement import Kind, Placement, Shard, kind
 
+WORTH_A_CALL = 2**20  # bytes: copying that much into a buffer and out again takes as long as a call of gloo's
+
 
 class Payload(Enum):
     """Which bytes the payload of a collective is, on one rank."""
