@@ -58,7 +58,7 @@ class OperatorSample:
 def operator_samples(device: str, meet: Callable[[], Any], probes: Iterable[Workload]) -> Iterator[OperatorSample]:
     """What the calls of all `probes` took in this process. `meet` returns when all processes have called it."""
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         for probe in probes:
             model: Any = shard(probe.model(torch.float32, device), mesh={"one": 1})

@@ -64,8 +64,8 @@ class Lookups(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """The loss of `ids`, [N]."""
-        found = self.table(ids), self.values[ids], self.values.index_select(0, ids)
-        found = *found, self.values.gather(0, ids[:, None].expand(-1, self.values.shape[1]))
+        by_place = self.values.gather(0, ids[:, None].expand(-1, self.values.shape[1]))
+        found = self.table(ids), self.values[ids], self.values.index_select(0, ids), by_place
         loss: Tensor = sum((each.square().mean() for each in found), torch.zeros((), device=ids.device))
         return loss
 
@@ -76,14 +76,13 @@ class Products(nn.Module):
     def __init__(self, shapes: Sequence[tuple[int, int, int]]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(k, n, bias=i % 2 == 0) for i, (_, k, n) in enumerate(shapes))
-        self.rows = [m for m, _, _ in shapes]
+        self.shapes = shapes
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
         """The loss of `x`, a vector as long as the largest operand."""
         x, loss = x * self.scale, torch.zeros((), device=x.device)
-        for rows, layer in zip(self.rows, self.layers, strict=True):
-            inner = layer.in_features
+        for (rows, inner, _), layer in zip(self.shapes, self.layers, strict=True):
             y = x[: rows * inner].view(rows, inner)
             loss = loss + layer(y).square().mean()
             if rows * inner % 8 == 0 and rows <= 512 and inner <= 1024:
@@ -114,7 +113,8 @@ class GatedBlock(nn.Module):
         q, k = (part * angle.cos() + _turned(part) * angle.sin() for part in (q, k))
         x = x + self.out(self.attention(q, k, v).transpose(1, 2).reshape(x.shape))
         y = _normalized(x, self.scale2)
-        return (x + self.down(F.silu(self.gate(y)) * self.up(y))).square().mean()
+        loss: Tensor = (x + self.down(F.silu(self.gate(y)) * self.up(y))).square().mean()
+        return loss
 
 
 def _normalized(x: Tensor, scale: Tensor) -> Tensor:

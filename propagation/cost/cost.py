@@ -171,4 +171,5 @@ def operator_seconds(
         return np.asarray(profile.overhead + np.maximum(computing, moved / profile.memory_bandwidth))
     slower = profile.peak.float32 / profile.peak.of(dtype)
     least = np.maximum(computing, np.maximum(moved - CACHED, 0.0) / profile.memory_bandwidth)
-    return np.maximum(rates.seconds(np.asarray(flops) * slower, moved, written), least)
+    seconds: NDArray[np.float64] = np.maximum(rates.seconds(np.asarray(flops) * slower, moved, written), least)
+    return seconds

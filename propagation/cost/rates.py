@@ -54,7 +54,8 @@ class Rates(Figures):
         """The time of a call, or of several, that compute `flops` (of float32), and of which the tensors that they
         read and write have `moved` bytes, those that they write `written`."""
         features = features_of(flops, moved, written)
-        return sum((rate * feature for rate, feature in zip(self.numbers, features, strict=True)), np.float64(0.0))
+        seconds: Floats = np.tensordot(np.array(self.numbers), np.stack(features), axes=1)
+        return seconds
 
     @property
     def numbers(self) -> tuple[float, ...]:
@@ -65,7 +66,7 @@ class Rates(Figures):
     def of(cls, numbers: Any) -> Rates:
         """The rates with these numbers, in the order of `features_of`."""
         call, flop, *byte, mapped = map(float, numbers)
-        return cls(call=call, flop=flop, byte=tuple(byte), mapped=mapped)
+        return cls(call=call, flop=flop, byte=(byte[0], byte[1], byte[2]), mapped=mapped)
 
 
 def features_of(flops: ArrayLike, moved: ArrayLike, written: ArrayLike) -> tuple[Floats, ...]:

@@ -156,8 +156,8 @@ def _certificate(problem: SearchProblem, solution: Solution, program: LocalProgr
         given=solution.replayed,
         of_other_sizes=solution.of_other_sizes,
         inference=not problem.graph.differentiable,
-        ends=solution.ends and solution.ends.seconds,
-        ends_bound=solution.ends and solution.ends.bound,
+        ends=solution.ends.seconds if solution.ends else None,
+        ends_bound=solution.ends.bound if solution.ends else None,
     )
 
 

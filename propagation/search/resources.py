@@ -174,7 +174,7 @@ def _bounded(limited: Limited, part: _Part, rounds: int) -> _Part:
 
 def _halves(limited: Limited, part: _Part) -> list[_Part]:
     """The options of one vertex, about which the choices at the last prices differ most, in two parts."""
-    plans = np.array(part.plans or [[int(rows[0]) for rows in part.kept]])
+    plans = np.array(part.plans or [tuple(int(rows[0]) for rows in part.kept)])
     weights = np.array([float(np.ptp(use, axis=1).max()) for use in limited.uses])
     differ = np.array([len(set(column)) - 1 for column in plans.T.tolist()])
     open_ones = np.array([len(rows) > 1 for rows in part.kept])
