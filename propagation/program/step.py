@@ -70,7 +70,7 @@ def undo_views(graph: fx.Graph) -> None:
 
 def _undone(node: fx.Node) -> fx.Node | None:
     """What a view of views is of, if it has the shape and the strides of that again."""
-    inner: Any = node.args[0] if node.target in _TRANSPOSES | _RESHAPES else None
+    inner = node.args[0] if node.target in _TRANSPOSES | _RESHAPES else None
     if not isinstance(inner, fx.Node):
         return None
     if node.target in _TRANSPOSES:
