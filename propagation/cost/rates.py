@@ -71,7 +71,8 @@ class Rates(Figures):
 
 def features_of(flops: ArrayLike, moved: ArrayLike, written: ArrayLike) -> tuple[Floats, ...]:
     """What the numbers of Rates are multiplied by."""
-    work, moved, written = (np.asarray(each, dtype=np.float64) for each in (flops, moved, written))
+    figures = (np.asarray(each, dtype=np.float64) for each in (flops, moved, written))
+    work, moved, written = np.broadcast_arrays(*figures)
     beyond = (np.maximum(moved - knee, 0.0) for knee in KNEES)
     return (np.ones_like(moved), work, *beyond, np.where(written >= MAPPED, written, 0.0))
 

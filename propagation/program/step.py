@@ -75,8 +75,7 @@ def _undone(node: fx.Node) -> fx.Node | None:
         return None
     if node.target in _TRANSPOSES:
         again = inner.target is node.target and {*node.args[1:]} == {*inner.args[1:]}
-        before: fx.Node = inner.all_input_nodes[0]
-        return before if again else None
+        return inner.all_input_nodes[0] if again else None
     while inner.target in _RESHAPES:
         inner = inner.all_input_nodes[0]
         if (_shape(inner), inner.meta["val"].stride()) == (_shape(node), node.meta["val"].stride()):

@@ -22,6 +22,7 @@ from partway.fusion.program import make_program
 from partway.fusion.schedule import UNHEARD, Work, events_of, play, work_of
 from partway.propagation.cost.cost import collective_seconds, operator_seconds
 from partway.propagation.cost.profile import Together, profile_of
+from partway.propagation.cost.rates import OperatorRates, Rates
 from partway.propagation.ops.collectives import convert
 from partway.strategy import Mesh
 from partway.strategy.errors import StrategyError
@@ -161,6 +162,35 @@ def test_a_collective_takes_what_the_cost_model_says_of_its_payload(source, targ
     found = taken(graph_of(fn, (16,)))["convert"]
     assert (found.lane, found.kind, found.payload) == ("communication", kind, payload)
     assert found.seconds == pytest.approx(collective_seconds(Kind(kind), payload, MESH, ("dp",), H100))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "shape", "copied"),
+    [
+        ("S0", "R", (16, 8), []),  # what is received is the result
+        ("S1", "R", (16, 8), [4 * 64 * 8]),  # four pieces side by side
+        ("P", "S0", (16, 8), []),
+        ("P", "S1", (16, 8), [64 * 8]),
+        ("S1", "S0", (16, 8), [64 * 8]),
+        ("S0", "S1", (16, 8), [64 * 8]),
+        ("P", "R", (16, 8), []),
+    ],
+)
+def test_pieces_that_lie_side_by_side_are_copied(source, target, shape, copied):
+    def fn(x):
+        return convert(x, source, target, ["dp"], 4, 0)
+
+    rates = (OperatorRates(name="other", forward=Rates.of([0, 0, 1e-9, 0, 0, 0])),)
+    profile = H100.model_copy(update={"operators": rates})
+    graph = graph_of(fn, shape)
+    (node,) = graph.find_nodes(op="call_function", target=torch.ops.partway.convert.default)
+    alone, measured = (work_of(graph, MESH, each)[node] for each in (H100, profile))
+    assert alone.copying == 0
+    assert measured.copying == pytest.approx(sum(2e-9 * size for size in copied))
+    assert measured.seconds == pytest.approx(alone.seconds + measured.copying)
+    (operand,) = node.all_input_nodes
+    order = [(operand,), (node,)]
+    assert play(order, work_of(graph, MESH, profile))[1] == pytest.approx(measured.seconds)
 
 
 def test_conversions_without_other_ranks_are_operators_or_nothing():

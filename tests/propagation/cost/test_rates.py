@@ -34,6 +34,11 @@ def test_memory_that_is_mapped_costs_what_is_written_to_it():
     assert CALL.seconds(0, 2 * MAPPED, MAPPED) - CALL.seconds(0, 2 * MAPPED, 0) == pytest.approx(8e-9 * MAPPED)
 
 
+def test_one_number_stands_for_all_of_several_calls():
+    several = CALL.seconds(0, [1e3, 1e7], 0)
+    assert several.tolist() == [float(CALL.seconds(0, each, 0)) for each in (1e3, 1e7)]
+
+
 def test_no_work_makes_a_call_shorter():
     figures = np.random.default_rng(0).integers(0, 1 << 28, (3, 500))
     for more in np.eye(3, dtype=int) * 12345:
