@@ -1,13 +1,12 @@
 """The plan whose step is predicted to end first: what `shard(..., level=2)` asks for.
 
 A search minimises a sum, of what operators and collectives take. A step ends earlier, as far as collectives run while
-operators compute, and as far as they are sent in groups, which wait once. How far is known once the step is made and
-its schedule played. So plans are searched for at several prices of communication: of a second that bytes take, and of a
-second of waiting; the step of each is made and played, and the one that ends first is taken.
+operators compute, and as far as those of parameters are sent in groups, which wait once. How far is known once the step
+is made and its schedule played. So plans are searched for at several prices of a second of communication, in which the
+collectives of parameters wait for nothing; the step of each is made and played, and the one that ends first is taken.
 
 With computing C and communication M on lanes of their own a step ends after max(C, M), which is at least
-(C + p M) / (1 + p) for every price p. So each search proves a bound: what its optimum costs, over 1 + p. (It takes each
-collective by itself. Groups wait less, so that a step may end before the bound says; the bound is then the end.)
+(C + p M) / (1 + p) for every price p. So each of these searches proves a bound: what its optimum costs, over 1 + p.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from partway.propagation.cost.cost import Level
 from partway.propagation.search.problem import Settings
 from partway.propagation.search.solution import Ends
 
-# Of a second that bytes take and of one of waiting, in seconds of computing. The first is what a plan was searched for.
-PRICES = ((1.0, 1.0), (1.0, 0.1), (0.5, 0.05), (0.2, 0.02), (0.05, 0.05))
+PRICES = (1.0, 0.5, 0.2, 0.05)  # of a second of communication, in seconds of computing
 ROUNDING = 1 - 1e-9  # an end that is no earlier than that is the same
 
 
@@ -34,10 +32,9 @@ def earliest(draft: PlanDraft, around: Around[PlanDraft] = applied) -> PlanDraft
         return draft
     best, ends, bound = draft, _end_of(draft, around), 0.0
     seen = {draft.solution.choice}
-    for wire, waiting in PRICES:
-        same = wire == waiting == 1.0
-        tried = draft if same else run(SEARCHING, replace(draft, settings=_priced(draft, wire, waiting)), around)
-        bound = max(bound, tried.solution.bound / (1 + wire))
+    for price in PRICES:
+        tried = run(SEARCHING, replace(draft, settings=_priced(draft, price)), around)
+        bound = max(bound, tried.solution.bound / (1 + price))
         if tried.solution.choice in seen:
             continue
         seen.add(tried.solution.choice)
@@ -47,10 +44,11 @@ def earliest(draft: PlanDraft, around: Around[PlanDraft] = applied) -> PlanDraft
     return replace(best, solution=replace(best.solution, ends=Ends(ends, min(bound, ends))))
 
 
-def _priced(draft: PlanDraft, wire: float, waiting: float) -> Settings:
+def _priced(draft: PlanDraft, price: float) -> Settings:
+    """The settings of `draft` with this price of communication, and with parameters in groups."""
     weights = draft.settings.weights
-    priced = replace(weights, wire=wire * weights.wire, latency=waiting * weights.latency)
-    return replace(draft.settings, weights=priced)
+    priced = replace(weights, wire=price * weights.wire, latency=price * weights.latency)
+    return replace(draft.settings, weights=priced, grouped=True)
 
 
 def _end_of(draft: PlanDraft, around: Around[PlanDraft]) -> float:

@@ -73,6 +73,7 @@ class Settings:
     regather            whether the backward gathers again what the forward gathered of weights; None: as is best
     short               sizes of dims that may be split over more devices than they have elements, as a person did
     rules               the rows that people gave to operators
+    grouped             collectives of parameters are sent in groups, which wait once: each by itself waits for nothing
     """
 
     mesh: Mesh
@@ -92,6 +93,7 @@ class Settings:
     short: frozenset[int] = frozenset()
     on_unknown_op: Fallback = Fallback.WARN
     rules: Rows = field(default_factory=dict)
+    grouped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +269,9 @@ class TensorFacts:
         """
         tensor = tensor_of(v)
         in_parts = settings.shard_parameters is not None and v.node in self.parameters
+        weights = settings.weights
+        if settings.grouped and v.node in self.parameters:
+            weights = replace(weights, latency=0.0)
         return conversion_table(
             tuple(tensor.shape),
             tensor.element_size(),
@@ -274,7 +279,7 @@ class TensorFacts:
             v in self.flows,
             settings.mesh,
             settings.profile,
-            settings.weights,
+            weights,
             settings.stay_split and not (output or in_parts),
             bool(settings.regather) and v in self.weights,
             settings.short.intersection(tensor.shape),

@@ -55,3 +55,19 @@ def test_what_is_split_stays_split_but_outputs_and_parameters_kept_in_parts(lab)
 
     assert stay() == (True, True, False)
     assert stay(shard_parameters=0) == (False, True, False)
+
+
+def test_collectives_of_parameters_that_are_grouped_wait_for_nothing(lab):
+    layer, x = nn.Linear(8, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+
+    def waits(*, grouped):
+        problem = lab.problem_of(layer, (x,), lab.LINE, grouped=grouped)
+        named = {port.name: Value(port.node) for port in problem.graph.inputs}
+        return problem.settings.weights.latency, *(
+            problem.table(named[name]).weights.latency for name in ("weight", "bias", "input")
+        )
+
+    latency, *each = waits(grouped=False)
+    assert latency > 0
+    assert each == [latency, latency, latency]
+    assert waits(grouped=True) == (latency, 0, 0, latency)
