@@ -187,7 +187,7 @@ class _Lanes:
 
     def send(self, seconds: float) -> int:
         """A collective that takes `seconds` alone begins, or waits for the lane; its number."""
-        number = len(self.starts) + max(len(self.under_way) - 1, 0)
+        number = len(self.ends) + len(self.under_way)
         self.under_way.append((number, seconds))
         if len(self.under_way) == 1:
             self.starts[number] = self.clock
