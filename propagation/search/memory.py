@@ -229,7 +229,7 @@ def _cheapest(whole: KeepProblem, search: _Search, free: Solution) -> tuple[Poin
             with contextlib.suppress(DoesNotFitError):
                 own = _Search(whole.at(choice), search.limit, search.first).best(free)[0]
                 point = min(point, own, key=lambda p: p.cost)
-    return point, bound
+    return point, search.bound(free, point)
 
 
 def trade_offs(problem: SearchProblem, free: Solution) -> Iterator[Solution]:
@@ -283,11 +283,11 @@ class _Search:
         self.above = above
         stretches = np.array(self.problem.stretches)
         for parts in (stretches, self.problem.count - 1 - stretches, None):
-            if best.cost <= self._bound(free, best) * (1 + CLOSE):
+            if best.cost <= self.bound(free, best) * (1 + CLOSE):
                 break
             mixed = self._mixed(above, below, self._apart(above, below) if parts is None else parts)
             best = min([best, *mixed], key=lambda p: p.cost)
-        return best, self._bound(free, best)
+        return best, self.bound(free, best)
 
     def _bracket(self, free: Solution) -> tuple[Point, Point]:
         """A plan that does not fit, and one that does: a byte costs more and more, at the times when too many are
@@ -354,7 +354,7 @@ class _Search:
             parts[part] = number
         return parts
 
-    def _bound(self, free: Solution, point: Point) -> float:
+    def bound(self, free: Solution, point: Point) -> float:
         """What any plan that fits costs at least: beside what the search counts, others have to do with the room that
         `point` takes."""
         room = self.limit - (point.held - point.modelled)
