@@ -38,6 +38,7 @@ from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
 import partway as pw
+from partway.fusion.timeline import COMMUNICATION
 from partway.measure.calibrate import calibrate, threads_of
 from partway.runtime.record import record_timeline
 
@@ -76,10 +77,14 @@ def measured(case: Case, steps: int) -> dict[str, Any]:
             for i in range(1 + TIMED):
                 with record_timeline() as spans:
                     step(model, batch, optimizer)
-                for span in spans:
+                free = 0.0  # when the last collective was over: one that was issued before waits for it
+                for span in sorted(spans, key=lambda span: span.start + span.seconds):
+                    end = span.start + span.seconds
+                    begin = max(span.start, free) if span.lane == COMMUNICATION else span.start
+                    free = end if span.lane == COMMUNICATION else free
                     if i and (span.phase, span.name) in names:  # in the first step the timed functions are made
                         kind = kinds[names[span.phase, span.name]]
-                        kind[1] += span.seconds / TIMED
+                        kind[1] += (end - begin) / TIMED
                         kind[2] += 1 / TIMED
     return {
         "case": case.name, "predicted": schedule.seconds, "alone": schedule.computing + schedule.communicating,

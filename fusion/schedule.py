@@ -31,7 +31,7 @@ from ..propagation.cost.operators import LOOKUPS, rates_of
 from ..propagation.cost.profile import ALONE, DeviceProfile, Together
 from ..propagation.cost.rates import VIEW
 from ..propagation.graph.graph import Text
-from ..propagation.graph.nodes import is_pointwise, is_view
+from ..propagation.graph.nodes import is_pointwise, is_view, operands
 from ..propagation.ops.collectives import convert, convert_group, kind_of
 from ..propagation.ops.kinds import WORTH_A_CALL, payload_bytes
 from ..propagation.program.segments import Like, pieces_of
@@ -394,7 +394,7 @@ class Meter:
 
     def _counted(self, node: fx.Node) -> int:
         """The floating-point operations of matrix products, convolutions and attention; 0 of all others."""
-        if len(node.all_input_nodes) < 2 or is_pointwise(node.target):
+        if len(operands(node)) < 2 or is_pointwise(node.target):
             return 0
         shapes = tuple((tuple(t.shape), t.dtype) for o in node.all_input_nodes for t in _tensors(self.values[o]))
         key = node.target, shapes, repr(fx.node.map_arg((node.args, node.kwargs), lambda _: None))

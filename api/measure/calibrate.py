@@ -3,8 +3,7 @@
 Every process stands for one device. All of them compute at once, as they do in training, so that what they share
 (cores, memory, links) is shared in the figures too. Each collective comes after some computation, as it does in
 training: processes that only wait for each other are much faster, because none has to be woken and all arrive at once.
-A collective's time is the mean of some repeats but for the longest: short ones take now much and now little, and a step
-has many. Then one least-squares fit of relative errors gives the launch, the latency of a step of each kind, and
+Then one least-squares fit of relative errors gives the launch, the latency of a step of each kind, and
 bandwidths by group size:
 
     seconds = launch + steps(kind, n) * latency[kind] + payload / bandwidth[kind, n]
@@ -43,8 +42,9 @@ from partway.measure.collectives import (
     collectives,
     fit,
     group_sizes,
+    groups_of,
     overlaps,
-    slowest,
+    over_ranks,
     together,
 )
 from partway.measure.operators import (
@@ -184,7 +184,7 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
     ranks = _measure(processes, device, effort)
     speed = _mean([DeviceSpeed(**rank["speed"]) for rank in ranks])
     beside = [Overlap(**overlap) for rank in ranks for overlap in rank["overlaps"]]
-    samples = slowest([[Sample(**{**s, "kind": Kind(s["kind"])}) for s in rank["samples"]] for rank in ranks])
+    samples = over_ranks([[Sample(**{**s, "kind": Kind(s["kind"])}) for s in rank["samples"]] for rank in ranks])
     fitted = fit(samples) if samples else None
     operators = tuple(OperatorSample(**sample) for rank in ranks for sample in rank["operators"])
     levels = (_level(fitted, processes, device),) if fitted else _unmeasured(device)
@@ -258,10 +258,12 @@ def _group_samples(rank: int, processes: int, device: str, effort: Effort, folde
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     try:
         for size in group_sizes(processes):
-            groups = [dist.new_group(list(range(i, i + size))) for i in range(0, processes - size + 1, size)]
+            families = [[group for group in family if rank in group] for family in groups_of(size, processes)]
+            made = {ranks: dist.new_group(list(ranks)) for family in groups_of(size, processes) for ranks in family}
             dist.barrier()
-            if rank // size < len(groups):  # all groups at once, as those along an axis of a mesh are
-                yield from collectives(size, groups[rank // size], device, effort.payloads, effort.repeats)
+            if all(families):  # all groups at once, as those along an axis of a mesh are
+                mine = [made[ranks] for (ranks,) in families]
+                yield from collectives(size, mine, device, effort.payloads, effort.repeats)
         dist.barrier()
         yield from overlaps(device, effort.payloads, effort.repeats)
         dist.barrier()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-LONGEST = 10  # one in so many is left out of a mean
+LONGEST = 20  # one in so many is left out of a mean
 
 
 def seconds_of(
@@ -17,22 +17,26 @@ def seconds_of(
     device: str,
     repeats: int,
     ready: Callable[[], Any] = lambda: None,
-    middle: Callable[[Sequence[float]], float] = statistics.median,
 ) -> float:
-    """The `middle` of the times of `run`, after two calls to warm up; `ready` comes before each."""
+    """The median of the times of `run`, after two calls to warm up; `ready` comes before each."""
     times = []
     for _ in range(repeats + 2):
         ready()
-        wait_for(device)
-        start = time.perf_counter()
-        run()
-        wait_for(device)
-        times.append(time.perf_counter() - start)
-    return middle(times[2:])
+        times.append(seconds_of_one(run, device))
+    return statistics.median(times[2:])
+
+
+def seconds_of_one(run: Callable[[], Any], device: str) -> float:
+    """The time of one call, once the device has finished what it was given before."""
+    wait_for(device)
+    start = time.perf_counter()
+    run()
+    wait_for(device)
+    return time.perf_counter() - start
 
 
 def mean_but_longest(times: Sequence[float]) -> float:
-    """The mean of `times` without the longest tenth."""
+    """The mean of `times` without the longest twentieth."""
     return statistics.fmean(sorted(times)[: len(times) - len(times) // LONGEST])
 
 

@@ -1,14 +1,19 @@
 """How long collectives take, alone and while operators run: measured among processes, and fitted to a few numbers.
 
 Each comes after some computation, as it does in training: processes that only wait for each other are much faster,
-because none has to be woken and all arrive at once.
+because none has to be woken and all arrive at once. What counts is what it adds to the time of the computation alone.
+So waiting for the slowest is part of it, but not what ranks that share a core compute meanwhile. Short ones take now
+half a millisecond and now a tick of the scheduler, and a step has many: the mean counts, over all ranks and many
+repeats. Payloads take turns, so that a disturbance meets all of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -19,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partway.measure.clock import mean_but_longest, seconds_of, wait_for
+from partway.measure.clock import mean_but_longest, seconds_of, seconds_of_one, wait_for
 from partway.measure.operators import nonnegative
 from partway.propagation.cost.cost import steps
 from partway.propagation.cost.profile import ALONE, ByKind, Together
@@ -28,15 +33,17 @@ from partway.strategy.placement import Kind
 
 KINDS = tuple(Kind(field.name) for field in fields(ByKind))
 MB = 1 << 20
-SMALL, SMALL_REPEATS = MB // 4, 4  # a payload, and how often smaller ones are repeated, which vary most
-STRETCH = 512  # rows and columns of the matrices that are multiplied before a collective
+SMALL, SMALL_REPEATS = 2 * MB, 10  # a payload, and how often smaller ones are repeated, which vary most
+STRETCH, STRETCHES = 512, 1  # rows and columns of the matrices of the products before a collective, and how many
 LARGE, BESIDE = 4 * MB, 3.0  # a payload, and how much longer what runs beside it takes
+WARM = 2  # turns that do not count
+LEAST = 1e-6  # seconds of a collective
 SLOWEST = 0.05  # the least share of what a lane does alone
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One collective over `size` ranks and the seconds that it took; `payload` is that of `wire_bytes`."""
+    """One collective over `size` ranks and the seconds that it adds; `payload` is that of `wire_bytes`."""
 
     kind: Kind
     size: int
@@ -77,21 +84,58 @@ def group_sizes(processes: int) -> tuple[int, ...]:
     return (*powers, processes) if processes > 1 else ()
 
 
-def collectives(size: int, group: Any, device: str, payloads: Sequence[int], repeats: int) -> Iterator[Sample]:
-    """What each kind takes among the `size` ranks of `group`, of which this is one, by payload."""
-    a = torch.ones(STRETCH, STRETCH, device=device)
+def groups_of(size: int, processes: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """The groups of `size` ranks that the axes of a mesh have: neighbours, and, if they divide `processes`, those that
+    are as far apart as possible."""
+    near = tuple(tuple(range(i, i + size)) for i in range(0, processes - size + 1, size))
+    apart = processes // size
+    far = tuple(tuple(range(i, processes, apart)) for i in range(apart))
+    return (near,) if processes % size or near == far else (near, far)
 
-    def ready() -> None:
-        dist.barrier(group=group)
-        torch.mm(a, a)
 
+def collectives(
+    size: int, groups: Sequence[Any], device: str, payloads: Sequence[int], repeats: int
+) -> Iterator[Sample]:
+    """What each kind takes among the `size` ranks of `groups`, which have this rank in common, by payload. The groups
+    take turns, as the axes of a mesh do."""
+    counts = [math.ceil(payload / 4 / size) * size for payload in payloads]
+    dist.barrier(group=groups[0])
+    alone = _in_turns({n: partial(_computed, n, device) for c in counts for n in (c, c // size)}, device, repeats)
+    turn = itertools.cycle(groups)
     for kind in KINDS:
-        for payload in payloads:
-            count = math.ceil(payload / 4 / size) * size
-            run = _collective(kind, count, size, group, device)
-            often = repeats * (SMALL_REPEATS if payload < SMALL else 1)
-            seconds = seconds_of(run, device, often, ready, mean_but_longest)
-            yield Sample(kind, size, 4 * count, seconds)
+        given = {count: count // size if kind is Kind.ALL_GATHER else count for count in counts}
+        dist.barrier(group=groups[0])
+        both = _in_turns(
+            {count: partial(_communicated, CALLS[kind], given[count], size, turn, device) for count in counts},
+            device, repeats,
+        )  # fmt: skip
+        for count in counts:
+            yield Sample(kind, size, 4 * count, max(both[count] - alone[given[count]], LEAST))
+
+
+def _in_turns(runs: Mapping[int, Callable[[], Any]], device: str, repeats: int) -> dict[int, float]:
+    """What each of `runs` takes, by how many numbers it has; those of few run more often."""
+    times: dict[int, list[float]] = {count: [] for count in runs}
+    for turn in range(WARM + repeats * SMALL_REPEATS):
+        for count, run in runs.items():
+            if 4 * count < SMALL or turn < WARM + repeats:
+                times[count].append(seconds_of_one(run, device))
+    return {count: mean_but_longest(seconds[WARM:]) for count, seconds in times.items()}
+
+
+def _communicated(
+    call: Callable[[Tensor, int, Any], Any], count: int, size: int, groups: Iterator[Any], device: str
+) -> None:
+    call(_computed(count, device), size, next(groups))
+
+
+def _computed(count: int, device: str) -> Tensor:
+    """`count` numbers that a product has just left in memory, after several others."""
+    a = torch.ones(STRETCH, STRETCH, device=device)
+    for _ in range(STRETCHES):
+        torch.mm(a, a)
+    inner = STRETCH if 4 * count < SMALL else STRETCH // 8
+    return torch.mm(a[:, :inner], a.new_ones(inner, math.ceil(count / STRETCH))).view(-1)[:count]
 
 
 def overlaps(device: str, payloads: Sequence[int], repeats: int) -> Iterator[Overlap]:
@@ -133,28 +177,23 @@ def together(overlaps: Sequence[Overlap]) -> Together:
     return Together(computing=min(1.0, max(SLOWEST, 1.0 - lost)), communicating=min(1.0, max(SLOWEST, kept)))
 
 
-def _collective(kind: Kind, count: int, size: int, group: Any, device: str) -> Callable[[], Any]:
-    """A call of one collective whose payload is `count` float32 numbers."""
-    whole, other, part = (torch.zeros(n, device=device) for n in (count, count, count // size))
-    return partial(CALLS[kind], whole, other, part, group)
-
-
-CALLS: Mapping[Kind, Callable[[Tensor, Tensor, Tensor, Any], Any]] = {
-    Kind.ALL_REDUCE: lambda whole, other, part, group: dist.all_reduce(whole, group=group),
-    Kind.ALL_GATHER: lambda whole, other, part, group: all_gather(whole, part, group=group),
-    Kind.REDUCE_SCATTER: lambda whole, other, part, group: reduce_scatter(part, whole, group=group),
-    Kind.ALL_TO_ALL: lambda whole, other, part, group: dist.all_to_all_single(other, whole, group=group),
+CALLS: Mapping[Kind, Callable[[Tensor, int, Any], Any]] = {
+    Kind.ALL_REDUCE: lambda given, size, group: dist.all_reduce(given, group=group),
+    Kind.ALL_GATHER: lambda given, size, group: all_gather(given.new_empty(given.numel() * size), given, group=group),
+    Kind.REDUCE_SCATTER: lambda given, size, group: reduce_scatter(
+        given.new_empty(given.numel() // size), given, group=group
+    ),
+    Kind.ALL_TO_ALL: lambda given, size, group: dist.all_to_all_single(torch.empty_like(given), given, group=group),
 }
-"""For each kind with figures of its own a call, of two whole values and one rank's part, on a group."""
+"""For each kind with figures of its own a call, of what a rank gives to a group of some size."""
 
 
-def slowest(ranks: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
-    """Each sample from the rank that waited longest."""
-    found: dict[tuple[Kind, int, int], Sample] = {}
+def over_ranks(ranks: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
+    """Each sample with the mean of the ranks: who comes first waits for as long as who comes last computes more."""
+    found: dict[tuple[Kind, int, int], list[float]] = defaultdict(list)
     for sample in (sample for samples in ranks for sample in samples):
-        key = sample.kind, sample.size, sample.payload
-        found[key] = max(sample, found.get(key, sample), key=lambda s: s.seconds)
-    return tuple(found.values())
+        found[sample.kind, sample.size, sample.payload].append(sample.seconds)
+    return tuple(Sample(*key, statistics.fmean(seconds)) for key, seconds in found.items())
 
 
 # -- Fitting ---------------------------------------------------------------------------------------------------------

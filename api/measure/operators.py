@@ -12,7 +12,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,9 +31,11 @@ from partway.sharding import shard
 
 WARM, STEPS = 2, 5  # steps of a probe before those that are timed, and these
 SHORT = 1e-6  # seconds: of what is shorter the difference counts, of the rest the ratio
-FAR, ROUNDS = 2, 4  # times a knee; fits of which each knows by the last one what a call takes
+FAR, ROUNDS = 2, 12  # times a knee; fits of which each knows by those before what a call takes
 RIDGE = 1e-5  # what keeps unknowns small that nothing tells apart
 FORWARD, BACKWARD = "forward", "backward"
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +74,18 @@ def operator_samples(device: str, meet: Callable[[], Any], probes: Iterable[Work
                         model(*batch).backward()
                     if step >= WARM:
                         runs.append({(span.phase, span.name): span.seconds for span in spans if span.lane == COMPUTE})
-            seconds = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-            yield from _samples(model.program, seconds)
+            yield from _samples(model.program, usual_seconds(runs))
     finally:
         dist.destroy_process_group()
+
+
+def usual_seconds(runs: Sequence[Mapping[K, float]]) -> dict[K, float]:
+    """What each call takes by the times of several steps: its median, as much longer as a whole step is than the
+    medians of its calls. Where processes take turns on a core, a few calls wait for a turn in each step, now these and
+    now those."""
+    seconds = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    longer = statistics.median(sum(run.values()) for run in runs) / sum(seconds.values())
+    return {key: each * longer for key, each in seconds.items()}
 
 
 def _samples(program: Program, seconds: Mapping[tuple[str, str], float]) -> Iterator[OperatorSample]:
@@ -138,8 +148,9 @@ def fitted_seconds(operators: Sequence[OperatorRates], sample: OperatorSample) -
 
 
 def _rates(samples: Sequence[OperatorSample]) -> Rates:
-    """The rates of calls that are alike, with the least squares of relative errors. Each order of magnitude counts as
-    much as another. What a byte costs beyond a knee is told by calls far beyond it only."""
+    """The rates of calls that are alike, with the least squares of errors relative to what is fitted, so that sums come
+    out right, neither above nor below (a gamma regression: McCullagh & Nelder, "Generalized Linear Models", 1989). Each
+    order of magnitude counts as much as another. What a byte costs beyond a knee is told by calls far beyond it only."""
     flops, moved, written, seconds = np.array([(s.flops, s.moved, s.written, s.seconds) for s in samples]).T
     matrix = np.stack(features_of(flops, moved, written), axis=1)
     for i, knee in enumerate(KNEES):
@@ -151,7 +162,7 @@ def _rates(samples: Sequence[OperatorSample]) -> Rates:
     for _ in range(ROUNDS):
         weights = shares / middle
         numbers = nonnegative(matrix * weights[:, None], seconds * weights)
-        middle = np.sqrt((matrix @ numbers + SHORT) * (seconds + SHORT))  # sums come out right, neither above nor below
+        middle = np.sqrt(middle * (matrix @ numbers + SHORT))
     return Rates.of(numbers)
 
 

@@ -117,6 +117,21 @@ class GatedBlock(nn.Module):
         return loss
 
 
+class Attentions(nn.Module):
+    """Attention of all to all, and of each to those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss of `x`, [batch, heads, tokens, width]."""
+        x, loss = x * self.scale, torch.zeros((), device=x.device)
+        for causal in (False, True):
+            loss = loss + F.scaled_dot_product_attention(x, x, x, is_causal=causal).square().mean()
+        return loss
+
+
 def _normalized(x: Tensor, scale: Tensor) -> Tensor:
     return scale * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
@@ -210,12 +225,15 @@ def _of_layers(quick: bool) -> Iterator[Workload]:
         yield _of("lookups", partial(Lookups, rows, width), partial(torch.randint, rows), (count,))
     for width, heads, batch, tokens in ((128, 4, 2, 64), (512, 8, 2, 256), *unless((768, 12, 4, 256))):
         yield _of("gated", partial(GatedBlock, width, heads), torch.rand, (batch, tokens, width))
+    for shape in ((8, 3, 50, 64), (4, 8, 128, 64), (2, 4, 256, 32), (1, 2, 1024, 64), *unless((1, 8, 2048, 64))):
+        yield _of("attentions", Attentions, torch.rand, shape)
     more = unless((128, 768, 50000, 2), (512, 512, 4000, 4))
     for tokens, width, vocabulary, batch in ((64, 128, 1000, 2), (256, 256, 16000, 2), *more):
         yield gpt2(1, tokens, width, vocabulary, each=batch)
     for channels, pixels, batch in ((16, 16, 2), (32, 64, 2), *unless((64, 96, 4))):
         yield _of("convolutions", partial(Convolutions, channels), torch.randn, (batch, 3, pixels, pixels))
-    for channels, pixels, batch in ((32, 32, 2), (128, 64, 2), (512, 16, 4), *unless((512, 32, 4), (256, 128, 2))):
+    more = unless((512, 32, 4), (256, 128, 2), (256, 28, 4))
+    for channels, pixels, batch in ((32, 32, 2), (128, 64, 2), (512, 16, 4), (512, 12, 4), (64, 12, 2), *more):
         for own in (False, True):
             yield _of("bottlenecks", partial(Bottlenecks, channels), torch.randn, (batch, 3, pixels, pixels), own)
     for width, pixels, batch in ((8, 32, 2), *unless((24, 96, 2))):
