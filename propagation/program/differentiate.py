@@ -29,6 +29,7 @@ from .segments import Like, Piece, pieces_of
 from .step import Step, calls_of, is_port, returned_by, undo_views
 
 _add = torch.ops.aten.add.Tensor
+_FILLS = (torch.ops.aten.masked_fill_.Scalar, torch.ops.aten.masked_fill_.Tensor)  # of the dtype that they write to
 T = TypeVar("T")
 _Renumbered = Mapping[int, int] | Sequence[int]  # from the tag of a conversion, or a region, to that of its copy
 
@@ -226,8 +227,11 @@ def _views_in_place(node: fx.Node) -> bool:
 
 
 def _computes_in_place(node: fx.Node) -> bool:
-    """Whether an operator computes in place what it would compute out of place, as RMSNorm adds its eps."""
+    """Whether an operator computes in place what it would compute out of place, as RMSNorm adds its eps and the
+    gradient of a maximum is zero elsewhere."""
     op: Any = node.target
+    if op in _FILLS:
+        return True
     if not schema_of(op).name.endswith("_") or torch.Tag.pointwise not in op.tags:
         return False
     return len({operand.meta["val"].dtype for operand in node.all_input_nodes}) == 1

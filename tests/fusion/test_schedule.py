@@ -125,6 +125,8 @@ def test_a_matrix_product_takes_its_flops_and_an_elementwise_operator_its_bytes(
     size = 4096 * 4096 * 4
     assert found["mm"].seconds == operator_seconds(2 * 4096**3, 3 * size, torch.float32, H100)
     assert found["relu"].seconds == operator_seconds(0, 2 * size, torch.float32, H100)
+    squared = taken(graph_of(lambda x: x @ x, (4096, 4096)))
+    assert squared["mm"].seconds == operator_seconds(2 * 4096**3, 2 * size, torch.float32, H100)
 
 
 def test_views_take_nothing_what_is_expanded_counts_once_and_of_a_table_what_is_looked_up():

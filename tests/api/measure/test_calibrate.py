@@ -14,7 +14,18 @@ import partway as pw
 from partway.cli import app
 from partway.measure import calibrate as module
 from partway.measure.calibrate import calibrate
-from partway.measure.collectives import CALLS, KINDS, Fit, Overlap, Sample, fit, group_sizes, together
+from partway.measure.collectives import (
+    CALLS,
+    KINDS,
+    Fit,
+    Overlap,
+    Sample,
+    fit,
+    group_sizes,
+    groups_of,
+    over_ranks,
+    together,
+)
 from partway.propagation.cost.cost import collective_seconds, steps
 from partway.propagation.cost.profile import ALONE, DeviceProfile, Together, profile_of
 from partway.strategy import Mesh, RuntimeStateError, StrategyError
@@ -90,6 +101,19 @@ def test_where_more_bytes_take_no_longer_the_largest_payload_gives_the_bandwidth
 @pytest.mark.parametrize(("processes", "sizes"), [(1, ()), (2, (2,)), (3, (2, 3)), (4, (2, 4)), (6, (2, 4, 6))])
 def test_the_groups_are_the_powers_of_two_and_the_whole(processes: int, sizes: tuple[int, ...]) -> None:
     assert group_sizes(processes) == sizes
+
+
+def test_the_groups_of_a_size_are_those_along_the_axes_of_a_mesh() -> None:
+    assert groups_of(2, 4) == (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    assert groups_of(4, 4) == (((0, 1, 2, 3),),)
+    assert groups_of(2, 3) == (((0, 1),),)  # the third is in none
+    assert groups_of(3, 6) == (((0, 1, 2), (3, 4, 5)), ((0, 2, 4), (1, 3, 5)))
+
+
+def test_a_collective_takes_what_its_ranks_take_on_average() -> None:
+    first, last = Sample(Kind.ALL_GATHER, 2, 1024, 3e-3), Sample(Kind.ALL_GATHER, 2, 1024, 1e-3)
+    other = Sample(Kind.ALL_REDUCE, 2, 1024, 5e-3)
+    assert over_ranks([[first, other], [last]]) == (Sample(Kind.ALL_GATHER, 2, 1024, 2e-3), other)
 
 
 def test_what_runs_together_is_slowed_down_by_as_much_as_was_lost() -> None:

@@ -14,6 +14,7 @@ from partway.measure.operators import (
     fitted_seconds,
     nonnegative,
     operator_samples,
+    usual_seconds,
 )
 from partway.measure.probes import Functions, probes
 from partway.measure.workloads import Workload
@@ -49,6 +50,17 @@ def test_what_bytes_cost_beyond_a_knee_is_not_guessed_from_a_little_beyond() -> 
     few = OperatorSample("aten.mm.default", "other", FORWARD, 0, (1 << 20) + 8, 0, 1.0)  # one that was disturbed
     (found, *_) = fit_operators([*samples, few])
     assert found.forward.byte[1:] == (0, 0)
+
+
+def test_what_takes_now_little_and_now_much_is_fitted_so_that_sums_come_out_right() -> None:
+    measured = [OperatorSample("aten.view.default", "view", FORWARD, 0, 0, 0, s) for s in (2e-6, 2e-6, 2e-6, 34e-6)]
+    (found, *_) = fit_operators([*measured, *(sample(0, n, "other") for n in SIZES)])
+    assert found.forward.call == pytest.approx(10e-6, rel=1e-3)
+
+
+def test_calls_are_as_much_longer_as_whole_steps_are() -> None:
+    turns = [{"a": 3.0 if i == 0 else 1.0, "b": 3.0 if i == 1 else 1.0, "c": 3.0 if i > 1 else 1.0} for i in range(3)]
+    assert usual_seconds(turns) == {"a": 5 / 3, "b": 5 / 3, "c": 5 / 3}  # each waits once in three steps, each step once
 
 
 @pytest.mark.parametrize("seed", range(20))

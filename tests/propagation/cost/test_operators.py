@@ -18,7 +18,7 @@ def named(target, *arguments, **shapes):
     return name_of_call(node, lambda operand: shapes[operand.name])
 
 
-def convolution(weight, *, transposed=False, groups=1):
+def convolution(weight, *, transposed=False, groups=1, plane=(8, 8)):
     return named(
         aten.convolution.default,
         A,
@@ -30,7 +30,7 @@ def convolution(weight, *, transposed=False, groups=1):
         transposed,
         [0, 0],
         groups,
-        a=(2, 3, 8, 8),
+        a=(2, 3, *plane),
         b=weight,
     )
 
@@ -46,6 +46,31 @@ def test_a_convolution_has_the_rates_of_its_kind():
         a=(2, 16, 8, 8), b=(2, 16, 8, 8), c=(16, 16, 1, 1),
     )  # fmt: skip
     assert backward == "aten.convolution_backward.default of pixels"
+
+
+@pytest.mark.parametrize(
+    ("plane", "where"),
+    [
+        ((8, 8), ""), ((1, 1), ""), ((4, 4), ""), ((7, 7), " in odd planes"), ((3, 3), " in small planes"),
+        ((15, 1), " in small planes"),
+    ],
+)  # fmt: skip
+def test_a_convolution_of_pixels_has_the_rates_of_planes_of_its_size(plane, where):
+    assert convolution((16, 16, 1, 1), plane=plane) == f"aten.convolution.default of pixels{where}"
+    assert convolution((16, 16, 3, 3), plane=plane) == "aten.convolution.default"
+
+
+def test_causal_attention_has_rates_of_its_own():
+    attend, back = (getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{end}").default for end in ("", "_backward"))
+    for causal, kind in ((False, ""), (True, " causal")):
+        assert named(attend, A, A, A, 0.0, causal) == f"{attend}{kind}"
+        assert named(back, A, A, A, A, A, B, 0.0, causal) == f"{back}{kind}"
+    assert named(attend, A, A, A) == str(attend)
+
+
+def test_a_batch_norm_of_one_part_has_the_rates_of_those_of_several():
+    norm = named(aten._native_batch_norm_legit_functional.default, A, B, B, C, C, True, 0.1, 1e-5)
+    assert norm == "partway.part_norm.default"
 
 
 @pytest.mark.parametrize(("columns", "odd"), [(64, False), (50257, True), (7, False)])
