@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ..propagation.ops.collectives import convert, convert_group, kind_of
@@ -89,17 +90,20 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 class _Constants:
-    """What a text refers to by name: operators, and arguments that have no text of their own."""
+    """What a text refers to by name: operators, and arguments that have no text of their own. Infinities and devices
+    have one name each: how many objects of them there are is another thing for a graph that was read from disk, and the
+    text has to be the same on every rank."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
-        self._names: dict[int, str] = {}
+        self._names: dict[Hashable, str] = {}
 
     def name(self, value: Any) -> str:
-        if id(value) not in self._names:
-            self._names[id(value)] = name = f"k{len(self.values)}"
+        key = repr(value) if isinstance(value, float | torch.device) else id(value)
+        if key not in self._names:
+            self._names[key] = name = f"k{len(self.values)}"
             self.values[name] = value
-        return self._names[id(value)]
+        return self._names[key]
 
 
 def _written(

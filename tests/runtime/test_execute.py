@@ -400,3 +400,21 @@ def test_a_worker_without_processes_is_told_to_start_them():
         Worker(Mesh({"x": 2}))
     with pytest.raises(RuntimeStateError, match=r"there is no process group; call init\(\)"):
         process_group(Mesh({"dp": 2, "tp": 2}), ("dp", "tp"))
+
+
+def test_a_code_is_the_same_on_ranks_that_have_planned_it_and_on_those_that_have_read_it_from_disk():
+    """Where each infinity and each device may be an object of its own, or one for all."""
+    infinities = [float("-inf"), float("-inf")], [float("-inf")] * 2
+    devices = [torch.device("cpu"), torch.device("cpu")], [torch.device("cpu")] * 2
+    codes = []
+    for values, places in zip(infinities, devices, strict=True):
+        graph = fx.Graph()
+        nodes = [
+            graph.call_function(torch.ops.aten.scalar_tensor.default, (value,), {"device": device})
+            for value, device in zip(values, places, strict=True)
+        ]
+        graph.output(tuple(nodes))
+        codes.append(assemble_code(fx.GraphModule(torch.nn.Module(), graph), "forward"))
+    first, second = codes
+    assert first.identity == second.identity
+    assert list(first.constants.values()) == [torch.ops.aten.scalar_tensor.default, -math.inf, torch.device("cpu")]
