@@ -125,6 +125,8 @@ def _start(best: Best) -> float:
             return messages.bound
         if sweep % EVERY == 0 or sweep == 2 * EVERY - 1:
             best.offer(messages.settle())
+    if best.upper <= 0.0:  # no cost is negative, so that no choice costs less
+        return messages.bound
     capped = Costs(
         tuple(np.minimum(own, best.upper) for own in best.costs.unary),
         {ends: np.minimum(table, best.upper) for ends, table in best.costs.pairs.items()},

@@ -20,7 +20,7 @@ from .network import Costs
 from .solution import Solution
 
 TABLE_LIMIT = 2**28  # sums that one step of the elimination looks at
-MUCH_WORK = 1.2e9  # sums of an elimination above which options are left out first
+MUCH_WORK = 3e9  # sums of an elimination, some 6 s of them, above which options are left out first
 MANY_ENTRIES = 2**27  # of all tables together, which stay until the options are read off: 1 GB
 SMALL_TABLES = (2**24, 2**21, 2**18, 2**15, 2**12)  # limits where all tables together are far too much
 SLAB = 2**17  # of them at a time: 1 MiB
@@ -76,7 +76,7 @@ class EliminationOrder:
     @property
     def too_much(self) -> bool:
         """Whether it is too much work for its tables to be computed, or too much memory for them to be kept."""
-        return self.work > 10 * MUCH_WORK or self.entries > MANY_ENTRIES
+        return self.work > 4 * MUCH_WORK or self.entries > MANY_ENTRIES
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,11 @@ def test_the_optimum_is_found_and_proven(costs):
     assert sorted(best.plans) == best.plans
 
 
+def test_a_choice_that_costs_nothing_ends_the_search():
+    best = Best(Costs((np.array([8.0, 6.0, 0.0]),), {}), math.inf)  # of whole numbers the next one would be below 0
+    assert branched(best) == best.cost == 0.0
+
+
 @examples(100)
 @given(random_costs(forbidden=False, fractions=True))
 def test_without_time_the_bound_is_still_one(costs):
