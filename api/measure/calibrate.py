@@ -43,8 +43,8 @@ from partway.measure.collectives import (
     fit,
     group_sizes,
     groups_of,
-    overlaps,
     over_ranks,
+    overlaps,
     together,
 )
 from partway.measure.operators import (

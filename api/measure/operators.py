@@ -150,7 +150,8 @@ def fitted_seconds(operators: Sequence[OperatorRates], sample: OperatorSample) -
 def _rates(samples: Sequence[OperatorSample]) -> Rates:
     """The rates of calls that are alike, with the least squares of errors relative to what is fitted, so that sums come
     out right, neither above nor below (a gamma regression: McCullagh & Nelder, "Generalized Linear Models", 1989). Each
-    order of magnitude counts as much as another. What a byte costs beyond a knee is told by calls far beyond it only."""
+    order of magnitude counts as much as another. What a byte costs beyond a knee is told by calls far beyond it
+    only."""
     flops, moved, written, seconds = np.array([(s.flops, s.moved, s.written, s.seconds) for s in samples]).T
     matrix = np.stack(features_of(flops, moved, written), axis=1)
     for i, knee in enumerate(KNEES):

@@ -232,8 +232,8 @@ def _of_layers(quick: bool) -> Iterator[Workload]:
         yield gpt2(1, tokens, width, vocabulary, each=batch)
     for channels, pixels, batch in ((16, 16, 2), (32, 64, 2), *unless((64, 96, 4))):
         yield _of("convolutions", partial(Convolutions, channels), torch.randn, (batch, 3, pixels, pixels))
-    more = unless((512, 32, 4), (256, 128, 2), (256, 28, 4))
-    for channels, pixels, batch in ((32, 32, 2), (128, 64, 2), (512, 16, 4), (512, 12, 4), (64, 12, 2), *more):
+    larger = unless((512, 32, 4), (256, 128, 2), (256, 28, 4))
+    for channels, pixels, batch in ((32, 32, 2), (128, 64, 2), (512, 16, 4), (512, 12, 4), (64, 12, 2), *larger):
         for own in (False, True):
             yield _of("bottlenecks", partial(Bottlenecks, channels), torch.randn, (batch, 3, pixels, pixels), own)
     for width, pixels, batch in ((8, 32, 2), *unless((24, 96, 2))):

@@ -15,7 +15,9 @@ from .rates import OTHER, POINTWISE, VIEW, OperatorRates
 
 _aten = torch.ops.aten
 _WEIGHT: Mapping[Any, int] = {_aten.convolution.default: 1, _aten.convolution_backward.default: 2}  # where it is
-_SAME: Mapping[str, str] = {  # one part of a batch by PyTorch's BatchNorm, or by an operator that calls it for each part
+_SAME: Mapping[
+    str, str
+] = {  # one part of a batch by PyTorch's BatchNorm, or by an operator that calls it for each part
     "aten._native_batch_norm_legit_functional.default": "partway.part_norm.default",
     "aten.native_batch_norm_backward.default": "partway.part_norm_backward.default",
 }
@@ -36,9 +38,9 @@ def kind_of_call(node: fx.Node) -> str:
 
 
 def name_of_call(node: fx.Node, shape: Shape = lambda node: tensor_of(source_of(node)).shape) -> str:
-    """The name of the rates that a call has: that of its operator, and of a convolution, a product or attention its kind
-    too, as each kind is computed in another way: a convolution of pixels (1x1) with images of 9 pixels took 6 times what its
-    operations take elsewhere, of 36 or 49 pixels 1.4 times. `shape`: of the tensor of an operand."""
+    """The name of the rates that a call has: that of its operator, and of a convolution, a product or attention its
+    kind too, as each kind is computed in another way. (A convolution of pixels, 1x1, with images of 9 pixels took 6
+    times what its operations take elsewhere, of 36 or 49 pixels 1.4 times.) `shape`: of the tensor of an operand."""
     name = str(node.target)
     if node.target in _SECOND:
         columns = shape(node.args[_SECOND[node.target]])[-1]  # type: ignore[arg-type]

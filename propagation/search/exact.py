@@ -22,6 +22,7 @@ from .recursive import recursive_programming
 from .solution import Solution
 from .solve import least
 
+SMALLER = 2.0**24  # sums that a step of another order looks at
 NODES = 4  # of branch and bound, where elimination is too much
 
 
@@ -48,6 +49,9 @@ def optimum(
     order = elimination_order(costs, table_limit)
     if order.quick:
         return eliminate_in(costs, order)
+    smaller = elimination_order(costs, SMALLER)  # another order, as large tables are avoided, and seldom a worse one
+    if smaller.quick and smaller.exact:
+        return eliminate_in(costs, smaller)
     written = network(costs)
     first = start()
     known = revisit(written, Solution(first, costs.of(first), -math.inf, 1))

@@ -61,7 +61,9 @@ def test_a_convolution_of_pixels_has_the_rates_of_planes_of_its_size(plane, wher
 
 
 def test_causal_attention_has_rates_of_its_own():
-    attend, back = (getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{end}").default for end in ("", "_backward"))
+    attend, back = (
+        getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{end}").default for end in ("", "_backward")
+    )
     for causal, kind in ((False, ""), (True, " causal")):
         assert named(attend, A, A, A, 0.0, causal) == f"{attend}{kind}"
         assert named(back, A, A, A, A, A, B, 0.0, causal) == f"{back}{kind}"
