@@ -74,11 +74,6 @@ class EliminationOrder:
         return self.work <= MUCH_WORK and self.entries <= MANY_ENTRIES
 
     @property
-    def exact(self) -> bool:
-        """Whether each vertex goes at once, so that what is found is the optimum."""
-        return all(len(step.left) == 1 for step in self.steps)
-
-    @property
     def too_much(self) -> bool:
         """Whether it is too much work for its tables to be computed, or too much memory for them to be kept."""
         return self.work > 4 * MUCH_WORK or self.entries > MANY_ENTRIES

@@ -22,7 +22,7 @@ from .recursive import recursive_programming
 from .solution import Solution
 from .solve import least
 
-SMALLER = 2.0**24  # sums that a step of another order looks at
+SMALLER = 2.0**26  # sums that a step looks at where larger tables are too much work
 NODES = 4  # of branch and bound, where elimination is too much
 
 
@@ -49,11 +49,15 @@ def optimum(
     order = elimination_order(costs, table_limit)
     if order.quick:
         return eliminate_in(costs, order)
-    smaller = elimination_order(costs, SMALLER)  # another order, as large tables are avoided, and seldom a worse one
-    if smaller.quick and smaller.exact:
-        return eliminate_in(costs, smaller)
+    smaller = elimination_order(costs, SMALLER)  # whose plan may not be the best, but often is, and proves it
+    if smaller.quick:
+        found = eliminate_in(costs, smaller)
+        if found.proven:
+            return found
+        first = found.choice
+    else:
+        first = start()
     written = network(costs)
-    first = start()
     known = revisit(written, Solution(first, costs.of(first), -math.inf, 1))
     if math.isinf(known.cost):
         return _without_start(costs, order, known)
