@@ -3,8 +3,8 @@
 Every process stands for one device. All of them compute at once, as they do in training, so that what they share
 (cores, memory, links) is shared in the figures too. Each collective comes after some computation, as it does in
 training: processes that only wait for each other are much faster, because none has to be woken and all arrive at once.
-Then one least-squares fit of relative errors gives the launch, the latency of a step of each kind, and
-bandwidths by group size:
+Then one least-squares fit of relative errors gives the launch, the latency of a step of each kind, and bandwidths by
+group size:
 
     seconds = launch + steps(kind, n) * latency[kind] + payload / bandwidth[kind, n]
 
@@ -258,11 +258,10 @@ def _group_samples(rank: int, processes: int, device: str, effort: Effort, folde
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=processes)
     try:
         for size in group_sizes(processes):
-            families = [[group for group in family if rank in group] for family in groups_of(size, processes)]
-            made = {ranks: dist.new_group(list(ranks)) for family in groups_of(size, processes) for ranks in family}
+            made = [(ranks, dist.new_group(list(ranks))) for family in groups_of(size, processes) for ranks in family]
+            mine = [group for ranks, group in made if rank in ranks]
             dist.barrier()
-            if all(families):  # all groups at once, as those along an axis of a mesh are
-                mine = [made[ranks] for (ranks,) in families]
+            if mine:  # all groups at once, as those along an axis of a mesh are
                 yield from collectives(size, mine, device, effort.payloads, effort.repeats)
         dist.barrier()
         yield from overlaps(device, effort.payloads, effort.repeats)

@@ -34,7 +34,7 @@ from partway.strategy.placement import Kind
 KINDS = tuple(Kind(field.name) for field in fields(ByKind))
 MB = 1 << 20
 SMALL, SMALL_REPEATS = 2 * MB, 10  # a payload, and how often smaller ones are repeated, which vary most
-STRETCH, STRETCHES = 512, 1  # rows and columns of the matrices of the products before a collective, and how many
+STRETCH = 512  # rows and columns of the matrices that are multiplied before a collective
 LARGE, BESIDE = 4 * MB, 3.0  # a payload, and how much longer what runs beside it takes
 WARM = 2  # turns that do not count
 LEAST = 1e-6  # seconds of a collective
@@ -130,10 +130,9 @@ def _communicated(
 
 
 def _computed(count: int, device: str) -> Tensor:
-    """`count` numbers that a product has just left in memory, after several others."""
+    """`count` numbers that a product has just left in memory, after another one."""
     a = torch.ones(STRETCH, STRETCH, device=device)
-    for _ in range(STRETCHES):
-        torch.mm(a, a)
+    torch.mm(a, a)
     inner = STRETCH if 4 * count < SMALL else STRETCH // 8
     return torch.mm(a[:, :inner], a.new_ones(inner, math.ceil(count / STRETCH))).view(-1)[:count]
 

@@ -15,9 +15,8 @@ from .rates import OTHER, POINTWISE, VIEW, OperatorRates
 
 _aten = torch.ops.aten
 _WEIGHT: Mapping[Any, int] = {_aten.convolution.default: 1, _aten.convolution_backward.default: 2}  # where it is
-_SAME: Mapping[
-    str, str
-] = {  # one part of a batch by PyTorch's BatchNorm, or by an operator that calls it for each part
+# Whose rates it has: PyTorch's BatchNorm of one part of a batch those of what calls it for each part.
+_SAME: Mapping[str, str] = {
     "aten._native_batch_norm_legit_functional.default": "partway.part_norm.default",
     "aten.native_batch_norm_backward.default": "partway.part_norm_backward.default",
 }

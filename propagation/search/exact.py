@@ -54,7 +54,7 @@ def optimum(
         found = eliminate_in(costs, smaller)
         if found.proven:
             return found
-        first = found.choice
+        first = found.choice if math.isfinite(found.cost) else start()
     else:
         first = start()
     written = network(costs)
