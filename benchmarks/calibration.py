@@ -9,6 +9,10 @@ of the slowest rank, and "alone" what was predicted with nothing overlapped. The
 operator and collective what it was predicted to take, and what it took on rank 0, over all steps. Nothing else should
 run meanwhile.
 
+A machine that is shared is now faster and now slower than it was when it was calibrated. So a matrix product is timed
+before and after the calibration (with `--profile`: at the start), and before each step. "machine" says by how much
+longer it took beside the steps; "at one speed" is the ratio times that. Both verdicts are printed.
+
 Bars: the median of predicted over measured within 10 % of 1, and nine of ten within 15 %.
 """
 
@@ -44,7 +48,11 @@ from partway.runtime.record import record_timeline
 
 WARM, TIMED = 3, 3  # steps before those that are measured, and steps of which every operator is timed
 MEDIAN_BAR, MOST_BAR, MOST = 0.10, 0.15, 0.9
+COLUMNS = (
+    "case", "predicted", "alone", "collectives", "measured (least to most)", "ratio", "machine", "at one speed",
+)  # fmt: skip
 SHOWN = 25  # kinds of operators
+PRODUCT, PRODUCTS = 640, 24  # rows and columns of what tells the machine's speed, and how often beside a calibration
 
 
 def run(rank: int, ranks: int, profile: str, steps: int, chosen: list[Case], folder: str) -> None:
@@ -67,7 +75,7 @@ def measured(case: Case, steps: int) -> dict[str, Any]:
     with pw.auto_parallel_context(batch_norm_parts=parts, backend=case.backend):
         model: Any = pw.shard(work.model(torch.float32), **case.arguments(work))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        times = [step(model, batch, optimizer) for _ in range(WARM + steps)][WARM:]
+        pairs = [(product(), step(model, batch, optimizer)) for _ in range(WARM + steps)][WARM:]
         kinds: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         schedule = model.program.schedule
         for span in schedule.spans:
@@ -88,7 +96,8 @@ def measured(case: Case, steps: int) -> dict[str, Any]:
                         kind[2] += 1 / TIMED
     return {
         "case": case.name, "predicted": schedule.seconds, "alone": schedule.computing + schedule.communicating,
-        "collectives": len(model.program.collectives), "measured": times, "kinds": dict(kinds),
+        "collectives": len(model.program.collectives), "measured": [taken for _, taken in pairs], "kinds": dict(kinds),
+        "product": statistics.median(taken for taken, _ in pairs),
     }  # fmt: skip
 
 
@@ -101,6 +110,32 @@ def step(model: Any, batch: tuple[Any, ...], optimizer: torch.optim.Optimizer) -
     optimizer.step()
     optimizer.zero_grad()
     return seconds
+
+
+def product() -> float:
+    """The seconds of a matrix product, which all ranks begin at once."""
+    a = torch.ones(PRODUCT, PRODUCT)
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(2):  # the first has the caches to fill
+        torch.mm(a, a)
+    return time.perf_counter() - begin
+
+
+def _products(rank: int, ranks: int, folder: str) -> None:
+    """One rank of a machine whose speed is told; it goes to a file."""
+    torch.set_num_threads(threads_of(ranks))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    Path(folder, f"{rank}.json").write_text(json.dumps(statistics.median(product() for _ in range(PRODUCTS))))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def product_of(ranks: int) -> float:
+    """The seconds of `product`, on average of the ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_products, (ranks, folder), nprocs=ranks)
+        return statistics.fmean(json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks))
 
 
 def main(
@@ -119,20 +154,25 @@ def main(
         if not chosen:
             continue
         path = profile or out.with_name(f"profile_{ranks}.json")
+        before = product_of(ranks)
         if profile is None:
             calibrated = calibrate(ranks, quick=not full)
             calibrated.profile.save(path)
             print(calibrated.report())
+        at_first = (before + product_of(ranks)) / 2
         with tempfile.TemporaryDirectory() as folder:
             spawn(run, (ranks, str(path), steps, chosen, folder), nprocs=ranks)
             every = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
         for parts in zip(*every, strict=True):
             times = [max(of_ranks) for of_ranks in zip(*(part["measured"] for part in parts), strict=True)]
-            figures.append({**parts[0], "measured": times, "ratio": parts[0]["predicted"] / statistics.median(times)})
+            ratio = parts[0]["predicted"] / statistics.median(times)
+            slower = statistics.fmean(part["product"] for part in parts) / at_first
+            figures.append({**parts[0], "measured": times, "ratio": ratio, "machine": slower})
     console = Console(width=150)
     console.print(_steps(figures))
     console.print(_kinds(figures))
-    print(_verdict([figure["ratio"] for figure in figures]))
+    print(_verdict("predicted over measured", [figure["ratio"] for figure in figures]))
+    print(_verdict("at one speed", [figure["ratio"] * figure["machine"] for figure in figures]))
     facts = {"machine": platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__}
     out.write_text(json.dumps({**facts, "cases": figures}, indent=1))
     print(f"wrote {out}")
@@ -140,13 +180,14 @@ def main(
 
 def _steps(figures: list[dict[str, Any]]) -> Table:
     table = Table(title="milliseconds of a forward and a backward")
-    for column in ("case", "predicted", "alone", "collectives", "measured (least to most)", "predicted/measured"):
+    for column in COLUMNS:
         table.add_column(column, no_wrap=True)
     for figure in figures:
         low, middle, high = (1e3 * f(figure["measured"]) for f in (min, statistics.median, max))
         table.add_row(
             figure["case"], f"{1e3 * figure['predicted']:.1f}", f"{1e3 * figure['alone']:.1f}",
             str(figure["collectives"]), f"{middle:.1f} ({low:.1f} to {high:.1f})", f"{figure['ratio']:.2f}",
+            f"{figure['machine']:.2f}", f"{figure['ratio'] * figure['machine']:.2f}",
         )  # fmt: skip
     return table
 
@@ -167,12 +208,12 @@ def _kinds(figures: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _verdict(ratios: list[float]) -> str:
+def _verdict(what: str, ratios: list[float]) -> str:
     middle = statistics.median(ratios)
     near = sum(abs(ratio - 1) <= MOST_BAR for ratio in ratios)
     holds = abs(middle - 1) <= MEDIAN_BAR and near >= MOST * len(ratios)
     return (
-        f"median of predicted over measured {middle:.2f} (bar: within {MEDIAN_BAR:.0%} of 1); {near} of {len(ratios)} "
+        f"{what}: median {middle:.2f} (bar: within {MEDIAN_BAR:.0%} of 1); {near} of {len(ratios)} "
         f"within {MOST_BAR:.0%} (bar: {MOST:.0%} of them): {'holds' if holds else 'misses'}"
     )
 

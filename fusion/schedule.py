@@ -1,10 +1,10 @@
 """The predicted schedule of one step on one rank: when each operator and each collective runs.
 
 There are two lanes. Operators run on the compute lane in the order of the graph; a collective is issued where it
-stands, on the communication lane, where collectives follow one another. While both run they may slow each other down,
-as far as the profile says: on a CPU they share its cores. An operator that reads the result of a collective waits for
-it, and what stands behind that operator waits too. This is how a rank runs its graph (`runtime/execute.py`). The
-backward starts when all of the forward has ended.
+stands, on the communication lane, where collectives follow one another; one that has queued waits for less. While both
+lanes run they may slow each other down, as far as the profile says: on a CPU they share its cores. An operator that
+reads the result of a collective waits for it, and what stands behind that operator waits too. This is how a rank runs
+its graph (`runtime/execute.py`). The backward starts when all of the forward has ended.
 
 Operators take what `propagation/cost/cost.py` says, with PyTorch's formulas for the FLOPs of matrix products,
 convolutions and attention. Views, and conversions that only change a tensor's meaning, take no time unless the profile
@@ -157,7 +157,7 @@ def play(order: Iterable[Unit], work: Mapping[fx.Node, Work], together: Together
             lanes.compute(item.seconds)
         elif item.lane == COMMUNICATION:
             payload, copying = (sum(getattr(work[node], name) for node in unit) for name in ("payload", "copying"))
-            number = lanes.send(item.waiting + item.per_byte * payload + copying)
+            number = lanes.send(item.waiting, item.per_byte * payload + copying)
             waits = frozenset({number})
             of_collectives[number] = len(begun)
         begun.append((unit, start, lanes.clock))
@@ -185,10 +185,11 @@ class _Lanes:
         self.ends: dict[int, float] = {}
         self.under_way: deque[tuple[int, float]] = deque()  # with the seconds that are left of it, alone
 
-    def send(self, seconds: float) -> int:
-        """A collective that takes `seconds` alone begins, or waits for the lane; its number."""
+    def send(self, waiting: float, moving: float) -> int:
+        """A collective that takes `waiting + moving` seconds alone begins, or waits for the lane; its number."""
         number = len(self.ends) + len(self.under_way)
-        self.under_way.append((number, seconds))
+        share = self.together.queued if self.under_way else 1.0
+        self.under_way.append((number, share * waiting + moving))
         if len(self.under_way) == 1:
             self.starts[number] = self.clock
         return number

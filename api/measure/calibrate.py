@@ -8,7 +8,8 @@ group size:
 
     seconds = launch + steps(kind, n) * latency[kind] + payload / bandwidth[kind, n]
 
-Large ones run once more while all compute, which tells how far the two slow each other down.
+Large ones run once more while all compute, which tells how far the two slow each other down; small ones several at
+once, which tells what one waits that has queued.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ from partway.measure.collectives import (
     KINDS,
     MB,
     Fit,
+    InARow,
     Overlap,
     Sample,
     collectives,
     fit,
     group_sizes,
     groups_of,
+    in_a_row,
     over_ranks,
     overlaps,
     together,
@@ -148,7 +151,8 @@ class Calibration:
         both = self.profile.together
         console.print(
             f"while both run, operators do {100 * both.computing:.0f} % and collectives "
-            f"{100 * both.communicating:.0f} % of what they do alone"
+            f"{100 * both.communicating:.0f} % of what they do alone; a collective that has queued waits for "
+            f"{100 * both.queued:.0f} % of what it does by itself"
         )
         size = [abs(off) for off in self.residuals]
         steps_of = ", ".join(f"{kind} {seconds * 1e6:.0f}" for kind, seconds in self.fit.latency.items())
@@ -184,6 +188,7 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
     ranks = _measure(processes, device, effort)
     speed = _mean([DeviceSpeed(**rank["speed"]) for rank in ranks])
     beside = [Overlap(**overlap) for rank in ranks for overlap in rank["overlaps"]]
+    rows = [InARow(**row) for rank in ranks for row in rank["rows"]]
     samples = over_ranks([[Sample(**{**s, "kind": Kind(s["kind"])}) for s in rank["samples"]] for rank in ranks])
     fitted = fit(samples) if samples else None
     operators = tuple(OperatorSample(**sample) for rank in ranks for sample in rank["operators"])
@@ -201,7 +206,7 @@ def calibrate(processes: int = 2, device: str = "cpu", quick: bool = False, name
             overhead=f"an addition of two numbers, {how}; operators: in steps of small networks, in the same processes",
         ),
         levels=levels,
-        together=together(beside),
+        together=together(beside, rows),
         operators=fit_operators(operators),
     )
     return Calibration(profile, samples, fitted, operators)
@@ -248,11 +253,14 @@ def _rank(rank: int, processes: int, device: str, effort: Effort, folder: str, m
         "operators": operators,
         "samples": [sample for sample in samples if isinstance(sample, Sample)],
         "overlaps": [sample for sample in samples if isinstance(sample, Overlap)],
+        "rows": [sample for sample in samples if isinstance(sample, InARow)],
     }
     Path(folder, f"{rank}.json").write_text(json.dumps(figures, default=asdict))
 
 
-def _group_samples(rank: int, processes: int, device: str, effort: Effort, folder: str) -> Iterator[Sample | Overlap]:
+def _group_samples(
+    rank: int, processes: int, device: str, effort: Effort, folder: str
+) -> Iterator[Sample | Overlap | InARow]:
     """What the collectives took in which this process took part, and those of all processes while all compute."""
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=processes)
@@ -264,6 +272,7 @@ def _group_samples(rank: int, processes: int, device: str, effort: Effort, folde
             if mine:  # all groups at once, as those along an axis of a mesh are
                 yield from collectives(size, mine, device, effort.payloads, effort.repeats)
         dist.barrier()
+        yield from in_a_row(processes, dist.group.WORLD, device, effort.payloads[0], effort.repeats)
         yield from overlaps(device, effort.payloads, effort.repeats)
         dist.barrier()
     finally:

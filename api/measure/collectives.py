@@ -34,6 +34,7 @@ from partway.strategy.placement import Kind
 KINDS = tuple(Kind(field.name) for field in fields(ByKind))
 MB = 1 << 20
 SMALL, SMALL_REPEATS = 2 * MB, 10  # a payload, and how often smaller ones are repeated, which vary most
+IN_A_ROW = 4  # collectives of which three have queued
 STRETCH = 512  # rows and columns of the matrices that are multiplied before a collective
 LARGE, BESIDE = 4 * MB, 3.0  # a payload, and how much longer what runs beside it takes
 WARM = 2  # turns that do not count
@@ -60,6 +61,15 @@ class Overlap:
     communicating_alone: float
     computing: float
     computing_alone: float
+
+
+@dataclass(frozen=True, slots=True)
+class InARow:
+    """The seconds that a small collective adds by itself, and those that each adds of some that are issued at once and
+    are not the first."""
+
+    alone: float
+    queued: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +133,8 @@ def _in_turns(runs: Mapping[int, Callable[[], Any]], device: str, repeats: int) 
     return {count: mean_but_longest(seconds[WARM:]) for count, seconds in times.items()}
 
 
-def _communicated(
-    call: Callable[[Tensor, int, Any], Any], count: int, size: int, groups: Iterator[Any], device: str
-) -> None:
-    call(_computed(count, device), size, next(groups))
+def _communicated(call: Call, count: int, size: int, groups: Iterator[Any], device: str) -> None:
+    call(_computed(count, device), size, next(groups), False)
 
 
 def _computed(count: int, device: str) -> Tensor:
@@ -135,6 +143,25 @@ def _computed(count: int, device: str) -> Tensor:
     torch.mm(a, a)
     inner = STRETCH if 4 * count < SMALL else STRETCH // 8
     return torch.mm(a[:, :inner], a.new_ones(inner, math.ceil(count / STRETCH))).view(-1)[:count]
+
+
+def in_a_row(size: int, group: Any, device: str, payload: int, repeats: int) -> Iterator[InARow]:
+    """A small collective by itself, and one that was issued before others were over: those kinds of which a step has
+    most in a row."""
+    count = payload // 4
+    dist.barrier(group=group)
+    alone = _in_turns({1: partial(_computed, count, device)}, device, repeats)[1]
+    for kind in (Kind.ALL_REDUCE, Kind.ALL_GATHER):
+        dist.barrier(group=group)
+        runs = {many: partial(_issued, CALLS[kind], many, count, size, group, device) for many in (1, IN_A_ROW)}
+        one, several = _in_turns(runs, device, repeats).values()
+        yield InARow(max(one - alone, LEAST), max(several - one, LEAST) / (IN_A_ROW - 1))
+
+
+def _issued(call: Call, many: int, count: int, size: int, group: Any, device: str) -> None:
+    given = _computed(count, device)
+    for work in [call(given, size, group, True) for _ in range(many)]:
+        work.wait()
 
 
 def overlaps(device: str, payloads: Sequence[int], repeats: int) -> Iterator[Overlap]:
@@ -165,26 +192,34 @@ def _overlap(whole: Tensor, a: Tensor, products: int, alone: float, computing: f
     return Overlap((ended[0] if ended else time.perf_counter()) - start, alone, computed, computing)
 
 
-def together(overlaps: Sequence[Overlap]) -> Together:
+def together(overlaps: Sequence[Overlap], rows: Sequence[InARow] = ()) -> Together:
     """What each lane does of what it does alone while the other one runs: the median of what was measured. Operators
-    lose what they took longer in the time of the collective."""
+    lose what they took longer in the time of the collective. Of small collectives in a row the means count."""
+    queued = sum(row.queued for row in rows) / sum(row.alone for row in rows) if rows else 1.0
+    queued = min(1.0, max(SLOWEST, queued))
     lasted = [o for o in overlaps if o.communicating < o.computing]
     if not lasted:
-        return ALONE
+        return ALONE.model_copy(update={"queued": queued})
     lost = statistics.median((o.computing - o.computing_alone) / o.communicating for o in lasted)
     kept = statistics.median(o.communicating_alone / o.communicating for o in lasted)
-    return Together(computing=min(1.0, max(SLOWEST, 1.0 - lost)), communicating=min(1.0, max(SLOWEST, kept)))
+    computing, communicating = (min(1.0, max(SLOWEST, share)) for share in (1.0 - lost, kept))
+    return Together(computing=computing, communicating=communicating, queued=queued)
 
 
-CALLS: Mapping[Kind, Callable[[Tensor, int, Any], Any]] = {
-    Kind.ALL_REDUCE: lambda given, size, group: dist.all_reduce(given, group=group),
-    Kind.ALL_GATHER: lambda given, size, group: all_gather(given.new_empty(given.numel() * size), given, group=group),
-    Kind.REDUCE_SCATTER: lambda given, size, group: reduce_scatter(
-        given.new_empty(given.numel() // size), given, group=group
+Call = Callable[[Tensor, int, Any, bool], Any]
+CALLS: Mapping[Kind, Call] = {
+    Kind.ALL_REDUCE: lambda given, size, group, later: dist.all_reduce(given, group=group, async_op=later),
+    Kind.ALL_GATHER: lambda given, size, group, later: all_gather(
+        given.new_empty(given.numel() * size), given, group=group, async_op=later
     ),
-    Kind.ALL_TO_ALL: lambda given, size, group: dist.all_to_all_single(torch.empty_like(given), given, group=group),
+    Kind.REDUCE_SCATTER: lambda given, size, group, later: reduce_scatter(
+        given.new_empty(given.numel() // size), given, group=group, async_op=later
+    ),
+    Kind.ALL_TO_ALL: lambda given, size, group, later: dist.all_to_all_single(
+        torch.empty_like(given), given, group=group, async_op=later
+    ),
 }
-"""For each kind with figures of its own a call, of what a rank gives to a group of some size."""
+"""For each kind with figures of its own a call: of what a rank gives to a group of some size, waited for or not."""
 
 
 def over_ranks(ranks: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:

@@ -228,7 +228,7 @@ def _of_layers(quick: bool) -> Iterator[Workload]:
     for shape in ((8, 3, 50, 64), (4, 8, 128, 64), (2, 4, 256, 32), (1, 2, 1024, 64), *unless((1, 8, 2048, 64))):
         yield _of("attentions", Attentions, torch.rand, shape)
     more = unless((128, 768, 50000, 2), (512, 512, 4000, 4))
-    for tokens, width, vocabulary, batch in ((64, 128, 1000, 2), (256, 256, 16000, 2), *more):
+    for tokens, width, vocabulary, batch in ((64, 128, 1000, 2), (256, 256, 8000, 2), (256, 256, 17000, 2), *more):
         yield gpt2(1, tokens, width, vocabulary, each=batch)
     for channels, pixels, batch in ((16, 16, 2), (32, 64, 2), *unless((64, 96, 4))):
         yield _of("convolutions", partial(Convolutions, channels), torch.randn, (batch, 3, pixels, pixels))

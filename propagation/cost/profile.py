@@ -54,6 +54,7 @@ _KINDS = tuple(field.name for field in fields(ByKind))
 _POSITIVE = "a finite number above 0"
 _TABLE = 'a table of algorithm bandwidths by group size, as in {"2": 3e11, "8": 2.5e11}'
 _SHARE = "a number above 0 and up to 1, the share of what it does alone"
+_SHARE_OF_WAITS = "a number above 0 and up to 1, the share of what it waits by itself"
 _OPERATORS = "a list of the rates of operators and kinds, each once, and among them other"
 _LEVELS = "a list of one level or more, from inside out"
 _BANDWIDTH = f"{_POSITIVE} (bytes/s), or for one kind of collective {_TABLE}"
@@ -144,10 +145,15 @@ class Sources(Figures):
 
 
 class Together(Figures):
-    """What each lane does of what it does alone, while operators compute and a collective is under way: 1 is all."""
+    """What each lane does of what it does alone, while operators compute and a collective is under way: 1 is all.
+
+    queued    how much of its launch and latencies a collective takes that was issued before another one was over: no
+              rank is late for it, and none has to be woken
+    """
 
     computing: Annotated[float, Field(gt=0, le=1, description=_SHARE)]
     communicating: Annotated[float, Field(gt=0, le=1, description=_SHARE)]
+    queued: Annotated[float, Field(gt=0, le=1, description=_SHARE_OF_WAITS)] = 1.0
 
 
 ALONE = Together(computing=1.0, communicating=1.0)
@@ -190,7 +196,7 @@ class DeviceProfile(Figures):
     overhead: Annotated[float, Field(ge=0, description=f"{NOT_NEGATIVE} (s)")]
     sources: Sources = Field(description="an object with peak, memory and overhead, each a text")
     levels: tuple[NetworkLevel, ...] = Field(description=_LEVELS)
-    together: Together = Field(default=ALONE, description="an object with computing and communicating")
+    together: Together = Field(default=ALONE, description="an object with computing, communicating and queued")
     operators: tuple[OperatorRates, ...] = Field(default=(), description=_OPERATORS)
 
     @field_validator("levels")

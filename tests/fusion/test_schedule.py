@@ -88,6 +88,17 @@ def test_computing_and_communication_slow_each_other_down_while_both_run():
     assert play(order, work)[1] == 7
 
 
+def test_a_collective_that_has_queued_waits_for_less():
+    graph = fx.Graph()
+    a, b = (graph.placeholder(name) for name in "ab")
+    computed = graph.call_function(operator.neg, (a,))
+    work = {node: Work("communication", 4.0, 0.5, 2, copying=1.0) for node in (a, b)}
+    together = Together(computing=1.0, communicating=1.0, queued=0.25)
+    assert play([(a,), (b,)], work, together) == ([((a,), 0.0, 6.0), ((b,), 6.0, 9.0)], 9.0)
+    work[computed] = Work("compute", 1.0)  # it has waited for the first one, so that the second one finds none
+    assert play([(a,), (computed,), (b,)], work, together)[1] == 6.0 + 1.0 + 6.0
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_lanes_that_slow_each_other_down_do_all_work_and_no_order_changes(seed):
     random = Random(seed)

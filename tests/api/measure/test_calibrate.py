@@ -18,6 +18,7 @@ from partway.measure.collectives import (
     CALLS,
     KINDS,
     Fit,
+    InARow,
     Overlap,
     Sample,
     fit,
@@ -125,6 +126,12 @@ def test_what_runs_together_is_slowed_down_by_as_much_as_was_lost() -> None:
     outlasted = Overlap(communicating=7.0, communicating_alone=1.0, computing=6.5, computing_alone=6.0)
     assert together([outlasted]) == ALONE  # what the collective took after the operators, nobody knows
     assert together([]) == ALONE
+
+
+def test_what_a_collective_waits_that_has_queued_is_told_by_the_means() -> None:
+    rows = [InARow(alone=3.0, queued=1.0), InARow(alone=1.0, queued=0.0)]
+    assert together([], rows) == Together(computing=1.0, communicating=1.0, queued=0.25)
+    assert together([], [InARow(alone=1.0, queued=1.5)]) == ALONE  # noise
 
 
 # -- The profile -----------------------------------------------------------------------------------------------------
