@@ -202,8 +202,8 @@ def main(
         console.print(_table(name, rows, medians))
         verdicts = ("holds" if tau >= TAU_BAR else "misses", "holds" if over <= FASTEST_BAR else "misses")
         print(
-            f"{name}: tau {tau:.2f} (bar {TAU_BAR}: {verdicts[0]}; {told.count(1)} of {len(told)} pairs that differ in both "
-            f"agree, and two halves of the rounds have tau {halves:.2f}); what the search chose takes {over:.3f} "
+            f"{name}: tau {tau:.2f} (bar {TAU_BAR}: {verdicts[0]}; {told.count(1)} of {len(told)} pairs that differ in "
+            f"both agree, and two halves of the rounds have tau {halves:.2f}); what the search chose takes {over:.3f} "
             f"({low:.3f} to {high:.3f}) of {fastest!r}, the fastest of the others (bar {FASTEST_BAR}: {verdicts[1]})"
         )
         figures[name] = {"plans": rows, "tau": tau, "between_halves": halves, "chosen_over_fastest": over}
