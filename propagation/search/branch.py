@@ -15,7 +15,7 @@ import numpy as np
 
 from ...strategy.errors import StrategyError
 from .eliminate import MANY_ENTRIES, eliminate_in, elimination_order
-from .forests import by_ends, improved
+from .forests import Tables, by_ends, improved, kicked
 from .messages import Messages
 from .network import Costs
 from .progress import tell
@@ -27,7 +27,8 @@ LONGEST = 10.0  # seconds that one elimination may take
 SWEEPS, EVERY = 60, 6  # of messages at a node, and after how many of them a choice is read off
 HARDLY = 0.02  # of the gap that messages have to close in so many sweeps, to go on
 GONE = 0.05  # of the options that have to go for a node to be reduced again
-TRIES = 60  # forests in a row that improve nothing, after which the start is as good as it gets
+TRIES, LATER_TRIES = 60, 6  # forests in a row that improve nothing, after which more will not either; after a kick
+KICKS, IDLE_KICKS = 20_000, 20  # of the start over the vertices, and how many in a row may improve nothing
 
 Choice = tuple[int, ...]
 Lift = Callable[[Choice], Choice]
@@ -117,7 +118,7 @@ def branched(best: Best) -> float:
 
 
 def _start(best: Best) -> float:
-    """Choices by messages, which random forests then improve; what none costs less than."""
+    """Choices by messages, which random forests and kicks then improve; what none costs less than."""
     messages = Messages(best.costs, best.upper)
     for sweep in range(2 * EVERY):
         messages.sweep(forward=sweep % 2 == 0)
@@ -131,16 +132,32 @@ def _start(best: Best) -> float:
         tuple(np.minimum(own, best.upper) for own in best.costs.unary),
         {ends: np.minimum(table, best.upper) for ends, table in best.costs.pairs.items()},
     )
-    tables, random = by_ends(capped), np.random.default_rng(0)
+    tables, random, sizes = by_ends(capped), np.random.default_rng(0), [len(own) for own in capped.unary]
     choice = list(best.plans[0][1] if best.plans else messages.settle())
-    cost, idle = capped.of(tuple(choice)), 0
-    while idle < TRIES and not best.late:
-        choice = improved(capped, tables, choice, random)
-        now = capped.of(tuple(choice))
+    cost, choice = _settled(best, capped, tables, choice, random, TRIES)
+    idle, left = 0, KICKS // len(sizes)
+    while idle < IDLE_KICKS and left > 0 and not best.late:
+        kick = kicked(tables, sizes, choice, random)
+        now, other = _settled(best, capped, tables, kick, random, LATER_TRIES)
         idle = 0 if now < cost * (1 - 1e-9) else idle + 1
-        cost = min(cost, now)
+        left -= 1
+        if now <= cost:
+            cost, choice = now, other
     best.offer(tuple(choice))
     return messages.bound
+
+
+def _settled(
+    best: Best, costs: Costs, tables: Tables, choice: list[int], random: np.random.Generator, tries: int
+) -> tuple[float, list[int]]:
+    """`choice` improved until so many forests in a row improve nothing, or the time is over, after what it costs."""
+    cost, idle = costs.of(tuple(choice)), 0
+    while idle < tries and not best.late:
+        choice = improved(costs, tables, choice, random)
+        now = costs.of(tuple(choice))
+        idle = 0 if now < cost * (1 - 1e-9) else idle + 1
+        cost = min(cost, now)
+    return cost, choice
 
 
 def _looked_at(node: _Node, best: Best) -> list[_Node]:

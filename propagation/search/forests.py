@@ -14,6 +14,8 @@ import numpy as np
 from ..cost.conversion import Floats
 from .network import Costs
 
+KICKED = 6  # the share of the vertices, one in so many, that are kicked at most
+
 Tables = list[dict[int, Floats]]  # by both ends, the first index that of the vertex they are under
 
 
@@ -47,6 +49,19 @@ def improved(costs: Costs, tables: Tables, choice: list[int], random: np.random.
     for v in order:
         parent = parents[v]
         now[v] = int(heights[v].argmin()) if parent < 0 else int(best[v][now[parent]])
+    return now
+
+
+def kicked(tables: Tables, sizes: Sequence[int], choice: list[int], random: np.random.Generator) -> list[int]:
+    """`choice` with any options for a few vertices that hang together: from what forests cannot improve, a way out
+    (Lourenço, Martin & Stützle, "Iterated Local Search", 2003)."""
+    many = int(random.integers(3, max(4, len(sizes) // KICKED)))
+    part = [int(random.integers(len(sizes)))]
+    for v in part:
+        part += [u for u in tables[v] if u not in part][: many - len(part)]
+    now = list(choice)
+    for v in part:
+        now[v] = int(random.integers(sizes[v]))
     return now
 
 

@@ -11,13 +11,13 @@ import networkx
 import numpy as np
 
 from ...strategy.errors import StrategyError
-from .branch import Best, Choice, branched, grounded
+from .branch import SUMS, Best, Choice, branched, grounded
 from .eliminate import MANY_ENTRIES, eliminate_in, elimination_order
 from .network import Costs
 from .reduce import reduced
 from .resources import Limited, Resource, within
 
-AT_ONCE = 2e7  # sums of an elimination before which nothing else is tried
+AT_ONCE, EACH = 2e7, 1.5e5  # sums of an elimination before which nothing else is tried; for each vertex
 AT_A_PRICE = 2.0  # seconds for the least at one price of each resource
 
 
@@ -165,8 +165,9 @@ def _beyond(costs: Costs, resources: Sequence[Resource]) -> str:
 
 def _part(costs: Costs, deadline: float, nodes: float, known: Choice | None) -> Found:
     """The best choice for costs that hang together."""
-    order = elimination_order(costs, give_up=AT_ONCE)
-    if order.work <= AT_ONCE and order.entries <= MANY_ENTRIES:
+    at_once = max(AT_ONCE, min(EACH * len(costs.unary), (deadline - time.monotonic()) * SUMS / 2))
+    order = elimination_order(costs, give_up=at_once)
+    if order.work <= at_once and order.entries <= MANY_ENTRIES:
         found = eliminate_in(costs, order)
         return Found(found.choice, found.cost, found.bound)
     floor, constant = grounded(costs)

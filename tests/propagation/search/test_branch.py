@@ -1,5 +1,6 @@
 """Branch and bound against brute force, where nothing is eliminated before."""
 
+import itertools
 import math
 import time
 
@@ -31,6 +32,23 @@ def test_the_optimum_is_found_and_proven(costs):
 def test_a_choice_that_costs_nothing_ends_the_search():
     best = Best(Costs((np.array([8.0, 6.0, 0.0]),), {}), math.inf)  # of whole numbers the next one would be below 0
     assert branched(best) == best.cost == 0.0
+
+
+def test_kicks_find_what_forests_cannot(monkeypatch):
+    """The starts of ten graphs in which all vertices are neighbours, with kicks and without them."""
+
+    def started(seed):
+        rng = np.random.default_rng(seed)
+        pairs = {ends: rng.integers(0, 100, (6, 6)).astype(float) for ends in itertools.combinations(range(25), 2)}
+        best = Best(Costs(tuple(rng.integers(0, 100, 6).astype(float) for _ in range(25)), pairs), nodes=0)
+        assert branched(best) <= best.cost
+        return best.cost
+
+    kicked = [started(seed) for seed in range(10)]
+    monkeypatch.setattr("partway.propagation.search.branch.KICKS", 0)
+    forests = [started(seed) for seed in range(10)]
+    assert all(one <= other for one, other in zip(kicked, forests, strict=True))
+    assert sum(kicked) < sum(forests)
 
 
 @examples(100)
