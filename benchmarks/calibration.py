@@ -48,9 +48,6 @@ from partway.runtime.record import record_timeline
 
 WARM, TIMED = 2, 3  # steps before those that are measured, and steps of which every operator is timed
 MEDIAN_BAR, MOST_BAR, MOST = 0.10, 0.15, 0.9
-COLUMNS = (
-    "case", "predicted", "alone", "collectives", "measured (least to most)", "predicted/measured",
-)  # fmt: skip
 SHOWN = 25  # kinds of operators
 PRODUCT, AT_ONCE, PRODUCTS = 640, 10, 12  # what tells the machine's speed: rows, at once, and before a calibration
 
@@ -206,7 +203,7 @@ def main(
 
 def _steps(figures: list[dict[str, Any]]) -> Table:
     table = Table(title="milliseconds of a forward and a backward")
-    for column in COLUMNS:
+    for column in ("case", "predicted", "alone", "collectives", "measured (least to most)", "predicted/measured"):
         table.add_column(column, no_wrap=True)
     for figure in figures:
         low, middle, high = (1e3 * f(figure["measured"]) for f in (min, statistics.median, max))

@@ -31,7 +31,7 @@ from partway.sharding import shard
 
 WARM, STEPS = 2, 5  # steps of a probe before those that are timed, and these
 SHORT = 1e-6  # seconds: of what is shorter the difference counts, of the rest the ratio
-FAR, ROUNDS = 2, 12  # times a knee; fits of which each knows by those before what a call takes
+FAR, ROUNDS = 2, 16  # times a knee; fits of which each knows by those before what a call takes
 RIDGE = 1e-5  # what keeps unknowns small that nothing tells apart
 FORWARD, BACKWARD = "forward", "backward"
 
