@@ -1,6 +1,7 @@
 """How well predicted steps agree with measured ones, on gloo processes of this machine.
 
     python benchmarks/calibration.py [--world 2 --world 4] [--only TEXT] [--steps 9] [--full] [--json FILE]
+    python benchmarks/calibration.py --world 1 --device cuda [--times 8]
 
 Calibrates this machine with as many processes (`partway calibrate --quick`; with `--full` all of it), then runs MLP,
 GPT-2, Llama, ViT, ResNet-50 and a U-Net, split by the batch, by weights, by both and by the height of images. All live
@@ -12,6 +13,8 @@ collective what it was predicted to take, and what it took on rank 0, over all s
 A machine that is shared is now faster and now slower than it was when it was calibrated. So some matrix products are
 timed before and after the calibration (with `--profile`: at the start), and before each turn; by how much longer they
 took beside the steps is printed.
+
+On a GPU (`--device cuda`, a GPU for each process) batches may be larger by a factor, so that not only Python is timed.
 
 Bars: the median of predicted over measured within 10 % of 1, and nine of ten within 15 %.
 """
@@ -44,6 +47,7 @@ from torch.multiprocessing.spawn import spawn
 import partway as pw
 from partway.fusion.timeline import COMMUNICATION
 from partway.measure.calibrate import calibrate, threads_of
+from partway.measure.clock import wait_for
 from partway.runtime.record import record_timeline
 
 WARM, TIMED = 2, 3  # steps before those that are measured, and steps of which every operator is timed
@@ -52,13 +56,14 @@ SHOWN = 25  # kinds of operators
 PRODUCT, AT_ONCE, PRODUCTS = 640, 10, 12  # what tells the machine's speed: rows, at once, and before a calibration
 
 
-def run(rank: int, ranks: int, profile: str, steps: int, chosen: list[Case], folder: str) -> None:
+def run(
+    rank: int, ranks: int, device: str, times: int, profile: str, steps: int, chosen: list[Case], folder: str
+) -> None:
     """One rank of all cases; what it measured goes to a file."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo tells of each group that it makes
-    torch.set_num_threads(threads_of(ranks))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    join(rank, ranks, device, folder)
     pw.set_auto_parallel_context(device_profile=profile)
-    running = [Running(case) for case in chosen]
+    running = [Running(case, device, times) for case in chosen]
     for _ in range(steps):
         for one in running:
             one.turn()
@@ -68,29 +73,38 @@ def run(rank: int, ranks: int, profile: str, steps: int, chosen: list[Case], fol
     dist.destroy_process_group()
 
 
-class Running:
-    """One case on this rank."""
+def join(rank: int, ranks: int, device: str, folder: str) -> None:
+    """Be one of `ranks` processes."""
+    torch.set_num_threads(threads_of(ranks))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
 
-    def __init__(self, case: Case) -> None:
-        self.case, work = case, WORKLOADS[case.model]()
+
+class Running:
+    """One case on this rank, with batches larger by a factor `times`."""
+
+    def __init__(self, case: Case, device: str, times: int) -> None:
+        self.case, self.device, work = case, device, WORKLOADS[case.model]()
         parts = case.arguments(work)["mesh"].get("dp", 1) if work.own_statistics else 1
         self.options = {"batch_norm_parts": parts, "backend": case.backend}
-        self.batch = work.tensors(work.each * case.ranks, torch.float32)
+        self.batch = work.tensors(work.each * case.ranks * times, torch.float32, device)
         self.products: list[float] = []
         self.times: list[float] = []
         with pw.auto_parallel_context(**self.options):
-            self.model: Any = pw.shard(work.model(torch.float32), **case.arguments(work))
+            self.model: Any = pw.shard(work.model(torch.float32, device), **case.arguments(work))
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
             for _ in range(WARM):
                 self._step()
 
     def _step(self) -> float:
-        return step(self.model, self.batch, self.optimizer)
+        return step(self.model, self.batch, self.optimizer, self.device)
 
     def turn(self) -> None:
         """A step that counts, after one that does not: what it reads is in the caches then as in training."""
         with pw.auto_parallel_context(**self.options):
-            self.products.append(product())
+            self.products.append(product(self.device))
             self._step()
             self.times.append(self._step())
 
@@ -123,40 +137,43 @@ class Running:
                     kind[2] += 1 / TIMED
 
 
-def step(model: Any, batch: tuple[Any, ...], optimizer: torch.optim.Optimizer) -> float:
+def step(model: Any, batch: tuple[Any, ...], optimizer: torch.optim.Optimizer, device: str = "cpu") -> float:
     """The seconds of a forward and a backward, which all ranks begin at once."""
     dist.barrier()
+    wait_for(device)
     begin = time.perf_counter()
     model(*batch).backward()
+    wait_for(device)
     seconds = time.perf_counter() - begin
     optimizer.step()
     optimizer.zero_grad()
     return seconds
 
 
-def product() -> float:
+def product(device: str) -> float:
     """The seconds of some matrix products, which all ranks begin at once."""
-    a = torch.ones(PRODUCT, PRODUCT)
+    a = torch.ones(PRODUCT, PRODUCT, device=device)
     dist.barrier()
+    wait_for(device)
     begin = time.perf_counter()
     for _ in range(AT_ONCE):
         torch.mm(a, a)
+    wait_for(device)
     return time.perf_counter() - begin
 
 
-def _products(rank: int, ranks: int, folder: str) -> None:
+def _products(rank: int, ranks: int, device: str, folder: str) -> None:
     """One rank of a machine whose speed is told; it goes to a file."""
-    torch.set_num_threads(threads_of(ranks))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    Path(folder, f"{rank}.json").write_text(json.dumps(statistics.median(product() for _ in range(PRODUCTS))))
+    join(rank, ranks, device, folder)
+    Path(folder, f"{rank}.json").write_text(json.dumps(statistics.median(product(device) for _ in range(PRODUCTS))))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def product_of(ranks: int) -> float:
+def product_of(ranks: int, device: str) -> float:
     """The seconds of `product`, on average of the ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_products, (ranks, folder), nprocs=ranks)
+        spawn(_products, (ranks, device, folder), nprocs=ranks)
         return statistics.fmean(json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks))
 
 
@@ -164,6 +181,8 @@ def main(
     world: Annotated[list[int], typer.Option(help="numbers of processes")] = [2, 4],  # noqa: B006 - typer takes a list
     only: Annotated[str, typer.Option(help="cases whose name contains this")] = "",
     steps: Annotated[int, typer.Option(help="steps of each case; the median counts")] = 9,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    times: Annotated[int, typer.Option(help="how many times larger batches are")] = 1,
     full: Annotated[bool, typer.Option("--full", help="calibrate with all probes")] = False,
     profile: Annotated[Path | None, typer.Option(help="a device profile in place of a calibration")] = None,
     out: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path("out/calibration.json"),
@@ -176,14 +195,14 @@ def main(
         if not chosen:
             continue
         path = profile or out.with_name(f"profile_{ranks}.json")
-        before = product_of(ranks)
+        before = product_of(ranks, device)
         if profile is None:
-            calibrated = calibrate(ranks, quick=not full)
+            calibrated = calibrate(ranks, device, quick=not full)
             calibrated.profile.save(path)
             print(calibrated.report())
-        before = (before + product_of(ranks)) / 2
+        before = (before + product_of(ranks, device)) / 2
         with tempfile.TemporaryDirectory() as folder:
-            spawn(run, (ranks, str(path), steps, chosen, folder), nprocs=ranks)
+            spawn(run, (ranks, device, times, str(path), steps, chosen, folder), nprocs=ranks)
             every = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
         for parts in zip(*every, strict=True):
             times = [max(of_ranks) for of_ranks in zip(*(part["measured"] for part in parts), strict=True)]
@@ -196,7 +215,7 @@ def main(
     console.print(_steps(figures))
     console.print(_kinds(figures))
     print(_verdict([figure["ratio"] for figure in figures]))
-    facts = {"machine": platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__}
+    facts = {"machine": torch.cuda.get_device_name() if device == "cuda" else platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__}
     out.write_text(json.dumps({**facts, "cases": figures}, indent=1))
     print(f"wrote {out}")
 

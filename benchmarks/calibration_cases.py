@@ -117,8 +117,9 @@ class Case:
 
 def cases(ranks: int) -> tuple[Case, ...]:
     """The steps on a number of processes."""
-    hows = ("data", "tensor") if ranks == 2 else ("data", "both")
-    images = ("data", "images") if ranks == 2 else ("data", "images", "both")
+    alone = ("data",)
+    hows = {1: alone, 2: ("data", "tensor")}.get(ranks, ("data", "both"))
+    images = {1: alone, 2: ("data", "images")}.get(ranks, ("data", "images", "both"))
     steps = [Case(model, how, ranks) for model in WORKLOADS for how in (hows if model in COLUMNS else images)]
-    compiled = [Case(model, "data", ranks, "inductor") for model in ("mlp", "gpt2")] if ranks == 2 else []
+    compiled = [Case(model, "data", ranks, "inductor") for model in ("mlp", "gpt2")] if ranks <= 2 else []
     return (*steps, *compiled)

@@ -20,10 +20,13 @@ from ..propagation.graph.nodes import draws_random_numbers
 from ..propagation.ops.collectives import convert, convert_group, kind_of
 from ..propagation.ops.hooked import HOOKS
 from ..propagation.ops.indexing import position
+from ..propagation.ops.registration import formulas
 from ..propagation.program.step import returned_by
 from ..propagation.torch_internals import FakeTensorMode, OpOverload, schema_of
 from ..strategy.placement import Kind
 from .assemble import members_late
+from .memory import owned_by
+from .region import Region
 from .strides import strides_of
 from .torch_internals import inductor
 
@@ -50,7 +53,7 @@ def compile_regions(
     return Text(module, graph), [None if node is None else values[node] for node in returned_by(module.graph)]
 
 
-_compiled: dict[Hashable, Callable[..., Any]] = {}
+_compiled: dict[Hashable, Region] = {}
 
 
 def _add_region(
@@ -65,13 +68,15 @@ def _add_region(
     env = {node: body.placeholder(f"x{i}") for i, node in enumerate(inputs)}
     for i, node in enumerate(stretch):
         env[node] = body.node_copy(node, env.__getitem__)
+        env[node].target = formulas.get(node.target, node.target)
         env[node].name = f"v{i}"
         env[node].meta = {}
     body.output(tuple(env[node] for node in outputs))
     examples = [values[node] for node in inputs]
     key = compiler, str(body), tuple(_kind(example) for example in examples)
     if key not in _compiled:
-        _compiled[key] = compiler(fx.GraphModule(torch.nn.Module(), body), examples)
+        run = compiler(fx.GraphModule(torch.nn.Module(), body), examples)
+        _compiled[key] = Region(run, owned_by(inside, outputs))
     called = graph.call_function(_compiled[key], tuple(new[node] for node in inputs))
     for i, node in enumerate(outputs):
         new[node] = graph.call_function(operator.getitem, (called, i))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..propagation.ops.hooked import calls_hook
 from ..propagation.ops.random_numbers import draw
 from ..propagation.torch_internals import OpOverload, makes_memory
 from ..strategy.placement import Kind
+from .region import Region
 from .strides import strides_of
 
 _aten = torch.ops.aten
@@ -187,7 +188,16 @@ def memory_of(node: fx.Node) -> fx.Node:
 
 def _is_fresh(node: fx.Node) -> bool:
     """Whether an operator makes memory for `node`, and no more than for it."""
-    return _makes_memory(_maker(node))
+    maker = _maker(node)
+    if isinstance(maker.target, Region):
+        return maker is not node and maker.target.owned[node.args[1]]  # type: ignore[index]
+    return _makes_memory(maker)
+
+
+def owned_by(stretch: Collection[fx.Node], results: Sequence[fx.Node]) -> list[bool]:
+    """For each of the results of a stretch whether an operator in it makes memory for that one, and for no other."""
+    memory = Counter(map(memory_of, results))
+    return [root in stretch and _is_fresh(root) and memory[root] == 1 for root in map(_root, results)]
 
 
 def _maker(node: fx.Node) -> fx.Node:

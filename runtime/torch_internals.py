@@ -111,4 +111,4 @@ def inductor(module: fx.GraphModule, examples: list[Tensor]) -> Callable[..., An
         warnings.simplefilter("ignore")  # what TorchInductor imports warns about itself
         from torch._inductor import compile as compiled
 
-        return compiled(module, list(examples))  # type: ignore[no-any-return]
+        return compiled(module, list(examples), {"reorder_for_locality": False})  # type: ignore[no-any-return]

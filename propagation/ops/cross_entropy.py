@@ -13,14 +13,17 @@ nothing but their gradient. It computes in float32 where the logits are of a low
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .dtypes import wide
-from .indexing import span_of, within
+from .indexing import out_of_range, span_of, within
 from .registration import define
+
+aten = torch.ops.aten
 
 # Logits taken at once: what stays in a processor's cache; on other devices few launches, and 256 MB of float32.
 _AT_ONCE = {"cpu": 2**18}
@@ -67,6 +70,54 @@ def _class_terms_backward(
     return gradient
 
 
+def _class_terms_formula(
+    x: Tensor, maximum: Tensor, target: Tensor, position: Tensor | None, bounds: list[int], ignored: int
+) -> tuple[Tensor, Tensor]:
+    own, inside, real = _own_formula(x, target, position, bounds, ignored)
+    dtype = wide(x.dtype)
+    total = (x.to(dtype) - maximum.unsqueeze(1)).exp().where(real, 0).sum(1)
+    picked = x.gather(1, own.unsqueeze(1)).squeeze(1).to(dtype) - maximum
+    return total, picked.where(inside, 0)
+
+
+def _class_terms_backward_formula(
+    total: Tensor, picked: Tensor, x: Tensor, maximum: Tensor, target: Tensor, position: Tensor | None,
+    bounds: list[int], ignored: int,
+) -> Tensor:  # fmt: skip
+    own, inside, real = _own_formula(x, target, position, bounds, ignored)
+    slopes = (x.to(total.dtype) - maximum.unsqueeze(1)).exp() * total.unsqueeze(1)
+    chosen = inside.unsqueeze(1) & (_classes(x) == own.unsqueeze(1))
+    return (slopes + picked.unsqueeze(1).where(chosen, 0)).where(real, 0).to(x.dtype)
+
+
+def _own_formula(
+    x: Tensor, target: Tensor, position: Tensor | None, bounds: list[int], ignored: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The place of each target among this rank's classes, 0 for one that is elsewhere or ignored; which targets are
+    here; and which of the classes are no padding. Fails as `within` for an index outside of all classes."""
+    target = target.long()
+    valid = (target >= 0) & (target < bounds[-1]) | (target == ignored)
+    aten._assert_async.msg(valid.all(), out_of_range(bounds[-1]))
+    start, stop = _span_formula(x, position, bounds)
+    inside = (target >= start) & (target < stop) & (target != ignored)
+    return (target - start).where(inside, 0), inside, _classes(x) < stop - start
+
+
+def _span_formula(x: Tensor, position: Tensor | None, bounds: list[int]) -> tuple[Any, Any]:
+    """`span_of` without waiting for the position."""
+    if position is None:
+        return bounds[0], bounds[1]
+    place = position.to(x.device)
+    start = stop = bounds[0] + torch.zeros_like(place)
+    for i, (low, high) in enumerate(pairwise(bounds)):
+        start, stop = start + (high - low) * (place > i), stop + (high - low) * (place >= i)
+    return start, stop
+
+
+def _classes(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], device=x.device).view(-1, *[1] * (x.dim() - 2))
+
+
 def _fake_class_terms(x: Tensor, maximum: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return maximum.new_empty(maximum.shape, dtype=wide(x.dtype)), maximum.new_empty(maximum.shape, dtype=wide(x.dtype))
 
@@ -91,9 +142,9 @@ def _backward(ctx: Any, total: Tensor, picked: Tensor) -> tuple[Tensor | None, .
 _CLASS_ARGUMENTS = "Tensor x, Tensor maximum, Tensor target, Tensor? position, int[] bounds, int ignored"
 class_terms = define(
     f"class_terms({_CLASS_ARGUMENTS}) -> (Tensor, Tensor)", _class_terms, _fake_class_terms,
-    backward=_backward, keep=_keep_context,
+    backward=_backward, keep=_keep_context, formula=_class_terms_formula,
 )  # fmt: skip
 class_terms_backward = define(
     f"class_terms_backward(Tensor total, Tensor picked, {_CLASS_ARGUMENTS}) -> Tensor",
-    _class_terms_backward, _fake_class_terms_backward,
+    _class_terms_backward, _fake_class_terms_backward, formula=_class_terms_backward_formula,
 )  # fmt: skip

@@ -26,6 +26,11 @@ def span_of(position: Tensor | None, bounds: list[int]) -> tuple[int, int]:
     return bounds[place], bounds[place + 1]
 
 
+def out_of_range(whole: int) -> str:
+    """What is said where it costs too much to look which index it is."""
+    return f"an index is out of range of a dim of size {whole}"
+
+
 def within(index: Tensor, start: int, stop: int, whole: int, ignored: int | None = None) -> Tensor:
     """`index - start` as int64, or -1 outside of the part from there to `stop`, or where it is `ignored`. Raises
     IndexError for an index outside of `whole` (on a device its own assertion fails, so that nothing waits for it)."""
@@ -34,7 +39,7 @@ def within(index: Tensor, start: int, stop: int, whole: int, ignored: int | None
     if ignored is not None:
         wrong &= index != ignored
     if index.device.type != "cpu":
-        aten._assert_async.msg(~wrong.any(), f"an index is out of range of a dim of size {whole}")
+        aten._assert_async.msg(~wrong.any(), out_of_range(whole))
     elif wrong.any():
         raise IndexError(f"index {int(index[wrong][0])} is out of range of a dim of size {whole}")
     outside = (index < start) | (index >= stop)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 _LIBRARY = torch.library.Library("partway", "DEF")
+formulas: dict[Any, Callable[..., Any]] = {}  # of operators, for a compiler
 
 
 def define(
     schema: str, kernel: Callable[..., Any] | None = None, fake: Callable[..., Any] | None = None, *,
     backward: Callable[..., Any] | None = None, keep: Callable[..., None] | None = None,
-    composite: bool = False, tags: Sequence[torch.Tag] = (),
+    composite: bool = False, formula: Callable[..., Any] | None = None, tags: Sequence[torch.Tag] = (),
 ) -> Any:  # fmt: skip
     """Define the operator `partway::<schema>`, and return its overload, as `torch.ops.partway.<name>.default`.
 
@@ -23,6 +24,8 @@ def define(
     backward    (ctx, gradients of the results) -> a gradient, or None, for each argument
     keep        (ctx, arguments, results): keeps on `ctx` what `backward` reads
     composite   `kernel` is made of operators that have fake forms and derivatives, so it needs none
+    formula     what `kernel` computes, in PyTorch's operators and on whole tensors, as a compiler likes it that makes one
+                kernel of several operators and keeps nothing in between
     tags        torch's tags of the operator
     """
     name = schema.partition("(")[0]
@@ -33,4 +36,7 @@ def define(
         torch.library.register_fake(f"partway::{name}", fake)
     if backward is not None:
         torch.library.register_autograd(f"partway::{name}", backward, setup_context=keep)
-    return getattr(torch.ops.partway, name).default
+    made = getattr(torch.ops.partway, name).default
+    if formula is not None:
+        formulas[made] = formula
+    return made

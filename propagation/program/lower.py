@@ -311,7 +311,8 @@ class _Lowering:
                     cut, many = exact.source.cut, self.settings.mesh.size(*step.axes)
                     whole_bytes = whole_bytes // cut.width * cut.size if cut else whole_bytes * many
                 # also where the planned backward does not come by: another output may be differentiated
-                if kind(step.source, step.target) is not Kind.NOTHING or v in self.differentiable:
+                counts = kind(step.source, step.target) is not Kind.NOTHING or v in self.differentiable
+                if counts and self.settings.mesh.size(*step.axes) > 1:  # one rank has what it takes
                     node = self._convert(node, v, exact, whole_bytes, producer, consumer, at, where or at.name, again)
                 self.local[v, step.after] = node
             node, here = self.local[v, step.after], step.after
@@ -371,7 +372,6 @@ class _Lowering:
     ) -> fx.Node:  # fmt: skip
         """Write one conversion, of which `at` is the cause, and note it in the list."""
         size = self.settings.mesh.size(*step.axes)
-        again = again and size > 1  # over one rank it gives what it takes
         conversion = Conversion(
             tag=len(self.conversions),
             tensor=tensor_name(self.ports, v),

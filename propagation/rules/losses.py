@@ -34,6 +34,12 @@ _SUMMED_APART = (
     aten.binary_cross_entropy_with_logits.default, aten.multilabel_margin_loss.default, aten.soft_margin_loss.default,
 )  # fmt: skip
 
+# Those that a cast may come before or after.
+_VIEWS = {
+    aten.flatten.using_ints, aten.permute.default, aten.reshape.default, aten.slice.Tensor, aten.squeeze.dim,
+    aten.transpose.int, aten.unsqueeze.default, aten.view.default,
+}  # fmt: skip
+
 # -- Rules
 
 
@@ -148,6 +154,7 @@ def _expand_nll(b: Builder, node: fx.Node) -> fx.Node | None:
 def _class_cross_entropy(b: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
     """log(sum of exp(x - m)) - (x - m)[target] with m the largest logit: sums over the classes."""
     target, dtype, reduction = operands(node)[1], value(x).dtype, argument(node, "reduction")
+    x = _before_widening(b, x)
     single = len(shape(x)) == 1
     if single:
         x, target = b(aten.unsqueeze.default, x, 0), b(aten.unsqueeze.default, target, 0)
@@ -166,6 +173,24 @@ def _class_cross_entropy(b: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
         valid = b(aten._to_copy.default, b(aten.ne.Scalar, target, ignored), dtype=wide(dtype))
         loss = b(aten.div.Tensor, loss, b(aten.sum.dim_IntList, valid, every))
     return b.cast(loss, dtype)
+
+
+def _before_widening(b: Builder, x: fx.Node) -> fx.Node:
+    """`x` in the dtype that it had before a cast to the one in which `class_terms` computes anyway, if only the loss
+    reads it: models cast their logits to float32 for the loss, and the copy would be the largest value of a step."""
+    views, cast = [], x
+    while cast.target in _VIEWS and len(cast.users) == 1:
+        views.append(cast)
+        cast = operands(cast)[0]
+    if cast.target is not aten._to_copy.default or len(cast.users) > 1 or cast.kwargs.keys() != {"dtype"}:
+        return x
+    narrow = operands(cast)[0]
+    before, after = value(narrow), value(cast)
+    if after.dtype == before.dtype or wide(before.dtype) != after.dtype or before.stride() != after.stride():
+        return x
+    for view in reversed(views):
+        narrow = b(view.target, narrow, *view.args[1:], **view.kwargs)
+    return narrow
 
 
 def _mean_over_targets(b: Builder, node: fx.Node) -> fx.Node | None:

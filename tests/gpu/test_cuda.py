@@ -109,6 +109,26 @@ def test_one_process_runs_on_nccl(tmp_path: Path) -> None:
     assert done.stdout.split() == ["True", "cuda:0", "DTensor"]
 
 
+@pytest.mark.parametrize("mesh", [{"dp": 1}, {"tp": 2}])
+def test_a_compiled_step_on_cuda_has_the_numbers_of_one_device(mesh: dict[str, int]) -> None:
+    """A loss of 1,003 classes, of which the second of two devices has one less."""
+    torch.manual_seed(0)
+    x, head = torch.randn(4, 6, 16).cuda(), torch.randn(1003, 16).cuda()
+    target = torch.randint(1003, (4, 6)).cuda()
+    target[0, :4] = -100
+    split = "tp" if "tp" in mesh else None
+
+    def loss(x: Tensor, head: Tensor) -> Tensor:
+        logits = (x.half() @ head.half().T).float()
+        return torch.nn.functional.cross_entropy(logits.view(-1, 1003), target.view(-1))
+
+    with pw.auto_parallel_context(backend="inductor"):
+        planned = pw.shard(loss, mesh=mesh, in_strategy=((None, None, None), (split, None)), device="cuda")
+        found = torch.autograd.grad(planned(x, head.requires_grad_()), head)
+    expected = torch.autograd.grad(loss(x, head), head)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+
+
 def multiplies() -> None:
     pw.reset_auto_parallel_context()
     torch.manual_seed(0)

@@ -156,6 +156,61 @@ def test_models_compiled_by_inductor_have_the_numbers_of_one_device(name):
     check_model(name, {"dp": 2, "tp": 2}, 1e-6 if name == "llama" else 1e-10)
 
 
+class Logits(nn.Module):
+    """Classes of a linear layer in a low precision, and their loss in float32, as models of transformers have it."""
+
+    def __init__(self, classes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(16, classes, bias=False)
+
+    def forward(self, x, target):
+        return nn.functional.cross_entropy(self.head(x).float().view(-1, self.head.out_features), target.view(-1))
+
+
+def test_a_loss_of_split_classes_is_the_same_compiled():
+    """Of 2 devices the second has one class less, and some targets are ignored."""
+    x, target = torch.randn(4, 6, 16), torch.randint(101, (4, 6))
+    target[0, :4] = -100
+    found = {}
+    for backend in ("eager", "inductor"):
+        with pw.auto_parallel_context(backend=backend):
+            model = pw.shard(Logits(101).double(), mesh={"tp": 2}, parameter_plan={"head.weight": ("tp", None)})
+            loss = model(x.double(), target)
+            loss.backward()
+            found[backend] = loss.item(), model.head.weight.grad
+    torch.testing.assert_close(found["inductor"], found["eager"], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("wrong", [101, -1])
+def test_a_target_outside_of_the_classes_is_an_error_compiled_too(wrong):
+    target = torch.full((4, 6), 3)
+    target[1, 2] = wrong
+    with pw.auto_parallel_context(backend="inductor"):
+        model = pw.shard(Logits(101), mesh={"dp": 1})
+        with pytest.raises(RuntimeError, match="an index is out of range of a dim of size 101"):
+            model(torch.randn(4, 6, 16), target)
+
+
+def test_results_of_a_stretch_are_its_own_unless_they_share_memory():
+    def write(graph, x):
+        y = graph.call_function(aten.neg.default, (x,))
+        z = graph.call_function(aten.exp.default, (y,))
+        flat = graph.call_function(aten.view.default, (z, [16]))
+        seen = graph.call_function(aten.view.default, (x, [16]))
+        return y, z, flat, seen
+
+    made, _, _ = compiled(graph_of(write))
+    assert assemble_code(made, "forward").shared == (False, True, True, True)
+
+
+def test_a_sum_over_ranks_is_written_into_what_a_stretch_has_made():
+    module = graph_of(layers)
+    made, _, _ = compiled(module)
+    owned = [i.relayout.owned for i in assemble_code(made, "forward").instructions if i.relayout]
+    assert owned == [(True,)] * 3
+
+
 def in_a_process():
     torch.manual_seed(0)
     plain, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).double(), torch.rand(8, 8).double()
