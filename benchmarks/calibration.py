@@ -78,8 +78,9 @@ def join(rank: int, ranks: int, device: str, folder: str) -> None:
     torch.set_num_threads(threads_of(ranks))
     if device == "cuda":
         torch.cuda.set_device(rank)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    backend, own = ("nccl", torch.device("cuda", rank)) if device == "cuda" else ("gloo", None)
+    store = f"file://{folder}/store"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, device_id=own)
 
 
 class Running:

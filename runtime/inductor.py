@@ -8,8 +8,9 @@ once in a process; TorchInductor keeps its kernels on disk.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ..propagation.program.step import returned_by
 from ..propagation.torch_internals import FakeTensorMode, OpOverload, schema_of
 from ..strategy.placement import Kind
 from .assemble import members_late
-from .memory import owned_by
+from .memory import is_whole_view, owned_by
 from .region import Region
 from .strides import strides_of
 from .torch_internals import inductor
@@ -63,7 +64,9 @@ def _add_region(
     """Write one call for all of `stretch` to the end of `graph`."""
     inside = set(stretch)
     inputs = list(dict.fromkeys(o for node in stretch for o in node.all_input_nodes if o not in inside))
-    outputs = [n for n in stretch if isinstance(values[n], Tensor) and any(user not in inside for user in n.users)]
+    results = [n for n in stretch if isinstance(values[n], Tensor) and any(user not in inside for user in n.users)]
+    views = _views_among(results, inside)
+    outputs = [node for node in results if node not in views]
     body = fx.Graph()
     env = {node: body.placeholder(f"x{i}") for i, node in enumerate(inputs)}
     for i, node in enumerate(stretch):
@@ -81,6 +84,22 @@ def _add_region(
     for i, node in enumerate(outputs):
         new[node] = graph.call_function(operator.getitem, (called, i))
         new[node].meta = dict(node.meta)
+    for node in itertools.chain.from_iterable(views.values()):
+        new[node] = graph.node_copy(node, new.__getitem__)
+
+
+def _views_among(results: Sequence[fx.Node], inside: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """The results that are all of another one, each with the calls that make it of that one. They stay outside of the
+    stretch: if a compiler lays out the other one in its own way, it is laid out as it should be once, not twice."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for result in results:
+        calls, node = list[fx.Node](), result
+        while node in inside and is_whole_view(node) and (not calls or node not in results):
+            calls.append(node)
+            node = node.all_input_nodes[0]
+        if calls and node in results:
+            found[result] = calls[::-1]
+    return found
 
 
 def _kind(value: Any) -> Hashable:

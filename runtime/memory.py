@@ -123,7 +123,8 @@ def is_identity(node: fx.Node) -> bool:
     return node.target in (_aten.detach.default, _aten.alias.default)
 
 
-def _is_whole_view(node: fx.Node) -> bool:
+def is_whole_view(node: fx.Node) -> bool:
+    """Whether what a node gives is all of its operand."""
     return node.target in _WHOLE_VIEWS or is_identity(node)
 
 
@@ -133,7 +134,7 @@ def owner_of(node: Any, reader: fx.Node, written: Collection[fx.Node] = ()) -> f
     while isinstance(node, fx.Node) and set(node.users) == {reader} and _reads(reader)[node] == 1:
         if node in written or _is_fresh(node):
             return node
-        if not _is_whole_view(node):
+        if not is_whole_view(node):
             return None
         node, reader = node.all_input_nodes[0], node
     return None
@@ -174,7 +175,7 @@ def may_share(returned: Any) -> tuple[bool, ...]:
 
 def _root(node: fx.Node) -> fx.Node:
     """The value of which `node` is a view, all of it."""
-    while _is_whole_view(node):
+    while is_whole_view(node):
         node = node.all_input_nodes[0]
     return node
 

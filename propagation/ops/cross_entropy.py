@@ -73,9 +73,10 @@ def _class_terms_backward(
 def _class_terms_formula(
     x: Tensor, maximum: Tensor, target: Tensor, position: Tensor | None, bounds: list[int], ignored: int
 ) -> tuple[Tensor, Tensor]:
-    own, inside, real = _own_formula(x, target, position, bounds, ignored)
+    own, inside, padding = _own_formula(x, target, position, bounds, ignored)
     dtype = wide(x.dtype)
-    total = (x.to(dtype) - maximum.unsqueeze(1)).exp().where(real, 0).sum(1)
+    powers = (x.to(dtype) - maximum.unsqueeze(1)).exp()
+    total = (powers if padding is None else powers.masked_fill(padding, 0)).sum(1)
     picked = x.gather(1, own.unsqueeze(1)).squeeze(1).to(dtype) - maximum
     return total, picked.where(inside, 0)
 
@@ -84,30 +85,31 @@ def _class_terms_backward_formula(
     total: Tensor, picked: Tensor, x: Tensor, maximum: Tensor, target: Tensor, position: Tensor | None,
     bounds: list[int], ignored: int,
 ) -> Tensor:  # fmt: skip
-    own, inside, real = _own_formula(x, target, position, bounds, ignored)
+    own, inside, padding = _own_formula(x, target, position, bounds, ignored)
+    chosen = _classes(x) == own.unsqueeze(1)
     slopes = (x.to(total.dtype) - maximum.unsqueeze(1)).exp() * total.unsqueeze(1)
-    chosen = inside.unsqueeze(1) & (_classes(x) == own.unsqueeze(1))
-    return (slopes + picked.unsqueeze(1).where(chosen, 0)).where(real, 0).to(x.dtype)
+    slopes = slopes + picked.where(inside, 0).unsqueeze(1).where(chosen, 0)
+    return (slopes if padding is None else slopes.masked_fill(padding, 0)).to(x.dtype)
 
 
 def _own_formula(
     x: Tensor, target: Tensor, position: Tensor | None, bounds: list[int], ignored: int
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The place of each target among this rank's classes, 0 for one that is elsewhere or ignored; which targets are
-    here; and which of the classes are no padding. Fails as `within` for an index outside of all classes."""
+    here; and which of the classes are padding. Fails as `within` for an index outside of all classes."""
     target = target.long()
-    valid = (target >= 0) & (target < bounds[-1]) | (target == ignored)
-    aten._assert_async.msg(valid.all(), out_of_range(bounds[-1]))
-    start, stop = _span_formula(x, position, bounds)
-    inside = (target >= start) & (target < stop) & (target != ignored)
-    return (target - start).where(inside, 0), inside, _classes(x) < stop - start
-
-
-def _span_formula(x: Tensor, position: Tensor | None, bounds: list[int]) -> tuple[Any, Any]:
-    """`span_of` without waiting for the position."""
+    within_all = (target >= 0) & (target < bounds[-1])
+    aten._assert_async.msg((within_all | (target == ignored)).all(), out_of_range(bounds[-1]))
+    inside = within_all & (target != ignored)
     if position is None:
-        return bounds[0], bounds[1]
-    place = position.to(x.device)
+        return target.where(inside, 0), inside, None
+    start, stop = _span_formula(position.to(x.device), bounds)
+    inside = inside & (target >= start) & (target < stop)
+    return (target - start).where(inside, 0), inside, _classes(x) >= stop - start
+
+
+def _span_formula(place: Tensor, bounds: list[int]) -> tuple[Tensor, Tensor]:
+    """`span_of` without waiting for the position."""
     start = stop = bounds[0] + torch.zeros_like(place)
     for i, (low, high) in enumerate(pairwise(bounds)):
         start, stop = start + (high - low) * (place > i), stop + (high - low) * (place >= i)

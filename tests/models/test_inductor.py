@@ -200,8 +200,11 @@ def test_results_of_a_stretch_are_its_own_unless_they_share_memory():
         seen = graph.call_function(aten.view.default, (x, [16]))
         return y, z, flat, seen
 
-    made, _, _ = compiled(graph_of(write))
+    made, _, compiler = compiled(graph_of(write))
     assert assemble_code(made, "forward").shared == (False, True, True, True)
+    (region,) = compiler.seen
+    assert len(region(torch.ones(4, 4))) == 3  # a view of a result is made of it outside
+    assert run(made, torch.ones(4, 4))[2][0].shape == (16,)
 
 
 def test_a_sum_over_ranks_is_written_into_what_a_stretch_has_made():
