@@ -216,7 +216,11 @@ def main(
     console.print(_steps(figures))
     console.print(_kinds(figures))
     print(_verdict([figure["ratio"] for figure in figures]))
-    facts = {"machine": torch.cuda.get_device_name() if device == "cuda" else platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__}
+    facts = {
+        "machine": torch.cuda.get_device_name() if device == "cuda" else platform.processor(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+    }
     out.write_text(json.dumps({**facts, "cases": figures}, indent=1))
     print(f"wrote {out}")
 

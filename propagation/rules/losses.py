@@ -34,10 +34,10 @@ _SUMMED_APART = (
     aten.binary_cross_entropy_with_logits.default, aten.multilabel_margin_loss.default, aten.soft_margin_loss.default,
 )  # fmt: skip
 
-# Those that a cast may come before or after.
-_VIEWS = {
-    aten.flatten.using_ints, aten.permute.default, aten.reshape.default, aten.slice.Tensor, aten.squeeze.dim,
-    aten.transpose.int, aten.unsqueeze.default, aten.view.default,
+# What only moves elements, so that a cast may as well come after it.
+_MOVES = {
+    aten._unsafe_view.default, aten.clone.default, aten.flatten.using_ints, aten.permute.default, aten.reshape.default,
+    aten.slice.Tensor, aten.squeeze.dim, aten.transpose.int, aten.unsqueeze.default, aten.view.default,
 }  # fmt: skip
 
 # -- Rules
@@ -178,9 +178,9 @@ def _class_cross_entropy(b: Builder, node: fx.Node, x: fx.Node) -> fx.Node:
 def _before_widening(b: Builder, x: fx.Node) -> fx.Node:
     """`x` in the dtype that it had before a cast to the one in which `class_terms` computes anyway, if only the loss
     reads it: models cast their logits to float32 for the loss, and the copy would be the largest value of a step."""
-    views, cast = [], x
-    while cast.target in _VIEWS and len(cast.users) == 1:
-        views.append(cast)
+    moves, cast = [], x
+    while cast.target in _MOVES and len(cast.users) == 1:
+        moves.append(cast)
         cast = operands(cast)[0]
     if cast.target is not aten._to_copy.default or len(cast.users) > 1 or cast.kwargs.keys() != {"dtype"}:
         return x
@@ -188,8 +188,8 @@ def _before_widening(b: Builder, x: fx.Node) -> fx.Node:
     before, after = value(narrow), value(cast)
     if after.dtype == before.dtype or wide(before.dtype) != after.dtype or before.stride() != after.stride():
         return x
-    for view in reversed(views):
-        narrow = b(view.target, narrow, *view.args[1:], **view.kwargs)
+    for move in reversed(moves):
+        narrow = b(move.target, narrow, *move.args[1:], **move.kwargs)
     return narrow
 
 

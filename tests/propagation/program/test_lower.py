@@ -186,6 +186,21 @@ def test_a_model_with_conversions_along_two_axes_computes_what_one_device_comput
 # -- the plan lists what the graphs do
 
 
+@pytest.mark.parametrize("mesh", [{"dp": 1, "tp": 1}, {"dp": 1, "tp": 4}, {"dp": 2, "tp": 1}])
+def test_over_an_axis_of_one_device_nothing_is_sent(mesh):
+    torch.manual_seed(0)
+    plain = MLP(8, 16).double()
+    split = (("dp", None),)
+    model = pw.shard(copy.deepcopy(plain), mesh=mesh, in_strategy=split, out_strategy=split, parameter_plan=MEGATRON)
+    x = torch.rand(8, 8).double()
+    (loss, found), (expected, wanted) = (
+        (y := each(x).square().sum(), torch.autograd.grad(y, [*each.parameters()])) for each in (model, plain)
+    )
+    torch.testing.assert_close((loss, found), (expected, wanted), rtol=1e-12, atol=1e-12)
+    assert all(c.group_size > 1 for c in model.program.collectives)
+    assert bool(model.program.collectives) == (max(mesh.values()) > 1)
+
+
 def counted(collectives):
     return Counter((c.phase, c.kind, c.axes, c.payload_bytes, c.tag) for c in collectives)
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from cases import case, index, real, tensors_of
 from expansions import check, check_split, integers, randn, run
 
+import partway as pw
 from partway.propagation.capture.capture import capture
 from partway.propagation.ops.cross_entropy import class_terms
 
@@ -116,3 +117,32 @@ def test_a_linear_cross_entropy_in_chunks_splits_like_any(reduction, lab):
 
     args = tensors_of(case(None, "", f, real(4, 4), real(4, 4), real(4), index(4, 4)))
     assert lab.check_options(capture(f, args, {}), f, args, class_terms, lab.LINE, 12, random.Random(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_to_float32_for_the_loss_is_not_made(dtype):
+    """The loss computes in float32 by itself, and the cast would be the largest tensor of a step."""
+    torch.manual_seed(0)
+    x, target = torch.randn(2, 3, 5, dtype=dtype, requires_grad=True), torch.randint(5, (2, 3))
+
+    def loss(x, target):
+        return F.cross_entropy(x.float()[:, :2].reshape(-1, 5), target[:, :2].reshape(-1))
+
+    graph = capture(loss, (x, target), {})
+    terms = next(node for node in graph.nodes if node.target is class_terms)
+    assert terms.args[0].meta["val"].dtype is dtype
+    assert not [n for n in graph.nodes if n.target is torch.ops.aten._to_copy.default and n.meta["val"].dim() > 1]
+    planned = pw.shard(loss, mesh={"d": 2})
+    assert planned(x, target).dtype is torch.float32
+    found, expected = (torch.autograd.grad(f(x, target), x)[0] for f in (planned, loss))
+    torch.testing.assert_close(planned(x, target), loss(x, target))
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-4)
+
+
+def test_a_cast_that_others_read_is_made_once():
+    def loss(x, target):
+        wide = x.float()
+        return F.cross_entropy(wide, target) + wide.logsumexp(1).square().mean()
+
+    graph = capture(loss, (torch.randn(4, 5, dtype=torch.bfloat16), torch.randint(5, (4,))), {})
+    assert next(n for n in graph.nodes if n.target is class_terms).args[0].meta["val"].dtype is torch.float32
