@@ -12,6 +12,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -72,15 +73,20 @@ def operator_samples(device: str, meet: Callable[[], Any], probes: Iterable[Work
                     model.zero_grad(set_to_none=True)
                     meet()
                     with record_timeline() as spans:
-                        model(*batch).backward()
+                        _step(model, batch)
                     if step >= WARM:
                         runs.append({(span.phase, span.name): span.seconds for span in spans if span.lane == COMPUTE})
                 seconds = usual_seconds(runs)
                 if device == "cuda":
-                    seconds = no_longer_than(seconds, seconds_of(lambda: model(*batch).backward(), device, STEPS, meet))
+                    untold = seconds_of(partial(_step, model, batch), device, STEPS, meet)
+                    seconds = no_longer_than(seconds, untold)
             yield from _samples(model.program, seconds)
     finally:
         dist.destroy_process_group()
+
+
+def _step(model: Any, batch: Sequence[torch.Tensor]) -> None:
+    model(*batch).backward()
 
 
 def usual_seconds(runs: Sequence[Mapping[K, float]]) -> dict[K, float]:

@@ -12,9 +12,9 @@ from partway.measure.operators import (
     OperatorSample,
     fit_operators,
     fitted_seconds,
+    no_longer_than,
     nonnegative,
     operator_samples,
-    no_longer_than,
     usual_seconds,
 )
 from partway.measure.probes import Functions, probes
@@ -64,12 +64,12 @@ def test_calls_are_as_much_longer_as_whole_steps_are() -> None:
     assert usual_seconds(turns) == dict.fromkeys("abc", 5 / 3)  # each waits once in three steps, each step once
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_calls_that_were_told_take_no_longer_than_a_step_that_was_not():
+def test_calls_that_were_told_take_no_longer_than_a_step_that_was_not() -> None:
     assert no_longer_than({"a": 3.0, "b": 1.0}, 2.0) == {"a": 1.5, "b": 0.5}
     assert no_longer_than({"a": 3.0, "b": 1.0}, 5.0) == {"a": 3.0, "b": 1.0}
 
 
+@pytest.mark.parametrize("seed", range(20))
 def test_least_squares_that_are_not_negative_meet_the_conditions_of_the_optimum(seed: int) -> None:
     random = np.random.default_rng(seed)
     matrix, target = random.normal(size=(12, 6)), random.normal(size=12)
