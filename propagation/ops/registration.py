@@ -24,8 +24,8 @@ def define(
     backward    (ctx, gradients of the results) -> a gradient, or None, for each argument
     keep        (ctx, arguments, results): keeps on `ctx` what `backward` reads
     composite   `kernel` is made of operators that have fake forms and derivatives, so it needs none
-    formula     what `kernel` computes, in PyTorch's operators and on whole tensors, for a compiler that makes one kernel
-                of several operators and keeps nothing in between
+    formula     what `kernel` computes, in PyTorch's operators and on whole tensors, for a compiler that makes one
+                kernel of several operators and keeps nothing in between
     tags        torch's tags of the operator
     """
     name = schema.partition("(")[0]
