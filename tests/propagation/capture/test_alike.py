@@ -19,6 +19,14 @@ from partway.strategy import CaptureError
 from tests.helpers.alike_layers import ALIKE, HOSTILE, LAYERS, WIDTH, Counted, Counts, Deep, Global, Layer, X
 
 
+@pytest.fixture(autouse=True, scope="module")
+def checkpointed_before() -> None:
+    """The first checkpoint that a process captures goes through other wrappers of PyTorch's than all later ones, so
+    that its layers are traced one by one."""
+    make, args, _ = ALIKE["checkpointed"]
+    capture(make(), args, {})
+
+
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many modules were copied, in each attempt that gave a graph."""
