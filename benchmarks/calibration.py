@@ -206,8 +206,8 @@ def main(
             spawn(run, (ranks, device, times, str(path), steps, chosen, folder), nprocs=ranks)
             every = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
         for parts in zip(*every, strict=True):
-            times = [max(of_ranks) for of_ranks in zip(*(part["measured"] for part in parts), strict=True)]
-            figures.append({**parts[0], "measured": times, "ratio": parts[0]["predicted"] / statistics.median(times)})
+            taken = [max(of_ranks) for of_ranks in zip(*(part["measured"] for part in parts), strict=True)]
+            figures.append({**parts[0], "measured": taken, "ratio": parts[0]["predicted"] / statistics.median(taken)})
         slower = statistics.fmean(part["product"] for rank in every for part in rank) / before
         print(
             f"beside the steps of {ranks} processes a product took {slower:.2f} of what it took beside the calibration"
