@@ -2,7 +2,8 @@
 
 The first two calls of modules that look alike (repeated.py) are traced, and what their forwards call of PyTorch is
 noted (calls.py). If both called the same, the forward of a third runs with what the first was answered, and where it
-does the same to its end, one operator stands for it in the trace:
+does the same to its end, one operator stands for it in the trace. (If they did not, it is the second and the third that
+count: what is only done once, such as to fill a cache, the first has done.)
 
     partway::copied(outer, results, kind)     the results of a forward that is like the traced ones of this kind
     partway::traced(outer, results, kind)     after a traced one: which tensors it used, and which it returned; and
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -73,6 +75,7 @@ class _Kind:
     records    what was noted of the traced ones
     texts      the results of one, as `_empty` reads them
     uses       who uses the stand-ins of the first record
+    again      the first of all was unlike the next, and is forgotten
     hopeless   all others will be traced, too
     """
 
@@ -80,6 +83,7 @@ class _Kind:
     records: list[Record] = field(default_factory=list)
     uses: list[tuple[int, int, int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    again: bool = False
     hopeless: bool = False
 
 
@@ -105,6 +109,7 @@ class Alike:
     def begin(self) -> None:
         """The function begins to run."""
         self._kinds: dict[Hashable, _Kind] = {}
+        self._numbers = itertools.count()
         self._met: set[nn.Module] = set()
         self._inside = self.failed = False
         self.notes: list[Tensor] = []
@@ -144,7 +149,7 @@ class Alike:
                 looks = tuple(map(_look, leaves))
             where = frames_above(sys._getframe(1), self._outermost)
             key = (self._keys[module], str(spec), looks, where, modes)
-            kind = self._kinds.setdefault(key, _Kind(len(self._kinds)))
+            kind = self._kinds.setdefault(key, _Kind(next(self._numbers)))
             run = functools.partial(forward, *args, **kwargs)
             if len(kind.records) == 2 and not kind.hopeless:
                 return self._replayed(Place(module, leaves), kind, run)
@@ -161,9 +166,12 @@ class Alike:
             self.failed = True
             raise UnlikeError
         record = recording.finish(tree_flatten(result)[0])
-        if record is None or (kind.records and not record.is_like(kind.records[0])):
+        unlike = record is not None and bool(kind.records) and not record.is_like(kind.records[0])
+        if record is None or (unlike and kind.again):
             kind.hopeless = True
             return result
+        if unlike:
+            kind.number, kind.records, kind.uses, kind.again = next(self._numbers), [], [], True
         results = [recording.made[token[1]] for token in _made(record)]
         kind.records.append(record)
         self.notes.append(torch.ops.partway.traced(recording.used, results, kind.number))

@@ -229,11 +229,11 @@ def _templates(nodes: Sequence[fx.Node]) -> dict[Any, _Template]:
     found: dict[Any, list[_Template]] = {kind: [] for kind in wanted}
     first = 0
     for i, node in enumerate(nodes):
-        if node.target is not traced or node.args[2] not in wanted:
+        if node.target is not traced:
             continue
         if not node.args[1]:
             first = i + 1
-        else:
+        elif node.args[2] in wanted:
             found[node.args[2]].append(_Template(node, tuple(nodes[first:i])))
     for pair in found.values():
         if len(pair) != 2:

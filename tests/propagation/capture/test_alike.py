@@ -22,7 +22,7 @@ from tests.helpers.alike_layers import ALIKE, HOSTILE, LAYERS, WIDTH, Counted, C
 @pytest.fixture(autouse=True, scope="module")
 def checkpointed_before() -> None:
     """The first checkpoint that a process captures goes through other wrappers of PyTorch's than all later ones, so
-    that its layers are traced one by one."""
+    that of its layers one more is traced."""
     make, args, _ = ALIKE["checkpointed"]
     capture(make(), args, {})
 
@@ -106,6 +106,26 @@ def test_what_is_alike_gives_the_graph_of_a_trace_of_all(
     torch.manual_seed(0)
     check(make, args, monkeypatch)
     assert copies == [count]
+
+
+class OnlyFirst(Layer):
+    """A layer of which only the first adds something, as where a cache is filled; or also the second."""
+
+    more = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = super().forward(x)
+        return y + self.place if self.place < OnlyFirst.more else y
+
+
+@pytest.mark.parametrize(("more", "count"), [(0, LAYERS - 2), (1, LAYERS - 3), (2, 0)])
+def test_the_first_may_be_unlike_the_others(
+    more: int, count: int, copies: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OnlyFirst, "more", more)
+    graph = check(lambda: Deep(OnlyFirst), (X,), monkeypatch)
+    assert copies == [count]
+    assert len(graph.module.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)) == LAYERS
 
 
 def test_python_runs_once_for_each_layer(copies: list[int]) -> None:
