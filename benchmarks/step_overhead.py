@@ -47,7 +47,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from step_contenders import builds, layout
+from step_contenders import FASTEST, builds, layout
 from step_graphs import inputs_of, local_step
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
@@ -169,9 +169,9 @@ class Figures:
     def median(self, name: str) -> float:
         return statistics.median(self.seconds[name])
 
-    def ratios(self, name: str) -> tuple[float, ...]:
+    def ratios(self, name: str, ours: str = OURS) -> tuple[float, ...]:
         """Ours over `name`, round by round."""
-        return tuple(a / b for a, b in zip(self.seconds[OURS], self.seconds[name], strict=True))
+        return tuple(a / b for a, b in zip(self.seconds[ours], self.seconds[name], strict=True))
 
     def beyond(self, name: str) -> float:
         """The median of the seconds that ours takes more than `name`."""
@@ -383,7 +383,7 @@ def _table(found: Iterable[Figures]) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("case", no_wrap=True)
     table.add_column("contender", no_wrap=True)
-    for name in ("step", "without optimizer", "ours / it (quartiles)", "bar"):
+    for name in ("step", "without optimizer", "ours / it (quartiles)", "searched for speed / it", "bar"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for f in found:
@@ -394,17 +394,19 @@ def _table(found: Iterable[Figures]) -> Table:
 
 def _cells(f: Figures, name: str) -> tuple[str, ...]:
     times = (name, spread(f.seconds[name]), spread(f.computed[name]))
+    ratio = "" if name == OURS else quartiles(f.ratios(name))
+    fastest = quartiles(f.ratios(name, FASTEST)) if FASTEST in f.seconds and name != FASTEST else ""
+    times = (*times, ratio, fastest)
     if name == OURS:
-        return (*times, "", "", f.note)
-    ratio = quartiles(f.ratios(name))
+        return (*times, "", f.note)
     if f.excess is not None:
         more = f"{1e6 * f.beyond(name):.0f} us more"
         if name != BARE:
-            return (*times, ratio, "", more)
-        return (*times, ratio, f"{1e6 * f.excess:.0f} us", f"{more}: {'missed' if name in f.misses() else 'holds'}")
+            return (*times, "", more)
+        return (*times, f"{1e6 * f.excess:.0f} us", f"{more}: {'missed' if name in f.misses() else 'holds'}")
     if name not in f.bars:
-        return (*times, ratio, "", "")
-    return (*times, ratio, f"{f.bars[name]:.2f}", "missed" if name in f.misses() else "holds")
+        return (*times, "", "")
+    return (*times, f"{f.bars[name]:.2f}", "missed" if name in f.misses() else "holds")
 
 
 def _drawn(found: Sequence[Figures], path: Path) -> bool:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +73,20 @@ from partway.strategy.placement import Kind
 
 DTYPES = {name: getattr(torch, name) for name in Peak.model_fields}
 SHOWN = 30  # operators of a report
+TIMES = {"cpu": (1,), "cuda": (1, 16)}  # how many times larger batches are: small ones leave a GPU waiting for the host
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much is measured: payloads in bytes, repeats of each case (`SMALL_REPEATS` times as many of small ones, which
-    vary most), bytes of a copy, seconds of a product, and the networks whose operators are timed."""
+    vary most), bytes of a copy, seconds of a product, and the networks whose operators are timed, by how many times
+    larger their batches are."""
 
     payloads: tuple[int, ...]
     repeats: int
     copied: int
     product: float
-    probes: Callable[[], Iterable[Workload]]
+    probes: Callable[[int], Iterable[Workload]]
 
 
 QUICK = Effort(
@@ -246,7 +249,8 @@ def _rank(rank: int, processes: int, device: str, effort: Effort, folder: str, m
         torch.cuda.set_device(rank)
     meeting.wait()
     speed = _device_speed(device, effort)
-    operators = list(operator_samples(device, meeting.wait, effort.probes()))
+    networks = chain.from_iterable(effort.probes(times) for times in TIMES[device])
+    operators = list(operator_samples(device, meeting.wait, networks))
     samples = list(_group_samples(rank, processes, device, effort, folder)) if processes > 1 else []
     figures = {
         "speed": speed,

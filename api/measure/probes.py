@@ -201,50 +201,53 @@ MORE_SHAPES = (
 ROWS, NUMBERS = (1, 16, 256), (1 << 21, 9 << 20)  # rows of 1024 numbers; and numbers without products
 
 
-def probes(*, quick: bool) -> Iterator[Workload]:
-    """The networks with their batches; `quick`: fewer, and smaller ones."""
-    yield from _of_functions(quick)
-    yield from _of_layers(quick)
+def probes(times: int = 1, *, quick: bool) -> Iterator[Workload]:
+    """The networks with their batches, larger by a factor `times`; `quick`: fewer, and smaller ones."""
+    yield from _of_functions(quick, times)
+    yield from _of_layers(quick, times)
 
 
-def _of_functions(quick: bool) -> Iterator[Workload]:
+def _of_functions(quick: bool, times: int) -> Iterator[Workload]:
     for name, functions in (("activations", ACTIVATIONS), ("functions", FUNCTIONS), ("along", ALONG)):
         for rows in ROWS:
-            yield _of(name, partial(Functions, functions, 1024), torch.rand, (rows, 1024))
-        for n in NUMBERS[: 1 if quick else 2]:
-            yield _of(name, partial(Functions, functions), torch.rand, (n >> 10, 1024))
+            yield _of(name, partial(Functions, functions, 1024), torch.rand, (rows * times, 1024))
+        for n in NUMBERS[: 1 if quick or times > 1 else 2]:
+            yield _of(name, partial(Functions, functions), torch.rand, (n * times >> 10, 1024))
 
 
-def _of_layers(quick: bool) -> Iterator[Workload]:
+def _of_layers(quick: bool, times: int) -> Iterator[Workload]:
     def unless(*more: T) -> tuple[T, ...]:
         return () if quick else more
 
     for shapes in (SHAPES, *unless(MORE_SHAPES)):
-        yield _of("products", partial(Products, shapes), torch.rand, (max(m * k for m, k, _ in shapes),))
+        larger = tuple((m * times, k, n) for m, k, n in shapes)
+        yield _of("products", partial(Products, larger), torch.rand, (max(m * k for m, k, _ in larger),))
     for rows, width, count in ((1000, 64, 64), (10000, 512, 512), (50000, 256, 4096), *unless((50000, 768, 512))):
-        yield _of("lookups", partial(Lookups, rows, width), partial(torch.randint, rows), (count,))
+        yield _of("lookups", partial(Lookups, rows, width), partial(torch.randint, rows), (count * times,))
     for width, heads, batch, tokens in ((128, 4, 2, 64), (512, 8, 2, 256), *unless((768, 12, 4, 256))):
-        yield _of("gated", partial(GatedBlock, width, heads), torch.rand, (batch, tokens, width))
-    for shape in ((8, 3, 50, 64), (4, 8, 128, 64), (2, 4, 256, 32), (1, 2, 1024, 64), *unless((1, 8, 2048, 64))):
-        yield _of("attentions", Attentions, torch.rand, shape)
+        yield _of("gated", partial(GatedBlock, width, heads), torch.rand, (batch * times, tokens, width))
+    for batch, *rest in ((8, 3, 50, 64), (4, 8, 128, 64), (2, 4, 256, 32), (1, 2, 1024, 64), *unless((1, 8, 2048, 64))):
+        yield _of("attentions", Attentions, torch.rand, (batch * times, *rest))
     more = unless((128, 768, 50000, 2), (512, 512, 4000, 4))
     for tokens, width, vocabulary, batch in ((64, 128, 1000, 2), (256, 256, 8000, 2), (256, 256, 17000, 2), *more):
-        yield gpt2(1, tokens, width, vocabulary, each=batch)
+        yield gpt2(1, tokens, width, vocabulary, each=batch * times)
     for channels, pixels, batch in ((16, 16, 2), (32, 64, 2), *unless((64, 96, 4))):
-        yield _of("convolutions", partial(Convolutions, channels), torch.randn, (batch, 3, pixels, pixels))
-    larger = unless((512, 32, 4), (256, 128, 2), (256, 28, 4))
-    for channels, pixels, batch in ((32, 32, 2), (128, 64, 2), (512, 16, 4), (512, 12, 4), (64, 12, 2), *larger):
-        for own in (False, True):
-            yield _of("bottlenecks", partial(Bottlenecks, channels), torch.randn, (batch, 3, pixels, pixels), own)
+        shape = (batch * times, 3, pixels, pixels)
+        yield _of("convolutions", partial(Convolutions, channels), torch.randn, shape)
+    wider = unless((512, 32, 4), (256, 128, 2), (256, 28, 4))
+    for channels, pixels, batch in ((32, 32, 2), (128, 64, 2), (512, 16, 4), (512, 12, 4), (64, 12, 2), *wider):
+        shape = (batch * times, 3, pixels, pixels)
+        for parts in (0, batch):
+            yield _of("bottlenecks", partial(Bottlenecks, channels), torch.randn, shape, parts)
     for width, pixels, batch in ((8, 32, 2), *unless((24, 96, 2))):
-        yield _unet(width, pixels, batch)
+        yield _unet(width, pixels, batch * times)
 
 
 def _of(
-    name: str, build: Callable[[], nn.Module], draw: Callable[..., Tensor], shape: tuple[int, ...],
-    own_statistics: bool = False,
+    name: str, build: Callable[[], nn.Module], draw: Callable[..., Tensor], shape: tuple[int, ...], parts: int = 0
 ) -> Workload:  # fmt: skip
-    return Workload(name, build, lambda _: (draw(shape),), shape[0], (len(shape),), own_statistics)
+    """`parts` of the batch have statistics of their own; 0: it has those of one device."""
+    return Workload(name, build, lambda _: (draw(shape),), parts or shape[0], (len(shape),), parts > 0)
 
 
 def _unet(width: int, pixels: int, batch: int) -> Workload:

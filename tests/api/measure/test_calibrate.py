@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -55,10 +54,15 @@ def priced(**mesh: int) -> DeviceProfile:
     return pw.compile(torch.relu, (torch.empty(8, 8),), mesh=mesh or {"x": 2}).problem.settings.profile
 
 
+def no_probes(times: int) -> tuple[()]:
+    """No networks, of any size."""
+    return ()
+
+
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases so small that a calibration is a matter of starting processes."""
-    effort = module.Effort((1 << 10, 1 << 18), repeats=2, copied=1 << 16, product=1e-5, probes=partial(tuple, ()))
+    effort = module.Effort((1 << 10, 1 << 18), repeats=2, copied=1 << 16, product=1e-5, probes=no_probes)
     monkeypatch.setattr(module, "QUICK", effort)
 
 

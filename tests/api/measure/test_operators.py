@@ -90,6 +90,14 @@ def test_quick_probes_are_some_of_all() -> None:
     assert set(quick) < set(every)
 
 
+def test_probes_have_larger_batches() -> None:
+    def numbers(times: int) -> list[tuple[str, int]]:
+        made = [(p.name, p.tensors(p.each, torch.float32)) for p in probes(times, quick=True)]
+        return [(name, sum(t.numel() for t in tensors)) for name, tensors in made]
+
+    assert numbers(2) == [(name, 2 * count) for name, count in numbers(1)]
+
+
 @pytest.mark.gloo
 def test_the_calls_of_a_probe_are_timed_in_a_process_of_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = Workload(
