@@ -12,7 +12,7 @@ from torch import fx, nn
 import partway as pw
 from partway.fusion.timeline import COMMUNICATION, COMPUTE
 from partway.propagation.ops.collectives import convert
-from partway.runtime import Simulator
+from partway.runtime import Simulator, loaded
 from partway.runtime.assemble import assemble_code
 from partway.runtime.record import begin, marking
 from partway.strategy import Mesh
@@ -62,6 +62,24 @@ def check(spans, predicted):
 
 def test_a_timeline_has_what_was_predicted_under_the_same_names():
     check(*measured(4))
+
+
+def test_what_is_timed_is_made_before_its_time_counts(monkeypatch):
+    happened, load, begins = [], Simulator.load, loaded.begin
+
+    def made(self, code, mark=None):
+        happened.append("made")
+        return load(self, code, mark)
+
+    def begun(inputs):
+        happened.append("begun")
+        begins(inputs)
+
+    with data_parallel(2) as (_, step), pw.record_timeline():
+        monkeypatch.setattr(Simulator, "load", made)
+        monkeypatch.setattr(loaded, "begin", begun)
+        step()
+    assert happened == ["made", "begun"] * 2
 
 
 def fails(step):
