@@ -7,7 +7,7 @@ vertices of a colour send at once, tables of about one shape stacked into one ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,27 +100,37 @@ class Messages:
             near[a].append(b)
             near[b].append(a)
         self.colour = np.array(colours(near))
-        shapes: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        for a, b in costs.pairs:
-            ends = (a, b) if self.colour[a] < self.colour[b] else (b, a)
-            about = (self.sizes[v].bit_length() for v in ends)
-            shapes.setdefault((int(self.colour[ends[0]]), int(self.colour[ends[1]]), *about), []).append(ends)
         count = int(self.colour.max()) + 1
         self.levels: list[list[list[_Stack]]] = [[[] for _ in range(count)] for _ in range(2)]  # by side, by colour
         earlier, later = np.zeros(len(near)), np.zeros(len(near))
         self.stacks: list[_Stack] = []
-        for key, edges in sorted(shapes.items()):
-            many = max(STACK >> sum(key[2:]), 1)
-            for start in range(0, len(edges), many):
-                stack = self._stacked(costs, edges[start : start + many])
-                self.stacks.append(stack)
-                for side in (0, 1):
-                    self.levels[side][key[side]].append(stack)
+        for edges in self._together(costs.pairs):
+            stack = self._stacked(costs, edges)
+            self.stacks.append(stack)
+            for side in (0, 1):
+                self.levels[side][self.colour[edges[0][side]]].append(stack)
             np.add.at(later, [a for a, _ in edges], 1)
             np.add.at(earlier, [b for _, b in edges], 1)
         self._sent = (later, earlier)  # how many edges a vertex sends along, forward and backward
         self._share = 1.0 / np.maximum(np.maximum(earlier, later), 1.0)
         self._members = [np.flatnonzero(self.colour == colour) for colour in range(count)]
+
+    def _together(self, pairs: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+        """The edges of each stack: those between two colours, or of too many those with tables of about one shape."""
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for a, b in pairs:
+            ends = (a, b) if self.colour[a] < self.colour[b] else (b, a)
+            found.setdefault((int(self.colour[ends[0]]), int(self.colour[ends[1]])), []).append(ends)
+        for _, edges in sorted(found.items()):
+            if len(edges) * max(self.sizes[a] for a, _ in edges) * max(self.sizes[b] for _, b in edges) <= STACK:
+                yield edges
+                continue
+            shapes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+            for a, b in edges:
+                shapes.setdefault((self.sizes[a].bit_length(), self.sizes[b].bit_length()), []).append((a, b))
+            for about, alike in sorted(shapes.items()):
+                many = max(STACK >> sum(about), 1)
+                yield from (alike[start : start + many] for start in range(0, len(alike), many))
 
     def _stacked(self, costs: Costs, edges: list[tuple[int, int]]) -> _Stack:
         shape = [max(self.sizes[ends[side]] for ends in edges) for side in (0, 1)]
