@@ -180,13 +180,11 @@ class _Reduction:
                 continue
             self.plain.discard(ends)
             table = self.tables[v][u]
-            if not np.isfinite(table).all():
+            if not _is_sum(table[[0, -1]][:, [0, -1]]) or not _is_sum(table):  # most are told by their corners
                 continue
-            row, column = table[0], table[:, 0] - table[0, 0]
-            if (np.abs(table - row - column[:, None]) > NEAR * np.maximum(np.abs(table), np.abs(row))).any():
-                continue
+            column = table[:, 0] - table[0, 0]
             self.unary[v] = self.unary[v] + column
-            self.unary[u] = self.unary[u] + row
+            self.unary[u] = self.unary[u] + table[0]
             self._cut(v, u)
             self._again(u)
 
@@ -225,8 +223,10 @@ class _Reduction:
     def _is_function(self, v: int) -> bool:
         """Whether `v` was merged into a neighbour of which it is a function."""
         for u, table in self.tables[v].items():
+            if len(self.unary[u]) < len(self.unary[v]) or np.isfinite(table[:, 0]).sum() != 1:
+                continue
             finite = np.isfinite(table)
-            if len(self.unary[u]) < len(self.unary[v]) or (finite.sum(axis=0) != 1).any():
+            if (finite.sum(axis=0) != 1).any():
                 continue
             of = finite.argmax(axis=0)
             self.unary[u] = self.unary[u] + self.unary[v][of] + table[of, np.arange(len(of))]
@@ -258,6 +258,9 @@ class _Reduction:
                 apart = table[options] - table[others]
                 least = np.where(np.isnan(apart), math.inf, apart).min(axis=1)  # inf less inf: neither can be chosen
                 saved = saved + least
+                able = saved > -math.inf  # the other may be chosen wherever the one may
+                if not able.all():
+                    options, others, saved = options[able], others[able], saved[able]
         alive = np.ones(len(own), dtype=bool)
         undercut = saved >= 0
         for option, other in zip(options[undercut].tolist(), others[undercut].tolist(), strict=True):
@@ -267,3 +270,11 @@ class _Reduction:
             return False
         self._keep(v, alive)
         return True
+
+
+def _is_sum(table: Floats) -> bool:
+    """Whether a table is a row plus a column."""
+    if not np.isfinite(table).all():
+        return False
+    row, column = table[0], table[:, 0] - table[0, 0]
+    return bool((np.abs(table - row - column[:, None]) <= NEAR * np.maximum(np.abs(table), np.abs(row))).all())
