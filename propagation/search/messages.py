@@ -2,7 +2,7 @@
 
 The bounds are those of narrow.py, where they are derived. There vertices go one after the other, as suits long thin
 graphs. Here the vertices are coloured, so that no two neighbours have one colour, and colours are the order: the
-vertices of a colour send at once, tables of about one shape stacked into one array.
+vertices of a colour send at once, their tables stacked into arrays: few ones together, many ones by their shapes.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class _Side:
 
 @dataclass(eq=False)
 class _Stack:
-    """Edges between vertices of two colours, with tables of about one shape: `tables[option of side 0, option of side
-    1, edge]`, and the messages to each side [option, edge]."""
+    """Edges between vertices of two colours: `tables[option of side 0, option of side 1, edge]`, filled up to one
+    shape, and the messages to each side [option, edge]."""
 
     edges: list[tuple[int, int]]
     sides: tuple[_Side, _Side]
