@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from partway.dtensors import has_other_data
 from partway.propagation.graph.structure import Call, name_of
 from partway.propagation.torch_internals import is_transformed
 from partway.strategy import Problem, StrategyError, raise_problems
@@ -54,10 +53,6 @@ def check_inference(fn: Any, call: Call) -> None:
     )
 
 
-_DATA = (
-    "was given other data (.data =), which a DTensor does not see",
-    "copy into its part, with distribute_tensor(value, p.device_mesh, p.placements) and p.copy_() under no_grad",
-)
 _TRANSFORMED = (
     "is inside a transform of torch.func (vmap, grad, jvp, ...)",
     "transform plain functions, and call the sharded one outside",
@@ -69,9 +64,6 @@ def check_parameters(fn: Any) -> None:
     parameters = dict(fn.named_parameters()) if isinstance(fn, torch.nn.Module) else {}
     problems = [
         Problem(f"parameter {n!r}", *_TRANSFORMED) for n, parameter in parameters.items() if is_transformed(parameter)
-    ]
-    problems += [
-        Problem(f"parameter {n!r}", *_DATA) for n, parameter in parameters.items() if has_other_data(parameter)
     ]
     raise_problems("the parameters of the call cannot be split:", problems)
 

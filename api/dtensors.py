@@ -36,11 +36,6 @@ def whole(values: T) -> T:
     return gathered
 
 
-def has_other_data(tensor: Tensor) -> bool:
-    """Whether `.data` of a DTensor was set: it has no memory of its own, only its part has."""
-    return is_dtensor(tensor) and tensor.data_ptr() != 0
-
-
 def own_dtensors(module: nn.Module) -> frozenset[str]:
     """The names of the parameters of `module` that the user made DTensors. (Those of a module inside that is sharded
     already are ours, but for those that were DTensors before it was sharded.)"""

@@ -97,9 +97,8 @@ class Placing(Protocol):
     def enter(self, placed: PlacedPort, local: bool) -> Change | None:
         """What makes of a tensor of a call what the executor takes, or None if it takes the tensor itself."""
 
-    def leave(self, placed: PlacedPort, asked: bool) -> Change | None:
-        """What makes of a result of the executor what the caller gets, or None if that is the result itself. `asked`:
-        the caller said how results are split."""
+    def leave(self, placed: PlacedPort) -> Change | None:
+        """What makes of a result of the executor what the caller gets, or None if that is the result itself."""
 
     def write(self, placed: PlacedPort, local: bool, given: Tensor, result: Tensor) -> None:
         """Write a result of the executor into a tensor of the call, `given`, of which it is the new value."""
@@ -152,7 +151,7 @@ class Simulated:
     def enter(self, placed: PlacedPort, local: bool) -> Change | None:
         return None
 
-    def leave(self, placed: PlacedPort, asked: bool) -> Change | None:
+    def leave(self, placed: PlacedPort) -> Change | None:
         return functools.partial(noted, layout=placed.layout) if placed.layout.cuts else None
 
     def write(self, placed: PlacedPort, local: bool, given: Tensor, result: Tensor) -> None:
@@ -160,10 +159,9 @@ class Simulated:
 
 
 class Launched:
-    """One rank of a process group. Parameters are DTensors, so that optimizers and checkpoints of the ecosystem take
-    them; plain inputs are whole on every rank (or, where the dataset_strategy was set, this rank's part); results are
-    plain where they are whole. Where they are split they are DTensors: those that `out_strategy` asks for as PyTorch
-    has them, those that only lie so, beside a loss, such that they mix with plain tensors."""
+    """One rank of a process group. Parameters and results that are split are DTensors that mean what they mean on one
+    device (`runtime/split_tensor.py`), so that optimizers and checkpoints of the ecosystem take them; plain inputs are whole on
+    every rank (or, where the dataset_strategy was set, this rank's part); results are plain where they are whole."""
 
     def __init__(self) -> None:
         init()
@@ -307,21 +305,19 @@ class Launched:
         given_part = local and placed.port.role is Role.INPUT
         return functools.partial(placed_part, layout=placed.layout, whole=not given_part)
 
-    def leave(self, placed: PlacedPort, asked: bool) -> Change | None:
+    def leave(self, placed: PlacedPort) -> Change | None:
         from partway.runtime.execute import device_mesh
         from partway.runtime.parameters import as_dtensor
-        from partway.runtime.results import split_result
 
         layout = placed.layout
         if all(isinstance(p, Replicate) for p in layout.placements):
             return None
-        make = as_dtensor if asked else split_result
-        return functools.partial(make, layout=layout, shape=placed.shape, mesh=device_mesh(layout.mesh))
+        return functools.partial(as_dtensor, layout=layout, shape=placed.shape, mesh=device_mesh(layout.mesh))
 
     def write(self, placed: PlacedPort, local: bool, given: Any, result: Tensor) -> None:
         from partway.runtime.execute import device_mesh
         from partway.runtime.parameters import as_dtensor
-        from partway.runtime.results import SplitResult
+        from partway.runtime.split_tensor import SplitTensor
         from partway.runtime.torch_internals import spec_of
 
         if result is given:  # written where it lies
@@ -330,7 +326,7 @@ class Launched:
             given.copy_(result[tuple(slice(0, size) for size in given.shape)])
             return
         new: Any = as_dtensor(result, placed.layout, placed.shape, device_mesh(placed.layout.mesh))
-        if isinstance(given, SplitResult) and spec_of(given) == spec_of(new):
+        if isinstance(given, SplitTensor) and spec_of(given) == spec_of(new):
             given.write_part(result)
         elif is_dtensor(given):
             given.copy_(new.redistribute(placements=given.placements))

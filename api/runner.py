@@ -19,7 +19,7 @@ from partway.placing import Change, Placing
 from partway.planning import planning
 from partway.propagation.capture.overlap import Memory, shared
 from partway.propagation.graph.port import Role
-from partway.propagation.graph.queries import in_caches, may_return
+from partway.propagation.graph.queries import may_return
 from partway.propagation.graph.structure import name_of, state_of
 from partway.propagation.program.accumulate import Accumulation
 from partway.propagation.torch_internals import buffers_in, parameters_in
@@ -74,8 +74,7 @@ class Runner:
         self._executor = place.executor(compiled.mesh)
         self._observe = place.observer(fn, local, compiled)
         self._enter = [place.enter(placed, local) for placed in compiled.local.inputs]
-        asked, caches = compiled.inputs.request.out_strategy is not None, in_caches(graph)
-        self._leave = [place.leave(p, asked and p.port.name not in caches) for p in compiled.local.outputs]
+        self._leave = [place.leave(p) for p in compiled.local.outputs]
         self._step: CompiledStep | None = None
         self._memory = Memory()  # of state
         self._others: dict[tuple[bool, ...], CompiledStep] = {}  # by the outputs that they differentiate

@@ -22,10 +22,7 @@ _FIX = "load the same file on every rank"
 
 def follow_layouts(module: nn.Module) -> None:
     """From now on `load_state_dict` of `module`, and of what it is inside, lays out what it is given as the parameters
-    are, and its `state_dict` has DTensors that say what they are. Values that ranks have whole must agree."""
-    from partway.runtime.weights import split_weights
-
-    module.register_state_dict_post_hook(split_weights)
+    are. Values that ranks have whole must agree."""
     module.register_load_state_dict_pre_hook(_lay_out)
 
 
@@ -35,8 +32,7 @@ def _lay_out(
 ) -> None:  # fmt: skip
     from torch.distributed.tensor import DTensor
 
-    from partway.runtime.optimizers import placed_like
-    from partway.runtime.weights import SplitWeight
+    from partway.runtime.split_tensor import SplitTensor, placed_like
 
     held = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
     given = {
@@ -53,7 +49,7 @@ def _lay_out(
             raise RuntimeStateError(
                 f"{prefix}{name} is a DTensor on {value.device_mesh}, a part of the ranks; give the whole tensor"
             )
-        if isinstance(value, SplitWeight) and metadata.get("assign_to_params_buffers"):
+        if isinstance(value, SplitTensor) and metadata.get("assign_to_params_buffers"):
             raise RuntimeStateError(
                 f"{prefix}{name} is from the state_dict of a sharded module, and with assign=True two modules would "
                 "share its memory, which their layouts need not allow; leave out assign"

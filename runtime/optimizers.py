@@ -18,10 +18,11 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .replaced import current
+from .split_tensor import placed_like
 
 _modules: WeakSet[nn.Module] = WeakSet()  # whose parameters Partway lays out
 _seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = WeakKeyDictionary()
@@ -72,15 +73,3 @@ def by_element(key: str, shape: Sequence[int], parameter: Tensor) -> bool:
     """Whether what an optimizer keeps of `parameter` under `key`, a tensor of `shape`, has an entry for each of its
     elements. For a parameter that is one number the shape does not say it."""
     return tuple(shape) == tuple(parameter.shape) and key not in _COUNTS
-
-
-def placed_like(value: Any, parameter: DTensor) -> Any:
-    """`value` placed as `parameter` if it is a tensor of its shape; else `value` itself."""
-    if not isinstance(value, Tensor) or value.shape != parameter.shape:
-        return value
-    mesh, placements = parameter.device_mesh, parameter.placements
-    if isinstance(value, DTensor):
-        if value.device_mesh == mesh:
-            return value.redistribute(placements=placements)
-        value = value.full_tensor()
-    return distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)

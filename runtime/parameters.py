@@ -1,9 +1,9 @@
 """Parameters as DTensors, for one rank of a process group: optimizers and torch.distributed.checkpoint take them.
 
 An optimizer holds parameters as objects, so these must stay the same from when it is made. `distribute` makes the
-parameters DTensors when a module is sharded, before there is a plan: whole on every rank. `redistribute` splits them
-when there is one, in place (`torch.utils.swap_tensors`). What was made even earlier holds the old objects, which from
-then on stand for the new ones (`replaced.py`).
+parameters split tensors (`split_tensor.py`) when a module is sharded, before there is a plan: whole on every rank.
+`redistribute` splits them when there is one: the same objects, with other parts. What was made even earlier holds the
+old objects, which from then on stand for the new ones (`replaced.py`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from ..strategy.notation import to_dtensor
 from . import optimizers, replaced
 from .execute import device_mesh
 from .slices import part_of
-from .torch_internals import give_hooks, local_part_of, spec_of, take_hooks
+from .split_tensor import SplitTensor, as_split, joined, split_tensor
+from .torch_internals import dtensor_spec, give_hooks, local_part_of, set_part, spec_of, take_hooks
 
 
 def distribute(module: nn.Module, mesh: Mesh | None = None) -> None:
-    """Make the parameters of `module` DTensors that are whole on every rank, on `mesh` (None: all ranks on one axis).
-    Their values must agree on all ranks. DTensors stay as they are.
+    """Make the parameters of `module` split tensors that are whole on every rank, on `mesh` (None: all ranks on one
+    axis). Their values must agree on all ranks. DTensors keep their placements, and are the same objects.
 
     The old objects stand for the new ones, which get their hooks. A gradient that still reaches an old one raises
     RuntimeStateError.
     """
+    for held in module.parameters():
+        as_split(held)
     layout = Layout.replicated(mesh or Mesh.of_sizes((dist.get_world_size(),)))
     old = {id(held): (name, held) for name, held in module.named_parameters() if not isinstance(held, DTensor)}
     new = {key: _parameter(held, layout) for key, (_, held) in old.items()}
@@ -55,8 +58,8 @@ def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
     objects, and so do their gradients' and optimizer states' places. (A state is laid out like its parameter when its
     optimizer next steps.) Every rank calls it.
 
-    Raises RuntimeStateError for a name that `module` does not have, two layouts for one parameter, one that is no
-    DTensor, or one that something else still needs as it is (a graph whose backward has not run, a weak reference).
+    Raises RuntimeStateError for a name that `module` does not have, two layouts for one parameter, or one that is no
+    DTensor.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     wanted: dict[int, tuple[str, Layout]] = {}
@@ -74,16 +77,14 @@ def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
             )
     moved = []
     for name, layout in wanted.values():
-        if _is_placed(parameters[name], layout):
+        parameter = parameters[name]
+        if _is_placed(parameter, layout):
             continue
-        moved.append(parameters[name])
-        try:
-            _swap(parameters[name], _parameter(parameters[name], layout))
-        except RuntimeError as error:
-            raise RuntimeStateError(
-                f"parameter {name} cannot be split now, because something holds on to it; run backward() of what was "
-                f"computed with it before the first call of the sharded module, and keep no weak references: {error}"
-            ) from error
+        moved.append(parameter)
+        new, gradient = shard_tensor(parameter, layout), parameter.grad
+        set_part(parameter, local_part_of(new), spec_of(new))
+        if gradient is not None:
+            parameter.grad = shard_tensor(gradient, layout)
     replaced.let_go(moved)
     if wanted:
         optimizers.changed(module)
@@ -106,7 +107,7 @@ def hold(module: nn.Module, name: str, part: Tensor) -> None:
         return
     parameter = parameters_in(owner)[attribute]
     assert parameter is not None
-    held = DTensor(part, spec_of(parameter), requires_grad=False) if isinstance(parameter, DTensor) else part
+    held = split_tensor(part, spec_of(parameter)) if isinstance(parameter, DTensor) else part
     new = nn.Parameter(held, requires_grad=parameter.requires_grad)
     for key, value in vars(parameter).items():
         setattr(new, key, value)
@@ -136,8 +137,8 @@ def _parameter(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
 # -- Between tensors and the parts that a program takes ---------------------------------------------------------------
 
 
-def shard_tensor(tensor: Tensor, layout: Layout) -> DTensor:
-    """A detached DTensor with `layout` of a tensor that every rank holds whole (no communication), or of a DTensor.
+def shard_tensor(tensor: Tensor, layout: Layout) -> SplitTensor:
+    """A detached tensor with `layout` of a tensor that every rank holds whole (no communication), or of a DTensor.
 
     Where a rank's part is the whole, it shares the tensor's memory. Raises StrategyError if `layout` cuts the tensor
     as no DTensor is cut or has a Broadcast, which DTensor lacks.
@@ -193,19 +194,21 @@ class _Placed(torch.autograd.Function):
 
 
 def gradient_of(tensor: Tensor, part: Tensor) -> Tensor:
-    """The gradient of `tensor` of which `part` is this rank's: a DTensor placed like it if it is one."""
+    """The gradient of `tensor` of which `part` is this rank's: placed like it if it is split, with the strides of its
+    part, as autograd promises of gradients."""
     if not isinstance(tensor, DTensor):
         return part
-    held = local_part_of(tensor).shape
-    if part.shape != held:  # a short slice
-        part = part[tuple(slice(0, size) for size in held)]
-    return DTensor(part, spec_of(tensor), requires_grad=False)
+    held = local_part_of(tensor)
+    if part.shape != held.shape:  # a short slice
+        part = part[tuple(slice(0, size) for size in held.shape)]
+    if part.stride() != held.stride():
+        part = torch.empty_like(held).copy_(part)
+    return split_tensor(part, spec_of(tensor))
 
 
-def as_dtensor(part: Tensor, layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> DTensor:
-    """The DTensor of global `shape` on `mesh` whose part on this rank is `part`; its gradient comes back as a part.
+def as_dtensor(part: Tensor, layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> SplitTensor:
+    """The tensor of global `shape` on `mesh` whose part on this rank is `part`; its gradient comes back as a part.
 
     Raises StrategyError if `layout` has a Broadcast, which DTensor lacks.
     """
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(part, mesh, to_dtensor(layout), run_check=False, shape=torch.Size(shape), stride=stride)
+    return joined(part, dtensor_spec(mesh, to_dtensor(layout), tuple(shape), part.dtype))

@@ -13,8 +13,19 @@ Each name, and why:
                                                              `set_timeout`, and would be `timeout`
     Tensor._backward_hooks, _post_accumulate_grad_hooks      the hooks of a tensor, which handles refer to; no public
                                                              name moves them to another tensor
-    DTensor._spec, _local_tensor                             how a DTensor is placed, and its part: what makes another
+    DTensor._spec, _local_tensor, its spec's tensor_meta     how a DTensor is placed, and its part: what makes another
                                                              like it without asking the mesh or recording for autograd
+    DTensorSpec, TensorMeta                                  make the spec of a DTensor without asking the mesh; an
+                                                             optimizer's step may make thousands
+    _foreach_supported_types                                 the subclasses that optimizers step as lists; DTensor's
+                                                             module adds its own there, too
+    Shard, Replicate, Partial as exact types, shard_order    what else DTensor places by is its own affair
+    torch._C._disabled_torch_function_impl                   the __torch_function__ of DTensor: what is asked of a tensor
+                                                             as an object, in a third of the time of one of ours
+    torch._C.DisableTorchFunctionSubclass                    the same for a block; public is only what also disables the
+                                                             modes of functions
+    Tensor._make_wrapper_subclass                            makes a tensor without memory, of a subclass; documented
+                                                             for subclasses, without a public name
     Tensor._is_view, _base                                   what a tensor is a view of; there is no public name
     torch._inductor.compile                                  takes a graph of ATen operators without tracing it again or
                                                              guarding it, which `torch.compile` does on every call
@@ -31,33 +42,48 @@ Each name, and why:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import lru_cache
 from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch._C import DisableTorchFunctionSubclass
+from torch._C import _disabled_torch_function_impl as as_object
 from torch.autograd import forward_ad
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as util_foreach_types
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 
 __all__ = [
     "GLOO_TLS",
     "STORE_PING",
+    "DisableTorchFunctionSubclass",
+    "as_object",
     "base_of",
     "coalescing_manager",
     "default_store",
+    "dtensor_spec",
     "forward_level",
     "give_hooks",
     "inductor",
+    "is_documented",
     "is_view",
     "local_part_of",
+    "set_part",
+    "spec_like",
     "spec_of",
     "spec_or_none",
     "take_hooks",
+    "takes_foreach",
     "timeout_of",
+    "wrapper_like",
 ]
 
 Hooks = tuple[Any, Any]
@@ -89,6 +115,50 @@ def give_hooks(tensor: Tensor, hooks: Hooks) -> None:
 def spec_or_none(tensor: Tensor) -> Any:
     """How a DTensor is placed; None for another tensor."""
     return getattr(tensor, "_spec", None)
+
+
+@lru_cache(maxsize=4096)
+def dtensor_spec(mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """How a DTensor of `shape` and `dtype` is placed on a DeviceMesh; along axes whose dim it lacks it is whole."""
+    stride = torch.empty(shape, device="meta").stride()
+    placements = tuple(Replicate() if isinstance(p, Shard) and p.dim >= len(shape) else p for p in placements)
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+
+
+def spec_like(spec: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """How a DTensor of `shape` and `dtype` is placed as the one of `spec` is."""
+    own = spec.tensor_meta
+    same = dtype == own.dtype and tuple(shape) == tuple(own.shape)
+    return spec if same else dtensor_spec(spec.mesh, spec.placements, tuple(shape), dtype)
+
+
+def takes_foreach(kind: type) -> None:
+    """Let torch.optim and clip_grad_norm_ work on lists of tensors of a subclass, as DTensor's own module does for it."""
+    for kinds in (optim_foreach_types, util_foreach_types):
+        if kind not in kinds:
+            kinds.append(kind)  # type: ignore[arg-type]
+
+
+def set_part(tensor: Any, part: Tensor, spec: Any) -> None:
+    """Give a DTensor another part, placed otherwise; its shape and dtype stay."""
+    tensor._spec, tensor._local_tensor = spec, part
+
+
+def is_documented(spec: Any) -> bool:
+    """Whether a DTensor is placed by the three placements that are documented, and none derived from them, and axes
+    that split one dim cut it in their order."""
+    kinds = [type(placement) for placement in spec.placements]
+    if kinds.count(Shard) > 1 and any(
+        list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in getattr(spec, "shard_order", None) or ()
+    ):
+        return False
+    return all(kind in (Partial, Replicate, Shard) for kind in kinds)
+
+
+def wrapper_like(kind: Any, tensor: Tensor, device: torch.device) -> Any:
+    """A tensor of the subclass `kind`, without memory, with the shape, strides and dtype of `tensor`."""
+    make: Any = Tensor._make_wrapper_subclass
+    return make(kind, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def forward_level() -> int:

@@ -59,6 +59,7 @@ class Watch:
         self._process, self._meetings, self._asked = os.getpid(), 0, 0
         self._planning: list[str] = []
         self._at: str | None = None  # the meeting that this rank waits at
+        self._waits: tuple[str, tuple[int, ...]] | None = None  # in what, and for whom: a collective outside of programs
         self.failed: str | None = None
         self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {self._process}")
         self._broken: str | None = None  # what was found to differ, until it is raised
@@ -136,6 +137,9 @@ class Watch:
         where = place_of(frames.get(main)) if main is not None else ""
         if self._at is not None:
             return Doing(f"waits for the other ranks to {self._at}{where}")
+        if self._waits is not None:
+            purpose, peers = self._waits
+            return Doing(f"waits for {named(peers)} to {purpose}{where}", peers, f"{purpose}{where}")
         for frame in frames.values():
             while frame is not None:
                 if trail := trail_of(frame):
@@ -266,6 +270,31 @@ class Watch:
                 )
         return result.result()
 
+    def wait_for(self, work: Any, group: Any, purpose: str) -> None:
+        """Wait for the collective `work` of `group`, which is issued outside of programs for `purpose`.
+
+        Raises RuntimeStateError where it is clear that another rank will not come, or where the collective fails.
+        """
+        peers = tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.rank)
+        patient = dist.get_backend(group) == "nccl"  # a wait of NCCL that times out ends its process group
+        looks = list[dict[int, Doing]]()
+        self._waits = purpose, peers
+        try:
+            while not _is_over(work, None if patient else timedelta(seconds=_LOOK)):
+                looks = [*looks, self.ask(peers)][-_SURE:]
+                missing = {rank for rank, doing in looks[-1].items() if self.rank not in doing.waits_for
+                           or not doing.mark.startswith(purpose)}  # fmt: skip
+                of_missing = [{rank: look[rank] for rank in missing} for look in looks]
+                if missing and not work.is_completed() and (why := self._hopeless(of_missing, missing)):
+                    raise RuntimeStateError(
+                        f"rank {self.rank} would {purpose}, and {named(sorted(missing))} {why}; run the same program on "
+                        f"every rank:\n{lines_of(of_missing[-1])}"
+                    )
+        except RuntimeError as error:
+            raise (error if isinstance(error, RuntimeStateError) else failed_in(purpose, error)) from error
+        finally:
+            self._waits = None
+
     def gave_up(self, error: Exception) -> None:
         """What this rank says from now on: it raised `error`."""
         self.failed = f"has given up: {first_line(error).rstrip(':')}"
@@ -330,6 +359,17 @@ class Watch:
         if len(looks) == _SURE and waiting and for_us and all(look == last for look in looks):
             return f"wait{'s' * (len(missing) == 1)} in a collective that needs all of its ranks"
         return ""
+
+
+def _is_over(work: Any, limit: timedelta | None) -> bool:
+    """Wait for a collective, no longer than `limit`; whether it is over. Raises what it raised."""
+    try:
+        work.wait() if limit is None else work.wait(limit)
+    except RuntimeError:
+        if work.is_completed():
+            raise
+        return False
+    return True
 
 
 def _connection() -> Any:

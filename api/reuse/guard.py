@@ -24,12 +24,11 @@ from partway.propagation.torch_internals import dispatch_modes, function_modes, 
 from partway.reuse.facts import fact
 from partway.reuse.names import Asks
 from partway.reuse.state import State
-from partway.runtime.torch_internals import spec_of, spec_or_none
+from partway.runtime.torch_internals import DisableTorchFunctionSubclass, spec_of, spec_or_none
 from partway.user_rules import version
 
 _NOTHING = fact({})
 _TRAINING = attrgetter("training")
-_MEMORY = Tensor.data_ptr  # 0 for a DTensor, unless its data were set
 _FACTS = attrgetter("requires_grad", "dtype", "shape")
 
 
@@ -67,10 +66,15 @@ class Guard:
         self._facts = [*map(_FACTS, self._parameters)]
         # where the parts of DTensors are: another plan may have moved them
         self._specs = [(p, spec_of(p)) for p in self._parameters if spec_or_none(p) is not None]
-        self._wrapped = [p for p, _ in self._specs]
 
     def admits(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> list[Tensor] | None:
         """The tensors of a call that has the same plan; None for another call."""
+        if not self._specs:
+            return self._admitted(args, kwargs, context)
+        with DisableTorchFunctionSubclass():  # else to ask a split parameter for its dtype takes microseconds
+            return self._admitted(args, kwargs, context)
+
+    def _admitted(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> list[Tensor] | None:
         if kwargs or [*map(type, args)] != self._positional:
             tensors, structure = _flat(args, kwargs, self.numbers)
             if not structure.is_like(self._structure):
@@ -90,7 +94,6 @@ class Guard:
             and all(map(is_, chain.from_iterable(self._held), self._parameters_in_order))
             and [*map(_FACTS, self._parameters)] == self._facts
             and all(spec_of(p) is spec for p, spec in self._specs)
-            and not any(map(_MEMORY, self._wrapped))
             and self._state.holds()
         )
         return tensors if same else None

@@ -106,7 +106,7 @@ def test_one_process_runs_on_nccl(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["True", "cuda:0", "DTensor"]
+    assert done.stdout.split() == ["True", "cuda:0", "SplitTensor"]
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 1}, {"tp": 2}])

@@ -136,4 +136,4 @@ def made_at_any_time():
 
 @pytest.mark.gloo
 def test_an_optimizer_with_states_made_before_shard_or_the_first_call_trains_like_that_of_one_device(on_ranks):
-    assert on_ranks(2, made_at_any_time) == [[["DTensor", "DTensor", "Tensor"]] * 2] * 2
+    assert on_ranks(2, made_at_any_time) == [[["SplitTensor", "SplitTensor", "Tensor"]] * 2] * 2

@@ -1,4 +1,5 @@
 import gc
+import weakref
 
 import pytest
 import torch
@@ -166,12 +167,12 @@ def test_dtensors_take_the_place_of_parameters_and_are_split_in_place_under_thei
 def still_needed():
     model = nn.Linear(4, 4, bias=False)
     distribute(model)
-    loss = local(placed_part(model.weight, Layout.replicated(Mesh.of_sizes((4,))))).pow(2).sum()
-    view = model.weight.view(-1)
-    with pytest.raises(RuntimeStateError, match=r"parameter weight cannot be split now, .* run backward\(\)"):
-        redistribute(model, {"weight": ROWS})
-    del view, loss
+    weight, known = model.weight, weakref.ref(model.weight)
+    loss = model.weight.pow(2).sum()
     redistribute(model, {"weight": ROWS})
+    assert known() is model.weight is weight
+    loss.backward()
+    assert torch.equal(weight.grad.full_tensor(), 2 * weight.full_tensor().detach())
     plain = nn.Linear(4, 4)
     with pytest.raises(
         RuntimeStateError,
@@ -182,7 +183,7 @@ def still_needed():
 
 
 @pytest.mark.gloo
-def test_a_parameter_that_a_graph_still_needs_is_not_split(on_ranks):
+def test_a_parameter_that_a_graph_still_needs_is_split(on_ranks):
     on_ranks(4, still_needed)
 
 

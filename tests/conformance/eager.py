@@ -1,0 +1,300 @@
+"""PyTorch's own samples of its operators, run eagerly on what is split, on gloo processes, against plain tensors.
+
+    python tests/conformance/eager.py                         all entries on 2 and on 4 processes
+    python tests/conformance/eager.py --only norm --ranks 2
+    python tests/conformance/eager.py --write                 docs/coverage/eager.md
+
+Of each sample every tensor in turn, and then all of them, is what a script meets around a sharded model: a parameter
+(a leaf that has a gradient), a gradient or a state of an optimizer (without one), or a partial value; each split along
+every dim, evenly and unevenly as its size has it, on 4 processes over two axes. Results, gradients for random cotangents,
+and what operators in place leave behind must be those of one device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+
+from pool import Pool
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "coverage" / "eager.md"
+SAMPLES = 4  # of an entry, evenly spread
+DIMS = 2  # of a tensor that are split
+STATUSES = "right", "refused", "random", "raw", "wrong"
+MEANING = {
+    "right": "the numbers of one device, or the error that PyTorch raises for plain tensors too",
+    "refused": "an error that says what to write instead",
+    "random": "draws numbers, or returns memory as it is; shapes and dtypes are right",
+    "raw": "another error",
+    "wrong": "other numbers",
+}
+REFUSED = {
+    "to_sparse": "a sparse result",
+}
+
+
+def name_of(info: Any) -> str:
+    return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else str(info.name)
+
+
+def entries() -> dict[str, Any]:
+    """The entries that take float64, or else float32, on the CPU, by name."""
+    from torch.testing._internal.common_methods_invocations import op_db  # imports SciPy, which takes seconds
+
+    return {name_of(info): info for info in op_db if not info.dtypes.isdisjoint({torch.float64, torch.float32})}
+
+
+def examine(names: Sequence[str], most: int = SAMPLES) -> list[dict[str, Any]]:
+    """On a rank: what the entries `names` gave."""
+    from torch.distributed.tensor import DTensor
+
+    assert DTensor
+    known = entries()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [_entry(known[name], most) for name in names]
+
+
+def _entry(info: Any, most: int) -> dict[str, Any]:
+    found: Counter[str] = Counter()
+    problems: list[str] = []
+    for where, given, gradient in _samples(info, most):
+        for what, status, text in _cases(info, given, gradient):
+            found[status] += 1
+            if status in ("raw", "wrong", "refused") and len(problems) < 3:
+                problems.append(f"{where} {what}: {text}")
+    return {"name": name_of(info), "found": dict(found), "problems": problems}
+
+
+def _samples(info: Any, most: int) -> Iterator[tuple[str, Any, bool]]:
+    dtype = torch.float64 if torch.float64 in info.dtypes else torch.float32
+    gradient = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
+    torch.manual_seed(0)
+    samples = [s for s in info.sample_inputs("cpu", dtype, requires_grad=gradient) if _dense(s)]
+    step = max(1, len(samples) // most)
+    for i, sample in enumerate(samples[::step][:most]):
+        yield f"#{i * step}", sample, gradient
+
+
+def _dense(sample: Any) -> bool:
+    return all(t.layout is torch.strided for t in _tensors((sample.input, sample.args, sample.kwargs)))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _cases(info: Any, given: Any, gradient: bool) -> Iterator[tuple[str, str, str]]:
+    """Of a sample, each way in which its tensors are split: what, what became of it, and why."""
+    from torch.utils._pytree import tree_flatten, tree_unflatten
+
+    leaves, spec = tree_flatten(((given.input, *given.args), dict(given.kwargs)))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def called(op: Callable[..., Any], values: dict[int, Any]) -> tuple[Any, list[Tensor]]:
+        """The result of a call in which some tensors are others, and their gradients."""
+        own = [values.get(i, _fresh(leaf)) for i, leaf in enumerate(leaves)]
+        args, kwargs = tree_unflatten(own, spec)
+        torch.manual_seed(0)
+        result = op(*args, **kwargs)
+        needs = [own[i] for i in places if own[i].requires_grad]
+        return result, _gradients(given.output_process_fn_grad(result), needs)
+
+    def plainly(op: Callable[..., Any], values: dict[int, Any], recorded: bool) -> Any:
+        with torch.set_grad_enabled(recorded):
+            return called(op, values)
+
+    undefined = "empty" in info.name or info.name in ("new_empty_strided", "rand_like", "randn_like", "randint_like")
+    in_place = info.inplace_variant
+    for how, values in _splits(leaves, places, gradient):
+        recorded = how.startswith("parameter")
+        plain = {i: _fresh(leaves[i], leaves[i].requires_grad and recorded) for i in values}
+        yield how, *_compared(lambda v: plainly(info.op, v, recorded), plain, values, undefined)  # noqa: B023
+        if in_place and places and 0 in values and isinstance(leaves[0], Tensor) and not recorded:
+            _, values = next((h, v) for h, v in _splits(leaves, places, gradient) if h == how)
+            plain = {i: _fresh(leaves[i], False) for i in values}
+            yield f"in place, {how}", *_compared(lambda v: plainly(in_place, v, False), plain, values, undefined)
+
+
+def _fresh(leaf: Any, gradient: bool | None = None) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad if gradient is None else gradient)
+
+
+def _gradients(result: Any, needs: list[Tensor]) -> list[Any]:
+    outputs = [t for t in _tensors(result) if t.requires_grad]
+    if not outputs or not needs:
+        return []
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
+    return list(torch.autograd.grad(outputs, needs, weights, allow_unused=True))
+
+
+def _splits(leaves: list[Any], places: list[int], gradient: bool) -> Iterator[tuple[str, dict[int, Any]]]:
+    able = [i for i in places if leaves[i].dim() and leaves[i].numel()]
+    for kind in ("parameter", "gradient", "partial"):
+        for i in able:
+            float_ = leaves[i].is_floating_point()
+            if kind == "parameter" and not (gradient and leaves[i].requires_grad):
+                continue
+            if kind == "partial" and not float_:
+                continue
+            dims = [d for d, n in enumerate(leaves[i].shape) if n > 1][:: 1 if kind != "partial" else 99][:DIMS]
+            for d in dims or ([0] if kind == "partial" else []):
+                yield f"{kind} {places.index(i)} dim {d}", {i: _split(leaves[i], d, kind)}
+        every = [i for i in able if max(leaves[i].shape) > 1 and (kind != "partial" or leaves[i].is_floating_point())]
+        if len(every) > 1 and (kind != "parameter" or gradient):
+            dims = {i: next(d for d, n in enumerate(leaves[i].shape) if n > 1) for i in every}
+            yield f"{kind}, all", {i: _split(leaves[i], dims[i], kind) for i in every}
+
+
+def _split(leaf: Tensor, dim: int, kind: str) -> Any:
+    """The tensor as a rank of a sharded model has it."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    from partway.runtime.execute import device_mesh
+    from partway.runtime.parameters import shard_tensor
+    from partway.runtime.split_tensor import as_split
+    from partway.strategy import Layout, Mesh, Shard
+    from partway.strategy.placement import REPLICATE
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = Mesh({"x": size}) if size == 2 else Mesh({"x": 2, "y": size // 2})
+    if kind == "partial":
+        share = leaf.detach() * ((rank // (size // 2) + 1) / 3)
+        found = as_split(DTensor.from_local(share, device_mesh(mesh), [Partial(), *[Replicate()] * (len(mesh.axes) - 1)]))
+        return found
+    both = (Shard(dim), Shard(dim)) if size > 2 and leaf.shape[dim] % size == 0 else (Shard(dim), REPLICATE)
+    layout = Layout(mesh, both[: len(mesh.axes)] if kind == "parameter" else (REPLICATE, Shard(dim))[-len(mesh.axes) :])
+    found = shard_tensor(leaf, layout)
+    return torch.nn.Parameter(found) if kind == "parameter" else found
+
+
+def _compared(
+    call: Callable[[dict[int, Any]], Any], plain: dict[int, Any], values: dict[int, Any], undefined: bool
+) -> tuple[str, str]:
+    from torch.utils._pytree import tree_leaves
+
+    from partway.strategy.errors import PartwayError
+
+    def outcome(values: dict[int, Any]) -> Any:
+        try:
+            result, gradients = call(values)
+            return [_whole(leaf) for leaf in (*tree_leaves(result), *gradients, *values.values())]
+        except Exception as error:  # noqa: BLE001 - which is compared
+            return error
+
+    expected, found = outcome(plain), outcome(values)
+    if isinstance(found, PartwayError) and not isinstance(expected, Exception):
+        return "refused", _line(found)
+    if isinstance(found, Exception) or isinstance(expected, Exception):
+        alike = isinstance(found, Exception) and isinstance(expected, Exception)
+        if alike:
+            return "right", ""
+        return ("raw" if isinstance(found, Exception) else "wrong"), _line(found)
+    if len(found) != len(expected):
+        return "wrong", f"{len(found)} results for {len(expected)}"
+    for one, other in zip(found, expected, strict=True):
+        if (problem := _difference(one, other, undefined)) is not None:
+            return "wrong", problem
+    return ("random" if undefined else "right"), ""
+
+
+def _line(error: Any) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        value = value.detach()
+        return value.full_tensor() if hasattr(value, "full_tensor") else value + 0 if hasattr(value, "looked_at") else value
+    return value
+
+
+def _difference(found: Any, expected: Any, undefined: bool) -> str | None:
+    if not isinstance(expected, Tensor):
+        same = found == expected or (isinstance(found, float) and abs(found - expected) <= 1e-9 * abs(expected)) or (
+            found != found and expected != expected
+        )  # fmt: skip
+        return None if same or type(found) is type(expected) is object else f"{found!r}, not {expected!r}"
+    if not isinstance(found, Tensor) or found.shape != expected.shape or found.dtype != expected.dtype:
+        return f"{getattr(found, 'shape', found)} {getattr(found, 'dtype', '')}, not {expected.shape} {expected.dtype}"
+    if undefined or expected.layout is not torch.strided:
+        return None
+    least = 1e-4 if expected.dtype in (torch.float32, torch.complex64) else 1e-8
+    try:
+        torch.testing.assert_close(found.clone(), expected, rtol=least, atol=least, equal_nan=True)
+    except AssertionError as error:
+        return str(error).splitlines()[0] + " " + (str(error).splitlines() + [""] * 4)[3]
+    return None
+
+
+# -- All entries ------------------------------------------------------------------------------------------------------
+
+
+def examine_all(names: Sequence[str], ranks: int, most: int = SAMPLES, together: int = 8) -> Iterator[dict[str, Any]]:
+    """The results of `names`, from a pool of `ranks`; what ends a rank is raw."""
+    pool = Pool(ranks)
+    left = [list(names[i : i + together]) for i in range(0, len(names), together)][::-1]
+    while left:
+        asked = left.pop()
+        try:
+            results = pool.call(examine, (asked, most))
+        except AssertionError as error:
+            pool.close()
+            pool = Pool(ranks)
+            if len(asked) > 1:
+                left += [[name] for name in asked]
+                continue
+            yield {"name": asked[0], "found": {"raw": 1}, "problems": [str(error)[-300:]]}
+            continue
+        for each in zip(*results, strict=True):
+            yield next((one for one in each if one != each[0]), each[0])
+    pool.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="entries whose name this regular expression finds")
+    parser.add_argument("--samples", type=int, default=SAMPLES)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--write", action="store_true", help="write docs/coverage/eager.md")
+    given = parser.parse_args()
+    names = [name for name in entries() if re.search(given.only, name)]
+    results: dict[int, list[dict[str, Any]]] = {}
+    for ranks in given.ranks:
+        since = time.monotonic()
+        results[ranks] = []
+        for result in examine_all(names, ranks, given.samples):
+            results[ranks].append(result)
+            if set(result["found"]) & {"raw", "wrong", "refused"}:
+                print(ranks, result["name"], result["found"], *result["problems"], sep="\n    ", flush=True)
+        total: Counter[str] = sum((Counter(r["found"]) for r in results[ranks]), Counter())
+        print(f"{ranks} processes: {dict(total)} of {len(names)} entries, {time.monotonic() - since:.0f} s", flush=True)
+    if given.write:
+        PAGE.write_text(page(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    multiprocessing.freeze_support()
+    main()
