@@ -34,8 +34,9 @@ T = TypeVar("T")
 _Renumbered = Mapping[int, int] | Sequence[int]  # from the tag of a conversion, or a region, to that of its copy
 
 
-def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
-    """The Step of `program` when the outputs marked in `wanted` are differentiated."""
+def differentiate(program: LocalProgram, wanted: tuple[bool, ...], again: bool = False) -> Step:
+    """The Step of `program` when the outputs marked in `wanted` are differentiated; `again`: by operators whose
+    gradients have gradients, as autograd does with create_graph=True."""
     needed = tuple(placed.port.requires_grad for placed in program.inputs)
     if not any(wanted) or not any(needed):
         return Step(program, program.module, None, wanted, (False,) * len(needed))
@@ -52,7 +53,7 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
             for node, placed, want in zip(returned_by(graph), program.outputs, wanted, strict=True)
             if want
         ]
-        derivatives = _derivatives(pieces, likes, tangents)
+        derivatives = _derivatives(pieces, likes, tangents, again)
         forward, backward = _stitched(graph, likes, tangents, pieces, derivatives)
         constants = {name: constant for derivative in derivatives for name, constant in derivative.constants.items()}
         return Step(program, Text(constants, forward), Text(constants, backward), wanted, needed)
@@ -75,7 +76,7 @@ class _Derivative:
 
 
 def _derivatives(
-    pieces: Sequence[Piece], likes: Mapping[fx.Node, Any], tangents: Sequence[tuple[fx.Node, Like]]
+    pieces: Sequence[Piece], likes: Mapping[fx.Node, Any], tangents: Sequence[tuple[fx.Node, Like]], again: bool
 ) -> list[_Derivative]:
     """The derivative of each piece. Pieces with equal keys, to whose outputs equal tangents come, have one."""
     known: dict[Hashable, _Derivative] = {}
@@ -84,7 +85,7 @@ def _derivatives(
     def backward(i: int, given: Sequence[Like | None]) -> Sequence[Like | None]:
         key = pieces[i].key, tuple(given)
         if key not in known:
-            known[key] = _derivative(pieces[i], given, f"_{len(known)}")
+            known[key] = _derivative(pieces[i], given, f"_{len(known)}", again)
         chosen[i] = known[key]
         return chosen[i].gradients
 
@@ -123,10 +124,10 @@ def _flow(
     return gradients
 
 
-def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _Derivative:
+def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str, again: bool) -> _Derivative:
     """Trace `piece` and its backward for `tangents` of its outputs; `suffix`: what makes names of constants its own."""
     inputs = [like.empty() for like in piece.likes]
-    given = [tangent.empty() for tangent in tangents if tangent is not None]
+    given = [tangent.empty().requires_grad_(again) for tangent in tangents if tangent is not None]
     module = _as_module(piece)
     needed = [like.requires_grad for like in piece.likes]
 
@@ -136,7 +137,8 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
             outputs = run(module, *primals)
             chosen = [output for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
             leaves = [primal for primal, needs in zip(primals, needed, strict=True) if needs]
-            computed = iter(torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True) if chosen else ())
+            grad = functools.partial(torch.autograd.grad, create_graph=again, allow_unused=True)
+            computed = iter(grad(chosen, leaves, cotangents) if chosen else ())
         gradients = [next(computed, None) if needs else None for needs in needed]
         # the piece before is traced for tangents that are like these, and a Like makes no lazy tensor
         return (*outputs, *(None if g is None else g.resolve_conj().resolve_neg() for g in gradients))

@@ -1,0 +1,137 @@
+"""The gradients of a program as a program of its own, so that they can be differentiated again, as often as one likes.
+
+It computes the forward once more, and the backward after it: inputs, tangents -> outputs, gradients. To differentiate
+that is what `differentiate` does to any program. The outputs are among the results so that random numbers are drawn in
+the order of the forward, whether a gradient needs them or not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...strategy.errors import RuntimeStateError
+from ...strategy.placement import placement_from_code
+from ..graph.graph import Text
+from ..graph.port import Port, Role
+from ..ops.collectives import convert
+from ..ops.constants import VARIANCE, constant, stationary
+from ..ops.registration import written_forms
+from .differentiate import differentiate
+from .local_program import Conversion, LocalProgram, PlacedPort
+from .step import Step, calls_of, inputs_with_gradients, returned_by
+
+aten = torch.ops.aten
+_UNKNOWN = re.compile(r"derivative for (\S+) is not implemented")
+
+
+def differentiate_again(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
+    """The Step of `program` when the outputs marked in `wanted` are differentiated more than once. Raises
+    RuntimeStateError for an operator whose gradient PyTorch cannot differentiate."""
+    try:
+        with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
+            return differentiate(written_out(program), wanted, again=True)
+    except RuntimeError as error:
+        if (found := _UNKNOWN.search(str(error))) is None:
+            raise
+        raise RuntimeStateError(_refused(f"{found[1].removeprefix('aten::')}, of which PyTorch has no derivative")) from error
+
+
+def _refused(operator: str) -> str:
+    return (
+        f"the gradient of a sharded function cannot be differentiated again: it has {operator}; write with other "
+        "operators what is differentiated twice, or compute it outside the sharded function"
+    )
+
+
+def written_out(program: LocalProgram) -> LocalProgram:
+    """`program` with the operators of Partway's own in PyTorch's operators, of which every gradient has a gradient, and
+    with constants that stay constant. Raises RuntimeStateError where a gradient is not that of the program alone."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.module.graph, {}))
+    for node in calls_of(graph):
+        node.target = written_forms.get(node.target, node.target)
+        if node.target is aten.detach.default:
+            node.target = constant
+        elif node.target is stationary:
+            x, reason = node.args
+            if reason != VARIANCE or _is_gathered(x):
+                raise RuntimeStateError(_refused(str(reason)))
+            node.replace_all_uses_with(x)
+            graph.erase_node(node)
+    return replace(program, module=Text(program.module, graph))
+
+
+def _is_gathered(mean: Any) -> bool:
+    """Whether a mean was converted after it was added up on this rank."""
+    while mean.op == "call_function" and mean.target is not aten.sum.dim_IntList:
+        if mean.target is convert:
+            return True
+        mean = mean.all_input_nodes[0]
+    return False
+
+
+def gradient_program(step: Step) -> LocalProgram:
+    """The program of the gradients of `step`: from its inputs and the tangents of the outputs that it differentiates to
+    its outputs and to the gradients that there are, in the order of its inputs."""
+    assert step.backward is not None
+    program, graph = step.program, fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    kept = list(step.backward.graph.find_nodes(op="placeholder"))
+    tangents = [kept.pop() for _ in range(sum(step.wanted))][::-1]
+    for node in (*step.forward.graph.find_nodes(op="placeholder"), *tangents):
+        env[node] = graph.placeholder(node.name)
+        env[node].target = env[node].name
+        env[node].meta = dict(node.meta)
+    conversions: list[Conversion] = []
+    ends: list[Any] = []
+    for source in (step.forward.graph, step.backward.graph):
+        for node in calls_of(source):
+            if node.target is aten.detach.default:  # what autograd keeps: a gradient passes
+                env[node] = env[node.all_input_nodes[0]]
+                continue
+            env[node] = graph.node_copy(node, env.__getitem__)
+            if node.target is convert:
+                _, before, after, *_, tag = node.args
+                reason = program.conversions[tag]
+                env[node].args = (*env[node].args[:-1], len(conversions))
+                conversions.append(
+                    replace(
+                        reason, tag=len(conversions), source=placement_from_code(before),
+                        target=placement_from_code(after), gradient=True, again=False, repeated=False,
+                    )
+                )  # fmt: skip
+        ends.append([None if end is None else env[end] for end in returned_by(source)])
+        if source is step.forward.graph:
+            env |= zip(kept, ends[0][len(program.outputs) :], strict=True)
+    graph.output((*ends[0][: len(program.outputs)], *(end for end in ends[1] if end is not None)))
+    constants = {
+        str(node.target): getattr(module, str(node.target))
+        for module in (step.forward, step.backward)
+        for node in module.graph.find_nodes(op="get_attr")
+    }
+    differentiated = itertools.compress(program.outputs, step.wanted)
+    return LocalProgram(
+        Text(constants, graph),
+        program.mesh,
+        (*program.inputs, *(_placed(output, output.layout, Role.INPUT) for output in differentiated)),
+        (
+            *(replace(output, port=replace(output.port, requires_grad=False)) for output in program.outputs),
+            *(_placed(p, p.layout.dual(), Role.RESULT) for p in (program.inputs[i] for i in inputs_with_gradients(step))),
+        ),
+        tuple(conversions),
+        program.cost,
+    )
+
+
+def _placed(of: PlacedPort, layout: Any, role: Role) -> PlacedPort:
+    """The gradient of an input or an output, as what goes into or comes out of a program."""
+    return PlacedPort(
+        Port(of.port.node, role, f"the gradient of {of.port.name}", requires_grad=True), of.shape, of.dtype, layout
+    )
