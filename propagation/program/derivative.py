@@ -17,7 +17,8 @@ from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...strategy.errors import RuntimeStateError
-from ...strategy.placement import placement_from_code
+from ...strategy.layout import layout
+from ...strategy.placement import adjoint, placement_from_code
 from ..graph.graph import Text
 from ..graph.port import Port, Role
 from ..ops.collectives import convert
@@ -120,18 +121,19 @@ def gradient_program(step: Step) -> LocalProgram:
     return LocalProgram(
         Text(constants, graph),
         program.mesh,
-        (*program.inputs, *(_placed(output, output.layout, Role.INPUT) for output in differentiated)),
+        (*program.inputs, *(_placed(output, Role.INPUT) for output in differentiated)),
         (
             *(replace(output, port=replace(output.port, requires_grad=False)) for output in program.outputs),
-            *(_placed(p, p.layout.dual(), Role.RESULT) for p in (program.inputs[i] for i in inputs_with_gradients(step))),
+            *(_placed(program.inputs[i], Role.RESULT) for i in inputs_with_gradients(step)),
         ),
         tuple(conversions),
         program.cost,
     )
 
 
-def _placed(of: PlacedPort, layout: Any, role: Role) -> PlacedPort:
-    """The gradient of an input or an output, as what goes into or comes out of a program."""
+def _placed(of: PlacedPort, role: Role) -> PlacedPort:
+    """The gradient of an input or an output, as what comes out of a program or goes into it."""
+    placed = layout(of.layout.mesh, tuple(map(adjoint, of.layout.placements)))
     return PlacedPort(
-        Port(of.port.node, role, f"the gradient of {of.port.name}", requires_grad=True), of.shape, of.dtype, layout
+        Port(of.port.node, role, f"the gradient of {of.port.name}", requires_grad=True), of.shape, of.dtype, placed
     )

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ...strategy.errors import CaptureError, VerifyError
+from ...strategy.placement import BROADCAST, REPLICATE
 from ..graph.graph import Text
 from ..graph.nodes import mark, operator_name, region_of
 from ..graph.origins import inherit, number, position, tracing
@@ -161,6 +162,8 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str, agai
             raise VerifyError(f"the traced program writes in place: {node.format_node()}")
     # such a program has a form on disk, and the runtime finds what may be overwritten
     _out_of_place(traced.graph, _computes_in_place)
+    if not again:
+        _replicate_broadcasts(traced.graph, len(inputs))
     gradients = tuple(
         Like.of(node.meta["val"], False) if isinstance(node, fx.Node) else None
         for node in returned_by(traced.graph)[len(piece.outputs) :]
@@ -254,16 +257,34 @@ def _taken_by(op: OpOverload) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in schema_of(op).arguments]
 
 
+def _late(joint: fx.Graph, inputs: int) -> set[fx.Node]:
+    """What depends on a tangent, in a joint graph with `inputs` inputs before the tangents."""
+    late = set(joint.find_nodes(op="placeholder")[inputs:])
+    for node in calls_of(joint):
+        if any(operand in late for operand in node.all_input_nodes):
+            late.add(node)
+    return late
+
+
+def _replicate_broadcasts(joint: fx.Graph, inputs: int) -> None:
+    """Let gradients that every rank has be replicated, as no gradient of theirs will be an addend: a conversion that
+    only said so goes."""
+    for node in _late(joint, inputs):
+        if node.target is convert:
+            x, *codes = node.args[:3]
+            source, target = (str(REPLICATE) if code == str(BROADCAST) else code for code in codes)
+            node.args = (x, source, target, *node.args[3:])
+            if source == target:
+                node.replace_all_uses_with(x)  # type: ignore[arg-type]
+                joint.erase_node(node)
+
+
 def _cut(joint: fx.Graph, inputs: int, outputs: int) -> tuple[fx.Graph, fx.Graph]:
     """Split a joint graph: what depends on a tangent is backward, the rest is forward."""
     joint.eliminate_dead_code(is_impure_node=is_port)
     placeholders = joint.find_nodes(op="placeholder")
     returned = returned_by(joint)
-    late = set(placeholders[inputs:])
-    body = calls_of(joint)
-    for node in body:
-        if any(operand in late for operand in node.all_input_nodes):
-            late.add(node)
+    late, body = _late(joint, inputs), calls_of(joint)
     results, gradients = returned[:outputs], returned[outputs:]
     saved: dict[fx.Node, None] = {}
     for node in body:
