@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.autograd import forward_ad
 
 from ..propagation.graph.graph import Text
 from ..propagation.graph.nodes import draws_random_numbers
@@ -27,6 +26,7 @@ from ..propagation.program.local_program import LocalProgram, PlacedPort
 from ..propagation.program.step import Step, inputs_with_gradients, is_port
 from ..propagation.torch_internals import is_batched, version_of
 from ..strategy.errors import RuntimeStateError
+from .batched import one_by_one
 from .instructions import AS_TRACED, InputsAs
 from .loaded import Backend, Backward, Executor, Loaded, Loader
 from .memory import memory_of
@@ -34,7 +34,7 @@ from .parameters import gradient_of
 from .random_state import drawing_again, states_of
 from .slices import Placed
 from .strides import Strides, is_loose, strides_of
-from .torch_internals import forward_level, is_view, local_part_of
+from .torch_internals import is_view, local_part_of
 from .waiting import Accumulating, Kept, Reduces, Waiting
 from .written import written_in_place
 
@@ -161,8 +161,6 @@ class CompiledStep:
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs for the `tensors` of the program's inputs, in order."""
-        if forward_level() >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-            raise RuntimeStateError(_NO_FORWARD_MODE)
         if self.step.backward is not None and torch.is_grad_enabled():
             results: tuple[Tensor, ...] = _Function.apply(self, *tensors)  # type: ignore[no-untyped-call]
             return results
@@ -304,9 +302,11 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         # what was computed of a plain result and of DTensors has a DTensor as its gradient
         gradients = tuple([g if type(g) is Tensor else _whole_gradient(g) for g in gradients])
-        if not torch.is_grad_enabled():  # without create_graph=True
-            return (None, *_Function.gradients(ctx, gradients))
-        return (None, *_Function.differentiable(ctx, gradients))
+        again = torch.is_grad_enabled()  # with create_graph=True
+        if any(g is not None and is_batched(g) for g in gradients):
+            run = _Function.differentiable if again else functools.partial(_Function.gradients, free=False)
+            return (None, *one_by_one(functools.partial(run, ctx), gradients))
+        return (None, *(_Function.differentiable(ctx, gradients) if again else _Function.gradients(ctx, gradients)))
 
     @staticmethod
     def differentiable(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -331,13 +331,12 @@ class _Function(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    def gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def gradients(ctx: Any, gradients: Sequence[Tensor | None], free: bool = True) -> tuple[Tensor | None, ...]:
+        """The gradients; `free`: no others will be asked for, unless autograd keeps its graph."""
         compiled: CompiledStep = ctx.compiled
         asked = tuple(g is not None for g in gradients)
         if not any(asked):
             return (None,) * len(ctx.versions)
-        if any(g is not None and is_batched(g) for g in gradients):
-            raise RuntimeStateError(_NOT_BATCHED)
         if ctx.done and not compiled.after(ctx.done).issuperset(itertools.compress(itertools.count(), asked)):
             raise RuntimeStateError(_FREED)
         primals, packed = _saved(ctx)
@@ -359,9 +358,9 @@ class _Function(torch.autograd.Function):
             executor.enter([g], [placed])[0] for g, placed in zip(gradients, outputs, strict=True) if g is not None
         ]
         inputs = [*saved, *tangents]
-        if keeper is not ctx and not _retains_graph():
+        if free and keeper is not ctx and not _retains_graph():
             ctx.done |= set(itertools.compress(itertools.count(), asked))
-        if keeper is ctx or not ctx.compiled.after(ctx.done):
+        if free and (keeper is ctx or not ctx.compiled.after(ctx.done)):
             # Nothing else holds what was saved now, so that each value is let go after its last use. (With
             # retain_graph this keeps all.)
             keeper.maybe_clear_saved_tensors()
@@ -369,13 +368,6 @@ class _Function(torch.autograd.Function):
         return compiled.gradients(primals, inputs, ctx.holding)
 
 
-_NO_FORWARD_MODE = (
-    "a sharded function has no forward-mode derivative (jvp, forward_ad); compute it with the plain function"
-)
-_NOT_BATCHED = (
-    "a sharded function has no gradients for several tangents at once (vmap, vectorize=True, is_grads_batched=True); "
-    "ask for those of one after another"
-)
 _FREED = (
     "a backward has run through this call before, and freed what it had kept; call backward once, of the sum of the "
     "results, or with retain_graph=True before the last time (of results that share no operators one after another)"
@@ -457,7 +449,7 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, placed: Callable[[Tensor], Tensor]) -> Tensor:
-        gradient: Any = placed(part)
+        gradient: Any = placed(part.detach())
         ctx.mesh, ctx.placements = gradient.device_mesh, gradient.placements
         return gradient  # type: ignore[no-any-return]
 

@@ -143,8 +143,8 @@ def third(model: Any, x: Tensor) -> Any:
     parameters, x = list(model.parameters()), x.clone().requires_grad_()
     loss = model(x).square().mean()
     (first,) = torch.autograd.grad(loss, x, create_graph=True)
-    second = torch.autograd.grad(first.square().sum(), [x, parameters[0]], create_graph=True)
-    return second, torch.autograd.grad(sum(g.pow(3).sum() for g in second), [x, *parameters], allow_unused=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+    return second, torch.autograd.grad(second.pow(3).sum(), [x, *parameters])
 
 
 def inner_step(model: Any, x: Tensor) -> Any:
