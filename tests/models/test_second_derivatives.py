@@ -31,7 +31,7 @@ Use = Callable[[Any, Tensor], Any]  # what a model is used for: from a model and
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.qkv, self.out = nn.Linear(8, 24, bias=False), nn.Linear(8, 8)  # a key's bias has no gradient
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, _ = x.shape
