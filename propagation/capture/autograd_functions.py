@@ -31,7 +31,7 @@ from ...strategy.afterwards import afterwards
 from ...strategy.errors import CaptureError
 from ..graph.nodes import at_source, module_path, source_of, stays, value
 from ..ops.by_hand import COLLECTIVES
-from ..ops.constants import FUNCTION, stationary
+from ..ops.constants import stationary
 from ..rules.builder import Builder
 from ..torch_internals import FunctionBase, make_fx
 
@@ -172,7 +172,7 @@ def _check_local(node: fx.Node) -> None:
 def _transpose(b: Builder, node: fx.Node) -> None:
     """Replace a call of `with_backward` by its outputs, with the transposed backward added."""
     outputs, cotangents, inputs, gradients = (list(part) for part in node.args)  # type: ignore[arg-type]
-    moved = [b(aten.sub.Tensor, x, b(stationary, x, FUNCTION)) for x in inputs]
+    moved = [b(aten.sub.Tensor, x, b(stationary, x, "a torch.autograd.Function")) for x in inputs]
     added: list[fx.Node | None] = [None] * len(outputs)
     for x, gradient in zip(moved, gradients, strict=True):
         for j, addend in enumerate(_transposed(b, cotangents, gradient, x)):

@@ -2,8 +2,8 @@
 
     partway::constant(x)             x, which no gradient passes however often it is differentiated. `detach` stands in
                                      traced graphs for what autograd keeps, too, where a second gradient passes
-    partway::stationary(x, reason)   x, which the first gradient does not pass: it would be zero in the end. A second one
-                                     would not. `reason` names what it is of: VARIANCE or FUNCTION
+    partway::stationary(x, refused)  x, which the first gradient does not pass: it would be zero in the end. A second
+                                     one would not, and passes, or is refused in these words
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from .registration import define
-
-VARIANCE, FUNCTION = "a variance over a dim that is split", "a torch.autograd.Function"
 
 
 def _constant(x: Tensor) -> Tensor:
@@ -34,13 +32,13 @@ def _backward(ctx: Any, grad: Tensor) -> None:
     """There is no gradient."""
 
 
-def _stationary(x: Tensor, reason: str) -> Tensor:
+def _stationary(x: Tensor, refused: str) -> Tensor:
     return x.detach()
 
 
 # -- The operators
 
 constant = define("constant(Tensor x) -> Tensor", _constant, _fake_constant, backward=_backward, keep=_keep)
-stationary = define("stationary(Tensor(a) x, str reason) -> Tensor(a)", _stationary, composite=True)
+stationary = define("stationary(Tensor(a) x, str refused) -> Tensor(a)", _stationary, composite=True)
 
 NO_GRADIENT = frozenset({torch.ops.aten.detach.default, stationary})

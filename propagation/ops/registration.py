@@ -9,6 +9,7 @@ import torch
 
 _LIBRARY = torch.library.Library("partway", "DEF")
 formulas: dict[Any, Callable[..., Any]] = {}  # of operators, for a compiler
+differentiable: set[Any] = set()  # operators that have a derivative
 written_forms: dict[Any, Callable[..., Any]] = {}  # of operators, to be differentiated more than once
 
 
@@ -40,6 +41,8 @@ def define(
     if backward is not None:
         torch.library.register_autograd(f"partway::{name}", backward, setup_context=keep)
     made = getattr(torch.ops.partway, name).default
+    if backward is not None or composite:
+        differentiable.add(made)
     if formula is not None:
         formulas[made] = formula
     if (form := written or formula) is not None:

@@ -8,6 +8,7 @@ the order of the forward, whether a gradient needs them or not.
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from dataclasses import replace
 from typing import Any
@@ -20,16 +21,25 @@ from ...strategy.errors import RuntimeStateError
 from ...strategy.layout import layout
 from ...strategy.placement import adjoint, placement_from_code
 from ..graph.graph import Text
+from ..graph.nodes import operator_name
 from ..graph.port import Port, Role
 from ..ops.collectives import convert
-from ..ops.constants import VARIANCE, constant, stationary
-from ..ops.registration import written_forms
+from ..ops.constants import constant, stationary
+from ..ops.ctc import ctc_backward
+from ..ops.functions import run_backward
+from ..ops.hooked import hooked_backward, observed
+from ..ops.registration import differentiable, written_forms
 from .differentiate import differentiate
 from .local_program import Conversion, LocalProgram, PlacedPort
 from .step import Step, calls_of, inputs_with_gradients, returned_by
 
 aten = torch.ops.aten
-_UNKNOWN = re.compile(r"derivative for (\S+) is not implemented")
+_WORDS = {
+    hooked_backward: "a hook that changes gradients",
+    run_backward: "control flow on values of tensors",
+    ctc_backward: "the CTC loss, whose gradient PyTorch cannot differentiate",
+}
+_UNKNOWN = re.compile(r"derivative for '?(?:aten::)?(\w+)'? is not implemented")
 
 
 def differentiate_again(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
@@ -41,12 +51,12 @@ def differentiate_again(program: LocalProgram, wanted: tuple[bool, ...]) -> Step
     except RuntimeError as error:
         if (found := _UNKNOWN.search(str(error))) is None:
             raise
-        raise RuntimeStateError(_refused(f"{found[1].removeprefix('aten::')}, of which PyTorch has no derivative")) from error
+        raise RuntimeStateError(_refused(f"{found[1]}, of which PyTorch has no derivative")) from error
 
 
-def _refused(operator: str) -> str:
+def _refused(what: str) -> str:
     return (
-        f"the gradient of a sharded function cannot be differentiated again: it has {operator}; write with other "
+        f"the gradient of a sharded function cannot be differentiated again: it has {what}; write with other "
         "operators what is differentiated twice, or compute it outside the sharded function"
     )
 
@@ -61,21 +71,12 @@ def written_out(program: LocalProgram) -> LocalProgram:
         if node.target is aten.detach.default:
             node.target = constant
         elif node.target is stationary:
-            x, reason = node.args
-            if reason != VARIANCE or _is_gathered(x):
-                raise RuntimeStateError(_refused(str(reason)))
+            x, refused = node.args
+            if refused:
+                raise RuntimeStateError(_refused(str(refused)))
             node.replace_all_uses_with(x)
             graph.erase_node(node)
     return replace(program, module=Text(program.module, graph))
-
-
-def _is_gathered(mean: Any) -> bool:
-    """Whether a mean was converted after it was added up on this rank."""
-    while mean.op == "call_function" and mean.target is not aten.sum.dim_IntList:
-        if mean.target is convert:
-            return True
-        mean = mean.all_input_nodes[0]
-    return False
 
 
 def gradient_program(step: Step) -> LocalProgram:
@@ -97,6 +98,14 @@ def gradient_program(step: Step) -> LocalProgram:
             if node.target is aten.detach.default:  # what autograd keeps: a gradient passes
                 env[node] = env[node.all_input_nodes[0]]
                 continue
+            if _is_observed(node):  # a hook has seen it in the forward
+                observed_values, index = node.args
+                env[node] = env[observed_values.args[0][index]]
+                continue
+            if node.target is observed:
+                continue
+            if source is step.backward.graph and _has_no_derivative(node):
+                raise RuntimeStateError(_refused(_WORDS.get(node.target, operator_name(node))))
             env[node] = graph.node_copy(node, env.__getitem__)
             if node.target is convert:
                 _, before, after, *_, tag = node.args
@@ -129,6 +138,15 @@ def gradient_program(step: Step) -> LocalProgram:
         tuple(conversions),
         program.cost,
     )
+
+
+def _is_observed(node: fx.Node) -> bool:
+    return node.target is operator.getitem and node.all_input_nodes[0].target is observed
+
+
+def _has_no_derivative(node: fx.Node) -> bool:
+    """Whether `node` is an operator of Partway's own without a derivative."""
+    return operator_name(node).startswith("partway.") and node.target not in differentiable
 
 
 def _placed(of: PlacedPort, role: Role) -> PlacedPort:

@@ -4,7 +4,8 @@ steps of MAML, and what torch.autograd and torch.func make of a sharded call."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -158,7 +159,64 @@ def inner_step(model: Any, x: Tensor) -> Any:
     return outer.detach()
 
 
-USES: list[Use] = [penalty, product, third, inner_step]
+def several(model: Any, x: Tensor) -> Any:
+    """Several tangents at once."""
+    x = x.clone().requires_grad_()
+    y, rows = model(x).sum(0), torch.eye(4, dtype=x.dtype)
+    return (
+        torch.autograd.grad(y, x, rows, is_grads_batched=True, retain_graph=True),
+        torch.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0])(rows),
+        torch.autograd.grad(y, list(model.parameters()), rows, is_grads_batched=True),
+        torch.autograd.functional.jacobian(lambda x: model(x).sum(0), x, vectorize=True),
+    )
+
+
+def functional(model: Any, x: Tensor) -> Any:
+    """What torch.autograd.functional makes of a model."""
+
+    def loss(x: Tensor) -> Tensor:
+        result: Tensor = model(x).square().sum()
+        return result
+
+    return (
+        torch.autograd.functional.hessian(loss, x[:, :2].repeat(1, 3), vectorize=True),
+        torch.autograd.functional.hvp(loss, x, x),
+        torch.autograd.functional.vhp(loss, x, x),
+        torch.autograd.functional.jvp(model, x, x),
+    )
+
+
+def per_sample(model: Any, x: Tensor) -> Any:
+    """Gradients of each sample by itself, and what else torch.func makes of a model with given parameters."""
+    own = dict(model.named_parameters())
+    given = {name: p.detach() for name, p in own.items()}
+
+    def loss(given: Any, x: Tensor) -> Tensor:
+        result: Tensor = functional_call(model, given, (x,)).square().mean()
+        return result
+
+    each = torch.func.vmap(torch.func.grad(lambda given, x: loss(given, x[None])), in_dims=(None, 0))
+    return each(given, x), torch.func.grad(loss)(own, x), torch.func.grad_and_value(loss)(given, x)
+
+
+def transformed(model: Any, x: Tensor) -> Any:
+    return (
+        torch.func.grad(lambda x: model(x).square().sum())(x),
+        torch.func.hessian(lambda x: model(x).square().sum())(x[:2]),
+        torch.func.jvp(model, (x,), (x,)),
+        torch.func.vjp(model, x)[1](model(x).detach()),
+        torch.func.vmap(model)(x[None]),
+        # nothing of the call is transformed itself
+        torch.func.grad(lambda factor: (model(x) * factor).sum())(x[0, :1]),
+    )
+
+
+def dual(model: Any, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return tuple(forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos()))))
+
+
+USES: list[Use] = [penalty, product, third, inner_step, several, functional, per_sample, transformed, dual]
 
 
 @pytest.mark.parametrize("mesh", [DATA, TENSOR, MIXED, UNEVEN], ids=["data", "tensor", "mixed", "uneven"])
@@ -188,3 +246,137 @@ def test_uses_on_processes_are_those_of_one_device(on_ranks: Ranks, use: Use, me
 @pytest.mark.parametrize("name", ["attention", "images", "norm"])
 def test_gradient_penalties_of_layers_on_processes(on_ranks: Ranks, name: str) -> None:
     on_ranks(4, on_processes, "penalty", name, MIXED)
+
+
+# -- Random numbers, buffers, hooks
+
+
+def test_the_gradient_draws_the_forwards_random_numbers_again() -> None:
+    """With dropout the numbers of a call do not depend on the layout, so that one device has the same mask."""
+    plain = nn.Sequential(nn.Linear(6, 16), nn.Softplus(), nn.Dropout(0.4), nn.Linear(16, 4), nn.Dropout(0.2)).double()
+    x = torch.randn(8, 6, dtype=torch.float64)
+
+    def use(model: Any, x: Tensor) -> Any:
+        before, x = torch.get_rng_state(), x.clone().requires_grad_()
+        y = model(x)
+        after = torch.get_rng_state()
+        assert not torch.equal(before, after)
+        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        torch.rand(3)
+        torch.set_rng_state(after)
+        (once,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+        torch.testing.assert_close(first, once, rtol=1e-12, atol=1e-12)
+        return y, first, torch.autograd.grad(first.square().sum(), [x, *model.parameters()]), torch.rand(1)
+
+    assert_alike(use, split(plain, {"dp": 1, "tp": 1}, {}, 2), split(plain, MIXED, {"0.weight": ("tp", None)}, 2), x)
+
+
+def test_hooks_that_observe_see_a_call_once() -> None:
+    seen: list[int] = []
+    model = mlp().double()
+    model[0].register_forward_hook(lambda module, args, result: seen.append(1))
+    sharded, x = pw.shard(model, mesh=DATA), torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(sharded(x).sum(), x, create_graph=True)
+    gradient.sum().backward()
+    assert len(seen) == 1
+
+
+def test_gradients_that_wait_come_with_one_that_is_differentiated_again() -> None:
+    plain, model, x = pair("mlp", DATA)
+    with model.no_sync():
+        model(x).sum().backward()
+    model(x + 1).sum().backward(create_graph=True)
+    (plain(x).sum() + plain(x + 1).sum()).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.detach(), other.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_a_changed_parameter_is_an_error_where_the_forward_runs_again() -> None:
+    _, model, x = pair("mlp", DATA)
+    loss = model(x).sum()
+    with torch.no_grad():
+        model[0].bias.add_(1)
+    with pytest.raises(pw.RuntimeStateError, match=r"parameter 0\.bias was changed in place after the forward"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+def test_transforms_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, x = pair("mlp", DATA)
+    lines: list[str] = []
+    monkeypatch.setattr(logging.getLogger("partway"), "handle", lambda record: lines.append(record.getMessage()))
+    for _ in range(2):
+        torch.func.vmap(model)(x[None])
+    assert lines == ["Sequential is transformed (torch.func, forward_ad): these calls run whole, not split"]
+
+
+# -- What has no second derivative
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+class Applies(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = Cube.apply(x)  # type: ignore[no-untyped-call]
+        return result
+
+
+class Hooked(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * x
+        y.register_hook(lambda g: 2 * g)
+        return y
+
+
+class Distances(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(x, x.sin())
+
+
+class Alignment(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        scores, lengths = x.view(8, 1, 6).log_softmax(-1), torch.tensor([8])
+        return F.ctc_loss(scores, torch.tensor([[1, 2]]), lengths, torch.tensor([2]))
+
+
+REFUSED = {
+    "a torch.autograd.Function": Applies,
+    "a hook that changes gradients": Hooked,
+    "_cdist_backward, of which PyTorch has no derivative": Distances,
+    "the CTC loss, whose gradient PyTorch cannot differentiate": Alignment,
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_differentiated_again_is_refused_by_name(what: str) -> None:
+    plain = REFUSED[what]()
+    model = pw.shard(copy.deepcopy(plain), mesh=DATA, in_strategy=(("dp", None),))
+    x = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+    expected, found = (torch.autograd.grad(one(x).sin().sum(), x)[0] for one in (plain, model))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    with pytest.raises(pw.RuntimeStateError, match="cannot be differentiated again: it has " + what):
+        torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("mesh", [DATA, MIXED, UNEVEN], ids=["data", "mixed", "uneven"])
+@pytest.mark.parametrize("over", [0, 1], ids=["summed_over", "another"])
+def test_a_variance_over_a_dim_that_is_split_is_differentiated_again(mesh: dict[str, int], over: int) -> None:
+    plain, x = Variance(0), torch.randn(64, 6, dtype=torch.float64)
+    strategy = (("dp", None) if over == 0 else (None, "dp"),)
+    model = pw.shard(copy.deepcopy(plain), mesh=mesh, in_strategy=strategy, out_strategy=strategy)
+
+    def use(model: Any, x: Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        (first,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
+        return first, torch.autograd.grad(first.square().sum(), x)
+
+    assert_alike(use, plain, model, x)
+    assert bool(model.plan.collectives) is (over == 0)
