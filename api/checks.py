@@ -67,9 +67,7 @@ _TRANSFORMED = (
 def check_parameters(fn: Any) -> None:
     """Raise StrategyError unless every parameter can be split."""
     parameters = dict(fn.named_parameters()) if isinstance(fn, torch.nn.Module) else {}
-    problems = [
-        Problem(f"parameter {n!r}", *_DATA) for n, parameter in parameters.items() if has_other_data(parameter)
-    ]
+    problems = [Problem(f"parameter {n!r}", *_DATA) for n, parameter in parameters.items() if has_other_data(parameter)]
     raise_problems("the parameters of the call cannot be split:", problems)
 
 

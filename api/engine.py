@@ -173,10 +173,12 @@ class Engine:
             calls[thread] = outer
 
     def _whole(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call inside of a transform as it is, on gathered parameters: values there are not those of one call."""
+        """Run a call inside of a transform as it is, on whole parameters: a plan is of the tensors that a transform has
+        wrapped."""
         if not self._told_of_transforms:
             self._told_of_transforms = True
-            _log.warning("%s is transformed (torch.func, forward_ad): these calls run whole, not split", name_of(self.fn))
+            name = name_of(self.fn)
+            _log.warning("%s is transformed (torch.func, forward_ad): these calls run whole, not split", name)
         if not launched() or not isinstance(self.fn, torch.nn.Module):
             return original(*args, **kwargs)
         from partway.runtime.transformed import whole_parameters
@@ -474,7 +476,7 @@ def uncompiled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def is_transformed_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call is inside of a transform of torch.func, or its tensors have tangents of forward-mode derivatives."""
+    """Whether a call is inside of a transform of torch.func, or one of its tensors has a tangent of forward mode."""
     if in_transform():
         return True
     if forward_level() < 0:

@@ -76,9 +76,9 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
+from torch._C import _are_functorch_transforms_active as in_transform
 from torch._C import _dispatch_get_all_op_names as all_operator_names
 from torch._C import _set_grad_enabled as set_grad_enabled
-from torch._C import _are_functorch_transforms_active as in_transform
 from torch._C._functorch import get_unwrapped, is_legacy_batchedtensor
 from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
 from torch._functorch import aot_autograd
@@ -444,8 +444,8 @@ __all__ = [
     "has_old_backward_hooks",
     "hook_flags",
     "hooks_in",
-    "is_composite",
     "in_transform",
+    "is_composite",
     "is_transformed",
     "make_fx",
     "makes_memory",

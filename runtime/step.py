@@ -310,8 +310,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def differentiable(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """The gradients as results of a call of their own, which autograd can differentiate again. The call computes the
-        forward once more, with the random numbers that it drew; what that would write to buffers is left."""
+        """The gradients as results of a call of their own, which autograd can differentiate again. It computes the
+        forward once more, with the random numbers that it drew, and writes to no buffer."""
         compiled: CompiledStep = ctx.compiled
         results: list[Tensor | None] = [None] * len(ctx.versions)
         asked = tuple(g is not None for g in gradients)

@@ -5,7 +5,8 @@ wrong. A backward is linear in the gradient that it takes: g ↦ B g. With Bᵀ 
 
     y = detach(forward(x)) + Bᵀ (x - stationary(x))
 
-has the value of the forward, and its gradient is B g (but the gradient of that is another one, so that it is refused). These are plain operators, planned like any others.
+has the value of the forward, and its gradient is B g. These are plain operators, planned like any others. (The gradient
+of B g would be another one, and is refused.)
 
 While a function is captured (`recorded`) the backward is called on a stand-in for the gradient, and two operators mark
 where it begins and ends; `adopt` then transposes what stands between them.

@@ -29,7 +29,7 @@ def define(
     composite   `kernel` is made of operators that have fake forms and derivatives, so it needs none
     formula     what `kernel` computes, in PyTorch's operators and on whole tensors, for a compiler that makes one
                 kernel of several operators and keeps nothing in between
-    written     what `kernel` computes, in PyTorch's operators, each of whose gradients has a gradient; None: the formula
+    written     what `kernel` computes, in PyTorch's operators, whose gradients have gradients; None: the formula
     tags        torch's tags of the operator
     """
     name = schema.partition("(")[0]

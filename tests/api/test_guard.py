@@ -185,5 +185,7 @@ def test_a_call_inside_a_transform_is_not_one_like_the_last(plans: list[Any]) ->
 
 
 def test_planning_inside_a_transform_is_refused() -> None:
-    with pytest.raises(pw.StrategyError, match=r"is inside a transform of torch.func \(vmap, grad, jvp, ...\); plan outs"):
+    with pytest.raises(
+        pw.StrategyError, match=r"inside a transform of torch.func \(vmap, grad, jvp, ...\); plan outside"
+    ):
         torch.func.vmap(lambda x: pw.compile(torch.sum, (x,), mesh={"x": 2}) and x)(torch.ones(3, 4, 8))
