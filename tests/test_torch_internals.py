@@ -268,8 +268,8 @@ def test_batches_of_tangents_are_taken_apart_and_made_again() -> None:
             assert planning.is_batched(gradient)
             with running.outside_batching() as level:
                 seen.append(running.remove_batch_dim(gradient, level, 1, 0))
-                made = running.add_batch_dim(2 * seen[-1] + torch.rand(()) * 0, 0, level)  # which batching forbids
-            return made
+                twice = 2 * seen[-1] + torch.rand(()) * 0  # which batching forbids
+                return running.add_batch_dim(twice, 0, level)
 
     rows = torch.eye(2)
     (found,) = torch.autograd.grad(Twice.apply(x), x, rows, is_grads_batched=True)  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ import itertools
 import operator
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -71,7 +71,7 @@ def written_out(program: LocalProgram) -> LocalProgram:
         if node.target is aten.detach.default:
             node.target = constant
         elif node.target is stationary:
-            x, refused = node.args
+            x, refused = cast(Any, node.args)
             if refused:
                 raise RuntimeStateError(_refused(str(refused)))
             node.replace_all_uses_with(x)
@@ -99,8 +99,8 @@ def gradient_program(step: Step) -> LocalProgram:
                 env[node] = env[node.all_input_nodes[0]]
                 continue
             if _is_observed(node):  # a hook has seen it in the forward
-                observed_values, index = node.args
-                env[node] = env[observed_values.args[0][index]]
+                values, index = cast(Any, node.args)
+                env[node] = env[values.args[0][index]]
                 continue
             if node.target is observed:
                 continue
@@ -108,7 +108,7 @@ def gradient_program(step: Step) -> LocalProgram:
                 raise RuntimeStateError(_refused(_WORDS.get(node.target, operator_name(node))))
             env[node] = graph.node_copy(node, env.__getitem__)
             if node.target is convert:
-                _, before, after, *_, tag = node.args
+                _, before, after, *_, tag = cast(Any, node.args)
                 reason = program.conversions[tag]
                 env[node].args = (*env[node].args[:-1], len(conversions))
                 conversions.append(
