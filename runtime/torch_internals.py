@@ -68,8 +68,8 @@ __all__ = [
 ]
 
 Hooks = tuple[Any, Any]
-add_batch_dim: Callable[[Tensor, int, int], Tensor] = torch._add_batch_dim  # type: ignore[attr-defined]
-remove_batch_dim: Callable[[Tensor, int, int, int], Tensor] = torch._remove_batch_dim  # type: ignore[attr-defined]
+add_batch_dim: Callable[[Tensor, int, int], Tensor] = torch._add_batch_dim
+remove_batch_dim: Callable[[Tensor, int, int, int], Tensor] = torch._remove_batch_dim
 GLOO_TLS = b"GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY"  # in the library where gloo was built with TLS
 STORE_PING = bytes([0, 0xCE, 0xF7, 0x85, 0x3C, 13, 1, 2, 3, 4])  # "validate" and its number; "ping" and ours
 spec_of: Callable[[Tensor], Any] = attrgetter("_spec")  # of a DTensor

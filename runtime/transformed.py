@@ -32,7 +32,7 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
                 if parameter is not None and isinstance(untransformed(parameter), DTensor):
                     if id(parameter) not in gathered:
                         gathered[id(parameter)] = _Gather.apply(parameter)  # type: ignore[no-untyped-call]
-                    store[name] = gathered[id(parameter)]  # type: ignore[assignment]
+                    store[name] = gathered[id(parameter)]
         yield
 
 
