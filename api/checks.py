@@ -55,17 +55,8 @@ def check_inference(fn: Any, call: Call) -> None:
 
 _TRANSFORMED = (
     "is inside a transform of torch.func (vmap, grad, jvp, ...)",
-    "transform plain functions, and call the sharded one outside",
+    "plan outside of it; a sharded function may be called inside",
 )
-
-
-def check_parameters(fn: Any) -> None:
-    """Raise StrategyError unless every parameter can be split: torch.func.functional_call may have replaced them."""
-    parameters = dict(fn.named_parameters()) if isinstance(fn, torch.nn.Module) else {}
-    problems = [
-        Problem(f"parameter {n!r}", *_TRANSFORMED) for n, parameter in parameters.items() if is_transformed(parameter)
-    ]
-    raise_problems("the parameters of the call cannot be split:", problems)
 
 
 def check_tensors(call: Call, device: str | None) -> None:

@@ -39,6 +39,7 @@ from partway.passes import (
     applied,
     fused,
     make_step,
+    make_step_again,
     own_saved_tensors,
     search_on_cheapest_mesh,
     search_on_mesh,
@@ -59,6 +60,7 @@ from partway.propagation.plan.plan import Plan
 from partway.propagation.plan.replay import differences
 from partway.propagation.program.accumulate import Accumulation
 from partway.propagation.program.local_program import LocalProgram
+from partway.propagation.program.step import Step
 from partway.propagation.search.formulate import warn_of_unknown
 from partway.propagation.search.problem import SearchProblem
 from partway.propagation.search.solution import Solution
@@ -180,6 +182,12 @@ class Compiled:
             )
             heard.made(made)
             return made
+
+    def step_again(self, local: LocalProgram, wanted: tuple[bool, ...]) -> Step:
+        """The step of `local`, the forward of one rank or the program of its gradients, whose outputs marked in
+        `wanted` are differentiated more than once."""
+        with planning(), torch.inference_mode(False):
+            return make_step_again(self.inputs, local, self.planned.parts, wanted)
 
     def _step(self, wanted: tuple[bool, ...], heard: StepRecord) -> StepDraft:
         return make_step(self.inputs, self.planned, wanted, heard.around)

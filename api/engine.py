@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -19,11 +20,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from partway.annotations.constrain import constrained_arguments, constrained_results
 from partway.annotations.statements import dataset_applies, dataset_was_set
 from partway.attached import ATTRIBUTE, engine_of
-from partway.checks import check_inference, check_parameters, check_tensors
+from partway.checks import check_inference, check_tensors
 from partway.compiling import CallInputs, Compiled, compile_call, in_inference
 from partway.context import current, current_algo
 from partway.dtensors import inputs_on, placed_as
@@ -38,6 +40,7 @@ from partway.propagation.capture.tracing import capturing
 from partway.propagation.graph.question import Answer
 from partway.propagation.graph.structure import Call, check_call, flatten, flatten_call, name_of, state_of
 from partway.propagation.plan.plan import Plan
+from partway.propagation.torch_internals import in_transform
 from partway.request import Request
 from partway.reuse.courses import Courses, MistakenError, PlannedCalls, values_of
 from partway.reuse.facts import fact
@@ -48,6 +51,7 @@ from partway.reuse.replanning import Signature, note_replanning
 from partway.reuse.sizes import CallSizes, Sizes
 from partway.runner import Runner
 from partway.runtime.process import launched
+from partway.runtime.torch_internals import forward_level
 from partway.runtime.waiting import Waiting
 from partway.strategy import CaptureError, Layout, Problem, RuntimeStateError, StrategyError, raise_problems
 from partway.strategy.afterwards import afterwards
@@ -55,6 +59,7 @@ from partway.strategy.errors import DoesNotFitError
 from partway.strategy.place import island_place
 from partway.user_rules import rules, version
 
+_log = logging.getLogger("partway")
 _captured: ContextVar[Engine | None] = ContextVar("captured", default=None)  # whose function is planned right now
 
 
@@ -93,6 +98,7 @@ class Engine:
         self._settled: set[str] = set()
         self._left_alone: set[str] = set()  # parameters that a plan for training did not lay out, as tied ones
         self._refused = False
+        self._told_of_transforms = False
         self.searched = 0  # plans that no plan for other sizes was followed for
         self._copies: WeakSet[Engine] = WeakSet()  # made before there was a plan: they are laid out by it, too
         self._materialized: Compiled | None = None
@@ -153,6 +159,8 @@ class Engine:
             )
         if capturing():
             return self._constrained(original, args, kwargs)
+        if is_transformed_call(self.fn, args, kwargs):
+            return self._whole(original, args, kwargs)
         last = self.last
         if (last is None or context is not last.guard.context) and stands_alone(context):
             return original(*args, **kwargs)
@@ -163,6 +171,20 @@ class Engine:
             return self._split(args, kwargs, context)
         finally:
             calls[thread] = outer
+
+    def _whole(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call inside of a transform as it is, on whole parameters: a plan is of the tensors that a transform has
+        wrapped."""
+        if not self._told_of_transforms:
+            self._told_of_transforms = True
+            name = name_of(self.fn)
+            _log.warning("%s is transformed (torch.func, forward_ad): these calls run whole, not split", name)
+        if not launched() or not isinstance(self.fn, torch.nn.Module):
+            return original(*args, **kwargs)
+        from partway.runtime.transformed import whole_parameters
+
+        with whole_parameters(self.fn):
+            return original(*args, **kwargs)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> Any:
         """Run a call split, with what ran the last one if it is like it."""
@@ -275,7 +297,6 @@ class Engine:
         check_call(self.fn, args, kwargs)
         warn_of_modes(name_of(self.fn))
         check_tensors(call, self.request.device)
-        check_parameters(self.fn)
         if self.request.inference and torch.is_grad_enabled():
             check_inference(self.fn, call)
         with planning():
@@ -451,6 +472,16 @@ class Engine:
 def uncompiled(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call inside what torch.compile compiles, which is not looked into."""
     return fn(*args, **kwargs)
+
+
+def is_transformed_call(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call is inside of a transform of torch.func, or one of its tensors has a tangent of forward mode."""
+    if in_transform():
+        return True
+    if forward_level() < 0:
+        return False
+    tensors = [*flatten((args, kwargs))[0], *state_of(fn).values()]
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def stands_alone(context: ParallelContext) -> bool:

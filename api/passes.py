@@ -36,6 +36,7 @@ from partway.propagation.plan.plan import Plan
 from partway.propagation.plan.replay import follow, replay
 from partway.propagation.program.accumulate import Accumulation, accumulation
 from partway.propagation.program.apart import of_outputs
+from partway.propagation.program.derivative import differentiate_again
 from partway.propagation.program.differentiate import differentiate
 from partway.propagation.program.local_program import LocalProgram, verify_program
 from partway.propagation.program.lower import lower
@@ -351,6 +352,10 @@ DIFFERENTIATING = (
     Pass("scale_gradients", "step", _scale_gradients),
     Pass("separate", "step", _separate),
 )
+DIFFERENTIATING_AGAIN = (
+    Pass("differentiate_again", "step", lambda draft: differentiate_again(draft.local, draft.wanted)),
+    *(step for step in DIFFERENTIATING if step.name in ("reduce_in_float32", "scale_gradients")),
+)
 FUSING = (Pass("fuse", "program", _fuse),)
 STEP = (*DIFFERENTIATING, *FUSING)
 
@@ -362,6 +367,13 @@ def make_step(
     draft = StepDraft(inputs, planned.local, planned.parts, differentiated(inputs.graph), wanted)
     with own_saved_tensors(), uncollected(), none_of_all_modules():
         return run(DIFFERENTIATING, draft, around)
+
+
+def make_step_again(inputs: PlanInputs, local: LocalProgram, parts: int, wanted: tuple[bool, ...]) -> Step:
+    """The step of `local`, whose outputs marked in `wanted` are differentiated more than once, up to its fusion."""
+    draft = StepDraft(inputs, local, parts, wanted, wanted)
+    with own_saved_tensors(), uncollected(), none_of_all_modules():
+        return run(DIFFERENTIATING_AGAIN, draft, applied).step
 
 
 def fused(draft: StepDraft, around: Around[StepDraft] = applied) -> Program:

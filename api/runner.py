@@ -22,6 +22,8 @@ from partway.propagation.graph.port import Role
 from partway.propagation.graph.queries import may_return
 from partway.propagation.graph.structure import name_of, state_of
 from partway.propagation.program.accumulate import Accumulation
+from partway.propagation.program.local_program import LocalProgram
+from partway.propagation.program.step import Step
 from partway.propagation.torch_internals import buffers_in, parameters_in
 from partway.reuse.courses import MistakenError
 from partway.runtime.random_state import Generators, put_back, states_of
@@ -149,7 +151,14 @@ class Runner:
         return CompiledStep(
             program.step, self._executor, self._separated,
             self._accumulation, self._waiting, self.compiled.context.backend, writes=not self._assumed,
+            differentiate=self._differentiate,
         )  # fmt: skip
+
+    def _differentiate(self, program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
+        purpose = f"differentiate the gradients of {self._name}"
+        return self._place.agreed(
+            purpose, lambda: self.compiled.step_again(program, wanted), lambda step: f"{step.forward}\n{step.backward}"
+        )
 
     def _accumulation(self, wanted: tuple[bool, ...]) -> Accumulation | None:
         purpose = f"put off the reductions of {self._name}"

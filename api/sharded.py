@@ -14,7 +14,7 @@ from torch.compiler import is_dynamo_compiling
 
 from partway.attached import set_engine
 from partway.context import current
-from partway.engine import attached_engine, stands_alone, uncompiled
+from partway.engine import attached_engine, is_transformed_call, stands_alone, uncompiled
 from partway.fusion.program import Program
 from partway.materialize import Init
 from partway.planning import begin_call, calls
@@ -145,7 +145,7 @@ def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
         try:
             begin_call(thread, outer)  # here, since while another thread plans nn.Module.__call__ is a tracer's
             if hooks := forward_pre_hooks_in(self):
-                rest_outside(hooks, not stands_alone(current()))
+                rest_outside(hooks, not (stands_alone(current()) or is_transformed_call(self, args, kwargs)))
             return cls.__call__(self, *args, **kwargs)
         finally:
             calls[thread] = outer

@@ -11,7 +11,8 @@ Each name, and why:
     torch._ops.OpOverload              the type of torch.ops.aten.add.Tensor; torch.ops does not export it
     torch.utils._pytree                the flattening that torch.export itself uses (torch.utils.pytree is not
                                        in 2.11)
-    torch._C._functorch                whether a tensor is inside torch.func's transforms; there is no public name
+    torch._C._functorch                whether a tensor is inside torch.func's transforms, and which it was before; with
+    torch._C._are_functorch_transforms_active   whether a call is inside one; there are no public names
     torch._C._set_grad_enabled         what torch.no_grad calls, for a TorchFunctionMode to recognize it
     DataDependentOutputException, ...  what torch.export raises where a graph depends on the values of tensors
     UnsupportedOperatorException   what it raises for an operator without a fake implementation
@@ -75,10 +76,11 @@ from torch._C import (
     _len_torch_dispatch_stack,
     _len_torch_function_stack,
 )
+from torch._C import _are_functorch_transforms_active as in_transform
 from torch._C import _dispatch_get_all_op_names as all_operator_names
 from torch._C import _set_grad_enabled as set_grad_enabled
+from torch._C._functorch import get_unwrapped, is_legacy_batchedtensor
 from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
-from torch._C._functorch import is_legacy_batchedtensor
 from torch._functorch import aot_autograd
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
@@ -251,6 +253,13 @@ def module_hooks(fn: Any) -> list[tuple[str, str, dict[int, Any]]]:
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a gradient stands for several, as torch.func's transforms and is_grads_batched=True make them."""
     return is_transformed(tensor) or is_legacy_batchedtensor(tensor)
+
+
+def untransformed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that torch.func's transforms have wrapped."""
+    while is_transformed(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
 
 
 def is_composite(operator: OpOverload) -> bool:
@@ -435,6 +444,7 @@ __all__ = [
     "has_old_backward_hooks",
     "hook_flags",
     "hooks_in",
+    "in_transform",
     "is_composite",
     "is_transformed",
     "make_fx",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ..propagation.program.local_program import Conversion, PlacedPort
-from ..propagation.program.step import Step
+from ..propagation.program.step import Step, inputs_with_gradients
 from ..strategy.choice import Choice
 from .assemble import assemble_code
 from .functions import Run
@@ -95,8 +95,7 @@ class Backward(Loaded):
     def __init__(self, step: Step, examples: Sequence[Any], loader: Loader) -> None:
         assert step.backward is not None
         super().__init__(step.backward, "backward", step.program.conversions, examples, loader)
-        slots = iter(self.code.outputs)
-        self.places = [i for i, needs in enumerate(step.needed) if needs and next(slots) is not None]
+        self.places = inputs_with_gradients(step)
         inputs = [step.program.inputs[i] for i in self.places]
         self.placed = [Placed(p.layout.dual(), p.shape) for p in inputs]
         self.shared = [held for held, slot in zip(self.code.shared, self.code.outputs, strict=True) if slot is not None]

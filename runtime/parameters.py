@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..propagation.torch_internals import buffers_in, parameters_in
+from ..propagation.torch_internals import buffers_in, is_batched, parameters_in
 from ..strategy.errors import RuntimeStateError, StrategyError
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.notation import to_dtensor
 from . import optimizers, replaced
+from .batched import one_by_one
 from .execute import device_mesh
 from .slices import part_of
 from .split_tensor import SplitTensor, as_split, joined, split_tensor
@@ -190,7 +191,11 @@ class _Placed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Tensor | None, None]:
-        return None if gradient is None else gradient.full_tensor(), None
+        if gradient is None:
+            return None, None
+        if is_batched(gradient):
+            return one_by_one(lambda each: [one.full_tensor() for one in each], [gradient])[0], None  # type: ignore[union-attr]
+        return gradient.full_tensor(), None
 
 
 def gradient_of(tensor: Tensor, part: Tensor) -> Tensor:

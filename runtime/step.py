@@ -5,26 +5,28 @@ simulated ranks a call takes and gives whole tensors, with one rank of a process
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.autograd import forward_ad
 
 from ..propagation.graph.graph import Text
 from ..propagation.graph.nodes import draws_random_numbers
 from ..propagation.graph.port import Role
 from ..propagation.program.accumulate import Accumulation
-from ..propagation.program.apart import entangled
-from ..propagation.program.local_program import PlacedPort
-from ..propagation.program.step import Step, is_port
+from ..propagation.program.apart import entangled, of_outputs
+from ..propagation.program.derivative import differentiate_again, gradient_program
+from ..propagation.program.local_program import LocalProgram, PlacedPort
+from ..propagation.program.step import Step, inputs_with_gradients, is_port
 from ..propagation.torch_internals import is_batched, version_of
 from ..strategy.errors import RuntimeStateError
+from .batched import one_by_one
 from .instructions import AS_TRACED, InputsAs
 from .loaded import Backend, Backward, Executor, Loaded, Loader
 from .memory import memory_of
@@ -32,7 +34,7 @@ from .parameters import gradient_of
 from .random_state import drawing_again, states_of
 from .slices import Placed
 from .strides import Strides, is_loose, strides_of
-from .torch_internals import forward_level, is_view, local_part_of
+from .torch_internals import is_view, local_part_of
 from .waiting import Accumulating, Kept, Reduces, Waiting
 from .written import written_in_place
 
@@ -47,6 +49,7 @@ class CompiledStep:
     accumulation   says how gradients of the differentiated outputs accumulate
     waiting        the gradients of its module that wait for their reduction
     writes         inference may write into inputs while it runs
+    differentiate  makes the Step of a program whose gradients are differentiated again
     """
 
     step: Step
@@ -56,6 +59,7 @@ class CompiledStep:
     waiting: Waiting = field(repr=False, default_factory=Waiting)
     backend: Backend = Backend.EAGER
     writes: bool = False
+    differentiate: Callable[[LocalProgram, Wanted], Step] = field(repr=False, default=differentiate_again)
 
     def __post_init__(self) -> None:
         program = self.step.program
@@ -67,6 +71,7 @@ class CompiledStep:
         self.inputs = [self.loader.example(placed) for placed in program.inputs]
         self.parameters = [placed.port.role is Role.PARAMETER for placed in program.inputs]
         self.others = [i for i, held in enumerate(self.parameters) if not held]
+        self._derived: dict[Wanted, tuple[list[int], CompiledStep]] = {}
 
     @cached_property
     def forward(self) -> Loaded:
@@ -132,6 +137,21 @@ class CompiledStep:
         """The outputs that may be differentiated when the outputs `done` were."""
         return set.intersection(set(range(len(self.results))), *(self.apart[i] for i in done))
 
+    def derived(self, asked: Wanted) -> tuple[list[int], CompiledStep]:
+        """What gives gradients that can be differentiated again, for tangents of the outputs `asked`: of which inputs,
+        and a step from the inputs and the tangents to the outputs and those gradients."""
+        if asked not in self._derived:
+            first = self.differentiate(self.step.program, asked)
+            program = gradient_program(first)
+            step = self.differentiate(program, tuple(placed.port.requires_grad for placed in program.outputs))
+
+            def of(wanted: Wanted) -> CompiledStep:
+                return replace(self, step=step if wanted == step.wanted else of_outputs(step, wanted), rebuild=of,
+                    accumulation=lambda wanted: None, waiting=Waiting(), writes=False)  # fmt: skip
+
+            self._derived[asked] = inputs_with_gradients(first), of(step.wanted)
+        return self._derived[asked]
+
     @property
     def _backward_examples(self) -> list[Any]:
         if self.backend is Backend.EAGER:
@@ -141,8 +161,6 @@ class CompiledStep:
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs for the `tensors` of the program's inputs, in order."""
-        if forward_level() >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-            raise RuntimeStateError(_NO_FORWARD_MODE)
         if self.step.backward is not None and torch.is_grad_enabled():
             results: tuple[Tensor, ...] = _Function.apply(self, *tensors)  # type: ignore[no-untyped-call]
             return results
@@ -284,38 +302,45 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         # what was computed of a plain result and of DTensors has a DTensor as its gradient
         gradients = tuple([g if type(g) is Tensor else _whole_gradient(g) for g in gradients])
-        if not torch.is_grad_enabled():  # without create_graph=True
-            return (None, *_Function.gradients(ctx, gradients))
-        roots = _roots(ctx, gradients)
-        with torch.no_grad():
-            results = _Function.gradients(ctx, gradients)
-        if roots:
-            results = _Once.apply(len(roots), *roots, *results)  # type: ignore[no-untyped-call]
-        return (None, *results)
+        again = torch.is_grad_enabled()  # with create_graph=True
+        if any(g is not None and is_batched(g) for g in gradients):
+            run = _Function.differentiable if again else functools.partial(_Function.gradients, free=False)
+            return (None, *one_by_one(functools.partial(run, ctx), gradients))
+        return (None, *(_Function.differentiable(ctx, gradients) if again else _Function.gradients(ctx, gradients)))
 
     @staticmethod
-    def gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def differentiable(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """The gradients as results of a call of their own, which autograd can differentiate again. It computes the
+        forward once more, with the random numbers that it drew, and writes to no buffer."""
+        compiled: CompiledStep = ctx.compiled
+        results: list[Tensor | None] = [None] * len(ctx.versions)
+        asked = tuple(g is not None for g in gradients)
+        if not any(asked):
+            return tuple(results)
+        primals, _ = _saved(ctx)
+        _check_unchanged(compiled.step.program.inputs, primals, ctx.versions)
+        if not ctx.holding:
+            for step, each in compiled.waiting.take().items():
+                with torch.no_grad():
+                    step.reduce(each)
+        places, derived = compiled.derived(asked)
+        with drawing_again(ctx.generators, primals[0].device):
+            values = derived([*primals, *(g for g in gradients if g is not None)])
+        for i, value in zip(places, values[len(asked) :], strict=True):
+            results[i] = _as_gradient(primals[i], value)
+        return tuple(results)
+
+    @staticmethod
+    def gradients(ctx: Any, gradients: Sequence[Tensor | None], free: bool = True) -> tuple[Tensor | None, ...]:
+        """The gradients; `free`: no others will be asked for, unless autograd keeps its graph."""
         compiled: CompiledStep = ctx.compiled
         asked = tuple(g is not None for g in gradients)
         if not any(asked):
             return (None,) * len(ctx.versions)
-        if any(g is not None and is_batched(g) for g in gradients):
-            raise RuntimeStateError(_NOT_BATCHED)
         if ctx.done and not compiled.after(ctx.done).issuperset(itertools.compress(itertools.count(), asked)):
             raise RuntimeStateError(_FREED)
+        primals, packed = _saved(ctx)
         keeper = _keeper(ctx)
-        try:
-            rest = iter(keeper.saved_tensors)
-        except RuntimeError as error:  # PyTorch's texts name no tensor
-            _check_unchanged(compiled.step.program.inputs, ctx.parameters, ctx.versions)
-            if "second time" in str(error):
-                raise RuntimeStateError(_FREED) from error
-            raise
-        if [version_of(ctx.parameters[i]) for i in compiled.read] != [ctx.versions[i] for i in compiled.read]:
-            read = [held if i in compiled.read else None for i, held in enumerate(ctx.parameters)]
-            _check_unchanged(compiled.step.program.inputs, read, ctx.versions)
-        primals = [next(rest) if held is None else held for held in ctx.parameters]
-        packed = list(rest)
         executor = compiled.executor
         saved = executor.unpack(packed)
         if asked != compiled.step.wanted:
@@ -333,23 +358,16 @@ class _Function(torch.autograd.Function):
             executor.enter([g], [placed])[0] for g, placed in zip(gradients, outputs, strict=True) if g is not None
         ]
         inputs = [*saved, *tangents]
-        if keeper is not ctx and not _retains_graph():
+        if free and keeper is not ctx and not _retains_graph():
             ctx.done |= set(itertools.compress(itertools.count(), asked))
-        if keeper is ctx or not ctx.compiled.after(ctx.done):
+        if free and (keeper is ctx or not ctx.compiled.after(ctx.done)):
             # Nothing else holds what was saved now, so that each value is let go after its last use. (With
             # retain_graph this keeps all.)
             keeper.maybe_clear_saved_tensors()
-        del rest, packed, saved, tangents
+        del packed, saved, tangents
         return compiled.gradients(primals, inputs, ctx.holding)
 
 
-_NO_FORWARD_MODE = (
-    "a sharded function has no forward-mode derivative (jvp, forward_ad); compute it with the plain function"
-)
-_NOT_BATCHED = (
-    "a sharded function has no gradients for several tangents at once (vmap, vectorize=True, is_grads_batched=True); "
-    "ask for those of one after another"
-)
 _FREED = (
     "a backward has run through this call before, and freed what it had kept; call backward once, of the sum of the "
     "results, or with retain_graph=True before the last time (of results that share no operators one after another)"
@@ -372,6 +390,24 @@ def _held(kept: Sequence[Tensor]) -> Tensor:
     with torch.enable_grad():
         held: Tensor = _Keeper.apply(torch.empty(0, requires_grad=True), kept)  # type: ignore[no-untyped-call]
     return held
+
+
+def _saved(ctx: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors of a call, and what it saved beside them. Raises RuntimeStateError where that was freed, or one of
+    them that the backward reads was written into."""
+    compiled: CompiledStep = ctx.compiled
+    try:
+        rest = iter(_keeper(ctx).saved_tensors)
+    except RuntimeError as error:  # PyTorch's texts name no tensor
+        _check_unchanged(compiled.step.program.inputs, ctx.parameters, ctx.versions)
+        if "second time" in str(error):
+            raise RuntimeStateError(_FREED) from error
+        raise
+    if [version_of(ctx.parameters[i]) for i in compiled.read] != [ctx.versions[i] for i in compiled.read]:
+        read = [held if i in compiled.read else None for i, held in enumerate(ctx.parameters)]
+        _check_unchanged(compiled.step.program.inputs, read, ctx.versions)
+    primals = [next(rest) if held is None else held for held in ctx.parameters]
+    return primals, list(rest)
 
 
 def _keeper(ctx: Any) -> Any:
@@ -400,26 +436,23 @@ def _check_unchanged(placed: Sequence[PlacedPort], primals: Sequence[Tensor | No
             )
 
 
-class _Once(torch.autograd.Function):
-    """Gradients as they are, after the tensors that they follow from; to differentiate them again by one of these is an
-    error instead of a silent zero."""
+def _as_gradient(primal: Tensor, part: Tensor) -> Tensor:
+    """As `gradient_of`, such that it can be differentiated."""
+    if not hasattr(primal, "full_tensor"):
+        return part
+    gradient: Tensor = _Gradient.apply(part, functools.partial(gradient_of, primal))  # type: ignore[no-untyped-call]
+    return gradient
+
+
+class _Gradient(torch.autograd.Function):
+    """A part of a gradient as what it is given to a parameter as."""
 
     @staticmethod
-    def forward(ctx: Any, roots: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tensors[roots:]
+    def forward(ctx: Any, part: Tensor, placed: Callable[[Tensor], Tensor]) -> Tensor:
+        gradient: Any = placed(part.detach())
+        ctx.mesh, ctx.placements = gradient.device_mesh, gradient.placements
+        return gradient  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise RuntimeStateError(
-            "a sharded function has no second derivative: its gradients, made with create_graph=True, cannot be "
-            "differentiated again; compute them with the plain function"
-        )
-
-
-def _roots(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """What the gradients of a call follow from, and may be differentiated by."""
-    try:
-        saved = _keeper(ctx).saved_tensors
-    except RuntimeError:  # freed; the backward says so
-        saved = ()
-    return tuple(t for t in (*saved, *ctx.parameters, *gradients) if t is not None and t.requires_grad)
+    def backward(ctx: Any, gradient: Any) -> tuple[Tensor, None]:
+        return gradient.redistribute(ctx.mesh, ctx.placements).to_local(), None

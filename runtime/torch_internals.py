@@ -32,6 +32,9 @@ Each name, and why:
     torch.autograd.forward_ad._current_level                 whether tensors may have tangents: to ask each of them on
                                                              every call would cost more than the call; without the name
                                                              they are never asked
+    torch._add_batch_dim, _remove_batch_dim, torch._C._vmapmode_*   the tensors that is_grads_batched=True and
+                                                             vectorize=True make of a batch, which no public name
+                                                             takes apart, and the mode that is on meanwhile
     GLOO_TLS                                                 the name of a variable that only a gloo with TLS reads; to
                                                              ask for such a device keeps a process from any other
     STORE_PING                                               what a client of a TCPStore sends first, with a number that
@@ -41,8 +44,9 @@ Each name, and why:
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from operator import attrgetter, methodcaller
@@ -65,6 +69,7 @@ __all__ = [
     "GLOO_TLS",
     "STORE_PING",
     "DisableTorchFunctionSubclass",
+    "add_batch_dim",
     "as_object",
     "base_of",
     "coalescing_manager",
@@ -76,6 +81,8 @@ __all__ = [
     "is_documented",
     "is_view",
     "local_part_of",
+    "outside_batching",
+    "remove_batch_dim",
     "set_part",
     "spec_like",
     "spec_of",
@@ -87,6 +94,8 @@ __all__ = [
 ]
 
 Hooks = tuple[Any, Any]
+add_batch_dim: Callable[[Tensor, int, int], Tensor] = torch._add_batch_dim
+remove_batch_dim: Callable[[Tensor, int, int, int], Tensor] = torch._remove_batch_dim
 GLOO_TLS = b"GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY"  # in the library where gloo was built with TLS
 STORE_PING = bytes([0, 0xCE, 0xF7, 0x85, 0x3C, 13, 1, 2, 3, 4])  # "validate" and its number; "ping" and ours
 spec_of: Callable[[Tensor], Any] = attrgetter("_spec")  # of a DTensor
@@ -165,6 +174,16 @@ def forward_level() -> int:
     """0 or more where tensors may have tangents of forward-mode derivatives."""
     level: int = getattr(forward_ad, "_current_level", -1)
     return level
+
+
+@contextlib.contextmanager
+def outside_batching() -> Iterator[int]:
+    """Leaves the innermost batch of `is_grads_batched=True`, whose level it gives, for a while."""
+    level = torch._C._vmapmode_decrement_nesting() + 1
+    try:
+        yield level
+    finally:
+        torch._C._vmapmode_increment_nesting()
 
 
 def timeout_of(group: Any) -> timedelta:

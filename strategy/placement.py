@@ -143,6 +143,12 @@ def dual(placement: Placement) -> Placement:
             return placement
 
 
+def adjoint(placement: Placement) -> Placement:
+    """The placement of a gradient that is differentiated again: that of addends is `Broadcast`, whose own gradient is
+    an addend. Of the adjoint it is `placement` again."""
+    return BROADCAST if placement == PARTIAL else dual(placement)
+
+
 def kind(source: Placement, target: Placement) -> Kind:
     """What turns a value placed as `source` into one placed as `target`. Raises StrategyError if no one step does."""
     step = _kind(source, target)

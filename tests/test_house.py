@@ -45,6 +45,8 @@ api/test_threads.py                    api: attached engine planning
 api/measure/test_bench.py              api/measure: workloads
 api/measure/test_calibrate.py          api/measure: clock collectives
 api/measure/test_operators.py          api/measure: probes
+models/test_second_derivatives.py      propagation/ops: constants; propagation/program: derivative
+models/test_second_derivatives.py      runtime: batched transformed
 models/test_step_overhead.py           api: runner; api/measure: contenders
 models/test_cache.py                   api: cache
 models/test_changing_sizes.py          api/reuse: sizes

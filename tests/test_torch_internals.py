@@ -239,6 +239,44 @@ def test_transformed_and_batched_tensors_are_told() -> None:
     assert not planning.is_transformed(torch.ones(1))
 
 
+def test_what_a_transform_wraps_is_found_and_whether_one_is_on() -> None:
+    x, found = torch.ones(3), list[Tensor]()
+
+    def f(wrapped: Tensor) -> Tensor:
+        assert planning.in_transform()
+        found.append(planning.untransformed(wrapped))
+        return wrapped.sum()
+
+    torch.func.grad(torch.func.grad(f))(x[0])
+    assert not planning.in_transform()
+    assert [type(one) for one in found] == [Tensor]
+    assert found[0].data_ptr() == x.data_ptr()
+    assert not planning.is_transformed(found[0])
+    assert planning.untransformed(x) is x
+
+
+def test_batches_of_tangents_are_taken_apart_and_made_again() -> None:
+    x, seen = torch.ones(2, requires_grad=True), list[Tensor]()
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            assert planning.is_batched(gradient)
+            with running.outside_batching() as level:
+                seen.append(running.remove_batch_dim(gradient, level, 1, 0))
+                twice = 2 * seen[-1] + torch.rand(()) * 0  # which batching forbids
+                return running.add_batch_dim(twice, 0, level)
+
+    rows = torch.eye(2)
+    (found,) = torch.autograd.grad(Twice.apply(x), x, rows, is_grads_batched=True)  # type: ignore[no-untyped-call]
+    assert torch.equal(found, 2 * rows)
+    assert torch.equal(seen[0], rows)
+
+
 def test_modes_are_listed_and_left_out() -> None:
     class Doubling(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

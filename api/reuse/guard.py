@@ -20,7 +20,7 @@ from partway.options.parallel import ParallelContext
 from partway.propagation.capture.stand_ins import attributes_of
 from partway.propagation.graph.structure import Path, Structure, flatten
 from partway.propagation.ops.random_numbers import RandomNumbers
-from partway.propagation.torch_internals import dispatch_modes, function_modes, is_transformed, parameters_in
+from partway.propagation.torch_internals import dispatch_modes, function_modes, parameters_in
 from partway.reuse.facts import fact
 from partway.reuse.names import Asks
 from partway.reuse.state import State
@@ -152,5 +152,4 @@ def _is_like(tensor: Tensor, before: tuple[Any, ...]) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and (attributes == _NOTHING if not vars(tensor) else fact(attributes_of(tensor)) == attributes)
-        and not is_transformed(tensor)
     )

@@ -3,9 +3,10 @@
 torch.export keeps the operators of the Function's forward and nothing of its backward, so that the gradient would be
 wrong. A backward is linear in the gradient that it takes: g ↦ B g. With Bᵀ its transpose,
 
-    y = detach(forward(x)) + Bᵀ (x - detach(x))
+    y = detach(forward(x)) + Bᵀ (x - stationary(x))
 
-has the value of the forward, and its gradient is B g. These are plain operators, planned like any others.
+has the value of the forward, and its gradient is B g. These are plain operators, planned like any others. (The gradient
+of B g would be another one, and is refused.)
 
 While a function is captured (`recorded`) the backward is called on a stand-in for the gradient, and two operators mark
 where it begins and ends; `adopt` then transposes what stands between them.
@@ -31,6 +32,7 @@ from ...strategy.afterwards import afterwards
 from ...strategy.errors import CaptureError
 from ..graph.nodes import at_source, module_path, source_of, stays, value
 from ..ops.by_hand import COLLECTIVES
+from ..ops.constants import stationary
 from ..rules.builder import Builder
 from ..torch_internals import FunctionBase, make_fx
 
@@ -171,7 +173,7 @@ def _check_local(node: fx.Node) -> None:
 def _transpose(b: Builder, node: fx.Node) -> None:
     """Replace a call of `with_backward` by its outputs, with the transposed backward added."""
     outputs, cotangents, inputs, gradients = (list(part) for part in node.args)  # type: ignore[arg-type]
-    moved = [b(aten.sub.Tensor, x, b(aten.detach.default, x)) for x in inputs]
+    moved = [b(aten.sub.Tensor, x, b(stationary, x, "a torch.autograd.Function")) for x in inputs]
     added: list[fx.Node | None] = [None] * len(outputs)
     for x, gradient in zip(moved, gradients, strict=True):
         for j, addend in enumerate(_transposed(b, cotangents, gradient, x)):

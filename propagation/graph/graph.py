@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from ...strategy.errors import VerifyError
+from ..ops.constants import NO_GRADIENT
 from ..ops.hooked import Hook
 from ..torch_internals import OpOverload, schema_of
 from .nodes import Value, describe, operands, operator_name, source_of, tensor_of, values_of
@@ -102,7 +103,7 @@ class Graph:
         """The values that depend differentiably on one of `on`, and these."""
         needs = set(on)
         for node in self.nodes:
-            if node.target is operator.getitem or node.target is torch.ops.aten.detach.default:
+            if node.target is operator.getitem or node.target in NO_GRADIENT:
                 continue
             if any(source_of(operand) in needs for operand in operands(node)):
                 for v in values_of(node):

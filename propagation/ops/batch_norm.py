@@ -44,6 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .constants import constant
 from .dtypes import wide
 from .registration import define
 
@@ -251,6 +252,55 @@ def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
     return whole.view(len(parts), -1, *whole.shape[1:])
 
 
+def _moments_written(x: Tensor, shift: Tensor | None) -> Tensor:
+    return _sums_from(x, shift, [0, *range(2, x.dim())])
+
+
+def _sample_moments_written(x: Tensor, shift: Tensor | None) -> Tensor:
+    return _sums_from(x, shift, [*range(2, x.dim())])
+
+
+def _sums_from(x: Tensor, shift: Tensor | None, dims: list[int]) -> Tensor:
+    """The sums of x - shift and of its square over `dims`."""
+    away = x.double() if shift is None else x.double() - _spatial(constant(shift.double()), x)
+    if not dims:  # of one element each
+        return torch.stack((away, away.square()))
+    return torch.stack((away.sum(dims), away.square().sum(dims)))
+
+
+def _statistics_written(moments: Tensor, shift: Tensor | None, count: int, dtype: torch.dtype) -> Tensor:
+    """Without the bound of the variance, which has a gradient there too."""
+    mean, square = (moments / count).unbind()
+    var = square - mean * mean
+    return torch.stack((mean if shift is None else mean + constant(shift), var)).to(dtype)
+
+
+def _normalise_written(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    dtype = wide(x.dtype)
+    mean, var = mean.to(dtype), var.to(dtype)
+    result = (x.to(dtype) - _spatial(mean, x)) * _spatial((var + eps).rsqrt() * _factor(weight, var), x)
+    return (result if bias is None else result + _spatial(bias.to(dtype), x)).to(x.dtype)
+
+
+def _part_norm_written(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, parts: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    numbers, dims = x.to(wide(x.dtype)), [1, *range(3, x.dim())]
+    mean = numbers.mean(dims, keepdim=True)
+    away = numbers - mean
+    square = away.square().mean(dims, keepdim=True)
+    rstd = (square + eps).rsqrt()
+    result = away * rstd * _spatial(_factor(weight, numbers[0].flatten(2).transpose(1, 2)), x[0])
+    if bias is not None:
+        result = result + _spatial(bias.to(numbers.dtype), x[0])
+    count = math.prod(x.shape[dim] for dim in dims)
+    running = torch.stack((mean, square * (count / max(count - 1, 1)))).sum(1).div(parts).flatten(1)
+    kept = (constant(vector.flatten(1)) for vector in (mean, rstd))
+    return result.to(x.dtype), constant(running), *kept
+
+
 def _fake_moments(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty((2, x.shape[1]), dtype=torch.float64)
 
@@ -347,11 +397,11 @@ def _back_from_part_norm(ctx: Any, y: Tensor, *_: Any) -> tuple[Tensor | None, .
 
 moments = define(
     "moments(Tensor x, Tensor? shift) -> Tensor", _moments, _fake_moments,
-    backward=_back_from_moments, keep=_keep_for_moments,
+    backward=_back_from_moments, keep=_keep_for_moments, written=_moments_written,
 )  # fmt: skip
 sample_moments = define(
     "sample_moments(Tensor x, Tensor? shift) -> Tensor", _sample_moments, _fake_sample_moments,
-    backward=_back_from_moments, keep=_keep_for_moments,
+    backward=_back_from_moments, keep=_keep_for_moments, written=_sample_moments_written,
 )  # fmt: skip
 moments_backward = define(
     "moments_backward(Tensor slopes, Tensor x, Tensor? shift) -> Tensor",
@@ -359,7 +409,7 @@ moments_backward = define(
 )  # fmt: skip
 statistics = define(
     "statistics(Tensor moments, Tensor? shift, int count, ScalarType dtype) -> Tensor", _statistics, _fake_statistics,
-    backward=_back_from_statistics, keep=_keep_for_statistics,
+    backward=_back_from_statistics, keep=_keep_for_statistics, written=_statistics_written,
 )  # fmt: skip
 statistics_backward = define(
     "statistics_backward(Tensor slopes, Tensor moments, int count) -> Tensor",
@@ -367,7 +417,7 @@ statistics_backward = define(
 )  # fmt: skip
 normalise = define(
     "normalise(Tensor x, Tensor mean, Tensor var, Tensor? weight, Tensor? bias, float eps) -> Tensor",
-    _normalise, _fake_like, backward=_back_from_normalise, keep=_keep_for_normalise,
+    _normalise, _fake_like, backward=_back_from_normalise, keep=_keep_for_normalise, written=_normalise_written,
 )  # fmt: skip
 scale = define("scale(Tensor y, Tensor var, Tensor? weight, float eps) -> Tensor", _scale, _fake_like)
 vector_gradients = define(
@@ -380,7 +430,7 @@ spread = define(
 )  # fmt: skip
 part_norm = define(
     "part_norm(Tensor x, Tensor? weight, Tensor? bias, int parts, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
-    _part_norm, _fake_part_norm, backward=_back_from_part_norm, keep=_keep_for_part_norm,
+    _part_norm, _fake_part_norm, backward=_back_from_part_norm, keep=_keep_for_part_norm, written=_part_norm_written,
 )  # fmt: skip
 part_norm_backward = define(
     "part_norm_backward(Tensor y, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, float eps)"

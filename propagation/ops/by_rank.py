@@ -100,6 +100,17 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return part_slice_backward(grad, position, ctx.dim, ctx.starts, ctx.size), None, None, None, None
 
 
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    grad, position, ctx.dim, ctx.starts, _ = inputs
+    ctx.length = grad.shape[ctx.dim]
+    ctx.save_for_backward(position)
+
+
+def _back_from_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (position,) = ctx.saved_tensors
+    return part_slice(grad, position, ctx.dim, ctx.starts, ctx.length), None, None, None, None
+
+
 # -- The operators
 
 of_rank = define(
@@ -113,7 +124,7 @@ part_slice = define(
 )  # fmt: skip
 part_slice_backward = define(
     "part_slice_backward(Tensor grad, Tensor position, int dim, int[] starts, int size) -> Tensor",
-    _part_slice_backward, _fake_part_slice_backward,
+    _part_slice_backward, _fake_part_slice_backward, backward=_back_from_backward, keep=_keep_for_backward,
 )  # fmt: skip
 causal_mask = define(
     "causal_mask(Tensor queries, Tensor position, int[] starts, int keys) -> Tensor", _causal_mask, _fake_causal_mask

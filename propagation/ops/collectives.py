@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ...strategy.cut import SliceWindow
-from ...strategy.placement import Kind, Shard, kind, placement_from_code, transpose
+from ...strategy.placement import Kind, Shard, adjoint, kind, placement_from_code
 from .registration import define
 
 
@@ -60,7 +60,7 @@ def _fake_group(
 
 def _keep_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, source, target, ctx.axes, ctx.size, ctx.tag = inputs
-    ctx.back = transpose(placement_from_code(source), placement_from_code(target))
+    ctx.back = adjoint(placement_from_code(target)), adjoint(placement_from_code(source))
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -9,12 +9,15 @@ import torch
 
 _LIBRARY = torch.library.Library("partway", "DEF")
 formulas: dict[Any, Callable[..., Any]] = {}  # of operators, for a compiler
+differentiable: set[Any] = set()  # operators that have a derivative
+written_forms: dict[Any, Callable[..., Any]] = {}  # of operators, to be differentiated more than once
 
 
 def define(
     schema: str, kernel: Callable[..., Any] | None = None, fake: Callable[..., Any] | None = None, *,
     backward: Callable[..., Any] | None = None, keep: Callable[..., None] | None = None,
-    composite: bool = False, formula: Callable[..., Any] | None = None, tags: Sequence[torch.Tag] = (),
+    composite: bool = False, formula: Callable[..., Any] | None = None,
+    written: Callable[..., Any] | None = None, tags: Sequence[torch.Tag] = (),
 ) -> Any:  # fmt: skip
     """Define the operator `partway::<schema>`, and return its overload, as `torch.ops.partway.<name>.default`.
 
@@ -26,6 +29,7 @@ def define(
     composite   `kernel` is made of operators that have fake forms and derivatives, so it needs none
     formula     what `kernel` computes, in PyTorch's operators and on whole tensors, for a compiler that makes one
                 kernel of several operators and keeps nothing in between
+    written     what `kernel` computes, in PyTorch's operators, whose gradients have gradients; None: the formula
     tags        torch's tags of the operator
     """
     name = schema.partition("(")[0]
@@ -37,6 +41,10 @@ def define(
     if backward is not None:
         torch.library.register_autograd(f"partway::{name}", backward, setup_context=keep)
     made = getattr(torch.ops.partway, name).default
+    if backward is not None or composite:
+        differentiable.add(made)
     if formula is not None:
         formulas[made] = formula
+    if (form := written or formula) is not None:
+        written_forms[made] = form
     return made

@@ -49,7 +49,7 @@ def of_outputs(step: Step, asked: Sequence[bool]) -> Step:
         present = [operand for operand in operands if operand in linear and operand not in zero]
         if present or absent:
             linear.add(node)
-        if absent and not present and not operator_name(node).split(".")[1].startswith(_OF_NO_VALUES):
+        if absent and not present and not operator_name(node).removeprefix("aten.").startswith(_OF_NO_VALUES):
             zero.add(node)
         elif absent and node.target is _aten.add.Tensor and not node.kwargs:
             env[node] = env[present[0]]

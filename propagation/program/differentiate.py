@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ...strategy.errors import CaptureError, VerifyError
+from ...strategy.placement import BROADCAST, REPLICATE
 from ..graph.graph import Text
 from ..graph.nodes import mark, operator_name, region_of
 from ..graph.origins import inherit, number, position, tracing
@@ -34,8 +35,9 @@ T = TypeVar("T")
 _Renumbered = Mapping[int, int] | Sequence[int]  # from the tag of a conversion, or a region, to that of its copy
 
 
-def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
-    """The Step of `program` when the outputs marked in `wanted` are differentiated."""
+def differentiate(program: LocalProgram, wanted: tuple[bool, ...], again: bool = False) -> Step:
+    """The Step of `program` when the outputs marked in `wanted` are differentiated; `again`: by operators whose
+    gradients have gradients, as autograd does with create_graph=True."""
     needed = tuple(placed.port.requires_grad for placed in program.inputs)
     if not any(wanted) or not any(needed):
         return Step(program, program.module, None, wanted, (False,) * len(needed))
@@ -52,7 +54,7 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
             for node, placed, want in zip(returned_by(graph), program.outputs, wanted, strict=True)
             if want
         ]
-        derivatives = _derivatives(pieces, likes, tangents)
+        derivatives = _derivatives(pieces, likes, tangents, again)
         forward, backward = _stitched(graph, likes, tangents, pieces, derivatives)
         constants = {name: constant for derivative in derivatives for name, constant in derivative.constants.items()}
         return Step(program, Text(constants, forward), Text(constants, backward), wanted, needed)
@@ -75,7 +77,7 @@ class _Derivative:
 
 
 def _derivatives(
-    pieces: Sequence[Piece], likes: Mapping[fx.Node, Any], tangents: Sequence[tuple[fx.Node, Like]]
+    pieces: Sequence[Piece], likes: Mapping[fx.Node, Any], tangents: Sequence[tuple[fx.Node, Like]], again: bool
 ) -> list[_Derivative]:
     """The derivative of each piece. Pieces with equal keys, to whose outputs equal tangents come, have one."""
     known: dict[Hashable, _Derivative] = {}
@@ -84,7 +86,7 @@ def _derivatives(
     def backward(i: int, given: Sequence[Like | None]) -> Sequence[Like | None]:
         key = pieces[i].key, tuple(given)
         if key not in known:
-            known[key] = _derivative(pieces[i], given, f"_{len(known)}")
+            known[key] = _derivative(pieces[i], given, f"_{len(known)}", again)
         chosen[i] = known[key]
         return chosen[i].gradients
 
@@ -123,10 +125,10 @@ def _flow(
     return gradients
 
 
-def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _Derivative:
+def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str, again: bool) -> _Derivative:
     """Trace `piece` and its backward for `tangents` of its outputs; `suffix`: what makes names of constants its own."""
     inputs = [like.empty() for like in piece.likes]
-    given = [tangent.empty() for tangent in tangents if tangent is not None]
+    given = [tangent.empty().requires_grad_(again) for tangent in tangents if tangent is not None]
     module = _as_module(piece)
     needed = [like.requires_grad for like in piece.likes]
 
@@ -136,7 +138,8 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
             outputs = run(module, *primals)
             chosen = [output for output, tangent in zip(outputs, tangents, strict=True) if tangent is not None]
             leaves = [primal for primal, needs in zip(primals, needed, strict=True) if needs]
-            computed = iter(torch.autograd.grad(chosen, leaves, cotangents, allow_unused=True) if chosen else ())
+            grad = functools.partial(torch.autograd.grad, create_graph=again, allow_unused=True)
+            computed = iter(grad(chosen, leaves, cotangents) if chosen else ())
         gradients = [next(computed, None) if needs else None for needs in needed]
         # the piece before is traced for tangents that are like these, and a Like makes no lazy tensor
         return (*outputs, *(None if g is None else g.resolve_conj().resolve_neg() for g in gradients))
@@ -159,6 +162,8 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str) -> _
             raise VerifyError(f"the traced program writes in place: {node.format_node()}")
     # such a program has a form on disk, and the runtime finds what may be overwritten
     _out_of_place(traced.graph, _computes_in_place)
+    if not again:
+        _replicate_broadcasts(traced.graph, len(inputs))
     gradients = tuple(
         Like.of(node.meta["val"], False) if isinstance(node, fx.Node) else None
         for node in returned_by(traced.graph)[len(piece.outputs) :]
@@ -252,16 +257,34 @@ def _taken_by(op: OpOverload) -> list[tuple[str, str]]:
     return [(argument.name, str(argument.type)) for argument in schema_of(op).arguments]
 
 
+def _late(joint: fx.Graph, inputs: int) -> set[fx.Node]:
+    """What depends on a tangent, in a joint graph with `inputs` inputs before the tangents."""
+    late = set(joint.find_nodes(op="placeholder")[inputs:])
+    for node in calls_of(joint):
+        if any(operand in late for operand in node.all_input_nodes):
+            late.add(node)
+    return late
+
+
+def _replicate_broadcasts(joint: fx.Graph, inputs: int) -> None:
+    """Let gradients that every rank has be replicated, as no gradient of theirs will be an addend: a conversion that
+    only said so goes."""
+    for node in _late(joint, inputs):
+        if node.target is convert:
+            x, *codes = node.args[:3]
+            source, target = (str(REPLICATE) if code == str(BROADCAST) else code for code in codes)
+            node.args = (x, source, target, *node.args[3:])
+            if source == target:
+                node.replace_all_uses_with(x)  # type: ignore[arg-type]
+                joint.erase_node(node)
+
+
 def _cut(joint: fx.Graph, inputs: int, outputs: int) -> tuple[fx.Graph, fx.Graph]:
     """Split a joint graph: what depends on a tangent is backward, the rest is forward."""
     joint.eliminate_dead_code(is_impure_node=is_port)
     placeholders = joint.find_nodes(op="placeholder")
     returned = returned_by(joint)
-    late = set(placeholders[inputs:])
-    body = calls_of(joint)
-    for node in body:
-        if any(operand in late for operand in node.all_input_nodes):
-            late.add(node)
+    late, body = _late(joint, inputs), calls_of(joint)
     results, gradients = returned[:outputs], returned[outputs:]
     saved: dict[fx.Node, None] = {}
     for node in body:

@@ -53,6 +53,14 @@ def returned_by(graph: fx.Graph) -> tuple[Any, ...]:
     return tuple(returned)
 
 
+def inputs_with_gradients(step: Step) -> list[int]:
+    """The inputs for which the backward gives a gradient: one on which no output depends gets none."""
+    if step.backward is None:
+        return []
+    gradients = iter(returned_by(step.backward.graph))
+    return [i for i, needs in enumerate(step.needed) if needs and next(gradients) is not None]
+
+
 def undo_views(graph: fx.Graph) -> None:
     """Read in place of a view of a view what that was of, where it is that again: autograd's formulas transpose the
     weight of a matrix product a second time, and its gradient; parts of a batch are a dim for a norm only. A call of a

@@ -17,6 +17,7 @@ from torch import fx
 
 from ..graph.nodes import is_tensor, operands, shape, value
 from ..ops.collectives import constrain
+from ..ops.constants import stationary
 from ..torch_internals import schema_of
 from .builder import Builder, Expansion
 from .dims import broadcast, letters_of, sizes_of
@@ -177,6 +178,7 @@ ROWS: dict[Any, Row | RowFunction] = {
     **ELEMENTWISE,
     aten.frexp.Tensor: _frexp_rule,
     constrain: _UNARY_LINEAR,
+    stationary: _UNARY_LINEAR,
 }
 
 EXPANSIONS: dict[Any, Expansion] = {

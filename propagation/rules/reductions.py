@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ..graph.nodes import argument, argument_names, operands, shape, value
+from ..ops.constants import stationary
 from ..ops.dtypes import wide
 from .builder import Builder, Expansion
 from .dims import along, letters_of, sizes_of, without
@@ -113,7 +114,7 @@ def _variance_and_mean(b: Builder, node: fx.Node) -> tuple[fx.Node, fx.Node]:
     dims, keep, dtype = list(_dims(node)), _keeps(node), wide(value(x).dtype)
     count = math.prod(shape(x)[d] for d in dims) if shape(x) else 1
     mean = b(aten.div.Scalar, b(aten.sum.dim_IntList, x, dims, True, dtype=dtype), count)
-    away = b(aten.sub.Tensor, x, b(aten.detach.default, mean))
+    away = b(aten.sub.Tensor, x, b(stationary, mean, ""))
     if value(x).is_complex():  # real and imaginary parts count together
         parts = b(aten.view_as_real.default, away)
         squared = b(aten.sum.dim_IntList, b(aten.mul.Tensor, parts, parts), [-1])

@@ -176,8 +176,16 @@ def test_a_module_that_was_replaced_is_used(plans: list[Any]) -> None:
     assert len(plans) == 1
 
 
-def test_tensors_inside_transforms_are_refused_after_a_plain_call(plans: list[Any]) -> None:
+def test_a_call_inside_a_transform_is_not_one_like_the_last(plans: list[Any]) -> None:
     f = pw.shard(lambda x: x.sum(), mesh={"x": 2})
     assert f(X) == 32
-    with pytest.raises(pw.StrategyError, match=r"is inside a transform of torch.func"):
-        torch.func.vmap(f)(torch.ones(3, 4, 8))
+    assert torch.equal(torch.func.vmap(f)(torch.ones(3, 4, 8)), torch.full((3,), 32.0))
+    assert f(X) == 32
+    assert len(plans) == 1
+
+
+def test_planning_inside_a_transform_is_refused() -> None:
+    with pytest.raises(
+        pw.StrategyError, match=r"inside a transform of torch.func \(vmap, grad, jvp, ...\); plan outside"
+    ):
+        torch.func.vmap(lambda x: pw.compile(torch.sum, (x,), mesh={"x": 2}) and x)(torch.ones(3, 4, 8))

@@ -13,11 +13,10 @@ import pytest
 import torch
 from checks import whole
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.func import functional_call
 
 import partway as pw
-from partway.strategy import RuntimeStateError, StrategyError
+from partway.strategy import RuntimeStateError
 
 pytestmark = [
     # what torch.func and forward_ad import warns about itself, and torch.compile looks at every tensor's .grad
@@ -230,84 +229,7 @@ def test_functional_call_uses_the_parameters_of_the_call_on_processes(on_ranks: 
     on_ranks(2, calls_with_other_parameters, first)
 
 
-# -- Transforms
-
-
-def _dual(model: Any) -> Any:
-    with forward_ad.dual_level():
-        return model(forward_ad.make_dual(X, X))
-
-
-def _twice(model: Any) -> Any:
-    x = X.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
-    return torch.autograd.grad(gradient.sum(), x)
-
-
-def _penalty(model: Any) -> Any:
-    x = X.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    gradient.pow(2).sum().backward()
-
-
-def _stacked(model: Any) -> Any:
-    stacked = {name: torch.stack([p.detach(), p.detach()]) for name, p in model.named_parameters()}
-    return torch.func.vmap(lambda given: functional_call(model, given, (X,)))(stacked)
-
-
-def _of_parameters(model: Any) -> Any:
-    given = dict(model.named_parameters())
-    return torch.func.grad(lambda given: functional_call(model, given, (X,)).sum())(given)
-
-
-def _batched(model: Any) -> Any:
-    x = X.clone().requires_grad_()
-    return torch.autograd.grad(model(x).sum(0), x, torch.eye(8, dtype=torch.float64), is_grads_batched=True)
-
-
-TRANSFORMED = (
-    StrategyError,
-    r"is inside a transform of torch.func \(vmap, grad, jvp, ...\); transform plain functions",
-)
-TWICE = (RuntimeStateError, "a sharded function has no second derivative")
-REFUSED: list[tuple[Callable[[Any], Any], tuple[type[Exception], str]]] = [
-    (lambda m: torch.func.grad(lambda x: m(x).sum())(X), TRANSFORMED),
-    (lambda m: torch.func.vmap(m)(X[None]), TRANSFORMED),
-    (lambda m: torch.func.jvp(m, (X,), (X,)), TRANSFORMED),
-    (lambda m: torch.func.vjp(m, X), TRANSFORMED),
-    (lambda m: torch.func.hessian(lambda x: m(x).sum())(X), TRANSFORMED),
-    (_stacked, TRANSFORMED),
-    (_of_parameters, TRANSFORMED),
-    (_twice, TWICE),
-    (_penalty, TWICE),
-    (lambda m: torch.autograd.functional.hessian(lambda x: m(x).pow(2).sum(), X), TWICE),
-    (lambda m: torch.autograd.functional.hvp(lambda x: m(x).pow(2).sum(), X, X), TWICE),
-    (_dual, (RuntimeStateError, "a sharded function has no forward-mode derivative")),
-    (_batched, (RuntimeStateError, "a sharded function has no gradients for several tangents at once")),
-    (
-        lambda m: torch.autograd.functional.jacobian(lambda x: m(x).sum(0), X, vectorize=True),
-        (RuntimeStateError, "a sharded function has no gradients for several tangents at once"),
-    ),
-]
-
-
-@pytest.mark.parametrize("planned", [False, True])
-def test_what_cannot_be_transformed_is_refused_in_a_sentence(planned: bool) -> None:
-    plain, model = pair()
-    if planned:
-        assert_trains_alike(model, plain)
-    for transform, (error, text) in REFUSED:
-        with pytest.raises(error, match=text):
-            transform(model)
-    for module in (model, plain):
-        module.zero_grad()
-    plain.load_state_dict(model.state_dict())
-    assert_trains_alike(model, plain)
-
-
-def test_tangents_are_refused_where_nothing_needs_a_gradient() -> None:
-    with pytest.raises(RuntimeStateError, match="a sharded function has no forward-mode derivative"):
-        _dual(lambda x: product(x, W))
+# -- Transforms (test_second_derivatives.py has the others)
 
 
 def test_jacobians_row_by_row_are_right() -> None:
