@@ -10,6 +10,7 @@ run the same instructions, and tell `record_collectives` of the same collectives
                         one rank: one_device.py
     execute.py          one rank of a process group; issue.py: each kind of collective
     local_conversions.py, slices.py, strides.py     what a rank does to its own part
+    anomaly.py          what anomaly detection asks of gradients
     parameters.py       parameters as DTensors; replaced.py: what holds the old objects; optimizers.py: what steps them
     results.py          large results that stay split, and mix with plain tensors
     weights.py          the weights in a state_dict, which say that they are split

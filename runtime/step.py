@@ -25,6 +25,7 @@ from ..propagation.program.local_program import PlacedPort
 from ..propagation.program.step import Step, is_port
 from ..propagation.torch_internals import is_batched, version_of
 from ..strategy.errors import RuntimeStateError
+from .anomaly import answer_for_dtensors
 from .instructions import AS_TRACED, InputsAs
 from .loaded import Backend, Backward, Executor, Loaded, Loader
 from .memory import memory_of
@@ -284,6 +285,8 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         # what was computed of a plain result and of DTensors has a DTensor as its gradient
         gradients = tuple([g if type(g) is Tensor else _whole_gradient(g) for g in gradients])
+        if torch.is_anomaly_enabled():
+            answer_for_dtensors()
         if not torch.is_grad_enabled():  # without create_graph=True
             return (None, *_Function.gradients(ctx, gradients))
         roots = _roots(ctx, gradients)

@@ -43,7 +43,8 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...]) -> Step:
         return Step(program, program.module, None, wanted, (False,) * len(needed))
     graph = program.module.graph
     device = program.inputs[0].port.node.meta["val"].device
-    with FakeTensorMode(), torch.enable_grad(), compiled_when_run():
+    quietly = torch.autograd.set_detect_anomaly(False)  # which would read the values of fake tensors
+    with FakeTensorMode(), torch.enable_grad(), compiled_when_run(), quietly:
         inputs = {
             node: Like.whole(placed.local_shape, placed.dtype, device, needs)
             for node, placed, needs in zip(graph.find_nodes(op="placeholder"), program.inputs, needed, strict=True)
