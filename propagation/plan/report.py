@@ -13,9 +13,9 @@ from rich.table import Table
 
 from ...strategy.errors import StrategyError, shown
 from ...strategy.placement import Kind
+from ...strategy.units import human, lasting
 from ..program.collective import PHASES, Collective
 from .data import PlanData
-from .units import human, lasting
 
 _WIDEST = 10**6
 
