@@ -185,8 +185,8 @@ def _public(name: str) -> Any:
     return value
 
 
-if asked := os.environ.get("PARTWAY_LOG"):
-    importlib.import_module("partway.told").log_to_stderr(asked)
+if os.environ.get("PARTWAY_LOG"):
+    importlib.import_module("partway.told").log_to_stderr()
 
 
 def __dir__() -> list[str]:

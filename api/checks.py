@@ -28,6 +28,12 @@ def check_target(call: str, fn: Any) -> None:
             f"{call} takes a module before torch.compile, which only calls it; write torch.compile({call}(module)), or "
             "set_auto_parallel_context(backend='inductor'), which compiles what each rank runs"
         )
+    if call == "shard" and isinstance(fn, torch.nn.Module) and "forward" in vars(fn):
+        kind = type(fn).__name__
+        raise StrategyError(
+            f"the object of {kind} has a forward of its own (model.forward = ...), which would run in place of a plan; "
+            f"write it as the forward of a class derived from {kind}, or assign it after shard"
+        )
     if isinstance(fn, torch.nn.Module) and any(map(torch.nn.parameter.is_lazy, fn.parameters())):
         raise StrategyError(f"{type(fn).__name__} has parameters without a shape yet; call it once before {call}")
     if isinstance(fn, type):

@@ -28,6 +28,7 @@ from partway.runtime.launching.door import secret
 from partway.runtime.launching.launchers import simulated
 from partway.strategy.errors import PartwayError, UntestedTorchWarning, shown
 from partway.strategy.suggest import did_you_mean
+from partway.told import level_asked
 from partway.versions import installed_torch, warn_if_untested
 
 # docs/options.md says what each is; a test compares the two
@@ -117,7 +118,7 @@ def of_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
         value = environment.get(name, "")
         if value not in ("", "0", "1"):
             yield Finding(f"{name} is {shown(value)}, which changes nothing: write {use}, or unset it")
-    readers: tuple[Callable[[], Any], ...] = (cache_limit, simulated, asked, secret)
+    readers: tuple[Callable[[], Any], ...] = (cache_limit, simulated, asked, secret, level_asked)
     yield from (Finding(problem) for read in readers if (problem := _problem(read)))
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from partway.dtensors import whole
-from partway.propagation.plan.units import lasting
 from partway.runtime.agreement import gathered
 from partway.runtime.doing import named
 from partway.runtime.process import get_group_size
 from partway.strategy import LossError, RuntimeStateError
 from partway.strategy.errors import shown
 from partway.strategy.notation import counted
+from partway.strategy.units import lasting
 
 _SHORTEST = {torch.float64: np.float64, torch.float16: np.float16}  # others are shown as float32
 

@@ -147,7 +147,11 @@ def _module_plan_problems(plan: object) -> Iterator[Problem]:
         return
     for pattern, sides in (plan or {}).items():
         name = f"module_plan[{shown(pattern)}]"
-        if not isinstance(sides, Mapping) or not sides or not set(sides) <= set(_SIDES):
+        unknown = [key for key in sides if key not in _SIDES] if isinstance(sides, Mapping) else []
+        if unknown:
+            yield from (Problem(name, f"has the key {_kind(key)}", f"write {' or '.join(_SIDES)}") for key in unknown)
+            continue
+        if not isinstance(sides, Mapping) or not sides:
             yield Problem(name, f"is {_kind(sides)}", fix)
             continue
         for side, value in sides.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
@@ -19,14 +20,17 @@ from partway.fusion.program import Program
 from partway.materialize import Init
 from partway.planning import begin_call, calls
 from partway.propagation.capture.resting_hooks import rest_outside
+from partway.propagation.graph.structure import name_of
 from partway.propagation.plan.plan import Plan
-from partway.propagation.torch_internals import forward_pre_hooks_in
-from partway.runtime.process import launched
+from partway.propagation.torch_internals import COMPILED_CALL, compiled_call_of, forward_pre_hooks_in
+from partway.runtime.process import get_rank, launched
 from partway.strategy import RuntimeStateError
 from partway.strategy.afterwards import afterwards
 
 if TYPE_CHECKING:
     from partway.checkpoints.per_rank import WeightLayout
+
+_log = logging.getLogger("partway")
 
 
 class ShardedModule:
@@ -135,6 +139,8 @@ def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_dynamo_compiling():  # as in model.forward = torch.compile(model.forward)
+            return uncompiled(functools.partial(forward, self), args, kwargs)
         return attached_engine(self).call(args, kwargs, functools.partial(cls.forward, self))
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,6 +149,8 @@ def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
         thread = get_ident()
         outer = calls.get(thread, 0)
         try:
+            if compiled_call_of(self) is not None and not stands_alone(current()):
+                _set_compilation_aside(self)
             begin_call(thread, outer)  # here, since while another thread plans nn.Module.__call__ is a tracer's
             if hooks := forward_pre_hooks_in(self):
                 rest_outside(hooks, not (stands_alone(current()) or is_transformed_call(self, args, kwargs)))
@@ -171,6 +179,18 @@ def sharded_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     sharded: type[torch.nn.Module] = Kind(cls.__name__, (ShardedModule, cls), body)
     made = True
     return sharded
+
+
+def _set_compilation_aside(module: torch.nn.Module) -> None:
+    """Undo `module.compile()`, whose code would take the place of a sharded call."""
+    vars(module).pop(COMPILED_CALL)
+    if get_rank():
+        return
+    _log.warning(
+        "%s.compile() is set aside: the plan of a sharded module is what runs. To compile what each rank runs, write "
+        "set_auto_parallel_context(backend='inductor')",
+        name_of(module),
+    )
 
 
 def _saves_pretrained(cls: Any) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -151,12 +152,23 @@ def _shows() -> bool:
     return not _told and sys.stderr is not None and sys.stderr.isatty() and get_rank() == 0
 
 
-def log_to_stderr(asked: str) -> None:
-    """Write what is logged of the level `asked`, the value of PARTWAY_LOG, or above to stderr. Raises ContextError for
-    another word."""
+def level_asked() -> str:
+    """The level that PARTWAY_LOG names; "" without it. Raises ContextError for another word."""
+    asked = os.environ.get("PARTWAY_LOG", "")
     level = asked.strip().lower()
-    if level not in LEVELS:
+    if asked and level not in LEVELS:
         raise ContextError(f"PARTWAY_LOG is {asked!r:.80}; write one of {', '.join(LEVELS)}")
+    return level
+
+
+def log_to_stderr() -> None:
+    """Write what is logged of the level that PARTWAY_LOG names, or above, to stderr. For another word a warning says
+    so: this runs where partway is imported, also by `partway doctor`, which is to look at the variable."""
+    try:
+        level = level_asked()
+    except ContextError as error:
+        warnings.warn(str(error), stacklevel=2)
+        return
     logger, handler = logging.getLogger("partway"), logging.StreamHandler()
     rank = os.environ.get("RANK", "")
     of = f"rank {rank}: " if rank else ""

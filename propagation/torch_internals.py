@@ -27,6 +27,7 @@ Each name, and why:
                                    switch, a tenth of the time of a capture
     torch.fx.Graph._graph_namespace   which names a graph has given: what is put into it later is to be named as before
     torch.nn.Module._call_impl     what every call of a module runs, to be known in a stack of frames
+    torch.nn.Module._compiled_call_impl   what `module.compile()` makes it run instead
     torch.export.exported_program._populate_param_...   asks a signature for the same dict once for each parameter
     torch._C._dispatch_get_all_op_names   the operators that there are: torch.ops finds one by its name only
     torch._library.custom_ops.CustomOpDef   what torch.library.custom_op makes, for its type and its operator;
@@ -129,7 +130,10 @@ buffers_in: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_buffers")
 modules_in: Callable[[torch.nn.Module], dict[str, Any]] = attrgetter("_modules")
 forward_pre_hooks_in: Callable[[torch.nn.Module], dict[int, Any]] = attrgetter("_forward_pre_hooks")
 
+compiled_call_of: Callable[[torch.nn.Module], Any] = attrgetter("_compiled_call_impl")  # None: it was not compiled
+
 CALL_OF_MODULE = torch.nn.Module._call_impl.__code__
+COMPILED_CALL = "_compiled_call_impl"
 CONVERT = "_apply"  # the method of a module that its conversions call, such as `module.to(dtype)`
 PRIVATE_STATE = ("_backward_hooks", "_base", "_version")  # attributes of a tensor that say where it comes from
 
@@ -410,6 +414,7 @@ def sequence_number_now() -> int | None:
 
 __all__ = [
     "CALL_OF_MODULE",
+    "COMPILED_CALL",
     "CONVERT",
     "PRIVATE_STATE",
     "CustomOpDef",
@@ -429,6 +434,7 @@ __all__ = [
     "buffers_in",
     "check_input_dim",
     "chunked_losses",
+    "compiled_call_of",
     "compiled_when_run",
     "data_dependent",
     "decompose",

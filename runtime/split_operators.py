@@ -33,7 +33,9 @@ _BY_ELEMENT = frozenset({  # of what is not tagged
     "zeros_like",
 })  # fmt: skip
 _NEW = frozenset({"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"})
-_REDUCED = frozenset({"all", "amax", "amin", "any", "linalg_vector_norm", "max", "mean", "min", "norm", "sum"})
+_REDUCED = frozenset({
+    "_is_all_true", "_is_any_true", "all", "amax", "amin", "any", "linalg_vector_norm", "max", "mean", "min", "norm", "sum",
+})  # fmt: skip
 _ADDS = ("linalg_vector_norm", "mean", "sum")
 
 Operands = tuple[Any, ...]

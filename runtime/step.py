@@ -34,7 +34,7 @@ from .parameters import gradient_of
 from .random_state import drawing_again, states_of
 from .slices import Placed
 from .strides import Strides, is_loose, strides_of
-from .torch_internals import is_view, local_part_of
+from .torch_internals import DisableTorchFunctionSubclass, is_view, local_part_of
 from .waiting import Accumulating, Kept, Reduces, Waiting
 from .written import written_in_place
 
@@ -161,6 +161,10 @@ class CompiledStep:
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs for the `tensors` of the program's inputs, in order."""
+        with DisableTorchFunctionSubclass():  # to ask a split tensor for an attribute takes microseconds otherwise
+            return self._called(tensors)
+
+    def _called(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if self.step.backward is not None and torch.is_grad_enabled():
             results: tuple[Tensor, ...] = _Function.apply(self, *tensors)  # type: ignore[no-untyped-call]
             return results
@@ -300,7 +304,13 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        # what was computed of a plain result and of DTensors has a DTensor as its gradient
+        with DisableTorchFunctionSubclass():
+            return _Function.backward_of(ctx, gradients)
+
+    @staticmethod
+    def backward_of(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        """`backward`, where split tensors are asked for attributes only."""
+        # a gradient of a result may be split, as what it was computed with is
         gradients = tuple([g if type(g) is Tensor else _whole_gradient(g) for g in gradients])
         again = torch.is_grad_enabled()  # with create_graph=True
         if any(g is not None and is_batched(g) for g in gradients):

@@ -21,6 +21,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .units import human
+
 
 class PartwayError(Exception):
     """Base of all exceptions of this package."""
@@ -47,10 +49,9 @@ class DoesNotFitError(StrategyError):
     def __init__(self, where: str, least: float, limit: float, heaviest: str, advice: str = "") -> None:
         self.where, self.least, self.limit, self.heaviest, self.advice = where, least, limit, heaviest, advice
         super().__init__(
-            f"no plan was found {where} that holds less than {least / 1e9:.4g} GB on a device (parameters, gradients, "
-            f"optimizer states, activations and what operators work with), and memory_limit is {limit / 1e9:.4g} GB; "
-            f"a limit of {self.enough / 1e9:.4g} GB would do. The heaviest: {heaviest}"
-            + (f". {advice}" if advice else "")
+            f"no plan was found {where} that holds less than {human(least, 4)} on a device (parameters, gradients, "
+            f"optimizer states, activations and what operators work with), and memory_limit is {human(limit, 4)}; "
+            f"a limit of {human(self.enough, 4)} would do. The heaviest: {heaviest}" + (f". {advice}" if advice else "")
         )
 
     @property

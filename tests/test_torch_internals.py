@@ -416,6 +416,17 @@ def test_conversions_of_a_module_go_through_one_method() -> None:
     assert planning.CONVERT == "_apply"
 
 
+def test_a_module_that_is_compiled_in_place_calls_what_the_attribute_holds() -> None:
+    model: Any = nn.Linear(2, 2)
+    assert planning.compiled_call_of(model) is None
+    model.compile(backend="eager")
+    assert planning.compiled_call_of(model) is vars(model)[planning.COMPILED_CALL]
+    vars(model)[planning.COMPILED_CALL] = lambda x: "compiled"
+    assert model(torch.ones(2)) == "compiled"
+    vars(model).pop(planning.COMPILED_CALL)
+    assert isinstance(model(torch.ones(2)), torch.Tensor)
+
+
 def test_a_batch_norm_refuses_an_input_of_another_rank() -> None:
     with pytest.raises(ValueError, match="expected 4D input"):
         planning.check_input_dim(nn.BatchNorm2d(1), torch.ones(2, 1))

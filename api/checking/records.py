@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from partway.propagation.capture.source_lines import is_persons
+from partway.propagation.graph.nodes import is_persons
 from partway.propagation.ops.by_hand import COLLECTIVES, all_reduce, reduce_scatter
 from partway.propagation.torch_internals import (
     TorchDispatchMode,

@@ -17,9 +17,9 @@ from partway.graphs.index import Index, Row
 from partway.graphs.saved import SavedCall
 from partway.graphs.stages import LAYOUTS
 from partway.propagation.plan.data import OperatorPlan, PlanData, TensorPlan
-from partway.propagation.plan.units import human, lasting
 from partway.propagation.program.collective import Collective
 from partway.strategy.notation import counted
+from partway.strategy.units import human, lasting
 
 LEGEND = (
     "splits dp:m: the mesh axis dp splits the index m of the operator's rule. The bytes and seconds of an operator are",

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from partway.graphs.folders import HEAD
-from partway.propagation.plan.units import human
+from partway.strategy.units import human
 
 DATA, TEXT, PLAN = "index.json", "index.txt", "plan.json"
 _HEADS = ("file", "pass", "nodes", "collectives", "sent", "seconds", "what changed")

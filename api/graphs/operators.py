@@ -22,13 +22,13 @@ from torch import fx
 from partway.propagation.graph.nodes import module_path, operator_name, source_line
 from partway.propagation.graph.port import Port
 from partway.propagation.ops.collectives import convert, convert_group, kind_of
-from partway.propagation.plan.units import human, lasting
 from partway.propagation.program.collective import Collective
 from partway.propagation.program.step import calls_of
 from partway.strategy.layout import Layout
 from partway.strategy.mesh import Mesh
 from partway.strategy.notation import to_names
 from partway.strategy.placement import BROADCAST, REPLICATE, Kind, Partial
+from partway.strategy.units import human, lasting
 
 _OWN = re.compile(r" at 0x[0-9a-f]+")  # what a text may have that is of this process
 _KEY = re.compile(r"[0-9a-f]{40,}")  # the digest of something, of which the beginning tells enough

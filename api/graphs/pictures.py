@@ -16,8 +16,8 @@ from partway.graphs.operators import Shown, codes_text, type_of, word_of
 from partway.propagation.graph.nodes import module_path, operator_name
 from partway.propagation.ops.collectives import convert, convert_group
 from partway.propagation.plan.plan import Plan
-from partway.propagation.plan.units import human, lasting
 from partway.propagation.program.step import calls_of
+from partway.strategy.units import human, lasting
 
 _INPUT = 'shape=ellipse, style=filled, fillcolor="#eeeeee"'
 _OPERATOR = 'shape=box, style=filled, fillcolor="#ffffff"'

@@ -28,13 +28,13 @@ from partway.propagation.capture import capture
 from partway.propagation.cost.profile import DeviceProfile
 from partway.propagation.graph.port import Port
 from partway.propagation.plan.plan import Plan
-from partway.propagation.plan.units import human, lasting
 from partway.propagation.program.accumulate import Accumulation
 from partway.propagation.program.local_program import LocalProgram
 from partway.propagation.program.step import Step
 from partway.runtime.launching.launchers import launch
 from partway.strategy import Mesh, RuntimeStateError
 from partway.strategy.notation import counted
+from partway.strategy.units import human, lasting
 
 _LOADED = "loaded from the cache"
 _clock = time.perf_counter

@@ -22,7 +22,6 @@ from partway.propagation.graph.nodes import operands, results_of, source_of, ten
 from partway.propagation.graph.port import Port
 from partway.propagation.plan.data import OperatorPlan, PlanData, TensorPlan
 from partway.propagation.plan.plan import Plan
-from partway.propagation.plan.units import human, lasting
 from partway.propagation.program.accumulate import Accumulation
 from partway.propagation.program.collective import Collective
 from partway.propagation.program.local_program import LocalProgram, PlacedPort
@@ -32,6 +31,7 @@ from partway.propagation.search.problem import Options, SearchProblem, VertexKin
 from partway.propagation.search.solution import Solution
 from partway.strategy import Mesh
 from partway.strategy.notation import counted
+from partway.strategy.units import human, lasting
 
 Lines = Iterator[str]
 

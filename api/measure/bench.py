@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -291,6 +292,8 @@ def bench_fusion(
     compared = policies(gradients)
     if timed and traced not in compared:
         raise RuntimeStateError(f"no contender {traced!r} has a timeline; write one of {', '.join(compared)}")
+    if preset is None:
+        _say("measuring this machine, by which steps are predicted")
     predictor = preset or calibrate(world, device, quick=True, name="bench").profile
     with tempfile.TemporaryDirectory() as folder:
         predictor.save(Path(folder, "profile.json"))
@@ -303,6 +306,12 @@ def bench_fusion(
     facts = {"torch": torch.__version__, "cores": os.cpu_count(), "threads": threads_of(world)}
     timelines = {name: [Span(**each) for each in spans] for name, spans in ranks[0]["timelines"].items()}
     return Comparison(case, predictor, gradients, tuple(_joined(ranks)), facts, timelines)
+
+
+def _say(what: str) -> None:
+    """Tell what is being done, where it takes seconds."""
+    sys.stderr.write(f"partway bench fusion: {what}\n")
+    sys.stderr.flush()
 
 
 def _device(world: int) -> str:
@@ -324,7 +333,11 @@ def _joined(ranks: Sequence[Mapping[str, Any]]) -> list[Figures]:
 def _rank(rank: int, case: Case, folder: str) -> None:
     """One process: check every contender, count its collectives, and time them all."""
     with one_rank(rank, case.world, folder, threads_of(case.world), case.device):
+        if rank == 0:
+            _say(f"comparing the numbers of {counted(len(case.policies) + 1, 'contender')} with those of one device")
         _check(case)
+        if rank == 0:
+            _say(f"timing them, {counted(case.rounds, 'round')} after {WARM} that do not count")
         work = workload(case.model, small=case.quick)
         contenders = _contenders(case, work, torch.float32)
         facts = {c.name: _facts(c) if c.name != DDP else _facts_of_ddp(case, work) for c in contenders}

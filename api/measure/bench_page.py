@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from partway.measure.contenders import quartiles, spread, three_quartiles
 from partway.propagation.plan.lanes import COLOURS, SCRIPT, STYLE, lanes_figure
 from partway.propagation.plan.page.markup import safe
-from partway.propagation.plan.units import human
 from partway.show.sheet import sheet
 from partway.show.timeline import beside, totals
+from partway.strategy.units import human
 
 if TYPE_CHECKING:
     from partway.measure.bench import Comparison, Figures

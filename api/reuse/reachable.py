@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from partway.attached import ATTRIBUTE
 from partway.propagation.capture.hook_kinds import tracks
 from partway.propagation.graph.structure import name_of, state_of
-from partway.propagation.torch_internals import module_hooks
+from partway.propagation.torch_internals import COMPILED_CALL, module_hooks
 from partway.reuse.contents import contents_of, is_unwatched
 from partway.reuse.facts import CONTAINERS, OPEN_TYPES, PLAIN
 from partway.reuse.libraries import is_closed, is_closed_type
@@ -36,7 +36,7 @@ _UNWATCHED = {
     "uuid": "source of random bytes",
 }
 # torch's own stores, which the guard watches, and ours
-OWN_STORES = frozenset(vars(nn.Module())) | {ATTRIBUTE}
+OWN_STORES = frozenset(vars(nn.Module())) | {COMPILED_CALL, ATTRIBUTE}
 _ALWAYS = frozenset({"forward"})  # what runs though no code names it
 _CONSTRUCTORS = ("__new__", "__init__", "__post_init__")
 _NO_STORE: Mapping[str, Any] = {}

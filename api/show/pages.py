@@ -13,8 +13,8 @@ from partway.propagation.plan.page.facts import Said, said
 from partway.propagation.plan.page.markup import safe
 from partway.propagation.plan.page.tables import find, table
 from partway.propagation.plan.plan import Plan
-from partway.propagation.plan.units import human, lasting
 from partway.strategy.errors import StrategyError, shown
+from partway.strategy.units import human, lasting
 
 ENTRIES = 100  # of a kind of difference
 

@@ -15,11 +15,11 @@ import torch
 
 from partway.dtensors import is_dtensor, layout_now
 from partway.propagation.plan.plan import Plan
-from partway.propagation.plan.units import human
 from partway.strategy import Layout, StrategyError
 from partway.strategy.errors import shown
 from partway.strategy.pictures.drawing import svg_of, text_of
 from partway.strategy.pictures.parts import Parts, parts_of
+from partway.strategy.units import human
 
 _SIZES = re.compile(r"(\w*)\[([\d, ]*)\]")
 

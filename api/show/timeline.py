@@ -11,13 +11,13 @@ from partway.fusion.timeline import COMMUNICATION, COMPUTE, Span
 from partway.propagation.plan.lanes import SCRIPT, STYLE, Lane, lanes_figure
 from partway.propagation.plan.page.markup import safe
 from partway.propagation.plan.page.time import lanes_of
-from partway.propagation.plan.units import lasting
 from partway.runtime import record
 from partway.runtime.process import get_group_size, get_rank
 from partway.show.sheet import sheet
 from partway.strategy.errors import StrategyError, shown
 from partway.strategy.files import save
 from partway.strategy.notation import counted
+from partway.strategy.units import lasting
 
 
 class Timeline(list[Span]):

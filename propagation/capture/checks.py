@@ -33,6 +33,28 @@ def check_writes(module: fx.GraphModule, fn: Callable[..., Any]) -> None:
                 )
 
 
+def check_autocast(module: fx.GraphModule, fn: Callable[..., Any], turned_off: bool) -> None:
+    """Raise CaptureError where torch.autocast is on and the tensors are on the meta device, where it casts nothing: the
+    plan would be of other dtypes than those that run. `turned_off`: it was asked for, and had no device."""
+    given: list[Any] = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
+    tensors = [val for val in given if isinstance(val, torch.Tensor)]
+    if not tensors or not all(val.is_meta for val in tensors):
+        return
+    regions = (
+        node
+        for part in module.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes
+        if node.target is torch.ops.higher_order.wrap_with_autocast and node.args[2]
+    )
+    if turned_off or any(True for _ in regions):
+        raise CaptureError(
+            f"{name_of(fn)} runs in torch.autocast on tensors of the meta device, where autocast casts nothing: a plan "
+            "would be of other dtypes than a run on devices. Plan a model that computes in that dtype "
+            "(model.to(torch.bfloat16)), cast where it is used (x.bfloat16()), or give tensors of the device itself"
+        )
+
+
 def _written_operands(node: fx.Node) -> Iterator[fx.Node]:
     """The operands that a call of an operator writes to; not those whose shape or strides it only changes."""
     if (

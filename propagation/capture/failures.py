@@ -13,7 +13,7 @@ import torch
 
 from ..graph.structure import name_of
 from ..torch_internals import UnsupportedOperatorException, data_dependent
-from .source_lines import callers_line
+from .source_lines import callers_line, layer_of
 
 
 class Undecided(Exception):
@@ -36,7 +36,7 @@ def is_raised_on_purpose(error: Exception) -> bool:
 
 def reason_of(fn: Callable[..., Any], error: Exception, unanswered: str | None = None) -> str:
     """Why a capture failed: by a limit of torch.export, or because the caller's own code raised."""
-    at = callers_line(traceback.extract_tb(error.__traceback__), fn)
+    at = callers_line(traceback.extract_tb(error.__traceback__), fn) + layer_of(fn, error)
     if isinstance(error, data_dependent):
         why = f"\n  These values {unanswered}" if unanswered else ""
         return (

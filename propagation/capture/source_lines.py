@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import re
 import traceback
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-import torch
-from torch import fx
+from torch import fx, nn
+
+from ..graph.nodes import is_persons
 
 
 def callers_line(frames: traceback.StackSummary, fn: Callable[..., Any]) -> str:
@@ -24,19 +23,15 @@ def callers_line(frames: traceback.StackSummary, fn: Callable[..., Any]) -> str:
     return ""
 
 
-def is_persons(filename: str) -> bool:
-    """Whether a file of code is neither PyTorch's nor ours."""
-    return not filename.startswith(_others())
-
-
-@functools.cache
-def _others() -> tuple[str, ...]:
-    """How the names of other files begin."""
-    torchs, ours = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    stages = ("api", "strategy", "propagation", "fusion", "runtime")
-    installed = not os.path.exists(os.path.join(ours, "pyproject.toml"))  # a checkout has the tests and examples too
-    folders = [ours] if installed else [os.path.join(ours, stage) for stage in stages]
-    return ("<", *(os.path.join(folder, "") for folder in (torchs, *folders)))
+def layer_of(fn: Callable[..., Any], error: Exception) -> str:
+    """The innermost of the modules of `fn` that was running when `error` was raised, as the end of a message: where it
+    is one of PyTorch's, the caller's line does not say which."""
+    names = {id(module): name for name, module in fn.named_modules()} if isinstance(fn, nn.Module) else {}
+    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    layer = next((module for module in reversed(running) if names.get(id(module))), None)
+    if layer is None or not type(layer).__module__.startswith("torch."):
+        return ""
+    return f"\n  in module {names[id(layer)]} ({type(layer).__name__})"
 
 
 def with_source_lines(fn: Callable[..., Any]) -> Callable[..., Any]:

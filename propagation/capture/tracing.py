@@ -27,7 +27,7 @@ from ..graph.question import Leaf
 from ..graph.structure import Call, Structure, flatten, name_of, state_of
 from ..torch_internals import compiled_when_run, data_dependent
 from .alike import Alike
-from .checks import check_operators, check_static, check_writes
+from .checks import check_autocast, check_operators, check_static, check_writes
 from .copies import check_pure, with_copies
 from .decomposition import write_out
 from .failures import Undecided, is_raised_on_purpose, reason_of
@@ -186,7 +186,8 @@ def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch
     fn, answering = attempt.fn, attempt.answering
     before = _capturing.get()
     with (
-        without_pythons_random_numbers(fn), afterwards(lambda: _capturing.set(before)), warnings.catch_warnings(),
+        without_pythons_random_numbers(fn), afterwards(lambda: _capturing.set(before)),
+        warnings.catch_warnings(record=True) as said,
         torch.inference_mode(torch.is_inference_mode_enabled() and not attempt.gradients),
         torch.set_grad_enabled(attempt.gradients),
     ):  # fmt: skip
@@ -197,6 +198,7 @@ def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch
         if attempt.dense:
             example = tuple(_dense(t).requires_grad_(t.requires_grad) for t in example)
         warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", ".*Disabling autocast")
         with (
             ModuleHooks(attempt.hooks, attempt.effects.noted).of(fn),
             prepared(fn, example, attempt.checked),
@@ -206,6 +208,7 @@ def _exported(attempt: Attempt, flat: Flat) -> tuple[ExportedProgram, list[torch
         ):
             program = torch.export.export(flat, example, dynamic_shapes=_symbolic(attempt), strict=False)
             check_writes(program.graph_module, fn)
+            check_autocast(program.graph_module, fn, bool(said))
             if attempt.alike is not None:
                 attempt.alike.check()
                 if attempt.alike.notes:

@@ -6,7 +6,7 @@ import operator
 import os
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -86,8 +86,10 @@ def traced_path(node: fx.Node) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """The line of the user's code that `node` comes from, as `model.py:31, in forward: x = self.l(x)`."""
-    return _own_line(node.meta.get("stack_trace") or "")
+    """The line of the user's code that `node` comes from, as `model.py:31, in forward: x = self.l(x)`; where no code of
+    theirs calls its module, as in an nn.Sequential that is sharded itself, that: `module 2`."""
+    line, path = _own_line(node.meta.get("stack_trace") or ""), module_path(node)
+    return line or (f"module {path}" if path else "")
 
 
 @lru_cache(maxsize=1024)  # the operators of all layers come from a few lines
@@ -103,14 +105,28 @@ def own_frame(stack_trace: str) -> str:
     path: where it is, and a line of code."""
     trace = stack_trace.strip().splitlines()
     frames = [i for i, line in enumerate(trace) if line.lstrip().startswith("File ")]
-    others = ("/torch/nn/", "/torch/utils/", os.path.dirname(os.path.dirname(__file__)) + os.sep, '"<')
-    own = [i for i in frames if not any(folder in trace[i] for folder in others)]
+    own = [i for i in frames if is_persons(trace[i].strip().removeprefix('File "'))]
     if not own:
         return ""
     path, *where = trace[own[-1]].strip().split(", ")
     name = path.removeprefix('File "').removesuffix('"').rsplit("/", 1)[-1]
     code = trace[own[-1] + 1].strip() if own[-1] + 1 < len(trace) else ""
     return ", ".join((f'File "{name}"', *where)) + f"\n{code}"
+
+
+def is_persons(filename: str) -> bool:
+    """Whether a file of code is neither PyTorch's nor ours."""
+    return not filename.startswith(_others())
+
+
+@cache
+def _others() -> tuple[str, ...]:
+    """How the names of other files begin."""
+    torchs, ours = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    stages = ("api", "strategy", "propagation", "fusion", "runtime")
+    installed = not os.path.exists(os.path.join(ours, "pyproject.toml"))  # a checkout has the tests and examples too
+    folders = [ours] if installed else [os.path.join(ours, stage) for stage in stages]
+    return ("<", *(os.path.join(folder, "") for folder in (torchs, *folders)))
 
 
 def region_of(node: fx.Node) -> int | None:

@@ -5,7 +5,7 @@ out      a Plan; and for a plan that is given, the Solution that it stands for o
 
 make            from the choices of a search to a Plan
 data            what a plan holds: tensors, operators, memory, the certificate; plan adds what people call
-report, units   the table and the totals, and how numbers are written
+report          the table and the totals
 explain         why something is as it is; alternatives finds what the plan could have been, by searching again
 curve           what memory costs, and its picture
 lanes           what runs when, as bars on one axis of time: a picture, and a part of a page

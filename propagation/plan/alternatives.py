@@ -21,6 +21,7 @@ from torch import fx
 from ...strategy.errors import StrategyError, UnknownOperatorWarning
 from ...strategy.notation import counted
 from ...strategy.placement import Kind, Placement, converts
+from ...strategy.units import human, lasting
 from ..cost.conversion import ConversionTable
 from ..graph.nodes import operands, source_of
 from ..graph.port import Port
@@ -36,7 +37,6 @@ from ..search.memory import trade_offs
 from ..search.problem import SearchProblem, Vertex
 from ..search.search import SEARCHES, SearchMode, search
 from ..search.solution import Solution
-from .units import human, lasting
 
 TRIED = 16  # annotations that are left out one by one in the search for a cause
 SAME = 1e-9  # costs whose relative difference is less are the same

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 
+from ...strategy.units import human, lasting
 from .data import MemoryPoint
-from .units import human, lasting
 
 WIDTH, HEIGHT = 560, 340
 LEFT, RIGHT, TOP, BOTTOM = 84, 24, 24, 56  # of the picture, beside the plot

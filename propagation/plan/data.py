@@ -15,11 +15,11 @@ from pydantic import BaseModel, ConfigDict
 from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
 from ...strategy.placement import placement_from_code
+from ...strategy.units import human, lasting
 from ..graph.port import Role
 from ..program.collective import Collective
 from ..search.problem import AMONG
 from ..search.search import SEARCHES, SearchMode
-from .units import human, lasting
 
 FORMAT: Literal[1] = 1
 

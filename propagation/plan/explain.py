@@ -13,12 +13,12 @@ from typing import Any
 from ...strategy.errors import StrategyError, shown
 from ...strategy.notation import counted
 from ...strategy.suggest import did_you_mean
+from ...strategy.units import human, lasting
 from ..program.collective import Collective
 from .alternatives import Alternatives
 from .data import OperatorPlan, PlanData, TensorPlan
 from .planned_graph import planned_graph
 from .report import Report
-from .units import human, lasting
 
 NAMED = 4  # tensors or readers of an operator that are named
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...strategy.notation import counted
+from ...strategy.units import lasting
 from .page.markup import safe
-from .units import lasting
 
 STYLE = Path(__file__).with_name("lanes.css").read_text(encoding="utf-8")
 SCRIPT = Path(__file__).with_name("lanes.js").read_text(encoding="utf-8")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from io import StringIO
 
 from rich.box import SIMPLE_HEAD
@@ -11,9 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ...strategy.errors import StrategyError, shown
+from ...strategy.placement import Kind
+from ...strategy.units import human, lasting
 from ..program.collective import PHASES, Collective
 from .data import PlanData
-from .units import human, lasting
 
 _WIDEST = 10**6
 
@@ -40,7 +42,7 @@ def table(plan: PlanData, *, every: bool, rows: int | None, width: int) -> Repor
         cells.add_row(*line)
     left = len(lines) - len(lines[:rows])
     more = f" ... and {left} more\n" if left else ""
-    return Report(_rendered(cells, width) + more + summary(plan))
+    return Report(_rendered(cells, width) + more + summary(plan) + _legend(lines[:rows], plan, width))
 
 
 def _rows(plan: PlanData, least: float, every: bool) -> Iterator[tuple[str, ...]]:
@@ -55,6 +57,41 @@ def _rows(plan: PlanData, least: float, every: bool) -> Iterator[tuple[str, ...]
     for output in plan.outputs:
         if here := at.get(f"output {output.name}", []):
             yield (output.name, "", "".join(output.codes), *_costs(here, 0.0))
+
+
+def _legend(rows: Sequence[tuple[str, ...]], plan: PlanData, width: int) -> str:
+    """What the columns mean, and the layouts and collectives that are in `rows`."""
+    if not rows:
+        return ""
+    layouts = "".join(row[2] for row in rows)
+    placements = {mark: words for mark, words in _PLACEMENTS.items() if mark in layouts}
+    kinds = dict.fromkeys(c.kind for c in plan.collectives if any(str(c.kind) in row[3] for row in rows))
+    lines = {
+        "strategy": "axis:factor, the index of the formula that the devices on the axis share; axis:R, they share none",
+        "layout": "of its result, a placement for each axis: " + ", ".join(map(" ".join, placements.items())),
+        "collectives": ", ".join(f"{kind} {_DOES[kind]}" for kind in kinds),
+        "sent": "bytes of one device in a step, forward and backward",
+        "predicted": "the time of the operator and of its collectives",
+    }
+    texts = [f"{name}: {words}" for name, words in lines.items() if words]
+    wrapped = [line for text in texts for line in textwrap.wrap(text, max(width, 20), subsequent_indent="    ")]
+    return "\n" + "\n".join(wrapped)
+
+
+_PLACEMENTS = {
+    "S": "split along that dim",
+    "R": "whole on every device",
+    "B": "whole on every device, its gradient too",
+    "P": "addends of the value, one on each device",
+    "W": "split along that dim, with a margin of the neighbours'",
+}
+_DOES = {
+    Kind.ALL_REDUCE: "adds up the addends, for every device",
+    Kind.ALL_GATHER: "gives every device the whole",
+    Kind.REDUCE_SCATTER: "adds up the addends, and gives each device its part",
+    Kind.ALL_TO_ALL: "splits along another dim",
+    Kind.EXCHANGE: "sends margins to neighbours",
+}
 
 
 def summary(plan: PlanData) -> Report:

@@ -24,12 +24,14 @@ from ..graph.nodes import mark, operator_name, region_of
 from ..graph.origins import inherit, number, position, tracing
 from ..ops.batch_norm import merge_gradients
 from ..ops.collectives import convert
+from ..ops.recurrent import rnn_layer
 from ..torch_internals import FakeTensorMode, OpOverload, compiled_when_run, data_dependent, make_fx, schema_of
 from .local_program import LocalProgram
 from .segments import Like, Piece, pieces_of
 from .step import Step, calls_of, is_port, returned_by, undo_views
 
 _add = torch.ops.aten.add.Tensor
+_RECORDING = {torch.ops.aten.mkldnn_rnn_layer.default: rnn_layer}  # what keeps less where no gradients are recorded
 _FILLS = (torch.ops.aten.masked_fill_.Scalar, torch.ops.aten.masked_fill_.Tensor)  # of the dtype that they write to
 T = TypeVar("T")
 _Renumbered = Mapping[int, int] | Sequence[int]  # from the tag of a conversion, or a region, to that of its copy
@@ -43,7 +45,8 @@ def differentiate(program: LocalProgram, wanted: tuple[bool, ...], again: bool =
         return Step(program, program.module, None, wanted, (False,) * len(needed))
     graph = program.module.graph
     device = program.inputs[0].port.node.meta["val"].device
-    with FakeTensorMode(), torch.enable_grad(), compiled_when_run():
+    quietly = torch.autograd.set_detect_anomaly(False)  # which would read the values of fake tensors
+    with FakeTensorMode(), torch.enable_grad(), compiled_when_run(), quietly:
         inputs = {
             node: Like.whole(placed.local_shape, placed.dtype, device, needs)
             for node, placed, needs in zip(graph.find_nodes(op="placeholder"), program.inputs, needed, strict=True)
@@ -164,6 +167,8 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str, agai
     _out_of_place(traced.graph, _computes_in_place)
     if not again:
         _replicate_broadcasts(traced.graph, len(inputs))
+    for node in calls_of(traced.graph):
+        node.target = _RECORDING.get(node.target, node.target)
     gradients = tuple(
         Like.of(node.meta["val"], False) if isinstance(node, fx.Node) else None
         for node in returned_by(traced.graph)[len(piece.outputs) :]

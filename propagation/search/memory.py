@@ -16,6 +16,7 @@ import numpy as np
 from torch import fx
 
 from ...strategy.errors import DoesNotFitError, StrategyError
+from ...strategy.units import human
 from ..cost.conversion import Codes, Floats
 from .eliminate import TABLE_LIMIT, EliminationOrder, affordable, eliminate_in, elimination_order, order_like
 from .exact import optimum
@@ -419,7 +420,7 @@ def _too_little(problem: KeepProblem, least: Point, limit: float) -> DoesNotFitE
             (float(least.when.parameter_gradients[at]), "gradients of parameters"),
         ]  # fmt: skip
     held.sort(reverse=True)
-    heaviest = ", ".join(f"{name} {size / 1e9:.3g} GB" for size, name in held[:5] if size)
+    heaviest = ", ".join(f"{name} {human(size)}" for size, name in held[:5] if size)
     heaviest += f", in the {phase} of {of.vertices[at].name}"
     where = f"on the mesh {of.settings.mesh}{AMONG if of.approximate else ''}"
     return DoesNotFitError(where, least.peak, limit, heaviest)

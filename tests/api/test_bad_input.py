@@ -291,6 +291,11 @@ ARGUMENTS = [
         ("in_strategy['xs']: there is no such argument", "annotate 'x'"),
     ),
     Wrong(
+        "module_plan_with_a_wrong_key",
+        run(module_plan={"fc1": {"in_stratgy": (("dp", None),)}}),
+        ("module_plan['fc1']: has the key 'in_stratgy' (str)", "write in_strategy or out_strategy"),
+    ),
+    Wrong(
         "in_strategy_with_an_int_key",
         run(in_strategy={0: ("dp", None)}),
         ("in_strategy: has the key 0 (int)", "write an argument's name, a str"),
@@ -961,9 +966,9 @@ CONTEXT = [
 
 TOO_MUCH = (
     "no plan was found on the mesh dp=2, tp=4 that holds less than ",
-    " GB on a device (parameters, gradients, optimizer states, activations and what operators work with), and "
-    "memory_limit is 1e-09 GB; a limit of ",
-    " GB would do. The heaviest: ",
+    " on a device (parameters, gradients, optimizer states, activations and what operators work with), and "
+    "memory_limit is 1 B; a limit of ",
+    "B would do. The heaviest: ",
 )
 MEMORY_ACCEPTS = "accepts None, float('inf') or a number of bytes above 0, such as 80e9"
 STATES_ACCEPT = "accepts a number of 0 or more, such as 2 for Adam"
@@ -1002,7 +1007,7 @@ MEMORY = [
     Wrong(
         "memory_limit_that_no_mesh_can_keep_to",
         with_limit(run(mesh=None)),
-        ("no plan was found on the mesh d0=8 that holds less than", "and memory_limit is 1e-09 GB"),
+        ("no plan was found on the mesh d0=8 that holds less than", "and memory_limit is 1 B"),
         context={"device_num": 8},
     ),
     *(

@@ -103,6 +103,7 @@ def test_gpus_that_pytorch_does_not_see_are_wrong(
         ("PARTWAY_CACHE", "off", "PARTWAY_CACHE is 'off', which changes nothing: write 0 for no cache, or unset", True),
         ("PARTWAY_VERIFY", "yes", "PARTWAY_VERIFY is 'yes', which changes nothing: write 1 to check every pass", True),
         ("PARTWAY_CACHE_MB", "1 GB", "PARTWAY_CACHE_MB is '1 GB'; write how many megabytes of plans", True),
+        ("PARTWAY_LOG", "loud", "PARTWAY_LOG is 'loud'; write one of debug, info, warning, error", True),
         ("PARTWAY_SIMULATE", "many", "PARTWAY_SIMULATE", True),
         ("PARTWAY_SAVE_GRAPHS", "9", "PARTWAY_SAVE_GRAPHS is '9'; write 1 for the graphs of the main stages", True),
         ("PARTWAY_JOB_SECRET", "short", "PARTWAY_JOB_SECRET", True),

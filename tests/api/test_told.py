@@ -172,7 +172,10 @@ def test_the_environment_asks_for_the_log() -> None:
     assert re.search(r"INFO partway.planning: planning Sequential.forward took \d", piped)
 
 
-def test_a_level_that_there_is_not_is_an_error() -> None:
+def test_a_level_that_there_is_not_is_a_warning_on_import(monkeypatch: pytest.MonkeyPatch) -> None:
     message = "PARTWAY_LOG is 'loud'; write one of debug, info, warning, error"
+    monkeypatch.setenv("PARTWAY_LOG", "loud")
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        told.log_to_stderr()
     with pytest.raises(pw.ContextError, match=re.escape(message)):
-        told.log_to_stderr("loud")
+        told.level_asked()

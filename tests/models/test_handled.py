@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -116,6 +117,114 @@ def test_a_sharded_function_may_be_called_in_what_is_compiled() -> None:
     torch._dynamo.reset()
     found = torch.compile(lambda x, w: product(x, w) + 1, backend="eager")(X, W)
     torch.testing.assert_close(found, plain_product(X, W) + 1, rtol=1e-12, atol=1e-12)
+
+
+def blocks(model: Any) -> None:
+    for part in (model.up, model.down):
+        part.compile(backend="eager", fullgraph=True)
+
+
+def wrapped_forward(model: Any) -> None:
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
+class Helped(Net):
+    """Calls a compiled helper, method and module in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up: Any = torch.compile(self.up, backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(helper(self.up(x)))
+
+    @torch.compile(backend="eager")
+    def last(self, x: Tensor) -> Tensor:
+        result: Tensor = self.down(self.norm(x))
+        return result
+
+
+@torch.compile(backend="eager", dynamic=True)
+def helper(x: Tensor) -> Tensor:
+    return torch.tanh(x)
+
+
+# How a model is compiled: before it is sharded, after that, and after its first call.
+Compiles = Callable[[Any], None]
+IN_PLACE: dict[str, tuple[Compiles | None, Compiles | None, Compiles | None]] = {
+    "before": (lambda model: model.compile(backend="eager"), None, None),
+    "before, whole": (lambda model: model.compile(backend="eager", fullgraph=True), None, None),
+    "after": (None, lambda model: model.compile(backend="eager"), None),
+    "after a call": (None, None, lambda model: model.compile(backend="eager", fullgraph=True)),
+    "blocks": (blocks, None, None),
+    "blocks after": (None, blocks, None),
+    "blocks after a call": (None, None, blocks),
+    "its forward": (None, wrapped_forward, None),
+    "its forward after a call": (None, None, wrapped_forward),
+    "inside": (None, None, None),
+}
+
+
+def compiled_in_place(way: str) -> None:
+    before, after, late = IN_PLACE[way]
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = (Helped if way == "inside" else Net)().double()
+    model = copy.deepcopy(plain)
+    n = pw.init(simulate=2)
+    if before:
+        before(model)
+    model = pw.shard(model, mesh={"dp": n}, in_strategy=(("dp", None),))
+    if after:
+        after(model)
+    assert_trains_alike(model, plain, 1)
+    planned = None
+    if late:
+        planned = model.plan
+        late(model)
+    assert_trains_alike(model, plain, 2)
+    assert "dp" in str(model.plan)
+    if planned and "forward" not in way:  # to compile parts of it makes no other call of it
+        assert planned is model.plan
+
+
+@pytest.mark.parametrize("way", IN_PLACE)
+def test_a_model_that_is_compiled_in_place_trains_by_its_plan(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled_in_place(way)
+    whole_model = way.startswith(("before", "after"))
+    assert capsys.readouterr().err.count("Net.compile() is set aside: the plan of a sharded module") == whole_model
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_model_that_is_compiled_in_place_trains_by_its_plan_on_ranks(on_ranks: Ranks, n: int) -> None:
+    on_ranks(n, all_compiled_in_place, [*IN_PLACE] if n == 2 else ["before", "blocks after a call", "inside"])
+
+
+def all_compiled_in_place(ways: list[str]) -> None:
+    with warnings.catch_warnings():  # as `pytestmark` says
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        for way in ways:
+            compiled_in_place(way)
+
+
+def test_a_model_that_is_compiled_in_place_stays_so_in_stand_alone_mode() -> None:
+    torch._dynamo.reset()
+    plain = Net().double()
+    model: Any = copy.deepcopy(plain)
+    model.compile(backend="eager")
+    with pw.auto_parallel_context(parallel_mode="stand_alone"):
+        assert_trains_alike(pw.shard(model, mesh={"dp": 2}), plain)
+    assert model._compiled_call_impl is not None
+
+
+def test_a_forward_of_the_object_alone_is_refused_since_it_would_run_instead() -> None:
+    model = Net()
+    wrapped_forward(model)
+    with pytest.raises(
+        StrategyError, match=r"a forward of its own .*, which would run in place of a plan.*after shard"
+    ):
+        pw.shard(model, mesh={"dp": 2})
 
 
 # -- Pickle and copies

@@ -73,5 +73,5 @@ def over_the_memory_of_a_rank() -> tuple[str, str]:
 def test_ranks_plan_for_the_memory_that_they_have_unless_a_profile_is_given(on_ranks) -> None:
     (first, own), (second, other) = on_ranks(2, over_the_memory_of_a_rank)
     assert first == second
-    assert "and memory_limit is 9.4e-07 GB" in first  # half of what the host has, less 6 %
+    assert "and memory_limit is 940 B" in first  # half of what the host has, less 6 %
     assert own == other == ""

@@ -13,9 +13,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from ....strategy.units import human, lasting
 from ..data import PlanData
 from ..lanes import SCRIPT as LANES
-from ..units import human, lasting
 from . import tables
 from .facts import CODES, KINDS, Said, facts
 from .markup import head, safe

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ....strategy.notation import counted
+from ....strategy.units import human, lasting
 from ...graph.port import Role
 from ...program.collective import PHASES, Collective
 from ..data import Memory, PlanData, TensorPlan
-from ..units import human, lasting
 from .facts import Said, like, pattern
 from .markup import safe
 from .outline import Group, outline

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ....strategy.errors import StrategyError, shown
+from ....strategy.units import human
 from ..alternatives import Span
 from ..lanes import STYLE, Lane, LaneSpan, lanes_figure
-from ..units import human
 from .document import Section
 
 MOST = 600  # spans of a lane; of more those that are short are drawn together with their neighbours

@@ -239,7 +239,7 @@ def test_what_is_no_model_is_an_error(made: None, name: str, says: str) -> None:
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.timeout(1200)  # every process plans each contender twice
-def test_two_processes_compare_all_contenders(tmp_path: Path) -> None:
+def test_two_processes_compare_all_contenders(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out, plot, timeline, html = (
         tmp_path / name for name in ("fusion.json", "fusion.png", "timeline.json", "fusion.html")
     )
@@ -248,6 +248,8 @@ def test_two_processes_compare_all_contenders(tmp_path: Path) -> None:
         "--json", str(out), "--plot", str(plot), "--timeline", str(timeline), "--of", "unfused", "--html", str(html),
     )  # fmt: skip
     assert code == 0, output
+    said = capfd.readouterr().err
+    assert "comparing the numbers of 10 contenders with those of one device\npartway bench fusion: timing them" in said
     assert f"wrote {out}\nwrote {plot}\nwrote {timeline}\nwrote {html}\n" in output
     found = json.loads(out.read_text(encoding="utf-8"))["contenders"]
     assert [c["name"] for c in found] == [*NAMES, "DDP"]

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+import partway as pw
 import partway.checking.records
 import partway.propagation.capture
 from partway.propagation.capture.capture import capture
-from partway.propagation.capture.source_lines import is_persons
-from partway.propagation.graph.nodes import module_path, source_line
+from partway.propagation.graph.nodes import is_persons, module_path, source_line
+from partway.strategy.errors import CaptureError
 
 
 class Block(nn.Module):
@@ -49,3 +50,39 @@ def test_no_line_of_ours_or_of_pytorch_is_taken_for_the_persons(module):
 def test_the_lines_of_a_script_are_the_persons():
     assert is_persons(__file__)
     assert not is_persons("<frozen importlib._bootstrap>")
+
+
+class Masks(nn.Module):
+    def forward(self, x):
+        return x[x > 0]
+
+
+def test_an_operator_of_a_bare_sequential_is_at_its_module():
+    net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Sequential(nn.Linear(32, 8)))
+    model = pw.shard(net, mesh={"dp": 2}, in_strategy=(("dp", None),), parameter_plan={"2.0.weight": ("dp", None)})
+    model(torch.randn(8, 16))
+    assert [o.source for o in model.plan.operators] == ["module 0", "module 1", "module 2.0"]
+    assert "at module 2.0\n" in model.plan.explain("*")
+    assert "sharded.py" not in model.plan.explain("*")
+
+
+def test_an_error_of_a_layer_names_it_and_the_callers_line_where_there_is_one():
+    bare = nn.Sequential(nn.Linear(16, 32), nn.Sequential(nn.Linear(31, 8)))
+    with pytest.raises(CaptureError, match=r"\[31, 8\]\.\n  in module 1\.0 \(Linear\)\nIf the same call"):
+        pw.shard(bare, mesh={"dp": 2}, in_strategy=(("dp", None),))(torch.randn(8, 16))
+    line = r"test_source_lines\.py:\d+, in forward: return self\.net\(x\)\n  in module net\.1\.0 \(Linear\)"
+    with pytest.raises(CaptureError, match=line):
+        pw.shard(Around(bare), mesh={"dp": 2}, in_strategy=(("dp", None),))(torch.randn(8, 16))
+    with pytest.raises(CaptureError, match=r"test_source_lines\.py:\d+, in forward: return x\[x > 0\]; write"):
+        pw.shard(nn.Sequential(nn.Linear(16, 16), Masks()), mesh={"dp": 2}, in_strategy=(("dp", None),))(
+            torch.randn(8, 16)
+        )
+
+
+class Around(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x)

@@ -22,13 +22,13 @@ from partway.propagation.plan.alternatives import (
     without_annotations,
     without_collective,
 )
-from partway.propagation.plan.units import human
 from partway.propagation.program.collective import collectives_of
 from partway.propagation.program.lower import lower
 from partway.propagation.search.exact import dynamic_programming
 from partway.propagation.search.network import costs_of
 from partway.propagation.search.search import SearchMode
 from partway.strategy import Layout, Shard, StrategyError
+from partway.strategy.units import human
 
 MESH = {"dp": 2, "tp": 4}
 LIMIT = 0.95  # of what the cheapest plan holds

@@ -1,5 +1,8 @@
 """A plan as a table."""
 
+from partway.propagation.plan import report
+from partway.strategy.placement import BROADCAST, PARTIAL, REPLICATE, Kind, Shard
+
 
 def test_the_table_of_a_plan(plan):
     assert str(plan.table()).splitlines() == [
@@ -14,7 +17,14 @@ def test_the_table_of_a_plan(plan):
         "on one device: 11.5 MB at most, in the backward of linear: parameters 2.1 MB, gradients 2.1 MB, optimizer 4.2 "
         "MB, inputs 1.05 MB, working 2.1 MB; memory_limit 75.2 GB",
         "search: dynamic_programming: the optimum, proven",
+        "strategy: axis:factor, the index of the formula that the devices on the axis share; axis:R, they share none",
+        "layout: of its result, a placement for each axis: S split along that dim, R whole on every device, P addends "
+        "of the value, one on each device",
+        "collectives: all_reduce adds up the addends, for every device",
+        "sent: bytes of one device in a step, forward and backward",
+        "predicted: the time of the operator and of its collectives",
     ]
+    assert plan.table(rows=0).splitlines()[-1].startswith("search: ")  # nothing is shown that has to be said
     assert str(plan) == str(plan.table())
     assert repr(plan.table()) == str(plan.table())
 
@@ -30,3 +40,8 @@ def test_views_are_in_the_table_when_every_operator_is_asked_for(plan):
     rows = str(plan.table(every=True)).splitlines()
     assert len(rows) == len(str(plan.table()).splitlines()) + 2
     assert sum("squeeze" in row for row in rows) == 2
+
+
+def test_every_collective_and_placement_has_words():
+    assert set(report._DOES) == {kind for kind in Kind if kind.communicates}
+    assert {str(placement)[0] for placement in (Shard(0), REPLICATE, BROADCAST, PARTIAL)} < set(report._PLACEMENTS)

@@ -217,6 +217,11 @@ def test_no_less_memory_costs_less():
     assert costs == sorted(costs)
 
 
+def bytes_of(text):
+    number, unit = text.split()
+    return float(number) * 1000 ** ("B", "kB", "MB", "GB").index(unit)
+
+
 def test_an_impossible_limit_says_what_would_do_and_what_is_heaviest():
     problem = layers()
     for mode in (SearchMode.DYNAMIC_PROGRAMMING, SearchMode.SHARDING_PROPAGATION):
@@ -224,9 +229,10 @@ def test_an_impossible_limit_says_what_would_do_and_what_is_heaviest():
             search(limited_to(problem, 1000.0), mode)
         said = str(refused.value)
         assert said.startswith("no plan was found on the mesh x=2 that holds less than ")
-        named = re.search(r"a limit of (\S+) GB would do. The heaviest: ", said)
-        found = search(limited_to(problem, float(named[1]) * 1e9), mode)
-        assert peak_of(found) <= float(named[1]) * 1e9
+        assert "memory_limit is 1 kB; a limit of " in said
+        named = bytes_of(re.search(r"a limit of (.*?) would do. The heaviest: ", said)[1])
+        found = search(limited_to(problem, named), mode)
+        assert peak_of(found) <= named
 
 
 def test_recompute_none_computes_nothing_again_but_views():

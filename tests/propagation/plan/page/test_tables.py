@@ -8,7 +8,7 @@ import pytest
 
 from partway.propagation.plan.page import tables
 from partway.propagation.plan.page.facts import Said, said
-from partway.propagation.plan.units import human, lasting
+from partway.strategy.units import human, lasting
 
 HOSTILE = '</script><img src=x onerror="alert(1)">\u202e\x00'
 

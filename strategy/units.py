@@ -1,4 +1,4 @@
-"""Sizes and times for people: in the unit that suits, with three digits.
+"""Sizes and times for people: in the unit that suits, with three digits, or as many as asked for.
 
 (`rich.filesize.decimal` rounds to tenths and writes "512 bytes"; only its choice of a unit is used.)
 """
@@ -10,9 +10,9 @@ import math
 from rich.filesize import pick_unit_and_suffix
 
 
-def human(size: float) -> str:
+def human(size: float, digits: int = 3) -> str:
     """Bytes: `1.5 MB` (1 MB = 1,000,000 bytes)."""
-    return _in_units(round(size) if abs(size) < 1000 else size, ("B", "kB", "MB", "GB", "TB"))
+    return _in_units(round(size) if abs(size) < 1000 else size, ("B", "kB", "MB", "GB", "TB"), digits)
 
 
 def lasting(seconds: float) -> str:
@@ -20,11 +20,11 @@ def lasting(seconds: float) -> str:
     return _in_units(seconds * 1e6, ("us", "ms", "s"))
 
 
-def _in_units(amount: float, units: tuple[str, ...]) -> str:
+def _in_units(amount: float, units: tuple[str, ...], digits: int = 3) -> str:
     """`amount` of the first of `units`, in the one that suits; each is 1000 of the one before."""
     if not math.isfinite(amount):  # a sum of what was edited
         return f"{amount} {units[-1]}"
-    amount = float(f"{amount:.3g}")
+    amount = float(f"{amount:.{digits}g}")
     size, unit = pick_unit_and_suffix(int(abs(amount)), list(units), 1000)
     amount /= size
-    return f"{amount:.0f} {unit}" if abs(amount) >= 100 else f"{amount:.3g} {unit}"
+    return f"{amount:.0f} {unit}" if abs(amount) >= 10 ** (digits - 1) else f"{amount:.{digits}g} {unit}"

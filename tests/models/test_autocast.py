@@ -1,0 +1,94 @@
+"""torch.autocast around a call and inside of it is that of one device; on the meta device it is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checks import whole
+from torch import Tensor, nn
+
+import partway as pw
+from partway.strategy.errors import CaptureError
+
+Ranks = Callable[..., list[Any]]
+WAYS = ("around", "inside", "nested", "both")
+
+
+class Net(nn.Module):
+    def __init__(self, way: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+        self.inside = way in ("inside", "both", "nested")
+        self.off, self.dtype, self.device = way == "nested", dtype, device
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self.device, self.dtype, enabled=self.inside or torch.is_autocast_enabled(self.device)):
+            hidden = self.norm(torch.relu(self.a(x)))
+            with torch.autocast(self.device, enabled=not self.off and torch.is_autocast_enabled(self.device)):
+                result: Tensor = self.b(hidden.float() if self.off else hidden)
+        return result
+
+
+def values(model: nn.Module, way: str, dtype: torch.dtype) -> list[Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(6, 8, requires_grad=True)
+    with torch.autocast("cpu", dtype, enabled=way in ("around", "both")):
+        result = model(x)
+    result.float().square().mean().backward()
+    return [whole(t) for t in (result.detach(), x.grad, *(p.grad for p in model.parameters()))]
+
+
+def assert_as_on_one_device(ways: tuple[str, ...]) -> None:
+    n = pw.init(simulate=2)
+    for way in ways:
+        for dtype in (torch.bfloat16, torch.float16):
+            torch.manual_seed(0)
+            plain = Net(way, dtype)
+            model = pw.shard(copy.deepcopy(plain), mesh={"dp": n}, in_strategy=(("dp", None),))
+            for found, expected in zip(values(model, way, dtype), values(plain, way, dtype), strict=True):
+                assert found.dtype == expected.dtype
+                torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-3)
+            casts = str(model.program).count("_to_copy")
+            assert casts > 2, (way, dtype)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_that_of_one_device(way: str) -> None:
+    assert_as_on_one_device((way,))
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("n", [2, 4])
+def test_it_is_that_of_one_device_on_ranks(on_ranks: Ranks, n: int) -> None:
+    on_ranks(n, assert_as_on_one_device, WAYS if n == 2 else WAYS[-1:])
+
+
+def meta(way: str, device: str = "cpu") -> tuple[nn.Module, Tensor]:
+    with torch.device("meta"):
+        return Net(way, device=device), torch.empty(6, 8)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_on_the_meta_device_it_is_refused(way: str) -> None:
+    model, x = meta(way)
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=way in ("around", "both")),
+        pytest.raises(CaptureError, match=r"Net runs in torch.autocast on tensors of the meta device.*x\.bfloat16\(\)"),
+    ):
+        pw.compile(model, (x,), mesh={"dp": 2}, in_strategy=(("dp", None),))
+
+
+@pytest.mark.filterwarnings("ignore:.*Disabling autocast:UserWarning")
+def test_on_the_meta_device_it_is_refused_for_a_gpu_that_is_not_there() -> None:
+    model, x = meta("inside", "cuda")
+    with pytest.raises(CaptureError, match="autocast on tensors of the meta device"):
+        pw.compile(model, (x,), mesh={"dp": 2}, in_strategy=(("dp", None),))
+
+
+def test_on_the_meta_device_it_may_be_turned_off() -> None:
+    model, x = meta("")
+    pw.compile(model, (x,), mesh={"dp": 2}, in_strategy=(("dp", None),))
