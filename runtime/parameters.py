@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +23,9 @@ from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.notation import to_dtensor
 from . import optimizers, replaced
-from .execute import device_mesh, process_group
-from .issue import all_gather, as_bytes
-from .slices import full_part, part_of
+from .execute import device_mesh
+from .own_parts import taken
+from .slices import part_of
 from .torch_internals import give_hooks, local_part_of, spec_of, take_hooks
 
 
@@ -165,8 +164,7 @@ def placed_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
             return tensor
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return part_of(tensor, layout, dist.get_rank())
-        placed: Tensor = _Placed.apply(tensor, layout)  # type: ignore[no-untyped-call]
-        return placed
+        return taken(tensor, layout)
     placements = to_dtensor(layout)
     if tensor.placements == placements:
         return tensor
@@ -177,45 +175,6 @@ def placed_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
             "the whole tensor, or a DTensor on the plan's mesh"
         )
     return tensor.redistribute(mesh, placements)
-
-
-class _Placed(torch.autograd.Function):
-    """This rank's part of a plain tensor that every rank holds; its gradient is gathered from the parts of all."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, layout: Layout) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.place = layout, tuple(tensor.shape)
-        process_group(layout.mesh, layout.split_axes)  # while all ranks are here
-        return tensor[layout.slices(tuple(tensor.shape), dist.get_rank())].clone(
-            memory_format=torch.contiguous_format  # not padded: its gradient is not
-        )
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> tuple[Tensor | None, None]:
-        return None if gradient is None else _Gathered.apply(gradient, *ctx.place), None  # type: ignore[no-untyped-call]
-
-
-class _Gathered(torch.autograd.Function):
-    """The whole of a tensor of which every rank has a part, on every rank; they all go on with it alike."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, layout: Layout, shape: tuple[int, ...]) -> Tensor:
-        ctx.layout = layout
-        axes = layout.split_axes
-        ranks = next(group for group in layout.mesh.groups(*axes) if dist.get_rank() in group)
-        part = full_part(part, layout.local_shape(shape))  # as long on every rank
-        parts = part.new_empty((len(ranks), *part.shape))
-        all_gather(as_bytes(parts), as_bytes(part), process_group(layout.mesh, axes))
-        whole = part.new_empty(shape)
-        for rank, held in zip(ranks, parts, strict=True):
-            place = layout.slices(shape, rank)
-            whole[place] = held[tuple(slice(0, s.stop - s.start) for s in place)]
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _Placed.apply(gradient, ctx.layout), None, None  # type: ignore[no-untyped-call]
 
 
 def gradient_of(tensor: Tensor, part: Tensor) -> Tensor:

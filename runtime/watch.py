@@ -64,7 +64,7 @@ class Watch:
         self._broken: str | None = None  # what was found to differ, until it is raised
         self._ledgers: dict[str, Ledger] = {}
         own = self.ledger("ledger", range(self.size))
-        self.ran, self.given, self.stepped = own.ran, own.given, own.stepped
+        self.ran, self.given, self.stepped, self.came_back = own.ran, own.given, own.stepped, own.came_back
         self._thread = threading.Thread(target=self._listen, name="partway watch", daemon=True)
         self._thread.start()
 
