@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from partway.annotations.constrain import constrained_arguments, constrained_results
-from partway.annotations.statements import dataset_applies, dataset_was_set
 from partway.attached import ATTRIBUTE, engine_of
 from partway.checks import check_inference, check_tensors
 from partway.compiling import CallInputs, Compiled, compile_call, in_inference
@@ -53,7 +52,7 @@ from partway.runner import Runner
 from partway.runtime.process import launched
 from partway.runtime.torch_internals import forward_level
 from partway.runtime.waiting import Waiting
-from partway.strategy import CaptureError, Layout, Problem, RuntimeStateError, StrategyError, raise_problems
+from partway.strategy import CaptureError, Layout, Mesh, Problem, RuntimeStateError, StrategyError, raise_problems
 from partway.strategy.afterwards import afterwards
 from partway.strategy.errors import DoesNotFitError
 from partway.strategy.place import island_place
@@ -190,6 +189,8 @@ class Engine:
         """Run a call split, with what ran the last one if it is like it."""
         last = self.last
         tensors = last.guard.admits(args, kwargs, context) if last else None
+        if last is not None and last.runner.own and placing().any_rank(tensors is None, self.fn):
+            tensors = None  # another rank has a part of another shape
         if tensors is None or last is None:
             return self._first(args, kwargs, context)
         guard, courses, runner = last
@@ -197,9 +198,9 @@ class Engine:
             known = self._course(courses, tensors)
             if known is None and guard.numbers:
                 return self._first(args, kwargs, context)
-            runner = known or self._new_course(courses, flatten_call(self.fn, args, kwargs), context)
+            runner = known or self._new_course(courses, self._wholes(args, kwargs, context), context)
             if runner is not last.runner:
-                runner.bind(self.fn)
+                runner.bind(self.fn, last.runner.own)
                 self.last = LastCall(guard, courses, runner)
         return self._run(guard, courses, runner, tensors, args, kwargs, context)
 
@@ -212,12 +213,12 @@ class Engine:
             try:
                 return runner(tensors)
             except MistakenError as mistake:
-                answers = mistake.answers
+                answers, own = mistake.answers, runner.own
             runner = self._course(courses, tensors, answers) or self._new_course(
-                courses, flatten_call(self.fn, args, kwargs), context, answers
+                courses, self._wholes(args, kwargs, context), context, answers
             )
             courses.called(runner)
-            runner.bind(self.fn)
+            runner.bind(self.fn, own)
             self.last = LastCall(guard, courses, runner)
 
     def _first(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> Any:
@@ -230,7 +231,7 @@ class Engine:
             for engine in self.engines():
                 engine._refused = True
             raise
-        runner.bind(self.fn)
+        runner.bind(self.fn, call.own)
         guard = Guard(self.fn, args, kwargs, context, courses.state, call.paths)
         self.last = LastCall(guard, courses, runner)
         return self._run(guard, courses, runner, call.tensors, args, kwargs, context)
@@ -293,13 +294,14 @@ class Engine:
         """What runs a call, among all that run calls of its signature; planned if it is the first of its course."""
         if isinstance(self.fn, torch.nn.Module):
             self._adopt_added(self.fn, placing())
-        call = flatten_call(self.fn, args, kwargs)
+        given = call = flatten_call(self.fn, args, kwargs)
         check_call(self.fn, args, kwargs)
         warn_of_modes(name_of(self.fn))
         check_tensors(call, self.request.device)
         if self.request.inference and torch.is_grad_enabled():
             check_inference(self.fn, call)
         with planning():
+            call = self._wholes(args, kwargs, context)
             counting, key, courses = self._calls_like(call, context)
             runner = self._course(courses, counting.tensors)
             if runner is None and counting.numbers:
@@ -310,7 +312,18 @@ class Engine:
                 self._asks = asks
                 key = self._signature(counting, context)
             self._planned.keep(key, courses)
-            return courses, runner, counting
+            return courses, runner, replace(counting, tensors=(*given.tensors, *counting.tensors[len(given.tensors) :]))
+
+    def _wholes(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> Call:
+        """A call, flat, with tensors of the global shape for those of which this process is given its part."""
+        first = FirstCall(self.fn, self.request, flatten_call(self.fn, args, kwargs), context)
+        return placing().with_wholes(first, self._mesh)
+
+    @property
+    def _mesh(self) -> Mesh | None:
+        """The mesh that was given, or that parameters lie on."""
+        meshes = [self.request.own_mesh, *(layout.mesh for layout in self._layouts.values())]
+        return next((mesh for mesh in meshes if mesh is not None), None)
 
     def _calls_like(self, call: Call, context: ParallelContext) -> tuple[Call, Signature, Courses[Runner]]:
         """A call, with tensors for the numbers that change, its signature, and what runs calls of this."""
@@ -395,13 +408,10 @@ class Engine:
 
     def _plan(self, call: Call, context: ParallelContext, late: Sequence[Answer], sizes: CallSizes | None) -> Runner:
         """Capture and plan a call, and lay out the parameters as the first plan of each says."""
-        local = dataset_was_set(context) and dataset_applies(self.request, context)
-        place = placing()
-        meshes = [self.request.own_mesh, *(layout.mesh for layout in self._layouts.values())]
-        inputs = inputs_on(call, next((mesh for mesh in meshes if mesh is not None), None))
-        first = FirstCall(self.fn, self.request, call, context, local)
+        place, inputs = placing(), inputs_on(call, self._mesh)
+        first = FirstCall(self.fn, self.request, call, context)
         args, kwargs = place.whole_call(first)
-        values = values_of(call.tensors, state_of(self.fn).__getitem__, local)
+        values = values_of(call.tensors, state_of(self.fn).__getitem__, call.own)
 
         def planned(inference: bool, alike: Compiled | None = None, advised: bool = True) -> Compiled:
             call_inputs = CallInputs(
@@ -422,7 +432,7 @@ class Engine:
                     trained = planned(inference=False, advised=False)
                 self._left_alone |= self._not_laid_out()
             compiled = planned(inference, trained)
-        return Runner(self.fn, compiled, place, local, self.waiting)
+        return Runner(self.fn, compiled, place, call.own, self.waiting)
 
     def _not_laid_out(self) -> frozenset[str]:
         """The parameters that are still to be laid out for training, which may follow a call in inference."""

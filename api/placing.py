@@ -8,31 +8,30 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from partway.alike import SEED, asked, draws, modes, of_plan, options, versions
-from partway.annotations.statements import dataset_was_set
+from partway.annotations.given import given_splits
 from partway.compiling import Compiled
 from partway.context import current_algo
 from partway.dtensors import drop_hooks, is_dtensor, noted, plain, whole
-from partway.options.fields import DatasetMode
 from partway.options.parallel import ParallelContext
 from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import Call, name_of
 from partway.propagation.program.local_program import PlacedPort
 from partway.request import Request
-from partway.runtime.agreement import Fact, agree, agreement, facts_of, gathered
+from partway.runtime.agreement import Fact, agree, agreement, checksum, facts_of, gathered
 from partway.runtime.loaded import Executor
 from partway.runtime.one_device import OneDevice
 from partway.runtime.parameters import hold
 from partway.runtime.process import get_group_size, get_rank, init, launched
 from partway.runtime.simulate import Simulator
 from partway.state_dicts import follow_layouts
-from partway.strategy import Layout, Mesh, Problem, Replicate, RuntimeStateError, StrategyError, raise_problems
+from partway.strategy import Layout, Mesh, Problem, Replicate, RuntimeStateError, raise_problems
 
 Change = Callable[[Tensor], Tensor]
 Observer = Callable[[Sequence[Tensor], Sequence[Tensor]], None]  # of a call's tensors, and some of its parameters
@@ -41,13 +40,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FirstCall:
-    """The first call of a signature, which is planned. `local`: each rank is given its part of every input."""
+    """The first call of a signature, which is planned."""
 
     fn: Any
     request: Request
     call: Call
     context: ParallelContext
-    local: bool
 
 
 class Placing(Protocol):
@@ -67,6 +65,12 @@ class Placing(Protocol):
         """A call is planned: what parameters `module` got since it was sharded become like the others, on `mesh`.
         Their names."""
 
+    def with_wholes(self, first: FirstCall, mesh: Mesh | None) -> Call:
+        """The call of `first`, with tensors of the global shape for those of which this rank is given its part."""
+
+    def any_rank(self, flag: bool, fn: Any) -> bool:
+        """Whether `flag` is set for a call of `fn` on any rank; every rank calls it."""
+
     def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, with tensors of their global shapes."""
 
@@ -79,8 +83,8 @@ class Placing(Protocol):
     def agreed(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
         """What `make` gives for `purpose`, later; where there are several processes, its `text` is the same on all."""
 
-    def observer(self, fn: Any, local: bool, compiled: Compiled) -> Observer | None:
-        """What is told of every call of `fn`, if anything is."""
+    def observer(self, fn: Any, own: Mapping[str, Any], compiled: Compiled) -> Observer | None:
+        """What is told of every call of `fn`, if anything is. `own`: the inputs of which each rank is given a part."""
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         """A plan gave parameters their layouts at rest: put them there."""
@@ -94,13 +98,15 @@ class Placing(Protocol):
     def whole(self, tensor: Tensor) -> Tensor:
         """All of a tensor of which processes may hold parts."""
 
-    def enter(self, placed: PlacedPort, local: bool) -> Change | None:
-        """What makes of a tensor of a call what the executor takes, or None if it takes the tensor itself."""
+    def enter(self, placed: PlacedPort, parts: Any) -> Change | None:
+        """What makes of a tensor of a call what the executor takes, or None if it takes the tensor itself. `parts`:
+        where each rank is given one, what they are."""
 
-    def leave(self, placed: PlacedPort) -> Change | None:
-        """What makes of a result of the executor what the caller gets, or None if that is the result itself."""
+    def leave(self, placed: PlacedPort, of_parts: str = "") -> Change | None:
+        """What makes of a result of the executor what the caller gets, or None if that is the result itself.
+        `of_parts`: the call, where each rank is given its part of the batch."""
 
-    def write(self, placed: PlacedPort, local: bool, given: Tensor, result: Tensor) -> None:
+    def write(self, placed: PlacedPort, parts: Any, given: Tensor, result: Tensor) -> None:
         """Write a result of the executor into a tensor of the call, `given`, of which it is the new value."""
 
 
@@ -120,6 +126,12 @@ class Simulated:
     def adopt_added(self, module: torch.nn.Module, mesh: Mesh | None) -> tuple[str, ...]:
         return ()
 
+    def with_wholes(self, first: FirstCall, mesh: Mesh | None) -> Call:
+        return first.call
+
+    def any_rank(self, flag: bool, fn: Any) -> bool:
+        return flag
+
     def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = first.call.build(first.call.tensors)
         return args, kwargs
@@ -133,7 +145,7 @@ class Simulated:
     def agreed(self, purpose: str, make: Callable[[], T], text: Callable[[T], str]) -> T:
         return make()
 
-    def observer(self, fn: Any, local: bool, compiled: Compiled) -> Observer | None:
+    def observer(self, fn: Any, own: Mapping[str, Any], compiled: Compiled) -> Observer | None:
         return None
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
@@ -148,20 +160,21 @@ class Simulated:
     def whole(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def enter(self, placed: PlacedPort, local: bool) -> Change | None:
+    def enter(self, placed: PlacedPort, parts: Any) -> Change | None:
         return None
 
-    def leave(self, placed: PlacedPort) -> Change | None:
+    def leave(self, placed: PlacedPort, of_parts: str = "") -> Change | None:
         return functools.partial(noted, layout=placed.layout) if placed.layout.cuts else None
 
-    def write(self, placed: PlacedPort, local: bool, given: Tensor, result: Tensor) -> None:
+    def write(self, placed: PlacedPort, parts: Any, given: Tensor, result: Tensor) -> None:
         given.copy_(result)
 
 
 class Launched:
     """One rank of a process group. Parameters and results that are split are DTensors that mean what they mean on one
-    device (`runtime/split_tensor.py`), so that optimizers and checkpoints of the ecosystem take them; plain inputs are whole on
-    every rank (or, where the dataset_strategy was set, this rank's part); results are plain where they are whole."""
+    device (`runtime/split_tensor.py`), so that optimizers and checkpoints of the ecosystem take them; plain inputs are
+    whole on every rank (or, where the dataset_strategy says so, this rank's part); results are plain where they are
+    whole."""
 
     def __init__(self) -> None:
         init()
@@ -217,26 +230,51 @@ class Launched:
             distribute(module, mesh)
         return tuple(added)
 
+    def with_wholes(self, first: FirstCall, mesh: Mesh | None) -> Call:
+        from partway.runtime.own_parts import Parts
+
+        call, context = first.call, first.context
+        if not context.gives_parts:
+            return call
+        inputs = [(n, a, tuple(t.shape)) for n, a, t in zip(call.names, call.arguments, call.tensors, strict=True)]
+        splits = given_splits(first.fn, first.request, context, inputs, mesh, self.processes)
+        own = [
+            i for i, (tensor, counts) in enumerate(zip(call.tensors, splits, strict=True))
+            if any(count > 1 for count in counts) and not is_dtensor(tensor)
+        ]  # fmt: skip
+        mine = [
+            [list(call.tensors[i].shape), "" if call.tensors[i].is_meta else str(checksum(call.tensors[i]))]
+            for i in own
+        ]
+        held = gathered(_purpose(first.fn), mine)
+        if len({tuple(len(shape) for shape, _ in each) for each in held}) > 1:
+            return call  # the ranks will say how their calls differ
+        tensors = list(call.tensors)
+        every: list[Parts | None] = [None] * len(tensors)
+        for k, i in enumerate(own):
+            parts = Parts(tuple(tuple(each[k][0]) for each in held), tuple(each[k][1] for each in held))
+            every[i] = parts
+            tensors[i] = _of_shape(call.tensors[i], whole_of_parts(f"input {call.names[i]!r}", parts.shapes, splits[i]))
+        return replace(call, tensors=tuple(tensors), parts=tuple(every))
+
+    def any_rank(self, flag: bool, fn: Any) -> bool:
+        from partway.runtime.own_parts import any_rank
+
+        return any_rank(flag, f"comparing the shapes of the parts of a call of {name_of(fn)}")
+
     def whole_call(self, first: FirstCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
         fn, call, context = first.fn, first.call, first.context
-        tensors = [plain(tensor) for tensor in call.tensors]
         named = dict(zip((f"input {name!r}" for name in call.names), call.tensors, strict=True))
-        with agreement(f"plan a call of {name_of(fn)}", _shapes(named)) as facts:
+        own = {f"input {name!r}" for name in call.own}
+        with agreement(_purpose(fn), _shapes(named)) as facts:
             facts += [*versions(), *asked(first.request), *options(context, current_algo()), *modes(fn)]
             facts.append(Fact("the arguments that are not tensors", call.structure.text()))
             facts += [Fact(f"the gradient of {name}", _wanted(tensor)) for name, tensor in named.items()]
-            if first.local:
-                parts = _dataset_parts(tensors, context, self.processes)
-                facts += [Fact(name, f"{t.dtype} with {t.dim()} dims") for name, t in named.items()]
-            else:
-                whole = {name: t for name, t in named.items() if not is_dtensor(t)}
-                facts += facts_of(whole, _whole_fix(first.request, context))
-                facts += [Fact(name, _placed(t)) for name, t in named.items() if is_dtensor(t)]
-        if first.local:
-            held = gathered(f"plan a call of {name_of(fn)}", [list(tensor.shape) for tensor in tensors])
-            shapes = whole_shapes(list(named), held, parts)
-            tensors = [_of_shape(tensor, shape) for tensor, shape in zip(tensors, shapes, strict=True)]
-        args, kwargs = call.build(tensors)
+            whole = {name: t for name, t in named.items() if name not in own and not is_dtensor(t)}
+            facts += facts_of(whole, _whole_fix(context))
+            facts += [Fact(name, _placed(t)) for name, t in named.items() if is_dtensor(t)]
+            facts += [Fact(name, f"{t.dtype} with {t.dim()} dims") for name, t in named.items() if name in own]
+        args, kwargs = call.build([plain(tensor) for tensor in call.tensors])
         return args, kwargs
 
     def memory(self, first: FirstCall) -> float | None:
@@ -253,12 +291,12 @@ class Launched:
 
         with agreement(f"follow the plan of a call of {name_of(first.fn)}") as facts:
             compiled = plan()
-            if first.local:
-                _check_parts(first.call, compiled)
+            _check_parts(first.call, compiled)
             facts += of_plan(compiled)
             if draws(compiled):
                 facts += facts_of(generators(), SEED, follows=4)
-        for axes in dict.fromkeys(c.axes for c in compiled.program.collectives):
+        splits = [p.layout.split_axes for p in compiled.local.inputs if p.port.name in first.call.own and p.layout.cuts]
+        for axes in dict.fromkeys([*(c.axes for c in compiled.program.collectives), *splits]):
             process_group(compiled.mesh, axes)  # all ranks are here
         return compiled
 
@@ -268,21 +306,28 @@ class Launched:
             facts.append(Fact("the program", text(result)))
         return result
 
-    def observer(self, fn: Any, local: bool, compiled: Compiled) -> Observer | None:
+    def observer(self, fn: Any, own: Mapping[str, Any], compiled: Compiled) -> Observer | None:
         from partway.runtime.ledger import Written
         from partway.runtime.watch import watch
 
-        own, written, where = watch(), Written(), f"a call of {name_of(fn)}"
-        if own.size == 1:
+        ranks, written, where = watch(), Written(), f"a call of {name_of(fn)}"
+        if ranks.size == 1:
             return None
+        inputs = [p for p in compiled.local.inputs if p.port.role is Role.INPUT]
+        wholes = [i for i, p in enumerate(inputs) if p.port.name not in own]
+        shared = [
+            (i, ledger, f"input {p.port.name!r} of {where}")
+            for i, p in enumerate(inputs)
+            if p.port.name in own and (ledger := _ledger_of_part(p.layout)) is not None
+        ]
 
         def note(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-            own.stepped(written(parameters), where)
-            if not local:
-                own.given(tensors, where)
+            ranks.stepped(written(parameters), where)
+            ranks.given([tensors[i] for i in wholes], where)
+            for i, ledger, at in shared:
+                ledger.shared(tensors[i], at)
 
-        together = any(c.phase == "forward" for c in compiled.plan.collectives)
-        return note if together or not local else None  # a rank may call on its own part for itself
+        return note
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         from partway.runtime.parameters import redistribute
@@ -299,30 +344,37 @@ class Launched:
     def whole(self, tensor: Tensor) -> Tensor:
         return whole(tensor)
 
-    def enter(self, placed: PlacedPort, local: bool) -> Change | None:
+    def enter(self, placed: PlacedPort, parts: Any) -> Change | None:
+        from partway.runtime.own_parts import places_of, recut
         from partway.runtime.parameters import placed_part
 
-        given_part = local and placed.port.role is Role.INPUT
-        return functools.partial(placed_part, layout=placed.layout, whole=not given_part)
+        layout, shape = placed.layout, tuple(placed.shape)
+        if parts is not None and (held := parts.places(layout)) != places_of(layout, shape):
+            return functools.partial(recut, layout=layout, shape=shape, before=held, after=places_of(layout, shape))
+        return functools.partial(placed_part, layout=layout, whole=parts is None)
 
-    def leave(self, placed: PlacedPort) -> Change | None:
+    def leave(self, placed: PlacedPort, of_parts: str = "") -> Change | None:
         from partway.runtime.execute import device_mesh
         from partway.runtime.parameters import as_dtensor
 
         layout = placed.layout
         if all(isinstance(p, Replicate) for p in layout.placements):
-            return None
+            return functools.partial(_alike, where=of_parts) if of_parts and get_group_size() > 1 else None
         return functools.partial(as_dtensor, layout=layout, shape=placed.shape, mesh=device_mesh(layout.mesh))
 
-    def write(self, placed: PlacedPort, local: bool, given: Any, result: Tensor) -> None:
+    def write(self, placed: PlacedPort, parts: Any, given: Any, result: Tensor) -> None:
         from partway.runtime.execute import device_mesh
+        from partway.runtime.own_parts import places_of, recut
         from partway.runtime.parameters import as_dtensor
         from partway.runtime.split_tensor import SplitTensor
         from partway.runtime.torch_internals import spec_of
 
         if result is given:  # written where it lies
             return
-        if local and not is_dtensor(given):  # this rank's part, whose slice may be short
+        if parts is not None:  # this rank's part, whose slice may be short
+            held, places = parts.places(placed.layout), places_of(placed.layout, tuple(placed.shape))
+            if held != places:
+                result = recut(result, placed.layout, tuple(placed.shape), places, held)
             given.copy_(result[tuple(slice(0, size) for size in given.shape)])
             return
         new: Any = as_dtensor(result, placed.layout, placed.shape, device_mesh(placed.layout.mesh))
@@ -334,68 +386,72 @@ class Launched:
             given.copy_(new.full_tensor())
 
 
-def _dataset_parts(tensors: list[Tensor], context: ParallelContext, devices: int) -> list[tuple[int, ...]]:
-    """Into how many parts the dataset_strategy splits each dim of each input."""
-    value = context.dataset_strategy
-    if isinstance(value, DatasetMode):
-        first = devices if value is DatasetMode.DATA_PARALLEL else 1
-        return [(first, *(1,) * (tensor.dim() - 1)) if tensor.dim() else () for tensor in tensors]
-    if len(value) != len(tensors) or any(len(s) != t.dim() for s, t in zip(value, tensors, strict=False)):
-        raise StrategyError(
-            f"dataset_strategy {value} does not fit {len(tensors)} inputs of ranks {[t.dim() for t in tensors]}; "
-            "write one tuple per input with one split count per dim"
-        )
-    return list(value)
-
-
-def whole_shapes(
-    names: Sequence[str], held: Sequence[Sequence[Sequence[int]]], splits: Sequence[tuple[int, ...]]
-) -> list[tuple[int, ...]]:
-    """The shapes of the inputs `names`. Each rank holds a part of every input: of the shapes `held`, by rank, with as
-    many parts along each dim as `splits` has by input. The last part may be shorter, as torch.chunk cuts. Raises
-    StrategyError for other parts."""
-    problems, shapes = list[Problem](), []
-    for i, (name, counts) in enumerate(zip(names, splits, strict=True)):
-        shape = []
-        for dim, count in enumerate(counts):
-            sizes = [rank[i][dim] for rank in held]
-            full, short = max(sizes), min(sizes)
-            whole = full * (count - 1) + short
-            fits = full == short or sizes.count(short) * count == len(sizes) == (sizes.count(full) + sizes.count(short))
-            if not fits or (short < full and -(-whole // count) != full):
-                what = f"the ranks hold parts of sizes {', '.join(map(str, sizes))} of dim {dim}"
-                fix = (
-                    "give every rank equally many, as a loader with drop_last=True does; only the last part may be "
-                    f"shorter, as torch.chunk cuts into {count} parts"
-                )
-                problems.append(Problem(name, what, fix))
-            shape.append(whole)
-        shapes.append(tuple(shape))
+def whole_of_parts(name: str, held: Sequence[tuple[int, ...]], splits: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the input `name`, of which each rank holds one of as many parts along each dim as `splits` has. Of
+    `held` shapes, by rank, each part's is there as often as others. Raises StrategyError where that cannot be."""
+    problems, shape = list[Problem](), []
+    for dim, count in enumerate(splits):
+        sizes = [rank[dim] for rank in held]
+        whole, rest = divmod(sum(sizes) * count, len(sizes))
+        if rest or (count == 1 and len(set(sizes)) > 1):
+            what = f"the ranks hold parts of sizes {', '.join(map(str, sizes))} of dim {dim}, {count} parts in all"
+            fix = "give ranks that share a part the same one, as pw.data.distributed_sampler does"
+            problems.append(Problem(name, what, fix))
+        shape.append(whole)
     raise_problems("the parts that the ranks hold under dataset_strategy do not make a whole:", problems)
-    return shapes
+    return tuple(shape)
 
 
 def _check_parts(call: Call, compiled: Compiled) -> None:
-    """Raise RuntimeStateError unless this rank holds the parts that the plan gives it."""
-    given = dict(zip(call.names, call.tensors, strict=True))
+    """Raise RuntimeStateError unless ranks that share a part of an input hold the same one."""
+    own = call.own
     for placed in compiled.local.inputs:
-        tensor = given.get(placed.port.name) if placed.port.role is Role.INPUT else None
-        if tensor is None or is_dtensor(tensor):
+        parts = own.get(placed.port.name) if placed.port.role is Role.INPUT else None
+        if parts is None:
             continue
-        expected = tuple(s.stop - s.start for s in placed.layout.slices(placed.shape, get_rank()))
-        if tuple(tensor.shape) != expected:
-            raise RuntimeStateError(
-                f"rank {get_rank()} holds a part of shape {list(tensor.shape)} of input {placed.port.name!r}, of "
-                f"shape {list(placed.shape)}; under {placed.layout} its part has shape {list(expected)}"
-            )
+        fix = "give them the same samples, as pw.data.distributed_sampler(dataset, part) does"
+        try:
+            places = parts.places(placed.layout)
+        except RuntimeStateError as error:
+            raise RuntimeStateError(f"input {placed.port.name!r}: {error}; {fix}") from None
+        for rank, (place, content) in enumerate(zip(places, parts.contents, strict=True)):
+            first = places.index(place)
+            if content != parts.contents[first]:
+                raise RuntimeStateError(
+                    f"input {placed.port.name!r}: ranks {first} and {rank} share a part ({placed.layout}), and rank "
+                    f"{rank} was given other values than rank {first}; {fix}"
+                )
 
 
-def _whole_fix(request: Request, context: ParallelContext) -> str:
-    if request.in_strategy is not None and dataset_was_set(context):
-        return (
-            "give every rank the same whole batch: where in_strategy says how inputs are split, dataset_strategy, by "
-            "which each rank has its own part, is not followed; leave out in_strategy"
-        )
+def _ledger_of_part(layout: Layout) -> Any:
+    """The ledger of the ranks that share this rank's part under `layout`; None where none does."""
+    from partway.runtime.watch import watch
+
+    mesh = layout.mesh
+    axes = tuple(axis for axis in mesh.axes if axis not in layout.split_axes)
+    ranks = mesh.group(get_rank(), *axes) if axes else ()
+    if len(ranks) < 2:
+        return None
+    return watch().ledger(f"parts/{mesh}/{','.join(axes)}/{ranks[0]}", ranks)
+
+
+def _alike(result: Tensor, where: str) -> Tensor:
+    """A whole result of parts of the batch. All ranks have to go on with it alike, and none with labels of its part:
+    its gradient is compared."""
+    if result.requires_grad:
+        from partway.runtime.watch import watch
+
+        result.register_hook(lambda gradient: watch().came_back(gradient, where))
+    return result
+
+
+def _purpose(fn: Any) -> str:
+    return f"plan a call of {name_of(fn)}"
+
+
+def _whole_fix(context: ParallelContext) -> str:
+    if context.gives_parts:
+        return "give every rank the same, or say in dataset_strategy or in_strategy which part each is given"
     return "give every rank the same whole batch, or set dataset_strategy where each has its own part"
 
 

@@ -42,11 +42,12 @@ class Runner:
     state      what it depends on beside the call
     nodes      those of its graphs: what was captured, the local program, and its forward and backward
     asked      what the function asked of values, with the answers that this course assumes
+    own        the inputs of which each rank is given its part, with what the parts are
     """
 
-    def __init__(self, fn: Any, compiled: Compiled, place: Placing, local: bool, waiting: Waiting) -> None:
+    def __init__(self, fn: Any, compiled: Compiled, place: Placing, own: Mapping[str, Any], waiting: Waiting) -> None:
         self.compiled, self._waiting, self._name, self._place = compiled, waiting, name_of(fn), place
-        self.state = compiled.state
+        self.state, self.own = compiled.state, own
         graph = compiled.graph
         self.nodes = len(graph.nodes) + (4 if graph.differentiable else 2) * len(compiled.local.module.graph.nodes)
         self.asked = graph.asked
@@ -63,33 +64,33 @@ class Runner:
             if placed.port.name in self._updated
             and (graph.differentiable or may_return(compiled.local.module.graph, node))
         }
-        places = self._inputs = [port.name for port in graph.inputs if port.role is Role.INPUT]
-        self._written = [
-            (places.index(p.port.name), functools.partial(place.write, p, local))
-            if p.port.role is Role.INPUT_UPDATE
-            else None
-            for p in compiled.local.outputs
-        ]
+        self._inputs = [port.name for port in graph.inputs if port.role is Role.INPUT]
         self._differentiable = next(
             (p.name for p in graph.outputs if p.role is Role.INPUT_UPDATE and p.requires_grad), None
         )
         self._executor = place.executor(compiled.mesh)
-        self._observe = place.observer(fn, local, compiled)
-        self._enter = [place.enter(placed, local) for placed in compiled.local.inputs]
-        self._leave = [place.leave(p) for p in compiled.local.outputs]
+        self._observe = place.observer(fn, own, compiled)
+        self._enter = [place.enter(placed, None) for placed in compiled.local.inputs]
+        of_parts = f"a call of {self._name}" if own else ""
+        self._leave = [
+            place.leave(p, of_parts if p.port.role is Role.RESULT else "") for p in compiled.local.outputs
+        ]
         self._step: CompiledStep | None = None
         self._memory = Memory()  # of state
         self._others: dict[tuple[bool, ...], CompiledStep] = {}  # by the outputs that they differentiate
 
-    def bind(self, fn: Callable[..., Any]) -> None:
+    def bind(self, fn: Callable[..., Any], own: Mapping[str, Any]) -> None:
         """Take parameters and buffers from where they are in `fn` now: a module inside may have been replaced. The
-        parameters that are what the executor takes stay until the next `bind`, and so does all that makes them so."""
-        constants, local = self.compiled.graph.constants, self.compiled.local
+        parameters that are what the executor takes stay until the next `bind`, and so does all that makes them so.
+        `own`: of which inputs each rank has its part, with what the parts now are."""
+        constants, local, place = self.compiled.graph.constants, self.compiled.local, self._place
         taken: list[Any] = []
         changing: list[tuple[int, Source | None, Change | None, bool]] = []
         trained: list[Source] = []
         for i, (placed, enter) in enumerate(zip(local.inputs, self._enter, strict=True)):
             name, role = placed.port.name, placed.port.role
+            if role is Role.INPUT and name in own:
+                enter = place.enter(placed, own[name])
             source = _source(fn, constants, role, name)
             held = source() if source and role is Role.PARAMETER else None
             if source and held is not None and held.requires_grad and not held.is_inference():
@@ -102,10 +103,16 @@ class Runner:
             _source(fn, constants, Role.BUFFER, p.port.name) if p.port.role is Role.BUFFER_UPDATE else None
             for p in local.outputs
         ]
+        written = [
+            (self._inputs.index(p.port.name), functools.partial(place.write, p, own.get(p.port.name)))
+            if p.port.role is Role.INPUT_UPDATE
+            else None
+            for p in local.outputs
+        ]
         if self._updated:
             self._check_apart(fn)
         self._stepped = trained[:: -(-len(trained) // _STEPPED) or 1]
-        self._bound = taken, changing, buffers  # at once: another thread may be in a call
+        self.own, self._bound = own, (taken, changing, buffers, written)  # at once: another thread may be in a call
 
     def _check_apart(self, fn: Callable[..., Any]) -> None:
         """Raise RuntimeStateError if a buffer that a call writes shares memory with other state."""
@@ -178,7 +185,7 @@ class Runner:
         if self._observe is not None:
             self._observe(given, [source() for source in self._stepped])
         rest = iter(given)
-        bound, changing, buffers = self._bound
+        bound, changing, buffers, written_inputs = self._bound
         tensors = bound.copy()
         for i, source, enter, copied in changing:
             tensor = next(rest) if source is None else source()
@@ -188,7 +195,7 @@ class Runner:
         writes: list[tuple[Callable[[Tensor, Tensor], object], Tensor, Tensor]] = []
         step = self._step or self.load()
         before = states_of(tensors[0].device) if self._assumed and step.random else None
-        for value, leave, buffer, written in zip(step(tensors), self._leave, buffers, self._written, strict=True):
+        for value, leave, buffer, written in zip(step(tensors), self._leave, buffers, written_inputs, strict=True):
             if written is not None:
                 place, write = written
                 writes.append((write, given[place], value))

@@ -82,7 +82,7 @@ def ours(work: Workload, how: Layout, dtype: torch.dtype) -> Contender:
         plan |= {f"blocks.*.{name}.weight": (None, "tp") for name in ROWS}
         arguments = {"in_strategy": work.by("dp" if how.data > 1 else None), "parameter_plan": plan, "mesh": how.mesh}
         return contenders.ours("partway", work, how.data, dtype, {}, arguments)
-    return contenders.ours("partway", work, how.data, dtype, {"parallel_mode": "data_parallel"})
+    return contenders.ours("partway", work, how.data, dtype, {"parallel_mode": "data_parallel", "full_batch": True})
 
 
 def ours_searched(work: Workload, how: Layout, dtype: torch.dtype) -> Contender:
@@ -99,7 +99,7 @@ def ours_fastest(work: Workload, how: Layout, dtype: torch.dtype) -> Contender:
 
 def ours_jointly(work: Workload, how: Layout, dtype: torch.dtype) -> Contender:
     """Partway with the batch statistics of one device, those of the whole batch: its default."""
-    options = {"parallel_mode": "data_parallel", "batch_norm_parts": 1}
+    options = {"parallel_mode": "data_parallel", "full_batch": True, "batch_norm_parts": 1}
     return contenders.ours("partway, joint statistics", work, how.data, dtype, options)
 
 

@@ -48,7 +48,7 @@ def facts_of(named: Mapping[str, Tensor], fix: str, follows: int = 1) -> Iterato
     """That tensors have these shapes, dtypes and bits."""
     for name, tensor in named.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        yield Fact(name, f"{dtype}{list(tensor.shape)}", str(_checksum(tensor)), fix, follows)
+        yield Fact(name, f"{dtype}{list(tensor.shape)}", str(checksum(tensor)), fix, follows)
 
 
 @contextmanager
@@ -187,7 +187,7 @@ def _cut(text: str, alike: int) -> str:
     return "..." * (start > 0) + text[start : start + _SHOWN] + "..." * (start + _SHOWN < len(text))
 
 
-def _checksum(tensor: Tensor) -> int:
+def checksum(tensor: Tensor) -> int:
     """A checksum of the bits, with each element's position: integers, so that no order of adding matters."""
     data = tensor.detach()
     if data.is_complex():

@@ -32,6 +32,8 @@ _SAYS = {
     "calls": "called another collective",
     "random": "drew from a random generator in another state",
     "inputs": "was given inputs of other values",
+    "gradients": "went on otherwise with a result of the whole batch",
+    "parts": "was given another part of the batch",
     "steps": "stepped its optimizer (or wrote to its parameters) between other calls",
 }
 _FIXES = {
@@ -39,6 +41,8 @@ _FIXES = {
     "calls": "let all ranks of a group call collectives in one order, on tensors of one shape and dtype",
     "random": "seed every rank alike, and draw what is a rank's own from a torch.Generator of its own",
     "steps": "step the optimizer on every rank, or on none",
+    "gradients": "compute a loss outside of the model of pw.data.whole_batch(labels), alike on every rank",
+    "parts": "they share a part: give them the same samples, as pw.data.distributed_sampler(dataset, part) does",
     "inputs": "give every rank the same whole batch, or set dataset_strategy where each has its own part",
 }
 
@@ -80,6 +84,15 @@ class Ledger:
     def given(self, tensors: Sequence[Tensor], where: str) -> None:
         """A call is given `tensors`, whole."""
         self._lines.append(("inputs", [s for t in tensors if (s := sample(t)) is not None], where))
+
+    def came_back(self, gradient: Tensor, where: str) -> None:
+        """A `gradient` comes back for a result that is whole on every rank."""
+        self._lines.append(("gradients", [s] if (s := sample(gradient)) is not None else [], where))
+
+    def shared(self, tensor: Tensor, where: str) -> None:
+        """A call is given `tensor`, the part that these ranks share."""
+        self._lines.append(("parts", [s] if (s := sample(tensor)) is not None else [], where))
+        self._start()
 
     def stepped(self, written: int, where: str) -> None:
         """A call finds its parameters `written` to, as `Written` says."""

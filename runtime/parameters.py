@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..propagation.torch_internals import buffers_in, is_batched, parameters_in
+from ..propagation.torch_internals import buffers_in, parameters_in
 from ..strategy.errors import RuntimeStateError, StrategyError
 from ..strategy.layout import Layout
 from ..strategy.mesh import Mesh
 from ..strategy.notation import to_dtensor
 from . import optimizers, replaced
-from .batched import one_by_one
 from .execute import device_mesh
+from .own_parts import taken
 from .slices import part_of
 from .split_tensor import SplitTensor, as_split, joined, split_tensor
 from .torch_internals import dtensor_spec, give_hooks, local_part_of, set_part, spec_of, take_hooks
@@ -152,7 +151,8 @@ def shard_tensor(tensor: Tensor, layout: Layout) -> SplitTensor:
     part = whole[layout.slices(tuple(whole.shape), dist.get_rank())]
     # A copy of a smaller part, so that the whole can go.
     part = part.contiguous() if part.shape == whole.shape else part.clone(memory_format=torch.contiguous_format)
-    return as_dtensor(part, layout, tuple(whole.shape), device_mesh(layout.mesh))
+    spec = dtensor_spec(device_mesh(layout.mesh), to_dtensor(layout), tuple(whole.shape), part.dtype)
+    return split_tensor(part, spec)
 
 
 def placed_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
@@ -166,8 +166,7 @@ def placed_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
             return tensor
         if not tensor.requires_grad or not torch.is_grad_enabled():
             return part_of(tensor, layout, dist.get_rank())
-        placed: Tensor = _Placed.apply(tensor, layout)  # type: ignore[no-untyped-call]
-        return placed
+        return taken(tensor, layout)
     placements = to_dtensor(layout)
     if tensor.placements == placements:
         return tensor
@@ -178,24 +177,6 @@ def placed_part(tensor: Tensor, layout: Layout, whole: bool = True) -> Tensor:
             "the whole tensor, or a DTensor on the plan's mesh"
         )
     return tensor.redistribute(mesh, placements)
-
-
-class _Placed(torch.autograd.Function):
-    """A plain tensor that every rank holds, as a DTensor of another layout. (DTensor's own way from one to the other
-    fails where no gradient comes.)"""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, layout: Layout) -> Tensor:
-        ctx.set_materialize_grads(False)
-        return shard_tensor(tensor, layout)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> tuple[Tensor | None, None]:
-        if gradient is None:
-            return None, None
-        if is_batched(gradient):
-            return one_by_one(lambda each: [one.full_tensor() for one in each], [gradient])[0], None  # type: ignore[union-attr]
-        return gradient.full_tensor(), None
 
 
 def gradient_of(tensor: Tensor, part: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from ..propagation.torch_internals import schema_of, tree_leaves, tree_map
+from ..propagation.torch_internals import OpOverloadPacket, schema_of, tree_leaves, tree_map
 from ..strategy.cut import Cut
 from ..strategy.errors import RuntimeStateError
 from .gather import exchange, gather
@@ -29,12 +29,13 @@ aten = torch.ops.aten
 _LARGE = 2**28  # bytes: gathering so much for an operator is worth a warning
 
 _BY_ELEMENT = frozenset({  # of what is not tagged
-    "_to_copy", "clone", "copy_", "empty_like", "fill_", "full_like", "masked_fill", "masked_fill_", "ones_like", "zero_",
-    "zeros_like",
+    "_to_copy", "clone", "copy_", "empty_like", "fill_", "full_like", "masked_fill", "masked_fill_", "ones_like",
+    "zero_", "zeros_like",
 })  # fmt: skip
 _NEW = frozenset({"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"})
 _REDUCED = frozenset({
-    "_is_all_true", "_is_any_true", "all", "amax", "amin", "any", "linalg_vector_norm", "max", "mean", "min", "norm", "sum",
+    "_is_all_true", "_is_any_true", "all", "amax", "amin", "any", "linalg_vector_norm", "max", "mean", "min", "norm",
+    "sum",
 })  # fmt: skip
 _ADDS = ("linalg_vector_norm", "mean", "sum")
 
@@ -138,20 +139,15 @@ def _by_element(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
 def _by_position(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
     """Operators on lists, such as the foreach and fused steps of optimizers: what is at one position is laid out alike.
     A fused kernel walks through the memory of all tensors of a position at once, so parts are contiguous."""
-    lists = [v for v in (*args, *kwargs.values()) if isinstance(v, list | tuple) and v and isinstance(v[0], Tensor)]
-    likes: list[Any] = [None] * max(map(len, lists))
-    for values in lists:
-        for i, value in enumerate(values):
-            if likes[i] is None and is_split(value):
-                likes[i] = value
+    likes = _first_split([*args, *kwargs.values()])
     ours = {id(like): spec_of(like) for like in likes if like is not None}
-    for value in _written(op, args, kwargs, lists=True):
-        for like, one in zip(likes, value, strict=False):
-            if like is not None and not (is_split(one) and _lies_as(one, ours[id(like)])):
-                return on_whole(op, args, kwargs)
-            if like is not None and not local_part_of(one).is_contiguous():
-                return on_whole(op, args, kwargs)
-    if not all(has_slices(spec) for spec in ours.values()):
+    written = [
+        is_split(one) and _lies_as(one, ours[id(like)]) and local_part_of(one).is_contiguous()
+        for values in _written(op, args, kwargs, lists=True)
+        for like, one in zip(likes, values, strict=False)
+        if like is not None
+    ]
+    if not all(written) or not all(map(has_slices, ours.values())):
         return on_whole(op, args, kwargs)
 
     def part(value: Any, like: Any) -> Any:
@@ -168,6 +164,17 @@ def _by_position(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
     if not isinstance(result, list | tuple):
         return result
     return [own if like is None else like.placed(own) for own, like in zip(result, likes, strict=True)]
+
+
+def _first_split(values: Sequence[Any]) -> list[Any]:
+    """For each position of the lists among `values` the first split tensor there; None where there is none."""
+    lists = [v for v in values if isinstance(v, list | tuple) and v and isinstance(v[0], Tensor)]
+    likes: list[Any] = [None] * max(map(len, lists))
+    for every in lists:
+        for i, value in enumerate(every):
+            if likes[i] is None and is_split(value):
+                likes[i] = value
+    return likes
 
 
 def _itself(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
@@ -268,7 +275,7 @@ def _is_finite_norm(args: Operands, kwargs: dict[str, Any]) -> bool:
 
 def _unscaled(op: Any, args: Operands, kwargs: dict[str, Any]) -> None:
     """What torch.amp.GradScaler does: gradients are scaled by parts, and one that is not finite on any rank counts."""
-    gradients, found, scale = args
+    gradients, found, _ = args
     _by_position(op, args, kwargs)
     meshes = {id(spec_of(g).mesh): spec_of(g).mesh for g in gradients if is_split(g)}
     for mesh in meshes.values():
@@ -412,11 +419,10 @@ def _is_by_element(op: Any) -> bool:
 
 
 def is_by_element(name: str) -> bool:
-    """Whether all operators of a name that take a tensor and nothing longer are, and give one tensor. (Others of the name
-    take numbers.)"""
-    if name in _REDUCED or name == "where" or not hasattr(aten, name):  # where(condition) gives places
+    """Whether the operators of a name are, and give one tensor. (Some of a name are for numbers, and have no tags.)"""
+    packet = getattr(aten, name, None)
+    if name in _REDUCED or name == "where" or not isinstance(packet, OpOverloadPacket):  # where(condition) gives places
         return False
-    packet = getattr(aten, name)
     known = [op for overload in packet.overloads() if _is_by_element(op := getattr(packet, overload))]
     return bool(known) and all(len(schema_of(op).returns) == 1 for op in known)
 

@@ -1,8 +1,8 @@
 """Tensors that lie split over the ranks of a process group, with the meaning of one device.
 
-Parameters, their gradients, the states of their optimizers and results are `SplitTensor`s under a launcher: DTensors to
-whoever asks, with operators of our own (`split_operators.py`), since DTensor's have no rule for many operators and wrong
-ones for some, and take no plain tensors beside them. Each operator gives what one device would give.
+Parameters, their gradients, the states of their optimizers and results are `SplitTensor`s under a launcher: DTensors
+to whoever asks, with operators of our own (`split_operators.py`), since DTensor's have no rule for many operators and
+wrong ones for some, and take no plain tensors beside them. Each operator gives what one device would give.
 
 Autograd sees plain tensors only: where gradients are recorded, an operator gets the whole by `_Whole`, whose backward
 splits the gradient again. So derivatives of any order are those of plain tensors.
@@ -23,12 +23,23 @@ from ..propagation.torch_internals import tree_map, version_of
 from ..strategy.errors import RuntimeStateError
 from .gather import gather
 from .split_operators import aligned, has_slices, is_by_element, looked_at, run, write_whole
-from .torch_internals import DisableTorchFunctionSubclass, as_object, local_part_of, set_part, spec_like, spec_of, takes_foreach, wrapper_like
+from .torch_internals import (
+    DisableTorchFunctionSubclass,
+    as_object,
+    local_part_of,
+    set_part,
+    spec_like,
+    spec_of,
+    takes_foreach,
+    wrapper_like,
+)
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default
 _READS_MEMORY = frozenset({"__array__", "__dlpack__", "__format__", "__repr__", "__str__", "numpy", "tolist"})
-_NUMBERS = frozenset({int, float, bool, complex, type(None), torch.dtype, torch.memory_format, torch.device, torch.layout})
+_NUMBERS = frozenset(
+    {int, float, bool, complex, type(None), torch.dtype, torch.memory_format, torch.device, torch.layout}
+)
 _PLAIN = {Tensor}
 _REDUCING = ("_foreach_norm", "_foreach_max")
 _IN_PLACE = {"__iadd__": "add_", "__isub__": "sub_", "__imul__": "mul_", "__idiv__": "div_", "__itruediv__": "div_"}
@@ -127,8 +138,7 @@ class SplitTensor(DTensor):
 
     def __copy__(self) -> Any:
         """The same memory, in another object."""
-        kind = nn.Parameter if isinstance(self, nn.Parameter) else lambda t, requires_grad: t.requires_grad_(requires_grad)
-        copied = kind(split_tensor(local_part_of(self), spec_of(self)), requires_grad=self.requires_grad)
+        copied: Tensor = split_tensor(local_part_of(self), spec_of(self)).requires_grad_(self.requires_grad)
         vars(copied).update(vars(self))
         return copied
 
@@ -140,9 +150,9 @@ class SplitTensor(DTensor):
 class SplitView(Tensor):
     """A view of a split tensor, such as `p[0]` or `p.t()`, made where no gradients are recorded.
 
-    A part of a view is in general no part of the tensor. So it is what was asked for: the tensor, and how it is looked at.
-    Each use gathers the tensor and looks at it; what is written goes to the tensor's parts. Both share their values, as
-    on one device.
+    A part of a view is in general no part of the tensor. So it is what was asked for: the tensor, and how it is looked
+    at. Each use gathers the tensor and looks at it; what is written goes to the tensor's parts. Both share their
+    values, as on one device.
     """
 
     _base_tensor: Any
@@ -284,8 +294,8 @@ def _value(value: Any) -> Any:
 
 
 class _Whole(torch.autograd.Function):
-    """From a tensor to the whole of it. That of a leaf is a view, which autograd lets nobody write to, as it lets nobody
-    write to a leaf."""
+    """From a tensor to the whole of it. That of a leaf is a view, which autograd lets nobody write to, as it lets
+    nobody write to a leaf."""
 
     @staticmethod
     def forward(ctx: Any, tensor: SplitTensor, what: str) -> Tensor:
@@ -436,8 +446,8 @@ def _operator(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
 
 
 def _by_element(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """What `run` does with an operator by element of tensors laid out alike, without PyTorch's dispatcher in between: an
-    optimizer's step is made of these."""
+    """What `run` does with an operator by element of tensors laid out alike, without PyTorch's dispatcher in between:
+    an optimizer's step is made of these."""
     like = args[0]
     if torch.is_grad_enabled() or type(like) is not SplitTensor or torch.is_inference_mode_enabled():
         return _operator(func, types, args, kwargs)
@@ -485,7 +495,11 @@ def _by_position(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kw
     result = func(*lists[: len(args)], **dict(zip(kwargs, lists[len(args) :], strict=True)))
     if result is not None and result is not lists[0]:
         return type(result)(like.placed(part) for like, part in zip(first, result, strict=True))
-    written = first if not fused else [v for values, own in zip(given, lists, strict=True) if values is not own for v in values]
+    written = (
+        first
+        if not fused
+        else [v for values, own in zip(given, lists, strict=True) if values is not own for v in values]
+    )
     increment_version(written)
     return first if result is not None else None
 

@@ -20,8 +20,8 @@ Each name, and why:
     _foreach_supported_types                                 the subclasses that optimizers step as lists; DTensor's
                                                              module adds its own there, too
     Shard, Replicate, Partial as exact types, shard_order    what else DTensor places by is its own affair
-    torch._C._disabled_torch_function_impl                   the __torch_function__ of DTensor: what is asked of a tensor
-                                                             as an object, in a third of the time of one of ours
+    torch._C._disabled_torch_function_impl                   the __torch_function__ of DTensor: what is asked of a
+                                                             tensor as an object, in a third of the time of ours
     torch._C.DisableTorchFunctionSubclass                    the same for a block; public is only what also disables the
                                                              modes of functions
     Tensor._make_wrapper_subclass                            makes a tensor without memory, of a subclass; documented
@@ -58,12 +58,12 @@ from torch import Tensor, fx
 from torch._C import DisableTorchFunctionSubclass
 from torch._C import _disabled_torch_function_impl as as_object
 from torch.autograd import forward_ad
+from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
+from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as util_foreach_types
-from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
-from torch.distributed.distributed_c10d import _get_default_store as default_store
 
 __all__ = [
     "GLOO_TLS",
@@ -142,7 +142,7 @@ def spec_like(spec: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
 
 
 def takes_foreach(kind: type) -> None:
-    """Let torch.optim and clip_grad_norm_ work on lists of tensors of a subclass, as DTensor's own module does for it."""
+    """Let torch.optim and clip_grad_norm_ work on lists of tensors of a subclass, as DTensor's module does for it."""
     for kinds in (optim_foreach_types, util_foreach_types):
         if kind not in kinds:
             kinds.append(kind)  # type: ignore[arg-type]

@@ -59,13 +59,15 @@ class Watch:
         self._process, self._meetings, self._asked = os.getpid(), 0, 0
         self._planning: list[str] = []
         self._at: str | None = None  # the meeting that this rank waits at
-        self._waits: tuple[str, tuple[int, ...]] | None = None  # in what, and for whom: a collective outside of programs
+        self._waits: tuple[str, tuple[int, ...]] | None = (
+            None  # in what, and for whom: a collective outside of programs
+        )
         self.failed: str | None = None
         self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {self._process}")
         self._broken: str | None = None  # what was found to differ, until it is raised
         self._ledgers: dict[str, Ledger] = {}
         own = self.ledger("ledger", range(self.size))
-        self.ran, self.given, self.stepped = own.ran, own.given, own.stepped
+        self.ran, self.given, self.stepped, self.came_back = own.ran, own.given, own.stepped, own.came_back
         self._thread = threading.Thread(target=self._listen, name="partway watch", daemon=True)
         self._thread.start()
 
@@ -287,8 +289,8 @@ class Watch:
                 of_missing = [{rank: look[rank] for rank in missing} for look in looks]
                 if missing and not work.is_completed() and (why := self._hopeless(of_missing, missing)):
                     raise RuntimeStateError(
-                        f"rank {self.rank} would {purpose}, and {named(sorted(missing))} {why}; run the same program on "
-                        f"every rank:\n{lines_of(of_missing[-1])}"
+                        f"rank {self.rank} would {purpose}, and {named(sorted(missing))} {why}; run the same program "
+                        f"on every rank:\n{lines_of(of_missing[-1])}"
                     )
         except RuntimeError as error:
             raise (error if isinstance(error, RuntimeStateError) else failed_in(purpose, error)) from error

@@ -66,6 +66,11 @@ class Layout:
         """The axes that split `dim`, major first."""
         return tuple(a for a, p in zip(self.mesh.axes, self.placements, strict=True) if p == Shard(dim))
 
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes that split any dim."""
+        return tuple(a for a, p in zip(self.mesh.axes, self.placements, strict=True) if isinstance(p, Shard))
+
     def cut(self, dim: int, size: int) -> Cut:
         """How its axes cut `dim`, of `size`: one position after another in the group of all axes that split it."""
         return Cut(size, tuple(n for n, p in zip(self.mesh.sizes, self.placements, strict=True) if p == Shard(dim)))

@@ -54,6 +54,7 @@ models/test_constraints.py             api/annotations: constrain
 models/test_flat_devices.py            api/annotations: meshes
 models/test_features.py                api: sharded sharding
 models/test_gloo_features.py           api: alike
+models/test_own_parts.py               api/annotations: given; runtime: own_parts
 models/test_gloo_dtensors.py           api: dtensors
 models/test_materialize.py             api: materialize; propagation/capture: initialisers
 models/test_contents.py                api/reuse: contents

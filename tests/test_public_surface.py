@@ -93,6 +93,7 @@ DATA = [
     "planned_part",
     "to_global",
     "web_dataset",
+    "whole_batch",
 ]
 
 OPS = [
@@ -205,6 +206,7 @@ def test_these_are_the_public_names():
         (pw.data.part_of, "(strategy, rank=None, *, mesh=None, devices=None)"),
         (pw.data.planned_part, "(planned, input=0, rank=None)"),
         (pw.data.to_global, "(part, strategy, mesh)"),
+        (pw.data.whole_batch, "(part, strategy=None, mesh=None)"),
         (pw.data.WindowReader, "(source, *, level=0, path='', axes=None)"),
         (pw.data.WindowReader.read, "(self, window, *, halo=0, mode='constant', fill_value=0)"),
         (pw.data.View.read, "(self, image, *, halo=0, mode='constant', fill_value=0)"),

@@ -7,6 +7,7 @@ try and, for each of them, `Annotations`: the layouts that the search may choose
     constrain         while a function is captured: marks the tensors that are annotated inside it
     constraint_text   a strategy as text, the form in which such a mark stands in the graph
     statements        every source (in_strategy, parameter_plan, dataset_strategy, ...) as statements on single tensors
+    given             what each process is given of an input, as the dataset_strategy says
     meshes            the meshes to try
     annotate          all statements together: checked on the mesh, and merged into the allowed layouts
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from partway.annotations.constraint_text import constraint_of
+from partway.annotations.given import given_strategies
 from partway.annotations.names import by_argument, check_out_strategy
 from partway.options.fields import DatasetMode, ParallelMode
 from partway.options.parallel import ParallelContext
@@ -19,7 +20,7 @@ from partway.propagation.graph.nodes import shape
 from partway.propagation.graph.port import Port, Role
 from partway.propagation.ops.collectives import constrain
 from partway.request import Request, requests
-from partway.strategy import Mesh, Problem, Replicate, Shard, StrategyError, check_dataset_strategy
+from partway.strategy import Mesh, Problem, Replicate, Shard
 from partway.strategy.suggest import did_you_mean, there_are
 
 
@@ -122,16 +123,12 @@ def _dataset_strategy(inputs: PlanInputs, mesh: Mesh, problems: list[Problem]) -
     mode = context.parallel_mode if context.mode_was_set else ParallelMode.AUTO_PARALLEL
     if not ports or mode not in _SEARCHING or not dataset_applies(inputs.request, context):
         return
-    value = context.dataset_strategy
-    plain: Any = value.value if isinstance(value, DatasetMode) else value
-    shapes = [shape(port.node) for port in ports]
-    try:
-        strategies = check_dataset_strategy(plain, shapes, mesh.device_num, mode=mode.value) or ()
-    except StrategyError as error:
-        problems += error.problems
-        return
-    for port, size, strategy in zip(ports, shapes, strategies, strict=True):
-        if size:
+    if not context.dataset_was_set:  # each process has the whole batch, and these modes split it
+        context = context.model_copy(update={"dataset_strategy": DatasetMode.DATA_PARALLEL})
+    given = [(port.name, str(port.argument), shape(port.node)) for port in ports]
+    strategies = given_strategies(inputs.fn, inputs.request, context, given, mesh.device_num, problems)
+    for port, strategy in zip(ports, strategies, strict=True):
+        if strategy is not None:
             yield _of_input(port, strategy, "dataset_strategy")
 
 
@@ -139,15 +136,10 @@ _SOURCES: tuple[Source, ...] = (_in_strategy, _out_strategy, _parameter_plans, _
 
 
 def dataset_applies(request: Request, context: ParallelContext) -> bool:
-    """Whether the context's dataset_strategy annotates the inputs: in_strategy does not, and dataset_strategy (or a
-    semi-auto or auto mode, whose default it is) was set."""
+    """Whether inputs are split as the dataset_strategy says, where no in_strategy says so: it was set, or it is that of
+    a semi-auto or auto mode. Where each process has the whole batch, an in_strategy leaves the rest to the search."""
     mode = context.mode_was_set and context.parallel_mode in _SEARCHING
-    return request.in_strategy is None and (mode or dataset_was_set(context))
-
-
-def dataset_was_set(context: ParallelContext) -> bool:
-    """Whether the user set the dataset_strategy: each rank then holds only its part of every input."""
-    return bool({"dataset_strategy", "full_batch"} & context.model_fields_set)
+    return context.gives_parts or (request.in_strategy is None and (mode or context.dataset_was_set))
 
 
 def _dtensors(inputs: PlanInputs) -> Iterator[Statement]:

@@ -9,7 +9,7 @@
 In go a strategy or a plan, and images or shards. Out come a rank's `Part`, the window of each image that it holds, and
 samplers and pipelines that give ranks that share an image the same samples.
 
-    part                         which part of a tensor a rank holds; parts put together as a DTensor
+    part                         which part of a tensor a rank holds; parts put together, whole or as a DTensor
     window, view, random_views   rectangles of an image, what is cut and mirrored of it, and the same at random
     reader, source               reading a window; tiff_source and zarr_source read files, an array is a source too
     patches                      MindSpore's SlicePatches
@@ -23,7 +23,7 @@ Packages of the extra are imported when they are first used.
 from __future__ import annotations
 
 from partway.data.epoch import Epoch
-from partway.data.part import Part, part_of, planned_part, to_global
+from partway.data.part import Part, part_of, planned_part, to_global, whole_batch
 from partway.data.patches import SliceMode, SlicePatches
 from partway.data.random_views import RandomCrop, RandomFlip
 from partway.data.reader import WindowReader
@@ -48,4 +48,5 @@ __all__ = [
     "planned_part",
     "to_global",
     "web_dataset",
+    "whole_batch",
 ]

@@ -152,29 +152,64 @@ def planned_part(planned: Any, input: int | str = 0, rank: int | None = None) ->
 
 def to_global(part: torch.Tensor, strategy: Any, mesh: Any) -> torch.Tensor:
     """This rank's part of an input, as a sharded model takes it in place of the whole input: a DTensor if a launcher
-    started this process; otherwise `part` itself, which is the whole input then.
+    started this process; otherwise `part` itself, which is the whole input then. Every rank calls it.
 
     For an input that is split along several dims, as by in_strategy=(("dp", None, None, "w"),), and that no rank should
     read as a whole. `strategy` is its entry, in axis names, and `mesh` the one that `shard` was given. Raises
-    StrategyError as `part_of` does, and for a part with another number of dims.
+    StrategyError as `part_of` does, for a part with another number of dims, and for parts that no DTensor has.
     """
-    on = given_mesh(mesh)
-    if not isinstance(part, torch.Tensor):
-        raise StrategyError(f"to_global takes a tensor, this rank's part of an input, not {shown(part)}")
-    if on is None:
+    if given_mesh(mesh) is None:
         raise StrategyError("to_global takes the mesh that shard was given, such as mesh={'dp': 2, 'w': 4}")
-    held = part_of(strategy, 0, mesh=on)
+    layout = _layout_of_parts("to_global", part, strategy, mesh)
+    if not launched():
+        return part
+    from partway.runtime.execute import device_mesh
+    from partway.runtime.own_parts import parts_now, places_of, recut, whole_shape
+    from partway.runtime.parameters import as_dtensor
+
+    places = parts_now(part, f"to_global(part, {shown(strategy)})").places(layout)
+    shape = whole_shape(places)
+    if not layout.chunks(shape):
+        raise StrategyError(f"to_global: no DTensor of shape {list(shape)} has the parts {layout}; give even ones")
+    if places != places_of(layout, shape):
+        part = recut(part, layout, shape, places, places_of(layout, shape))
+    return as_dtensor(part, layout, shape, device_mesh(layout.mesh))
+
+
+def whole_batch(part: torch.Tensor, strategy: Any = None, mesh: Any = None) -> torch.Tensor:
+    """All of a tensor of which each process has its own part, such as the labels beside its part of the batch: what a
+    loss outside of the model takes, since results are those of the whole batch. Parts may differ in size. In one
+    process that stands for all devices it is `part` itself. Every process calls it.
+
+    strategy   which part each process has, as for `part_of`; None: one of as many along the first dim as there are
+               processes, in their order
+    mesh       the one that `shard` was given, where the strategy has axis names
+
+    A gradient finds its way back: that of the whole, which is the same on all ranks, gives each rank its part. Raises
+    StrategyError as `part_of` does, RuntimeStateError where ranks have parts of other dtypes or numbers of dims.
+    """
+    if isinstance(part, torch.Tensor) and strategy is None:
+        strategy = (_devices(given_mesh(mesh), None), *[1] * (part.ndim - 1))
+    layout = _layout_of_parts("whole_batch", part, strategy, mesh)
+    if not launched():
+        return part
+    from partway.runtime.own_parts import gathered, parts_now
+
+    return gathered(part, layout, parts_now(part, "pw.data.whole_batch")) if layout.cuts else part
+
+
+def _layout_of_parts(call: str, part: object, strategy: Any, mesh: Any) -> Layout:
+    """How the tensor lies of which each rank has a `part`."""
+    if not isinstance(part, torch.Tensor):
+        raise StrategyError(f"{call} takes a tensor, this rank's part of an input, not {shown(part)}")
+    held = part_of(strategy, 0, mesh=mesh)
     if part.ndim != len(held.splits):
         raise StrategyError(
             f"the part has shape {list(part.shape)}, but {shown(strategy)} is for {counted(len(held.splits), 'dim')}"
         )
-    if not launched():
-        return part
-    from partway.runtime.execute import device_mesh
-    from partway.runtime.parameters import as_dtensor
-
-    shape = tuple(size * n for size, n in zip(part.shape, held.splits, strict=True))
-    return as_dtensor(part, parse(strategy, on, shape).layouts(shape)[0], shape, device_mesh(on))
+    on = given_mesh(mesh) or Mesh.flat(_devices(None, None))
+    shape = (on.device_num**2,) * part.ndim  # which every split divides
+    return parse(strategy, on, shape).layouts(shape)[0]
 
 
 def _held(of: Layout, ndim: int, rank: int | None) -> Part:

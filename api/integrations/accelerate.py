@@ -12,11 +12,9 @@ from typing import Any
 import accelerate
 from torch import Tensor, nn
 
-from partway.annotations.statements import dataset_was_set
 from partway.attached import engine_of
 from partway.context import current
 from partway.dtensors import whole
-from partway.options.fields import DatasetMode
 from partway.propagation.torch_internals import tree_map
 from partway.strategy import StrategyError
 
@@ -39,10 +37,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> nn.Module:
         """The model: a sharded one is not wrapped. Raises StrategyError where each rank would get part of a batch."""
         sharded = any(engine_of(module) is not None for module in model.modules())
-        if sharded and dataset_was_set(current()) and current().dataset_strategy != DatasetMode.FULL_BATCH:
+        if sharded and current().gives_parts:
             raise StrategyError(
                 "dataset_strategy says that each rank has its part of a batch, and this Accelerator gives every rank "
-                "the whole batch; leave out dataset_strategy, or set it to 'full_batch'"
+                "the whole batch; set dataset_strategy to 'full_batch'"
             )
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode or sharded)
         return prepared

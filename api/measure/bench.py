@@ -359,7 +359,7 @@ def _check(case: Case) -> None:
 
 
 def _contenders(case: Case, work: Workload, dtype: torch.dtype) -> list[Contender]:
-    options = {"parallel_mode": "data_parallel", "device_profile": case.profile}
+    options = {"parallel_mode": "data_parallel", "full_batch": True, "device_profile": case.profile}
     fusion = {name: {"openstate": bool(policy), "allreduce": policy} for name, policy in case.policies.items()}
     fused = [
         ours(name, work, case.world, dtype, {**options, "comm_fusion": each}, device=case.device)

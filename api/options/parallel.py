@@ -128,13 +128,16 @@ class ParallelContext(Options):
     """How many devices are simulated; under a launcher there are as many as processes, so that one script serves both.
     The reference says 4096 but takes more, and wants 1, 2, 4 or a multiple of 8; here any number will do."""
 
-    dataset_strategy: DatasetStrategy = DatasetMode.DATA_PARALLEL
-    """A mode, or split counts for each input, as in ((1, 1, 1, 8), (1,)). An input of smaller rank may have a smaller
-    split count; the reference wants them equal. In stand_alone and data_parallel mode only the default has a meaning,
-    and a call may go back to it."""
+    dataset_strategy: DatasetStrategy = DatasetMode.FULL_BATCH
+    """What each process is given of every input. full_batch: all of it, and the plan takes the parts. data_parallel:
+    its own part, as a DistributedSampler reads it: that which `in_strategy` gives its rank, or without one an equal
+    part along the first dim. Split counts for each input, as in ((1, 1, 1, 8), (1,)): one of so many parts; an input of
+    smaller rank may have a smaller split count, where the reference wants them equal. Where it is unset, it is
+    data_parallel in parallel_mode data_parallel, as in the reference, and full_batch in other modes. In one process
+    that stands for all devices inputs are whole in any case."""
 
-    full_batch: bool = False
-    """Short for `dataset_strategy="full_batch"`: whichever was set, both read the same."""
+    full_batch: bool = True
+    """Short for `dataset_strategy="full_batch"`, and False for "data_parallel": both read the same."""
 
     gradients_mean: bool = True
     """True: the gradient of the mean over the global batch, which is what one device computes. False: the sum of the
@@ -240,6 +243,16 @@ class ParallelContext(Options):
         return "device_num" in self.model_fields_set
 
     @property
+    def dataset_was_set(self) -> bool:
+        """Whether the user said what each process is given."""
+        return bool({"dataset_strategy", "full_batch"} & self.model_fields_set)
+
+    @property
+    def gives_parts(self) -> bool:
+        """Whether each process is given its own part of some input."""
+        return self.dataset_strategy != DatasetMode.FULL_BATCH
+
+    @property
     def fusion_policies(self) -> FusionPolicies:
         """How collectives are grouped: what follows from both options."""
         fusion = self.comm_fusion
@@ -260,27 +273,40 @@ class ParallelContext(Options):
     def _consistent(self) -> Self:
         if problems := tuple(self._contradictions()):
             raise ValueError(*problems)
-        full_batch = self.full_batch or self.dataset_strategy == DatasetMode.FULL_BATCH
-        object.__setattr__(self, "full_batch", full_batch)
-        if full_batch:
-            object.__setattr__(self, "dataset_strategy", DatasetMode.FULL_BATCH)
+        dataset = self._dataset
+        object.__setattr__(self, "dataset_strategy", dataset)
+        object.__setattr__(self, "full_batch", dataset == DatasetMode.FULL_BATCH)
         return self
 
+    @property
+    def _dataset(self) -> DatasetMode | tuple[tuple[int, ...], ...]:
+        """The dataset_strategy in force."""
+        if "dataset_strategy" in self.model_fields_set:
+            return self.dataset_strategy
+        whole = self.parallel_mode != ParallelMode.DATA_PARALLEL
+        if "full_batch" in self.model_fields_set:
+            whole = self.full_batch
+        return DatasetMode.FULL_BATCH if whole else DatasetMode.DATA_PARALLEL
+
     def _contradictions(self) -> Iterator[str]:
-        dataset, mode = self.dataset_strategy, self.parallel_mode
-        if {"full_batch", "dataset_strategy"} <= self.model_fields_set:
-            if self.full_batch != (dataset == DatasetMode.FULL_BATCH):
-                yield (
-                    f"full_batch={self.full_batch} contradicts dataset_strategy={dataset!r}; "
-                    "full_batch=True is short for dataset_strategy='full_batch', so change one of them"
-                )
-        elif self.full_batch:
-            dataset = DatasetMode.FULL_BATCH
-        manual = self.mode_was_set and mode in (ParallelMode.STAND_ALONE, ParallelMode.DATA_PARALLEL)
-        if manual and dataset != DatasetMode.DATA_PARALLEL:
+        dataset, mode = self._dataset, self.parallel_mode
+        both = {"full_batch", "dataset_strategy"} <= self.model_fields_set
+        if both and self.full_batch != (dataset == DatasetMode.FULL_BATCH):
             yield (
-                f"dataset_strategy={dataset!r} with parallel_mode={mode!r}: a dataset_strategy applies in semi-auto "
-                "and auto modes only; set parallel_mode='semi_auto_parallel' or 'auto_parallel'"
+                f"full_batch={self.full_batch} contradicts dataset_strategy={dataset!r}; "
+                "full_batch=True is short for dataset_strategy='full_batch', so change one of them"
+            )
+        if mode == ParallelMode.DATA_PARALLEL and not isinstance(dataset, DatasetMode):
+            yield (
+                f"dataset_strategy={dataset!r} with parallel_mode={mode!r}, which splits every input along its first "
+                "dim; write 'data_parallel' or 'full_batch', or set parallel_mode='semi_auto_parallel' or "
+                "'auto_parallel'"
+            )
+        alone = self.mode_was_set and mode == ParallelMode.STAND_ALONE
+        if alone and self.dataset_was_set and dataset != DatasetMode.DATA_PARALLEL:
+            yield (
+                f"dataset_strategy={dataset!r} with parallel_mode={mode!r}, in which nothing is split; "
+                "set another parallel_mode"
             )
         named = self.comm_fusion.allreduce if "allreduce" in self.comm_fusion.model_fields_set else None
         if self.all_reduce_fusion_config and named not in (None, self._allreduce):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -168,14 +168,14 @@ def _agrees(course: Course, answers: list[Answer]) -> bool:
     return len(course.asked) >= len(answers) and course.asked[len(answers) - 1][1] == answers[-1]
 
 
-def values_of(tensors: Sequence[Tensor], state: Callable[[str], Tensor], parts: bool = False) -> Values:
+def values_of(tensors: Sequence[Tensor], state: Callable[[str], Tensor], parts: Collection[str] = ()) -> Values:
     """Where questions find the tensors of a call: among its `tensors`, and by name in the `state` of its module.
-    `parts`: a process has only its part of an input."""
+    `parts`: the inputs of which a process has only its part."""
 
     def value(leaf: Leaf) -> Tensor:
         is_input = leaf.role is Role.INPUT
         tensor = tensors[leaf.place] if is_input else state(leaf.name)
-        if is_input and parts:
+        if is_input and leaf.name in parts:
             raise Unanswered(f"are those of input {leaf.name!r}, and each process has a part of it (dataset_strategy)")
         if tensor.is_meta:
             raise Unanswered(f"are those of {leaf.role} {leaf.name!r}, which is on the meta device and has none")

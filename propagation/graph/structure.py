@@ -417,6 +417,7 @@ class Call:
     (`"x"`, or `"batch[0]"` when the argument holds several).
 
     paths   where the numbers are that the last tensors stand for, since they change from call to call
+    parts   of each tensor the parts of which every rank holds one, where it stands for the whole; () if none does
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -424,6 +425,12 @@ class Call:
     arguments: tuple[str, ...]
     names: tuple[str, ...]
     paths: tuple[Path, ...] = ()
+    parts: tuple[Any, ...] = ()
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The parts of the tensors that stand for a whole, by name."""
+        return {name: parts for name, parts in zip(self.names, self.parts, strict=False) if parts is not None}
 
     @property
     def numbers(self) -> int:
@@ -439,7 +446,7 @@ class Call:
         names = tuple(f"numbers[{i}]" for i in range(len(numbers)))
         return Call(
             (*self.tensors, *map(torch.tensor, numbers)), structure, (*self.arguments, *names), (*self.names, *names),
-            tuple(paths),
+            tuple(paths), self.parts,
         )  # fmt: skip
 
     def build(self, tensors: Sequence[Any]) -> Any:

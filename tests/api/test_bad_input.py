@@ -831,15 +831,15 @@ DATASET = [
     Wrong(
         "dataset_strategy_in_data_parallel_mode",
         lambda _: pw.set_auto_parallel_context(dataset_strategy=((8, 1),), parallel_mode="data_parallel"),
-        ("applies in semi-auto and auto modes only", "set parallel_mode='semi_auto_parallel' or 'auto_parallel'"),
+        ("splits every input along its first dim", "set parallel_mode='semi_auto_parallel' or 'auto_parallel'"),
         pw.ContextError,
     ),
     Wrong(
         "data_parallel_mode_after_a_dataset_strategy",
         lambda _: pw.set_auto_parallel_context(parallel_mode="data_parallel"),
-        ("dataset_strategy='full_batch' with parallel_mode='data_parallel'",),
+        ("dataset_strategy=((8, 1),) with parallel_mode='data_parallel'", "write 'data_parallel' or 'full_batch'"),
         pw.ContextError,
-        context={"dataset_strategy": "full_batch"},
+        context={"dataset_strategy": ((8, 1),)},
     ),
     Wrong(
         "more_entries_than_inputs",

@@ -34,8 +34,8 @@ DEFAULTS = {
     "parallel_mode": "stand_alone",
     "search_mode": "dynamic_programming",
     "device_num": 1,
-    "dataset_strategy": "data_parallel",
-    "full_batch": False,
+    "dataset_strategy": "full_batch",
+    "full_batch": True,
     "gradients_mean": True,
     "batch_norm_parts": 1,
     "gradient_fp32_sync": True,
@@ -191,12 +191,12 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"dataset_strategy": ((8.0, 1),)}, "dataset_strategy, input 0: dim 0 has 8.0 as its split count; write an int"),
     (
         {"dataset_strategy": ((1, 8), (1,)), "parallel_mode": "data_parallel"},
-        "dataset_strategy=((1, 8), (1,)) with parallel_mode='data_parallel': a dataset_strategy applies in semi-auto "
-        "and auto modes only; set parallel_mode='semi_auto_parallel' or 'auto_parallel'",
+        "dataset_strategy=((1, 8), (1,)) with parallel_mode='data_parallel', which splits every input along its first "
+        "dim; write 'data_parallel' or 'full_batch', or set parallel_mode='semi_auto_parallel' or 'auto_parallel'",
     ),
     (
         {"full_batch": True, "parallel_mode": "stand_alone"},
-        "dataset_strategy='full_batch' with parallel_mode='stand_alone': a dataset_strategy applies in semi-auto ",
+        "dataset_strategy='full_batch' with parallel_mode='stand_alone', in which nothing is split; set another p",
     ),
     (
         {"full_batch": True, "dataset_strategy": ((8, 1), (8,))},
@@ -375,17 +375,43 @@ def test_an_option_set_to_its_default_counts_as_set() -> None:
 
 def test_a_contradiction_with_an_earlier_call_is_refused() -> None:
     set_auto_parallel_context(parallel_mode="data_parallel", all_reduce_fusion_config=[20])
-    assert "parallel_mode='data_parallel'" in message_of(set_auto_parallel_context, full_batch=True)
+    refused = message_of(set_auto_parallel_context, dataset_strategy=((8, 1),))
+    assert "parallel_mode='data_parallel'" in refused
     assert "set one of them to None" in message_of(set_auto_parallel_context, **allreduce(mode="auto", config=None))
     set_auto_parallel_context(all_reduce_fusion_config=None, **allreduce(mode="size", config=2))
     assert current().fusion_policies == FusionPolicies(Fusion(FusionMode.SIZE, 2), GROUPED, GROUPED)
 
 
 def test_a_dataset_strategy_can_be_taken_back_before_leaving_the_auto_modes() -> None:
-    set_auto_parallel_context(parallel_mode="auto_parallel", dataset_strategy="full_batch")
+    set_auto_parallel_context(parallel_mode="auto_parallel", dataset_strategy=((8, 1),))
     message_of(set_auto_parallel_context, parallel_mode="data_parallel")
     set_auto_parallel_context(parallel_mode="data_parallel", dataset_strategy="data_parallel")
     assert current().parallel_mode is ParallelMode.DATA_PARALLEL
+
+
+@pytest.mark.parametrize(
+    ("options", "holds"),
+    [
+        ({}, "full_batch"),
+        ({"parallel_mode": "auto_parallel"}, "full_batch"),
+        ({"parallel_mode": "semi_auto_parallel"}, "full_batch"),
+        ({"parallel_mode": "data_parallel"}, "data_parallel"),
+        ({"parallel_mode": "data_parallel", "dataset_strategy": "full_batch"}, "full_batch"),
+        ({"parallel_mode": "data_parallel", "full_batch": True}, "full_batch"),
+        ({"full_batch": False}, "data_parallel"),
+        ({"dataset_strategy": ((1, 8),)}, ((1, 8),)),
+    ],
+)
+def test_the_dataset_strategy_reads_what_each_process_is_given(options: dict[str, Any], holds: Any) -> None:
+    with auto_parallel_context(**options) as context:
+        assert get_auto_parallel_context("dataset_strategy") == holds
+        assert get_auto_parallel_context("full_batch") is (holds == "full_batch")
+        assert context.gives_parts is (holds != "full_batch")
+        with auto_parallel_context(search_mode="sharding_propagation"):  # what follows was not set
+            assert get_auto_parallel_context("dataset_strategy") == holds
+    set_auto_parallel_context(parallel_mode="data_parallel")
+    set_auto_parallel_context(parallel_mode="auto_parallel")
+    assert get_auto_parallel_context("dataset_strategy") == "full_batch"
 
 
 def test_full_batch_and_its_dataset_strategy_read_the_same() -> None:

@@ -13,11 +13,9 @@ and what operators in place leave behind must be those of one device.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import re
 import sys
-import tempfile
 import time
 import warnings
 from collections import Counter
@@ -182,7 +180,9 @@ def _split(leaf: Tensor, dim: int, kind: str) -> Any:
     mesh = Mesh({"x": size}) if size == 2 else Mesh({"x": 2, "y": size // 2})
     if kind == "partial":
         share = leaf.detach() * ((rank // (size // 2) + 1) / 3)
-        found = as_split(DTensor.from_local(share, device_mesh(mesh), [Partial(), *[Replicate()] * (len(mesh.axes) - 1)]))
+        found = as_split(
+            DTensor.from_local(share, device_mesh(mesh), [Partial(), *[Replicate()] * (len(mesh.axes) - 1)])
+        )
         return found
     both = (Shard(dim), Shard(dim)) if size > 2 and leaf.shape[dim] % size == 0 else (Shard(dim), REPLICATE)
     layout = Layout(mesh, both[: len(mesh.axes)] if kind == "parameter" else (REPLICATE, Shard(dim))[-len(mesh.axes) :])
@@ -201,7 +201,7 @@ def _compared(
         try:
             result, gradients = call(values)
             return [_whole(leaf) for leaf in (*tree_leaves(result), *gradients, *values.values())]
-        except Exception as error:  # noqa: BLE001 - which is compared
+        except Exception as error:
             return error
 
     expected, found = outcome(plain), outcome(values)
@@ -227,7 +227,13 @@ def _line(error: Any) -> str:
 def _whole(value: Any) -> Any:
     if isinstance(value, Tensor):
         value = value.detach()
-        return value.full_tensor() if hasattr(value, "full_tensor") else value + 0 if hasattr(value, "looked_at") else value
+        return (
+            value.full_tensor()
+            if hasattr(value, "full_tensor")
+            else value + 0
+            if hasattr(value, "looked_at")
+            else value
+        )
     return value
 
 

@@ -349,7 +349,7 @@ def short_part(s: Script) -> None:
     s.batch = lambda step, x: x[: 2 - s.rank]
 
 
-@case("parts that make no whole, under `dataset_strategy`")
+@case("parts of sizes that torch.chunk does not give, under `dataset_strategy`")
 def odd_parts(s: Script) -> None:
     short_part(s)
     s.batch = lambda step, x: torch.cat((x, x))[: 4 - 3 * s.rank]

@@ -198,7 +198,7 @@ def test_computing_waits_for_joint_statistics() -> None:
 
 def trains() -> None:
     fusion = {"allreduce": {"mode": "auto"}}
-    pw.set_auto_parallel_context(parallel_mode="data_parallel", batch_norm_parts=2, comm_fusion=fusion)
+    pw.set_auto_parallel_context(parallel_mode="data_parallel", full_batch=True, batch_norm_parts=2, comm_fusion=fusion)
     plain, model = by_parts(CASE.build(), 2), pw.shard(CASE.build())
     for step in range(3):
         (expected, slopes), (found, mine) = (gradients(each, CASE.batch(step=step)) for each in (plain, model))

@@ -147,10 +147,9 @@ def test_a_dataset_strategy_places_the_inputs_on_whatever_mesh(strategy: Any) ->
     assert (splits(model.plan, "x", 2), splits(model.plan, "target", 2)) == strategy
 
 
-def test_a_dataset_strategy_that_does_not_apply_leaves_all_meshes() -> None:
-    """in_strategy stands above it."""
+def test_a_dataset_strategy_of_whole_batches_leaves_the_other_inputs_to_the_search() -> None:
     plans = []
-    for options in ({}, {"dataset_strategy": ((4, 1), (2, 1))}):
+    for options in ({}, {"dataset_strategy": "full_batch"}):
         with pw.auto_parallel_context(device_num=8, **options):
             plans.append(pw.compile(CASES["mlp"].build(), (), rows(8), in_strategy={"x": (8, 1)}).plan)
     assert plans[0].mesh == plans[1].mesh

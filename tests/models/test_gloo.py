@@ -111,7 +111,7 @@ def test_processes_train_as_one_device_in_float32(on_ranks: Ranks) -> None:
 
 
 def fuses(name: str, options: dict[str, Any], expected: Reference) -> list[int]:
-    pw.set_auto_parallel_context(parallel_mode="data_parallel", **options)
+    pw.set_auto_parallel_context(parallel_mode="data_parallel", dataset_strategy="full_batch", **options)
     case = CASES[name]
     model: Any = pw.shard(case.build())
     loss, found = gradients(model, case.batch())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import partway as pw
-from partway.strategy import RuntimeStateError
+from partway.strategy import RuntimeStateError, StrategyError
 
 pytestmark = [
     # what torch.func and forward_ad import warns about itself, and torch.compile looks at every tensor's .grad

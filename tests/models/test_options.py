@@ -121,9 +121,11 @@ CHOICES = {**CONTEXT, **ALGO}
 
 
 def contradictory(row: Mapping[str, Any]) -> bool:
-    """What the context refuses: data sets other than the default where nothing is planned, and two that differ."""
+    """What the context refuses: data sets that are split where nothing or only the batch is, and two that differ."""
     dataset, full, mode = (row.get(n, "") for n in ("dataset_strategy", "full_batch", "parallel_mode"))
-    if mode in ("stand_alone", "data_parallel") and (dataset in ("full_batch", "tuple") or full is True):
+    if mode == "stand_alone" and (dataset in ("full_batch", "tuple") or full is True):
+        return True
+    if mode == "data_parallel" and dataset == "tuple":
         return True
     fusion = row.get("comm_fusion") or {}
     if row.get("all_reduce_fusion_config") and ("allreduce" in fusion):

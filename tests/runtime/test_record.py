@@ -27,7 +27,8 @@ def network():
 def data_parallel(devices):
     """A sharded network that was planned, and a function that runs one step of it."""
     fusion = {"allreduce": {"mode": "overlap"}}
-    with pw.auto_parallel_context(device_num=devices, parallel_mode="data_parallel", comm_fusion=fusion):
+    mode = {"parallel_mode": "data_parallel", "dataset_strategy": "full_batch"}
+    with pw.auto_parallel_context(device_num=devices, comm_fusion=fusion, **mode):
         model, x = pw.shard(network()), torch.ones(16 * devices, 64)
         model(x).sum().backward()
         yield model, lambda: model(x).sum().backward()

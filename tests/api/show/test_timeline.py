@@ -18,7 +18,7 @@ BAD = "</script><img src=x onerror=alert(1)>"
 def recorded(devices: int, folder: Path) -> tuple[Timeline, str]:
     """A step of a small network, and its page."""
     torch.manual_seed(0)
-    with pw.auto_parallel_context(device_num=devices, parallel_mode="data_parallel"):
+    with pw.auto_parallel_context(device_num=devices, parallel_mode="data_parallel", full_batch=True):
         model, x = pw.shard(nn.Linear(64, 8)), torch.ones(8 * devices, 64)
         model(x).sum().backward()
         with pw.record_timeline() as timeline:
