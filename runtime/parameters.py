@@ -81,10 +81,11 @@ def redistribute(module: nn.Module, layouts: Mapping[str, Layout]) -> None:
         if _is_placed(parameter, layout):
             continue
         moved.append(parameter)
-        new, gradient = shard_tensor(parameter, layout), parameter.grad
-        set_part(parameter, local_part_of(new), spec_of(new))
-        if gradient is not None:
-            parameter.grad = shard_tensor(gradient, layout)
+        with torch.inference_mode(parameter.is_inference()), torch.no_grad():  # the mode of this call may be another
+            new, gradient = shard_tensor(parameter, layout), parameter.grad
+            set_part(parameter, local_part_of(new), spec_of(new))
+            if gradient is not None:
+                parameter.grad = shard_tensor(gradient, layout)
     replaced.let_go(moved)
     if wanted:
         optimizers.changed(module)

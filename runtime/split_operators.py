@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..propagation.torch_internals import OpOverloadPacket, schema_of, tree_leaves, tree_map
@@ -34,8 +35,7 @@ _BY_ELEMENT = frozenset({  # of what is not tagged
 })  # fmt: skip
 _NEW = frozenset({"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"})
 _REDUCED = frozenset({
-    "_is_all_true", "_is_any_true", "all", "amax", "amin", "any", "linalg_vector_norm", "max", "mean", "min", "norm",
-    "sum",
+    "all", "amax", "amin", "any", "is_all_true", "is_any_true", "linalg_vector_norm", "max", "mean", "min", "norm", "sum",
 })  # fmt: skip
 _ADDS = ("linalg_vector_norm", "mean", "sum")
 
@@ -114,7 +114,8 @@ def _lies_as(value: Any, spec: Any) -> bool:
 
 def _by_element(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
     """Each rank computes its part, laid out as what is written, or as the first split tensor of the result's shape."""
-    like, shape = None, None
+    like: Any = None
+    shape = None
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             shape = value.shape if shape is None or shape == value.shape else torch.broadcast_shapes(shape, value.shape)
@@ -161,6 +162,7 @@ def _by_position(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
         return _plain(value, str(op))
 
     result = op(*map(parts, args), **{name: parts(v) for name, v in kwargs.items()})
+    _count_writes(op, args, kwargs)
     if not isinstance(result, list | tuple):
         return result
     return [own if like is None else like.placed(own) for own, like in zip(result, likes, strict=True)]
@@ -302,8 +304,15 @@ def on_whole(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
         if id(written) in seen:
             _, tensor, gathered, _ = seen[id(written)]
             write_whole(tensor, gathered)
+    _count_writes(op, args, kwargs)
     returned = {id(view): value for value, _, _, view in seen.values()}
     return tree_map(lambda v: returned.get(id(v), v), result)
+
+
+def _count_writes(op: Any, args: Operands, kwargs: dict[str, Any]) -> None:
+    """Count the writes into lists: autograd counts those into tensors only."""
+    for values in _written(op, args, kwargs, lists=True):
+        increment_version([v for v in values if isinstance(v, Tensor) and not v.is_inference()])
 
 
 def looked_at(value: Any, what: str) -> tuple[Any, Tensor, Tensor]:
@@ -384,7 +393,7 @@ def _how(op: Any) -> How:
         how = _by_position
     elif name in _NEW:
         how = _new
-    elif name in _REDUCED:
+    elif name.lstrip("_") in _REDUCED:
         how = _reduced
     elif name in ("alias", "detach"):
         how = _itself

@@ -70,7 +70,7 @@ class SplitTensor(DTensor):
         return (_HOW.get(func) or _how(func))(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # as DTensor's own
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DETACH and type(args[0]) is SplitTensor:  # of each gradient, in each step
@@ -165,7 +165,7 @@ class SplitView(Tensor):
         return (_HOW.get(func) or _how(func))(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # as DTensor's own
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return run(func, args, kwargs or {})
@@ -195,7 +195,8 @@ takes_foreach(SplitTensor)
 
 def split_tensor(part: Tensor, spec: Any) -> SplitTensor:
     """The tensor placed as `spec` says, a leaf, whose part on this rank is `part`."""
-    return SplitTensor.__new__(SplitTensor, part, spec, requires_grad=False)
+    tensor: Any = SplitTensor.__new__(SplitTensor, part, spec, requires_grad=False)
+    return tensor  # type: ignore[no-any-return]
 
 
 def as_split(value: Any) -> Any:
@@ -423,7 +424,7 @@ def _operator(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
         known = next((w for t, w, _ in wholes.values() if t is value), None)
         if known is None:
             known = _whole(value, getattr(func, "__name__", "an operator"))
-            wholes[id(known)] = value, known, (version_of(known), None if value.is_leaf else known.grad_fn)
+            wholes[id(known)] = value, known, (version_of(known), None if _is_trained(value) else known.grad_fn)
         return known
 
     tree_map(look, (args, dict(kwargs)))
@@ -433,7 +434,7 @@ def _operator(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
     result = func(*args, **kwargs)
     for tensor, gathered, (version, grad_fn) in wholes.values():
         if version_of(gathered) != version:
-            if not tensor.is_leaf and gathered.grad_fn is not grad_fn:  # to write to the whole of a leaf is an error
+            if not _is_trained(tensor) and gathered.grad_fn is not grad_fn:
                 raise RuntimeStateError(
                     f"a tensor of shape {list(tensor.shape)} that lies split was written in place by "
                     f"{getattr(func, '__name__', 'an operator')} where gradients are recorded, which its parts would "
@@ -502,6 +503,12 @@ def _by_position(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kw
     )
     increment_version(written)
     return first if result is not None else None
+
+
+def _is_trained(tensor: Tensor) -> bool:
+    """Whether `tensor` is a leaf with a gradient. Autograd itself refuses to record a write to its whole."""
+    with DisableTorchFunctionSubclass():
+        return tensor.is_leaf and tensor.requires_grad
 
 
 def _requires_grad(tensor: Tensor) -> bool:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import math
 
-from rich.filesize import pick_unit_and_suffix
-
 
 def human(size: float, digits: int = 3) -> str:
     """Bytes: `1.5 MB` (1 MB = 1,000,000 bytes)."""
@@ -22,6 +20,8 @@ def lasting(seconds: float) -> str:
 
 def _in_units(amount: float, units: tuple[str, ...], digits: int = 3) -> str:
     """`amount` of the first of `units`, in the one that suits; each is 1000 of the one before."""
+    from rich.filesize import pick_unit_and_suffix  # errors are imported with the package, which stays light
+
     if not math.isfinite(amount):  # a sum of what was edited
         return f"{amount} {units[-1]}"
     amount = float(f"{amount:.{digits}g}")

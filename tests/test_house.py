@@ -27,8 +27,8 @@ models/test_accumulation.py            runtime: waiting
 api/ops/test_operators.py              runtime: by_hand
 api/test_bad_input.py                  api: checks request; api/annotations: names statements
 api/test_context.py                    api/options: algo base fields in_force parallel refusals
-ecosystem/test_one_behaviour.py        api: state_dicts; runtime: results
-ecosystem/test_newcomer.py             runtime: weights
+ecosystem/test_one_behaviour.py        api: state_dicts
+ecosystem/test_around.py               runtime: split_operators
 ecosystem/test_resume.py               api: resume
 ecosystem/test_checkpoints.py          api/checkpoints: contents progress ranks
 ecosystem/test_pretrained.py           api/checkpoints: pretrained

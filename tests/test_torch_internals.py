@@ -10,13 +10,17 @@ import socket
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim.optimizer import _foreach_supported_types as optim_types
+from torch.utils._foreach_utils import _foreach_supported_types as util_types
 
 from partway.propagation import torch_internals as planning
 from partway.runtime import torch_internals as running
@@ -586,3 +590,42 @@ def test_inductor_takes_a_graph_of_operators() -> None:
     graph.output((y,))
     compiled = running.inductor(fx.GraphModule(nn.Module(), graph), [torch.ones(2)])
     assert torch.equal(compiled(torch.ones(2))[0], torch.full((2,), 2.0))
+
+
+def test_dtensors_are_placed_by_specs() -> None:
+    spec = running.dtensor_spec("mesh", (Shard(0), Replicate()), (4, 6), torch.float32)
+    assert (spec.shape, spec.tensor_meta.stride, spec.tensor_meta.dtype) == ((4, 6), (6, 1), torch.float32)
+    assert running.spec_like(spec, (4, 6), torch.float32) is spec
+    assert running.spec_like(spec, (), torch.float64).placements == (Replicate(), Replicate())
+    assert running.is_documented(spec)
+    assert not running.is_documented(SimpleNamespace(placements=(_StridedShard(0, split_factor=2),)))
+    held = SimpleNamespace()
+    running.set_part(held, torch.ones(2), spec)
+    assert held._spec is spec
+    assert torch.equal(held._local_tensor, torch.ones(2))
+
+
+def test_a_subclass_is_asked_as_an_object_and_stepped_in_lists() -> None:
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return "asked"
+
+    own = torch.ones(2).as_subclass(Own)
+    assert own.shape == "asked"
+    assert running.as_object(torch.Tensor.shape.__get__, (), (own,), {}) == (2,)  # type: ignore[attr-defined]
+    with running.DisableTorchFunctionSubclass():
+        assert own.shape == (2,)
+
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+            raise NotImplementedError
+
+    wrapper = running.wrapper_like(Wrapper, torch.empty(2, 3, device="meta"), torch.device("cpu"))
+    assert (wrapper.shape, wrapper.device.type) == ((2, 3), "cpu")
+    running.takes_foreach(Own)
+    running.takes_foreach(Own)
+    for kinds in (optim_types, util_types):
+        assert kinds.count(Own) == 1
+        kinds.remove(Own)

@@ -31,7 +31,8 @@ from .segments import Like, Piece, pieces_of
 from .step import Step, calls_of, is_port, returned_by, undo_views
 
 _add = torch.ops.aten.add.Tensor
-_RECORDING = {torch.ops.aten.mkldnn_rnn_layer.default: rnn_layer}  # what keeps less where no gradients are recorded
+# what keeps less where no gradients are recorded
+_RECORDING: dict[Any, Any] = {torch.ops.aten.mkldnn_rnn_layer.default: rnn_layer}
 _FILLS = (torch.ops.aten.masked_fill_.Scalar, torch.ops.aten.masked_fill_.Tensor)  # of the dtype that they write to
 T = TypeVar("T")
 _Renumbered = Mapping[int, int] | Sequence[int]  # from the tag of a conversion, or a region, to that of its copy

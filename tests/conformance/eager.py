@@ -6,8 +6,8 @@
 
 Of each sample every tensor in turn, and then all of them, is what a script meets around a sharded model: a parameter
 (a leaf that has a gradient), a gradient or a state of an optimizer (without one), or a partial value; each split along
-every dim, evenly and unevenly as its size has it, on 4 processes over two axes. Results, gradients for random cotangents,
-and what operators in place leave behind must be those of one device.
+every dim, evenly and unevenly as its size has it, on 4 processes over two axes. Results, gradients for random
+cotangents, and what operators in place leave behind must be those of one device.
 """
 
 from __future__ import annotations
@@ -41,9 +41,6 @@ MEANING = {
     "random": "draws numbers, or returns memory as it is; shapes and dtypes are right",
     "raw": "another error",
     "wrong": "other numbers",
-}
-REFUSED = {
-    "to_sparse": "a sparse result",
 }
 
 
@@ -148,21 +145,21 @@ def _gradients(result: Any, needs: list[Tensor]) -> list[Any]:
 
 
 def _splits(leaves: list[Any], places: list[int], gradient: bool) -> Iterator[tuple[str, dict[int, Any]]]:
-    able = [i for i in places if leaves[i].dim() and leaves[i].numel()]
     for kind in ("parameter", "gradient", "partial"):
+        able = [i for i in places if leaves[i].dim() and leaves[i].numel() and _may_be(leaves[i], kind, gradient)]
         for i in able:
-            float_ = leaves[i].is_floating_point()
-            if kind == "parameter" and not (gradient and leaves[i].requires_grad):
-                continue
-            if kind == "partial" and not float_:
-                continue
             dims = [d for d, n in enumerate(leaves[i].shape) if n > 1][:: 1 if kind != "partial" else 99][:DIMS]
             for d in dims or ([0] if kind == "partial" else []):
                 yield f"{kind} {places.index(i)} dim {d}", {i: _split(leaves[i], d, kind)}
-        every = [i for i in able if max(leaves[i].shape) > 1 and (kind != "partial" or leaves[i].is_floating_point())]
-        if len(every) > 1 and (kind != "parameter" or gradient):
+        every = [i for i in able if max(leaves[i].shape) > 1]
+        if len(every) > 1:
             dims = {i: next(d for d, n in enumerate(leaves[i].shape) if n > 1) for i in every}
             yield f"{kind}, all", {i: _split(leaves[i], dims[i], kind) for i in every}
+
+
+def _may_be(leaf: Tensor, kind: str, gradient: bool) -> bool:
+    """Whether a tensor may be a parameter, or a partial value."""
+    return {"parameter": gradient and leaf.requires_grad, "partial": leaf.is_floating_point()}.get(kind, True)
 
 
 def _split(leaf: Tensor, dim: int, kind: str) -> Any:
@@ -186,8 +183,8 @@ def _split(leaf: Tensor, dim: int, kind: str) -> Any:
         return found
     both = (Shard(dim), Shard(dim)) if size > 2 and leaf.shape[dim] % size == 0 else (Shard(dim), REPLICATE)
     layout = Layout(mesh, both[: len(mesh.axes)] if kind == "parameter" else (REPLICATE, Shard(dim))[-len(mesh.axes) :])
-    found = shard_tensor(leaf, layout)
-    return torch.nn.Parameter(found) if kind == "parameter" else found
+    part = shard_tensor(leaf, layout)
+    return torch.nn.Parameter(part) if kind == "parameter" else part
 
 
 def _compared(
@@ -279,6 +276,46 @@ def examine_all(names: Sequence[str], ranks: int, most: int = SAMPLES, together:
     pool.close()
 
 
+HEAD = """# Operators on what is split
+
+Around a sharded model a script meets its parameters, their gradients and states of optimizers, which lie split under a
+launcher. The samples of PyTorch's database of operators (`op_db`) are run here on such tensors, {samples} of each entry, on
+{ranks} gloo processes, mixed with plain tensors: each tensor of a sample in turn, and all at once, is a parameter, a
+gradient, or a partial value, split along two of its dims, in PyTorch's place of it and in place where there is such a
+form. Results, gradients and what is left behind are compared with plain PyTorch {version}, in float64.
+`python tests/conformance/eager.py --write` writes this page; a slice of it is run by `make test`.
+
+| processes | entries | {statuses} |
+| --: | --: | {rule} |
+{totals}
+
+{meanings}
+
+What is refused, and why:
+
+| entry | processes | cases | the first |
+| --- | --: | --: | --- |
+{lines}
+"""
+
+
+def page(results: dict[int, list[dict[str, Any]]], most: int) -> str:
+    totals, lines = [], []
+    for ranks, each in results.items():
+        total: Counter[str] = sum((Counter(r["found"]) for r in each), Counter())
+        totals.append(f"| {ranks} | {len(each)} | " + " | ".join(str(total[s]) for s in STATUSES) + " |")
+        for result in each:
+            bad = {s: n for s, n in result["found"].items() if s in ("refused", "raw", "wrong")}
+            for status, count in bad.items():
+                why = (result["problems"] or [""])[0].replace("|", "\\|")
+                lines.append(f"| {result['name']} | {ranks} | {count} {status} | {why} |")
+    return HEAD.format(
+        samples=most, ranks=" and ".join(map(str, results)), version=".".join(torch.__version__.split(".")[:2]),
+        statuses=" | ".join(STATUSES), rule=" | ".join("--:" for _ in STATUSES), totals="\n".join(totals),
+        meanings="\n".join(f"* {status}: {MEANING[status]}" for status in STATUSES), lines="\n".join(lines),
+    )  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="entries whose name this regular expression finds")
@@ -298,7 +335,7 @@ def main() -> None:
         total: Counter[str] = sum((Counter(r["found"]) for r in results[ranks]), Counter())
         print(f"{ranks} processes: {dict(total)} of {len(names)} entries, {time.monotonic() - since:.0f} s", flush=True)
     if given.write:
-        PAGE.write_text(page(results), encoding="utf-8")
+        PAGE.write_text(page(results, given.samples), encoding="utf-8")
 
 
 if __name__ == "__main__":

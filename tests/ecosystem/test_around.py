@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from checks import whole
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrize, prune
 
 import partway as pw
 
@@ -584,18 +584,24 @@ def averaged_models(model: Any) -> Any:
 
 
 @script
-def pruned_weights(model: Any) -> Any:
-    prune.l1_unstructured(model.first, "weight", amount=0.3)
+def pruned_parameters(model: Any) -> Any:
+    prune.l1_unstructured(model.first, "bias", amount=0.3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trained(model, optimizer)
-    prune.remove(model.first, "weight")
+    prune.remove(model.first, "bias")
     return loss_of(model)
 
 
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
 @script
-def normed_weights(model: Any) -> Any:
-    parametrizations.weight_norm(model.last)
+def parametrized(model: Any) -> Any:
+    parametrize.register_parametrization(model.last, "bias", Doubled())
     trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    parametrize.remove_parametrizations(model.last, "bias")
     return loss_of(model)
 
 
@@ -641,21 +647,23 @@ def outcome(fn: Script, model: Any) -> list[Any]:
     return [whole([found]), whole([p.detach() for p in ps]), whole([p.grad for p in ps])]
 
 
-def check(fn: Script, devices: int) -> None:
+def check(fn: Script, devices: int, layout: str, called: bool) -> None:
+    """`called`: the first call comes before the script; else in it, or never."""
     pw.set_auto_parallel_context(device_num=devices)
-    for layout, options in LAYOUTS.items():
-        for called in (False, True):
-            torch.manual_seed(0)
-            plain = Net().double()
-            model = pw.shard(copy.deepcopy(plain), mesh={"dp": devices}, in_strategy=(("dp", None),), **options)
-            if called:  # else the first call is in the script, or never
-                loss_of(model)
-            expected, found = outcome(fn, plain), outcome(fn, model)
-            compare(found, expected, f"{fn.__name__}, {layout}, {called}")
+    torch.manual_seed(0)
+    plain = Net().double()
+    model = pw.shard(copy.deepcopy(plain), mesh={"dp": devices}, in_strategy=(("dp", None),), **LAYOUTS[layout])
+    if called:
+        loss_of(model)
+    expected, found = outcome(fn, plain), outcome(fn, model)
+    compare(found, expected, f"{fn.__name__}, {layout}")
 
 
 def check_by_name(name: str, devices: int) -> None:
-    check(next(fn for fn in SCRIPTS if fn.__name__ == name), devices)
+    """With weights that are split from the first call on, and whole before it."""
+    fn = next(fn for fn in SCRIPTS if fn.__name__ == name)
+    check(fn, devices, "split", True)
+    check(fn, devices, "whole", False)
 
 
 def compare(found: Any, expected: Any, where: str) -> None:
@@ -680,7 +688,7 @@ every_script = pytest.mark.parametrize("fn", SCRIPTS, ids=lambda fn: fn.__name__
 
 @every_script
 def test_in_one_process(fn: Script) -> None:
-    check(fn, 2)
+    check(fn, 2, "split", False)
 
 
 @pytest.mark.gloo

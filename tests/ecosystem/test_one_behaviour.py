@@ -94,7 +94,7 @@ def results_beside_a_loss(devices: int) -> None:
     kept.mul_(2)[0] = 1.0
     torch.testing.assert_close(kept.sum(), 2 * others.detach()[1:].sum() + 256)
     assert torch.equal(torch.cat([kept, kept])[64:], kept + torch.zeros(64, 256))
-    assert torch.equal(torch.from_numpy(kept.numpy()), torch.stack(list(kept)))
+    assert torch.equal(torch.tensor(kept.numpy()), torch.stack(list(kept)))
     file = io.BytesIO()
     torch.save(kept, file)
     file.seek(0)

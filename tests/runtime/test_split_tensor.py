@@ -1,0 +1,222 @@
+"""Split tensors on gloo processes: autograd, writes, views, and what is sent. (What people do with them is in
+tests/ecosystem/test_around.py, each of PyTorch's operators in tests/conformance/eager.py.)"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from partway.runtime import device_mesh
+from partway.runtime.parameters import gradient_of, shard_tensor
+from partway.runtime.split_tensor import SplitTensor, SplitView, as_split, placed_like
+from partway.runtime.torch_internals import local_part_of, spec_of
+from partway.strategy import REPLICATE, Layout, Mesh, RuntimeStateError, Shard
+
+pytestmark = pytest.mark.gloo
+
+
+def values():
+    return torch.arange(35.0, dtype=torch.float64).reshape(7, 5) / 7
+
+
+def layouts(ranks):
+    """Even and uneven ones, along one axis and along two."""
+    mesh = Mesh({"x": ranks}) if ranks == 2 else Mesh({"x": 2, "y": 2})
+    rest = (REPLICATE,) * (len(mesh.axes) - 1)
+    found = [Layout(mesh, (Shard(dim), *rest)) for dim in (0, 1)] + [Layout(mesh, (REPLICATE, *rest))]
+    return found if ranks == 2 else [*found, Layout(mesh, (Shard(0), Shard(1))), Layout(mesh, (REPLICATE, Shard(0)))]
+
+
+def split(layout, parameter=False):
+    tensor = shard_tensor(values(), layout)
+    return nn.Parameter(tensor) if parameter else tensor
+
+
+def every_layout(check):
+    for layout in layouts(dist.get_world_size()):
+        check(layout)
+
+
+def is_a_dtensor(layout):
+    p = split(layout, parameter=True)
+    assert type(p) is SplitTensor
+    assert isinstance(p, DTensor)
+    assert isinstance(p, nn.Parameter)
+    assert torch.equal(p.full_tensor(), values())
+    assert type(p.redistribute(placements=[Replicate()] * len(p.placements))) is SplitTensor
+    assert torch.equal(pickle.loads(pickle.dumps(p)), values())
+    assert type(copy.deepcopy(p)) is SplitTensor
+
+
+def writes_in_place_count_as_versions(layout):
+    p = split(layout)
+    before = p._version
+    p.mul_(2)
+    assert p._version == before + 1
+    torch._foreach_add_([p, p], 1.0)
+    assert p._version > before + 1
+    assert torch.equal(p.full_tensor(), values() * 2 + 2)
+
+
+def views_share_values(layout):
+    p = split(layout)
+    view, row, parts = p.t(), p[2], p.split(2, dim=1)
+    if layout.cuts:
+        assert {type(view), type(row), *map(type, parts)} == {SplitView}
+    view[1].fill_(5.0)
+    row.mul_(2)
+    parts[2].neg_()
+    view.detach()[0, 6] = 9.0
+    expected = values()
+    expected.t()[1].fill_(5.0)
+    expected[2].mul_(2)
+    expected[:, 4:].neg_()
+    expected[6, 0] = 9.0
+    assert torch.equal(p.full_tensor(), expected)
+    p.zero_()
+    assert not view.any()
+    assert view.shape == (5, 7)
+    if layout.cuts:
+        with pytest.raises(
+            RuntimeStateError, match=r"a view of shape \[5, 7\] .* takes no data of its own; write to it"
+        ):
+            view.data = values()
+
+
+def gradients_are_split_again(layout):
+    p, plain = split(layout, parameter=True), values().requires_grad_()
+    for one in (p, plain):
+        loss = (one.t() @ one).square().sum() + (one * 2 + torch.ones(5)).tanh().sum()
+        (first,) = torch.autograd.grad(loss, one, create_graph=True)
+        (loss + first.square().sum()).backward()
+    assert type(p.grad) is SplitTensor
+    assert p.grad.placements == p.placements
+    torch.testing.assert_close(p.grad.full_tensor(), plain.grad)
+    weight = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    (p.detach() * weight).sum().backward()
+    assert type(weight.grad) is torch.Tensor
+    assert torch.equal(weight.grad, values())
+
+
+def parts_and_their_gradients(layout):
+    p = split(layout, parameter=True)
+    part = p.to_local()
+    (part * 3).sum().backward()
+    assert torch.equal(p.grad.full_tensor(), torch.full((7, 5), 3.0, dtype=torch.float64))
+
+
+def gradients_have_the_strides_of_their_parameters(layout):
+    p = split(layout, parameter=True)
+    held = local_part_of(p)
+    wide = torch.ones(held.shape[0] + 1, held.shape[1] + 3, dtype=torch.float64)  # a short slice of a padded one
+    assert local_part_of(gradient_of(p, wide)).stride() == held.stride()
+    assert local_part_of(gradient_of(p, held.t().contiguous().t())).stride() == held.stride()
+    p.grad = values().t().contiguous().t()
+    assert local_part_of(p.grad).stride() == held.stride()
+    p.data = values().t().contiguous().t()
+    assert local_part_of(p).is_contiguous()
+    assert local_part_of(placed_like(values().t().contiguous().t(), p)).is_contiguous()
+
+
+def data_may_have_another_shape_and_dtype(layout):
+    p = split(layout, parameter=True)
+    p.data = torch.ones(6, 5)
+    assert (p.shape, p.dtype) == ((6, 5), torch.float32)
+    assert spec_of(p).tensor_meta.dtype is torch.float32
+    assert torch.equal(p.full_tensor(), torch.ones(6, 5))
+    with pytest.raises(TypeError, match="the data of a tensor is a tensor, not a int"):
+        p.data = 3
+
+
+def in_place_where_gradients_are_recorded_is_an_error(layout):
+    p = split(layout, parameter=True)
+    with pytest.raises(RuntimeError, match=r"in-?place"):
+        p.add_(1)
+    with pytest.raises(RuntimeError, match=r"in-?place"):
+        p[0].zero_()
+    buffer = split(layout)
+    with pytest.raises(
+        RuntimeStateError, match=r"shape \[7, 5\] that lies split was written in place by mul_ where grad"
+    ):
+        buffer.mul_(torch.ones(5, dtype=torch.float64, requires_grad=True))
+    assert torch.equal(p.full_tensor(), values())
+
+
+def arrays_cannot_be_written(layout):
+    array = split(layout).numpy()
+    assert array.sum() == pytest.approx(values().sum().item())
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+
+
+def memory_is_refused(layout):
+    for ask in (SplitTensor.storage, SplitTensor.share_memory_):
+        with pytest.raises(
+            RuntimeStateError, match=r"shape \[7, 5\] lies split over the ranks, and no memory holds all"
+        ):
+            ask(split(layout))
+
+
+CHECKS = [
+    is_a_dtensor, writes_in_place_count_as_versions, views_share_values, gradients_are_split_again,
+    parts_and_their_gradients, gradients_have_the_strides_of_their_parameters, data_may_have_another_shape_and_dtype,
+    in_place_where_gradients_are_recorded_is_an_error, arrays_cannot_be_written, memory_is_refused,
+]  # fmt: skip
+
+
+def run_check(name):
+    every_layout(next(check for check in CHECKS if check.__name__ == name))
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in CHECKS])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_every_layout(name, ranks, on_ranks):
+    on_ranks(ranks, run_check, name)
+
+
+def partial_values():
+    mesh = device_mesh(Mesh({"x": 2}))
+    rank = dist.get_rank()
+    tensor = as_split(DTensor.from_local(values() * (rank + 1) / 3, mesh, [Partial()]))
+    torch.testing.assert_close(tensor.norm(), values().norm())
+    torch.testing.assert_close(float(tensor.sum()), float(values().sum()))
+    tensor.mul_(2)
+    torch.testing.assert_close(tensor.full_tensor(), values() * 2)
+    largest = as_split(DTensor.from_local(values() - rank, mesh, [Partial("max")]))
+    torch.testing.assert_close(largest.full_tensor(), values())
+
+
+def test_a_partial_value_is_never_read_as_a_share(on_ranks):
+    on_ranks(2, partial_values)
+
+
+def counted():
+    """What a norm, a clip and an optimizer's step send: one exchange of numbers, and no whole."""
+    from partway.runtime import gather as gathering
+
+    sent = []
+    original = gathering._gathered
+    gathering._gathered = lambda part, *rest: sent.append(part.numel()) or original(part, *rest)
+    try:
+        layout = Layout(Mesh({"x": 2}), (Shard(0),))
+        ps = [split(layout, parameter=True) for _ in range(3)]
+        for p in ps:
+            p.grad = torch.ones(7, 5, dtype=torch.float64)
+        optimizers = [torch.optim.AdamW(ps, foreach=True), torch.optim.SGD(ps, lr=0.1, momentum=0.9)]
+        nn.utils.clip_grad_norm_(ps, 1.0)
+        assert sent == [1, 3]  # what for, and a number for each
+        sent.clear()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.step()
+        assert sent == []
+    finally:
+        gathering._gathered = original
+
+
+def test_steps_and_clips_send_no_tensor(on_ranks):
+    on_ranks(2, counted)
