@@ -35,7 +35,8 @@ _BY_ELEMENT = frozenset({  # of what is not tagged
 })  # fmt: skip
 _NEW = frozenset({"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"})
 _REDUCED = frozenset({
-    "all", "amax", "amin", "any", "is_all_true", "is_any_true", "linalg_vector_norm", "max", "mean", "min", "norm", "sum",
+    "all", "amax", "amin", "any", "is_all_true", "is_any_true", "linalg_vector_norm", "max", "mean", "min", "norm",
+    "sum",
 })  # fmt: skip
 _ADDS = ("linalg_vector_norm", "mean", "sum")
 
@@ -336,11 +337,16 @@ def write_whole(tensor: Any, whole: Tensor) -> None:
             "its full_tensor(), or redistribute it"
         )
     part, value = local_part_of(tensor), whole[slices_of(spec)]
-    added = [isinstance(p, Partial) and p.reduce_op == "sum" for p in spec.placements]
-    if any(a and place for a, place in zip(added, spec.mesh.get_coordinate(), strict=True)):
+    if adds_nothing(spec):
         part.zero_()
     elif part.data_ptr() != value.data_ptr() or part.stride() != value.stride():
         part.copy_(value)
+
+
+def adds_nothing(spec: Any) -> bool:
+    """Whether this rank's addend of a value that another rank has whole is zero."""
+    added = [isinstance(p, Partial) and p.reduce_op == "sum" for p in spec.placements]
+    return any(adds and place for adds, place in zip(added, spec.mesh.get_coordinate(), strict=True))
 
 
 def _plain(value: Any, what: str) -> Any:

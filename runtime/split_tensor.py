@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement
 from ..propagation.torch_internals import tree_map, version_of
 from ..strategy.errors import RuntimeStateError
 from .gather import gather
-from .split_operators import aligned, has_slices, is_by_element, looked_at, run, write_whole
+from .split_operators import adds_nothing, aligned, has_slices, is_by_element, looked_at, run, write_whole
 from .torch_internals import (
     DisableTorchFunctionSubclass,
     as_object,
@@ -227,8 +227,10 @@ def placed_like(value: Any, tensor: DTensor) -> Any:
 
 def _placed_like(value: Tensor, tensor: DTensor, what: str) -> SplitTensor:
     spec = spec_like(spec_of(tensor), value.shape, value.dtype)
-    held = aligned(value.detach(), spec, what)
-    return split_tensor(held if isinstance(value, DTensor) else _own_memory(held), spec)
+    if _lies_like(value, tensor):
+        return split_tensor(local_part_of(value), spec)
+    held = _own_memory(aligned(value.detach(), spec, what))
+    return split_tensor(held.zero_() if adds_nothing(spec) else held, spec)
 
 
 def _own_memory(part: Tensor) -> Tensor:
@@ -403,7 +405,10 @@ def _set_grad(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
 
 
 def _lies_like(value: Tensor, tensor: DTensor) -> bool:
-    return isinstance(value, SplitTensor) and spec_of(value).placements == spec_of(tensor).placements
+    if not isinstance(value, SplitTensor):
+        return False
+    one, other = spec_of(value), spec_of(tensor)
+    return bool(one.placements == other.placements and one.mesh == other.mesh)
 
 
 def _operator(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -177,10 +177,9 @@ def _split(leaf: Tensor, dim: int, kind: str) -> Any:
     mesh = Mesh({"x": size}) if size == 2 else Mesh({"x": 2, "y": size // 2})
     if kind == "partial":
         share = leaf.detach() * ((rank // (size // 2) + 1) / 3)
-        found = as_split(
+        return as_split(
             DTensor.from_local(share, device_mesh(mesh), [Partial(), *[Replicate()] * (len(mesh.axes) - 1)])
         )
-        return found
     both = (Shard(dim), Shard(dim)) if size > 2 and leaf.shape[dim] % size == 0 else (Shard(dim), REPLICATE)
     layout = Layout(mesh, both[: len(mesh.axes)] if kind == "parameter" else (REPLICATE, Shard(dim))[-len(mesh.axes) :])
     part = shard_tensor(leaf, layout)
@@ -279,10 +278,10 @@ def examine_all(names: Sequence[str], ranks: int, most: int = SAMPLES, together:
 HEAD = """# Operators on what is split
 
 Around a sharded model a script meets its parameters, their gradients and states of optimizers, which lie split under a
-launcher. The samples of PyTorch's database of operators (`op_db`) are run here on such tensors, {samples} of each entry, on
-{ranks} gloo processes, mixed with plain tensors: each tensor of a sample in turn, and all at once, is a parameter, a
-gradient, or a partial value, split along two of its dims, in PyTorch's place of it and in place where there is such a
-form. Results, gradients and what is left behind are compared with plain PyTorch {version}, in float64.
+launcher. The samples of PyTorch's database of operators (`op_db`) are run here on such tensors, {samples} of each
+entry, on {ranks} gloo processes, mixed with plain tensors: each tensor of a sample in turn, and all at once, is a
+parameter, a gradient, or a partial value, split along up to two of its dims; operators in place, too. Results, gradients
+and what is left behind are compared with plain PyTorch {version}, in float64.
 `python tests/conformance/eager.py --write` writes this page; a slice of it is run by `make test`.
 
 | processes | entries | {statuses} |

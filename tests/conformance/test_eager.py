@@ -6,8 +6,8 @@ import eager
 import pytest
 
 SLICE = (  # of each way in which operators run on split tensors
-    "add", "addcmul", "cat", "clamp", "diagonal", "index_put", "linalg.norm", "linalg.svd", "matmul", "max.reduction_with_dim",
-    "nn.functional.cross_entropy", "nn.functional.conv2d", "sort", "std", "sum", "t", "where",
+    "add", "addcmul", "cat", "clamp", "diagonal", "index_put", "linalg.norm", "linalg.svd", "matmul",
+    "max.reduction_with_dim", "nn.functional.cross_entropy", "nn.functional.conv2d", "sort", "std", "sum", "t", "where",
 )  # fmt: skip
 
 
@@ -20,7 +20,7 @@ def bad(results: list[dict[str, object]]) -> list[dict[str, object]]:
 def test_operators_on_what_is_split_give_the_numbers_of_one_device(ranks: int, on_ranks) -> None:  # type: ignore[no-untyped-def]
     found = on_ranks(ranks, eager.examine, list(SLICE), 2)
     assert [bad(results) for results in found] == [[]] * ranks
-    assert all(result["found"].get("right") for result in found[0])
+    assert sum(result["found"].get("right", 0) for result in found[0]) > 200
 
 
 @pytest.mark.slow

@@ -54,7 +54,8 @@ ALONE = """
     import os, sys, time, torch, partway as pw
     n = pw.init(timeout=60)
     torch.manual_seed(0)
-    m = pw.shard(torch.nn.Linear(8, 4), mesh={"dp": n}, in_strategy=(("dp", None),), parameter_plan={"weight": ("dp", None)})
+    layout = {"in_strategy": (("dp", None),), "parameter_plan": {"weight": ("dp", None)}}
+    m = pw.shard(torch.nn.Linear(8, 4), mesh={"dp": n}, **layout)
     m(torch.ones(4, 8)).sum().backward()
     if pw.get_rank() == 0:
         m.weight.grad.norm().item()
