@@ -280,8 +280,8 @@ HEAD = """# Operators on what is split
 Around a sharded model a script meets its parameters, their gradients and states of optimizers, which lie split under a
 launcher. The samples of PyTorch's database of operators (`op_db`) are run here on such tensors, {samples} of each
 entry, on {ranks} gloo processes, mixed with plain tensors: each tensor of a sample in turn, and all at once, is a
-parameter, a gradient, or a partial value, split along up to two of its dims; operators in place, too. Results, gradients
-and what is left behind are compared with plain PyTorch {version}, in float64.
+parameter, a gradient, or a partial value, split along up to two of its dims; operators in place, too. Results,
+gradients and what is left behind are compared with plain PyTorch {version}, in float64.
 `python tests/conformance/eager.py --write` writes this page; a slice of it is run by `make test`.
 
 | processes | entries | {statuses} |
