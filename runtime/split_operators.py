@@ -134,6 +134,7 @@ def _by_element(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
         **{name: aligned(v, spec, what) if isinstance(v, Tensor) else v for name, v in kwargs.items()},
     )
     if target is not None:
+        _count_write(local_part_of(target))
         return target
     return tuple(map(like.placed, result)) if isinstance(result, tuple) else like.placed(result)
 
@@ -181,9 +182,9 @@ def _first_split(values: Sequence[Any]) -> list[Any]:
 
 
 def _itself(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
-    """The tensor once more, which shares its memory."""
+    """The tensor once more, with the same part: that counts the writes by each of its tensors."""
     tensor = args[0]
-    return tensor.viewed(op, (), {}) if is_view(tensor) else tensor.placed(op(local_part_of(tensor)))
+    return tensor.viewed(op, (), {}) if is_view(tensor) else tensor.placed(local_part_of(tensor))
 
 
 # -- Numbers of all elements ------------------------------------------------------------------------------------------
@@ -311,9 +312,17 @@ def on_whole(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
 
 
 def _count_writes(op: Any, args: Operands, kwargs: dict[str, Any]) -> None:
-    """Count the writes into lists: autograd counts those into tensors only."""
+    """Count the writes into lists: autograd counts those into tensors only, and none into parts."""
     for values in _written(op, args, kwargs, lists=True):
-        increment_version([v for v in values if isinstance(v, Tensor) and not v.is_inference()])
+        for value in values:
+            _count_write(value)
+            if is_split(value):
+                _count_write(local_part_of(value))
+
+
+def _count_write(tensor: Tensor) -> None:
+    if not tensor.is_inference():
+        increment_version(tensor)
 
 
 def looked_at(value: Any, what: str) -> tuple[Any, Tensor, Tensor]:
@@ -337,6 +346,7 @@ def write_whole(tensor: Any, whole: Tensor) -> None:
             "its full_tensor(), or redistribute it"
         )
     part, value = local_part_of(tensor), whole[slices_of(spec)]
+    _count_write(part)
     if adds_nothing(spec):
         part.zero_()
     elif part.data_ptr() != value.data_ptr() or part.stride() != value.stride():

@@ -74,7 +74,7 @@ class SplitTensor(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DETACH and type(args[0]) is SplitTensor:  # of each gradient, in each step
-            return split_tensor(local_part_of(args[0]).detach(), spec_of(args[0]))
+            return split_tensor(local_part_of(args[0]), spec_of(args[0]))
         return run(func, args, kwargs or {})
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
@@ -266,7 +266,10 @@ def _whole(tensor: SplitTensor, what: str) -> Tensor:
             whole: Tensor = _Whole.apply(tensor, what)  # type: ignore[no-untyped-call]
             return whole
         return gather(tensor, what)
-    version = None if tensor.is_inference() else version_of(tensor)
+    part = local_part_of(tensor)  # which counts writes by whatever shares its memory
+    if part.is_inference():
+        return gather(tensor, what)
+    version = version_of(part)
     if own["_whole"] is None or own["_whole"][1] != version:
         # also for a later use, with gradients or in inference mode, where tensors do not say when they were written
         with torch.inference_mode(False), torch.enable_grad():

@@ -176,8 +176,10 @@ def check(name: str, devices: int) -> None:
                 )
 
 
-FAST = ("Adafactor foreach False", "AdamW foreach False", "AdamW foreach True", "AdamW fused True", "LBFGS", "Lion", "Muon",
-        "Shampoo", "SGD fused True")  # fmt: skip
+FAST = (
+    "Adafactor foreach False", "AdamW foreach False", "AdamW foreach True", "AdamW fused True", "LBFGS", "Lion", "Muon",
+    "Shampoo", "SGD fused True",
+)  # fmt: skip
 EVERY = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in makers()]
 
 

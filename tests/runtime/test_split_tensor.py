@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from partway.runtime import device_mesh
-from partway.runtime.parameters import gradient_of, shard_tensor
+from partway.runtime.parameters import as_dtensor, gradient_of, shard_tensor
 from partway.runtime.split_tensor import SplitTensor, SplitView, as_split, placed_like
 from partway.runtime.torch_internals import local_part_of, spec_of
 from partway.strategy import REPLICATE, Layout, Mesh, RuntimeStateError, Shard
@@ -176,6 +176,32 @@ def run_check(name):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_every_layout(name, ranks, on_ranks):
     on_ranks(ranks, run_check, name)
+
+
+WRITES = {
+    "in place": lambda y: y.mul_(2),
+    "detached": lambda y: y.detach().mul_(2),
+    "data": lambda y: y.data.mul_(2),
+    "a view": lambda y: y.view(-1).mul_(2),
+    "a list": lambda y: torch._foreach_mul_([y], 2.0),
+    "items": lambda y: y.__setitem__(slice(None), 2.0),
+    "rows of data": lambda y: [row.mul_(2) for row in y.data],
+}
+
+
+def kept_wholes():
+    layout = Layout(Mesh({"x": 2}), (Shard(0),))
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        for how, write in WRITES.items():
+            with mode():
+                result = as_dtensor(torch.ones(2, 3), layout, (4, 3), device_mesh(layout.mesh))
+                assert result.full_tensor().sum() == 12
+                write(result)
+                assert result.full_tensor().sum() == 24, (mode, how)
+
+
+def test_the_whole_of_a_result_that_was_gathered_is_dropped_where_it_is_written_to(on_ranks):
+    on_ranks(2, kept_wholes)
 
 
 def partial_values():
