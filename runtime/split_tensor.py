@@ -17,15 +17,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 
-from ..propagation.torch_internals import tree_map, version_of
+from ..propagation.torch_internals import tree_map, untransformed, version_of
 from ..strategy.errors import RuntimeStateError
 from .gather import gather
 from .split_operators import adds_nothing, aligned, has_slices, is_by_element, looked_at, run, write_whole
 from .torch_internals import (
     DisableTorchFunctionSubclass,
     as_object,
+    dtensor_spec,
     local_part_of,
     set_part,
     spec_like,
@@ -263,7 +264,8 @@ def _whole(tensor: SplitTensor, what: str) -> Tensor:
     own = vars(tensor)
     if "_whole" not in own:
         if torch.is_grad_enabled() and tensor.requires_grad:
-            whole: Tensor = _Whole.apply(tensor, what)  # type: ignore[no-untyped-call]
+            with DisableTorchFunctionSubclass():  # else a transform of torch.func asks the tensor for it, again
+                whole: Tensor = _Whole.apply(tensor, what)  # type: ignore[no-untyped-call]
             return whole
         return gather(tensor, what)
     part = local_part_of(tensor)  # which counts writes by whatever shares its memory
@@ -304,29 +306,46 @@ class _Whole(torch.autograd.Function):
     nobody write to a leaf."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: SplitTensor, what: str) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.spec = spec_of(tensor)
+    def forward(tensor: SplitTensor, what: str) -> Tensor:
         whole = gather(tensor, what)
         return whole.view_as(whole) if tensor.is_leaf else whole
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.spec = spec_of(untransformed(inputs[0]))
+
+    @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         return (None if gradient is None else _Split.apply(gradient, ctx.spec)), None  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], tensor: Any, what: str) -> Any:
+        return _plain(tensor), in_dims[0]
 
 
 class _Split(torch.autograd.Function):
     """From a whole tensor to one placed as a spec says: the gradient of `_Whole`."""
 
     @staticmethod
-    def forward(ctx: Any, whole: Tensor, spec: Any) -> Tensor:
-        ctx.set_materialize_grads(False)
+    def forward(whole: Tensor, spec: Any) -> Tensor:
         spec = spec_like(spec, whole.shape, whole.dtype)
         return split_tensor(_own_memory(aligned(whole.detach(), spec, "its gradient")), spec)
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         return None if gradient is None else _plain(gradient), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], whole: Tensor, spec: Any) -> Any:
+        moved = tuple(Shard(p.dim + 1) if isinstance(p, Shard) else p for p in spec.placements)
+        each = whole.movedim(in_dims[0] or 0, 0)
+        batched = dtensor_spec(spec.mesh, moved, tuple(each.shape), each.dtype)
+        return _Split.apply(each, batched), 0  # type: ignore[no-untyped-call]
 
 
 class _Part(torch.autograd.Function):

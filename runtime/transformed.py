@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..propagation.torch_internals import parameters_in, untransformed
 from ..strategy.afterwards import afterwards
+from .gather import gather
 
 
 @contextlib.contextmanager
@@ -41,16 +42,16 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(split: Any) -> Any:
-        return split.full_tensor().detach()
+        return gather(split, "a transform") if isinstance(split, DTensor) else split.clone()  # a tangent may be whole
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         split: Any = untransformed(inputs[0])
-        ctx.mesh, ctx.placements = split.device_mesh, split.placements
+        ctx.place = (split.device_mesh, split.placements) if isinstance(split, DTensor) else None
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _Scatter.apply(gradient, ctx.mesh, ctx.placements)  # type: ignore[no-untyped-call]
+        return gradient if ctx.place is None else _Scatter.apply(gradient, *ctx.place)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any) -> Any:

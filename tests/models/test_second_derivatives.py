@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -232,6 +233,9 @@ def test_gradient_penalties_of_layers_are_those_of_one_device(name: str, mesh: d
 
 
 def on_processes(use: str, name: str, mesh: dict[str, int]) -> None:
+    warnings.filterwarnings(
+        "ignore", "`torch.jit.script` is deprecated", DeprecationWarning
+    )  # torch's own, of transforms
     assert_alike(globals()[use], *pair(name, mesh))
 
 
