@@ -31,6 +31,7 @@ def _defaults():
     torch.distributions.Distribution.set_default_validate_args(True)  # torch.cond turns it off, for good
     start_afresh()
     yield
+    assert torch._C._is_torch_function_enabled(), "this test left __torch_function__ turned off for its thread"
     start_afresh()
 
 

@@ -78,26 +78,26 @@ def test_a_block_is_its_threads_own() -> None:
 
 def test_a_block_ends_what_is_set_in_it_and_does_not_see_what_others_set() -> None:
     with auto_parallel_context(device_num=4):
-        set_auto_parallel_context(full_batch=True)
-        assert (current().device_num, current().full_batch) == (4, True)
+        set_auto_parallel_context(full_batch=False)
+        assert (current().device_num, current().full_batch) == (4, False)
         together(1, lambda _: set_auto_parallel_context(batch_norm_parts=2))
         assert current().batch_norm_parts == 1
         with auto_parallel_context(device_num=2):
             reset_auto_parallel_context()
-            assert (current().device_num, current().full_batch) == (1, False)
-        assert (current().device_num, current().full_batch) == (4, True)
+            assert (current().device_num, current().full_batch) == (1, True)
+        assert (current().device_num, current().full_batch) == (4, False)
         assert together(1, lambda _: current().device_num) == [1]
-    assert (current().device_num, current().full_batch, current().batch_norm_parts) == (1, False, 2)
+    assert (current().device_num, current().full_batch, current().batch_norm_parts) == (1, True, 2)
 
 
 def test_blocks_that_end_in_another_order_leave_nothing_behind() -> None:
-    first, second = auto_parallel_context(device_num=4), auto_parallel_context(full_batch=True)
+    first, second = auto_parallel_context(device_num=4), auto_parallel_context(full_batch=False)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
-    assert current().full_batch
+    assert not current().full_batch
     second.__exit__(None, None, None)
-    assert (current().device_num, current().full_batch) == (1, False)
+    assert (current().device_num, current().full_batch) == (1, True)
 
 
 def test_a_block_is_its_tasks_own() -> None:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from cases import case, index, mask, positive, real, unit
 from partway.propagation.capture.tracing import capturing
 from partway.propagation.ops.collectives import constrain
+from partway.propagation.ops.constants import stationary
 
 aten = torch.ops.aten
 
@@ -26,6 +27,7 @@ CASES = [
     case(aten.div.Tensor, "f0 f1", lambda x, y: x / y, real(4, 4), positive(4, 4), linear=1),
     case(aten.div.Tensor, "f0 f1", lambda x, y: x / y, real(4, 4), positive(4, 1), linear=1),
     case(aten.div.Tensor, "f0 f1", lambda x: x / 3, real(4, 4), linear=1),
+    case(stationary, "f0", lambda x: x.var(1), real(4, 4), linear=1),
     case(aten.hardswish.default, "f0 f1", F.hardswish, real(4, 4)),
     case(aten.leaky_relu.default, "f0 f1", F.leaky_relu, real(4, 4)),
     case(aten.masked_fill.Scalar, "f0 f1", lambda x, m: x.masked_fill(m, 2.0), real(4, 4), mask(4, 4)),
