@@ -27,7 +27,7 @@ from .execute import device_mesh
 from .own_parts import taken
 from .slices import part_of
 from .split_tensor import SplitTensor, as_split, joined, split_tensor
-from .torch_internals import dtensor_spec, give_hooks, local_part_of, set_part, spec_of, take_hooks
+from .torch_internals import dtensor_spec, give_hooks, local_part_of, refer_anew, set_part, spec_of, take_hooks
 
 
 def distribute(module: nn.Module, mesh: Mesh | None = None) -> None:
@@ -46,6 +46,7 @@ def distribute(module: nn.Module, mesh: Mesh | None = None) -> None:
         for name, held in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if id(held) in new:
                 setattr(owner, name, new[id(held)])
+        refer_anew(owner)
     for key, (name, held) in old.items():
         give_hooks(new[key], take_hooks(held, functools.partial(replaced.carried, name)))
         replaced.replace(held, new[key], name)

@@ -35,6 +35,8 @@ Each name, and why:
     torch._add_batch_dim, _remove_batch_dim, torch._C._vmapmode_*   the tensors that is_grads_batched=True and
                                                              vectorize=True make of a batch, which no public name
                                                              takes apart, and the mode that is on meanwhile
+    nn.RNNBase._init_flat_weights                            makes a recurrent layer refer to the parameters it has:
+                                                             else it does so when it next runs, which changes it
     GLOO_TLS                                                 the name of a variable that only a gloo with TLS reads; to
                                                              ask for such a device keeps a process from any other
     STORE_PING                                               what a client of a TCPStore sends first, with a number that
@@ -62,6 +64,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nn import Module, RNNBase
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as util_foreach_types
 
@@ -82,6 +85,7 @@ __all__ = [
     "is_view",
     "local_part_of",
     "outside_batching",
+    "refer_anew",
     "remove_batch_dim",
     "set_part",
     "spec_like",
@@ -119,6 +123,12 @@ def give_hooks(tensor: Tensor, hooks: Hooks) -> None:
     """Give `tensor`, which has none, the `hooks` of another; their handles are good for it."""
     held: Any = tensor
     held._backward_hooks, held._post_accumulate_grad_hooks = hooks
+
+
+def refer_anew(module: Module) -> None:
+    """Let `module`, whose parameters were replaced, refer to those that it has, where it is a recurrent layer."""
+    if isinstance(module, RNNBase):
+        module._init_flat_weights()
 
 
 def spec_or_none(tensor: Tensor) -> Any:

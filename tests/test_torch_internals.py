@@ -592,6 +592,16 @@ def test_inductor_takes_a_graph_of_operators() -> None:
     assert torch.equal(compiled(torch.ones(2))[0], torch.full((2,), 2.0))
 
 
+def test_a_recurrent_layer_refers_to_the_parameters_that_it_has() -> None:
+    layer = nn.GRU(2, 2)
+    for name, held in list(layer.named_parameters()):
+        setattr(layer, name, nn.Parameter(held.detach()))
+    assert layer._weights_have_changed()
+    running.refer_anew(layer)
+    assert not layer._weights_have_changed()
+    running.refer_anew(nn.Linear(2, 2))
+
+
 def test_dtensors_are_placed_by_specs() -> None:
     spec = running.dtensor_spec("mesh", (Shard(0), Replicate()), (4, 6), torch.float32)
     assert (spec.shape, spec.tensor_meta.stride, spec.tensor_meta.dtype) == ((4, 6), (6, 1), torch.float32)

@@ -32,7 +32,8 @@ class Effects:
         """The function has run: the values that it leaves. Everything is as it was again."""
         assert self._before is not None
         replaced, changed = self._before.replaced(), next(self._before.changed(), None)
-        self.writes = tuple(self._before.writes())
+        pairs = zip(self._before.parameters(), self._outside.parameters(), strict=True)
+        self.writes = tuple(self._before.writes({id(stand_in): parameter for stand_in, parameter in pairs}))
         self._before.restore()
         if replaced:
             raise CaptureError(

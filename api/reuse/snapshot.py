@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -60,8 +62,13 @@ class Snapshot:
         self.old: dict[str, Any] = dict(kept) | {label: old for label, _, _, old in (*self._getters, *self._globals)}
         self.old |= {label: copy for label, _, copy in self._containers}
 
-    def writes(self) -> Iterator[Write]:
-        """The places that hold another object now."""
+    def parameters(self) -> list[Any]:
+        """The parameters, in the order of the modules."""
+        return [one for kind, _, _, copy in self._fixed if kind == "parameter" for one in copy.values()]
+
+    def writes(self, stand_ins: Mapping[int, Any] = types.MappingProxyType({})) -> Iterator[Write]:
+        """The places that hold another object now. `stand_ins`: by id, the parameters in whose place others stood; a
+        list of those that was one of the parameters is no other, as an nn.LSTM makes one of its weights."""
         known = {id(container) for _, container, _ in self._containers}
 
         def kept(value: Any) -> Any:
@@ -70,7 +77,7 @@ class Snapshot:
 
         for label, store, name, old in self._places():
             now = store.get(name, _GONE)
-            if now is not old:
+            if now is not old and not _lists_same(old, now, stand_ins):
                 yield Write(label, functools.partial(_put, store, name), kept(now))
         for label, one, copy in self._statics:
             for name, _, now in _changed(copy, _own_attributes(one)):
@@ -149,6 +156,19 @@ def _holds_same(one: Any, other: Any) -> bool:
     if isinstance(one, set):
         return set(map(id, one)) == set(map(id, other))
     return len(one) == len(other) and all(a is b for a, b in zip(elements_of(one), elements_of(other), strict=True))
+
+
+def _lists_same(old: Any, now: Any, stand_ins: Mapping[int, Any]) -> bool:
+    """Whether `now` lists the stand-ins of the parameters that `old` lists, or weak references to them."""
+    if not type(old) is type(now) is list or not old or len(old) != len(now):
+        return False
+
+    def referred(one: Any) -> tuple[Any, bool]:
+        weak = isinstance(one, weakref.ref)
+        return one() if weak else one, weak
+
+    pairs = zip(map(referred, old), map(referred, now), strict=True)
+    return all(a == b and stand_ins.get(id(other), _GONE) is one for (one, a), (other, b) in pairs)
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

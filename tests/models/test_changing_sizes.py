@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ import fuzz
 import images
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from checks import assert_same_gradients, gradients, loss_of, tolerance, whole
 from hypothesis import given
@@ -35,7 +37,10 @@ MODELS = [
 @pytest.fixture
 def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One word for each plan that is searched."""
-    found: list[str] = []
+    return note_searches(monkeypatch, [])
+
+
+def note_searches(monkeypatch: pytest.MonkeyPatch, found: list[str]) -> list[str]:
     compile_call = engine.compile_call
 
     def noted(*args: Any) -> Any:
@@ -120,6 +125,151 @@ def test_the_sizes_of_images_change(searched: list[str]) -> None:
     for inputs in every_image([(4, 16), (6, 24), (3, 20)]):
         compared(model, plain, inputs)
     assert len(searched) <= 3
+
+
+class Texts(nn.Module):
+    """Padded token ids through a layer, to four numbers for each text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(16, 8, padding_idx=0), nn.Embedding(32, 8)
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        padding = ids == 0
+        mixed = self.mixed(self.tokens(ids) + self.positions(torch.arange(ids.shape[1])), padding)
+        result: Tensor = self.out(mixed.masked_fill(padding[..., None], 0).sum(1))
+        return result
+
+    def mixed(self, x: Tensor, padding: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Encoded(Texts):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+
+    def mixed(self, x: Tensor, padding: Tensor) -> Tensor:
+        result: Tensor = self.layers(x, src_key_padding_mask=padding)
+        return result
+
+
+class Decoded(Texts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 1)
+
+    def mixed(self, x: Tensor, padding: Tensor) -> Tensor:
+        later = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) < 0
+        result: Tensor = self.layers(x, x, later, tgt_key_padding_mask=padding)
+        return result
+
+
+class Recurrent(Texts):
+    def __init__(self, kind: type[nn.RNNBase], **options: Any) -> None:
+        super().__init__()
+        self.layers = kind(8, 8, batch_first=True, **options)
+
+    def mixed(self, x: Tensor, padding: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)[0].unflatten(-1, (-1, 8)).sum(-2)
+        return result
+
+
+class ByHand(Texts):
+    """Attention as it is written in a hundred notebooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(8, 24)
+
+    def mixed(self, x: Tensor, padding: Tensor) -> Tensor:
+        length = x.size(1)
+        q, k, v = (part.view(-1, length, 2, 4).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+        later = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)
+        scores = (q @ k.transpose(-1, -2)) / k.size(-1) ** 0.5
+        scores = scores.masked_fill(later | padding[:, None, None], -1e9)
+        return x + (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+
+
+OF_TEXTS: dict[str, Callable[[], nn.Module]] = {
+    "encoder": Encoded, "decoder": Decoded, "by hand": ByHand, "lstm": lambda: Recurrent(nn.LSTM),
+    "lstm, two ways": lambda: Recurrent(nn.LSTM, bidirectional=True, num_layers=2),
+    "gru": lambda: Recurrent(nn.GRU), "rnn": lambda: Recurrent(nn.RNN),
+}  # fmt: skip
+
+
+def train_on_texts(name: str, mesh: dict[str, int], lengths: Sequence[int]) -> int:
+    """Texts of these lengths have the losses and gradients of one device; how many plans were searched."""
+    found: list[str] = []
+    with pytest.MonkeyPatch.context() as patched:
+        note_searches(patched, found)
+        torch.manual_seed(0)
+        plain = OF_TEXTS[name]().double()
+        model = pw.shard(copy.deepcopy(plain), mesh=mesh, in_strategy=(("dp", None),))
+        for length in lengths:
+            ids = torch.randint(1, 16, (4, length))
+            ids[1:, -1] = 0
+            for one in (model, plain):
+                one.zero_grad()
+                one(ids).square().mean().backward()
+            assert_same_gradients(gradients_in(model), gradients_in(plain), 1e-9)
+            with torch.no_grad():
+                torch.testing.assert_close(whole(model(ids)), plain(ids), rtol=1e-10, atol=1e-12)
+    return len(found)
+
+
+def gradients_in(module: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p.grad) for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("name", OF_TEXTS)
+def test_texts_of_other_lengths_have_new_programs_and_no_new_plan(name: str) -> None:
+    assert train_on_texts(name, {"dp": 2, "tp": 2}, [4, 6, 5, 7]) <= 2
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("name", ["encoder", "lstm", "by hand"])
+def test_texts_of_other_lengths_have_no_new_plan_in_processes(on_ranks: Callable[..., Any], name: str) -> None:
+    assert max(on_ranks(2, train_on_texts, name, {"dp": 2}, [4, 6, 5])) <= 2
+
+
+class Growing(nn.Module):
+    """A decoder that concatenates what it keeps of earlier tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.project, self.out = nn.Embedding(16, 8), nn.Linear(8, 24), nn.Linear(8, 16)
+
+    def forward(self, ids: Tensor, kept: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        q, k, v = self.project(self.tokens(ids)).chunk(3, -1)
+        if kept is not None:
+            k, v = torch.cat([kept[0], k], 1), torch.cat([kept[1], v], 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=kept is None)
+        return self.out(mixed), (k, v)
+
+
+def test_a_decoder_that_grows_by_a_token_has_no_new_plan_for_each(searched: list[str]) -> None:
+    torch.manual_seed(0)
+    plain = Growing().double().eval()
+    model = pw.shard(copy.deepcopy(plain), mesh={"dp": 2, "tp": 2}, in_strategy=(("dp", None),))
+    ids, kept, wanted = torch.randint(0, 16, (4, 5)), None, None
+    with torch.inference_mode():
+        for _ in range(8):
+            (found, kept), (expected, wanted) = model(ids, kept), plain(ids, wanted)
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+            ids = expected[:, -1:].argmax(-1)
+    assert len(searched) <= 4  # the text, then a token: each for training, as parameters have no layout yet, and here
+
+
+def test_what_a_recurrent_layer_lists_anew_is_no_result() -> None:
+    """An nn.LSTM whose weights were replaced, as a capture does, lists them again."""
+    layer = nn.LSTM(8, 8)
+    listed = [*layer._flat_weights]
+    compiled = pw.compile(layer, (torch.randn(4, 2, 8),), mesh={"dp": 2})
+    assert [port.role.value for port in compiled.graph.outputs] == ["result"] * 3
+    assert all(one is other for one, other in zip(listed, layer._flat_weights, strict=True))
 
 
 class Perceptron(nn.Sequential):
