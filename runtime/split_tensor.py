@@ -438,6 +438,7 @@ def _operator(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
     if not torch.is_grad_enabled():
         return _as_object(func, types, args, kwargs)
     wholes: dict[int, tuple[SplitTensor, Tensor, Any]] = {}
+    name, written = getattr(func, "__name__", "an operator"), args[0] if args else None
     recorded = False
 
     def look(value: Any) -> Any:
@@ -450,7 +451,7 @@ def _operator(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
             return value
         known = next((w for t, w, _ in wholes.values() if t is value), None)
         if known is None:
-            known = _whole(value, getattr(func, "__name__", "an operator"))
+            known = _whole(value, name)
             wholes[id(known)] = value, known, (version_of(known), None if _is_trained(value) else known.grad_fn)
         return known
 
@@ -458,14 +459,20 @@ def _operator(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
     if not recorded:
         return _as_object(func, types, args, kwargs)
     args, kwargs = tree_map(whole, args), tree_map(whole, dict(kwargs))
-    result = func(*args, **kwargs)
+    try:
+        result = func(*args, **kwargs)
+    except RuntimeError as error:
+        if name.endswith("_") and isinstance(written, SplitTensor) and _is_trained(written):  # of which PyTorch says:
+            raise RuntimeError(f"a leaf Variable that requires grad is being used in an in-place operation, {name}; "
+                               "write to it under torch.no_grad()") from error  # fmt: skip
+        raise
     for tensor, gathered, (version, grad_fn) in wholes.values():
         if version_of(gathered) != version:
             if not _is_trained(tensor) and gathered.grad_fn is not grad_fn:
                 raise RuntimeStateError(
-                    f"a tensor of shape {list(tensor.shape)} that lies split was written in place by "
-                    f"{getattr(func, '__name__', 'an operator')} where gradients are recorded, which its parts would "
-                    "not see; write its full_tensor(), or write under torch.no_grad()"
+                    f"a tensor of shape {list(tensor.shape)} that lies split was written in place by {name} where "
+                    "gradients are recorded, which its parts would not see; write its full_tensor(), or write under "
+                    "torch.no_grad()"
                 )
             with torch.no_grad():
                 write_whole(tensor, gathered.detach())
