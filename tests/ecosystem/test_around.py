@@ -633,6 +633,120 @@ def mixed_lists(model: Any) -> Any:
     return plain, torch._foreach_norm(ps), torch._foreach_div(ps, 2.0), torch._foreach_maximum(ps, plain)
 
 
+@script
+def distillation(model: Any) -> Any:
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    trained(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    x, _ = batch()
+    model.zero_grad()
+    with torch.no_grad():
+        wanted = (teacher(x) / 2).softmax(-1)
+    loss = F.kl_div((model(x) / 2).log_softmax(-1), wanted, reduction="batchmean")
+    loss.backward()
+    return loss, [torch.dist(p, q) for p, q in zip(model.parameters(), teacher.parameters(), strict=True)]
+
+
+@script
+def low_rank_updates(model: Any) -> Any:
+    """Merged into a weight, and taken out again."""
+    weight = model.first.weight
+    down, up = torch.randn(2, 10).double(), torch.randn(33, 2).double()
+    before = weight.detach().clone()
+    weight.data += up @ down
+    merged = loss_of(model)
+    weight.data -= up @ down
+    left, values, right = torch.linalg.svd(weight.detach() - before + up @ down, full_matrices=False)
+    return merged, weight.detach().sub(before).abs().max() < 1e-12, values[:2], (left[:, :2] * values[:2]) @ right[:2]
+
+
+@script
+def spectra(model: Any) -> Any:
+    weight = model.first.weight.detach()
+    u = torch.ones(33).double()
+    for _ in range(5):
+        v = F.normalize(weight.T @ u, dim=0)
+        u = F.normalize(weight @ v, dim=0)
+    norms = torch.linalg.matrix_norm(weight, 2), torch.linalg.norm(weight, "nuc"), torch.linalg.matrix_rank(weight)
+    return u @ weight @ v, torch.linalg.svdvals(weight), norms, torch.linalg.cond(model.last.weight.detach())
+
+
+@script
+def the_best_weights(model: Any) -> Any:
+    """Early stopping: the best state dict is kept, and comes back."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0, momentum=0.9)
+    best, kept, losses = float("inf"), {}, []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        losses.append(loss.item())
+        if losses[-1] < best:
+            best, kept = losses[-1], {name: value.detach().clone() for name, value in model.state_dict().items()}
+        loss.backward()
+        optimizer.step()
+    model.load_state_dict(kept)
+    return losses, best, loss_of(model)
+
+
+@script
+def a_range_of_learning_rates(model: Any) -> Any:
+    """Tried from one start, which comes back with the optimizer's state."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    trained(model, optimizer)
+    start = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    found = []
+    for i in range(3):
+        for group in optimizer.param_groups:
+            group["lr"] = 10.0 ** (i - 3)
+        trained(model, optimizer, 1)
+        found.append(loss_of(model).item())
+    model.load_state_dict(start[0])
+    optimizer.load_state_dict(start[1])
+    return found, loss_of(model), optimizer.param_groups[0]["lr"]
+
+
+@script
+def noise_of_gradients(model: Any) -> Any:
+    """The variance between halves of a batch."""
+    x, y = batch()
+    halves = []
+    for half in (slice(0, 6), slice(6, 12)):
+        model.zero_grad()
+        F.cross_entropy(model(x[half]), y[half]).backward()
+        halves.append([p.grad.detach().clone() for p in model.parameters()])
+    spread = [torch.stack(pair).var(0).mean() for pair in zip(*halves, strict=True)]
+    dots = sum((a * b).sum() for a, b in zip(*halves, strict=True))
+    return spread, dots, sum(spread) / sum(g.pow(2).sum() for g in halves[0])
+
+
+@script
+def importances(model: Any) -> Any:
+    """The diagonal of Fisher's matrix, and the weights that it says matter most."""
+    x, y = batch()
+    fisher = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for i in range(0, 12, 4):
+        model.zero_grad()
+        F.cross_entropy(model(x[i : i + 4]), y[i : i + 4]).backward()
+        for name, p in model.named_parameters():
+            fisher[name].addcmul_(p.grad, p.grad, value=1 / 3)
+    scores = torch.cat([(fisher[name] * p.detach() ** 2).reshape(-1) for name, p in model.named_parameters()])
+    return list(fisher.values()), scores.topk(5), scores.kthvalue(20).values
+
+
+@script
+def centred_gradients(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.grad.sub_(p.grad.mean(dim=tuple(range(1, p.dim())), keepdim=True))
+        optimizer.step()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.4, 0.4)
+
+
 # -- Runs -------------------------------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, dict[str, Any]] = {
