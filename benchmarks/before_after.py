@@ -8,6 +8,8 @@ noisy the machine is. A case is one of
     call, mlp, simulated        CPU time of forward, backward and zero_grad of a small model, of which most is what
                                 stands around its operators: on one simulated device, or in one gloo process ("one
                                 process"). Both installs have a process each, and take turns
+    step, mlp, one process      the same with a clip of the gradients' norm and an optimizer's step (AdamW), in a gloo
+                                process, where parameters, gradients and states lie split
     plan, gpt2                  CPU time of planning a model's first call, cold but for what Python imports: every plan
                                 is made in a process of its own, after one of a single layer, old and new in turn
 
@@ -53,6 +55,7 @@ class Case:
 
 CASES = (
     *(Case("call", model, how) for how in ("simulated", "one process") for model in ("mlp", "gpt2", "resnet50")),
+    *(Case("step", model, "one process") for model in ("mlp", "gpt2", "resnet50")),
     *(Case("plan", model) for model in ("mlp", "gpt2", "resnet50")),
 )
 
@@ -85,12 +88,16 @@ def calling(case: Case) -> Callable[[], float]:
     work = workload(case.model)
     model: Any = pw.shard(work.model(torch.float32), mesh={"dp": 1})
     batch = work.tensors(4, torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters()) if case.kind == "step" else None
 
     def run() -> float:
         start, calls = time.process_time(), 0
         while time.process_time() < start + ROUND:
             for _ in range(10):
                 model(*batch).backward()
+                if optimizer is not None:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
                 model.zero_grad()
             calls += 10
         return (time.process_time() - start) / calls
@@ -120,7 +127,7 @@ def serve(case: Case) -> None:
     """Answer each line that comes with the seconds of one more round of `case`."""
     answers = os.fdopen(os.dup(1), "w")  # gloo talks on standard output
     os.dup2(2, 1)
-    run = calling(case) if case.kind == "call" else lambda: planned(case)
+    run = calling(case) if case.kind != "plan" else lambda: planned(case)
     for _ in sys.stdin:
         print(run(), file=answers, flush=True)
 
@@ -203,7 +210,7 @@ def compare(
     for case in CASES:
         if only not in case.name:
             continue
-        times = rounds if case.kind == "call" else max(2, rounds // 3)
+        times = rounds if case.kind != "plan" else max(2, rounds // 3)
         found = measured(case, {"before": before, "after": Path(sys.executable)}, times)
         ratios = [new / old for old, new in zip(found["before"], found["after"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
