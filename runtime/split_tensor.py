@@ -24,7 +24,6 @@ from ..strategy.errors import RuntimeStateError
 from .gather import gather
 from .split_operators import adds_nothing, aligned, has_slices, is_by_element, looked_at, run, write_whole
 from .torch_internals import (
-    DisableTorchFunctionSubclass,
     as_object,
     dtensor_spec,
     local_part_of,
@@ -37,6 +36,8 @@ from .torch_internals import (
 
 aten = torch.ops.aten
 _DETACH = aten.detach.default
+_IS_LEAF: Any = Tensor.is_leaf.__get__  # type: ignore[attr-defined]
+_REQUIRES_GRAD: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _READS_MEMORY = frozenset({"__array__", "__dlpack__", "__format__", "__repr__", "__str__", "numpy", "tolist"})
 _NUMBERS = frozenset(
     {int, float, bool, complex, type(None), torch.dtype, torch.memory_format, torch.device, torch.layout}
@@ -113,8 +114,7 @@ class SplitTensor(DTensor):
         if not isinstance(value, Tensor):
             raise TypeError(f"the data of a tensor is a tensor, not a {type(value).__name__}")
         new = _placed_like(value, self, "data")
-        with DisableTorchFunctionSubclass():
-            Tensor.data.__set__(self, new)  # type: ignore[attr-defined]
+        as_object(Tensor.data.__set__, (), (self, new), {})  # type: ignore[attr-defined]
         set_part(self, local_part_of(new), spec_of(new))
 
     def write_part(self, part: Tensor) -> None:
@@ -248,8 +248,9 @@ def _viewed(base: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         vars(view).update(_base_tensor=base, _looks=looks)
         return view
 
-    with DisableTorchFunctionSubclass():
-        examples = look(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"))
+    examples = as_object(
+        look, (), (torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"),), {}
+    )
     if isinstance(examples, Tensor):
         return made(examples, look)
     return [made(example, lambda whole, i=i: look(whole)[i]) for i, example in enumerate(examples)]  # type: ignore[misc]
@@ -264,8 +265,8 @@ def _whole(tensor: SplitTensor, what: str) -> Tensor:
     own = vars(tensor)
     if "_whole" not in own:
         if torch.is_grad_enabled() and tensor.requires_grad:
-            with DisableTorchFunctionSubclass():  # else a transform of torch.func asks the tensor for it, again
-                whole: Tensor = _Whole.apply(tensor, what)  # type: ignore[no-untyped-call]
+            # as an object: else a transform of torch.func asks the tensor for it, again
+            whole: Tensor = as_object(_Whole.apply, (), (tensor, what), {})
             return whole
         return gather(tensor, what)
     part = local_part_of(tensor)  # which counts writes by whatever shares its memory
@@ -422,8 +423,7 @@ def _set_grad(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
         value = value if _lies_like(value, tensor) else _placed_like(value, tensor, "grad")
     elif not isinstance(tensor, SplitTensor):
         value = _value(value)
-    with DisableTorchFunctionSubclass():
-        func(tensor, value)
+    as_object(func, (), (tensor, value), {})
 
 
 def _lies_like(value: Tensor, tensor: DTensor) -> bool:
@@ -541,13 +541,11 @@ def _by_position(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kw
 
 def _is_trained(tensor: Tensor) -> bool:
     """Whether `tensor` is a leaf with a gradient. Autograd itself refuses to record a write to its whole."""
-    with DisableTorchFunctionSubclass():
-        return tensor.is_leaf and tensor.requires_grad
+    return bool(as_object(_IS_LEAF, (), (tensor,), {})) and _requires_grad(tensor)
 
 
 def _requires_grad(tensor: Tensor) -> bool:
-    with DisableTorchFunctionSubclass():
-        return tensor.requires_grad
+    return bool(as_object(_REQUIRES_GRAD, (), (tensor,), {}))
 
 
 _HOW: dict[Any, How] = {}

@@ -34,7 +34,7 @@ from .parameters import gradient_of
 from .random_state import drawing_again, states_of
 from .slices import Placed
 from .strides import Strides, is_loose, strides_of
-from .torch_internals import DisableTorchFunctionSubclass, is_view, local_part_of
+from .torch_internals import as_object, is_view, local_part_of
 from .waiting import Accumulating, Kept, Reduces, Waiting
 from .written import written_in_place
 
@@ -161,8 +161,9 @@ class CompiledStep:
 
     def __call__(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The outputs for the `tensors` of the program's inputs, in order."""
-        with DisableTorchFunctionSubclass():  # to ask a split tensor for an attribute takes microseconds otherwise
-            return self._called(tensors)
+        # to ask a split tensor for an attribute takes microseconds otherwise
+        results: tuple[Tensor, ...] = as_object(self._called, (), (tensors,), {})
+        return results
 
     def _called(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if self.step.backward is not None and torch.is_grad_enabled():
@@ -304,8 +305,8 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        with DisableTorchFunctionSubclass():
-            return _Function.backward_of(ctx, gradients)
+        found: tuple[Tensor | None, ...] = as_object(_Function.backward_of, (), (ctx, gradients), {})
+        return found
 
     @staticmethod
     def backward_of(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

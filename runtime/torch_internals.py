@@ -21,9 +21,10 @@ Each name, and why:
                                                              module adds its own there, too
     Shard, Replicate, Partial as exact types, shard_order    what else DTensor places by is its own affair
     torch._C._disabled_torch_function_impl                   the __torch_function__ of DTensor: what is asked of a
-                                                             tensor as an object, in a third of the time of ours
-    torch._C.DisableTorchFunctionSubclass                    the same for a block; public is only what also disables the
-                                                             modes of functions
+                                                             tensor as an object, in a third of the time of ours; and
+                                                             so for all that a function does. (A `with` that an
+                                                             interrupt leaves before its end would leave it so; public
+                                                             is only what also disables the modes of functions)
     Tensor._make_wrapper_subclass                            makes a tensor without memory, of a subclass; documented
                                                              for subclasses, without a public name
     Tensor._is_view, _base                                   what a tensor is a view of; there is no public name
@@ -57,7 +58,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch._C import DisableTorchFunctionSubclass
 from torch._C import _disabled_torch_function_impl as as_object
 from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
@@ -71,7 +71,6 @@ from torch.utils._foreach_utils import _foreach_supported_types as util_foreach_
 __all__ = [
     "GLOO_TLS",
     "STORE_PING",
-    "DisableTorchFunctionSubclass",
     "add_batch_dim",
     "as_object",
     "base_of",

@@ -624,8 +624,10 @@ def test_a_subclass_is_asked_as_an_object_and_stepped_in_lists() -> None:
     own = torch.ones(2).as_subclass(Own)
     assert own.shape == "asked"
     assert running.as_object(torch.Tensor.shape.__get__, (), (own,), {}) == (2,)  # type: ignore[attr-defined]
-    with running.DisableTorchFunctionSubclass():
-        assert own.shape == (2,)
+    assert running.as_object(lambda: own.shape, (), (), {}) == (2,)
+    with pytest.raises(ZeroDivisionError):
+        running.as_object(lambda: 1 / 0, (), (), {})
+    assert own.shape == "asked"
 
     class Wrapper(torch.Tensor):
         @classmethod

@@ -24,7 +24,7 @@ from partway.propagation.torch_internals import dispatch_modes, function_modes, 
 from partway.reuse.facts import fact
 from partway.reuse.names import Asks
 from partway.reuse.state import State
-from partway.runtime.torch_internals import DisableTorchFunctionSubclass, spec_of, spec_or_none
+from partway.runtime.torch_internals import as_object, spec_of, spec_or_none
 from partway.user_rules import version
 
 _NOTHING = fact({})
@@ -71,8 +71,9 @@ class Guard:
         """The tensors of a call that has the same plan; None for another call."""
         if not self._specs:
             return self._admitted(args, kwargs, context)
-        with DisableTorchFunctionSubclass():  # else to ask a split parameter for its dtype takes microseconds
-            return self._admitted(args, kwargs, context)
+        # to ask a split parameter for its dtype takes microseconds otherwise
+        found: list[Tensor] | None = as_object(self._admitted, (), (args, kwargs, context), {})
+        return found
 
     def _admitted(self, args: tuple[Any, ...], kwargs: dict[str, Any], context: ParallelContext) -> list[Tensor] | None:
         if kwargs or [*map(type, args)] != self._positional:
