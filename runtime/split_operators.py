@@ -33,6 +33,9 @@ _BY_ELEMENT = frozenset({  # of what is not tagged
     "_to_copy", "clone", "copy_", "empty_like", "fill_", "full_like", "masked_fill", "masked_fill_", "ones_like",
     "zero_", "zeros_like",
 })  # fmt: skip
+WRITES_STATISTICS = frozenset({  # of which their schemas say nothing
+    "batch_norm", "cudnn_batch_norm", "instance_norm", "miopen_batch_norm", "native_batch_norm",
+})  # fmt: skip
 _NEW = frozenset({"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"})
 _REDUCED = frozenset({
     "all", "amax", "amin", "any", "is_all_true", "is_any_true", "linalg_vector_norm", "max", "mean", "min", "norm",
@@ -426,8 +429,11 @@ def _how(op: Any) -> How:
 @lru_cache(maxsize=4096)
 def _writes(op: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that an operator writes into, by place and by name."""
+    unsaid = {"running_mean", "running_var"} if _name(op) in WRITES_STATISTICS else frozenset()
     arguments = enumerate(schema_of(op).arguments)
-    return tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return tuple(
+        (i, a.name) for i, a in arguments if a.name in unsaid or (a.alias_info is not None and a.alias_info.is_write)
+    )
 
 
 def _written(op: Any, args: Operands, kwargs: dict[str, Any], lists: bool = False) -> list[Any]:

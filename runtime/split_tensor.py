@@ -22,7 +22,16 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from ..propagation.torch_internals import tree_map, untransformed, version_of
 from ..strategy.errors import RuntimeStateError
 from .gather import gather
-from .split_operators import adds_nothing, aligned, has_slices, is_by_element, looked_at, run, write_whole
+from .split_operators import (
+    WRITES_STATISTICS,
+    adds_nothing,
+    aligned,
+    has_slices,
+    is_by_element,
+    looked_at,
+    run,
+    write_whole,
+)
 from .torch_internals import (
     as_object,
     dtensor_spec,
@@ -401,6 +410,12 @@ def _in_memory(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwar
     return result
 
 
+def _with_plain_indices(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What reads the values of its second operand outside of any operator."""
+    plain = {name: _value(v) if name.startswith("indices") else v for name, v in kwargs.items()}
+    return _operator(func, types, (*args[:1], *map(_value, args[1:])), plain)
+
+
 def _set_data(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> None:
     tensor, value = args
     if isinstance(tensor, SplitTensor):
@@ -467,7 +482,7 @@ def _operator(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
                                "write to it under torch.no_grad()") from error  # fmt: skip
         raise
     for tensor, gathered, (version, grad_fn) in wholes.values():
-        if version_of(gathered) != version:
+        if version_of(gathered) != version or (name in WRITES_STATISTICS and not _requires_grad(tensor)):
             if not _is_trained(tensor) and gathered.grad_fn is not grad_fn:
                 raise RuntimeStateError(
                     f"a tensor of shape {list(tensor.shape)} that lies split was written in place by {name} where "
@@ -563,6 +578,8 @@ def _how(func: Callable[..., Any]) -> How:
             how = _as_object
     elif name in _READS_MEMORY:
         how = _in_memory
+    elif name == "tensor_split":
+        how = _with_plain_indices
     elif name.startswith("_fused_") or (name.startswith("_foreach_") and name not in _REDUCING):
         how = _by_position
     elif is_by_element(_IN_PLACE.get(name, name)):
