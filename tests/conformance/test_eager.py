@@ -7,7 +7,8 @@ import pytest
 
 SLICE = (  # of each way in which operators run on split tensors
     "add", "addcmul", "cat", "clamp", "diagonal", "index_put", "linalg.norm", "linalg.svd", "matmul",
-    "max.reduction_with_dim", "nn.functional.cross_entropy", "nn.functional.conv2d", "sort", "std", "sum", "t", "where",
+    "max.reduction_with_dim", "nn.functional.batch_norm", "nn.functional.cross_entropy", "nn.functional.conv2d",
+    "sort", "std", "sum", "t", "tensor_split", "where",
 )  # fmt: skip
 
 
