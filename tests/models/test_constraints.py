@@ -238,7 +238,10 @@ def test_compile_and_modules_inside_take_a_module_plan() -> None:
         ),
         ({"*.attn": {"in_strategy": {"y": ("dp",)}}}, "module 'layers.1.attn', in_strategy['y']: there is no such arg"),
         ({"*.attn": {"out_strategy": (None,) * 3}}, "module 'layers.1.attn', out_strategy: has 3 entries for 2 output"),
-        ({"*.attn": {"in": (("dp",),)}}, "module_plan['*.attn']: has the key 'in' (str); write in_strategy"),
+        (
+            {"*.attn": {"in": (("dp",),)}},
+            "module_plan['*.attn']: has the key 'in' (str); write in_strategy or out_strategy",
+        ),
         ({"*.attn": {"in_strategy": ("dp", None)}}, "['in_strategy']: ('dp', None) is the strategy of one tensor"),
         ({"*.attn": {"in_strategy": (("dp", 2.5),)}}, "module_plan['*.attn']['in_strategy'][0]"),
         ([("*.attn", None)], "module_plan: is [('*.attn', None)] (list)"),
