@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from ..propagation.torch_internals import tree_map, untransformed, version_of
+from ..propagation.torch_internals import TorchDispatchMode, tree_map, untransformed, version_of
 from ..strategy.errors import RuntimeStateError
 from .gather import gather
 from .split_operators import (
@@ -33,6 +33,7 @@ from .split_operators import (
     write_whole,
 )
 from .torch_internals import (
+    ASKS_SUBCLASSES,
     as_object,
     dtensor_spec,
     local_part_of,
@@ -44,7 +45,7 @@ from .torch_internals import (
 )
 
 aten = torch.ops.aten
-_DETACH = aten.detach.default
+_ALIAS, _DETACH = aten.alias.default, aten.detach.default
 _IS_LEAF: Any = Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _REQUIRES_GRAD: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _READS_MEMORY = frozenset({"__array__", "__dlpack__", "__format__", "__repr__", "__str__", "numpy", "tolist"})
@@ -84,7 +85,7 @@ class SplitTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]  # as DTensor's own
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _DETACH and type(args[0]) is SplitTensor:  # of each gradient, in each step
+        if (func is _DETACH or func is _ALIAS) and type(args[0]) is SplitTensor:  # of each gradient, in each step
             return split_tensor(local_part_of(args[0]), spec_of(args[0]))
         return run(func, args, kwargs or {})
 
@@ -399,7 +400,28 @@ def _plain(value: Any) -> Any:
 # -- What PyTorch's functions do with it ------------------------------------------------------------------------------
 
 How = Callable[[Callable[..., Any], Any, tuple[Any, ...], Any], Any]  # as __torch_function__
-_as_object: How = as_object  # what is asked or done of the tensor as an object
+
+
+class _Dispatched(TorchDispatchMode):
+    """Has a PyTorch that takes any subclass of DTensor for one ask this one (`ASKS_SUBCLASSES`)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if SplitTensor in types:
+            return SplitTensor.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def _asked(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """The same where PyTorch does not ask. What autograd itself makes of gradients there, which it detaches and adds
+    up, are DTensors until somebody looks."""
+    if func is Tensor.register_hook:
+        tensor, hook = args
+        args = tensor, lambda gradient: hook(as_split(gradient))
+    with _Dispatched():
+        return as_split(as_object(func, types, args, kwargs))
+
+
+_as_object: How = as_object if ASKS_SUBCLASSES else _asked  # what is asked or done of the tensor as an object
 
 
 def _in_memory(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -414,6 +436,15 @@ def _with_plain_indices(func: Callable[..., Any], types: Any, args: tuple[Any, .
     """What reads the values of its second operand outside of any operator."""
     plain = {name: _value(v) if name.startswith("indices") else v for name, v in kwargs.items()}
     return _operator(func, types, (*args[:1], *map(_value, args[1:])), plain)
+
+
+def _as_itself(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """`view_as` and `expand_as`; of the tensor itself people write it to find the node that sums its gradient."""
+    tensor = args[0]
+    of_itself = len(args) > 1 and args[1] is tensor and isinstance(tensor, SplitTensor)
+    if of_itself and torch.is_grad_enabled() and _is_trained(tensor):
+        return _as_object(_ALIAS, types, (tensor,), {})  # whose node comes right after the tensor's
+    return _operator(func, types, args, kwargs)
 
 
 def _set_data(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -580,6 +611,8 @@ def _how(func: Callable[..., Any]) -> How:
         how = _in_memory
     elif name == "tensor_split":
         how = _with_plain_indices
+    elif name in ("expand_as", "view_as"):
+        how = _as_itself
     elif name.startswith("_fused_") or (name.startswith("_foreach_") and name not in _REDUCING):
         how = _by_position
     elif is_by_element(_IN_PLACE.get(name, name)):

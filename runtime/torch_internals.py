@@ -69,6 +69,7 @@ from torch.optim.optimizer import _foreach_supported_types as optim_foreach_type
 from torch.utils._foreach_utils import _foreach_supported_types as util_foreach_types
 
 __all__ = [
+    "ASKS_SUBCLASSES",
     "GLOO_TLS",
     "STORE_PING",
     "add_batch_dim",
@@ -97,6 +98,9 @@ __all__ = [
 ]
 
 Hooks = tuple[Any, Any]
+# Whether operators ask the __torch_dispatch__ of a subclass of DTensor; until 2.11 they took it for a DTensor
+# (pytorch/pytorch#177716).
+ASKS_SUBCLASSES = torch.__version__ >= (2, 12)
 add_batch_dim: Callable[[Tensor, int, int], Tensor] = torch._add_batch_dim
 remove_batch_dim: Callable[[Tensor, int, int, int], Tensor] = torch._remove_batch_dim
 GLOO_TLS = b"GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY"  # in the library where gloo was built with TLS

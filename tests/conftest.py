@@ -19,8 +19,14 @@ os.environ.setdefault("PARTWAY_VERIFY", "1")  # every value of every rank is com
 register_profiles()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=("cpu", "cuda"), help="where tensors are made; on cuda, ranks talk by NCCL")
+
+
 def pytest_configure(config):
     """The models of the zoo have two layers, a first and a last one; in `deep` (make conformance) some between too."""
+    if config.getoption("--device"):
+        os.environ["PARTWAY_TEST_DEVICE"] = config.getoption("--device")
     deep = config.getoption("--hypothesis-profile") == "deep"
     os.environ["ZOO_LAYERS"] = "4" if deep else "2"
 

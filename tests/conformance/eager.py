@@ -3,6 +3,7 @@
     python tests/conformance/eager.py                         all entries on 2 and on 4 processes
     python tests/conformance/eager.py --only norm --ranks 2
     python tests/conformance/eager.py --write                 docs/coverage/eager.md
+    python tests/conformance/eager.py --device cuda --ranks 2 over NCCL, on one GPU
 
 Of each sample every tensor in turn, and then all of them, is what a script meets around a sharded model: a parameter
 (a leaf that has a gradient), a gradient or a state of an optimizer (without one), or a partial value; each split along
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import re
 import sys
 import time
@@ -49,7 +51,7 @@ def name_of(info: Any) -> str:
 
 
 def entries() -> dict[str, Any]:
-    """The entries that take float64, or else float32, on the CPU, by name."""
+    """The entries that take float64, or else float32, by name."""
     from torch.testing._internal.common_methods_invocations import op_db  # imports SciPy, which takes seconds
 
     return {name_of(info): info for info in op_db if not info.dtypes.isdisjoint({torch.float64, torch.float32})}
@@ -78,10 +80,12 @@ def _entry(info: Any, most: int) -> dict[str, Any]:
 
 
 def _samples(info: Any, most: int) -> Iterator[tuple[str, Any, bool]]:
-    dtype = torch.float64 if torch.float64 in info.dtypes else torch.float32
-    gradient = info.supports_autograd and dtype in info.supported_backward_dtypes("cpu")
+    device = torch.get_default_device().type
+    able = info.supported_dtypes(device)
+    dtype = torch.float64 if torch.float64 in able else torch.float32
+    gradient = info.supports_autograd and dtype in info.supported_backward_dtypes(device)
     torch.manual_seed(0)
-    samples = [s for s in info.sample_inputs("cpu", dtype, requires_grad=gradient) if _dense(s)]
+    samples = [s for s in info.sample_inputs(device, dtype, requires_grad=gradient) if _dense(s)]
     step = max(1, len(samples) // most)
     for i, sample in enumerate(samples[::step][:most]):
         yield f"#{i * step}", sample, gradient
@@ -139,7 +143,7 @@ def _gradients(result: Any, needs: list[Tensor]) -> list[Any]:
     outputs = [t for t in _tensors(result) if t.requires_grad]
     if not outputs or not needs:
         return []
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs]
     return list(torch.autograd.grad(outputs, needs, weights, allow_unused=True))
 
@@ -321,8 +325,10 @@ def main() -> None:
     parser.add_argument("--only", default="", help="entries whose name this regular expression finds")
     parser.add_argument("--samples", type=int, default=SAMPLES)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--write", action="store_true", help="write docs/coverage/eager.md")
     given = parser.parse_args()
+    os.environ["PARTWAY_TEST_DEVICE"] = given.device
     names = [name for name in entries() if re.search(given.only, name)]
     results: dict[int, list[dict[str, Any]]] = {}
     for ranks in given.ranks:

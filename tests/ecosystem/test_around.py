@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     return torch.randn(12, 10, dtype=torch.float64, generator=generator), torch.arange(12) % 7
 
 
@@ -466,7 +466,7 @@ def sharpness(model: Any) -> None:
 
 @script
 def scaled_losses(model: Any) -> Any:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=1024.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for value in (1.0, float("inf")):
         optimizer.zero_grad()
@@ -475,6 +475,30 @@ def scaled_losses(model: Any) -> Any:
         scaler.step(optimizer)
         scaler.update()
     return scaler.get_scale()
+
+
+@script
+def nodes_that_sum_gradients(model: Any) -> Any:
+    """In both ways in which people find them."""
+    seen: list[list[float]] = []
+    kept = []
+    for p in model.parameters():
+        seen.append([])
+        nodes = p.expand_as(p).grad_fn.next_functions[0][0], torch.autograd.graph.get_gradient_edge(p).node
+        handles = [
+            nodes[0].register_hook(lambda *gradients, found=seen[-1]: found.append(-1.0)),
+            nodes[1].register_prehook(lambda gradients, found=seen[-1]: found.append(gradients[0].norm().item())),
+        ]
+        kept.append((nodes, handles))
+    loss_of(model).backward()
+    for _, handles in kept:
+        for handle in handles:
+            handle.remove()
+    for p, found in zip(model.parameters(), seen, strict=True):
+        p.register_hook(lambda gradient, found=found: found.append(gradient.norm().item()))
+    loss = loss_of(model) + sum(p.view_as(p).square().sum() for p in model.parameters())  # two gradients of each
+    loss.backward()
+    return seen, [p.grad for p in model.parameters()]
 
 
 # -- Parts of the model -----------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def test_dcp_reads_a_checkpoint(tmp_path: Path) -> None:
 def read_as_dtensors(folder: str) -> None:
     """What two ranks saved, into DTensors that lie otherwise."""
     at = saved(folder)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(torch.get_default_device().type, (2,))
     state: dict[str, Any] = {
         name: distribute_tensor(tensor, mesh, [Shard(tensor.dim() - 1) if tensor.dim() else Replicate()])
         for name, tensor in others(Net().state_dict()).items()

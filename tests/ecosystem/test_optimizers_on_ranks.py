@@ -141,7 +141,7 @@ def trained(model: Any, name: str) -> tuple[list[Tensor], list[Any]]:
     make = makers()[name]
     ps = [p for p in model.parameters() if "Muon" not in name or p.ndim == 2]  # Muon is for matrices
     optimizer = make(ps)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(1)
     for i in range(4):
         x = torch.randn(6, 9, dtype=torch.float64, generator=generator)
 

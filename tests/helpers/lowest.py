@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 # Their exact versions do not fit the lowest ones: import-linter needs rich 14, SciPy NumPy 2, and PyTorch 2.11 an older
-# setuptools.
+# setuptools. The lowest ones of others do: their newest ones need pydantic 2.9 and 2.14.
 FREE = ("import-linter", "scipy", "setuptools")
+LOWEST_TOO = ("fastapi", "kubernetes")
 
 
 def lowest(project: dict[str, Any]) -> dict[str, str]:
     """The lower bound of every dependency that the package or its extras `data` and `ssl` import."""
     bounds = {}
     optional = project["optional-dependencies"]
-    for requirement in [*project["dependencies"], *optional["data"], *optional["ssl"]]:
+    others = [each for each in (*optional["k8s"], *optional["serve"]) if each.startswith(LOWEST_TOO)]
+    for requirement in [*project["dependencies"], *optional["data"], *optional["ssl"], *others]:
         name, found, bound = requirement.partition(">=")
         if not found:
             raise SystemExit(f"{name} has no lower bound in pyproject.toml; write {name}>= the lowest that works")

@@ -18,6 +18,8 @@ from scripts import FORKS
 
 SECONDS = 100  # of a call in which its ranks do next to nothing: they wait for each other
 BUSY = 0.05  # of that time on a CPU, from which on a rank is not one that waits
+# NCCL refuses a second rank of a host on one GPU; as hosts of their own ranks share it, and send over sockets
+SHARES_A_GPU = {"LOCAL_RANK": "0", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": "2"}
 
 
 def seconds_of(process):
@@ -47,6 +49,8 @@ class Pool:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 need not listen itself
                 "OMP_NUM_THREADS": "1",
             }
+            if os.environ.get("PARTWAY_TEST_DEVICE") == "cuda":
+                environment |= {**SHARES_A_GPU, "NCCL_HOSTID": f"rank-{rank}"}
             log = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - open as long as the process
             with theirs:
                 process = start.Process(target=serve, args=(theirs, {**os.environ, **environment}, log.name))

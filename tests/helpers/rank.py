@@ -27,7 +27,8 @@ def module_of(path):
 
 
 def start_afresh():
-    """The options and the seed that a new process has: the test before may have left them in any state."""
+    """The options, the seed and the device that a new process has: the test before may have left them in any state."""
+    torch.set_default_device(os.environ.get("PARTWAY_TEST_DEVICE"))
     torch.manual_seed(0)
     pw.reset_auto_parallel_context()
     pw.reset_algo_parameters()
@@ -41,7 +42,7 @@ def serve(connection, environment, log):
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    init(backend="gloo")
+    init(backend="nccl" if os.environ.get("PARTWAY_TEST_DEVICE") == "cuda" else "gloo")
     while True:
         try:
             path, name, arguments = pickle.loads(connection.recv_bytes())

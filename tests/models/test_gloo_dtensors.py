@@ -51,7 +51,7 @@ def assert_trains(plain: nn.Module, model: Any, given: Callable[[Tensor], Tensor
 
 def _distributed() -> str:
     plain = net()
-    model, mesh = copy.deepcopy(plain), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model, mesh = copy.deepcopy(plain), init_device_mesh(torch.get_default_device().type, (2,), mesh_dim_names=("tp",))
     for i, placement in ((0, Split(0)), (2, Split(1))):
         weight = nn.Parameter(distribute_tensor(model[i].weight.detach(), mesh, [placement]))
         model[i].weight = weight
@@ -70,7 +70,7 @@ def test_parameters_that_were_distributed_keep_their_placements(on_ranks: Ranks)
 def _on_an_axis_of_one() -> bool:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1)).double()
-    model, mesh = copy.deepcopy(plain), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model, mesh = copy.deepcopy(plain), init_device_mesh(torch.get_default_device().type, (1, 2), mesh_dim_names=("dp", "tp"))
     weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Split(0), Split(1)]))
     model[1].weight = weight
     pw.shard(model)
@@ -84,7 +84,7 @@ def test_a_parameter_of_one_row_lies_on_an_axis_of_one_device(on_ranks: Ranks) -
 
 def _parallelized(mesh: Any) -> str:
     plain = net()
-    model, whole_mesh = copy.deepcopy(plain), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model, whole_mesh = copy.deepcopy(plain), init_device_mesh(torch.get_default_device().type, (1, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, whole_mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     pw.shard(model, mesh=mesh or whole_mesh, in_strategy=(("dp", None),))
     assert_trains(plain, model)
@@ -100,7 +100,7 @@ def test_tensor_parallel_modules_on_an_axis_of_the_mesh(on_ranks: Ranks, mesh: A
 def _fully_sharded() -> str:
     plain = net()
     model = copy.deepcopy(plain)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(torch.get_default_device().type, (2,), mesh_dim_names=("dp",))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
     pw.shard(model, in_strategy=(("dp", None),))
@@ -118,7 +118,7 @@ def test_fully_shard_is_an_annotation(on_ranks: Ranks) -> None:
 def _inputs() -> list[str]:
     plain = net()
     model: Any = pw.shard(copy.deepcopy(plain))
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(torch.get_default_device().type, (2,), mesh_dim_names=("dp",))
     assert_trains(plain, model, lambda x: distribute_tensor(x, mesh, [Split(0)]))
     found = [next(" ".join(t.codes) for t in model.plan.inputs if t.name == "input")]
     x = torch.randn(8, 16, dtype=torch.float64)
@@ -141,7 +141,7 @@ def test_inputs_keep_their_placements(on_ranks: Ranks) -> None:
 
 def _refused(case: str) -> str:
     plain = net()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(torch.get_default_device().type, (2,), mesh_dim_names=("tp",))
     model: Any = copy.deepcopy(plain)
     x = torch.ones(8, 16, dtype=torch.float64)
     options: dict[str, Any] = {}

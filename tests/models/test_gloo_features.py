@@ -387,7 +387,7 @@ def test_a_dataset_strategy_says_which_part_of_the_batch_a_rank_reads(
 
 def takes_dtensors() -> None:
     case = CASES["mlp"]
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(torch.get_default_device().type, (2,), mesh_dim_names=("dp",))
     model: Any = pw.shard(case.build(), mesh=mesh, in_strategy=case.batch_split("dp"))
     batch = case.batch()
     for placements in ((Split(0), Split(0)), (Split(1), Whole())):
@@ -434,7 +434,7 @@ def returns_parts() -> None:
             assert not isinstance(one.grad, DTensor)
             assert_equal(one.grad, other.grad)
 
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(torch.get_default_device().type, (2,), mesh_dim_names=("dp",))
     kept = distribute_tensor(x, mesh, [Split(0)]).requires_grad_()
     fn(kept, w).square().mean().backward()
     assert kept.grad is not None

@@ -155,7 +155,7 @@ def autocasts() -> None:
         gradients = []
         for net in (model, plain):
             net.zero_grad()
-            with torch.autocast("cpu", dtype):
+            with torch.autocast(torch.get_default_device().type, dtype):
                 y = whole(net(x))
             assert y.dtype is dtype
             y.float().square().sum().backward()

@@ -52,7 +52,7 @@ def pair(kind: type[Net], options: dict[str, Any], given: dict[str, Any]) -> tup
 
 
 def batch(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return torch.randn(count, 6, generator=generator).double(), torch.randint(3, (count,), generator=generator)
 
 

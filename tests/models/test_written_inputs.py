@@ -92,7 +92,7 @@ def test_a_cache_that_is_written_without_gradients() -> None:
 
 
 def _launched() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(torch.get_default_device().type, (2,), mesh_dim_names=("dp",))
     x, w, seen = drawn(8, 8), drawn(8, 8), drawn(8, 8)
     rank, after = pw.get_rank(), seen.clone()
     counts(x, w, after)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gloo
 
 
 def gathers():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("x", "y"))
     rank = dist.get_rank()
     for shape in ((8, 6), (7, 5), (3, 1), (1,), (9, 4, 2)):
         whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
@@ -38,7 +38,7 @@ def test_wholes_are_gathered_from_any_placement(on_ranks):
 
 
 def differs():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("x",))
+    mesh = init_device_mesh(torch.get_default_device().type, (2,), mesh_dim_names=("x",))
     tensors = [distribute_tensor(torch.ones(4, n), mesh, [Split(0)], src_data_rank=None) for n in (2, 3)]
     with pytest.raises(
         RuntimeStateError, match=r"the ranks are at different points of the program: rank \d would gather"
@@ -52,7 +52,7 @@ def test_ranks_that_gather_different_tensors_are_told(on_ranks):
 
 ALONE = """
     import os, sys, time, torch, partway as pw
-    n = pw.init(timeout=60)
+    n = pw.init(timeout=280)
     torch.manual_seed(0)
     layout = {"in_strategy": (("dp", None),), "parameter_plan": {"weight": ("dp", None)}}
     m = pw.shard(torch.nn.Linear(8, 4), mesh={"dp": n}, **layout)
@@ -85,7 +85,7 @@ def test_a_rank_that_reads_alone_is_told_what_the_others_do(case, tmp_path):
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=55)
+        said, _ = process.communicate(timeout=270)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

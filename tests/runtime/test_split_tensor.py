@@ -96,7 +96,7 @@ def gradients_are_split_again(layout):
     assert type(p.grad) is SplitTensor
     assert p.grad.placements == p.placements
     torch.testing.assert_close(p.grad.full_tensor(), plain.grad)
-    weight = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    weight = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator(torch.get_default_device()).manual_seed(0)).requires_grad_()
     (p.detach() * weight).sum().backward()
     assert type(weight.grad) is torch.Tensor
     assert torch.equal(weight.grad, values())
