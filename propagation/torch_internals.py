@@ -35,6 +35,7 @@ Each name, and why:
     torch._C.DispatchKey               what an operator is made of: nothing public tells
     _split_decomp_table_to_cia_..., _decompose_exported_program   the two halves of ExportedProgram.run_decompositions,
                                        which overrides 500 operators anew each time (written_out.py)
+    torch._decomp.get_decompositions   what operators are in others; there is no public name
     torch.autograd.function._SingleLevelFunction   the class whose `apply` that of a Function calls
     torch.export._trace._EXPORT_...    what a call of torch.export resets when it ends, also one inside of another
     torch.overrides._pop_mode_temporarily   takes off the modes of functions one by one, for such a call
@@ -59,6 +60,7 @@ Each name, and why:
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -82,6 +84,7 @@ from torch._C import _dispatch_get_all_op_names as all_operator_names
 from torch._C import _set_grad_enabled as set_grad_enabled
 from torch._C._functorch import get_unwrapped, is_legacy_batchedtensor
 from torch._C._functorch import is_functorch_wrapped_tensor as is_transformed
+from torch._decomp import get_decompositions
 from torch._functorch import aot_autograd
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
@@ -300,6 +303,13 @@ def compiled_when_run() -> contextlib.AbstractContextManager[None]:
     return _use_lazy_graph_module(True)
 
 
+@functools.cache
+def steps_of_layers() -> Mapping[Any, Callable[..., Any]]:
+    """What PyTorch writes recurrent layers as, in operators of their steps."""
+    aten = torch.ops.aten
+    return get_decompositions([aten.gru.input, aten.lstm.input, aten.rnn_relu.input, aten.rnn_tanh.input])
+
+
 def graph_module(root: Any, graph: torch.fx.Graph) -> torch.fx.GraphModule:
     """A module of a graph, which compiles its code when it first runs."""
     with _use_lazy_graph_module(True):
@@ -467,6 +477,7 @@ __all__ = [
     "sequence_number_now",
     "set_grad_enabled",
     "split_decompositions",
+    "steps_of_layers",
     "storage_key",
     "symbol_of",
     "symbols_in",

@@ -32,7 +32,7 @@ def one_by_one(run: Callable[[Gradients], Gradients], tangents: Gradients) -> li
     if any(map(is_transformed, given)):
         values = _Each.apply(of, *given)  # type: ignore[no-untyped-call]
     else:
-        with outside_batching() as level:
+        with outside_batching(given) as level:
             apart = [remove_batch_dim(tangent, level, 1, 0) for tangent in given]
             count = max(len(tangent) for tangent in apart)
             stacked = _stacked(of, [tangent.expand(count, *tangent.shape[1:]) for tangent in apart], count)

@@ -408,7 +408,7 @@ def _how(op: Any) -> How:
         how = _unscaled
     elif name in ("_foreach_norm", "_foreach_max"):
         how = _reduced_lists
-    elif name.startswith(("_foreach_", "_fused_")):
+    elif name.startswith(("_foreach_", "_fused_")) and _takes_lists(op):
         how = _by_position
     elif name in _NEW:
         how = _new
@@ -424,6 +424,11 @@ def _how(op: Any) -> How:
         how = _viewed
     _HOW[op] = how
     return how
+
+
+def _takes_lists(op: Any) -> bool:
+    """Whether an operator takes lists of tensors first, as a step of an optimizer, and not a single one, as a norm."""
+    return str(schema_of(op).arguments[0].type).startswith("List")
 
 
 @lru_cache(maxsize=4096)

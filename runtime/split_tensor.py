@@ -417,7 +417,7 @@ def _asked(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: 
     if func is Tensor.register_hook:
         tensor, hook = args
         args = tensor, lambda gradient: hook(as_split(gradient))
-    with _Dispatched():
+    with _Dispatched():  # type: ignore[no-untyped-call]
         return as_split(as_object(func, types, args, kwargs))
 
 

@@ -100,13 +100,14 @@ __all__ = [
 Hooks = tuple[Any, Any]
 # Whether operators ask the __torch_dispatch__ of a subclass of DTensor; until 2.11 they took it for a DTensor
 # (pytorch/pytorch#177716).
-ASKS_SUBCLASSES = torch.__version__ >= (2, 12)
+ASKS_SUBCLASSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 add_batch_dim: Callable[[Tensor, int, int], Tensor] = torch._add_batch_dim
 remove_batch_dim: Callable[[Tensor, int, int, int], Tensor] = torch._remove_batch_dim
 GLOO_TLS = b"GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY"  # in the library where gloo was built with TLS
 STORE_PING = bytes([0, 0xCE, 0xF7, 0x85, 0x3C, 13, 1, 2, 3, 4])  # "validate" and its number; "ping" and ours
 spec_of: Callable[[Tensor], Any] = attrgetter("_spec")  # of a DTensor
 local_part_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+_MOST_BATCHES = 8  # within each other
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 
@@ -190,13 +191,19 @@ def forward_level() -> int:
 
 
 @contextlib.contextmanager
-def outside_batching() -> Iterator[int]:
-    """Leaves the innermost batch of `is_grads_batched=True`, whose level it gives, for a while."""
+def outside_batching(tensors: Sequence[Tensor]) -> Iterator[int]:
+    """Leaves the innermost batch of `is_grads_batched=True`, whose level it gives, for a while. The threads in which
+    autograd runs what lies on GPUs are not told of a level: there it is the highest that the `tensors` have."""
     level = torch._C._vmapmode_decrement_nesting() + 1
     try:
-        yield level
+        yield level if level > 0 else max((n for n in range(1, _MOST_BATCHES) if _batched_at(n, tensors)), default=1)
     finally:
         torch._C._vmapmode_increment_nesting()
+
+
+def _batched_at(level: int, tensors: Sequence[Tensor]) -> bool:
+    """Whether one of the tensors has a batch of `level`: from others a dim of no elements would come back."""
+    return any(len(remove_batch_dim(tensor, level, 0, 0)) > 0 for tensor in tensors)
 
 
 def timeout_of(group: Any) -> timedelta:

@@ -25,7 +25,15 @@ from ..graph.origins import inherit, number, position, tracing
 from ..ops.batch_norm import merge_gradients
 from ..ops.collectives import convert
 from ..ops.recurrent import rnn_layer
-from ..torch_internals import FakeTensorMode, OpOverload, compiled_when_run, data_dependent, make_fx, schema_of
+from ..torch_internals import (
+    FakeTensorMode,
+    OpOverload,
+    compiled_when_run,
+    data_dependent,
+    make_fx,
+    schema_of,
+    steps_of_layers,
+)
 from .local_program import LocalProgram
 from .segments import Like, Piece, pieces_of
 from .step import Step, calls_of, is_port, returned_by, undo_views
@@ -33,6 +41,8 @@ from .step import Step, calls_of, is_port, returned_by, undo_views
 _add = torch.ops.aten.add.Tensor
 # what keeps less where no gradients are recorded
 _RECORDING: dict[Any, Any] = {torch.ops.aten.mkldnn_rnn_layer.default: rnn_layer}
+# Where recurrent layers are kernels that look for their weights in one piece of memory, which no traced value has.
+_BY_STEPS = ("cuda",)
 _FILLS = (torch.ops.aten.masked_fill_.Scalar, torch.ops.aten.masked_fill_.Tensor)  # of the dtype that they write to
 T = TypeVar("T")
 _Renumbered = Mapping[int, int] | Sequence[int]  # from the tag of a conversion, or a region, to that of its copy
@@ -134,6 +144,9 @@ def _derivative(piece: Piece, tangents: Sequence[Like | None], suffix: str, agai
     inputs = [like.empty() for like in piece.likes]
     given = [tangent.empty().requires_grad_(again) for tangent in tangents if tangent is not None]
     module = _as_module(piece)
+    if any(x.device.type in _BY_STEPS for x in inputs):
+        for node in calls_of(module.graph):
+            node.target = steps_of_layers().get(node.target, node.target)
     needed = [like.requires_grad for like in piece.likes]
 
     def joint(*flat: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -62,9 +62,9 @@ def examine(names: Sequence[str], most: int = SAMPLES) -> list[dict[str, Any]]:
     from torch.distributed.tensor import DTensor
 
     assert DTensor
-    known = entries()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        known = entries()
         return [_entry(known[name], most) for name in names]
 
 

@@ -169,7 +169,9 @@ def calls(layer: str, dtype: torch.dtype, training: bool) -> Iterator[Call]:
     for info in module_db:
         if info.name != f"nn.{layer}":
             continue
-        made = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
+        made = info.module_inputs_func(
+            info, device=torch.get_default_device(), dtype=dtype, requires_grad=True, training=training
+        )
         given = [sample for sample in made if sample.forward_input is not None]
         for sample in given[:: max(1, -(-len(given) // MOST))]:
             made_with, with_ = sample.constructor_input, sample.forward_input
@@ -196,7 +198,7 @@ def run(module: nn.Module, call: Call) -> dict[str, Tensor | None]:
     outputs = [t for t in flatten(module(*args, **kwargs))[0] if isinstance(t, Tensor)]
     able = [o for o in outputs if o.requires_grad]
     able = [o for o in able if not o.shape] or able
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     weights = [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in able]
     if able:
         torch.autograd.backward(able, weights)
@@ -340,6 +342,8 @@ def kept() -> list[Cell]:
 def work(names: list[str]) -> None:
     """Examine layers on the ranks of this process; the first one writes down what it found."""
     torch.set_num_threads(1)
+    torch.set_default_device(os.environ.get("PARTWAY_TEST_DEVICE"))
+    torch.backends.cudnn.allow_tf32 = False  # of float32 it would keep 10 bits
     pw.init(simulate=2)
     for name in names:
         for dtype in TOLERANCES:

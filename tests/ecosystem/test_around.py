@@ -100,7 +100,7 @@ def texts(model: Any) -> Any:
 @script
 def lists_and_arrays(model: Any) -> Any:
     ps = parameters(model)
-    return ps[0].tolist(), ps[1].detach().numpy().sum(), int(ps[0].detach().argmax()), bool((ps[0] > 5).any())
+    return ps[0].tolist(), ps[1].detach().cpu().numpy().sum(), int(ps[0].detach().argmax()), bool((ps[0] > 5).any())
 
 
 @script
@@ -331,7 +331,7 @@ def outputs_that_are_given(model: Any) -> Any:
 def arrays_that_come_back(model: Any) -> None:
     with torch.no_grad():
         for p in model.parameters():
-            p.copy_(torch.from_numpy(p.detach().numpy() * 2 + 1))
+            p.copy_(torch.from_numpy(p.detach().cpu().numpy() * 2 + 1))
 
 
 @script

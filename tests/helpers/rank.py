@@ -51,6 +51,7 @@ def serve(connection, environment, log):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
+                warnings.filterwarnings("ignore", "Attempting to run cuBLAS")  # of autograd's threads
                 start_afresh()
                 answer = None, getattr(module_of(path), name)(*arguments)
         except Exception:

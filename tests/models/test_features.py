@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from zoo import CASES, LAYERS, MLP, gpt2
 
 import partway as pw
+from partway.propagation.program import differentiate
 
 pytestmark = pytest.mark.deep
 
@@ -636,3 +637,42 @@ def test_fusion_groups_collectives_and_changes_nothing_else(name: str, options: 
     if "index" in str(options):
         sizes = [len(c.members) for c in program if len(c.members) > 1]
         assert sizes[:2] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: nn.LSTM(6, 5, 2, bidirectional=True),
+        lambda: nn.LSTM(6, 4, proj_size=2),
+        lambda: nn.GRU(6, 5, 2, dropout=0.3, batch_first=True),
+        lambda: nn.RNN(6, 5, 2, bias=False),
+        lambda: nn.RNN(6, 5, nonlinearity="relu", bidirectional=True),
+    ],
+    ids=["lstm", "projected", "gru", "rnn", "rnn_relu"],
+)
+def test_recurrent_layers_train_step_by_step_where_their_kernels_cannot_be_traced(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on CUDA; on a CPU PyTorch itself traces steps, so that what is traced is told by who traces it."""
+    written_out = []
+
+    def told(steps: Any) -> Any:
+        return lambda *args, **kwargs: written_out.append(steps) or steps(*args, **kwargs)
+
+    steps = {op: told(by_steps) for op, by_steps in differentiate.steps_of_layers().items()}
+    monkeypatch.setattr(differentiate, "steps_of_layers", lambda: steps)
+    monkeypatch.setattr(differentiate, "_BY_STEPS", ("cpu",))
+    plain = build().double()
+    strategy = ("x", None, None) if plain.batch_first else (None, "x", None)
+    x = torch.randn(4, 4, 6, dtype=torch.float64)
+
+    def trained(layer: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        y = layer(x)[0]
+        return [y, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))]
+
+    with pw.auto_parallel_context(random_numbers="torch"):
+        model = pw.shard(copy.deepcopy(plain), mesh={"x": 2}, in_strategy=(strategy,))
+        for found, expected in zip(trained(model), trained(plain), strict=True):
+            torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
+    assert written_out

@@ -70,7 +70,10 @@ def test_parameters_that_were_distributed_keep_their_placements(on_ranks: Ranks)
 def _on_an_axis_of_one() -> bool:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1)).double()
-    model, mesh = copy.deepcopy(plain), init_device_mesh(torch.get_default_device().type, (1, 2), mesh_dim_names=("dp", "tp"))
+    model, mesh = (
+        copy.deepcopy(plain),
+        init_device_mesh(torch.get_default_device().type, (1, 2), mesh_dim_names=("dp", "tp")),
+    )
     weight = nn.Parameter(distribute_tensor(model[1].weight.detach(), mesh, [Split(0), Split(1)]))
     model[1].weight = weight
     pw.shard(model)
@@ -84,7 +87,10 @@ def test_a_parameter_of_one_row_lies_on_an_axis_of_one_device(on_ranks: Ranks) -
 
 def _parallelized(mesh: Any) -> str:
     plain = net()
-    model, whole_mesh = copy.deepcopy(plain), init_device_mesh(torch.get_default_device().type, (1, 2), mesh_dim_names=("dp", "tp"))
+    model, whole_mesh = (
+        copy.deepcopy(plain),
+        init_device_mesh(torch.get_default_device().type, (1, 2), mesh_dim_names=("dp", "tp")),
+    )
     parallelize_module(model, whole_mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     pw.shard(model, mesh=mesh or whole_mesh, in_strategy=(("dp", None),))
     assert_trains(plain, model)

@@ -43,6 +43,7 @@ import partway as pw
 
 pytestmark = [pytest.mark.gloo, pytest.mark.deep]
 
+CUDA = os.environ.get("PARTWAY_TEST_DEVICE") == "cuda"
 Ranks = Callable[..., list[Any]]
 EXACT = 1e-10
 
@@ -321,6 +322,7 @@ def drops() -> None:
         assert torch.equal(after, torch.get_rng_state())
 
 
+@pytest.mark.skipif(CUDA, reason="the fused attention of a GPU draws its mask inside: its dropout is refused")
 def test_dropout_draws_the_numbers_of_one_device(on_ranks: Ranks) -> None:
     on_ranks(2, drops)
 
@@ -480,6 +482,7 @@ def optimizes_in_parallel(ranks: int, reshard: bool) -> None:
         enable_parallel_optimizer=True,
         parallel_optimizer_config={"parallel_optimizer_threshold": 0},
         reshard_after_forward=reshard,
+        device_profile="cpu",
     )
     case, size = CASES["mlp"], 128 * ranks
     plain = case.build()
@@ -538,7 +541,9 @@ def test_ranks_that_differ_are_refused_on_every_rank(on_ranks: Ranks) -> None:
     assert first.startswith(said)
     said = "the random generator has other values on rank 1 than on rank 0; "
     said += "seed every rank alike with torch.manual_seed"
-    assert on_ranks(2, disagrees, False, True, {}) == [said] * 2
+    first, second = on_ranks(2, disagrees, False, True, {})
+    assert first == second
+    assert said in first
 
 
 def reads_its_own_batch() -> str:
@@ -676,6 +681,7 @@ def takes_courses() -> None:
         pw.shard(Asks().double(), mesh={"dp": 2})(x)
 
 
+@pytest.mark.skipif(CUDA, reason="a course that random numbers of a GPU choose is refused")
 def test_every_rank_takes_the_course_of_the_whole_batch(on_ranks: Ranks) -> None:
     on_ranks(2, takes_courses)
 

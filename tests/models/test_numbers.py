@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import partway as pw
 from partway.attached import engine_of
 
-X = torch.rand(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 0.5
+X = torch.rand(8, 4, dtype=torch.float64, generator=torch.Generator(torch.get_default_device()).manual_seed(0)) + 0.5
 
 
 def sharded(fn: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import partway as pw
+from partway.runtime.batched import one_by_one
+from partway.runtime.torch_internals import add_batch_dim, remove_batch_dim
 
 pytestmark = [
     # what torch.func and forward_ad import warns about itself; a backward with create_graph=True warns of its cycle
@@ -384,3 +387,26 @@ def test_a_variance_over_a_dim_that_is_split_is_differentiated_again(mesh: dict[
 
     assert_alike(use, plain, model, x)
     assert bool(model.plan.collectives) is (over == 0)
+
+
+def test_batched_gradients_reach_the_threads_in_which_autograd_runs_what_lies_on_gpus() -> None:
+    """Such a thread is not told of the batch that the caller's `is_grads_batched=True` has begun."""
+    found: list[Tensor] = []
+
+    def double(tangents: Any) -> Any:
+        return [tangents[0] * 2, None]
+
+    def backward(x: Tensor) -> None:
+        once, twice = add_batch_dim(x, 0, 1), add_batch_dim(add_batch_dim(x, 0, 1), 0, 2)
+        (first, absent), (second, _) = one_by_one(double, [once]), one_by_one(double, [twice])
+        assert absent is None
+        found.append(remove_batch_dim(first, 1, 2, 0))  # type: ignore[arg-type]
+        found.append(remove_batch_dim(remove_batch_dim(second, 2, 3, 0), 1, 2, 0))  # type: ignore[arg-type]
+
+    x = torch.randn(2, 3, 4)
+    thread = threading.Thread(target=backward, args=(x,))
+    thread.start()
+    thread.join()
+    assert len(found) == 2
+    for value in found:
+        torch.testing.assert_close(value.view_as(x), x * 2)
