@@ -9,6 +9,7 @@ import mmap
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -270,7 +271,7 @@ def test_batches_of_tangents_are_taken_apart_and_made_again() -> None:
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             assert planning.is_batched(gradient)
-            with running.outside_batching() as level:
+            with running.outside_batching([gradient]) as level:
                 seen.append(running.remove_batch_dim(gradient, level, 1, 0))
                 twice = 2 * seen[-1] + torch.rand(()) * 0  # which batching forbids
                 return running.add_batch_dim(twice, 0, level)
@@ -279,6 +280,41 @@ def test_batches_of_tangents_are_taken_apart_and_made_again() -> None:
     (found,) = torch.autograd.grad(Twice.apply(x), x, rows, is_grads_batched=True)  # type: ignore[no-untyped-call]
     assert torch.equal(found, 2 * rows)
     assert torch.equal(seen[0], rows)
+
+
+def asks_subclasses() -> bool:
+    """Whether PyTorch asks a subclass of DTensor what `detach` gives."""
+    seen = []
+
+    class Asked(DTensor):
+        __slots__ = ()
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return args[0]
+
+    mesh = init_device_mesh("cpu", (2,))
+    spec = running.dtensor_spec(mesh, (Replicate(),), (2,), torch.float32)
+    Asked.__new__(Asked, torch.zeros(2), spec, requires_grad=False).detach()
+    return bool(seen)
+
+
+@pytest.mark.gloo
+def test_subclasses_of_dtensor_are_asked_what_operators_give(on_ranks: Callable[..., list[Any]]) -> None:
+    assert on_ranks(2, asks_subclasses) == [running.ASKS_SUBCLASSES] * 2
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_have_operators_of_their_steps(kind: Any) -> None:
+    layer, x = kind(3, 4, 2), torch.randn(5, 2, 3)
+    name = {nn.LSTM: "lstm", nn.GRU: "gru", nn.RNN: "rnn_tanh"}[kind]
+    hidden = torch.zeros(2, 2, 4)
+    states = (hidden, hidden) if kind is nn.LSTM else hidden
+    steps = planning.steps_of_layers()[getattr(torch.ops.aten, name).input]
+    with torch.no_grad():
+        y, *_ = steps(x, states, list(layer.parameters()), True, 2, 0.0, True, False, False)
+        torch.testing.assert_close(y, layer(x)[0])
 
 
 def test_modes_are_listed_and_left_out() -> None:
