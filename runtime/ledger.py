@@ -15,6 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Ledger:
         self._lines: list[tuple[str, Any, str]] = []  # not yet summed up: what, of what, and for people where
         self._own: list[tuple[str, str]] = []  # not yet compared: the checksum, and where
         self._page = 0  # of rank 0's
-        self._ended = self._found = False
+        self._ended = self._over = False  # the last line is handed out; no more will be compared
         self._work = threading.Lock()
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
@@ -110,18 +111,18 @@ class Ledger:
             time.sleep(0.01)
 
     def _compare(self) -> None:
-        while not self._ends.wait(_PERIOD):
-            if self._turn():
-                return
+        while not (self._ends.wait(_PERIOD) or self._over):
+            self._turn()
 
     def _turn(self, last: bool = False) -> bool:
         """Sum up the new lines, and compare; whether nothing is left to do."""
         with self._work:
-            if self._found:
+            if self._over:
                 return True
             try:
                 return self._hand_out(last) if self._rank == self._first else self._read(last)
             except RuntimeError:  # the store has gone
+                self._over = True
                 return True
 
     def _sum_up(self) -> list[tuple[str, str]]:
@@ -152,6 +153,7 @@ class Ledger:
                 self._store.delete_key(f"{self._name}/{self._page}/read")
             self._page += 1
             if ended:
+                self._over = True
                 return True
         return not self._own
 
@@ -162,7 +164,7 @@ class Ledger:
                 return False
             ours, where = self._own.pop(0) if self._own else (_END, "")
             if theirs != ours:
-                self._found = True
+                self._over = True
                 self._tell(self._described(theirs, ours, where))
                 return True
         return False
@@ -194,11 +196,21 @@ class Written:
 
 
 def sample(tensor: Tensor) -> Tensor | None:
-    """A few elements of a plain tensor on the CPU, in memory of their own; None where they are not cheap to have."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or hasattr(tensor, "placements"):
+    """A few elements of a plain tensor on the CPU, in memory of their own, the same ones whatever its strides are; None
+    where they are not cheap to have."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or hasattr(tensor, "placements"):
         return None
-    flat = tensor.detach().view(-1)
-    return flat[:: max(1, len(flat) // _SAMPLE)].clone()
+    tensor = tensor.detach()
+    step = max(1, tensor.numel() // _SAMPLE)
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::step].clone()
+    return tensor[_places(tensor.shape, step)]
+
+
+@lru_cache(maxsize=256)
+def _places(shape: torch.Size, step: int) -> tuple[Tensor, ...]:
+    """The indices of every `step`-th element, along each dim."""
+    return torch.unravel_index(torch.arange(0, shape.numel(), step), shape)
 
 
 def _checksum(of: Any) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from partway.attached import engine_of
 from partway.checkpoints.contents import every_name, named_tensors, part_of
 from partway.checkpoints.rank_files import (
+    Note,
     SavedRanks,
     common_part,
     holders,
@@ -36,7 +37,7 @@ from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import name_of
 from partway.propagation.plan.plan import Plan
 from partway.runtime.agreement import Fact, agreement
-from partway.runtime.process import get_rank, launched
+from partway.runtime.process import get_group_size, get_rank, launched
 from partway.strategy import Layout, RuntimeStateError, StrategyError
 from partway.strategy.errors import shown
 
@@ -94,19 +95,17 @@ def save_checkpoint(network: nn.Module, filename: Filename) -> list[Path]:
         raise RuntimeStateError(f"filename is {shown(filename)}; write where the rank stands in it, as rank_{{rank}}/x")
     tensors, _, _ = named_tensors(network)
     if launched():
-        parts = {name: part_of(tensor)[1] for name, tensor in tensors.items()}
+        held = {name: part_of(tensor) for name, tensor in tensors.items()}
+        note = Note.of(get_rank(), get_group_size(), {name: slices for name, (slices, _) in held.items()})
         with agreement(f"save {name_of(network)} as one file per rank") as facts:
             facts.append(Fact("filename", os.fspath(filename)))
-            return [write_file(_named(filename, get_rank()), parts)]
+            return [write_file(_named(filename, get_rank()), {name: part for name, (_, part) in held.items()}, note)]
     plan = attached_engine(network).latest().plan if engine_of(network) is not None else None
-    layouts = plan.parameters if plan else {}
-    written = []
-    for rank in range(plan.mesh.device_num if plan else 1):
-        parts = {
-            name: t.detach()[layouts[name].slices(tuple(t.shape), rank)] if name in layouts else t.detach()
-            for name, t in tensors.items()
-        }
-        written.append(write_file(_named(filename, rank), parts))
+    written, count = [], plan.mesh.device_num if plan else 1
+    for rank in range(count):
+        slices = {name: slices_of(plan, name, tuple(t.shape), rank) for name, t in tensors.items()}
+        parts = {name: t.detach()[slices[name]] for name, t in tensors.items()}
+        written.append(write_file(_named(filename, rank), parts, Note.of(rank, count, slices)))
     return written
 
 
@@ -116,7 +115,8 @@ def load_distributed_checkpoint(
 ) -> None:  # fmt: skip
     """Give `network` the weights that were saved as one file per rank: merged, and cut as the network is split.
 
-    checkpoint_filenames      the files of all ranks, in their order
+    checkpoint_filenames      the files of all ranks: in any order, as each says whose it is; those that another
+                              program wrote, or torch.save, in the order of ranks
     predict_strategy          what infer_predict_layout gave: the weights are laid out so. None: as they lie, or whole
                               for a network that is not sharded
     train_strategy_filename   the strategy file of the training; None: that of strategy_ckpt_config's load_file

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
 from partway.checkpoints.tensor_files import (
@@ -17,6 +18,7 @@ from partway.checkpoints.tensor_files import (
     Slices,
     arrange,
     create,
+    notes_in,
     places_in,
     read_part,
     synchronize,
@@ -27,12 +29,46 @@ from partway.propagation.plan.plan import Plan
 from partway.strategy import Layout, RuntimeStateError, StrategyError
 from partway.strategy.errors import shown
 
+_NOTE = "partway"  # its name in a file's header
+
+
+class Note(BaseModel):
+    """What the file of a rank says of itself: which rank's of how many it is, and from where to where along each dim
+    its tensors are of the whole ones."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+    rank: int = Field(ge=0)
+    ranks: int
+    parts: dict[str, tuple[tuple[int, int], ...]]
+
+    @model_validator(mode="after")
+    def _is_one_of_them(self) -> Note:
+        if self.rank >= self.ranks:
+            raise ValueError(f"it would be rank {self.rank} of {self.ranks}")
+        return self
+
+    @classmethod
+    def of(cls, rank: int, ranks: int, parts: Mapping[str, Slices]) -> Note:
+        """The note of the parts at these slices."""
+        return cls(rank=rank, ranks=ranks, parts={n: tuple((s.start, s.stop) for s in p) for n, p in parts.items()})
+
 
 @dataclass(frozen=True)
 class RankFile:
     """The tensors in the file of one rank."""
 
     path: Path
+
+    @cached_property
+    def note(self) -> Note | None:
+        """What it says of itself; None for a file that another program wrote, or torch.save."""
+        if self.path.suffix != SUFFIX or (text := notes_in(self.path).get(_NOTE)) is None:
+            return None
+        try:
+            return Note.model_validate_json(text)
+        except ValidationError as error:
+            why = error.errors()[0]["msg"]
+            raise RuntimeStateError(f"what {self.path} says of itself cannot be read: {why}") from error
 
     @cached_property
     def _tensors(self) -> Mapping[str, Any]:
@@ -76,6 +112,13 @@ class SavedRanks:
         self.strategy, self.files = strategy, files
         self.layouts = strategy.parameters if strategy else {}
         self._opened = {rank: RankFile(path) for rank, path in files.items()}
+        count = strategy.mesh.device_num if strategy else 0
+        for rank, file in self._opened.items() if strategy else ():
+            if file.note is not None and (file.note.rank, file.note.ranks) != (rank, count):
+                raise RuntimeStateError(
+                    f"{file.path} is the file of rank {file.note.rank} of {file.note.ranks}, and was given for rank "
+                    f"{rank} of {count}; give each rank's own, and the strategy file of their training"
+                )
         first = self._opened[min(self._opened)]
         self.names = first.shapes
         if self.layouts and not self.layouts.keys() & self.names.keys():
@@ -86,7 +129,7 @@ class SavedRanks:
 
     @classmethod
     def of(cls, strategy: Plan | None, files: Mapping[int, Path]) -> SavedRanks:
-        """The weights in the files of all ranks."""
+        """The weights in the files of all ranks, in the order of ranks, or in any where they say whose they are."""
         count = strategy.mesh.device_num if strategy else 1
         if len(files) != count:
             of = f"the strategy is for {count} ranks" if strategy else "without a strategy the weights are in one file"
@@ -94,7 +137,7 @@ class SavedRanks:
         for rank, path in files.items():
             if not path.is_file():
                 raise RuntimeStateError(f"there is no file {path}, the checkpoint of rank {rank}")
-        return cls(strategy, files)
+        return cls(strategy, _by_rank(files) if strategy else files)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a weight as a whole."""
@@ -112,7 +155,13 @@ class SavedRanks:
             )
         for rank in ranks:
             own = tuple(s.stop - s.start for s in self._own(name, shape, rank))
-            held = self._opened[rank].shapes.get(name)
+            held, note = self._opened[rank].shapes.get(name), self._opened[rank].note
+            spans = tuple((s.start, s.stop) for s in self._own(name, shape, rank))
+            if note is not None and note.parts.get(name, spans) != spans:
+                raise RuntimeStateError(
+                    f"{self.files[rank]} holds {_span(note.parts[name])} of {name}, and the strategy gives rank {rank} "
+                    f"{_span(spans)}; give the strategy file of its training"
+                )
             if held != own:
                 has = "is not in it" if held is None else f"has shape {list(held)} in it"
                 raise RuntimeStateError(
@@ -133,6 +182,29 @@ class SavedRanks:
         return slices_of(self.strategy, name, shape, rank)
 
 
+def _by_rank(files: Mapping[int, Path]) -> Mapping[int, Path]:
+    """Files of all ranks by the ranks that they say they are of; as they were given, where none says so."""
+    notes = {path: RankFile(path).note for path in files.values()}
+    silent = [path for path, note in notes.items() if note is None]
+    if silent == list(notes):
+        return files
+    if silent:
+        raise RuntimeStateError(
+            f"{silent[0]} does not say whose file it is, and others do; give the files of one checkpoint"
+        )
+    by_rank: dict[int, Path] = {}
+    for path in files.values():
+        rank = notes[path].rank  # type: ignore[union-attr]
+        if rank in by_rank:
+            raise RuntimeStateError(f"{by_rank[rank]} and {path} are both the file of rank {rank}; give one of each")
+        by_rank[rank] = path
+    return {rank: by_rank[rank] for rank in sorted(by_rank)}
+
+
+def _span(parts: Iterable[tuple[int, int]]) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in parts)}]"
+
+
 def transformed(source: SavedRanks, target: Plan | None, rank: int, path: Path) -> Path:
     """Write the file of a rank of `target`, a tensor at a time."""
     wanted = {name: slices_of(target, name, source.shape(name), rank) for name in source.names}
@@ -151,21 +223,24 @@ def transformed(source: SavedRanks, target: Plan | None, rank: int, path: Path) 
             source.read(name, source.shape(name), slices, part)
             yield name, part
 
-    return written_file(path, {name: (source.dtype(name), shape) for name, shape in shapes.items()}, made())
+    note = Note.of(rank, target.mesh.device_num if target else 1, wanted)
+    return written_file(path, {name: (source.dtype(name), shape) for name, shape in shapes.items()}, made(), note)
 
 
-def write_file(path: Path, parts: Mapping[str, Tensor]) -> Path:
+def write_file(path: Path, parts: Mapping[str, Tensor], note: Note) -> Path:
     """Write tensors to the safetensors file `path`: all of it or nothing."""
-    return written_file(path, {name: (part.dtype, tuple(part.shape)) for name, part in parts.items()}, parts.items())
+    specs = {name: (part.dtype, tuple(part.shape)) for name, part in parts.items()}
+    return written_file(path, specs, parts.items(), note)
 
 
 def written_file(
-    path: Path, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], parts: Iterable[tuple[str, Tensor]]
-) -> Path:
+    path: Path, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], parts: Iterable[tuple[str, Tensor]],
+    note: Note,
+) -> Path:  # fmt: skip
     """Write tensors to the safetensors file `path`: all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = f".{path.name}.{os.getpid()}.saving"  # another process may make the same file
-    (file,) = arrange(specs, path.stem, 1 << 62).values()
+    (file,) = arrange(specs, path.stem, 1 << 62, {_NOTE: note.model_dump_json()}).values()
     (path.parent / aside).unlink(missing_ok=True)
     places = {name: type(place)(aside, place.start, place.dtype, place.shape) for name, place in file.places.items()}
     create(path.parent, {aside: file})

@@ -15,6 +15,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,11 @@ class TensorFile:
 
 
 def arrange(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], stem: str, largest: int
-) -> dict[str, TensorFile]:
-    """Files of at most `largest` bytes (or of one tensor) for `tensors`, by name. Raises RuntimeStateError for a dtype
-    that the format lacks."""
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], stem: str, largest: int,
+    notes: Mapping[str, str] | None = None,
+) -> dict[str, TensorFile]:  # fmt: skip
+    """Files of at most `largest` bytes (or of one tensor) for `tensors`, by name, each with `notes` in its header.
+    Raises RuntimeStateError for a dtype that the format lacks."""
     groups: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     room = largest
     for name, (dtype, shape) in tensors.items():
@@ -90,13 +92,15 @@ def arrange(
     names = (
         [f"{stem}-{i:05d}-of-{count:05d}{SUFFIX}" for i in range(1, count + 1)] if count > 1 else [f"{stem}{SUFFIX}"]
     )
-    return {file: _arranged(file, group) for file, group in zip(names, groups, strict=True)}
+    return {file: _arranged(file, group, notes or {}) for file, group in zip(names, groups, strict=True)}
 
 
-def _arranged(file: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> TensorFile:
+def _arranged(
+    file: str, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], notes: Mapping[str, str]
+) -> TensorFile:
     # the widest first, so that each is aligned, as safetensors' own writer has it
     order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **notes}}
     at = 0
     for name in order:
         dtype, shape = tensors[name]
@@ -134,16 +138,30 @@ def places_in(folder: Path, names: Sequence[str], headers: Mapping[str, int] | N
     no safetensors file, or has not the header whose checksum is in `headers`; it names it."""
     places: dict[str, Place] = {}
     for name in names:
-        try:
+        with _whole(folder / name):
             places |= _places(folder, name, (headers or {}).get(name))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RuntimeStateError(f"{folder / name} is not a whole safetensors file: {error}") from error
     return places
 
 
-def _places(folder: Path, name: str, checksum: int | None) -> dict[str, Place]:
-    size = os.path.getsize(folder / name)
-    with open(folder / name, "rb") as file:
+def notes_in(path: Path) -> dict[str, str]:
+    """The notes in the header of a file. Raises RuntimeStateError as `places_in`."""
+    with _whole(path):
+        notes = _header(path, None)[0].get("__metadata__", {})
+        return {str(name): str(note) for name, note in notes.items()}
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RuntimeStateError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _header(path: Path, checksum: int | None) -> tuple[dict[str, Any], int, int]:
+    """The header of a file, where its tensors begin, and its size."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
         length = int.from_bytes(start := file.read(8), "little")
         if not 2 <= length <= min(size - 8, _LARGEST_HEADER):
             raise ValueError(f"its header would have {length:,} bytes, and it has {size:,}")
@@ -151,15 +169,33 @@ def _places(folder: Path, name: str, checksum: int | None) -> dict[str, Place]:
     if checksum not in (None, zlib.crc32(start + text)):
         raise ValueError("its header is not what was saved")
     header = json.loads(text)
-    places = {}
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
+    return header, 8 + length, size
+
+
+def _places(folder: Path, name: str, checksum: int | None) -> dict[str, Place]:
+    header, begin, size = _header(folder / name, checksum)
+    places, spans = {}, []
     for tensor, entry in header.items():
         if tensor == "__metadata__":
             continue
-        start, end = entry["data_offsets"]
-        place = Place(name, 8 + length + start, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
-        if start < 0 or end - start != place.size or 8 + length + end > size:
-            raise ValueError(f"{shown(tensor)} ends at byte {8 + length + end:,}, and it has {size:,} bytes")
+        (start, end), shape = entry["data_offsets"], tuple(entry["shape"])
+        if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
+            raise ValueError(f"{shown(tensor)} has sizes or offsets that are not whole numbers")
+        place = Place(name, begin + start, _DTYPES[entry["dtype"]], shape)
+        if end - start != place.size or begin + end > size:
+            raise ValueError(f"{shown(tensor)} ends at byte {begin + end:,}, and it has {size:,} bytes")
         places[tensor] = place
+        spans.append((start, end, tensor))
+    at, before = 0, ""
+    for start, end, tensor in sorted(spans):
+        if start != at:
+            where = f"after {shown(before)}" if before else "at its beginning"
+            raise ValueError(f"{shown(tensor)} {'overlaps' if start < at else 'leaves a gap to'} what lies {where}")
+        at, before = end, tensor
+    if begin + at != size:
+        raise ValueError(f"its tensors end at byte {begin + at:,}, and it has {size:,} bytes")
     return places
 
 

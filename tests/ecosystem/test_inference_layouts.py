@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checks import whole
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import partway as pw
@@ -180,7 +180,7 @@ def test_what_cannot_be_loaded_says_what_is_missing_and_changes_nothing(tmp_path
     refused(StrategyError, r"the strategy is of another model: it has 'weight', and .* has '", files,
             train_strategy_filename=f"{other}/strategy.json")  # fmt: skip
     trained(other, "4")
-    refused(RuntimeStateError, r"is not the checkpoint of rank 0 under this strategy: embed\.weight has",
+    refused(RuntimeStateError, r"is the file of rank 0 of 8, and was given for rank 0 of 4; give each rank's own, and",
             files[:4], train_strategy_filename=f"{other}/strategy.json")  # fmt: skip
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     os.remove(files[3])
@@ -214,3 +214,44 @@ def test_a_layout_of_another_network_is_refused(tmp_path: Path) -> None:
     extra = {"more": layouts["embed.weight"]}
     with pytest.raises(StrategyError, match=r"predict_strategy has more, which the network lacks; infer it for this"):
         pw.load_distributed_checkpoint(network, files_of(folder, 8), extra, f"{folder}/strategy.json")
+
+
+def test_files_are_given_in_any_order_or_are_refused(tmp_path: Path) -> None:
+    def kept(name: str, mesh: dict[str, int], split: Any) -> tuple[nn.Module, list[str], str]:
+        strategy = f"{tmp_path}/{name}.json"
+        pw.set_auto_parallel_context(strategy_ckpt_config={"save_file": strategy})
+        torch.manual_seed(0)
+        network: Any = pw.shard(nn.Linear(32, 32).double(), mesh=mesh, parameter_plan={"weight": (split, None)})
+        network(torch.ones(16, 32).double()).sum().backward()
+        pw.reset_auto_parallel_context()
+        files = pw.save_checkpoint(network, tmp_path / name / "rank_{rank}" / "x.safetensors")
+        return network, [str(file) for file in files], strategy
+
+    trained, files, strategy = kept("a", {"tp": 16}, "tp")
+    for given in (sorted(files), files[::-1]):
+        assert given != files
+        network = nn.Linear(32, 32).double()
+        pw.load_distributed_checkpoint(network, given, train_strategy_filename=strategy)
+        assert torch.equal(network.weight, trained.weight)
+
+    def refused(text: str, given: list[str], strategy: str) -> None:
+        network = nn.Linear(32, 32).double()
+        before = network.weight.clone()
+        with pytest.raises(RuntimeStateError, match=text):
+            pw.load_distributed_checkpoint(network, given, train_strategy_filename=strategy)
+        assert torch.equal(network.weight, before)
+
+    refused(r"rank_0/x\.safetensors and .*rank_0/x\.safetensors are both the file of rank 0; give one of each",
+            [files[0], *files[:-1]], strategy)  # fmt: skip
+    foreign = tmp_path / "foreign.safetensors"
+    save_file(load_file(files[15]), foreign)
+    refused(r"foreign\.safetensors does not say whose file it is, and others do; give the files of one checkpoint",
+            [*files[:15], str(foreign)], strategy)  # fmt: skip
+    _, by_rows, _ = kept("b", {"a": 2, "b": 2}, "a")
+    _, _, turned = kept("c", {"a": 2, "b": 2}, "b")  # parts of the same shapes, of other rows
+    refused(r"rank_1/x\.safetensors holds \[0:16, 0:32\] of weight, and the strategy gives rank 1 \[16:32, 0:32\]",
+            by_rows, turned)  # fmt: skip
+    with pytest.raises(RuntimeStateError, match=r"is the file of rank 3 of 16, and was given for rank 1 of 16; give"):
+        pw.transform_checkpoint_by_rank(
+            0, {i: files[3 if i == 1 else i] for i in range(16)}, f"{tmp_path}/new.safetensors", strategy
+        )

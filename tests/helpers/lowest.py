@@ -18,7 +18,7 @@ def lowest(project: dict[str, Any]) -> dict[str, str]:
     """The lower bound of every dependency that the package or its extras `data` and `ssl` import."""
     bounds = {}
     optional = project["optional-dependencies"]
-    others = [each for each in (*optional["k8s"], *optional["serve"]) if each.startswith(LOWEST_TOO)]
+    others = [each for extra in optional.values() for each in extra if each.startswith(LOWEST_TOO) and ">=" in each]
     for requirement in [*project["dependencies"], *optional["data"], *optional["ssl"], *others]:
         name, found, bound = requirement.partition(">=")
         if not found:

@@ -1,8 +1,137 @@
-"""What a rank's ledger holds of its calls."""
+"""What a rank's ledger holds of its calls, and how two of them are compared."""
 
+import threading
+import time
+
+import pytest
 import torch
+import torch.distributed as dist
 
-from partway.runtime.ledger import Written
+import partway as pw
+from partway.runtime import ledger as ledgers
+from partway.runtime.ledger import Ledger, Written, sample
+from partway.runtime.watch import watch
+
+
+class Counted(Ledger):
+    """A ledger whose turns are counted."""
+
+    turns = 0
+
+    def _turn(self, last=False):
+        result = super()._turn(last)
+        self.turns += 1
+        return result
+
+    def has_turned(self, times):
+        """Wait for so many turns more."""
+        end = self.turns + times
+        while self.turns < end:
+            assert self._thread.is_alive()
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """The ledgers of two ranks, and what they tell."""
+    monkeypatch.setattr(ledgers, "_PERIOD", 0.002)
+    store, told = dist.HashStore(), []
+    both = [Counted(store, rank, (0, 1), told.append) for rank in (0, 1)]
+    yield *both, told, store
+    for each in both:
+        threading.Thread(target=each.end, args=(False,)).start()
+
+
+def test_ranks_are_compared_after_turns_in_which_nothing_ran(pair):
+    first, second, told, _ = pair
+    for pause in (0, 3, 30):
+        for step in range(5):
+            for each in (first, second):
+                each.ran(step, "a call", draws=False)
+            if pause:
+                first.has_turned(pause)
+                second.has_turned(pause)
+    assert told == []
+    first.ran(1, "a call", draws=False)
+    second.ran(2, "a call", draws=False)
+    while not told:
+        time.sleep(0.001)
+    assert told[0].startswith("rank 1 ran another program (or left out a step) than rank 0, at a call")
+
+
+def test_lines_and_pages_do_not_pile_up(pair):
+    first, second, told, store = pair
+    for _ in range(50):
+        for step in range(2000):
+            for each in (first, second):
+                each.ran(step, "a call", draws=False)
+        while first._lines or second._lines or second._own or first._page != second._page:
+            time.sleep(0.001)
+        assert store.num_keys() == 0
+    assert told == []
+
+
+def drifts(idle, wait):
+    """Rank 1 goes on with another batch; nothing ends the ranks but the error."""
+    ledgers._PERIOD = 0.02
+    torch.manual_seed(0)
+    model = pw.shard(torch.nn.Linear(16, 4), mesh={"dp": 2}, in_strategy=(("dp", None),))
+    x = torch.randn(8, 16)
+    for step in range(100_000):
+        if step == 5:
+            time.sleep(idle)
+        model(x + 1 if step >= 10 and pw.get_rank() else x)
+        time.sleep(wait)
+    return "nothing was said"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("idle", "wait"), [(0.3, 0.05), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(0, 0), (0.3, 0)])]
+)
+def test_drift_is_told_while_the_ranks_run_whatever_their_pace(on_ranks, idle, wait):
+    with pytest.raises(AssertionError, match="rank 1 was given inputs of other values than rank 0"):
+        on_ranks(2, drifts, idle, wait)
+
+
+def alive():
+    """The thread compares for as long as the ranks run."""
+    model = pw.shard(torch.nn.Linear(16, 4), mesh={"dp": 2}, in_strategy=(("dp", None),))
+    model(torch.ones(8, 16))
+    own = watch().ledger("ledger", range(2))
+    time.sleep(3 * ledgers._PERIOD)
+    return own._thread.is_alive()
+
+
+@pytest.mark.gloo
+def test_the_thread_outlives_idle_turns(on_ranks):
+    assert on_ranks(2, alive) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "laid_out",
+    [
+        lambda x: x.contiguous(memory_format=torch.channels_last),
+        lambda x: x.permute(3, 1, 2, 0).contiguous().permute(3, 1, 2, 0),
+        lambda x: x[:1].expand(4, -1, -1, -1) * 1,
+        lambda x: torch.stack([x, x])[1],
+        lambda x: torch.cat([x, x], 3)[..., :6],
+    ],
+    ids=["channels_last", "turned", "expanded", "a part", "padded"],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32, torch.bool])
+def test_the_same_elements_are_looked_at_whatever_the_strides_are(laid_out, dtype):
+    x = torch.arange(4 * 3 * 5 * 6).reshape(4, 3, 5, 6).remainder(7).to(dtype)
+    given = laid_out(x)
+    found, expected = sample(given), sample(given.contiguous())
+    assert found is not None
+    assert torch.equal(found, expected)
+    assert 64 <= len(found) <= 128
+
+
+def test_a_scalar_and_a_tensor_of_no_elements_are_looked_at():
+    assert sample(torch.tensor(3.0)).tolist() == [3.0]
+    assert sample(torch.ones(0, 4).T).tolist() == []
 
 
 def test_a_step_of_an_optimizer_between_two_calls_is_seen():

@@ -128,6 +128,9 @@ def test_a_dtype_that_the_format_lacks_is_named():
         arrange({"w": (torch.complex128, (2,))}, "model", 100)
 
 
+FOUR = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}  # bytes
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [
@@ -139,12 +142,23 @@ def test_a_dtype_that_the_format_lacks_is_named():
         ({"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, "'w' ends at byte"),
         ({"w": {"dtype": "X9", "shape": [3], "data_offsets": [0, 8]}}, "X9"),
         ({"w": 3}, "not subscriptable"),
+        ([["w"]], "its header is no JSON object"),
+        ([{"w": {**FOUR, "shape": [1.0]}}, b"four"], "'w' has sizes or offsets that are not whole numbers"),
+        ([{"w": {**FOUR, "shape": [True]}}, b"four"], "'w' has sizes or offsets that are not whole numbers"),
+        ([{"w": {**FOUR, "shape": [-1, -1]}}, b"four"], "'w' has sizes or offsets that are not whole numbers"),
+        ([{"a": FOUR, "b": FOUR}, b"four"], "'b' overlaps what lies after 'a'"),
+        ([{"a": {**FOUR, "data_offsets": [1, 5]}}, b" four"], "'a' leaves a gap to what lies at its beginning"),
+        ([{"a": FOUR}, b"four more"], "its tensors end at byte 73, and it has 78 bytes"),
+        (b"[" * 100_000, "maximum recursion depth"),
     ],
 )
 def test_a_file_that_is_damaged_or_missing_is_named(tmp_path, content, why):
-    if isinstance(content, dict):
-        text = json.dumps(content).encode().ljust(56)
-        content = len(text).to_bytes(8, "little") + text
+    tensors = b""
+    if isinstance(content, list):
+        content, tensors = content if len(content) == 2 else (content, b"")
+    if isinstance(content, dict | list) or (content or b"").startswith(b"["):
+        text = content if isinstance(content, bytes) else json.dumps(content).encode().ljust(56)
+        content = len(text).to_bytes(8, "little") + text + tensors
     if content is not None:
         (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(RuntimeStateError, match=rf"x\.safetensors is not a whole safetensors file: .*{why}"):
