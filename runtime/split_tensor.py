@@ -85,7 +85,7 @@ class SplitTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]  # as DTensor's own
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if (func is _DETACH or func is _ALIAS) and type(args[0]) is SplitTensor:  # of each gradient, in each step
+        if func is _DETACH and type(args[0]) is SplitTensor:  # of each gradient, in each step
             return split_tensor(local_part_of(args[0]), spec_of(args[0]))
         return run(func, args, kwargs or {})
 

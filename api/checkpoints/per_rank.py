@@ -20,6 +20,7 @@ from partway.attached import engine_of
 from partway.checkpoints.contents import every_name, named_tensors, part_of
 from partway.checkpoints.rank_files import (
     Note,
+    RankFile,
     SavedRanks,
     common_part,
     holders,
@@ -171,7 +172,7 @@ def transform_checkpoint_by_rank(
             raise RuntimeStateError(
                 f"the checkpoint of rank {needed} is needed to make that of rank {rank_id}; give it"
             )
-    files = {rank: Path(file) for rank, file in checkpoint_files_map.items()}
+    files = {rank: RankFile(Path(file)) for rank, file in checkpoint_files_map.items()}
     return transformed(SavedRanks(source, files), target, rank_id, Path(save_checkpoint_file_name))
 
 

@@ -108,17 +108,12 @@ class RankFile:
 class SavedRanks:
     """The weights in the files of the ranks of `strategy` (None: whole, in that of rank 0)."""
 
-    def __init__(self, strategy: Plan | None, files: Mapping[int, Path]) -> None:
-        self.strategy, self.files = strategy, files
+    def __init__(self, strategy: Plan | None, files: Mapping[int, RankFile]) -> None:
+        self.strategy, self._opened = strategy, files
+        self.files = {rank: file.path for rank, file in files.items()}
         self.layouts = strategy.parameters if strategy else {}
-        self._opened = {rank: RankFile(path) for rank, path in files.items()}
-        count = strategy.mesh.device_num if strategy else 0
-        for rank, file in self._opened.items() if strategy else ():
-            if file.note is not None and (file.note.rank, file.note.ranks) != (rank, count):
-                raise RuntimeStateError(
-                    f"{file.path} is the file of rank {file.note.rank} of {file.note.ranks}, and was given for rank "
-                    f"{rank} of {count}; give each rank's own, and the strategy file of their training"
-                )
+        if strategy:
+            _check_notes(files, strategy.mesh.device_num)
         first = self._opened[min(self._opened)]
         self.names = first.shapes
         if self.layouts and not self.layouts.keys() & self.names.keys():
@@ -137,7 +132,8 @@ class SavedRanks:
         for rank, path in files.items():
             if not path.is_file():
                 raise RuntimeStateError(f"there is no file {path}, the checkpoint of rank {rank}")
-        return cls(strategy, _by_rank(files) if strategy else files)
+        opened = {rank: RankFile(path) for rank, path in files.items()}
+        return cls(strategy, _by_rank(opened) if strategy else opened)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a weight as a whole."""
@@ -154,9 +150,9 @@ class SavedRanks:
                 f"{name} has shape {list(shape)} in the network, and was saved with {list(self.shape(name))}"
             )
         for rank in ranks:
-            own = tuple(s.stop - s.start for s in self._own(name, shape, rank))
-            held, note = self._opened[rank].shapes.get(name), self._opened[rank].note
             spans = tuple((s.start, s.stop) for s in self._own(name, shape, rank))
+            own = tuple(stop - start for start, stop in spans)
+            held, note = self._opened[rank].shapes.get(name), self._opened[rank].note
             if note is not None and note.parts.get(name, spans) != spans:
                 raise RuntimeStateError(
                     f"{self.files[rank]} holds {_span(note.parts[name])} of {name}, and the strategy gives rank {rank} "
@@ -182,23 +178,32 @@ class SavedRanks:
         return slices_of(self.strategy, name, shape, rank)
 
 
-def _by_rank(files: Mapping[int, Path]) -> Mapping[int, Path]:
+def _by_rank(files: Mapping[int, RankFile]) -> Mapping[int, RankFile]:
     """Files of all ranks by the ranks that they say they are of; as they were given, where none says so."""
-    notes = {path: RankFile(path).note for path in files.values()}
-    silent = [path for path, note in notes.items() if note is None]
-    if silent == list(notes):
+    if all(file.note is None for file in files.values()):
         return files
-    if silent:
-        raise RuntimeStateError(
-            f"{silent[0]} does not say whose file it is, and others do; give the files of one checkpoint"
-        )
-    by_rank: dict[int, Path] = {}
-    for path in files.values():
-        rank = notes[path].rank  # type: ignore[union-attr]
-        if rank in by_rank:
-            raise RuntimeStateError(f"{by_rank[rank]} and {path} are both the file of rank {rank}; give one of each")
-        by_rank[rank] = path
-    return {rank: by_rank[rank] for rank in sorted(by_rank)}
+    by_rank: dict[int, RankFile] = {}
+    for file in files.values():
+        if file.note is None:
+            raise RuntimeStateError(
+                f"{file.path} does not say whose file it is, and others do; give the files of one checkpoint"
+            )
+        other = by_rank.setdefault(file.note.rank, file)
+        if other is not file:
+            raise RuntimeStateError(
+                f"{other.path} and {file.path} are both the file of rank {file.note.rank}; give one of each"
+            )
+    return dict(sorted(by_rank.items()))
+
+
+def _check_notes(files: Mapping[int, RankFile], count: int) -> None:
+    """Raise RuntimeStateError for a file that says it is another rank's, or of another number of ranks."""
+    for rank, file in files.items():
+        if file.note is not None and (file.note.rank, file.note.ranks) != (rank, count):
+            raise RuntimeStateError(
+                f"{file.path} is the file of rank {file.note.rank} of {file.note.ranks}, and was given for rank "
+                f"{rank} of {count}; give each rank's own, and the strategy file of their training"
+            )
 
 
 def _span(parts: Iterable[tuple[int, int]]) -> str:

@@ -400,8 +400,10 @@ def test_batched_gradients_reach_the_threads_in_which_autograd_runs_what_lies_on
         once, twice = add_batch_dim(x, 0, 1), add_batch_dim(add_batch_dim(x, 0, 1), 0, 2)
         (first, absent), (second, _) = one_by_one(double, [once]), one_by_one(double, [twice])
         assert absent is None
-        found.append(remove_batch_dim(first, 1, 2, 0))  # type: ignore[arg-type]
-        found.append(remove_batch_dim(remove_batch_dim(second, 2, 3, 0), 1, 2, 0))  # type: ignore[arg-type]
+        assert first is not None
+        assert second is not None
+        found.append(remove_batch_dim(first, 1, 2, 0))
+        found.append(remove_batch_dim(remove_batch_dim(second, 2, 3, 0), 1, 2, 0))
 
     x = torch.randn(2, 3, 4)
     thread = threading.Thread(target=backward, args=(x,))
