@@ -59,13 +59,19 @@ def test_ranks_are_compared_after_turns_in_which_nothing_ran(pair):
     assert told[0].startswith("rank 1 ran another program (or left out a step) than rank 0, at a call")
 
 
+def compared(first, second):
+    """Whether both are between two turns, and all of their lines are done with."""
+    with first._work, second._work:
+        return not (first._lines or second._lines or second._own) and first._page == second._page
+
+
 def test_lines_and_pages_do_not_pile_up(pair):
     first, second, told, store = pair
     for _ in range(50):
         for step in range(2000):
             for each in (first, second):
                 each.ran(step, "a call", draws=False)
-        while first._lines or second._lines or second._own or first._page != second._page:
+        while not compared(first, second):
             time.sleep(0.001)
         assert store.num_keys() == 0
     assert told == []
