@@ -7,6 +7,7 @@ a rank needs of others' facts to refuse a program that differs between ranks is 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -34,7 +35,7 @@ from partway.state_dicts import follow_layouts
 from partway.strategy import Layout, Mesh, Problem, Replicate, RuntimeStateError, raise_problems
 
 Change = Callable[[Tensor], Tensor]
-Observer = Callable[[Sequence[Tensor], Sequence[Tensor]], None]  # of a call's tensors, and some of its parameters
+Observer = Callable[[Sequence[Tensor], Sequence[tuple[str, Tensor]]], None]  # of a call's tensors, and its state's
 T = TypeVar("T")
 
 
@@ -308,9 +309,12 @@ class Launched:
 
     def observer(self, fn: Any, own: Mapping[str, Any], compiled: Compiled) -> Observer | None:
         from partway.runtime.ledger import Written
+        from partway.runtime.replicas import in_turn, note
         from partway.runtime.watch import watch
 
-        ranks, written, where = watch(), Written(), f"a call of {name_of(fn)}"
+        ranks, written, name, calls = watch(), Written(), name_of(fn), itertools.count(1)
+        where = f"a call of {name}"
+        every = ranks.look_every = compiled.context.look_every
         if ranks.size == 1:
             return None
         inputs = [p for p in compiled.local.inputs if p.port.role is Role.INPUT]
@@ -321,13 +325,17 @@ class Launched:
             if p.port.name in own and (ledger := _ledger_of_part(p.layout)) is not None
         ]
 
-        def note(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-            ranks.stepped(written(parameters), where)
+        def observe(tensors: Sequence[Tensor], held: Sequence[tuple[str, Tensor]]) -> None:
+            ranks.stepped(written(held), where)
             ranks.given([tensors[i] for i in wholes], where)
             for i, ledger, at in shared:
                 ledger.shared(tensors[i], at)
+            if every is not None:
+                call = next(calls)
+                copies, whole = in_turn(held, call, every)
+                note(copies, f"call {call} of {name}", call, whole)
 
-        return note
+        return observe
 
     def settle(self, module: torch.nn.Module, layouts: Mapping[str, Layout]) -> None:
         from partway.runtime.parameters import redistribute
@@ -425,14 +433,11 @@ def _check_parts(call: Call, compiled: Compiled) -> None:
 
 def _ledger_of_part(layout: Layout) -> Any:
     """The ledger of the ranks that share this rank's part under `layout`; None where none does."""
-    from partway.runtime.watch import watch
+    from partway.runtime.replicas import ledger_of
 
-    mesh = layout.mesh
-    axes = tuple(axis for axis in mesh.axes if axis not in layout.split_axes)
-    ranks = mesh.group(get_rank(), *axes) if axes else ()
-    if len(ranks) < 2:
-        return None
-    return watch().ledger(f"parts/{mesh}/{','.join(axes)}/{ranks[0]}", ranks)
+    axes = tuple(axis for axis in layout.mesh.axes if axis not in layout.split_axes)
+    ranks = tuple(layout.mesh.group(get_rank(), *axes)) if axes else ()
+    return ledger_of(ranks) if len(ranks) > 1 else None
 
 
 def _alike(result: Tensor, where: str) -> Tensor:

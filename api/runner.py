@@ -32,7 +32,6 @@ from partway.runtime.waiting import Waiting
 from partway.strategy import RuntimeStateError
 
 Source = Callable[[], Tensor]
-_STEPPED = 4  # parameters that show whether an optimizer has stepped
 
 
 class Runner:
@@ -84,15 +83,15 @@ class Runner:
         constants, local, place = self.compiled.graph.constants, self.compiled.local, self._place
         taken: list[Any] = []
         changing: list[tuple[int, Source | None, Change | None, bool]] = []
-        trained: list[Source] = []
+        copies: list[tuple[str, Source]] = []
         for i, (placed, enter) in enumerate(zip(local.inputs, self._enter, strict=True)):
             name, role = placed.port.name, placed.port.role
             if role is Role.INPUT and name in own:
                 enter = place.enter(placed, own[name])
             source = _source(fn, constants, role, name)
+            if source and role in (Role.PARAMETER, Role.BUFFER):
+                copies.append((name, source))
             held = source() if source and role is Role.PARAMETER else None
-            if source and held is not None and held.requires_grad and not held.is_inference():
-                trained.append(source)
             is_taken = held is not None and (enter is None or enter(held) is held)
             taken.append(held if is_taken else None)
             if not is_taken:
@@ -109,7 +108,7 @@ class Runner:
         ]
         if self._updated:
             self._check_apart(fn)
-        self._stepped = trained[:: -(-len(trained) // _STEPPED) or 1]
+        self._held = copies
         self.own, self._bound = own, (taken, changing, buffers, written)  # at once: another thread may be in a call
 
     def _check_apart(self, fn: Callable[..., Any]) -> None:
@@ -181,7 +180,7 @@ class Runner:
         if self._updated:
             self._check_inputs_apart(given)
         if self._observe is not None:
-            self._observe(given, [source() for source in self._stepped])
+            self._observe(given, [(name, source()) for name, source in self._held])
         rest = iter(given)
         bound, changing, buffers, written_inputs = self._bound
         tensors = bound.copy()

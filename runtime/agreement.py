@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..strategy.errors import RuntimeStateError
+from .ledger import checksum
 from .watch import watch
 
 _SAME = "run the same program on every rank"
@@ -185,14 +185,3 @@ def _cut(text: str, alike: int) -> str:
     """So much of a long `text` that it shows where it differs from another, after `alike` characters."""
     start = max(0, min(alike - _SHOWN // 2, len(text) - _SHOWN))
     return "..." * (start > 0) + text[start : start + _SHOWN] + "..." * (start + _SHOWN < len(text))
-
-
-def checksum(tensor: Tensor) -> int:
-    """A checksum of the bits, with each element's position: integers, so that no order of adding matters."""
-    data = tensor.detach()
-    if data.is_complex():
-        data = torch.view_as_real(data)
-    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = data.contiguous().view(-1).view(widths[data.element_size()]).to(torch.int64)
-    place = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return int((bits * (2 * place + 1)).sum() ^ bits.sum())

@@ -29,22 +29,29 @@ _LAST = 2.0  # seconds that the end of a process waits for rank 0's last lines
 _END = "end"
 
 _SAYS = {
-    "runs": "ran another program (or left out a step)",
-    "calls": "called another collective",
-    "random": "drew from a random generator in another state",
-    "inputs": "was given inputs of other values",
-    "gradients": "went on otherwise with a result of the whole batch",
-    "parts": "was given another part of the batch",
-    "steps": "stepped its optimizer (or wrote to its parameters) between other calls",
+    "runs": "ran another program (or left out a step) than {first}, at {where}",
+    "calls": "called another collective than {first}, at {where}",
+    "random": "drew from a random generator in another state than {first}, at {where}",
+    "inputs": "was given inputs of other values than {first}, at {where}",
+    "gradients": "went on otherwise with a result that is whole on every rank than {first}, at {where}",
+    "parts": "was given another part of the batch than {first}, at {where}",
+    "steps": "stepped its optimizer (or wrote to parameters or buffers) between other calls than {first}, at {where}",
+    "copies": "holds other values than {first} of {where}",
+    "writes": "wrote otherwise than {first} to a tensor that is split, at {where}",
+    "settings": "has an optimizer of other settings than {first}, at {where}",
 }
 _FIXES = {
     "runs": "make the same calls, in the same modes and the same order, on every rank",
     "calls": "let all ranks of a group call collectives in one order, on tensors of one shape and dtype",
     "random": "seed every rank alike, and draw what is a rank's own from a torch.Generator of its own",
-    "steps": "step the optimizer on every rank, or on none",
-    "gradients": "compute a loss outside of the model of pw.data.whole_batch(labels), alike on every rank",
+    "steps": "step the optimizer, and write to parameters and buffers, on every rank or on none",
+    "gradients": "compute a loss outside of the model alike on every rank: of pw.data.whole_batch(labels) where each "
+    "has its own part",
     "parts": "they share a part: give them the same samples, as pw.data.distributed_sampler(dataset, part) does",
     "inputs": "give every rank the same whole batch, or set dataset_strategy where each has its own part",
+    "copies": "what changes a parameter, its gradient, a buffer or the state of an optimizer has to do so on every rank",
+    "writes": "what changes a parameter, its gradient, a buffer or the state of an optimizer has to do so on every rank",
+    "settings": "make optimizers and schedulers alike on every rank, and step them alike",
 }
 
 
@@ -57,8 +64,8 @@ class Ledger:
     ) -> None:
         self._store, self._rank, self._first, self._tell = store, rank, ranks[0], tell
         self._size, self._name = len(ranks), name
-        self._lines: list[tuple[str, Any, str]] = []  # not yet summed up: what, of what, and for people where
-        self._own: list[tuple[str, str]] = []  # not yet compared: the checksum, and where
+        self._lines: list[tuple[str, Any, Any]] = []  # not yet summed up: what, of what, and for people where
+        self._own: list[tuple[str, Any]] = []  # not yet compared: the checksum, and where
         self._page = 0  # of rank 0's
         self._ended = self._over = False  # the last line is handed out; no more will be compared
         self._work = threading.Lock()
@@ -95,9 +102,24 @@ class Ledger:
         self._lines.append(("parts", [s] if (s := sample(tensor)) is not None else [], where))
         self._start()
 
-    def stepped(self, written: int, where: str) -> None:
+    def stepped(self, written: tuple[int, ...], where: str) -> None:
         """A call finds its parameters `written` to, as `Written` says."""
         self._lines.append(("steps", written, where))
+
+    def holds(self, what: Tensor | int, where: str) -> None:
+        """This rank holds `what`, a few elements or a checksum of what the ranks have alike."""
+        self._lines.append(("copies", what, where))
+        self._start()
+
+    def settings(self, setting: Any, where: str) -> None:
+        """An optimizer steps with a `setting`: numbers and texts."""
+        self._lines.append(("settings", setting, where))
+        self._start()
+
+    def writes(self, what: tuple[Any, ...]) -> None:
+        """An operator, its operand's shape and its numbers: it writes to what is split."""
+        self._lines.append(("writes", what, what))
+        self._start()
 
     def end(self, failed: bool) -> None:
         """Compare what is left, as far as the others' last lines come in time; the process or its group ends. After it
@@ -125,7 +147,7 @@ class Ledger:
                 self._over = True
                 return True
 
-    def _sum_up(self) -> list[tuple[str, str]]:
+    def _sum_up(self) -> list[tuple[str, Any]]:
         count = len(self._lines)  # the other thread goes on writing
         checksums = [(f"{what}:{_checksum(of):08x}", where) for what, of, where in self._lines[:count]]
         del self._lines[:count]
@@ -169,41 +191,48 @@ class Ledger:
                 return True
         return False
 
-    def _described(self, theirs: str, ours: str, where: str) -> str:
+    def _described(self, theirs: str, ours: str, where: Any) -> str:
         kinds = [text.partition(":")[0] for text in (theirs, ours)]
         kind = kinds[0] if kinds[0] == kinds[1] else "runs"
+        if kind == "runs":  # one rank did what the other one did not
+            kind = "writes" if "writes" in kinds else "steps" if "settings" in kinds else kind
         if _END in kinds:
             more, fewer = (self._rank, self._first) if theirs == _END else (self._first, self._rank)
             kind = next(kind for kind in kinds if kind != _END)
             if kind != "calls":
                 return f"rank {more} ran more than rank {fewer} before that ended; {_FIXES['runs']}"
             return f"rank {more} called more collectives than rank {fewer} before that ended; {_FIXES[kind]}"
-        return f"rank {self._rank} {_SAYS[kind]} than rank {self._first}, at {where}; {_FIXES[kind]}"
+        if isinstance(where, tuple):
+            operator, *about = where
+            where = f"{operator} of {', '.join(map(str, about))}"
+        said = _SAYS[kind].format(first=f"rank {self._first}", where=where)
+        return f"rank {self._rank} {said}; {_FIXES[kind]}"
 
 
 class Written:
-    """Whether the parameters of a function have been written to since its call before: a few of them stand for all."""
+    """How often the parameters and buffers of a function have been written to since its call before."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Tensor, int]] | None = None
 
-    def __call__(self, parameters: Sequence[Tensor]) -> int:
-        """A bit for each parameter; none before the second call."""
-        now = [(p, version_of(p)) for p in parameters]  # counts what is written in place
+    def __call__(self, held: Sequence[tuple[str, Tensor]]) -> tuple[int, ...]:
+        """The writes to each of the tensors that are `held`, by name; none before the second call. -1: it is another
+        one than before."""
+        now = [(t, version_of(t)) for _, t in held]  # counts what is written in place
         before, self._before = self._before or now, now
         pairs = zip(before, now, strict=False)  # as many, but where modules were replaced
-        return sum(1 << i for i, ((p, n), (q, m)) in enumerate(pairs) if p is not q or n != m)
+        return tuple(m - n if t is u else -1 for (t, n), (u, m) in pairs)
 
 
-def sample(tensor: Tensor) -> Tensor | None:
+def sample(tensor: Tensor, turn: int = 0) -> Tensor | None:
     """A few elements of a plain tensor on the CPU, in memory of their own, the same ones whatever its strides are; None
-    where they are not cheap to have."""
+    where they are not cheap to have. Another `turn` looks at others where the tensor is contiguous."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or hasattr(tensor, "placements"):
         return None
     tensor = tensor.detach()
     step = max(1, tensor.numel() // _SAMPLE)
     if tensor.is_contiguous():
-        return tensor.view(-1)[::step].clone()
+        return tensor.view(-1)[turn % step :: step].clone()
     return tensor[_places(tensor.shape, step)]
 
 
@@ -213,10 +242,18 @@ def _places(shape: torch.Size, step: int) -> tuple[Tensor, ...]:
     return torch.unravel_index(torch.arange(0, shape.numel(), step), shape)
 
 
+def checksum(tensor: Tensor, start: int = 0) -> int:
+    """A checksum of the bits of all elements in their order, which goes on from `start`."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return zlib.crc32(flat.view(torch.uint8).cpu().numpy(), start)
+
+
 def _checksum(of: Any) -> int:
     if isinstance(of, int):
         return of
+    if isinstance(of, tuple | str):
+        return zlib.crc32(repr(of).encode())
     total = 0
     for tensor in [of] if isinstance(of, Tensor) else of:
-        total = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"", total)
+        total = checksum(tensor, total)
     return total

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters were replaced or laid out anew.
+"""Optimizers of the parameters that Partway lays out: what each does before it steps.
 
 An optimizer holds parameters as objects, and nothing leads from a parameter to its optimizers. But PyTorch says when an
 optimizer is about to step, which is the first time that it matters:
@@ -6,13 +6,16 @@ optimizer is about to step, which is the first time that it matters:
     of a parameter that was replaced    it gets the new one, with the states of the old one
     of one that was laid out anew       the states that are like it are laid out as it is, before they are used
 
-An optimizer is looked at once after each such change, and when it has other parameters; any other step costs a look-up.
+That is seen to once after each such change, and when an optimizer has other parameters. And where there are other
+ranks, each step tells their ledger what the optimizer's settings are, and what this rank has of some of the gradients
+and states that others have, too (`replicas.py`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -22,10 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .replaced import current
+from .replicas import in_turn, note, settings_of
 from .split_tensor import placed_like
+from .watch import Watch, comparing
 
 _modules: WeakSet[nn.Module] = WeakSet()  # whose parameters Partway lays out
-_seen: WeakKeyDictionary[torch.optim.Optimizer, tuple[int, ...]] = WeakKeyDictionary()
 _changes = 0
 _COUNTS = {"step", "mu_product", "mu", "eta"}  # what PyTorch's optimizers keep of a parameter as one number
 
@@ -43,11 +47,45 @@ def _listen() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
+@dataclass
+class _Known:
+    """What is known of an optimizer: `state`, for which it was looked at; the `names` of parameters of ours that it
+    has; how many `steps` it has made since it was first seen."""
+
+    state: tuple[int, ...] = ()
+    names: list[tuple[str, Tensor]] = field(default_factory=list)
+    steps: int = 0
+
+
+_known: WeakKeyDictionary[torch.optim.Optimizer, _Known] = WeakKeyDictionary()
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    known = _known.setdefault(optimizer, _Known())
     now = (_changes, *(len(group["params"]) for group in optimizer.param_groups))
-    if _seen.get(optimizer) != now:
+    if known.state != now:
         bring_up_to_date(optimizer)
-        _seen[optimizer] = now
+        named = {id(p): (name, p) for module in _modules for name, p in module.named_parameters()}
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        known.state, known.names = now, [named[id(p)] for p in held if id(p) in named]
+    known.steps += 1
+    if known.names and (own := comparing()) is not None:
+        _tell(own, optimizer, known)
+
+
+def _tell(own: Watch, optimizer: torch.optim.Optimizer, known: _Known) -> None:
+    """Tell the ledger what the optimizer is about to step with."""
+    own.check()
+    assert own.look_every is not None
+    where = f"step {known.steps} of {type(optimizer).__name__}"
+    own.settings(type(optimizer).__qualname__, f"{where}, which is another class")
+    for setting, values in settings_of(optimizer.param_groups).items():
+        own.settings(values, f"{where}: {setting}")
+    parameters, whole = in_turn(known.names, known.steps, own.look_every)
+    for name, parameter in parameters:
+        held = {"the gradient": parameter.grad, **optimizer.state.get(parameter, {})}
+        copies = ((f"{what} of {name}", kept) for what, kept in held.items() if isinstance(kept, Tensor))
+        note(copies, where, known.steps, whole)
 
 
 def bring_up_to_date(optimizer: torch.optim.Optimizer) -> None:

@@ -25,6 +25,7 @@ from ..strategy.cut import Cut
 from ..strategy.errors import RuntimeStateError
 from .gather import exchange, gather
 from .torch_internals import is_documented, local_part_of, spec_of
+from .watch import comparing
 
 aten = torch.ops.aten
 _LARGE = 2**28  # bytes: gathering so much for an operator is worth a warning
@@ -47,7 +48,13 @@ Operands = tuple[Any, ...]
 
 
 def run(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
-    """What the ATen operator `op` gives of arguments of which some are split."""
+    """What the ATen operator `op` gives of arguments of which some are split. The ledger is told of what writes: where
+    only one rank does, no collective says so."""
+    if _writes(op) and (own := comparing()) is not None:
+        first = args[0] if args else None
+        shape = tuple(first.shape) if isinstance(first, Tensor) else len(first) if isinstance(first, list) else None
+        numbers = [value for value in (*args, *kwargs.values()) if isinstance(value, int | float)]
+        own.writes((str(op), shape, *numbers))
     return (_HOW.get(op) or _how(op))(op, args, kwargs)
 
 

@@ -68,6 +68,8 @@ class Watch:
         self._ledgers: dict[str, Ledger] = {}
         own = self.ledger("ledger", range(self.size))
         self.ran, self.given, self.stepped, self.came_back = own.ran, own.given, own.stepped, own.came_back
+        self.settings, self.writes = own.settings, own.writes
+        self.look_every: int | None = 0  # what `replicas.note` is asked for: None: nothing; 0: only a few elements
         self._thread = threading.Thread(target=self._listen, name="partway watch", daemon=True)
         self._thread.start()
 
@@ -75,7 +77,7 @@ class Watch:
         return dist.PrefixStore(self._prefix, _connection())  # type: ignore[attr-defined]
 
     def ledger(self, name: str, ranks: Sequence[int]) -> Ledger:
-        """The ledger `name` that this rank shares with other `ranks`."""
+        """The ledger `name` that this rank, one of `ranks`, shares with them."""
         if name not in self._ledgers:
             self._ledgers[name] = Ledger(self._answering(), self.rank, ranks, self._tell, name)
         return self._ledgers[name]
@@ -121,10 +123,16 @@ class Watch:
 
     def check(self) -> None:
         """Raise RuntimeStateError if what the ranks ran has been found to differ."""
-        if self._broken is not None:
-            error, self._broken = RuntimeStateError(self._broken), None
-            self.gave_up(error)
-            raise error
+        if (found := self.found()) is not None:
+            raise found
+
+    def found(self) -> RuntimeStateError | None:
+        """What the ranks were found to differ in, once; this rank gives up by it."""
+        if self._broken is None:
+            return None
+        error, self._broken = RuntimeStateError(self._broken), None
+        self.gave_up(error)
+        return error
 
     def _tell(self, text: str) -> None:
         """Tell every rank what was found to differ."""
@@ -400,6 +408,14 @@ def watch() -> Watch:
     return _watch
 
 
+def comparing() -> Watch | None:
+    """The watch of this process, if it is at work and told what the ranks do to what they hold alike."""
+    own = _watch
+    if own is None or own.size == 1 or own.look_every is None or own.group is not dist.group.WORLD:
+        return None
+    return own
+
+
 def end_watch() -> str | None:
     """End the watch, if there is one: the process group or the process ends. What was found to differ, if it was not
     raised."""
@@ -444,8 +460,11 @@ def told(error: Exception) -> Exception:
 
 
 def failed_in(about: str, error: Exception) -> RuntimeStateError:
-    """What to raise where the collective that `about` tells of raised `error`: with what every other rank does."""
+    """What to raise where the collective that `about` tells of raised `error`: what the ranks were found to differ in
+    before, or with what every other rank does."""
     own = watch()
+    if (found := own.found()) is not None:
+        return found
     own.failed = f"has failed in {about}: {first_line(error)}"
     return RuntimeStateError(
         f"rank {own.rank} has failed in {about}: {first_line(error)}\nthe other ranks:\n{own.others()}"

@@ -200,6 +200,12 @@ class ParallelContext(Options):
     """Ours: "eager" runs a step's operators one after another as PyTorch has them; "inductor" has TorchInductor compile
     each stretch between two collectives, which the first call of a signature waits for."""
 
+    compare_replicas: bool | int = Field(default=True, description="True, False, or an int of 1 or more")
+    """Ours: whether ranks that hold the same part of a parameter, a buffer, a gradient or an optimizer's state compare
+    it while they train, and their optimizers' settings. True: a few elements of some in turn, at each call and each
+    step, on CPUs. An int: besides, all elements of all at every so many calls and steps, on any device. False: not at
+    all. `save` compares all of them in any case."""
+
     random_numbers: RandomNumbers = Field(default=RandomNumbers.COUNTER, strict=False)
     """Ours: what dropout and other random operators draw, for the seed of torch.manual_seed. "counter": each number is
     a function of the seed, the operator and the global index of its element, so that it is the same on any layout and
@@ -231,6 +237,18 @@ class ParallelContext(Options):
         except StrategyError as error:
             raise ValueError(str(error)) from None
         return value
+
+    @field_validator("compare_replicas")
+    @classmethod
+    def _is_a_count(cls, value: bool | int) -> bool | int:
+        if not isinstance(value, bool) and value < 1:
+            raise ValueError("must be True, False, or an int of 1 or more")
+        return value
+
+    @property
+    def look_every(self) -> int | None:
+        """After how many calls all that ranks hold alike is compared; 0: never as a whole; None: not at all."""
+        return (0 if self.compare_replicas else None) if isinstance(self.compare_replicas, bool) else self.compare_replicas
 
     @property
     def mode_was_set(self) -> bool:
