@@ -92,7 +92,7 @@ def json_of(data: bytes) -> Any:
 def first_problem(error: ValidationError) -> str:
     """The first thing that is wrong with the data of a file: the field, and why."""
     first = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
+    return f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg'].removeprefix('Value error, ')}"
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -145,9 +145,10 @@ def parts_in(checkpoint: Path, manifest: Manifest, places: Mapping[str, Mapping[
             data = path.read_bytes()
             json_of(data)
             for stem, name, ends, checksum in _PARTS.validate_json(data):
-                place = places[stem][name]
+                if (place := places.get(stem, {}).get(name)) is None:
+                    raise ValueError(f"has a part of {name}, which is in no file")
                 slices = tuple(slice(*end) for end in ends)
-                if not all(0 <= a <= b <= size for (a, b), size in zip(ends, place.shape, strict=True)):
+                if not _is_in(ends, place.shape):
                     raise ValueError(f"has a part of {name} that is not in it")
                 left[stem][name] -= math.prod(b - a for a, b in ends)
                 parts.append((stem, (place, name, slices, checksum)))
@@ -158,3 +159,7 @@ def parts_in(checkpoint: Path, manifest: Manifest, places: Mapping[str, Mapping[
                     f"{checkpoint / places[stem][name].file} is damaged: not all of {name} was saved"
                 )
     return parts
+
+
+def _is_in(ends: Sequence[tuple[int, int]], shape: Sequence[int]) -> bool:
+    return len(ends) == len(shape) and all(0 <= a <= b <= size for (a, b), size in zip(ends, shape, strict=True))

@@ -153,7 +153,10 @@ FOUR = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}  # bytes
         (b'{"w": 1, "w": 2}'.ljust(56), "its header has 'w' twice in one object"),
         (b'{"w": {"dtype": "F32", "shape": [NaN]}}'.ljust(56), "its header has NaN, which is not a finite number"),
         (b'{"__metadata__": {"a": "\xff"}}'.ljust(56), "its header has no text in UTF-8 at byte 24"),
-        ({"w": {**FOUR, "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}}, "'w' has more elements than a tensor can"),
+        (
+            {"w": {**FOUR, "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}},
+            "'w' has more elements than a tensor can",
+        ),
         ({"w": {"dtype": "F32", "shape": [1]}}, "it lacks 'data_offsets'"),
     ],
 )
