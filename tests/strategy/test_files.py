@@ -85,9 +85,12 @@ def test_a_file_of_a_user_that_is_named_as_an_unfinished_one_stays(path: Path) -
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"[" * 100_000, "is nested too deeply"), (b"\xff\xfe{", "has no text in UTF-8 at byte 0"), (b"{", "is not JSON: Ex"),
-        (b'{"a": 1, "b": {"x": 1, "x": 2}}', "has 'x' twice in one object"), (b"[NaN]", "has NaN, which is not a finite nu"),
-        (b"[1e999]", "has 1e999, which is not"), (b"[-Infinity]", "has -Infinity, which is not"), (b"", "is not JSON: Expect"),
+        (b"[" * 100_000, "is nested too deeply"), (b"\xff\xfe{", "has no text in UTF-8 at byte 0"),
+        (b"{", "is not JSON: Ex"),
+        (b'{"a": 1, "b": {"x": 1, "x": 2}}', "has 'x' twice in one object"),
+        (b"[NaN]", "has NaN, which is not a finite nu"),
+        (b"[1e999]", "has 1e999, which is not"), (b"[-Infinity]", "has -Infinity, which is not"),
+        (b"", "is not JSON: Expect"),
         (b"9" * 5000, "has a number of thousands of digits"), (b"\xef\xbb\xbf{}", "is not JSON: Unexpected UTF-8 BOM"),
     ],
 )  # fmt: skip
