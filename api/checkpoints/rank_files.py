@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -149,7 +149,7 @@ class SavedRanks:
         """The dtype of a weight."""
         return self._opened[min(self._opened)].dtype(name)
 
-    def check(self, name: str, shape: tuple[int, ...], ranks: Iterable[int]) -> None:
+    def check(self, name: str, shape: tuple[int, ...], ranks: Collection[int]) -> None:
         """Raise StrategyError if a weight has not this shape, and or RuntimeStateError if a file has another part."""
         if self.shape(name) != shape:
             raise StrategyError(
@@ -164,16 +164,18 @@ class SavedRanks:
                     f"{self.files[rank]} holds {_span(note.parts[name])} of {name}, and the strategy gives rank {rank} "
                     f"{_span(spans)}; give the strategy file of its training"
                 )
-            if note is not None and note.strategy not in ("", self._digest):
-                raise RuntimeStateError(
-                    f"{self.files[rank]} was saved under another strategy than the one that is given; give the "
-                    "strategy file of its training"
-                )
             if held != own:
                 has = "is not in it" if held is None else f"has shape {list(held)} in it"
                 raise RuntimeStateError(
                     f"{self.files[rank]} is not the checkpoint of rank {rank} under this strategy: {name} {has}, and "
                     f"the strategy gives it {list(own)}"
+                )
+        for rank in ranks:  # the parts of these may be the same under both
+            note = self._opened[rank].note
+            if note is not None and note.strategy not in ("", self._digest):
+                raise RuntimeStateError(
+                    f"{self.files[rank]} was saved under another strategy than the one that is given; give the "
+                    "strategy file of its training"
                 )
 
     def read(self, name: str, shape: tuple[int, ...], wanted: Slices, into: Tensor) -> None:

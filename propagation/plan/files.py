@@ -38,7 +38,7 @@ def load_plan(kind: type[P], path: str | PathLike[str]) -> P:
     except ValidationError as error:
         raise StrategyError(f"{where} holds no plan of this version: {first_problem(error)}") from error
     except ValueError as error:
-        raise StrategyError(f"{where} holds no plan: it {error}") from error
+        raise StrategyError(f"{where} holds no plan of this version: it {error}") from error
     return plan
 
 

@@ -4,6 +4,7 @@ error of Partway's own names the file. `sealed`: its checksums are right again, 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import shutil
@@ -69,8 +70,17 @@ class Home:
 
 
 def edited_json(data: bytes, draws: Random) -> bytes:
-    """JSON with other values, or one that says a name twice."""
-    tree = malformed.edited(json.loads(data), draws)
+    """JSON with other values, a value in another spelling, or a name twice."""
+    tree = json.loads(data)
+    if places := list(malformed._places(tree)) if draws.random() < 0.3 else []:
+        holder, key = draws.choice(places)
+        spell: Any = draws.choice(
+            (json.dumps, lambda value: [value], bool, lambda value: value + 0.0, lambda value: f"{value} ")
+        )
+        with contextlib.suppress(TypeError, OverflowError):
+            holder[key] = spell(holder[key])
+    else:
+        tree = malformed.edited(tree, draws)
     if isinstance(tree, dict) and tree and draws.random() < 0.1:
         name = draws.choice(list(tree))
         return f"{{{json.dumps(name)}: 1, {json.dumps(tree)[1:]}".encode()
@@ -269,6 +279,18 @@ def test_a_changed_plan_or_profile_says_what_is_loaded_or_is_refused_by_name(
             path.write_bytes(malformed.bytes_of(good, draws) if how == "bytes" else edited_json(good, draws))
         if refusal(lambda: found.append(READERS[name](path)), path) is None:
             assert agrees(json_of(path.read_bytes()), json.loads(found[0].model_dump_json()))
+    finally:
+        documents.restore()
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_name_that_a_file_says_twice_is_refused(documents: Home, name: str) -> None:
+    path = documents.folder / name
+    try:
+        first = next(iter(json.loads(path.read_bytes())))
+        path.write_bytes(b'{"%s": 1,' % first.encode() + path.read_bytes().lstrip()[1:])
+        error = refusal(lambda: READERS[name](path), path)
+        assert f"has {first!r} twice in one object" in str(error)
     finally:
         documents.restore()
 

@@ -1,6 +1,7 @@
 """The folder of checkpoints: each is there as a whole or not at all, and nothing else is touched."""
 
 import os
+import shutil
 from contextlib import ExitStack
 
 import pytest
@@ -81,6 +82,7 @@ def test_what_a_person_put_into_a_checkpoint_stays_when_the_checkpoint_goes(tmp_
     (first / "inner").mkdir()
     one_more(tmp_path, keep=1)
     assert names(first) == ["inner", "notes.txt"]
+    shutil.copytree(tmp_path / "checkpoint-000002", tmp_path / "checkpoint-0000009")  # a number as it is not written
     assert sorted(checkpoints(tmp_path)) == [2]
     assert one_more(tmp_path, keep=1).name == "checkpoint-000003"
 
