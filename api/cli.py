@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from partway.strategy.errors import PartwayError, RuntimeStateError
-from partway.strategy.files import save
+from partway.strategy.files import FOREIGN, is_foreign, save
 
 # What completion offers. It is said here, since completion does not wait for an import of torch.
 PROFILES = ("a100", "ascend910", "cpu", "h100", "h200")
@@ -332,7 +332,7 @@ def plan(
     from partway.plan_command import Asked, planned
 
     try:
-        check_paths(save, html)
+        check_paths({"the plan": save, "the page": html})
         made = planned(
             Asked(
                 model, mesh, devices, input or (), in_strategy or (), out_strategy or (), param or (), profile,
@@ -362,7 +362,7 @@ def calibrate(
     from partway.measure.calibrate import calibrate as measure
 
     try:
-        check_paths(out)
+        check_paths({"the device profile": out})
         calibration = measure(processes, device, quick, out.stem)
         calibration.profile.save(out)
     except PartwayError as error:
@@ -410,7 +410,7 @@ def fusion(
     from partway.measure.bench import bench_fusion, check_plot
 
     try:
-        check_paths(json, plot, timeline, html)
+        check_paths({"the figures": json, "the plot": plot, "the timeline": timeline, "the page": html})
         check_plot(plot)
         rounds = rounds if rounds is not None else (3 if quick else 15)
         comparison = bench_fusion(
@@ -481,7 +481,7 @@ def show(
 
     try:
         target = out or page_path(a, b)
-        check_paths(target)
+        check_paths({"the page": target})
         save("the page", target, page([a, b] if b else [a]))
     except PartwayError as error:
         typer.echo(f"partway show: {error}", err=True)
@@ -492,11 +492,13 @@ def show(
         raise typer.Exit(1)
 
 
-def check_paths(*paths: Path | None) -> None:
-    """Raises RuntimeStateError for a path that cannot be written."""
-    for path in paths:
+def check_paths(paths: Mapping[str, Path | None]) -> None:
+    """Raises RuntimeStateError for a path, by what will be written there, that cannot be written."""
+    for what, path in paths.items():
         if path is not None and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(os.path.abspath(path)))):
             raise RuntimeStateError(f"cannot write {str(path)!r}; give the path of a file in a folder that exists")
+        if path is not None and is_foreign(what, path):
+            raise RuntimeStateError(f"cannot write {str(path)!r}: {FOREIGN}")
 
 
 def _devices() -> list[str]:

@@ -98,7 +98,7 @@ class Resume:
             signal.signal(signal.SIGTERM, self._terminate)
 
     def _is_there(self) -> bool:
-        return self.path.is_dir() and bool(folders.numbers(self.path))
+        return self.path.is_dir() and bool(folders.checkpoints(self.path))
 
     def steps(self, total: int) -> Iterator[int]:
         """The numbers of the steps that are left of `total`."""

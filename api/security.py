@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +17,7 @@ from partway.runtime.ps.job import MODES
 from partway.runtime.ps.shelf import DURABILITIES
 from partway.strategy import ContextError, RuntimeStateError
 from partway.strategy.errors import shown
+from partway.strategy.files import json_of
 
 
 class _Config(BaseModel):
@@ -161,15 +161,15 @@ def _password_in(path: Path) -> str:
 def _read(name: str) -> _Config:
     path, told = Path(name), f"set_ps_context: config_file_path is {shown(name)}"
     try:
-        mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        mode, text = path.stat().st_mode, path.read_bytes()
+    except (OSError, ValueError) as error:  # a name with NUL
         raise ContextError(f"{told}, which cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if mode & 0o022:
         raise ContextError(f"{told}, which other users may write; run: chmod go-w {name}")
     try:
-        return _Config.model_validate(json.loads(text))
-    except json.JSONDecodeError as error:
-        raise ContextError(f"{told}, which is not JSON: {error}") from None
+        return _Config.model_validate(json_of(text))
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
         raise ContextError(f"{told}, and in it {wrong}; known are {', '.join(_Config.model_fields)}") from None
+    except ValueError as error:
+        raise ContextError(f"{told}, which {error}") from None

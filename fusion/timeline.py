@@ -16,6 +16,7 @@ from typing import Any
 from ..strategy.errors import StrategyError, shown
 from ..strategy.files import save
 
+_WHOSE = {"otherData": {"program": "Partway"}}
 COMPUTE, COMMUNICATION = "compute", "communication"
 
 
@@ -54,11 +55,11 @@ class Span:
 def save_chrome_trace(path: str | Path, sources: Mapping[str, Iterable[Span]]) -> None:
     """Write the spans of each source as one process of a Chrome trace, with a row for each of its lanes.
 
-    Raises StrategyError where the file cannot be written.
+    Raises StrategyError where the file cannot be written, and where one is that Partway did not write.
     """
     named = _checked(sources)
     events = [event for pid, (name, spans) in enumerate(named.items()) for event in _events(pid, name, spans)]
-    save("the timeline", path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
+    save("the timeline", path, json.dumps({**_WHOSE, "traceEvents": events, "displayTimeUnit": "ms"}) + "\n")
 
 
 def _checked(sources: Any) -> dict[str, list[Span]]:

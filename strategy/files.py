@@ -1,9 +1,13 @@
 """Files that are complete or not there: a new file is written under another name, and renamed when it is complete.
-After a full disk or a kill, and for a reader meanwhile, the old file is still there."""
+After a full disk or a kill, and for a reader meanwhile, the old file is still there. A file that is not Partway's is
+not written over, and JSON is read as what it says or not at all."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
+import re
 import secrets
 import stat
 import time
@@ -11,7 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from pydantic import ValidationError
 
 from .errors import StrategyError, shown
 
@@ -20,7 +26,18 @@ try:
 except ImportError:  # Windows: what a kill leaves aside stays there
     fcntl = None  # type: ignore[assignment]
 
-_ASIDE = ".tmp"
+_ASIDE = re.compile(r"\..*\.[0-9a-f]{12}\.partway", re.DOTALL)  # no file of another program has such a name
+FOREIGN = "it is there already, and Partway did not write it; give another path, or remove it"
+MARKS = {  # what is in every file that is written as this: what another file lacks, which is not written over
+    "the plan": ('"axes"', '"operators"', '"certificate"'),
+    "the device profile": ('"peak"', '"memory_bandwidth"', '"levels"'),
+    "the figures": ('"contenders"', '"ratio_to_ddp"'),
+    "the job": ('"port"', '"process"', '"began"'),
+    "the timeline": ('"otherData": {"program": "Partway"}',),
+    "the page": ('<meta name="generator" content="Partway">',),
+    "the picture": ("<!-- made by Partway -->",),
+    "the plot": ("Partway",),
+}
 _FRESH = 1.0  # seconds in which a new file may have no lock yet
 _LARGEST = 2**30  # bytes that are read of a file
 
@@ -38,19 +55,65 @@ def read(what: str, path: Any) -> bytes:
 
 
 def save(what: str, path: Any, text: str | bytes) -> None:
-    """Write a file, all of it or nothing, and the folders above it. Raises StrategyError: `what` (such as "the plan")
-    could not be written."""
+    """Write a file, all of it or nothing, and the folders above it. Raises StrategyError: `what`, a key of MARKS, could
+    not be written, as where another program's file is."""
     try:
         file = _path(path)
         file.parent.mkdir(parents=True, exist_ok=True)
+        if is_foreign(what, file):
+            raise ValueError(FOREIGN)
         write_whole(file, text)
     except (OSError, ValueError, TypeError) as error:
         raise StrategyError(f"could not write {what} to {_shown(path)}: {_reason(error)}") from error
 
 
+def is_foreign(what: str, path: str | PathLike[str]) -> bool:
+    """Whether a file is there that is not empty, and not what is written as `what`, a key of MARKS. Raises OSError."""
+    if not os.path.isfile(path) or not (content := Path(path).read_bytes()):
+        return False
+    return not all(mark.encode() in content for mark in MARKS[what])
+
+
+def json_of(data: bytes) -> Any:
+    """What JSON in UTF-8 says. Raises ValueError, such as "is nested too deeply", for any other data, for an object
+    that has a name twice, and for numbers that are not finite or too long."""
+    try:
+        return json.loads(data.decode(), object_pairs_hook=_once, parse_constant=_finite, parse_float=_finite)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"has no text in UTF-8 at byte {error.start:,}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error}") from error
+    except ValueError as error:
+        raise ValueError("has a number of thousands of digits") if "digits" in str(error) else error from error
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first thing that is wrong with the data of a file: the field, and why."""
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg'].removeprefix('Value error, ')}"
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        raise ValueError(f"has {shown(twice, 60)} twice in one object")
+    return found
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"has {text[:20]}, which is not a finite number")
+    return number
+
+
 def _path(path: Any) -> Path:
     if not isinstance(path, str | PathLike):
         raise TypeError(f"it is a {type(path).__name__}; write the path of a file as a str or a Path")
+    if path == "":
+        raise ValueError("it is empty; write the path of a file")
     return Path(path)
 
 
@@ -74,13 +137,22 @@ def write_whole(path: str | PathLike[str], data: str | bytes, mode: int = 0o666)
     if there is not None and not stat.S_ISREG(there):
         target.write_bytes(content)
         return
+    with replacing(target, mode) as (file, _):
+        file.write(content)
+
+
+@contextmanager
+def replacing(target: Path, mode: int = 0o666) -> Iterator[tuple[IO[bytes], Path]]:
+    """A new file, and the path that it has meanwhile in the folder of `target`, whose place it takes when the block has
+    ended well; see write_whole. Raises OSError."""
     prefix = f".{target.name[:100]}."
     remove_abandoned(target.parent, prefix)
-    aside = target.with_name(f"{prefix}{secrets.token_hex(6)}{_ASIDE}")
+    there = _mode(target)
+    aside = target.with_name(f"{prefix}{secrets.token_hex(6)}.partway")
     try:
-        with naming(target), open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        with naming(target), open(os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             _lock(file.fileno())
-            file.write(content)
+            yield file, aside
         if there is not None:
             os.chmod(aside, stat.S_IMODE(there))
         os.replace(aside, target)
@@ -102,7 +174,7 @@ def remove_abandoned(folder: str | PathLike[str], prefix: str = ".") -> None:
     """Remove the unfinished files in `folder` whose names begin with `prefix` and whose writers have ended."""
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith(prefix) and entry.name.endswith(_ASIDE) and _is_abandoned(entry.path):
+            if entry.name.startswith(prefix) and _ASIDE.fullmatch(entry.name) and _is_abandoned(entry.path):
                 with suppress(OSError):
                     os.unlink(entry.path)
 

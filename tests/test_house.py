@@ -30,7 +30,7 @@ api/test_context.py                    api/options: algo base fields in_force pa
 ecosystem/test_one_behaviour.py        api: state_dicts
 ecosystem/test_around.py               runtime: split_operators
 ecosystem/test_resume.py               api: resume
-ecosystem/test_checkpoints.py          api/checkpoints: contents progress ranks
+ecosystem/test_checkpoints.py          api/checkpoints: contents manifest progress ranks
 ecosystem/test_pretrained.py           api/checkpoints: pretrained
 ecosystem/test_frameworks.py           api/integrations: accelerate lightning peft transformers
 ecosystem/test_inference_layouts.py    api/checkpoints: per_rank rank_files

@@ -212,8 +212,41 @@ def set_random_state(name: str, state: Any) -> None:
     elif name == "numpy":
         import numpy as np
 
-        kind, keys, *rest = state
-        np.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+        np.random.set_state(_numpy_state(state))
+
+
+def check_value(name: str, value: Any, places: Mapping[str, Any]) -> None:
+    """Raise ValueError, or what a generator raises, for a value that was read and is not what is kept under its name,
+    `places`: where the tensors are for which names stand in it."""
+    kind, _, rest = name.partition(".")
+    if f"{kind}." == RANDOM:
+        check_random_state(rest, value)
+    elif kind == OPTIMIZER:
+        groups, values, of = value["groups"], value["values"], value["class"]
+        names = {name for group in groups for name in group["params"]}
+        if not isinstance(of, str) or {type(own) for own in values.values()} - {dict} or values.keys() - names:
+            raise ValueError("holds no state of an optimizer")
+    elif f"{kind}." == STATE:
+        with_tensors(copy.deepcopy(value), None, lambda name, _: places[name])
+
+
+def check_random_state(name: str, state: Any) -> None:
+    """Raise what a generator raises for a state that it cannot take."""
+    if name == "torch":
+        torch.Generator().set_state(state)
+    elif name == "python":
+        random.Random().setstate((state[0], tuple(state[1]), state[2]))
+    elif name == "cuda" and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(state)
+    elif name == "numpy":
+        import numpy as np
+
+        np.random.RandomState().set_state(_numpy_state(state))
+
+
+def _numpy_state(state: Any) -> Any:
+    kind, keys, *rest = state
+    return kind, keys.numpy().astype("uint32"), *rest
 
 
 def _plain(value: Any) -> Any:

@@ -6,7 +6,6 @@ every byte is as it was written. Each process checks a share of the parts, and r
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import warnings
@@ -28,6 +27,7 @@ from partway.checkpoints.contents import (
     RANDOM,
     STATE,
     VALUES,
+    check_value,
     every_name,
     named_tensors,
     parameter_names,
@@ -37,6 +37,7 @@ from partway.checkpoints.contents import (
     unpacked,
     with_tensors,
 )
+from partway.checkpoints.manifest import Manifest, parts_in, read_manifest, state_file, whole
 from partway.checkpoints.progress import progress
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.tensor_files import Place, Report, checksum_of, places_in, read_part
@@ -54,16 +55,21 @@ _SHOWN = 8  # names that an error lists
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """What is in the folder `path`. `manifest` is empty for safetensors files that Partway did not write."""
+    """What is in the folder `path`. `manifest` is None for safetensors files that Partway did not write."""
 
     path: Path
-    manifest: Mapping[str, Any]
+    manifest: Manifest | None
     places: Mapping[str, Mapping[str, Place]]  # of the model, the optimizer and other values, by name
 
     @property
     def processes(self) -> int:
         """How many saved it."""
-        return int(self.manifest.get("processes", 1))
+        return self.manifest.processes if self.manifest else 1
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of weights, each with the first one."""
+        return self.manifest.aliases if self.manifest else {}
 
 
 def load(
@@ -134,30 +140,22 @@ def _checked(
 
 
 def _opened(path: Path) -> Checkpoint:
-    if not (path / folders.MANIFEST).is_file():
+    if not folders.is_checkpoint(path):
         names = sorted(entry.name for entry in path.glob("*.safetensors"))
-        return Checkpoint(path, {}, {MODEL: places_in(path, names)})
-    try:
-        manifest = json.loads((path / folders.MANIFEST).read_bytes())
-        number, checksum = manifest["format"], manifest["checksum"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RuntimeStateError(f"{path / folders.MANIFEST} is damaged: {error}") from error
-    if number != 1:
-        raise RuntimeStateError(f"{path / folders.MANIFEST} is of a later version of Partway (format {number})")
-    if checksum != saving.checksum_of_manifest(manifest):
-        raise RuntimeStateError(f"{path / folders.MANIFEST} is damaged: it is not what was saved")
-    sizes, checksums = manifest["sizes"], manifest["checksums"]
-    for name, size in sizes.items():
+        return Checkpoint(path, None, {MODEL: places_in(path, names)})
+    manifest = read_manifest(path)
+    for name, size in manifest.sizes.items():
         file = path / name
         if not file.is_file():
             raise RuntimeStateError(f"{file} is missing; the checkpoint is not whole")
         if file.stat().st_size != size:
             raise RuntimeStateError(f"{file} is damaged: it has {file.stat().st_size:,} bytes, and had {size:,}")
-    for name, checksum in checksums.items():
-        if zlib.crc32((path / name).read_bytes()) != checksum:
-            raise RuntimeStateError(f"{path / name} is damaged: its content is not what was saved")
+    for name, checksum in manifest.checksums.items():
+        with whole(path / name):
+            if zlib.crc32((path / name).read_bytes()) != checksum:
+                raise RuntimeStateError(f"{path / name} is damaged: its content is not what was saved")
     places = {
-        stem: places_in(path, [name for name in manifest["headers"] if name.startswith(stem)], manifest["headers"])
+        stem: places_in(path, [name for name in manifest.headers if name.startswith(stem)], manifest.headers)
         for stem in (MODEL, OPTIMIZER, VALUES)
     }
     return Checkpoint(path, manifest, places)
@@ -167,7 +165,7 @@ def _wanted(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> dict[str,
     """Each tensor of the model with its place in the checkpoint."""
     tensors, aliases, _ = named_tensors(model)
     there = dict(checkpoint.places[MODEL])
-    for name, first in checkpoint.manifest.get("aliases", {}).items():
+    for name, first in checkpoint.aliases.items():
         if first in there:
             there.setdefault(name, there[first])
     names = every_name(tensors, aliases)
@@ -183,7 +181,7 @@ def _wanted(checkpoint: Checkpoint, model: nn.Module, strict: bool) -> dict[str,
             problems.append(Problem(name, what, "load it into a model of the same sizes"))
         else:
             wanted[name] = tensor, place
-    known = {*tensors, *aliases, *checkpoint.manifest.get("aliases", {})}
+    known = {*tensors, *aliases, *checkpoint.aliases}
     unexpected = [name for name in checkpoint.places[MODEL] if name not in known]
     if strict:
         fix = "load the checkpoint of this model, or pass strict=False"
@@ -206,10 +204,11 @@ def _values(checkpoint: Checkpoint, skip: set[str], ranks: Ranks) -> dict[str, A
     """All that is no tensor, of this rank."""
     if not checkpoint.manifest:
         return {}
-    differ = set(checkpoint.manifest["differ"])
-    blobs = unpacked((checkpoint.path / saving.state_file(0)).read_bytes())
+    differ = set(checkpoint.manifest.differ)
+    file = checkpoint.path / state_file(0)
+    blobs = _blobs(file, differ)
     if differ and checkpoint.processes == ranks.size and ranks.rank:
-        own = unpacked((checkpoint.path / saving.state_file(ranks.rank)).read_bytes())
+        own = _blobs(file := checkpoint.path / state_file(ranks.rank), differ)
         blobs |= {name: own[name] for name in differ}
     elif checkpoint.processes != ranks.size:
         for name in sorted(differ):
@@ -227,9 +226,26 @@ def _values(checkpoint: Checkpoint, skip: set[str], ranks: Ranks) -> dict[str, A
                     f"{checkpoint.path}, and there are {ranks.size}; load it on as many, or leave it out with "
                     f"skip=({name.removeprefix(STATE)!r},)"
                 )
-    return {
-        name: unpacked(blob.numpy().tobytes()) for name, blob in blobs.items() if name.removeprefix(STATE) not in skip
-    }
+    wanted = {name: blob for name, blob in blobs.items() if name.removeprefix(STATE) not in skip}
+    with whole(file):
+        values = {name: unpacked(blob.numpy().tobytes()) for name, blob in wanted.items()}
+        for name, value in values.items():
+            check_value(name, value, checkpoint.places[VALUES])
+    return values
+
+
+def _blobs(path: Path, differ: Collection[str]) -> dict[str, Tensor]:
+    """The bytes of all values in a file, by name; those of `differ` are among them."""
+    with whole(path):
+        blobs = unpacked(path.read_bytes())
+        if not isinstance(blobs, dict) or not all(
+            isinstance(name, str) and isinstance(blob, Tensor) and blob.dtype is torch.uint8
+            for name, blob in blobs.items()
+        ):
+            raise ValueError("holds no values")
+        if lacks := sorted(set(differ) - blobs.keys()):
+            raise ValueError(f"lacks {lacks[0]}")
+        return blobs
 
 
 def _check_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer, saved: Any, start: str) -> None:
@@ -248,6 +264,11 @@ def _check_optimizer(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimi
             f"{checkpoint.path} has the state of {kind} for {_groups(known)}, and this has {_groups(groups)}{differ}"
             "; make the optimizer as it was made then"
         )
+    own = {name for group in known for name in group}
+    for full, place in checkpoint.places[OPTIMIZER].items():
+        name, _, _ = full.removeprefix(f"{start}state.").rpartition(".")
+        if full.startswith(f"{start}state.") and name not in own:
+            raise RuntimeStateError(f"{checkpoint.path / place.file} is damaged: its {shown(full)} is of no parameter")
 
 
 def _groups(groups: Sequence[Sequence[str]]) -> str:
@@ -259,11 +280,8 @@ def _check_parts(checkpoint: Checkpoint, stems: Collection[str], ranks: Ranks) -
     """Raise RuntimeStateError if a byte of the tensors is not what was written. This rank looks at a share of it."""
     if not checkpoint.manifest:
         return
-    parts = []
-    for rank in range(checkpoint.processes):
-        for stem, name, ends, checksum in json.loads((checkpoint.path / saving.parts_file(rank)).read_bytes()):
-            if stem in stems:
-                parts.append((checkpoint.places[stem][name], name, tuple(slice(*end) for end in ends), checksum))
+    every = parts_in(checkpoint.path, checkpoint.manifest, checkpoint.places)
+    parts = [part for stem, part in every if stem in stems]
     parts.sort(key=lambda part: -math.prod(s.stop - s.start for s in part[2]) * part[0].dtype.itemsize)
     mine = parts[ranks.rank :: ranks.size]
     total = sum(math.prod(s.stop - s.start for s in slices) * place.dtype.itemsize for place, _, slices, _ in mine)

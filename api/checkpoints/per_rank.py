@@ -92,21 +92,24 @@ def save_checkpoint(network: nn.Module, filename: Filename) -> list[Path]:
     it returns, all files are there. Virtual devices are written all from one process, as the last plan splits them.
     Returns what this process wrote.
     """
-    if "{rank}" not in os.fspath(filename):
+    if "{rank}" not in os.fspath(filename) or "\0" in os.fspath(filename):
         raise RuntimeStateError(f"filename is {shown(filename)}; write where the rank stands in it, as rank_{{rank}}/x")
     tensors, _, _ = named_tensors(network)
+    plan = _latest(network)
     if launched():
         held = {name: part_of(tensor) for name, tensor in tensors.items()}
-        note = Note.of(get_rank(), get_group_size(), {name: slices for name, (slices, _) in held.items()})
+        own = {name: slices for name, (slices, _) in held.items()}
+        if any(own[name] != slices_of(plan, name, tuple(t.shape), get_rank()) for name, t in tensors.items()):
+            plan = None  # they were laid out otherwise since
+        note = Note.of(get_rank(), get_group_size(), own, plan)
         with agreement(f"save {name_of(network)} as one file per rank") as facts:
             facts.append(Fact("filename", os.fspath(filename)))
             return [write_file(_named(filename, get_rank()), {name: part for name, (_, part) in held.items()}, note)]
-    plan = attached_engine(network).latest().plan if engine_of(network) is not None else None
     written, count = [], plan.mesh.device_num if plan else 1
     for rank in range(count):
         slices = {name: slices_of(plan, name, tuple(t.shape), rank) for name, t in tensors.items()}
         parts = {name: t.detach()[slices[name]] for name, t in tensors.items()}
-        written.append(write_file(_named(filename, rank), parts, Note.of(rank, count, slices)))
+        written.append(write_file(_named(filename, rank), parts, Note.of(rank, count, slices, plan)))
     return written
 
 
@@ -127,6 +130,8 @@ def load_distributed_checkpoint(
     """
     if not isinstance(network, nn.Module):
         raise RuntimeStateError(f"network is {shown(network)}; it must be an nn.Module")
+    if isinstance(checkpoint_filenames, str | bytes) or not isinstance(checkpoint_filenames, Sequence):
+        raise RuntimeStateError(f"checkpoint_filenames is {shown(checkpoint_filenames)}; write a list of paths")
     source = SavedRanks.of(_strategy(train_strategy_filename), dict(enumerate(map(Path, checkpoint_filenames))))
     tensors, aliases, _ = named_tensors(network)
     names = every_name(tensors, aliases)
@@ -206,6 +211,18 @@ def _strategy(filename: Filename | None, default: bool = True) -> Plan | None:
     return Plan.load(path) if path else None
 
 
+def _latest(network: nn.Module) -> Plan | None:
+    """The plan of the last call; None of a network that is not sharded, or in a process that has its parts already."""
+    if engine_of(network) is None:
+        return None
+    try:
+        return attached_engine(network).latest().plan
+    except RuntimeStateError:
+        if launched():
+            return None
+        raise
+
+
 def _named(filename: Filename, rank: int) -> Path:
     return Path(os.fspath(filename).replace("{rank}", str(rank)))
 
@@ -214,7 +231,8 @@ def _files_in(folder: Path) -> Iterator[tuple[int, Path]]:
     """The last file of each rank in `folder`."""
     for entry in sorted(folder.glob("rank_*")):
         number = entry.name.removeprefix("rank_")
-        files = sorted(file for file in entry.iterdir() if file.is_file() and not file.name.startswith("."))
+        inside = entry.iterdir() if entry.is_dir() else ()
+        files = sorted(file for file in inside if file.is_file() and not file.name.startswith("."))
         if number.isdigit() and files:
             yield int(number), files[-1]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 from torch import nn
 
 from partway.checkpoints.contents import MODEL, Content, keep, named_tensors
+from partway.checkpoints.folder import drop, make_unfinished
+from partway.checkpoints.manifest import MANIFEST, PARTS
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.saving import LARGEST, create_files, write_index, write_parts
 from partway.checkpoints.tensor_files import arrange
@@ -42,7 +43,7 @@ def save_pretrained(
     where = f"save {name_of(model)} in {directory}"
     agree(where, [Fact("the folder", str(Path(directory).absolute()))])
     ranks, folder = Ranks(), Path(directory)
-    fresh = folder / ".saving"
+    fresh = folder / ".partway.saving"
     tensors, _, _ = named_tensors(model)
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {name: tensor for name, tensor in tensors.items() if name not in ignored}
@@ -50,16 +51,15 @@ def save_pretrained(
     files = arrange({name: (kept.dtype, kept.shape) for name, kept in weights.items()}, MODEL, largest)
 
     def begin() -> None:
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir()
+        make_unfinished(fresh)
         create_files(fresh, {MODEL: files})
 
     def finish() -> None:
         write_index(fresh, files)
         for entry in sorted(fresh.iterdir()):
-            if not entry.name.startswith("parts-"):
+            if entry.name != MANIFEST and not PARTS.fullmatch(entry.name):
                 os.replace(entry, folder / entry.name)
-        shutil.rmtree(fresh)
+        drop(fresh)
 
     # it also writes into the configuration, on which a plan depends
     ranks.together(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from partway.checkpoints.tensor_files import (
     SUFFIX,
     Slices,
     arrange,
-    create,
+    begin,
     notes_in,
     places_in,
     read_part,
@@ -28,18 +29,20 @@ from partway.propagation.graph.port import Role
 from partway.propagation.plan.plan import Plan
 from partway.strategy import Layout, RuntimeStateError, StrategyError
 from partway.strategy.errors import shown
+from partway.strategy.files import FOREIGN, first_problem, json_of, replacing
 
 _NOTE = "partway"  # its name in a file's header
 
 
 class Note(BaseModel):
-    """What the file of a rank says of itself: which rank's of how many it is, and from where to where along each dim
-    its tensors are of the whole ones."""
+    """What the file of a rank says of itself: which rank's of how many it is, from where to where along each dim its
+    tensors are of the whole ones, and a digest of the strategy, "" where there was none."""
 
-    model_config = ConfigDict(frozen=True, strict=True)
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     rank: int = Field(ge=0)
     ranks: int
     parts: dict[str, tuple[tuple[int, int], ...]]
+    strategy: str = ""
 
     @model_validator(mode="after")
     def _is_one_of_them(self) -> Note:
@@ -48,9 +51,10 @@ class Note(BaseModel):
         return self
 
     @classmethod
-    def of(cls, rank: int, ranks: int, parts: Mapping[str, Slices]) -> Note:
-        """The note of the parts at these slices."""
-        return cls(rank=rank, ranks=ranks, parts={n: tuple((s.start, s.stop) for s in p) for n, p in parts.items()})
+    def of(cls, rank: int, ranks: int, parts: Mapping[str, Slices], strategy: Plan | None) -> Note:
+        """The note of the parts at these slices, which `strategy` gave."""
+        spans = {name: tuple((s.start, s.stop) for s in part) for name, part in parts.items()}
+        return cls(rank=rank, ranks=ranks, parts=spans, strategy=digest_of(strategy))
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,10 @@ class RankFile:
         if self.path.suffix != SUFFIX or (text := notes_in(self.path).get(_NOTE)) is None:
             return None
         try:
+            json_of(text.encode())
             return Note.model_validate_json(text)
-        except ValidationError as error:
-            why = error.errors()[0]["msg"]
+        except ValueError as error:
+            why = first_problem(error) if isinstance(error, ValidationError) else f"it {error}"
             raise RuntimeStateError(f"what {self.path} says of itself cannot be read: {why}") from error
 
     @cached_property
@@ -79,10 +84,10 @@ class RankFile:
             return places_in(self.path.parent, [self.path.name])
         try:
             tensors: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
-            if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            if not all(isinstance(t, Tensor) and t.layout is torch.strided for t in tensors.values()):
                 raise TypeError("it is not a dict of tensors")
         except Exception as error:
-            why = str(error).splitlines()[0]
+            why = next(iter(str(error).splitlines()), type(error).__name__)
             raise RuntimeStateError(f"{self.path} holds no weights that can be read: {why}") from error
         return tensors
 
@@ -112,6 +117,7 @@ class SavedRanks:
         self.strategy, self._opened = strategy, files
         self.files = {rank: file.path for rank, file in files.items()}
         self.layouts = strategy.parameters if strategy else {}
+        self._digest = digest_of(strategy)
         if strategy:
             _check_notes(files, strategy.mesh.device_num)
         first = self._opened[min(self._opened)]
@@ -143,7 +149,7 @@ class SavedRanks:
         """The dtype of a weight."""
         return self._opened[min(self._opened)].dtype(name)
 
-    def check(self, name: str, shape: tuple[int, ...], ranks: Iterable[int]) -> None:
+    def check(self, name: str, shape: tuple[int, ...], ranks: Collection[int]) -> None:
         """Raise StrategyError if a weight has not this shape, and or RuntimeStateError if a file has another part."""
         if self.shape(name) != shape:
             raise StrategyError(
@@ -164,6 +170,13 @@ class SavedRanks:
                     f"{self.files[rank]} is not the checkpoint of rank {rank} under this strategy: {name} {has}, and "
                     f"the strategy gives it {list(own)}"
                 )
+        for rank in ranks:  # the parts of these may be the same under both
+            note = self._opened[rank].note
+            if note is not None and note.strategy not in ("", self._digest):
+                raise RuntimeStateError(
+                    f"{self.files[rank]} was saved under another strategy than the one that is given; give the "
+                    "strategy file of its training"
+                )
 
     def read(self, name: str, shape: tuple[int, ...], wanted: Slices, into: Tensor) -> None:
         """Copy what is at `wanted` of a whole weight."""
@@ -176,6 +189,14 @@ class SavedRanks:
 
     def _own(self, name: str, shape: tuple[int, ...], rank: int) -> Slices:
         return slices_of(self.strategy, name, shape, rank)
+
+
+def digest_of(strategy: Plan | None) -> str:
+    """A digest of how a strategy splits the weights over all ranks; "" of none."""
+    if strategy is None:
+        return ""
+    weights = sorted((t.name, t.shape, t.codes) for t in strategy.inputs if t.role is Role.PARAMETER)
+    return hashlib.sha256(json.dumps([strategy.sizes, weights]).encode()).hexdigest()
 
 
 def _by_rank(files: Mapping[int, RankFile]) -> Mapping[int, RankFile]:
@@ -228,7 +249,7 @@ def transformed(source: SavedRanks, target: Plan | None, rank: int, path: Path) 
             source.read(name, source.shape(name), slices, part)
             yield name, part
 
-    note = Note.of(rank, target.mesh.device_num if target else 1, wanted)
+    note = Note.of(rank, target.mesh.device_num if target else 1, wanted, target)
     return written_file(path, {name: (source.dtype(name), shape) for name, shape in shapes.items()}, made(), note)
 
 
@@ -243,17 +264,29 @@ def written_file(
     note: Note,
 ) -> Path:  # fmt: skip
     """Write tensors to the safetensors file `path`: all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = f".{path.name}.{os.getpid()}.saving"  # another process may make the same file
     (file,) = arrange(specs, path.stem, 1 << 62, {_NOTE: note.model_dump_json()}).values()
-    (path.parent / aside).unlink(missing_ok=True)
-    places = {name: type(place)(aside, place.start, place.dtype, place.shape) for name, place in file.places.items()}
-    create(path.parent, {aside: file})
-    for name, part in parts:
-        write_part(path.parent, places[name], tuple(slice(0, size) for size in part.shape), part, lambda done: None)
-    synchronize(path.parent, [aside])
-    os.replace(path.parent / aside, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if _is_foreign(path):
+            raise RuntimeStateError(f"{path} cannot be written: {FOREIGN}")
+        with replacing(path) as (out, aside):
+            places = {name: replace(place, file=aside.name) for name, place in file.places.items()}
+            begin(out, file)
+            for name, part in parts:
+                whole = tuple(slice(0, size) for size in part.shape)
+                write_part(path.parent, places[name], whole, part, lambda done: None)
+            synchronize(path.parent, [aside.name])
+    except (OSError, ValueError) as error:
+        raise RuntimeStateError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
     return path
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether a file is there that is not empty, and does not say whose it is."""
+    try:
+        return path.is_file() and path.stat().st_size > 0 and RankFile(path).note is None
+    except RuntimeStateError:
+        return True
 
 
 def shape_of(strategy: Plan | None, name: str) -> tuple[int, ...]:

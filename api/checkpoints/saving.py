@@ -22,9 +22,10 @@ from torch.optim import Optimizer
 
 from partway.checkpoints import folder as folders
 from partway.checkpoints.contents import MODEL, Content, content_of, packed
+from partway.checkpoints.manifest import MANIFEST, Manifest, parts_file, state_file
 from partway.checkpoints.progress import progress
 from partway.checkpoints.ranks import Ranks
-from partway.checkpoints.tensor_files import Slices, TensorFile, arrange, create, synchronize, write_part
+from partway.checkpoints.tensor_files import SUFFIX, Slices, TensorFile, arrange, create, synchronize, write_part
 from partway.runtime.agreement import Fact, agree
 from partway.runtime.process import before_shutdown, launched
 from partway.strategy import RuntimeStateError
@@ -156,7 +157,7 @@ def check(path: Any, model: Any, keep: Any) -> None:
     if os.path.lexists(path) and not Path(path).is_dir():
         what = "a file" if Path(path).exists() else "a link to what is not there"
         raise RuntimeStateError(f"{path} is {what}; checkpoints are saved into a folder")
-    if (Path(path) / folders.MANIFEST).exists():
+    if (Path(path) / MANIFEST).exists():
         raise RuntimeStateError(f"{path} is a checkpoint; give the folder that it is in, for one more beside it")
 
 
@@ -214,21 +215,6 @@ def write_values(values: Mapping[str, bytes], differ: set[str], fresh: Path, ran
         synchronize(fresh, [file])
 
 
-def checksum_of_manifest(manifest: Mapping[str, Any]) -> int:
-    """The checksum of what a manifest says beside it."""
-    return zlib.crc32(json.dumps({key: value for key, value in manifest.items() if key != "checksum"}).encode())
-
-
-def parts_file(rank: int) -> str:
-    """The file in which rank `rank` says what parts it wrote, and their checksums."""
-    return f"parts-{rank:05d}.json"
-
-
-def state_file(rank: int) -> str:
-    """The file of what rank `rank` keeps beside tensors; that of rank 0 has what all have."""
-    return f"state-{rank:05d}.pt" if rank else "state.pt"
-
-
 def write_index(folder: Path, weights: Mapping[str, TensorFile]) -> None:
     """Say which of several files has which weight, as Hugging Face does."""
     if len(weights) > 1:
@@ -245,19 +231,17 @@ def complete(
 ) -> Path:  # fmt: skip
     """Write what there is, and give the checkpoint its name. Returns where it is."""
     write_index(fresh, files.get(MODEL, {}))
-    small = [entry for entry in sorted(fresh.iterdir()) if entry.suffix != ".safetensors"]
-    manifest = {
-        "format": 1,
-        "saved": datetime.now(UTC).isoformat(timespec="seconds"),
-        "torch": str(torch.__version__),
-        "processes": processes,
-        "aliases": dict(content.aliases),
-        "differ": sorted(differ),
-        "sizes": {entry.name: entry.stat().st_size for entry in sorted(fresh.iterdir())},
-        "checksums": {entry.name: zlib.crc32(entry.read_bytes()) for entry in small},
-        "headers": {name: zlib.crc32(file.header) for group in files.values() for name, file in group.items()},
-    }
-    manifest["checksum"] = checksum_of_manifest(manifest)
-    write_whole(fresh / folders.MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    synchronize(fresh, [folders.MANIFEST])
+    entries = [entry for entry in sorted(fresh.iterdir()) if entry.name != MANIFEST]
+    manifest = Manifest(
+        saved=datetime.now(UTC).isoformat(timespec="seconds"),
+        torch=str(torch.__version__),
+        processes=processes,
+        aliases=dict(content.aliases),
+        differ=tuple(sorted(differ)),
+        sizes={entry.name: entry.stat().st_size for entry in entries},
+        checksums={entry.name: zlib.crc32(entry.read_bytes()) for entry in entries if entry.suffix != SUFFIX},
+        headers={name: zlib.crc32(file.header) for group in files.values() for name, file in group.items()},
+    )
+    write_whole(fresh / MANIFEST, manifest.text())
+    synchronize(fresh, [MANIFEST])
     return folders.finish(fresh, keep)

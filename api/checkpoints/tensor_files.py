@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from partway.strategy import RuntimeStateError
 from partway.strategy.errors import shown
-from partway.strategy.files import naming
+from partway.strategy.files import json_of, naming
 
 PIECE = 2**25  # bytes
 SUFFIX = ".safetensors"
@@ -118,9 +118,15 @@ def create(folder: Path, files: Mapping[str, TensorFile]) -> None:
     """Make the files, with their headers and without their tensors."""
     for name, file in files.items():
         with naming(folder / name), open(folder / name, "xb") as out:
-            out.write(file.header)
-            out.truncate(file.size)
-            _reserve(out.fileno(), file.size)
+            begin(out, file)
+
+
+def begin(out: IO[bytes], file: TensorFile) -> None:
+    """Write the header into a new file, and make room for its tensors. Raises OSError."""
+    out.write(file.header)
+    out.flush()
+    out.truncate(file.size)
+    _reserve(out.fileno(), file.size)
 
 
 def _reserve(number: int, size: int) -> None:
@@ -139,7 +145,10 @@ def places_in(folder: Path, names: Sequence[str], headers: Mapping[str, int] | N
     places: dict[str, Place] = {}
     for name in names:
         with _whole(folder / name):
-            places |= _places(folder, name, (headers or {}).get(name))
+            own = _places(folder, name, (headers or {}).get(name))
+            if twice := next((tensor for tensor in own if tensor in places), None):
+                raise ValueError(f"it has {shown(twice)}, and so has {places[twice].file}")
+            places |= own
     return places
 
 
@@ -155,7 +164,8 @@ def _whole(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise RuntimeStateError(f"{path} is not a whole safetensors file: {error}") from error
+        what = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise RuntimeStateError(f"{path} is not a whole safetensors file: {what}") from error
 
 
 def _header(path: Path, checksum: int | None) -> tuple[dict[str, Any], int, int]:
@@ -168,7 +178,10 @@ def _header(path: Path, checksum: int | None) -> tuple[dict[str, Any], int, int]
         text = file.read(length)
     if checksum not in (None, zlib.crc32(start + text)):
         raise ValueError("its header is not what was saved")
-    header = json.loads(text)
+    try:
+        header = json_of(text)
+    except ValueError as error:
+        raise ValueError(f"its header {error}") from error
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
     return header, 8 + length, size
@@ -183,7 +196,11 @@ def _places(folder: Path, name: str, checksum: int | None) -> dict[str, Place]:
         (start, end), shape = entry["data_offsets"], tuple(entry["shape"])
         if not all(type(number) is int and number >= 0 for number in (start, end, *shape)):
             raise ValueError(f"{shown(tensor)} has sizes or offsets that are not whole numbers")
-        place = Place(name, begin + start, _DTYPES[entry["dtype"]], shape)
+        if math.prod(max(1, size) for size in shape) >= 2**63:
+            raise ValueError(f"{shown(tensor)} has more elements than a tensor can have")
+        if (dtype := _DTYPES.get(entry["dtype"])) is None:
+            raise ValueError(f"{shown(tensor)} has the dtype {shown(entry['dtype'])}, which PyTorch does not have")
+        place = Place(name, begin + start, dtype, shape)
         if end - start != place.size or begin + end > size:
             raise ValueError(f"{shown(tensor)} ends at byte {begin + end:,}, and it has {size:,} bytes")
         places[tensor] = place

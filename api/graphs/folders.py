@@ -74,7 +74,7 @@ def _rank_folder(path: Path) -> _RankFolder:
 
 def _move_aside(path: Path) -> None:
     """Give the folder of an earlier run another name."""
-    if not (path / CALLS).is_file() or not (path / CALLS).read_text(encoding="utf-8").startswith(HEAD):
+    if not (path / CALLS).is_file() or not (path / CALLS).read_bytes().startswith(HEAD.encode()):
         raise FileExistsError(errno.EEXIST, "it is there already, and was not written by Partway", str(path))
     with held(path) as free:
         if not free:

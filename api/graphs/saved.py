@@ -12,7 +12,7 @@ from partway.graphs.folders import CALLS, HEAD
 from partway.graphs.index import DATA, PLAN, Index
 from partway.propagation.plan.plan import Plan
 from partway.strategy.errors import StrategyError, shown
-from partway.strategy.files import read
+from partway.strategy.files import first_problem, json_of, read
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ def saved_calls(path: Path) -> list[SavedCall]:
     of_rank = min(ranks, key=lambda folder: int(folder.name[5:]), default=path)
     if not (of_rank / CALLS).is_file():
         raise StrategyError(f"{shown(str(path))} holds no graphs that Partway saved; {_WANTED}")
-    head, *calls = read("the calls in", of_rank / CALLS).decode(errors="replace").splitlines()
+    head, _, calls = read("the calls in", of_rank / CALLS).decode(errors="replace").partition("\n")
     if not head.startswith(f"{HEAD}:"):
         raise StrategyError(f"{shown(str(of_rank / CALLS))} is of another version of Partway; save the graphs again")
-    return [_of_folder(of_rank / call) for call in calls]
+    return [_of_folder(of_rank / call) for call in calls.splitlines()]
 
 
 _WANTED = (
@@ -57,11 +57,10 @@ _WANTED = (
 def _of_folder(path: Path) -> SavedCall:
     where = shown(str(path / DATA))
     try:
-        index = Index.model_validate_json(read("an index from", path / DATA))
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "the file"
-        raise StrategyError(
-            f"{where} is no index of this version of Partway ({field}: {first['msg']}); save the graphs again"
-        ) from error
+        data = read("an index from", path / DATA)
+        json_of(data)
+        index = Index.model_validate_json(data, strict=True)
+    except ValueError as error:
+        why = first_problem(error) if isinstance(error, ValidationError) else f"it {error}"
+        raise StrategyError(f"{where} is no index of this version of Partway ({why}); save the graphs again") from error
     return SavedCall(path, index, None if index.failed else Plan.load(path / PLAN))

@@ -61,6 +61,7 @@ MODELS = ("gpt2", "resnet50", "mlp")
 LAYERS = 4  # of GPT-2
 SIZES = (1, 4, 16, 64)  # MB
 DDP = "DDP"
+_PLOTS = (".png", ".svg", ".pdf", ".eps", ".ps")  # those that say which program made them
 WARM = 3  # rounds
 
 Policies = Mapping[str, Mapping[str, Any] | None]  # by contender, comm_fusion["allreduce"]; None: nothing is grouped
@@ -246,12 +247,15 @@ class Comparison:
         axes.set_title(self.title, fontsize=10, loc="left")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
         image = BytesIO()
-        drawing.savefig(image, dpi=130, format=path.suffix.removeprefix(".") or None)
+        kind = path.suffix.removeprefix(".")
+        drawing.savefig(image, dpi=130, format=kind, metadata={"Software" if kind == "png" else "Creator": "Partway"})
         save("the plot", path, image.getvalue())
 
 
 def check_plot(path: Path | None) -> None:
-    """Raises RuntimeStateError if a plot is wanted and matplotlib is missing."""
+    """Raises RuntimeStateError if a plot is wanted, and matplotlib is missing or the format is another."""
+    if path is not None and path.suffix not in _PLOTS:
+        raise RuntimeStateError(f"cannot draw {str(path)!r}; give a file of {', '.join(_PLOTS)}")
     if path is not None and find_spec("matplotlib") is None:
         raise RuntimeStateError("a plot needs matplotlib; install it with: pip install 'partway[demo]'")
 

@@ -24,7 +24,7 @@ from partway.ps.live import View
 from partway.runtime.ps import cluster, roles
 from partway.runtime.ps.cluster import COORDINATOR, Gone, Link, Site
 from partway.strategy import RuntimeStateError
-from partway.strategy.files import save
+from partway.strategy.files import json_of, save
 
 _LOOK = 0.2  # seconds between two looks
 _LASTS = 60.0  # seconds after which a worker that fails does not count as one that fails again and again
@@ -97,12 +97,13 @@ class _Running:
         self._logs.mkdir(parents=True)
         signal.signal(signal.SIGTERM, self._terminate)
         roles.protect(self._site)
-        record = _JOBS / f"{self._site.port}.json"
+        record, recorded = _JOBS / f"{self._site.port}.json", False
         try:
             self._start_scheduler()
             self._reach()
             facts = {"port": self._site.port, "process": os.getpid(), "began": time.time()}
             save("the job", record, json.dumps(facts))
+            recorded = True
             for number in range(self._job.workers):
                 self._start_worker(number)
             with View(self._job.quiet) as view:
@@ -114,7 +115,8 @@ class _Running:
         finally:
             self._end()
             with suppress(OSError):
-                record.unlink()
+                if recorded:
+                    record.unlink()
             shutil.rmtree(self._own, ignore_errors=True)
         if self._asked:
             return 130
@@ -265,8 +267,8 @@ def _link_to(address: str) -> Link:
 def _last_port() -> int:
     found = []
     for path in _JOBS.glob("*.json"):
-        with suppress(OSError, ValueError, KeyError):
-            facts = json.loads(path.read_text())
+        with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):  # a file that another program wrote
+            facts = json_of(path.read_bytes())
             os.kill(facts["process"], 0)
             found.append((facts["began"], facts["port"]))
     if not found:

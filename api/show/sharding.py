@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from partway.dtensors import is_dtensor, layout_now
 from partway.propagation.plan.plan import Plan
 from partway.strategy import Layout, StrategyError
 from partway.strategy.errors import shown
+from partway.strategy.files import MARKS, save
 from partway.strategy.pictures.drawing import svg_of, text_of
 from partway.strategy.pictures.parts import Parts, parts_of
 from partway.strategy.units import human
@@ -42,8 +42,8 @@ class ShardingPicture:
         return svg_of(self.title, self.parts)
 
     def save_svg(self, path: str | PathLike[str]) -> None:
-        """Write the SVG to a file."""
-        Path(path).write_text(self.svg + "\n", encoding="utf-8")
+        """Write the SVG to a file. Raises StrategyError where it cannot be written."""
+        save("the picture", path, f"{self.svg}\n{MARKS['the picture'][0]}\n")
 
     def _repr_svg_(self) -> str:
         return self.svg

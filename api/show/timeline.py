@@ -42,7 +42,7 @@ class Timeline(list[Span]):
         body = (
             f"{totals(sources)}\n{lanes_figure('Measured and predicted' if expected else 'Measured', beside(sources))}"
         )
-        save("the timeline", path, sheet(title, body, STYLE, SCRIPT))
+        save("the page", path, sheet(title, body, STYLE, SCRIPT))
 
 
 @contextlib.contextmanager

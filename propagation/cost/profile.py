@@ -24,7 +24,7 @@ from pydantic import Field, PlainSerializer, PlainValidator, ValidationError, fi
 from pydantic_core import ErrorDetails
 
 from ...strategy.errors import Problem, StrategyError, shown
-from ...strategy.files import read, save
+from ...strategy.files import json_of, read, save
 from ...strategy.placement import Kind
 from ..ops.kinds import figures_of
 from .rates import NOT_NEGATIVE, OTHER, Figures, OperatorRates, Rates
@@ -238,7 +238,8 @@ class DeviceProfile(Figures):
         return found.get(operator) or found.get(kind) or found.get(OTHER)
 
     def save(self, path: Path) -> None:
-        """Write it as JSON that `profile_of` reads. Raises StrategyError where it cannot be written."""
+        """Write it as JSON that `profile_of` reads. Raises StrategyError where it cannot be written, and where a file
+        is that is no profile."""
         save("the device profile", path, self.model_dump_json(indent=1) + "\n")
 
 
@@ -284,10 +285,15 @@ def read_profile(path: Path) -> DeviceProfile:
     """The profile in a file. Raises StrategyError, listing all that is wrong with it."""
     data = read("the device profile", path)
     try:
-        return DeviceProfile.model_validate_json(data)
+        profile = DeviceProfile.model_validate_json(data)
+        json_of(data)
+        return profile
     except ValidationError as error:
         problems = [problem for details in error.errors(include_url=False) for problem in _problems(details)]
         raise StrategyError(f"{str(path)!r} is not a device profile:", problems) from None
+    except ValueError as error:
+        problem = Problem("the file", str(error), f"write {_accepts(())}")
+        raise StrategyError(f"{str(path)!r} is not a device profile:", [problem]) from None
 
 
 def _problems(error: ErrorDetails) -> Iterator[Problem]:

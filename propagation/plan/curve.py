@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from os import PathLike
-from pathlib import Path
 
+from ...strategy.files import MARKS, save
 from ...strategy.units import human, lasting
 from .data import MemoryPoint
 
@@ -25,8 +25,8 @@ class MemoryCurve(tuple[MemoryPoint, ...]):
 
     def save_svg(self, path: str | PathLike[str]) -> None:
         """Write the picture to a file: bytes on a device against the predicted time of a step. Between two points the
-        plan of the one that holds less is the one to take."""
-        Path(path).write_text(self._repr_svg_(), encoding="utf-8")
+        plan of the one that holds less is the one to take. Raises StrategyError where it cannot be written."""
+        save("the picture", path, f"{self._repr_svg_()}\n{MARKS['the picture'][0]}\n")
 
     def _repr_svg_(self) -> str:
         return "\n".join(_drawn(self))

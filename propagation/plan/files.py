@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from ...strategy.afterwards import uncollected
 from ...strategy.errors import StrategyError, shown
-from ...strategy.files import read, save
+from ...strategy.files import first_problem, json_of, read, save
 from ...strategy.notation import counted
 from ...strategy.placement import Shard
 from .data import PlanData
@@ -20,7 +20,7 @@ P = TypeVar("P", bound=PlanData)
 
 
 def save_plan(plan: PlanData, path: str | Path) -> None:
-    """Write `plan` as JSON. Raises StrategyError where it cannot be written."""
+    """Write `plan` as JSON. Raises StrategyError where it cannot be written, and where a file is that is no plan."""
     save("the plan", path, plan.model_dump_json(indent=1) + "\n")
 
 
@@ -30,14 +30,15 @@ def load_plan(kind: type[P], path: str | PathLike[str]) -> P:
     where = shown(str(path))
     try:
         with uncollected():
-            plan = kind.model_validate_json(data)
+            json_of(data)
+            plan = kind.model_validate_json(data, strict=True)
             check(plan)
     except StrategyError as error:
         raise StrategyError(f"{where} holds no plan: {error}") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "the file"
-        raise StrategyError(f"{where} holds no plan of this version: {field}: {first['msg']}") from error
+        raise StrategyError(f"{where} holds no plan of this version: {first_problem(error)}") from error
+    except ValueError as error:
+        raise StrategyError(f"{where} holds no plan of this version: it {error}") from error
     return plan
 
 

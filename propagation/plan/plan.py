@@ -117,7 +117,8 @@ class Plan(PlanData):
         return planned_graph(self)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; folders on the way are made. Raises StrategyError where it cannot be written."""
+        """Write the plan as JSON; folders on the way are made. Raises StrategyError where it cannot be written, and
+        where a file is that is no plan."""
         save_plan(self, path)
 
     def save_html(

@@ -1179,7 +1179,7 @@ PLANS = [
         ("could not read a plan from 'nowhere.json': No such file",),
     ),
     Wrong("load_a_folder", lambda _: pw.Plan.load("."), ("could not read a plan from '.'",)),
-    Wrong("load_broken_json", load("{"), ("'plan.json' holds no plan of this version", "Invalid JSON")),
+    Wrong("load_broken_json", load("{"), ("'plan.json' holds no plan of this version", "it is not JSON")),
     Wrong("load_other_json", load("[1, 2]"), ("'plan.json' holds no plan of this version",)),
     Wrong("load_bytes", load(b"\xff\xfe\x00"), ("'plan.json' holds no plan of this version",)),
     Wrong(

@@ -320,7 +320,7 @@ def test_a_limit_that_is_no_number_is_refused(folder: Path, monkeypatch: pytest.
 
 
 def aside(folder: Path) -> list[Path]:
-    return list(folder.glob("**/.*.tmp"))
+    return list(folder.glob("**/.*.partway"))
 
 
 def forked(work: Callable[[], object]) -> multiprocessing.Process:

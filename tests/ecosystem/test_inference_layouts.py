@@ -255,3 +255,44 @@ def test_files_are_given_in_any_order_or_are_refused(tmp_path: Path) -> None:
         pw.transform_checkpoint_by_rank(
             0, {i: files[3 if i == 1 else i] for i in range(16)}, f"{tmp_path}/new.safetensors", strategy
         )
+
+
+def test_a_file_that_is_no_rank_s_is_not_written_over_and_nothing_is_left_beside(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    network = nn.Linear(2, 2)
+    torch.save({"mine": torch.ones(1)}, tmp_path / "rank_0.safetensors")
+    before = (tmp_path / "rank_0.safetensors").read_bytes()
+    text = r"rank_0\.safetensors cannot be written: it is there already, and Partway did not write it; give another"
+    with pytest.raises(RuntimeStateError, match=text):
+        pw.save_checkpoint(network, tmp_path / "rank_{rank}.safetensors")
+    assert (tmp_path / "rank_0.safetensors").read_bytes() == before
+    save_file({"mine": torch.ones(1)}, tmp_path / "rank_0.safetensors")
+    with pytest.raises(RuntimeStateError, match=text):
+        pw.save_checkpoint(network, tmp_path / "rank_{rank}.safetensors")
+    (tmp_path / "rank_0.safetensors").unlink()
+    mine = tmp_path / f".rank_0.safetensors.{os.getpid()}.saving"
+    mine.write_text("mine")
+    for _ in range(2):  # its own it replaces
+        pw.save_checkpoint(network, tmp_path / "rank_{rank}.safetensors")
+    assert mine.read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == [mine.name, "rank_0.safetensors"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RuntimeStateError, match=r"file/0\.safetensors cannot be written: .*"):
+        pw.save_checkpoint(network, tmp_path / "file" / "{rank}.safetensors")
+    with pytest.raises(RuntimeStateError, match=r"^filename is .*; write where the rank stands in it, as rank_"):
+        pw.save_checkpoint(network, "a\0{rank}")
+
+
+def test_files_say_under_which_strategy_they_were_saved(tmp_path: Path) -> None:
+    network: Any = pw.shard(nn.Linear(4, 4, bias=False), mesh={"a": 2, "b": 2}, parameter_plan={"weight": (None, None)})
+    network(torch.ones(4, 4))
+    network.plan.save(tmp_path / "strategy.json")
+    files = pw.save_checkpoint(network, tmp_path / "rank_{rank}.safetensors")
+    other: Any = pw.shard(nn.Linear(4, 4, bias=False), mesh={"a": 4}, parameter_plan={"weight": (None, None)})
+    other(torch.ones(4, 4))
+    other.plan.save(tmp_path / "other.json")
+    pw.load_distributed_checkpoint(nn.Linear(4, 4, bias=False), files[::-1], None, tmp_path / "strategy.json")
+    with pytest.raises(RuntimeStateError, match=r"rank_0\.safetensors was saved under another strategy than"):
+        pw.load_distributed_checkpoint(nn.Linear(4, 4, bias=False), files, None, tmp_path / "other.json")
+    with pytest.raises(RuntimeStateError, match=r"^checkpoint_filenames is 'x'; write a list of paths$"):
+        pw.load_distributed_checkpoint(network, "x", None, tmp_path / "strategy.json")

@@ -73,8 +73,11 @@ def test_in_one_process(tmp_path: Path, name: str) -> None:
 @pytest.mark.gloo
 @pytest.mark.parametrize(("name", "called"), [("gpt2", False), ("gpt2", True), ("mixtral", False)])
 def test_under_a_launcher(tmp_path: Path, name: str, called: bool, on_ranks: Ranks) -> None:
+    (tmp_path / ".saving").mkdir()
+    (tmp_path / ".saving" / "notes").write_text("mine")
     on_ranks(2, saves, str(tmp_path), name, called)
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert (tmp_path / ".saving" / "notes").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == [".saving", "config.json", "generation_config.json", "model.safetensors"]
     assert_loads(tmp_path, name)
     on_ranks(2, loads, str(tmp_path), name)
 

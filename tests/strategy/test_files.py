@@ -15,7 +15,7 @@ from partway.fusion import save_chrome_trace
 from partway.propagation.cost.profile import profile_of
 from partway.strategy import files
 from partway.strategy.errors import StrategyError, shown
-from partway.strategy.files import held, naming, read, save, write_whole
+from partway.strategy.files import MARKS, held, is_foreign, json_of, naming, read, save, write_whole
 
 
 @pytest.fixture
@@ -41,14 +41,66 @@ SAVED: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", SAVED)
 def test_a_full_disk_leaves_the_good_file(path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = "".join(MARKS[what.replace("a ", "the ", 1)])
+    path.write_text(good)
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(StrategyError, match=r"could not write the .*plan\.json.*No space left on device"):
         SAVED[what](path)
     monkeypatch.undo()
-    assert path.read_text() == "good"
+    assert path.read_text() == good
     assert os.listdir(path.parent) == ["plan.json"]
     SAVED[what](path)
-    assert path.read_text() != "good"
+    assert path.read_text() != good
+
+
+@pytest.mark.parametrize("what", SAVED)
+def test_a_file_that_partway_did_not_write_stays_and_what_it_wrote_is_replaced(path: Path, what: str) -> None:
+    text = (
+        r"could not write the .*plan\.json': it is there already, and Partway did not write it; give another path, or"
+    )
+    with pytest.raises(StrategyError, match=text):
+        SAVED[what](path)
+    assert path.read_text() == "good"
+    path.write_text("")
+    SAVED[what](path)
+    first = path.read_bytes()
+    SAVED[what](path)
+    assert path.read_bytes() == first
+    assert not is_foreign(what.replace("a ", "the ", 1), path)
+
+
+def test_a_file_of_a_user_that_is_named_as_an_unfinished_one_stays(path: Path) -> None:
+    others = [
+        path.with_name(name) for name in (".plan.json.backup.tmp", ".plan.json.old", f".plan.json.{'a' * 12}.tmp")
+    ]
+    left = path.with_name(f".plan.json.{'a' * 12}.partway")
+    for one in (*others, left):
+        one.write_text("mine")
+        os.utime(one, (1, 1))
+    write_whole(path, "new")
+    assert all(one.read_text() == "mine" for one in others)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"[" * 100_000, "is nested too deeply"), (b"\xff\xfe{", "has no text in UTF-8 at byte 0"),
+        (b"{", "is not JSON: Ex"),
+        (b'{"a": 1, "b": {"x": 1, "x": 2}}', "has 'x' twice in one object"),
+        (b"[NaN]", "has NaN, which is not a finite nu"),
+        (b"[1e999]", "has 1e999, which is not"), (b"[-Infinity]", "has -Infinity, which is not"),
+        (b"", "is not JSON: Expect"),
+        (b"9" * 5000, "has a number of thousands of digits"), (b"\xef\xbb\xbf{}", "is not JSON: Unexpected UTF-8 BOM"),
+    ],
+)  # fmt: skip
+def test_json_that_does_not_say_one_thing_is_refused(data: bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=f"^{why}"):
+        json_of(data)
+
+
+def test_json_is_what_json_says() -> None:
+    assert json_of(b' {"a": [1, -2.5, null, true, "\\u00e9"]} ') == {"a": [1, -2.5, None, True, "é"]}
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
@@ -98,7 +150,7 @@ def test_a_very_long_name_that_a_folder_takes_can_be_written(tmp_path: Path) -> 
     assert (tmp_path / ("x" * 255)).read_text() == "new"
 
 
-@pytest.mark.parametrize("wrong", ["\0", "x" * 5000, 10**30, ["a"], None, b"a", 3, "a\0b/c", {}, 1.5])
+@pytest.mark.parametrize("wrong", ["\0", "", "x" * 5000, 10**30, ["a"], None, b"a", 3, "a\0b/c", {}, 1.5])
 def test_what_is_no_path_is_named_and_nothing_is_opened(
     wrong: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Sequence
 from html import escape
 
+from ....strategy.files import MARKS
+
 
 def safe(words: object) -> str:
     """Words as text of a page, also in an attribute; what cannot be printed is shown as such."""
@@ -23,7 +25,7 @@ def head(title: str, style: str, scripts: Sequence[str], blobs: bool = False) ->
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'{MARKS["the page"][0]}\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{safe(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
     )
 

@@ -4,6 +4,7 @@ import copy
 import json
 import random
 import re
+import zlib
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import partway as pw
+from partway.checkpoints.contents import packed
 from partway.strategy import RuntimeStateError
 
 
@@ -98,6 +100,10 @@ def flipped(content):
         ("parts-00000.json", flipped, r"parts-00000\.json is damaged: its content"),
         ("partway.json", lambda c: c[:20], r"partway\.json is damaged: "),
         ("partway.json", lambda c: c.replace(b'"format": 1', b'"format": 9'), r"is of a later version .*\(format 9\)$"),
+        ("partway.json", lambda c: b"[" * 100_000, r"partway\.json is damaged: it is nested too deeply$"),
+        ("partway.json", lambda c: b"[]", r"partway\.json is damaged: it holds no manifest$"),
+        ("partway.json", lambda c: b"\xff", r"partway\.json is damaged: it has no text in UTF-8 at byte 0$"),
+        ("partway.json", lambda c: c.replace(b'"format"', b'"format": 1, "format"'), r"'format' twice in one object$"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_named(saved, name, change, text):
@@ -122,6 +128,132 @@ def test_any_other_byte_is_found_by_the_file_that_it_is_in(saved, name):
             same = False
         if not same:
             assert_unchanged(saved, model, optimizer, re.escape(f"{saved / name} is "))
+
+
+def forged(saved, **changed):
+    """Write a manifest with other fields and a right checksum. `sizes` and `checksums` are those of the files."""
+    said = json.loads((saved / "partway.json").read_text())
+    for name in said["checksums"]:
+        content = (saved / name).read_bytes()
+        said["sizes"][name], said["checksums"][name] = len(content), zlib.crc32(content)
+    said.update(changed)
+    said["checksum"] = zlib.crc32(
+        json.dumps({name: value for name, value in said.items() if name != "checksum"}).encode()
+    )
+    (saved / "partway.json").write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("sizes", {"../../secret": 1}, r"sizes\.\.\./\.\./secret.*: '\.\./\.\./secret' is no name of a file in it"),
+        ("sizes", {"model.safetensors": 1.5}, r"sizes\.model\.safetensors: Input should be a valid integer"),
+        ("checksums", {}, "the file: its lists of files do not agree"),
+        ("headers", {"state.pt": 1}, "the file: its lists of files do not agree"),
+        ("processes", 10**9, "the file: its lists of files do not agree"),
+        ("processes", 0, "processes: Input should be greater than or equal to 1"),
+        ("aliases", {"a": ["b"]}, r"aliases\.a: Input should be a valid string"),
+        ("differ", ["x"], "state.pt is damaged: it lacks x"),
+        ("format", "1", "format: Input should be 1"),
+        ("more", 1, "more: Extra inputs are not permitted"),
+    ],
+)  # fmt: skip
+def test_a_forged_manifest_with_a_right_checksum_is_named(saved, field, value, text):
+    forged(saved, **{field: value})
+    model = net()
+    assert_unchanged(
+        saved, model, stepped(model), rf"(partway\.json|state\.pt) is damaged: .*{text}" if field != "differ" else text
+    )
+
+
+def write_state(saved, **changed):
+    """Forge values: bytes, or what torch.save makes of a value; None: without it."""
+    blobs = torch.load(saved / "state.pt", weights_only=True)
+    for name, value in changed.items():
+        data = value if isinstance(value, bytes) else packed(name, value)
+        blobs[name.replace("_", ".")] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    (saved / "state.pt").write_bytes(packed("x", blobs))
+    forged(saved)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"random_torch": torch.zeros(3, dtype=torch.uint8)}, "RuntimeError: Expected a CPUGeneratorImplState"),
+        ({"random_torch": 3}, "TypeError"), ({"random_python": [3, [1], None]}, "it state vector is the wrong size"),
+        ({"random_python": "x"}, "IndexError"), ({"random_numpy": ["MT19937", torch.zeros(3)]}, ""),
+        ({"optimizer_0": {"groups": []}}, "KeyError: 'values'"), ({"optimizer_0": 3}, "TypeError"),
+        ({"optimizer_0": {"groups": [], "values": {"w": {}}, "class": "Adam"}}, "it holds no state of an optimizer"),
+        ({"state_step": b"no pickle"}, "UnpicklingError"), ({"state_step": {"partway.tensor": "w"}}, "KeyError: 'w'"),
+    ],
+)  # fmt: skip
+def test_forged_values_are_refused_before_anything_is_changed(saved, changed, why):
+    write_state(saved, **changed)
+    model = net()
+    assert_unchanged(saved, model, stepped(model), rf"state\.pt is damaged: .*{why}")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"no pickle", r"state\.pt is damaged: .*Error: "), (b"", r"state\.pt is damaged: "),
+        (packed("x", [1]), r"state\.pt is damaged: it holds no values$"),
+        (packed("x", {"step": torch.ones(2)}), r"state\.pt is damaged: it holds no values$"),
+    ],
+)  # fmt: skip
+def test_a_forged_file_of_values_is_named(saved, content, text):
+    (saved / "state.pt").write_bytes(content)
+    forged(saved)
+    assert_unchanged(saved, net(), None, text)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda parts: parts[1:], r"model\.safetensors is damaged: not all of .* was saved$"),
+        (lambda parts: [], r"model\.safetensors is damaged: not all of .* was saved$"),
+        (
+            lambda parts: [["model", "w", [], 0]],
+            r"parts-00000\.json is damaged: it has a part of w, which is in no file$",
+        ),
+        (lambda parts: [[*parts[0][:2], [[0, 10**30]], 0]], r"parts-00000\.json is damaged: "),
+        (
+            lambda parts: [[*parts[0][:2], [], 0]],
+            r"parts-00000\.json is damaged: it has a part of .* that is not in it",
+        ),
+        (lambda parts: [[*parts[0][:3], -1]], r"parts-00000\.json is damaged: 0\.3: Input should be greater than or"),
+        (lambda parts: {"a": 1}, r"parts-00000\.json is damaged: the file: Input should be a valid array"),
+    ],
+)
+def test_forged_parts_are_named(saved, change, text):
+    path = saved / "parts-00000.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    forged(saved)
+    assert_unchanged(saved, net(), None, text)
+
+
+def test_a_state_of_no_parameter_is_named(saved):
+    path = saved / "optimizer.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"state.0.weight.exp_avg"', b'"state.9.weight.exp_avg"'))
+    (saved / "parts-00000.json").write_text(
+        (saved / "parts-00000.json").read_text().replace('state.0.weight.exp_avg"', 'state.9.weight.exp_avg"')
+    )
+    length = 8 + int.from_bytes(content[:8], "little")
+    said = json.loads((saved / "partway.json").read_text())["headers"]
+    forged(saved, headers={**said, "optimizer.safetensors": zlib.crc32(path.read_bytes()[:length])})
+    model = net()
+    text = r"optimizer\.safetensors is damaged: its 'state\.9\.weight\.exp_avg' is of no parameter$"
+    assert_unchanged(saved, model, stepped(model), text)
+
+
+def test_a_checkpoint_that_lost_its_manifest_is_named_and_not_taken_for_weights(saved):
+    (saved / "partway.json").unlink()
+    model = net()
+    for path in (saved, saved.parent):
+        assert_unchanged(path, model, None, r"checkpoint-000001/partway\.json is missing; the checkpoint is not whole$")
+    (saved / "partway.json").mkdir()
+    assert_unchanged(saved, model, None, r"checkpoint-000001/partway\.json cannot be read: Is a directory$")
 
 
 def test_what_refuses_its_state_leaves_all_as_it_was(tmp_path):
@@ -164,6 +296,8 @@ def test_values_are_returned_and_given_to_what_asks(saved, tmp_path):
 def test_wrong_arguments_are_named(saved):
     with pytest.raises(RuntimeStateError, match=r"^path is 3; write the path"):
         pw.load(3)
+    with pytest.raises(RuntimeStateError, match=r"^path is '', which names no folder; write '\.' for this one$"):
+        pw.load("")
     with pytest.raises(RuntimeStateError, match=r"^model is 3; it must be an nn\.Module"):
         pw.load(saved, 3)
 

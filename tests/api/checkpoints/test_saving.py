@@ -41,6 +41,9 @@ def test_each_wrong_argument_is_named(tmp_path):
         ((tmp_path, 3), r"^model is 3; it must be an nn.Module$"),
         ((tmp_path / "file", model), r"file is a file; checkpoints are saved into a folder$"),
         ((link, model), r"link is a link to what is not there; checkpoints are saved into a folder$"),
+        (("", model), r"^path is '', which names no folder; write '\.' for this one$"),
+        (("a\0b", model), r"^path is 'a\\x00b', which names no folder"),
+        ((tmp_path / "file" / "inner", model), r"file/inner cannot be made a folder for checkpoints: Not a directory$"),
         ((made, model), r"checkpoint-000001 is a checkpoint; give the folder that it is in, for one more beside it$"),
     ):
         with pytest.raises(RuntimeStateError, match=text):
@@ -66,6 +69,20 @@ def test_each_wrong_argument_is_named(tmp_path):
     ):
         pw.save(tmp_path, empty)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder", "link"]
+
+
+def test_what_hugging_face_saved_beside_stays(tmp_path):
+    model = nn.Linear(2, 2)
+    for name in ("checkpoint-500", "checkpoint-000001", "checkpoint-500000"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text(name)
+    made = [pw.save(tmp_path, model, keep=1, step=i) for i in range(3)]
+    assert [path.name for path in made] == ["checkpoint-000002", "checkpoint-000003", "checkpoint-000004"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        "checkpoint-000001", "checkpoint-000004", "checkpoint-500", "checkpoint-500000"
+    ]  # fmt: skip
+    assert (tmp_path / "checkpoint-000001" / "model.safetensors").read_text() == "checkpoint-000001"
+    assert pw.load(tmp_path, model) == {"step": 2}
 
 
 def test_two_jobs_that_save_into_one_folder_at_once_are_told(tmp_path, monkeypatch):

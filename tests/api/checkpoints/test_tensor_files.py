@@ -140,7 +140,7 @@ FOUR = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}  # bytes
         (None, "No such file"),
         ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, "'w' ends at byte 77, and it has 69 bytes"),
         ({"w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, "'w' ends at byte"),
-        ({"w": {"dtype": "X9", "shape": [3], "data_offsets": [0, 8]}}, "X9"),
+        ({"w": {"dtype": "X9", "shape": [3], "data_offsets": [0, 8]}}, "'w' has the dtype 'X9', which PyTorch"),
         ({"w": 3}, "not subscriptable"),
         ([["w"]], "its header is no JSON object"),
         ([{"w": {**FOUR, "shape": [1.0]}}, b"four"], "'w' has sizes or offsets that are not whole numbers"),
@@ -149,17 +149,33 @@ FOUR = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}  # bytes
         ([{"a": FOUR, "b": FOUR}, b"four"], "'b' overlaps what lies after 'a'"),
         ([{"a": {**FOUR, "data_offsets": [1, 5]}}, b" four"], "'a' leaves a gap to what lies at its beginning"),
         ([{"a": FOUR}, b"four more"], "its tensors end at byte 73, and it has 78 bytes"),
-        (b"[" * 100_000, "maximum recursion depth"),
+        pytest.param(b"[" * 100_000, "its header is nested too deeply", id="deep"),
+        (b'{"w": 1, "w": 2}'.ljust(56), "its header has 'w' twice in one object"),
+        (b'{"w": {"dtype": "F32", "shape": [NaN]}}'.ljust(56), "its header has NaN, which is not a finite number"),
+        (b'{"__metadata__": {"a": "\xff"}}'.ljust(56), "its header has no text in UTF-8 at byte 24"),
+        (
+            {"w": {**FOUR, "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}},
+            "'w' has more elements than a tensor can",
+        ),
+        ({"w": {"dtype": "F32", "shape": [1]}}, "it lacks 'data_offsets'"),
     ],
 )
 def test_a_file_that_is_damaged_or_missing_is_named(tmp_path, content, why):
     tensors = b""
     if isinstance(content, list):
         content, tensors = content if len(content) == 2 else (content, b"")
-    if isinstance(content, dict | list) or (content or b"").startswith(b"["):
+    if isinstance(content, dict | list) or (content or b"")[:1] in (b"[", b"{"):
         text = content if isinstance(content, bytes) else json.dumps(content).encode().ljust(56)
         content = len(text).to_bytes(8, "little") + text + tensors
     if content is not None:
         (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(RuntimeStateError, match=rf"x\.safetensors is not a whole safetensors file: .*{why}"):
         places_in(tmp_path, ["x.safetensors"])
+
+
+def test_a_tensor_that_two_files_have_is_named_with_both(tmp_path):
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file({"w": torch.ones(2)}, tmp_path / name)
+    text = r"b\.safetensors is not a whole safetensors file: it has 'w', and so has a\.safetensors$"
+    with pytest.raises(RuntimeStateError, match=text):
+        places_in(tmp_path, ["a.safetensors", "b.safetensors"])

@@ -92,6 +92,17 @@ def test_the_command_writes_beside_the_plan(files):
     assert (files[0].parent / "other.html").exists()
 
 
+def test_a_page_of_another_program_is_not_written_over(files):
+    page = files[0].with_suffix(".html")
+    page.write_text("<p>mine</p>")
+    refused = run(files[0])
+    assert refused.exit_code == 2
+    assert f"cannot write {str(page)!r}: it is there already, and Partway did not write it" in refused.output
+    assert page.read_text() == "<p>mine</p>"
+    page.unlink()
+    assert [run(files[0]).exit_code for _ in range(2)] == [0, 0]
+
+
 def test_where_a_page_goes():
     assert page_path(Path("runs/plan.json"), None) == Path("runs/plan.html")
     assert page_path(Path("runs/rank_0"), None) == Path("runs/rank_0.html")

@@ -76,7 +76,7 @@ def test_a_name_with_markup_is_only_a_name(tmp_path: Path) -> None:
 def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(pw.StrategyError) as error:
         Timeline().save_html(tmp_path)
-    assert str(error.value) == f"could not write the timeline to {str(tmp_path)!r}: Is a directory"
+    assert str(error.value) == f"could not write the page to {str(tmp_path)!r}: Is a directory"
 
 
 def test_what_is_no_span_is_an_error(tmp_path: Path) -> None:
