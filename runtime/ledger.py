@@ -40,6 +40,7 @@ _SAYS = {
     "writes": "wrote otherwise than {first} to a tensor that is split, at {where}",
     "settings": "has an optimizer of other settings than {first}, at {where}",
 }
+_CHANGES = "change parameters, gradients, buffers and the states of optimizers on every rank, or on none"
 _FIXES = {
     "runs": "make the same calls, in the same modes and the same order, on every rank",
     "calls": "let all ranks of a group call collectives in one order, on tensors of one shape and dtype",
@@ -49,8 +50,8 @@ _FIXES = {
     "has its own part",
     "parts": "they share a part: give them the same samples, as pw.data.distributed_sampler(dataset, part) does",
     "inputs": "give every rank the same whole batch, or set dataset_strategy where each has its own part",
-    "copies": "what changes a parameter, its gradient, a buffer or the state of an optimizer has to do so on every rank",
-    "writes": "what changes a parameter, its gradient, a buffer or the state of an optimizer has to do so on every rank",
+    "copies": _CHANGES,
+    "writes": _CHANGES,
     "settings": "make optimizers and schedulers alike on every rank, and step them alike",
 }
 

@@ -75,31 +75,30 @@ def note(copies: Iterable[tuple[str, Tensor]], where: str, time: int, whole: boo
             ledger_of(ranks).holds(found, f"{name}, at {where}")
 
 
-def differing(copies: Mapping[str, Tensor], exchange: Callable[[Any], list[Any]]) -> list[tuple[str, int, int]]:
-    """Which of the named `copies` are not alike on the ranks that hold the same part: each with two ranks that differ.
-    `exchange` gives the value of every rank, by rank, for what is JSON; every rank calls this."""
-    groups: dict[tuple[int, ...], list[tuple[str, int]]] = {}
-    for name, tensor in copies.items():
-        ranks = holders(tensor)
-        if len(ranks) > 1:
-            part = local_part_of(tensor) if isinstance(tensor, DTensor) else tensor
-            groups.setdefault(ranks, []).append((name, checksum(part)))
-    digests = exchange({repr(ranks): zlib.crc32(repr(found).encode()) for ranks, found in groups.items()})
-    if not _pairs(digests):
+def differing(
+    copies: Mapping[str, tuple[tuple[int, ...], Tensor]], exchange: Callable[[Any], list[Any]]
+) -> list[tuple[str, int, int]]:
+    """Which of the named `copies`, each with the ranks that hold the same part and this rank's, are not alike: each
+    with two ranks that differ. `exchange` gives the values of all ranks, by rank; every rank calls this."""
+    groups: dict[tuple[int, ...], dict[str, int]] = {}
+    for name, (ranks, part) in copies.items():
+        if len(ranks) > 1 and part.layout is torch.strided:
+            groups.setdefault(ranks, {})[name] = checksum(part)
+    if not _pairs(exchange({ranks: zlib.crc32(repr(found).encode()) for ranks, found in groups.items()})):
         return []
-    every = exchange({repr(ranks): dict(found) for ranks, found in groups.items()})
-    found = [
-        (name, first, rank)
-        for group, first, rank in _pairs(every)
-        for name in {**every[first].get(group, {}), **every[rank].get(group, {})}
-        if every[first].get(group, {}).get(name) != every[rank].get(group, {}).get(name)
-    ]
-    return list({name: (name, first, rank) for name, first, rank in reversed(found)}.values())[::-1]
+    every = exchange(groups)
+    found: dict[str, tuple[str, int, int]] = {}
+    for group, first, rank in _pairs(every):
+        one, other = every[first][group], every[rank][group]
+        for name in {**one, **other}:
+            if one.get(name) != other.get(name):
+                found.setdefault(name, (name, first, rank))
+    return list(found.values())
 
 
-def _pairs(by_rank: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int]]:
+def _pairs(by_rank: Sequence[Mapping[tuple[int, ...], Any]]) -> list[tuple[tuple[int, ...], int, int]]:
     """The groups in which a rank has something else than the first one that has it: the group, that, and the rank."""
-    first: dict[str, int] = {}
+    first: dict[tuple[int, ...], int] = {}
     pairs = []
     for rank, groups in enumerate(by_rank):
         for group, value in groups.items():

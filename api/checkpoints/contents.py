@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from partway.checkpoints.tensor_files import Slices
 from partway.dtensors import is_dtensor, whole
+from partway.runtime.replicas import holders
 from partway.runtime.torch_internals import local_part_of
 from partway.strategy import RuntimeStateError
 
@@ -26,13 +27,15 @@ _TENSOR = "partway.tensor"  # the only key of a dict that stands for a tensor of
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A tensor to keep: its `part` at `slices`, which this process has. `writes`: it is the one to write it."""
+    """A tensor to keep: its `part` at `slices`, which this process has. `writes`: it is the one to write it, of the
+    `holders`, the ranks that have it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     part: Tensor
     slices: Slices
     writes: bool
+    holders: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +143,7 @@ def keep(tensor: Tensor, ranks: int, rank: int, number: int) -> Kept:
         )
     else:
         writes = rank == number % ranks
-    return Kept(tensor.dtype, tuple(tensor.shape), part, slices, writes)
+    return Kept(tensor.dtype, tuple(tensor.shape), part, slices, writes, holders(tensor) if ranks > 1 else ())
 
 
 def keep_whole(tensor: Tensor) -> Kept:

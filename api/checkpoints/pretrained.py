@@ -14,7 +14,7 @@ from partway.checkpoints.contents import MODEL, Content, keep, named_tensors
 from partway.checkpoints.folder import drop, make_unfinished
 from partway.checkpoints.manifest import MANIFEST, PARTS
 from partway.checkpoints.ranks import Ranks
-from partway.checkpoints.saving import LARGEST, create_files, write_index, write_parts
+from partway.checkpoints.saving import LARGEST, check_alike, create_files, write_index, write_parts
 from partway.checkpoints.tensor_files import arrange
 from partway.propagation.graph.structure import name_of
 from partway.runtime.agreement import Fact, agree
@@ -48,6 +48,8 @@ def save_pretrained(
     ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
     kept = {name: tensor for name, tensor in tensors.items() if name not in ignored}
     weights = {name: keep(tensor, ranks.size, ranks.rank, i) for i, (name, tensor) in enumerate(kept.items())}
+    content = Content({MODEL: weights}, {})
+    check_alike(content, ranks)
     files = arrange({name: (kept.dtype, kept.shape) for name, kept in weights.items()}, MODEL, largest)
 
     def begin() -> None:
@@ -66,7 +68,7 @@ def save_pretrained(
         where, lambda: original(directory, state_dict={}, is_main_process=not ranks.rank, **options) and None
     )
     ranks.first(where, begin)
-    ranks.together(where, lambda: write_parts(Content({MODEL: weights}, {}), fresh, {MODEL: files}, ranks.rank))
+    ranks.together(where, lambda: write_parts(content, fresh, {MODEL: files}, ranks.rank))
     ranks.first(where, finish)
 
 

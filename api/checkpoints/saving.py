@@ -21,17 +21,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from partway.checkpoints import folder as folders
-from partway.checkpoints.contents import MODEL, Content, content_of, packed
+from partway.checkpoints.contents import MODEL, OPTIMIZER, VALUES, Content, content_of, packed
 from partway.checkpoints.manifest import MANIFEST, Manifest, parts_file, state_file
 from partway.checkpoints.progress import progress
 from partway.checkpoints.ranks import Ranks
 from partway.checkpoints.tensor_files import SUFFIX, Slices, TensorFile, arrange, create, synchronize, write_part
+from partway.context import current
 from partway.runtime.agreement import Fact, agree
 from partway.runtime.process import before_shutdown, launched
+from partway.runtime.replicas import differing
 from partway.strategy import RuntimeStateError
 from partway.strategy.errors import shown
 from partway.strategy.files import write_whole
 
+_LISTED = 8  # tensors that an error lists
 LARGEST = 5 * 10**9  # bytes of a file, as Hugging Face has it
 Part = tuple[str, str, Slices, Tensor]  # the files that it goes to, the name of its tensor, where it is in that
 
@@ -106,7 +109,9 @@ def save(
     that all of them see. Returns the path of the checkpoint, `path`/checkpoint-000001 and so on: it is there as a whole
     or not at all, after a crash at any moment too.
 
-    Raises RuntimeStateError where something cannot be kept or written; the checkpoints before stay as they are.
+    Raises RuntimeStateError where something cannot be kept or written, and where ranks that hold the same part of a
+    tensor have other values of it, unless compare_replicas=False says that any of these will do; the checkpoints before
+    stay as they are.
     """
     check(path, model, keep)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
@@ -118,10 +123,40 @@ def save(
         agree(f"save a checkpoint in {folder}", facts)
     ranks = Ranks()
     content = ranks.each("keep what it has", lambda: content_of(model, optimizers, state, ranks.size, ranks.rank))
+    check_alike(content, ranks)
     if not asynchronous:
         return _write(content, folder, keep, ranks)
     content = content.copied()
     return in_background(lambda: _write(content, folder, keep, ranks))
+
+
+_WHOSE = {MODEL: "", OPTIMIZER: "the optimizer's ", VALUES: "the state's "}
+
+
+def check_alike(content: Content, ranks: Ranks) -> None:
+    """Raise RuntimeStateError, on every rank, unless ranks that hold the same part of a tensor have the same values,
+    and all have the same settings of optimizers: a checkpoint has those of one of them."""
+    if ranks.size == 1 or current().look_every is None:
+        return
+    copies = {
+        f"{_WHOSE[stem]}{name}": (kept.holders, kept.part)
+        for stem, group in content.tensors.items()
+        for name, kept in group.items()
+    }
+    every = tuple(range(ranks.size))
+    copies |= {
+        f"the settings of {name}": (every, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        for name, data in content.values.items()
+        if name.startswith(f"{OPTIMIZER}.")
+    }
+    where = "compare what the ranks hold"
+    if found := differing(copies, lambda own: ranks.together(where, lambda: own)):
+        lines = [f"  - {name}: rank {rank} has other values than rank {first}" for name, first, rank in found]
+        more = [f"  - and {len(lines) - _LISTED} more"] if lines[_LISTED:] else []
+        raise RuntimeStateError(
+            "the ranks do not hold the same, and what is saved would be what one of them holds; see what only one of "
+            "them did, or set compare_replicas=False to save it as it is:\n" + "\n".join([*lines[:_LISTED], *more])
+        )
 
 
 def in_background(run: Callable[[], Path]) -> Saving:

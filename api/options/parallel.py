@@ -204,7 +204,7 @@ class ParallelContext(Options):
     """Ours: whether ranks that hold the same part of a parameter, a buffer, a gradient or an optimizer's state compare
     it while they train, and their optimizers' settings. True: a few elements of some in turn, at each call and each
     step, on CPUs. An int: besides, all elements of all at every so many calls and steps, on any device. False: not at
-    all. `save` compares all of them in any case."""
+    all. Unless it is False, `save` and `save_pretrained` compare all of them, and refuse what differs."""
 
     random_numbers: RandomNumbers = Field(default=RandomNumbers.COUNTER, strict=False)
     """Ours: what dropout and other random operators draw, for the seed of torch.manual_seed. "counter": each number is
@@ -248,7 +248,8 @@ class ParallelContext(Options):
     @property
     def look_every(self) -> int | None:
         """After how many calls all that ranks hold alike is compared; 0: never as a whole; None: not at all."""
-        return (0 if self.compare_replicas else None) if isinstance(self.compare_replicas, bool) else self.compare_replicas
+        every = self.compare_replicas
+        return every if not isinstance(every, bool) else 0 if every else None
 
     @property
     def mode_was_set(self) -> bool:
