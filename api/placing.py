@@ -103,9 +103,9 @@ class Placing(Protocol):
         """What makes of a tensor of a call what the executor takes, or None if it takes the tensor itself. `parts`:
         where each rank is given one, what they are."""
 
-    def leave(self, placed: PlacedPort, of_parts: str = "") -> Change | None:
-        """What makes of a result of the executor what the caller gets, or None if that is the result itself.
-        `of_parts`: the call, where each rank is given its part of the batch."""
+    def leave(self, placed: PlacedPort, where: str = "") -> Change | None:
+        """What makes of an output of the executor what the caller gets, or None if that is the output itself. `where`:
+        the call, if it is one of the function's results."""
 
     def write(self, placed: PlacedPort, parts: Any, given: Tensor, result: Tensor) -> None:
         """Write a result of the executor into a tensor of the call, `given`, of which it is the new value."""
@@ -164,7 +164,7 @@ class Simulated:
     def enter(self, placed: PlacedPort, parts: Any) -> Change | None:
         return None
 
-    def leave(self, placed: PlacedPort, of_parts: str = "") -> Change | None:
+    def leave(self, placed: PlacedPort, where: str = "") -> Change | None:
         return functools.partial(noted, layout=placed.layout) if placed.layout.cuts else None
 
     def write(self, placed: PlacedPort, parts: Any, given: Tensor, result: Tensor) -> None:
@@ -361,13 +361,13 @@ class Launched:
             return functools.partial(recut, layout=layout, shape=shape, before=held, after=places_of(layout, shape))
         return functools.partial(placed_part, layout=layout, whole=parts is None)
 
-    def leave(self, placed: PlacedPort, of_parts: str = "") -> Change | None:
+    def leave(self, placed: PlacedPort, where: str = "") -> Change | None:
         from partway.runtime.execute import device_mesh
         from partway.runtime.parameters import as_dtensor
 
         layout = placed.layout
         if all(isinstance(p, Replicate) for p in layout.placements):
-            return functools.partial(_alike, where=of_parts) if of_parts and get_group_size() > 1 else None
+            return functools.partial(_alike, where=where) if where and get_group_size() > 1 else None
         return functools.partial(as_dtensor, layout=layout, shape=placed.shape, mesh=device_mesh(layout.mesh))
 
     def write(self, placed: PlacedPort, parts: Any, given: Any, result: Tensor) -> None:
@@ -441,8 +441,8 @@ def _ledger_of_part(layout: Layout) -> Any:
 
 
 def _alike(result: Tensor, where: str) -> Tensor:
-    """A whole result of parts of the batch. All ranks have to go on with it alike, and none with labels of its part:
-    its gradient is compared."""
+    """A result that is whole on every rank. All have to go on with it alike, and none with labels of its own: its
+    gradient is compared."""
     if result.requires_grad:
         from partway.runtime.watch import watch
 

@@ -70,8 +70,8 @@ class Runner:
         self._executor = place.executor(compiled.mesh)
         self._observe = place.observer(fn, own, compiled)
         self._enter = [place.enter(placed, None) for placed in compiled.local.inputs]
-        of_parts = f"a call of {self._name}" if own else ""
-        self._leave = [place.leave(p, of_parts if p.port.role is Role.RESULT else "") for p in compiled.local.outputs]
+        where = f"a call of {self._name}"
+        self._leave = [place.leave(p, where if p.port.role is Role.RESULT else "") for p in compiled.local.outputs]
         self._step: CompiledStep | None = None
         self._memory = Memory()  # of state
         self._others: dict[tuple[bool, ...], CompiledStep] = {}  # by the outputs that they differentiate

@@ -206,7 +206,9 @@ def with_labels_of_its_own(alike: bool) -> None:
 def test_a_loss_of_labels_that_broadcast_against_the_batch_is_told(on_ranks: Ranks) -> None:
     with pytest.raises(AssertionError, match="nothing differs"):
         on_ranks(2, with_labels_of_its_own, True)
-    said = "rank 1 went on otherwise with a result of the whole batch than rank 0, at a call of Logits; compute a loss"
+    said = (
+        "rank 1 went on otherwise with a result that is whole on every rank than rank 0, at a call of Logits; compute"
+    )
     with pytest.raises(AssertionError, match=said):
         on_ranks(2, with_labels_of_its_own, False)
 
