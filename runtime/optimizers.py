@@ -78,7 +78,7 @@ def _tell(own: Watch, optimizer: torch.optim.Optimizer, known: _Known) -> None:
     own.check()
     assert own.look_every is not None
     where = f"step {known.steps} of {type(optimizer).__name__}"
-    own.settings(type(optimizer).__qualname__, f"{where}, which is another class")
+    own.settings(type(optimizer).__qualname__, f"{where}: its class")
     for setting, values in settings_of(optimizer.param_groups).items():
         own.settings(values, f"{where}: {setting}")
     parameters, whole = in_turn(known.names, known.steps, own.look_every)

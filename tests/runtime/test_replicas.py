@@ -104,7 +104,7 @@ SAID = {
     "the learning rate": SET
     + "6 of AdamW: lr; make optimizers and schedulers alike on every rank, and step them alike",
     "the weight decay": SET + "6 of AdamW: weight_decay; ",
-    "the class": SET + "1 of SGD, which is another class; ",
+    "the class": SET + "1 of SGD: its class; ",
     "a state": HELD + "exp_avg of a.weight, at step ",
     "the count of steps": HELD + "step of a.weight, at step ",
     "a gradient that is scaled": HELD,
