@@ -9,6 +9,8 @@ Each name, and why:
                                                              a copy
     torch.distributed.distributed_c10d._get_default_store    the store by which the processes have met; a public name
                                                              would be `dist.get_default_store()`
+    torch.distributed.distributed_c10d._resolve_process_group   a process group by its name, which is all that the
+                                                             arguments of an operator can have of it
     Backend.options._timeout                                 how long collectives of a group wait; there is
                                                              `set_timeout`, and would be `timeout`
     Tensor._backward_hooks, _post_accumulate_grad_hooks      the hooks of a tensor, which handles refer to; no public
@@ -62,6 +64,7 @@ from torch._C import _disabled_torch_function_impl as as_object
 from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _coalescing_manager as coalescing_manager
 from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.distributed_c10d import _resolve_process_group as process_group_named
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn import Module, RNNBase
