@@ -177,7 +177,9 @@ def _compare(call: _Call) -> None:
     text = call.told.encode()[:_LONGEST]
     told[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     every = [torch.empty_like(told) for _ in call.ranks]
-    call.wait(dist.all_gather(every, told, group=call.group, async_op=True), f"compare calls over {','.join(call.axes)}")
+    call.wait(
+        dist.all_gather(every, told, group=call.group, async_op=True), f"compare calls over {','.join(call.axes)}"
+    )
     first, *others = [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in every]
     for rank, other in zip(call.ranks[1:], others, strict=True):
         if other != first:

@@ -83,7 +83,7 @@ class Watch:
     def forget(self, name: str) -> None:
         """End the ledger `name`, which all of its ranks do; what it has left is compared first."""
         if (ledger := self._ledgers.pop(name, None)) is not None:
-            ledger.end(failed=False)
+            ledger.close()
 
     def _answering(self) -> AnsweringStore:
         return AnsweringStore(self._connected(), self.timeout)

@@ -89,7 +89,8 @@ def get_group_rank_from_world_rank(world_rank_id: int, group: Group) -> int:
     ranks = _ranks("get_group_rank_from_world_rank", group)
     if world_rank_id not in ranks:
         raise StrategyError(
-            f"the rank {shown(world_rank_id)} is not in the group {shown(group)}, which has {', '.join(map(str, ranks))}"
+            f"the rank {shown(world_rank_id)} is not in the group {shown(group)}; its ranks are "
+            f"{', '.join(map(str, ranks))}"
         )
     return ranks.index(world_rank_id)
 
