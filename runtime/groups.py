@@ -214,8 +214,8 @@ def _checked(name: object, ranks: object, place: Place) -> Members:
             f"positions in the group: {sorted(set(given))}"
         )
     if outside := [rank for rank in given if not 0 <= rank < mesh.device_num]:
-        there = f"ranks are 0 to {mesh.device_num - 1}" if mesh.device_num > 1 else "the one rank is 0"
-        raise StrategyError(f"{call}: the group {name!r} has the rank {outside[0]}, and the {there}")
+        there = f"the ranks are 0 to {mesh.device_num - 1}" if mesh.device_num > 1 else "the one rank is 0"
+        raise StrategyError(f"{call}: the group {name!r} has the rank {outside[0]}, and {there}")
     return Members(name, tuple(given))
 
 

@@ -88,6 +88,7 @@ __all__ = [
     "is_view",
     "local_part_of",
     "outside_batching",
+    "process_group_named",
     "refer_anew",
     "remove_batch_dim",
     "set_part",

@@ -92,20 +92,18 @@ class Place:
 
     def ranks(self, group: Group) -> tuple[int, ...]:
         """The ranks of a group, by position. Raises as `axes` does."""
-        axes = self.axes(group)
-        members = self.members(axes)
+        axes, members = self.axes(group), self.members(group)
         return members.ranks if members else self.mesh.group(self.rank, *axes)
 
     def size(self, group: Group) -> int:
         """How many ranks a group has. Raises as `axes` does."""
-        axes = self.axes(group)
-        members = self.members(axes)
+        axes, members = self.axes(group), self.members(group)
         return len(members.ranks) if members else self.mesh.size(*axes)
 
     def index(self, group: Group) -> int:
         """The position of this rank in its group, major to minor in the order of the mesh. Raises as `axes` does."""
-        axes = self.axes(group)
-        if members := self.members(axes):
+        axes, members = self.axes(group), self.members(group)
+        if members:
             return members.position(self.rank)
         self.asked.update(axes)
         return self.mesh.position(self.rank, *axes)

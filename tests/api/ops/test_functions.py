@@ -175,8 +175,8 @@ ops.broadcast(torch.ones(4))
 @pytest.mark.parametrize(
     ("when", "told"),
     [
-        ("first", "rank 0 has failed in making the process groups of the mesh (world=2): "),
-        ("later", "rank 0 has failed in broadcast(0) over world: "),
+        ("first", "rank 0 would make the groups of a mesh, and rank 1 did not come within 4 s; run the same program"),
+        ("later", "rank 0 has failed in broadcast(0) over world of float32[4]: "),
         ("counts", "neighbor_exchange over world: rank 0 sends 3 elements to rank 1, which expects 4; let both say"),
         ("drift", "rank 1 called another collective than rank 0, at all_reduce(max) over world of float32[4]; let all"),
     ],
