@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -224,7 +225,9 @@ def in_two() -> None:
         compiled = torch.compile(
             lambda x, group=group: (ops.AllReduce(dist.ReduceOp.SUM, group)(x.sin()) ** 2).sum(), backend="aot_eager"
         )
-        (found,) = torch.autograd.grad(compiled(leaf), leaf)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Dynamo's, where a graph ends before a call: it asks results for .grad
+            (found,) = torch.autograd.grad(compiled(leaf), leaf)
         torch.testing.assert_close(found, 4 * every.sin().sum(0) * x.cos(), **EXACT)
         torch.compiler.reset()
     assert ops.Broadcast(1, group="both")((x,))[0].equal(every[1])
