@@ -70,7 +70,7 @@ def test_each_rank_writes_its_calls_and_their_gradients(tmp_path: Path) -> None:
         assert "float32[1, 2, 3] = partway.reduce_scatter.default(" in gradient
         assert "'sum', 0, ['pair'], [1, 1], 1)" in gradient
         gathered = (folder / "001_all_gather.txt").read_text()
-        assert "all_gather: int64[8] = partway.all_gather.default(x_1, 0, ['world'], [4, 4])    # 64 B" in gathered
+        assert "all_gather: int64[8] = partway.all_gather.default(arg0_1, 0, ['world'], [4, 4])    # 64 B" in gathered
         assert saved_calls(tmp_path / f"rank_{rank}") == []  # planned ones
 
 
