@@ -15,6 +15,7 @@ from partway.graphs import by_hand
 from partway.graphs.saved import saved_calls
 from partway.strategy import OperatorError
 
+PAGE = Path(__file__).parents[3] / "docs" / "graphs.md"
 SCRIPT = """
 import os
 
@@ -28,7 +29,7 @@ pw.create_group("pair", [0, 1])
 loss = torch.nn.Parameter(torch.ones(2, 3))
 reduce = ops.AllReduce(ops.ReduceOp.MAX, "pair")
 for step in range(2):
-    total = reduce(loss)  # its line
+    total = reduce(loss)
     total.sum().backward()
 gathered = ops.all_gather(torch.arange(4), group="hccl_world_group")
 images = ops.NeighborExchangeV2([-1] * 8, [0] * 4, [-1] * 8, [0] * 4)(torch.ones(1, 1, 2, 2))
@@ -62,10 +63,8 @@ def test_each_rank_writes_its_calls_and_their_gradients(tmp_path: Path) -> None:
             "002_neighbor_exchange_v2.dot", "002_neighbor_exchange_v2.txt",
         ]  # fmt: skip
         forward = (folder / "000_all_reduce.txt").read_text()
-        assert forward.startswith("# 000_all_reduce: a collective that ranks call by hand, as this rank calls it\n")
-        assert "\n# at script.py:14: total = reduce(loss)  # its line\n# of ranks 0, 1, over pair\n" in forward
-        assert "float32[2, 2, 3] = partway.all_gather.default(unsqueeze, 0, ['pair'], [1, 1])    # 48 B" in forward
-        assert "aten.amax" in forward
+        assert forward in PAGE.read_text(encoding="utf-8")
+        assert "\n# of ranks 0, 1, over pair\n" in forward
         gradient = (folder / "000_all_reduce.gradient.txt").read_text()
         assert "float32[1, 2, 3] = partway.reduce_scatter.default(" in gradient
         assert "'sum', 0, ['pair'], [1, 1], 1)" in gradient

@@ -73,11 +73,10 @@ def test_an_island_has_parts_of_one_size() -> None:
     ],
 )  # fmt: skip
 def test_a_reduction_has_several_spellings(spelling: Any, reduction: str) -> None:
-    x = torch.rand(4, 4, dtype=torch.float64)
+    x, split = torch.rand(4, 4, dtype=torch.float64), (("tp", None),)
     for call in (ops.all_reduce, lambda x, op: ops.reduce_scatter(x, op, 1)):
-        found, wanted = (
-            pw.manual(lambda x, op=op, call=call: call(x, op), mesh={"tp": 4})(x) for op in (spelling, reduction)
-        )
+        programs = [lambda x, op=op, call=call: call(x, op) for op in (spelling, reduction)]
+        found, wanted = (pw.manual(program, split, split, mesh={"tp": 4})(x) for program in programs)
         assert torch.equal(found, wanted)
     for made in (ops.AllReduce, ops.ReduceScatter):
         assert made(spelling) == made(reduction)
