@@ -64,9 +64,9 @@ def here(call: str) -> Place:
         )
     if launched():
         get_group_size()
-        from partway.runtime import by_hand  # the kernels of the operators
+        import partway.runtime.by_hand  # noqa: F401 - the kernels of the operators
 
-        return by_hand.place()
+        return groups.place()
     mesh = _alone[0] if _alone else Mesh({"world": 1})
     devices = max(mesh.device_num, simulated() or 1, current().device_num if current().device_num_was_set else 1)
     if devices > 1:
