@@ -212,6 +212,20 @@ def test_collectives_in_a_group_take_every_dtype_and_parts_of_other_sizes(on_ran
     on_ranks(4, every_dtype)
 
 
+def first_call_of_some() -> float:
+    """No group is made yet; ranks that are not in one do not come."""
+    groups._current.clear()
+    group = dist.new_group([1, 3])
+    if pw.get_rank() not in (1, 3):
+        return 0.0
+    return float(ops.all_reduce(torch.ones(1), group=group))
+
+
+@pytest.mark.gloo
+def test_a_process_group_needs_its_own_ranks_alone(on_ranks: Any) -> None:
+    assert on_ranks(4, first_call_of_some) == [0.0, 2.0, 0.0, 2.0]
+
+
 def in_two() -> None:
     rank = pw.get_rank()
     pw.create_group("both", [0, 1])
@@ -263,6 +277,7 @@ def test_a_group_that_was_destroyed_leaves_nothing_and_its_name_is_free(on_ranks
 
 def mistaken(how: str) -> list[str]:
     rank, said = pw.get_rank(), []
+    pw.create_group("one", [0])
     pw.create_group("two", [0, 1])
     group = dist.new_group([0, 1])
     last = rank == pw.get_group_size() - 1
@@ -276,6 +291,7 @@ def mistaken(how: str) -> list[str]:
         "mesh": [lambda: pw.set_mesh({"dp": 2, "tp": 2} if last else {"tp": 4})],
         "axis": [lambda: pw.set_mesh({"two": 4})],
         "outside": [lambda: ops.all_reduce(torch.ones(2), group="two")] if last else [],
+        "outside of one": [lambda: ops.all_reduce(torch.ones(2), group="one")] if last else [],
         "position": [lambda: pw.get_rank("two")] if last else [],
         "torch": [lambda: ops.all_reduce(torch.ones(2), group=group)] if last else [],
     }
@@ -285,6 +301,7 @@ def mistaken(how: str) -> list[str]:
         said.append(str(told.value))
     pw.set_mesh(None)
     pw.destroy_group("two")
+    pw.destroy_group("one")
     return said
 
 
@@ -315,6 +332,7 @@ FIX = "let every rank create the same groups in one order, also those that it is
             "outside",
             ["rank 3 is not in the group 'two' (ranks 0, 1); only its own ranks have a place in it, and"], (3,),
         ),
+        ("outside of one", ["rank 3 is not in the group 'one' (rank 0); only its own ranks have a place in it"], (3,)),
         ("position", ["rank 3 is not in the group 'two' (ranks 0, 1); only its own ranks have a place in it"], (3,)),
         ("torch", ["this rank is not in the group: new_group gives NON_GROUP_MEMBER to ranks that are outside"], (3,)),
     ],
