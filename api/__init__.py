@@ -44,11 +44,21 @@ if TYPE_CHECKING:
     from partway.fusion.timeline import save_chrome_trace
     from partway.islands import manual
     from partway.loss_monitor import LossMonitor
+    from partway.ops.groups import (
+        GlobalComm,
+        create_group,
+        destroy_group,
+        get_group_rank_from_world_rank,
+        get_group_size,
+        get_local_rank,
+        get_rank,
+        get_world_rank_from_group_rank,
+    )
     from partway.ops.where import axis_index, axis_size, set_mesh
     from partway.propagation.plan.plan import Plan
     from partway.ps.marks import set_param_ps
     from partway.resume import Resume
-    from partway.runtime.process import get_group_size, get_local_rank, get_rank, init, shutdown
+    from partway.runtime.process import init, shutdown
     from partway.runtime.record import record_collectives
     from partway.security import set_ps_context
     from partway.sharding import shard
@@ -91,11 +101,13 @@ _HOMES = {
     "fusion.timeline": "save_chrome_trace",
     "loss_monitor": "LossMonitor",
     "islands": "manual",
+    "ops.groups": """GlobalComm create_group destroy_group get_group_rank_from_world_rank get_group_size get_local_rank
+        get_rank get_world_rank_from_group_rank""",
     "ops.where": "axis_index axis_size set_mesh",
     "propagation.plan.plan": "Plan",
     "ps.marks": "set_param_ps",
     "resume": "Resume",
-    "runtime.process": "get_group_size get_local_rank get_rank init shutdown",
+    "runtime.process": "init shutdown",
     "runtime.record": "record_collectives",
     "security": "set_ps_context",
     "sharding": "shard",
@@ -114,6 +126,7 @@ __all__ = [
     "Compiled",
     "ContextError",
     "DataError",
+    "GlobalComm",
     "Layout",
     "LossError",
     "LossMonitor",
@@ -140,12 +153,16 @@ __all__ = [
     "axis_size",
     "check_manual",
     "compile",
+    "create_group",
     "data",
+    "destroy_group",
     "get_algo_parameters",
     "get_auto_parallel_context",
+    "get_group_rank_from_world_rank",
     "get_group_size",
     "get_local_rank",
     "get_rank",
+    "get_world_rank_from_group_rank",
     "infer_predict_layout",
     "init",
     "load",

@@ -9,6 +9,7 @@ run the same instructions, and tell `record_collectives` of the same collectives
     simulate.py         all ranks in one process, by stretches.py; meetings.py: each kind of collective. Where there is
                         one rank: one_device.py
     execute.py          one rank of a process group; issue.py: each kind of collective
+    by_hand.py          collectives that people call; groups.py: of which ranks
     local_conversions.py, slices.py, strides.py     what a rank does to its own part
     parameters.py       parameters as DTensors; replaced.py: what holds the old objects; optimizers.py: what steps them
     results.py          large results that stay split, and mix with plain tensors

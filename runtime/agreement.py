@@ -142,7 +142,7 @@ def _compared(answers: dict[int, str]) -> str:
     differ = [name for name in names if any(each["facts"].get(name) != first.get(name) for each in each_rank.values())]
     least = min((names[name] for name in differ), default=0)
     told = [name for name in differ if names[name] == least]
-    return json.dumps({"error": error, "differ": [] if refused else told})
+    return json.dumps({"error": error, "differ": [] if refused or error else told})
 
 
 def _described(answers: dict[int, str]) -> str:

@@ -14,6 +14,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+_Told = queue.SimpleQueue[tuple[Any, BaseException | None]]
+_Asked = tuple[Callable[[], Any], _Told]
+
 
 class NoAnswer(dist.DistNetworkError):
     """The store has not answered in time."""
@@ -25,7 +28,7 @@ class AnsweringStore:
 
     def __init__(self, store: Any, seconds: float) -> None:
         self._store, self._seconds = store, seconds
-        self._asked = queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[tuple[Any, BaseException | None]]]]()
+        self._asked = queue.SimpleQueue[_Asked | None]()
         self._silent = False
         self._thread = threading.Thread(target=self._answer, name="partway store", daemon=True)
         self._thread.start()
@@ -59,10 +62,14 @@ class AnsweringStore:
         """Wait until it has all keys."""
         self._ask(lambda: self._store.wait(list(keys), limit), limit.total_seconds())
 
+    def close(self) -> None:
+        """Ask no more: the thread ends."""
+        self._asked.put(None)
+
     def _ask(self, call: Callable[[], Any], more: float = 0) -> Any:
         if not self._thread.is_alive():
             raise NoAnswer("a process that was forked has no connection to the store; ask in the one that made it")
-        told = queue.SimpleQueue[tuple[Any, BaseException | None]]()
+        told: _Told = queue.SimpleQueue()
         self._asked.put((call, told))
         try:
             value, error = told.get(timeout=0 if self._silent else self._seconds + more)
@@ -77,10 +84,10 @@ class AnsweringStore:
         return value
 
     def _answer(self) -> None:
-        while True:
-            call, told = self._asked.get()
+        while (asked := self._asked.get()) is not None:
+            call, told = asked
             try:
                 told.put((call(), None))
             except BaseException as error:
                 told.put((None, error))
-            del call, told
+            del asked, call, told

@@ -11,7 +11,6 @@ different sizes, they first tell each other how many elements they send.
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,74 +21,32 @@ from torch import Tensor
 
 from ..propagation.ops import by_hand
 from ..strategy.errors import RuntimeStateError
-from ..strategy.mesh import Mesh
-from ..strategy.place import Place
 from ..strategy.placement import PARTIAL, PARTIAL_MAX, REPLICATE, Kind, Placement, Shard, kind
-from ..strategy.torch_mesh import check_ranks, own_group
+from .groups import ledger_name, place, process_group
 from .instructions import Relayout
 from .issue import ISSUERS, Scratch, Seat, as_bytes
 from .process import device_type
 from .record import note
-from .torch_internals import timeout_of
 from .watch import failed_in, watch
 
-WORLD = "world"  # the axis of all ranks, where no mesh was set
 _scratch = Scratch()
-
-
-class _Groups:
-    """The process groups of one mesh: not those of programs, which the call of one rank alone would meet there."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.world, self.mesh = dist.group.WORLD, mesh
-        several = [axes for n in range(1, len(mesh.axes) + 1) for axes in itertools.combinations(mesh.axes, n)]
-        timeout = timeout_of(dist.group.WORLD)
-        self.of = {axes: own_group(mesh.groups(*axes), timeout) for axes in several}
-
-
-_current: list[_Groups] = []  # of the mesh that was set, or of all ranks
-
-
-def set_mesh(mesh: Mesh | None) -> None:
-    """Let collectives of this process name the axes of `mesh`; None: no axes. Every rank calls it.
-
-    Makes a process group for each axis and each set of axes: ranks then call as they like, each group by itself.
-    Raises RuntimeStateError for a mesh of another number of devices than there are processes.
-    """
-    mesh = mesh or Mesh({WORLD: dist.get_world_size()})
-    check_ranks(mesh, dist.get_world_size())
-    about = f"making the process groups of the mesh ({mesh})"
-    try:
-        _current[:] = [_Groups(mesh)]
-    except RuntimeError as error:
-        raise failed_in(about, error) from error
-
-
-def _groups() -> _Groups:
-    """Those of the mesh that was set, or else of all ranks."""
-    if not _current or _current[0].world is not dist.group.WORLD:
-        set_mesh(None)
-    return _current[0]
-
-
-def place() -> Place:
-    """Where this process is: on the mesh that was set, else on one axis of all ranks."""
-    return Place(_groups().mesh, dist.get_rank())
 
 
 # -- A call
 
 
 class _Call:
-    """One collective of this rank: where it is, and with whom."""
+    """One collective of this rank: where it is, and with whom. `told`: the call with what it is called on, for
+    people."""
 
-    def __init__(self, name: str, axes: Sequence[str]) -> None:
+    def __init__(self, name: str, axes: Sequence[str], told: str) -> None:
         here = place()
+        self.told = told
         self.name, self.axes = name, here.axes(tuple(axes))
-        self.position, self.size = here.mesh.position(here.rank, *self.axes), here.size(self.axes)
-        self.group = _groups().of[self.axes]
-        self.ranks = here.mesh.group(here.rank, *self.axes)
-        self.ledger = f"calls/{here.mesh}/{','.join(self.axes)}/{self.ranks[0]}"  # its name: of these ranks alone
+        self.position, self.ranks = here.index(self.axes), here.ranks(self.axes)
+        self.size = len(self.ranks)
+        self.group = process_group(self.axes)
+        self.ledger = ledger_name(self.axes, self.ranks)
 
     def seat(self) -> Seat:
         """This rank in its group."""
@@ -103,8 +60,15 @@ class _Call:
     def converted(self, x: Tensor, source: Placement, target: Placement) -> Tensor:
         """What a conversion makes of this rank's `x`."""
         c = self.relayout(source, target)
-        result: Tensor = ISSUERS[c.kind](c, self.seat())(x.contiguous()).wait()
+        pending = ISSUERS[c.kind](c, self.seat())(x.contiguous())
+        for work in pending.works:
+            self.wait(work)
+        result: Tensor = pending.wait()
         return result
+
+    def wait(self, work: Any, purpose: str = "") -> None:
+        """Wait for what was issued. Raises RuntimeStateError where others of the group cannot come."""
+        watch().wait_for(work, self.group, purpose or self.told)
 
     def exchanged(
         self, outgoing: Sequence[Tensor], counts: Sequence[int], like: Tensor, known: bool = False
@@ -117,17 +81,18 @@ class _Call:
         note(self.relayout(Shard(1), Shard(0)), [sent.new_empty((self.size, sent.numel() // self.size))])
         received = like.new_empty(sum(counts))
         width = like.element_size()
-        dist.all_to_all_single(
-            as_bytes(received), as_bytes(sent.contiguous()), [n * width for n in counts],
-            [x.numel() * width for x in outgoing], group=self.group,
-        )  # fmt: skip
+        going = as_bytes(sent.contiguous())
+        self.wait(dist.all_to_all_single(
+            as_bytes(received), going, [n * width for n in counts], [x.numel() * width for x in outgoing],
+            group=self.group, async_op=True,
+        ))  # fmt: skip
         return list(received.split(list(counts)))
 
     def _check_counts(self, sent: Sequence[int], expected: Sequence[int]) -> None:
         """What a rank sends is not always what another waits for, and a transport may not say so."""
         told = torch.tensor(sent, dtype=torch.int64, device=device_type())
         coming = torch.empty_like(told)
-        dist.all_to_all_single(coming, told, group=self.group)
+        self.wait(dist.all_to_all_single(coming, told, group=self.group, async_op=True))
         for position, (count, wanted) in enumerate(zip(coming.tolist(), expected, strict=True)):
             if count != wanted:
                 raise RuntimeStateError(
@@ -143,14 +108,14 @@ def _kernel(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
         def kernel(x: Any, *arguments: Any) -> Any:
             axes = arguments[_AXES[name]]
-            call, own = _Call(_NAMES.get(name, name), axes), watch()
             about = _told(name, arguments)
+            call = _Call(_NAMES.get(name, name), axes, f"{about} of {_kind_of(name, x, arguments)}")
+            own = watch()
             own.check()
-            of = f"{about} of {_kind_of(name, x, arguments)}"
             try:
                 if os.environ.get("PARTWAY_VERIFY") == "1":
-                    _compare(call, of)
-                own.ledger(call.ledger, call.ranks).called(of)
+                    _compare(call)
+                own.ledger(call.ledger, call.ranks).called(call.told)
                 return run(call, x, *arguments)
             except RuntimeStateError:
                 raise
@@ -206,13 +171,15 @@ def _even(*sizes: Sequence[int]) -> bool:
     return all(len(set(each)) == 1 for each in sizes)
 
 
-def _compare(call: _Call, about: str) -> None:
+def _compare(call: _Call) -> None:
     """Raise RuntimeStateError unless all ranks of the group make the same call."""
     told = torch.zeros(_LONGEST, dtype=torch.uint8, device=device_type())
-    text = about.encode()[:_LONGEST]
+    text = call.told.encode()[:_LONGEST]
     told[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     every = [torch.empty_like(told) for _ in call.ranks]
-    dist.all_gather(every, told, group=call.group)
+    call.wait(
+        dist.all_gather(every, told, group=call.group, async_op=True), f"compare calls over {','.join(call.axes)}"
+    )
     first, *others = [bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in every]
     for rank, other in zip(call.ranks[1:], others, strict=True):
         if other != first:
@@ -242,7 +209,7 @@ def _all_reduce(c: _Call, x: Tensor, op: str, axes: list[str], size: int) -> Ten
     if x.is_complex() or x.dtype in (torch.bool, torch.int16):
         return _STACKED[op](_stacked(c, x))
     buffer = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(buffer, _BY_DIST[op], group=c.group)
+    c.wait(dist.all_reduce(buffer, _BY_DIST[op], group=c.group, async_op=True))
     return buffer
 
 
@@ -277,7 +244,7 @@ def _reduce_scatter(c: _Call, x: Tensor, op: str, dim: int, axes: list[str], siz
 def _broadcast(c: _Call, x: Tensor, root: int, axes: list[str], size: int) -> Tensor:
     note(c.relayout(PARTIAL, REPLICATE), [x])
     buffer = x.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(as_bytes(buffer), c.ranks[root], group=c.group)
+    c.wait(dist.broadcast(as_bytes(buffer), c.ranks[root], group=c.group, async_op=True))
     return buffer
 
 

@@ -133,6 +133,11 @@ class Ledger:
         while not self._turn(last=True) and time.monotonic() < end:
             time.sleep(0.01)
 
+    def close(self) -> None:
+        """End it for good, where the process goes on."""
+        self.end(failed=False)
+        self._store.close()
+
     def _compare(self) -> None:
         while not (self._ends.wait(_PERIOD) or self._over):
             self._turn()
@@ -164,7 +169,7 @@ class Ledger:
 
     def _read(self, last: bool) -> bool:
         self._own += self._sum_up()
-        while self._own and self._store.check([f"{self._name}/{self._page}"]):
+        while (self._own or last) and self._store.check([f"{self._name}/{self._page}"]):
             page = self._store.get(f"{self._name}/{self._page}").decode().split()
             ended = page[-1] == _END
             if not last and len(page) - ended > len(self._own):
@@ -178,7 +183,7 @@ class Ledger:
             if ended:
                 self._over = True
                 return True
-        return not self._own
+        return not (self._own or last)
 
     def _differs(self, page: list[str], last: bool) -> bool:
         """Compare a page of rank 0's with our first lines, and take those away; whether they differ."""

@@ -9,6 +9,8 @@ Each name, and why:
                                                              a copy
     torch.distributed.distributed_c10d._get_default_store    the store by which the processes have met; a public name
                                                              would be `dist.get_default_store()`
+    torch._C._distributed_c10d._resolve_process_group        a process group by its name, which is all that the
+                                                             arguments of an operator can have of it
     Backend.options._timeout                                 how long collectives of a group wait; there is
                                                              `set_timeout`, and would be `timeout`
     Tensor._backward_hooks, _post_accumulate_grad_hooks      the hooks of a tensor, which handles refer to; no public
@@ -85,6 +87,7 @@ __all__ = [
     "is_view",
     "local_part_of",
     "outside_batching",
+    "process_group_named",
     "refer_anew",
     "remove_batch_dim",
     "set_part",
@@ -102,6 +105,7 @@ Hooks = tuple[Any, Any]
 # (pytorch/pytorch#177716).
 ASKS_SUBCLASSES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 add_batch_dim: Callable[[Tensor, int, int], Tensor] = torch._add_batch_dim
+process_group_named: Callable[[str], Any] = torch._C._distributed_c10d._resolve_process_group  # type: ignore[assignment]
 remove_batch_dim: Callable[[Tensor, int, int, int], Tensor] = torch._remove_batch_dim
 GLOO_TLS = b"GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY"  # in the library where gloo was built with TLS
 STORE_PING = bytes([0, 0xCE, 0xF7, 0x85, 0x3C, 13, 1, 2, 3, 4])  # "validate" and its number; "ping" and ours

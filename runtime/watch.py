@@ -82,6 +82,11 @@ class Watch:
             self._ledgers[name] = Ledger(self._answering(), self.rank, ranks, self._tell, name)
         return self._ledgers[name]
 
+    def forget(self, name: str) -> None:
+        """End the ledger `name`, which all of its ranks do; what it has left is compared first."""
+        if (ledger := self._ledgers.pop(name, None)) is not None:
+            ledger.close()
+
     def _answering(self) -> AnsweringStore:
         return AnsweringStore(self._connected(), self.timeout)
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias
 
 from .errors import StrategyError, shown
 from .mesh import Mesh
 from .suggest import did_you_mean, there_are
 
-Group = str | tuple[str, ...] | None
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Group: TypeAlias = "str | tuple[str, ...] | ProcessGroup | None"
+WORLD_GROUPS = ("hccl_world_group", "nccl_world_group", "mccl_world_group")  # MindSpore's names for all ranks
 
 
 def check_group(group: object) -> tuple[str, ...]:
@@ -21,7 +26,8 @@ def check_group(group: object) -> tuple[str, ...]:
     names = (group,) if isinstance(group, str) else group
     if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
         raise StrategyError(
-            f"a group is the name of a mesh axis, a tuple of several, or None for all, not {shown(group)}"
+            "a group is the name of a mesh axis, a tuple of several, or None for all; on processes also the name of a "
+            f"group that create_group made, or a ProcessGroup; not {shown(group)}"
         )
     if len(set(names)) < len(names):
         raise StrategyError(f"the group {shown(group)} names an axis twice; name each once")
@@ -29,20 +35,54 @@ def check_group(group: object) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
+class Members:
+    """A group of ranks that is no axis of a mesh. `name`: by which collectives know it; `ranks`: by position."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+    def position(self, rank: int) -> int:
+        """That of `rank`. Raises StrategyError if it has none."""
+        if rank not in self.ranks:
+            raise StrategyError(
+                f"rank {rank} is not in the group {self}; only its own ranks have a place in it, and call its "
+                "collectives"
+            )
+        return self.ranks.index(rank)
+
+    def __str__(self) -> str:
+        return f"{self.name!r} (rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))})"
+
+
+def _only_axes(group: object) -> None:
+    """An island has the axes of its mesh, and no other groups."""
+
+
+@dataclass(frozen=True)
 class Place:
-    """A rank of a mesh. `asked`: the axes along which a program has asked for its position, which it notes here."""
+    """A rank of a mesh. `asked`: the axes along which a program has asked for its position, which it notes here;
+    `groups`: the group that somebody means who names no axes of the mesh, if there is such a group."""
 
     mesh: Mesh
     rank: int
     asked: set[str] = field(default_factory=set, compare=False)
+    groups: Callable[[object], Members | None] = field(default=_only_axes, compare=False)
+
+    def members(self, group: Group) -> Members | None:
+        """The group where it is none of axes, whether this rank is in it or not."""
+        return self.groups(group[0] if isinstance(group, tuple | list) and len(group) == 1 else group)
 
     def axes(self, group: Group) -> tuple[str, ...]:
-        """The axes of a group, in the order of the mesh: one by name, several, or None for all.
+        """The axes of a group, in the order of the mesh: one by name, several, or None for all. The name of a group
+        that is none of axes stands by itself.
 
-        Raises StrategyError for others.
+        Raises StrategyError for others, and for a group that this rank is not in.
         """
-        if group is None:
+        if group is None or (isinstance(group, str) and group in WORLD_GROUPS):
             return self.mesh.axes
+        if members := self.members(group):
+            members.position(self.rank)
+            return (members.name,)
         names = check_group(group)
         for name in names:
             if name not in self.mesh.axes:
@@ -50,13 +90,21 @@ class Place:
                 raise StrategyError(f"the mesh ({self.mesh}) has no axis {name!r}; {fix}")
         return tuple(axis for axis in self.mesh.axes if axis in names)
 
+    def ranks(self, group: Group) -> tuple[int, ...]:
+        """The ranks of a group, by position. Raises as `axes` does."""
+        axes, members = self.axes(group), self.members(group)
+        return members.ranks if members else self.mesh.group(self.rank, *axes)
+
     def size(self, group: Group) -> int:
         """How many ranks a group has. Raises as `axes` does."""
-        return self.mesh.size(*self.axes(group))
+        axes, members = self.axes(group), self.members(group)
+        return len(members.ranks) if members else self.mesh.size(*axes)
 
     def index(self, group: Group) -> int:
         """The position of this rank in its group, major to minor in the order of the mesh. Raises as `axes` does."""
-        axes = self.axes(group)
+        axes, members = self.axes(group), self.members(group)
+        if members:
+            return members.position(self.rank)
         self.asked.update(axes)
         return self.mesh.position(self.rank, *axes)
 

@@ -25,6 +25,8 @@ propagation/capture/test_alike.py      propagation/capture: calls copies repeate
 runtime/test_step.py                   runtime: doing loaded random_state
 models/test_accumulation.py            runtime: waiting
 api/ops/test_operators.py              runtime: by_hand
+api/ops/test_groups.py                 runtime: groups
+api/graphs/test_by_hand.py             api/ops: saved
 api/test_bad_input.py                  api: checks request; api/annotations: names statements
 api/test_context.py                    api/options: algo base fields in_force parallel refusals
 ecosystem/test_one_behaviour.py        api: state_dicts

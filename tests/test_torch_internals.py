@@ -576,6 +576,9 @@ def test_groups_have_a_store_a_timeout_and_coalescing(one_process: Any) -> None:
     assert running.default_store().get("canary") == b"sings"
     assert running.timeout_of(dist.group.WORLD).total_seconds() == 1800
     assert callable(running.coalescing_manager)
+    assert running.process_group_named(dist.group.WORLD.group_name) is dist.group.WORLD
+    with pytest.raises(RuntimeError):
+        running.process_group_named("no group is called so")
 
 
 def test_a_gloo_with_tls_would_name_its_variables_as_it_does_the_others() -> None:

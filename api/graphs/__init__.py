@@ -5,6 +5,7 @@ what may stand there); out come the files of one folder for each call. `partway 
 
     asked      what the environment asks for
     record     hears the passes of one call, and writes; who asks for nothing has a record that does nothing
+    by_hand    the graphs of collectives that ranks call by hand, outside of anything planned
     folders    where: a folder for each rank and planned call, which no other run writes to
     stages     the files, in order: which value each shows, and from which level on
     text       a graph, a plan or a program as text

@@ -39,6 +39,13 @@ def call_folder(root: Path, rank: int, name: str) -> Path:
     return _add(folder, f"{len(folder.calls):03d}_{file_name(name)}")
 
 
+def by_hand_folder(root: Path, rank: int) -> Path:
+    """The folder of the collectives that `rank` calls by hand. Raises OSError."""
+    path = _rank_folder(root / f"rank_{rank}").path / "by_hand"
+    path.mkdir(exist_ok=True)
+    return path
+
+
 def same_call(root: Path, rank: int, call: str) -> Path:
     """A new folder for a call that has its number from another rank of this process. Raises OSError."""
     return _add(_rank_folder(root / f"rank_{rank}"), call)
@@ -53,9 +60,14 @@ def _add(folder: _RankFolder, call: str) -> Path:
     path = folder.path / call
     path.mkdir()
     folder.calls.append(call)
-    head = f"{HEAD}: the calls that were planned, in order; {Path(call) / 'index.txt'} says what is in a folder"
-    write_whole(folder.path / CALLS, "\n".join([head, *folder.calls]) + "\n")
+    _list_calls(folder)
     return path
+
+
+def _list_calls(folder: _RankFolder) -> None:
+    last = Path(folder.calls[-1] if folder.calls else "a call") / "index.txt"
+    head = f"{HEAD}: the calls that were planned, in order; {last} says what is in a folder"
+    write_whole(folder.path / CALLS, "\n".join([head, *folder.calls]) + "\n")
 
 
 def _rank_folder(path: Path) -> _RankFolder:
@@ -68,6 +80,7 @@ def _rank_folder(path: Path) -> _RankFolder:
     path.mkdir()
     folder = _RankFolder(path)
     folder.lock.enter_context(held(path))
+    _list_calls(folder)  # by which it is known
     _of_this_run[os.getpid(), path] = folder
     return folder
 

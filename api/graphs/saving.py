@@ -43,7 +43,7 @@ _clock = time.perf_counter
 def saved(wanted: Asked, name: str, processes: int | None) -> SavingRecord | None:
     """What saves the next call, of a function called `name`; None for a rank that is not saved, and where no folder can
     be made, which is a warning. `processes`: None in simulation."""
-    rank = _own_rank()
+    rank = own_rank()
     if rank and not wanted.every_rank:
         return None
     try:
@@ -55,7 +55,7 @@ def saved(wanted: Asked, name: str, processes: int | None) -> SavingRecord | Non
     return SavingRecord(CallFiles(wanted, folder, rank, simulates=alone and wanted.every_rank))
 
 
-def _own_rank() -> int:
+def own_rank() -> int:
     """The rank of this process; of one that has not met the others, what its launcher says."""
     if dist.is_initialized():
         return dist.get_rank()

@@ -69,6 +69,9 @@ WAITING = Stage(
     "10_fused", "a backward that keeps gradients of micro-batches, or adds what was kept", words=_CONVERSIONS
 )
 
+BY_HAND = Stage("", "a collective that ranks call by hand, as this rank calls it")
+BY_HAND_GRADIENT = Stage(".gradient", "the gradients of what the rank has, from those of what it gets")
+
 OF_CAPTURE = {"expand_operators": EXPANDED, "absorb": ABSORBED, "prune": PRUNED}  # by their first pass
 OF_PLANNING = {  # by the field of the draft that a pass makes
     "annotations": ANNOTATED, "problem": FORMULATED, "solution": SEARCHED, "local": LOWERED, "plan": SEARCHED,

@@ -3,6 +3,8 @@
     functions.py    all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, permute
     neighbors.py    neighbor_exchange, neighbor_exchange_v2
     classes.py      the same as MindSpore has them: AllReduce(op, group)(x), ...
+    groups.py       create_group, destroy_group; the ranks of a group by number
+    saved.py        has the graphs of calls written
     where.py        where a program of one rank runs: on which mesh, at which place
 
 They are called in an island (`pw.manual`), or by the processes of a launcher. What is differentiated is the sum of the
@@ -20,7 +22,7 @@ from partway.ops.classes import (
     NeighborExchangeV2,
     ReduceScatter,
 )
-from partway.ops.functions import all_gather, all_reduce, all_to_all, broadcast, permute, reduce_scatter
+from partway.ops.functions import ReduceOp, all_gather, all_reduce, all_to_all, broadcast, permute, reduce_scatter
 from partway.ops.neighbors import neighbor_exchange, neighbor_exchange_v2
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "Broadcast",
     "NeighborExchange",
     "NeighborExchangeV2",
+    "ReduceOp",
     "ReduceScatter",
     "all_gather",
     "all_reduce",

@@ -1,6 +1,7 @@
 """The collectives as MindSpore has them: objects that are made once, with their arguments, and called with tensors.
 
-`group` is a mesh axis by name, a tuple of several, or None for all ranks. Arguments are checked when an object is made;
+`group` is what it is for the functions, and `op` any spelling of a reduction, which is then kept as the functions have
+it. Arguments are checked when an object is made;
 what depends on the tensor, or on how many ranks there are, when it is called. Gradients are those of the functions.
 """
 
@@ -13,12 +14,13 @@ import torch
 from torch import Tensor
 
 from partway.ops import functions
-from partway.ops.functions import check_op, check_position, check_tensor
+from partway.ops.functions import check_position, check_tensor, reduction
 from partway.ops.neighbors import check_borders, check_ranks, check_shapes, exchange, neighbor_exchange_v2
-from partway.ops.where import here
+from partway.ops.saved import saved
+from partway.ops.where import check_group, here
 from partway.strategy import OperatorError
 from partway.strategy.errors import shown
-from partway.strategy.place import Group, check_group
+from partway.strategy.place import Group
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class AllReduce:
 
     def __post_init__(self) -> None:
         check_group(self.group)
-        check_op("AllReduce", self.op)
+        object.__setattr__(self, "op", reduction("AllReduce", self.op))
 
     def __call__(self, x: Tensor) -> Tensor:
         """The reduction of `x` of all ranks."""
@@ -60,7 +62,7 @@ class ReduceScatter:
 
     def __post_init__(self) -> None:
         check_group(self.group)
-        check_op("ReduceScatter", self.op)
+        object.__setattr__(self, "op", reduction("ReduceScatter", self.op))
 
     def __call__(self, x: Tensor) -> Tensor:
         """This rank's slice, along the first dim, of the reduction of `x` of all ranks."""
@@ -140,6 +142,7 @@ class NeighborExchange:
                     "for each"
                 )
 
+    @saved
     def __call__(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors that the neighbours sent."""
         call = "NeighborExchange"

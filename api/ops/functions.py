@@ -7,11 +7,14 @@ operand x_s is the derivative of L_0 + L_1 + ... after x_s.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from partway.ops.saved import saved
 from partway.ops.where import here
 from partway.propagation.ops import by_hand
 from partway.strategy import OperatorError
@@ -27,11 +30,13 @@ REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }  # of what ranks have, stacked
 
 
+@saved
 def all_reduce(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
     """The reduction of `x` of all ranks, on every rank: of tensors of one shape and dtype.
 
-    op      "sum", "mean", "max", "min" or "prod"
-    group   a mesh axis by name, a tuple of several, or None for all ranks
+    op      "sum", "mean", "max", "min" or "prod"; a ReduceOp, of torch.distributed too
+    group   a mesh axis by name, a tuple of several, or None for all ranks; on processes also a group of create_group
+            by name, or a ProcessGroup
 
     The gradient of y = x_0 + ... + x_n-1 is, on every rank, the sum of all ranks' gradients of y: dx_s = dy_0 + ... +
     dy_n-1, which is another all_reduce. (In an island, where it is known that y is one tensor that all ranks have
@@ -45,7 +50,7 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
     """
     place = here("all_reduce")
     axes, size = _group("all_reduce", x, place, group)
-    _check_reduction("all_reduce", x, op)
+    op = _checked_reduction("all_reduce", x, op)
     if size == 1:
         return x.clone()
     if op in ("sum", "mean") or not _needs_gradient(x):
@@ -54,6 +59,7 @@ def all_reduce(x: Tensor, op: str = "sum", group: Group = None) -> Tensor:
     return REDUCTIONS[op](by_hand.all_gather(x.unsqueeze(0), 0, axes, [1] * size))
 
 
+@saved
 def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, sizes: Sequence[int] | None = None) -> Tensor:
     """The tensors of all ranks put together along `dim`, on every rank.
 
@@ -77,6 +83,7 @@ def all_gather(x: Tensor, dim: int = 0, group: Group = None, *, sizes: Sequence[
     return result
 
 
+@saved
 def reduce_scatter(
     x: Tensor, op: str = "sum", dim: int = 0, group: Group = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
@@ -88,7 +95,7 @@ def reduce_scatter(
     """
     place = here("reduce_scatter")
     axes, size = _group("reduce_scatter", x, place, group)
-    _check_reduction("reduce_scatter", x, op)
+    op = _checked_reduction("reduce_scatter", x, op)
     dim = _dim("reduce_scatter", x, dim)
     if size == 1:
         return x.clone()
@@ -101,6 +108,7 @@ def reduce_scatter(
     return REDUCTIONS[op](by_hand.all_to_all(back, dim + 1, 0, axes, parts, [1] * size, own))
 
 
+@saved
 def broadcast(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
     """x of the rank at the position `root` of the group, on every rank; the others give its shape and dtype.
 
@@ -116,6 +124,7 @@ def broadcast(x: Tensor, root: int = 0, group: Group = None) -> Tensor:
     return result
 
 
+@saved
 def all_to_all(
     x: Tensor,
     split_dim: int = 0,
@@ -152,6 +161,7 @@ def all_to_all(
     return result
 
 
+@saved
 def permute(x: Tensor, pairs: Sequence[tuple[int, int]], group: Group = None) -> Tensor:
     """x of another rank: for each pair (source, target) of positions in the group, the target gets the source's x.
 
@@ -182,8 +192,7 @@ def permute(x: Tensor, pairs: Sequence[tuple[int, int]], group: Group = None) ->
 def _group(call: str, x: Any, place: Place, group: Group) -> tuple[list[str], int]:
     """The axes of a group and how many ranks it has. Raises OperatorError for what is no tensor of one rank."""
     check_tensor(call, x)
-    axes = place.axes(group)
-    return list(axes), place.mesh.size(*axes)
+    return list(place.axes(group)), place.size(group)
 
 
 def check_tensor(call: str, x: Any) -> None:
@@ -199,14 +208,40 @@ def check_tensor(call: str, x: Any) -> None:
         raise OperatorError(f"{call} takes a dense tensor, not a {x.layout} one; give it x.to_dense()")
 
 
-def check_op(call: str, op: object) -> None:
-    """Raise OperatorError unless `op` is a reduction."""
-    if not isinstance(op, str) or op not in REDUCTIONS:
-        raise OperatorError(f"{call}: op is {shown(op)}; write one of {', '.join(map(repr, REDUCTIONS))}")
+class ReduceOp(StrEnum):
+    """The reductions, as MindSpore spells them, and the mean."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MAX = "max"
+    MIN = "min"
+    PROD = "prod"
 
 
-def _check_reduction(call: str, x: Tensor, op: str) -> None:
-    check_op(call, op)
+_OTHER_NAMES = {"avg": "mean", "product": "prod"}  # PyTorch's
+
+
+def reduction(call: str, op: object) -> str:
+    """The reduction that `op` means: by name, of ReduceOp or of torch.distributed. Raises OperatorError for others."""
+    name = op if isinstance(op, str) else _name_of_torch(op)
+    word = _OTHER_NAMES.get(name.lower(), name.lower())
+    if word not in REDUCTIONS:
+        given = f"ReduceOp.{name}" if name and not isinstance(op, str) else shown(op)
+        raise OperatorError(f"{call}: op is {given}; write one of {', '.join(map(repr, REDUCTIONS))}")
+    return str(word)
+
+
+def _name_of_torch(op: object) -> str:
+    """The name of a reduction of torch.distributed's; "" for what is none."""
+    kinds = getattr(dist.ReduceOp, "RedOpType", None)
+    if kinds is None or not isinstance(op, dist.ReduceOp | kinds):
+        return ""
+    return next((name for name, kind in kinds.__members__.items() if op == kind), "")
+
+
+def _checked_reduction(call: str, x: Tensor, op: object) -> str:
+    """The reduction that `op` means, of tensors like `x`. Raises OperatorError where these have none."""
+    op = reduction(call, op)
     whole = not (x.is_floating_point() or x.is_complex())
     kind = str(x.dtype).removeprefix("torch.")
     if op == "mean" and whole:
@@ -215,6 +250,7 @@ def _check_reduction(call: str, x: Tensor, op: str) -> None:
         raise OperatorError(f"{call}: a {op} of truth values; count them, as by x.int(), or write op='max' for any")
     if op in ("max", "min") and x.is_complex():
         raise OperatorError(f"{call}: complex numbers have no order, and so no {op}")
+    return op
 
 
 def _needs_gradient(x: Tensor) -> bool:

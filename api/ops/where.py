@@ -7,9 +7,11 @@ from typing import Any
 from partway.context import current
 from partway.propagation.capture.tracing import capturing
 from partway.request import given_mesh
+from partway.runtime import groups
 from partway.runtime.launching.launchers import simulated
 from partway.runtime.process import get_group_size, launched
 from partway.strategy import CaptureError, Mesh, RuntimeStateError, StrategyError
+from partway.strategy import place as places
 from partway.strategy.place import Group, Place, island_place
 
 _alone: list[Mesh] = []  # the mesh that was set in a process that no launcher started
@@ -21,8 +23,9 @@ def set_mesh(mesh: Any) -> None:
     mesh    a Mesh, a dict of axis sizes or a DeviceMesh, with one device for each process; None: no names, and the
             group of all ranks alone
 
-    Every rank calls it. An island has a mesh of its own. Raises StrategyError for what is no mesh, RuntimeStateError
-    for one of another number of devices than there are processes.
+    Every rank calls it, with one mesh. An island has a mesh of its own. Raises StrategyError for what is no mesh and
+    for an axis that is called as a group is, RuntimeStateError for a mesh of another number of devices than there are
+    processes, and where ranks give different ones.
     """
     try:
         wanted = given_mesh(mesh)
@@ -30,9 +33,7 @@ def set_mesh(mesh: Any) -> None:
         raise StrategyError(f"set_mesh cannot use this mesh: {error}") from None
     if launched():
         get_group_size()  # raises before init()
-        from partway.runtime import by_hand
-
-        by_hand.set_mesh(wanted)
+        groups.set_mesh(wanted)
         return
     _alone[:] = [] if wanted is None else [wanted]
 
@@ -63,9 +64,9 @@ def here(call: str) -> Place:
         )
     if launched():
         get_group_size()
-        from partway.runtime import by_hand
+        import partway.runtime.by_hand  # noqa: F401 - the kernels of the operators
 
-        return by_hand.place()
+        return groups.place()
     mesh = _alone[0] if _alone else Mesh({"world": 1})
     devices = max(mesh.device_num, simulated() or 1, current().device_num if current().device_num_was_set else 1)
     if devices > 1:
@@ -73,4 +74,10 @@ def here(call: str) -> Place:
             f"{call} is for the program of one rank, and this process stands for {devices} virtual devices; put what "
             "calls it into an island, pw.manual(fn, in_strategy, out_strategy), or start a process for each device"
         )
-    return Place(mesh, 0)
+    return Place(mesh, 0, groups=groups.members_of)
+
+
+def check_group(group: object) -> None:
+    """Raise StrategyError for what can be no group."""
+    if groups.process_group_of(group) is None:
+        places.check_group(group)

@@ -90,7 +90,7 @@ def blocks():
     other = refused([]) if rank else None
     if not rank:
         with pytest.raises(RuntimeStateError) as points:
-            agree("sit", [])
+            agree("sit", [Fact("the seat", "taken")])  # which is not told: nobody else is asked for one
         other = str(points.value)
     agree("try", [])
     return str(error.value), other

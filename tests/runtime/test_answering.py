@@ -78,6 +78,15 @@ def test_a_process_that_was_forked_is_told(keeper: tuple[Any, Any]) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+def test_a_store_that_is_closed_keeps_no_thread() -> None:
+    store = AnsweringStore(dist.HashStore(), 20)
+    store.set("key", "value")
+    store.close()
+    store._thread.join()
+    with pytest.raises(NoAnswer):
+        store.get("key")
+
+
 def test_threads_may_ask_at_once(keeper: tuple[Any, Any]) -> None:
     store = AnsweringStore(keeper[1], 20)
     threads = [threading.Thread(target=lambda: [store.add("n", 1) for _ in range(100)]) for _ in range(4)]

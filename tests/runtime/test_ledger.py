@@ -77,6 +77,41 @@ def test_lines_and_pages_do_not_pile_up(pair):
     assert told == []
 
 
+def test_a_ledger_without_lines_ends_when_the_first_one_does(pair):
+    first, second, told, store = pair
+    for each in (first, second):
+        each.called("a call")
+    while not compared(first, second):
+        time.sleep(0.001)
+    ends = [threading.Thread(target=each.end, args=(False,)) for each in (second, first)]
+    ends[0].start()
+    ends[0].join(0.1)
+    assert ends[0].is_alive()
+    ends[1].start()
+    for each in ends:
+        each.join()
+    assert store.num_keys() == 0  # the last page was read, so that nobody waited in vain
+    assert told == []
+
+
+def test_what_the_first_rank_alone_did_last_is_told_at_the_end(pair):
+    first, second, told, _ = pair
+    for each in (first, second):
+        each.called("a call")
+    while not compared(first, second):
+        time.sleep(0.001)
+    first.called("another call")
+    ends = [threading.Thread(target=each.end, args=(False,)) for each in (first, second)]
+    for each in ends:
+        each.start()
+    for each in ends:
+        each.join()
+    assert told == [
+        "rank 0 called more collectives than rank 1 before that ended; let all ranks of a group call collectives in "
+        "one order, on tensors of one shape and dtype"
+    ]
+
+
 def drifts(idle, wait):
     """Rank 1 goes on with another batch; nothing ends the ranks but the error."""
     ledgers._PERIOD = 0.02

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from collectives import uneven
 from scripts import free_port, run_script
 
@@ -24,7 +25,7 @@ SPARSE = torch.eye(4).to_sparse()
     [
         (lambda x: ops.all_reduce(3), "all_reduce takes a tensor, not 3"),
         (lambda x: ops.all_reduce(SPARSE), r"all_reduce takes a dense tensor, not a torch.sparse_coo one; give it"),
-        (lambda x: ops.all_reduce(x, "avg"), "all_reduce: op is 'avg'; write one of 'sum', 'mean', 'max'"),
+        (lambda x: ops.all_reduce(x, "average"), "all_reduce: op is 'average'; write one of 'sum', 'mean', 'max'"),
         (lambda x: ops.all_reduce(x.int(), "mean"), "all_reduce: the mean of int32 is no int32; convert it"),
         (lambda x: ops.all_reduce(x > 0), "all_reduce: a sum of truth values; count them, as by x.int"),
         (lambda x: ops.reduce_scatter(x > 0, "prod"), "reduce_scatter: a prod of truth values"),
@@ -60,6 +61,43 @@ def test_an_island_has_parts_of_one_size() -> None:
     match = r"reduce_scatter: parts of the sizes \[2, 1, 1, 2\] in an island, where all ranks have tensors of"
     with pytest.raises(OperatorError, match=match):
         pw.manual(lambda x: ops.reduce_scatter(x, dim=1, sizes=[2, 1, 1, 2]), mesh={"tp": 4})(torch.ones(4, 6))
+
+
+@pytest.mark.parametrize(
+    ("spelling", "reduction"),
+    [
+        (ops.ReduceOp.SUM, "sum"), (ops.ReduceOp.MEAN, "mean"), (ops.ReduceOp.MAX, "max"), (ops.ReduceOp.MIN, "min"),
+        (ops.ReduceOp.PROD, "prod"), (dist.ReduceOp.SUM, "sum"), (dist.ReduceOp.AVG, "mean"),
+        (dist.ReduceOp.MAX, "max"), (dist.ReduceOp.MIN, "min"), (dist.ReduceOp.PRODUCT, "prod"),
+        (dist.ReduceOp(dist.ReduceOp.MAX), "max"), ("SUM", "sum"), ("avg", "mean"), ("product", "prod"),
+    ],
+)  # fmt: skip
+def test_a_reduction_has_several_spellings(spelling: Any, reduction: str) -> None:
+    x, split = torch.rand(4, 4, dtype=torch.float64), (("tp", None),)
+    for call in (ops.all_reduce, lambda x, op: ops.reduce_scatter(x, op, 1)):
+        programs = [lambda x, op=op, call=call: call(x, op) for op in (spelling, reduction)]
+        found, wanted = (pw.manual(program, split, split, mesh={"tp": 4})(x) for program in programs)
+        assert torch.equal(found, wanted)
+    for made in (ops.AllReduce, ops.ReduceScatter):
+        assert made(spelling) == made(reduction)
+        assert type(made(spelling).op) is str
+
+
+@pytest.mark.parametrize(
+    ("op", "told"),
+    [
+        (dist.ReduceOp.BAND, "ReduceOp.BAND"), (dist.ReduceOp.BXOR, "ReduceOp.BXOR"), (None, "None"), (0, "0"),
+        (torch.sum, "<built-in method sum"), ("", "''"),
+    ],
+)  # fmt: skip
+def test_what_is_no_reduction_is_refused(op: Any, told: str) -> None:
+    for call, name in [
+        (lambda: ops.all_reduce(torch.ones(2), op), "all_reduce"), (lambda: ops.AllReduce(op), "AllReduce"),
+        (lambda: ops.reduce_scatter(torch.ones(2), op), "reduce_scatter"),
+    ]:  # fmt: skip
+        with pytest.raises(OperatorError, match="write one of 'sum', 'mean', 'max', 'min', 'prod'") as said:
+            call()
+        assert str(said.value).startswith(f"{name}: op is {told}")
 
 
 # -- on processes
@@ -175,8 +213,8 @@ ops.broadcast(torch.ones(4))
 @pytest.mark.parametrize(
     ("when", "told"),
     [
-        ("first", "rank 0 has failed in making the process groups of the mesh (world=2): "),
-        ("later", "rank 0 has failed in broadcast(0) over world: "),
+        ("first", "rank 0 would make the groups of a mesh, and rank 1 did not come within 4 s; run the same program"),
+        ("later", "rank 0 has failed in broadcast(0) over world of float32[4]: "),
         ("counts", "neighbor_exchange over world: rank 0 sends 3 elements to rank 1, which expects 4; let both say"),
         ("drift", "rank 1 called another collective than rank 0, at all_reduce(max) over world of float32[4]; let all"),
     ],

@@ -1,0 +1,238 @@
+"""Which ranks call a collective together: those along axes of a mesh, those of a group that somebody has made by name,
+and those of a ProcessGroup of PyTorch's.
+
+To make a group is a collective of all ranks. They first agree on what is made (`agreement.py`), so that ranks that
+would make different groups, or come in another order, are told so instead of waiting for each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from ..strategy.errors import RuntimeStateError, StrategyError, shown
+from ..strategy.mesh import Mesh
+from ..strategy.place import WORLD_GROUPS, Members, Place
+from ..strategy.suggest import there_are
+from ..strategy.torch_mesh import check_ranks, own_group
+from .agreement import Fact, agreement
+from .process import launched
+from .torch_internals import process_group_named, timeout_of
+from .watch import failed_in, watch
+
+WORLD = "world"  # the axis of all ranks, where no mesh was set
+_OF_TORCH = "ProcessGroup "  # how the names of PyTorch's groups begin
+_EVERY_RANK = "let every rank create the same groups in one order, also those that it is not in"
+_SAME_MESH = "call set_mesh with one mesh on every rank"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A group that was made by name: its process group, where this rank is in it with others, and which in order of
+    all that were made it is."""
+
+    members: Members
+    group: Any
+    number: int
+
+
+class _Groups:
+    """Those of one job. `of` has the process groups of `mesh`: not those of programs, which the call of one rank alone
+    would meet there."""
+
+    def __init__(self) -> None:
+        self.world: Any = _world()
+        self.mesh = Mesh({WORLD: dist.get_world_size() if self.world else 1})
+        self.of: dict[tuple[str, ...], Any] = {}
+        self.named: dict[str, _Made] = {}
+        self.made = 0  # by name, so far
+
+
+def _world() -> Any:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+_current: list[_Groups] = []
+
+
+def _groups() -> _Groups:
+    if not _current or _current[0].world is not _world():
+        _current[:] = [_Groups()]
+    return _current[0]
+
+
+def set_mesh(mesh: Mesh | None) -> None:
+    """Let collectives of this process name the axes of `mesh`; None: no axes. Every rank calls it.
+
+    Makes a process group for each axis and each set of axes: ranks then call as they like, each group by itself.
+    Raises RuntimeStateError for a mesh of another number of devices than there are processes, and where ranks give
+    different ones; StrategyError for an axis that is called as a group is.
+    """
+    here = _groups()
+    about = "make the groups of a mesh"
+    with agreement(about) as facts:
+        mesh = mesh or Mesh({WORLD: dist.get_world_size()})
+        check_ranks(mesh, dist.get_world_size())
+        for axis in mesh.axes:
+            if axis in here.named:
+                raise StrategyError(
+                    f"the mesh ({mesh}) has an axis {axis!r}, and a group is called so; destroy_group({axis!r}), or "
+                    "rename the axis"
+                )
+        facts.append(Fact("the mesh", str(mesh), fix=_SAME_MESH))
+    several = [axes for n in range(1, len(mesh.axes) + 1) for axes in itertools.combinations(mesh.axes, n)]
+    timeout = timeout_of(here.world)
+    here.of = _together(about, lambda: {axes: own_group(mesh.groups(*axes), timeout) for axes in several})
+    here.mesh = mesh
+
+
+def place() -> Place:
+    """Where this process is: on the mesh that was set, else on one axis of all ranks."""
+    return Place(_groups().mesh, dist.get_rank(), groups=members_of)
+
+
+def process_group(axes: tuple[str, ...]) -> Any:
+    """That of this rank, along `axes` of the mesh or of the group that stands there by its name. Those of all ranks are
+    made when they are first asked for, by all of them."""
+    here = _groups()
+    if axes[0] in here.named:
+        return here.named[axes[0]].group
+    if axes[0].startswith(_OF_TORCH):
+        return _of_torch(axes[0])
+    if not here.of:
+        set_mesh(None)
+    return here.of[axes]
+
+
+def ledger_name(axes: tuple[str, ...], ranks: Sequence[int]) -> str:
+    """What the ledger of a group is called, by these ranks alone."""
+    here = _groups()
+    if axes[0] in here.named:
+        return f"calls/{here.named[axes[0]].number}/{axes[0]}"
+    mesh = "" if axes[0].startswith(_OF_TORCH) else here.mesh
+    return f"calls/{mesh}/{','.join(axes)}/{ranks[0]}"
+
+
+def members_of(group: object) -> Members | None:
+    """The group that `group` means, if it is the name of one that was made, or a ProcessGroup; None for others. Raises
+    StrategyError for a ProcessGroup that has no ranks for this one."""
+    if isinstance(group, str):
+        if made := _groups().named.get(group):
+            return made.members
+        return _members(_of_torch(group)) if group.startswith(_OF_TORCH) else None
+    found = process_group_of(group)
+    return None if found is None else _members(found)
+
+
+def process_group_of(group: object) -> Any:
+    """`group` if it is a ProcessGroup, else None. Raises StrategyError for what new_group gives to other ranks."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    if group == dist.GroupMember.NON_GROUP_MEMBER and isinstance(group, int):
+        raise StrategyError(
+            "this rank is not in the group: new_group gives NON_GROUP_MEMBER to ranks that are outside of it; call its "
+            "collectives on its own ranks alone"
+        )
+    return None
+
+
+def _members(group: dist.ProcessGroup) -> Members:
+    return Members(f"{_OF_TORCH}{group.group_name}", tuple(dist.get_process_group_ranks(group)))
+
+
+def _of_torch(name: str) -> Any:
+    """The ProcessGroup by its name as a group."""
+    try:
+        return process_group_named(name.removeprefix(_OF_TORCH))
+    except RuntimeError as error:
+        raise StrategyError(f"there is no {name}; it has been destroyed") from error
+
+
+# -- Groups by name
+
+
+def create(name: str, ranks: Sequence[int], place: Place) -> None:
+    """Make the group `name` of `ranks`. Every rank of the job calls it, at `place`, whether it is in the group or not.
+
+    Raises StrategyError for a name or ranks that cannot be, RuntimeStateError, on every rank, where ranks differ.
+    """
+    here = _groups()
+    if not launched():
+        here.named[name] = _Made(_checked(name, ranks, place), None, 0)
+        return
+    with agreement("create a group") as facts:
+        members = _checked(name, ranks, place)
+        facts.append(Fact("the group", str(members), fix=_EVERY_RANK))
+    group = None
+    if len(members.ranks) > 1:
+        timeout = timeout_of(here.world)
+        made = _together(f"create the group {members}", lambda: dist.new_group(list(members.ranks), timeout=timeout))
+        group = made if place.rank in members.ranks else None
+    here.named[name] = _Made(members, group, here.made)
+    here.made += 1
+
+
+def destroy(name: str) -> None:
+    """End the group `name`. Every rank calls it. Raises StrategyError where there is none, RuntimeStateError, on every
+    rank, where ranks differ."""
+    here = _groups()
+    if not launched():
+        del here.named[_made_name(name)]
+        return
+    with agreement("destroy a group") as facts:
+        facts.append(Fact("the group", str(here.named[_made_name(name)].members), fix=_EVERY_RANK))
+    watch().forget(ledger_name((name,), ()))
+    made = here.named.pop(name)
+    if made.group is not None:
+        dist.destroy_process_group(made.group)
+
+
+def _checked(name: object, ranks: object, place: Place) -> Members:
+    """The group of this name and these ranks. Raises StrategyError where there cannot be one."""
+    call, mesh = "create_group", place.mesh
+    if not isinstance(name, str) or not name:
+        raise StrategyError(f"{call}: the name of a group is {shown(name)}; write some text")
+    taken = (
+        "stands for all ranks" if name in WORLD_GROUPS
+        else f"is an axis of the mesh ({mesh})" if name in mesh.axes
+        else "is a group already" if name in _groups().named
+        else "is as PyTorch's groups are called" if name.startswith(_OF_TORCH) else ""
+    )  # fmt: skip
+    if taken:
+        raise StrategyError(f"{call}: {name!r} {taken}; give the group another name")
+    given = list(ranks) if isinstance(ranks, Sequence) and not isinstance(ranks, str) else []
+    if not given or not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in given):
+        raise StrategyError(f"{call}: the ranks of {name!r} are {shown(ranks)}; write a list of ranks, such as [0, 2]")
+    if given != sorted(set(given)):
+        raise StrategyError(
+            f"{call}: the ranks of {name!r} are {given}; write each once, in ascending order, which is that of their "
+            f"positions in the group: {sorted(set(given))}"
+        )
+    if outside := [rank for rank in given if not 0 <= rank < mesh.device_num]:
+        there = f"the ranks are 0 to {mesh.device_num - 1}" if mesh.device_num > 1 else "the one rank is 0"
+        raise StrategyError(f"{call}: the group {name!r} has the rank {outside[0]}, and {there}")
+    return Members(name, tuple(given))
+
+
+def _made_name(name: object) -> str:
+    """A name of a group that was made. Raises StrategyError for others."""
+    named = _groups().named
+    if isinstance(name, str) and name in named:
+        return name
+    why = "is of all ranks, which shutdown() ends" if name in WORLD_GROUPS else "is no group that create_group made"
+    raise StrategyError(f"destroy_group: {shown(name)} {why}; {there_are('groups', named)}")
+
+
+def _together(purpose: str, make: Callable[[], T]) -> T:
+    """What all ranks make together."""
+    try:
+        return watch().together(purpose, make)
+    except RuntimeStateError:
+        raise
+    except RuntimeError as error:
+        raise failed_in(purpose, error) from error
