@@ -12,8 +12,8 @@ the store has it listen on a loopback port that nobody is told, and a door on th
     bytes       go to the store and back from then on
 
 Who is slow to answer is tried again for as long as this process has patience; only a positive answer is a refusal. The
-door holds few connections that have not passed, each for ten seconds. Where more come, one of the address with the most of
-them gives way, drawn at random: strangers who connect faster than a worker can answer only delay it.
+door holds few connections that have not passed, each for ten seconds. Where more come, one of the address with the most
+of them gives way, drawn at random: strangers who connect faster than a worker can answer only delay it.
 
 A worker's store goes by a port of its own loopback, which opens a way through the door for each connection. The secret
 itself is never sent. What is sent without certificates is not encrypted: docs/security.md says what that means.
@@ -56,7 +56,9 @@ _ASKS = {
 _REFUSED = b"refused".ljust(32)
 _HANDSHAKE = 10.0  # seconds in which who comes has to pass; also of the first attempt to pass
 _SHORTEST = 1.0  # seconds that an attempt has, however little patience is left
+_CONNECTS = 2.0  # seconds in which a connection is made, or tried anew: the system waits longer each time
 _PENDING = 256  # handshakes at once
+_AT_ONCE, _KEPT = 256, 64  # connections accepted in one turn of the door; those kept where more wait
 _HANG_UPS = 3  # on a certificate, in a row, that are taken for a refusal
 _AGAIN = 0.1  # seconds between two attempts to reach what may not listen yet
 
@@ -117,13 +119,14 @@ class Guard:
 
     async def _encrypted(self, peer: Peer, context: ssl.SSLContext, crowded: bool) -> bytes:
         """The challenge, by TLS: only when it comes has the door accepted the certificate."""
+        begin = time.monotonic()
         try:
             await peer.encrypt(context)
             return await peer.take(32)
         except ssl.SSLCertVerificationError as error:
             raise Refused(f"shows a certificate that this process does not accept: {error.verify_message}") from None
         except (OSError, EOFError) as error:  # asyncio's server hangs up without a word
-            if crowded:
+            if crowded or time.monotonic() - begin > _HANDSHAKE / 2:  # others came, or this took too long
                 raise
             raise _HungUp(
                 "hangs up on the certificate of this process: give all processes certificates of one authority "
@@ -209,9 +212,13 @@ def way_to(host: str, port: int, own: Guard | None, patience: float, keeper: str
 
     Raises RuntimeStateError if the door cannot be passed, and OSError where nobody answers in `patience` seconds.
     """
+    knocked = False
 
     async def attempt() -> None:
-        await _knock(host, port, own)
+        nonlocal knocked
+        if not knocked:
+            await _knock(host, port, own)
+            knocked = True
         if own is not None:
             (await _passed(host, port, own)).close()
 
@@ -301,7 +308,8 @@ class Peer:
     @classmethod
     async def reach(cls, host: str, port: int) -> Peer:
         """Raises OSError where nobody listens."""
-        return cls(*await asyncio.open_connection(host, port))
+        async with asyncio.timeout(_CONNECTS):
+            return cls(*await asyncio.open_connection(host, port))
 
     @property
     def address(self) -> str:
@@ -347,9 +355,25 @@ class Peer:
                 await other.send(data)
 
 
+def _fairly_kept(came: list[tuple[socket.socket, Any]]) -> list[socket.socket]:
+    """Some of those that came, drawn so that no address has more than another unless that has no more; the others are
+    closed."""
+    random.shuffle(came)
+    turns = Counter[str]()
+
+    def turn(one: tuple[socket.socket, Any]) -> int:
+        turns[one[1][0]] += 1
+        return turns[one[1][0]]
+
+    came.sort(key=turn)
+    for connection, _ in came[_KEPT:]:
+        connection.close()
+    return [connection for connection, _ in came[:_KEPT]]
+
+
 class _Listens:
-    """What listens, and takes care of each that comes. One is accepted at a time, between what those before it do: a
-    flood waits in the system's queue, where it takes no descriptors of this process."""
+    """What listens, and takes care of each that comes. Of a flood it accepts a number in each turn and hangs up on most
+    of them: who knows the secret comes again soon, while the system's queue would not let it in for long."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._here: set[asyncio.Task[None]] = set()
@@ -371,10 +395,17 @@ class _Listens:
         with listener:
             while True:
                 try:
-                    connection, _ = await loop.sock_accept(listener)
-                    await loop.connect_accepted_socket(self._protocol, connection)
+                    came = [await loop.sock_accept(listener)]
                 except OSError:  # it has gone already, or no descriptor is left
                     await asyncio.sleep(_AGAIN)
+                    continue
+                with suppress(OSError):
+                    while len(came) < _AT_ONCE:
+                        came.append(listener.accept())
+                for connection in _fairly_kept(came) if len(came) == _AT_ONCE else [one for one, _ in came]:
+                    connection.setblocking(False)
+                    with suppress(OSError):
+                        await loop.connect_accepted_socket(self._protocol, connection)
 
     def _protocol(self) -> asyncio.StreamReaderProtocol:
         return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._came)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import signal
 import socket
 import ssl
 import threading
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from certificates import Authority
+from door_process import KINDS, flood, keeper
 
 from partway.runtime.launching import door
 from partway.runtime.launching.certificates import Contexts
@@ -112,6 +115,158 @@ def test_strangers_do_not_keep_others_out(kept: tuple[Any, Address], monkeypatch
                     said += part
             assert said[:15] in (b"", b"partway door 1\n")
             assert said[48:] in (b"", b"refused".ljust(32))
+
+
+def test_who_comes_from_elsewhere_is_not_hung_up_on_for_them(
+    kept: tuple[Any, Address], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "_PENDING", 4)
+    with contextlib.ExitStack() as stack:
+
+        def strangers() -> None:
+            for _ in range(20):
+                one = socket.create_connection(kept[1], source_address=("127.0.0.2", 0))
+                stack.enter_context(one).recv(48, socket.MSG_WAITALL)
+
+        strangers()
+        worker = stack.enter_context(socket.create_connection(kept[1]))
+        challenge = worker.recv(48, socket.MSG_WAITALL)[16:]
+        strangers()
+        worker.sendall(bytes(32) + ONE._proof(b"worker", challenge + bytes(32)))
+        assert worker.recv(32, socket.MSG_WAITALL) == ONE._proof(b"door", challenge + bytes(32))
+
+
+def test_who_does_not_pass_in_time_is_hung_up_on(kept: tuple[Any, Address], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_HANDSHAKE", 0.3)
+    for says in (b"", b"x" * 63):
+        with socket.create_connection(kept[1]) as stranger:
+            stranger.sendall(says)
+            assert len(stranger.recv(4096, socket.MSG_WAITALL)) == 48
+
+
+def test_a_few_of_each_address_are_kept_of_many() -> None:
+    with contextlib.ExitStack() as stack:
+        ours = [stack.enter_context(socket.socket()) for _ in range(door._AT_ONCE)]
+        came = [(one, ("ours" if number < 3 else "flood", 1)) for number, one in enumerate(ours)]
+        kept = door._fairly_kept(came)
+        assert set(ours[:3]) < set(kept)
+        assert len(kept) == door._KEPT
+        assert sorted(one.fileno() >= 0 for one in ours) == [False] * (door._AT_ONCE - door._KEPT) + [True] * door._KEPT
+
+
+# -- Patience
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[Address]:
+    """The attempts of this process to reach a door, which wait for 0.3 seconds at first."""
+    made: list[Address] = []
+    reach = door.Peer.reach
+
+    async def counted(host: str, port: int) -> door.Peer:
+        made.append((host, port))
+        return await reach(host, port)
+
+    monkeypatch.setattr(door.Peer, "reach", counted)
+    monkeypatch.setattr(door, "_HANDSHAKE", 0.3)
+    return made
+
+
+def wait_for(there: Callable[[], bool]) -> None:
+    while not there():
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def stopped(process: Any, until: Callable[[], bool]) -> Iterator[None]:
+    """The process is stopped, until something is so."""
+
+    def go_on() -> None:
+        wait_for(until)
+        process.send_signal(signal.SIGCONT)
+
+    process.send_signal(signal.SIGSTOP)
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def test_a_keeper_that_is_stopped_is_waited_for(attempts: list[Address]) -> None:
+    with keeper(ONE.secret) as (process, address):
+        with stopped(process, until=lambda: len(attempts) > 3):
+            way = way_to(*address, ONE, 100, "the scheduler")
+        begun = len(attempts)
+        with stopped(process, until=lambda: len(attempts) > begun + 3):  # again, when the store is reached by that way
+            store = dist.TCPStore(*way)
+            store.set("here", "1")
+        assert store.get("here") == b"1"
+
+
+def test_a_keeper_that_stays_stopped_is_said_to_be_that(attempts: list[Address]) -> None:
+    with keeper(ONE.secret) as (process, address):
+        process.send_signal(signal.SIGSTOP)
+        for own in (ONE, None):
+            with pytest.raises(
+                OSError, match=r"^it has not answered for 1 s: the process is stopped or overloaded, or t"
+            ):
+                way_to(*address, own, 1, "the scheduler")
+
+
+@pytest.mark.parametrize(("count", "hangs_up"), [
+    *itertools.product([0, 10, 16, 40, 48, 79], [True, False]), (80, True),
+])  # fmt: skip
+def test_a_door_that_falls_silent_or_hangs_up_is_tried_again(
+    kept: tuple[Any, Address], attempts: list[Address], count: int, hangs_up: bool
+) -> None:
+    """The first connections get `count` bytes of what the door says."""
+    with socket.create_server(("127.0.0.1", 0)) as between, contextlib.ExitStack() as stack:
+
+        def carry() -> None:
+            for number in range(100):
+                try:
+                    client = stack.enter_context(between.accept()[0])
+                except OSError:
+                    return
+                upstream = stack.enter_context(socket.create_connection(kept[1]))
+                threading.Thread(target=pour, args=(client, upstream, 10**9), daemon=True).start()
+                threading.Thread(
+                    target=pour, args=(upstream, client, count if number < 4 else 10**9), daemon=True
+                ).start()
+
+        def pour(one: socket.socket, two: socket.socket, most: int) -> None:
+            with contextlib.suppress(OSError):
+                while most > 0 and (part := one.recv(min(65536, most))):
+                    two.sendall(part)
+                    most -= len(part)
+                if hangs_up:
+                    two.shutdown(socket.SHUT_RDWR)
+
+        thread = threading.Thread(target=carry)
+        thread.start()
+        try:
+            store = dist.TCPStore(*way_to(*between.getsockname(), ONE, 100, "the scheduler"))
+            store.set("here", "1")
+            assert store.get("here") == b"1"
+        finally:
+            between.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_come_in_through_a_flood(kind: str) -> None:
+    with keeper(ONE.secret) as (process, address), flood(kind, address[1]) as strangers:
+        for number in range(2):
+            store = dist.TCPStore(*way_to(*address, ONE, 240, "the scheduler"))
+            assert store.add("came", 1) == number + 1
+            assert len(os.listdir(f"/proc/{process.pid}/fd")) < 3 * (door._PENDING + door._AT_ONCE)
+        assert strangers.poll() is None
+
+
+# -- Strangers who have seen what others sent
 
 
 def test_a_recorded_answer_does_not_open(kept: tuple[Any, Address]) -> None:
@@ -277,6 +432,44 @@ def test_what_is_kept_goes_encrypted(certified: Callable[..., Contexts], tmp_pat
 
 
 HANGS_UP = r"at .* hangs up on the certificate of this process: give all processes certificates of one authority \(ca_"
+
+
+def test_a_door_that_hangs_up_since_many_come_is_not_said_to_refuse_a_certificate(
+    certified: Callable[..., Contexts], tmp_path: Path, attempts: list[Address], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts = certified(Authority(tmp_path))
+
+    class Busy(Guard):
+        async def admit(self, peer: Any, crowded: bool) -> bool:
+            if len(attempts) > 20:
+                return await super().admit(peer, crowded)
+            await peer.send(b"partway door 1\nT")
+            if len(attempts) % 2:
+                await peer.encrypt(contexts.server)
+            raise EOFError
+
+    own = Guard(b"", contexts)
+    _, address = opened(Busy(b"", contexts))
+    client = dist.TCPStore(*way_to(*address, own, 100, "the scheduler"))
+    assert client.add("came", 1) == 1
+
+
+def test_a_door_that_is_slow_to_encrypt_is_not_said_to_refuse_a_certificate(
+    certified: Callable[..., Contexts], tmp_path: Path, attempts: list[Address]
+) -> None:
+    class Slow(Guard):
+        async def admit(self, peer: Any, crowded: bool) -> bool:
+            if len(attempts) > 20:
+                return await super().admit(peer, crowded)
+            await peer.send(b"partway door 1\nt")
+            return bool(await peer.take(10**6))
+
+    contexts = certified(Authority(tmp_path))
+    _, address = opened(Slow(b"", contexts))
+    client = dist.TCPStore(*way_to(*address, Guard(b"", contexts), 100, "the scheduler"))
+    assert client.add("came", 1) == 1
+
+
 WRONG = {
     "a foreign one": HANGS_UP,
     "an expired one": HANGS_UP,
