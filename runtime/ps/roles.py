@@ -223,6 +223,8 @@ class _Scheduler:
                 except TimeoutError:
                     _say("the coordinator does not answer")
         finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
             cluster.leave()
             self._node.stop()
             if self._own:
@@ -232,6 +234,8 @@ class _Scheduler:
         if not cluster.answers(self._site):
             self._node.start(_STARTS)
         self._link.again()
+        if (folder := cluster.folder_here()) is not None:
+            self._node.adopt(folder)
         cluster.start_coordinator(self._plan, self._site)
         self._link.await_coordinator()
         self._link.ask(COORDINATOR, "place_servers", self._servers)
