@@ -2,7 +2,7 @@
 
 Ray makes the folder that it is given open to everybody. So it gets one within a folder of random name that is this
 user's alone, and each of its processes has the name of that in its environment: a process that has it there is of this
-cluster, whatever its number, group or parent.
+cluster, whatever its number, group or parent. Some write over their environment; those stay in the keeper's session.
 
 This file also runs as a process (without the rest of Partway), the parent of Ray's: when they end, or nobody wants them
 any more, it ends what is left of them and removes the folder. Of Ray's head that is when its lease has not been
@@ -91,12 +91,16 @@ def end(folder: Path) -> None:
 
 
 def _processes(folder: Path) -> list[int]:
-    """The processes that have the folder in their environment, and have not ended."""
-    entry, found = f"{FOLDER}={folder}".encode(), []
+    """The processes that have the folder in their environment, or are in the session of its keeper, and have not
+    ended."""
+    entry, session, found = f"{FOLDER}={folder}".encode(), "", []
+    with suppress(OSError):
+        session = (folder / "session").read_text()
     for one in Path("/proc").glob("[0-9]*") if Path("/proc").exists() else ():
         with suppress(OSError):  # it has ended, or is another user's
-            if entry in (one / "environ").read_bytes().split(b"\0"):
-                found.append(int(one.name))
+            pid, environment = int(one.name), (one / "environ").read_bytes()
+            if environment and (entry in environment.split(b"\0") or str(os.getsid(pid)) == session):
+                found.append(pid)
     return found
 
 
@@ -104,6 +108,8 @@ def _keep(folder: Path, parent: int, ray: list[str]) -> None:
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: asked.append(1))
+    if os.getsid(0) == os.getpid():
+        (folder / "session").write_text(f"{os.getpid()}")
     process = subprocess.Popen(ray, stdin=subprocess.DEVNULL, env=marked(folder)) if ray else None
     is_wanted = _is_parents(parent) if parent else _Leased(folder)
     while (process is None or process.poll() is None) and not asked and is_wanted():

@@ -17,14 +17,17 @@ from partway.runtime.ps import cluster, keeper
 from partway.runtime.ps.cluster import Node, Site
 from partway.strategy import RuntimeStateError
 
-# Two processes like Ray's: the second leaves the session and the parent, and its command line is another.
+# Three processes like Ray's: one leaves the session and the parent, and one has another environment.
 RAY = """
 import os, time
 if os.fork() == 0:
     os.setsid()
     os.execv('/bin/sleep', ['other', '1000'])
+if os.fork() == 0:
+    os.execve('/bin/sleep', ['other', '1000'], {'OTHER': '1'})
 time.sleep(1000)
 """
+COUNT = 4  # with the keeper
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def wait_for(there: Callable[[], bool]) -> None:
 
 def started(folder: Path, parent: int) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(keeper.command(folder, parent, [sys.executable, "-c", RAY]), start_new_session=True)
-    wait_for(lambda: len(keeper._processes(folder)) == 2)
+    wait_for(lambda: len(keeper._processes(folder)) == COUNT)
     return process
 
 
@@ -103,8 +106,11 @@ def test_all_of_rays_processes_end_with_their_keeper(number: int, folder: Path) 
 
 def test_what_is_left_of_ray_ends_when_ray_does(folder: Path) -> None:
     process = started(folder, os.getpid())
-    first = min(keeper._processes(folder))
-    os.kill(first, signal.SIGKILL)
+    command = [sys.executable.encode(), b"-c", RAY.encode(), b""]
+    first = [
+        pid for pid in keeper._processes(folder) if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") == command
+    ]
+    os.kill(min(first), signal.SIGKILL)
     assert process.wait() == 0
     assert keeper._processes(folder) == []
 
@@ -114,7 +120,7 @@ def test_a_node_ends_with_the_process_that_started_it(folder: Path, ray: list[st
     """Which may start Ray itself."""
     code = """
 import os, subprocess, sys
-subprocess.Popen([*sys.argv[1:4], str(os.getpid()), *sys.argv[4:]])
+subprocess.Popen([*sys.argv[1:4], str(os.getpid()), *sys.argv[4:]], start_new_session=True)
 print(flush=True)
 input()
 """
@@ -124,7 +130,7 @@ input()
     assert parent.stdout is not None
     parent.stdout.readline()
     if ray:
-        wait_for(lambda: len(keeper._processes(folder)) == 2)
+        wait_for(lambda: len(keeper._processes(folder)) == COUNT)
     assert folder.exists()
     parent.kill()
     parent.communicate()
@@ -155,7 +161,7 @@ def test_a_head_ends_when_its_lease_is_not_renewed(folder: Path, monkeypatch: py
 def test_a_head_outlives_the_process_that_started_it_and_is_stopped_by_another(folder: Path, tmp_path: Path) -> None:
     code = "import subprocess, sys\nsubprocess.Popen(sys.argv[1:], start_new_session=True)"
     subprocess.run([sys.executable, "-c", code, *keeper.command(folder, 0, [sys.executable, "-c", RAY])], check=True)
-    wait_for(lambda: len(keeper._processes(folder)) == 2)
+    wait_for(lambda: len(keeper._processes(folder)) == COUNT)
     node = Node(Site("127.0.0.1", 1, None), head=True, logs=tmp_path)
     node.adopt(folder)
     before = (folder / "lease").stat().st_mtime_ns
