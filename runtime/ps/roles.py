@@ -31,7 +31,7 @@ from ..launching.certificates import Identity, pem_of
 from ..launching.interfaces import addresses as addresses_here
 from ..launching.interfaces import from_here
 from ..launching.launchers import number, tell_ready
-from ..launching.scheduler import seconds_of
+from ..launching.scheduler import AGAIN, seconds_of
 from . import cluster, settings
 from .cluster import COORDINATOR, Gone, Link, Node, Site
 from .coordinator import Plan
@@ -203,7 +203,8 @@ class _Scheduler:
         self._servers = number(LOCAL_SERVERS, 1) if LOCAL_SERVERS in os.environ else 0
 
     def run(self) -> None:
-        """Until all workers have ended, or this process is asked to end."""
+        """Until all workers have ended. Raises SystemExit where this process is asked to end before: another may take
+        its place."""
         signal.signal(signal.SIGTERM, lambda *_: self._asked.set())
         began, ended = False, False
         attached = cluster.answers(self._site)  # in place of one that died
@@ -229,6 +230,8 @@ class _Scheduler:
             self._node.stop()
             if self._own:
                 shutil.rmtree(self._site.folder or "", ignore_errors=True)
+        if not ended:
+            raise SystemExit(AGAIN)
 
     def _start(self) -> None:
         if not cluster.answers(self._site):
