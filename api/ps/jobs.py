@@ -103,8 +103,8 @@ class _Running:
 
     def run(self) -> int:
         """See `run`."""
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._terminate)
+        for asks in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(asks, self._terminate)
         roles.protect(self._site)
         record = _JOBS / f"{self._site.port}.json"
         try:

@@ -42,6 +42,7 @@ import torch.distributed as dist
 from ...strategy.errors import RuntimeStateError
 from ..torch_internals import STORE_PING
 from .certificates import Contexts
+from .interfaces import family_of, place_of
 
 T = TypeVar("T")
 
@@ -182,8 +183,8 @@ def _read_alone(path: str) -> str:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """What listens at one address of this host only ("": at all). Raises OSError if it cannot."""
-    listener = socket.socket()
+    """What listens at one address of this host only ("": at all of IPv4). Raises OSError if it cannot."""
+    listener = socket.socket(family_of(host))
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -225,7 +226,7 @@ def way_to(host: str, port: int, own: Guard | None, patience: float, keeper: str
     try:
         _RUNS.wait(_patiently(attempt, patience))
     except Refused as refused:
-        raise RuntimeStateError(f"{keeper} at {host}:{port} {refused}") from None
+        raise RuntimeStateError(f"{keeper} at {place_of(host, port)} {refused}") from None
     if own is None:
         return host, port
     leads = host, port, own, patience

@@ -107,6 +107,8 @@ def _variables() -> tuple[str, Site, Plan] | None:
             "them alike for all processes of the job"
         )
     host, port = env["MS_SCHED_HOST"], number("MS_SCHED_PORT", 1)
+    if ":" in host:
+        raise RuntimeStateError(f"MS_SCHED_HOST is {host}; a parameter server needs an IPv4 address, or a name of one")
     folder = os.environ.get(FOLDER)
     chosen = settings.required().shard_folder
     if folder and chosen is not None and chosen.absolute() != Path(folder).absolute():

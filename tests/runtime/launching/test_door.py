@@ -117,6 +117,17 @@ def test_strangers_do_not_keep_others_out(kept: tuple[Any, Address], monkeypatch
             assert said[48:] in (b"", b"refused".ljust(32))
 
 
+def test_a_door_may_have_an_address_of_ipv6() -> None:
+    listener = door.listening("::1", 0)
+    port = listener.getsockname()[1]
+    store = store_behind(listener, ONE)
+    client = dist.TCPStore(*way_to("::1", port, ONE, 60, "the scheduler"))
+    client.set("here", "1")
+    assert store.get("here") == b"1"
+    with pytest.raises(RuntimeStateError, match=rf"^the scheduler at \[::1\]:{port} has another secret; give all "):
+        way_to("::1", port, OTHER, 60, "the scheduler")
+
+
 def test_who_comes_from_elsewhere_is_not_hung_up_on_for_them(
     kept: tuple[Any, Address], monkeypatch: pytest.MonkeyPatch
 ) -> None:
