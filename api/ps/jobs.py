@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import os
 import shutil
 import signal
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -71,8 +69,8 @@ class Job:
 def run(job: Job) -> int:
     """Start the job, and watch it until all workers have ended. Returns its exit status: 0 if they ended well."""
     running = _Running(job)
-    with _ray_writes_to(running.logs / "ray"):
-        return running.run()
+    with _ray_writes_to(running.logs / "ray") as ours:
+        return running.run(ours)
 
 
 class _Running:
@@ -101,8 +99,8 @@ class _Running:
         self._asked = False
         self._missed = 0  # how often the coordinator did not answer since it last did
 
-    def run(self) -> int:
-        """See `run`."""
+    def run(self, ours: TextIO) -> int:
+        """See `run`. `ours`: what it says goes there."""
         for asks in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(asks, self._terminate)
         roles.protect(self._site)
@@ -114,7 +112,7 @@ class _Running:
             save("the job", record, json.dumps(facts))
             for number in range(self._job.workers):
                 self._start_worker(number)
-            with View(self._job.quiet) as view:
+            with View(self._job.quiet, ours) as view:
                 while self._workers and not self._asked:
                     time.sleep(_LOOK)
                     self._look(view)
@@ -127,14 +125,14 @@ class _Running:
             shutil.rmtree(self._own, ignore_errors=True)
         if self._asked:
             return 130
-        return self._told()
+        return self._told(ours)
 
-    def _told(self) -> int:
+    def _told(self, ours: TextIO) -> int:
         failed = {number: status for number, status in self._ended.items() if status != 0}
         for number, status in failed.items():
             path = self.logs / f"worker.{number}"
             lines = path.read_text(errors="replace").strip().splitlines()[-1:]
-            sys.stderr.write(f"partway ps: worker {number} ended with status {status}: {' '.join(lines)} ({path})\n")
+            ours.write(f"partway ps: worker {number} ended with status {status}: {' '.join(lines)} ({path})\n")
         return 1 if failed else 0
 
     def _terminate(self, number: int, frame: Any) -> None:
@@ -245,38 +243,24 @@ def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
 
 
 @contextmanager
-def _ray_writes_to(log: Path) -> Iterator[None]:
-    """Have what Ray writes to the output of this process, also from C++, in a file; what is ours goes where it went."""
+def _ray_writes_to(log: Path) -> Iterator[TextIO]:
+    """Have what Ray writes to the output of this process, by Python or from C++, in a file. Gives where stderr goes."""
     kept = [os.dup(number) for number in (1, 2)]
-    streams = sys.stdout, sys.stderr
     other = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    sys.stdout, sys.stderr = (_on(stream, number) for stream, number in zip(streams, kept, strict=True))
+    _redirect([other, other])
     try:
-        for number in (1, 2):
-            streams[number - 1].flush()
-            os.dup2(other, number)
-        logging.disable()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        with open(kept[1], "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False) as ours:
+            yield ours
     finally:
-        logging.disable(logging.NOTSET)
-        for number, descriptor in zip((1, 2), kept, strict=True):
-            os.dup2(descriptor, number)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        sys.stdout, sys.stderr = streams
+        _redirect(kept)
         for descriptor in (other, *kept):
             os.close(descriptor)
 
 
-def _on(stream: TextIO, descriptor: int) -> TextIO:
-    """As a stream, on a descriptor of what it writes to; the stream itself where it writes to no descriptor."""
-    try:
-        stream.fileno()
-    except OSError:
-        return stream
-    return open(descriptor, "w", buffering=1, encoding=stream.encoding, errors=stream.errors, closefd=False)
+def _redirect(targets: list[int]) -> None:
+    for number, (stream, target) in enumerate(zip((sys.stdout, sys.stderr), targets, strict=True), 1):
+        stream.flush()
+        os.dup2(target, number)
 
 
 def _end_with_parent() -> None:
