@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import select
 import signal
 import socket
 import ssl
@@ -147,6 +148,20 @@ def test_who_comes_from_elsewhere_is_not_hung_up_on_for_them(
         assert worker.recv(32, socket.MSG_WAITALL) == ONE._proof(b"door", challenge + bytes(32))
 
 
+@pytest.mark.timeout(60)
+def test_few_of_those_that_say_nothing_are_held(kept: tuple[Any, Address], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_PENDING", 4)
+    monkeypatch.setattr(door, "_HANDSHAKE", 1000.0)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(kept[1])) for _ in range(20)]
+        for stranger in silent:
+            with contextlib.suppress(ConnectionError):
+                stranger.recv(48, socket.MSG_WAITALL)
+        while len(gone := select.select(silent, [], [], 0.1)[0]) < 16:
+            pass
+        assert len(gone) == 16
+
+
 def test_who_does_not_pass_in_time_is_hung_up_on(kept: tuple[Any, Address], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "_HANDSHAKE", 0.3)
     for says in (b"", b"x" * 63):
@@ -261,6 +276,41 @@ def test_a_door_that_falls_silent_or_hangs_up_is_tried_again(
             store = dist.TCPStore(*way_to(*between.getsockname(), ONE, 100, "the scheduler"))
             store.set("here", "1")
             assert store.get("here") == b"1"
+        finally:
+            between.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_a_door_that_takes_longer_than_the_first_attempts_is_passed(
+    kept: tuple[Any, Address], attempts: list[Address]
+) -> None:
+    """The network holds each connection back for three times as long as the first attempt lasts."""
+    with socket.create_server(("127.0.0.1", 0)) as between:
+
+        def carry(client: socket.socket) -> None:
+            time.sleep(0.9)
+            with client, socket.create_connection(kept[1]) as upstream, contextlib.suppress(OSError):
+                thread = threading.Thread(target=pour, args=(upstream, client), daemon=True)
+                thread.start()
+                pour(client, upstream)
+                upstream.shutdown(socket.SHUT_RDWR)
+                thread.join()
+
+        def pour(one: socket.socket, two: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while part := one.recv(65536):
+                    two.sendall(part)
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=carry, args=(between.accept()[0],), daemon=True).start()
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        try:
+            way_to(*between.getsockname(), ONE, 15, "the scheduler")
+            assert len(attempts) > 2
         finally:
             between.shutdown(socket.SHUT_RDWR)
             thread.join()
