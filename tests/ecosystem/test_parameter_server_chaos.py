@@ -87,7 +87,8 @@ def test_what_was_acknowledged_is_counted_once(mode: str, temporary: Path, tmp_p
         load(1),
         job(
             tmp_path / "job", 2, 2, steps=steps, mode=mode, nap=0.05, flags=("--restarts", "1000"),
-            TMPDIR=str(temporary), **options,
+            TMPDIR=str(temporary), MS_NODE_TIMEOUT="600",  # others wait for one that is slow to start
+            **options,
         ) as own,
     ):  # fmt: skip
         own.until(3)
