@@ -243,7 +243,7 @@ def _listener(found: Launch, secured: security.Way | None) -> socket.socket:
         secured.address
         if secured is not None and secured.interface
         else found.host
-        if re.fullmatch(r"[\d.]+", found.host)
+        if re.fullmatch(r"[\d.]+", found.host) or ":" in found.host
         else ""
     )
     try:

@@ -6,6 +6,7 @@ again. `partway ps scale` says how many there are to be from then on; this proce
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -15,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from partway.ps.live import View
 from partway.runtime.ps import cluster, roles
@@ -26,7 +28,9 @@ from partway.runtime.ps.cluster import COORDINATOR, Gone, Link, Site
 from partway.strategy import RuntimeStateError
 from partway.strategy.files import json_of, save
 
+_C = ctypes.CDLL(None)
 _LOOK = 0.2  # seconds between two looks
+_STARTS = 300.0  # seconds in which the scheduler has to answer, which ends earlier where Ray does not start
 _LASTS = 60.0  # seconds after which a worker that fails does not count as one that fails again and again
 _JOBS = Path(os.environ.get("PARTWAY_CACHE_DIR", "~/.cache/partway")).expanduser() / "ps"
 
@@ -64,7 +68,9 @@ class Job:
 
 def run(job: Job) -> int:
     """Start the job, and watch it until all workers have ended. Returns its exit status: 0 if they ended well."""
-    return _Running(job).run()
+    running = _Running(job)
+    with _ray_writes_to(running.logs / "ray") as ours:
+        return running.run(ours)
 
 
 class _Running:
@@ -81,7 +87,8 @@ class _Running:
             roles.LOCAL_SERVERS: str(job.servers), roles.FOLDER: str(job.shards or self._own),
         }  # fmt: skip
         self._environment.setdefault("MS_NODE_TIMEOUT", "30")
-        self._logs = job.logs / time.strftime("%Y%m%d-%H%M%S")
+        self.logs = job.logs / time.strftime("%Y%m%d-%H%M%S")
+        self.logs.mkdir(parents=True)
         self._link = Link(self._site, 60)
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
         self._starts: dict[int, int] = {}
@@ -92,10 +99,10 @@ class _Running:
         self._asked = False
         self._missed = 0  # how often the coordinator did not answer since it last did
 
-    def run(self) -> int:
-        """See `run`."""
-        self._logs.mkdir(parents=True)
-        signal.signal(signal.SIGTERM, self._terminate)
+    def run(self, ours: TextIO) -> int:
+        """See `run`. `ours`: what it says goes there."""
+        for asks in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(asks, self._terminate)
         roles.protect(self._site)
         record, recorded = _JOBS / f"{self._site.port}.json", False
         try:
@@ -106,7 +113,7 @@ class _Running:
             recorded = True
             for number in range(self._job.workers):
                 self._start_worker(number)
-            with View(self._job.quiet) as view:
+            with View(self._job.quiet, ours) as view:
                 while self._workers and not self._asked:
                     time.sleep(_LOOK)
                     self._look(view)
@@ -120,14 +127,14 @@ class _Running:
             shutil.rmtree(self._own, ignore_errors=True)
         if self._asked:
             return 130
-        return self._told()
+        return self._told(ours)
 
-    def _told(self) -> int:
+    def _told(self, ours: TextIO) -> int:
         failed = {number: status for number, status in self._ended.items() if status != 0}
         for number, status in failed.items():
-            path = self._logs / f"worker.{number}"
+            path = self.logs / f"worker.{number}"
             lines = path.read_text(errors="replace").strip().splitlines()[-1:]
-            sys.stderr.write(f"partway ps: worker {number} ended with status {status}: {' '.join(lines)} ({path})\n")
+            ours.write(f"partway ps: worker {number} ended with status {status}: {' '.join(lines)} ({path})\n")
         return 1 if failed else 0
 
     def _terminate(self, number: int, frame: Any) -> None:
@@ -146,22 +153,27 @@ class _Running:
         self._workers[number] = self._start(f"worker.{number}", command, environment)
 
     def _start(self, name: str, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        with open(self._logs / name, "ab") as log:
-            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        with open(self.logs / name, "ab") as log:
+            return subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 (one call of the system, which takes no lock)
+            )  # fmt: skip
 
     def _reach(self) -> None:
-        end = time.monotonic() + 120
-        while time.monotonic() < end:
+        end = time.monotonic() + _STARTS
+        while time.monotonic() < end and not self._asked:
             assert self._scheduler is not None
             if self._scheduler.poll() is not None:
-                words = (self._logs / "scheduler").read_text(errors="replace").strip().splitlines()
+                words = (self.logs / "scheduler").read_text(errors="replace").strip().splitlines()
                 raise RuntimeStateError(f"the scheduler ended: {words[-1] if words else 'it said nothing'}")
             with suppress(Gone, RuntimeStateError):
                 self._link.again()
                 self._link.ask(COORDINATOR, "wanted", patience=30)
                 return
             time.sleep(_LOOK)
-        raise RuntimeStateError("the scheduler did not start in 120 s")
+        if self._asked:
+            raise KeyboardInterrupt
+        raise RuntimeStateError(f"the scheduler did not start in {_STARTS:g} s")
 
     def _look(self, view: View) -> None:
         """See who has ended, and who is wanted."""
@@ -209,7 +221,9 @@ class _Running:
             return None
 
     def _end(self) -> None:
-        """End all processes: workers by SIGTERM first, then the scheduler, which ends Ray."""
+        """End all processes: workers by SIGTERM first, then the scheduler, which ends Ray. No signal interrupts it."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         for process in self._workers.values():
             process.terminate()
         _wait(list(self._workers.values()), 5)
@@ -230,6 +244,33 @@ def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
             process.wait()
 
 
+@contextmanager
+def _ray_writes_to(log: Path) -> Iterator[TextIO]:
+    """Have what Ray writes to the output of this process, by Python or from C++, in a file. Gives where stderr goes."""
+    kept = [os.dup(number) for number in (1, 2)]
+    other = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    _redirect([other, other])
+    try:
+        with open(kept[1], "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False) as ours:
+            yield ours
+    finally:
+        _redirect(kept)
+        for descriptor in (other, *kept):
+            os.close(descriptor)
+
+
+def _redirect(targets: list[int]) -> None:
+    for number, (stream, target) in enumerate(zip((sys.stdout, sys.stderr), targets, strict=True), 1):
+        stream.flush()
+        os.dup2(target, number)
+
+
+def _end_with_parent() -> None:
+    """Have the system ask a process to end when the one that started it has gone, even if that was killed."""
+    if sys.platform == "linux":
+        _C.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def _free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -242,9 +283,10 @@ def scale(workers: int | None, servers: int | None, address: str) -> str:
     cluster.ray_is_there()
     if workers is None and servers is None:
         raise RuntimeStateError("nothing to change; give --workers, --servers or both")
-    link = _link_to(address)
-    link.ask(COORDINATOR, "scale", workers, servers)
-    state = link.ask(COORDINATOR, "wanted")
+    with _ray_writes_to(Path(os.devnull)):
+        link = _link_to(address)
+        link.ask(COORDINATOR, "scale", workers, servers)
+        state = link.ask(COORDINATOR, "wanted")
     return f"{state['workers']} workers and {state['wanted_servers']} servers are wanted"
 
 

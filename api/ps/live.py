@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -19,8 +18,8 @@ _EVERY = 1.0  # seconds between two looks
 class View:
     """A table that is drawn anew each second; where the output is no terminal, a line for each event."""
 
-    def __init__(self, quiet: bool) -> None:
-        self._console = Console(stderr=True)
+    def __init__(self, quiet: bool, out: TextIO) -> None:
+        self._out, self._console = out, Console(file=out)
         self._live: Live | None = None
         if not quiet and self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
@@ -45,8 +44,8 @@ class View:
         if self._live is not None:
             self._live.console.print(f"partway ps: {text}")
         else:
-            sys.stderr.write(f"partway ps: {text}\n")
-            sys.stderr.flush()
+            self._out.write(f"partway ps: {text}\n")
+            self._out.flush()
 
     def show(self, ask: Callable[[], Any], starts: Mapping[int, int]) -> None:
         """Show the state that `ask` gives, if it is time. `starts`: how often each worker was started."""

@@ -17,23 +17,21 @@ train=$(dirname "${BASH_SOURCE[0]}")/train.py
 threads=$(($(getconf _NPROCESSORS_ONLN) / workers))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))} # or each rank would take all cores
 
-log() { # RANK: the log of a rank, in a folder of its own
-    mkdir -p "log_output/1/rank.$1"
-    echo "log_output/1/rank.$1/stdout"
-}
+# Each process knows its rank, and writes into a folder of its own; where Open MPI would put logs differs by its version.
+# shellcheck disable=SC2016
+logged='log=log_output/1/rank.${OMPI_COMM_WORLD_RANK:-${RANK:-$MS_NODE_ID}}
+mkdir -p "$log"
+exec "$0" "$@" >"$log/stdout" 2>&1'
 
 rm -rf log_output
 case $launcher in
-mpirun) # Open MPI writes log_output/1/rank.N/stdout itself
-    mpirun -n "$workers" --oversubscribe --output-filename log_output --merge-stderr-to-stdout \
-        "$python" "$train" "$@" >/dev/null
+mpirun)
+    mpirun -n "$workers" --oversubscribe bash -c "$logged" "$python" "$train" "$@" >/dev/null
     status=$?
     ;;
 torchrun)
-    export -f log
-    # shellcheck disable=SC2016 - each process knows its rank
     "$python" -m torch.distributed.run --nproc-per-node "$workers" --no-python \
-        bash -c 'exec "$0" "$@" >"$(log "$RANK")" 2>&1' "$python" "$train" "$@" 2>/dev/null
+        bash -c "$logged" "$python" "$train" "$@" 2>/dev/null
     status=$?
     ;;
 scheduler)
@@ -43,7 +41,7 @@ scheduler)
     MS_ROLE=MS_SCHED "$python" "$train" "$@" >scheduler.txt 2>&1 &
     pids+=("$!")
     for ((i = 0; i < workers; i++)); do
-        MS_ROLE=MS_WORKER MS_NODE_ID=$i "$python" "$train" "$@" >"$(log "$i")" 2>&1 &
+        MS_ROLE=MS_WORKER MS_NODE_ID=$i bash -c "$logged" "$python" "$train" "$@" &
         pids+=("$!")
     done
     status=0

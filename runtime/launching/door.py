@@ -11,6 +11,10 @@ the store has it listen on a loopback port that nobody is told, and a door on th
     answer      the door sends its HMAC of both, or "refused"; each side knows that the other has the secret
     bytes       go to the store and back from then on
 
+Who is slow to answer is tried again for as long as this process has patience; only a positive answer is a refusal. The
+door holds few connections that have not passed, each for ten seconds. Where more come, one of the address with the most
+of them gives way, drawn at random: strangers who connect faster than a worker can answer only delay it.
+
 A worker's store goes by a port of its own loopback, which opens a way through the door for each connection. The secret
 itself is never sent. What is sent without certificates is not encrypted: docs/security.md says what that means.
 """
@@ -20,12 +24,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import random
 import secrets
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +42,7 @@ import torch.distributed as dist
 from ...strategy.errors import RuntimeStateError
 from ..torch_internals import STORE_PING
 from .certificates import Contexts
+from .interfaces import family_of, place_of
 
 T = TypeVar("T")
 
@@ -48,11 +55,23 @@ _ASKS = {
     b"b": f"the job's secret ({SECRET}) and a certificate (set_ps_context)",
 }
 _REFUSED = b"refused".ljust(32)
-_HANDSHAKE = 10.0  # seconds that either side waits for the other
-_PENDING = 256  # handshakes at once; where there are more, the oldest gives way
+_HANDSHAKE = 10.0  # seconds in which who comes has to pass; also of the first attempt to pass
+_SHORTEST = 1.0  # seconds that an attempt has, however little patience is left
+_CONNECTS = 2.0  # seconds in which a connection is made, or tried anew: the system waits longer each time
+_PENDING = 256  # handshakes at once
+_AT_ONCE, _KEPT = 256, 64  # connections accepted in one turn of the door; those kept where more wait
+_HANG_UPS = 3  # on a certificate, in a row, that are taken for a refusal
 _AGAIN = 0.1  # seconds between two attempts to reach what may not listen yet
 
 _OPEN: list[_Door | _Passage] = []  # of this process, until `shut`
+
+
+class Refused(Exception):
+    """Who listens there has answered, and cannot be passed: why, as the rest of a sentence about it."""
+
+
+class _HungUp(EOFError):
+    """As Refused, if it happens again: a door that is stopped or crowded hangs up, too."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +86,10 @@ class Guard:
         """What it asks for, a key of `_ASKS`."""
         return b"s" if self.contexts is None else b"b" if self.secret else b"t"
 
-    async def admit(self, peer: Peer) -> bool:
-        """Whether who has come to the door may pass; say so to it."""
-        await peer.send(_GREETING + self.kind)
+    async def admit(self, peer: Peer, crowded: bool) -> bool:
+        """Whether who has come to the door may pass; say so to it. `crowded`: it may be hung up on in favor of others,
+        which a capital in the greeting says."""
+        await peer.send(_GREETING + (self.kind.upper() if crowded else self.kind))
         if self.contexts is not None:
             await peer.encrypt(self.contexts.server)
         own = secrets.token_bytes(32)
@@ -81,43 +101,51 @@ class Guard:
         await peer.send(self._proof(b"door", own + other) if passes else _REFUSED)
         return passes
 
-    async def present(self, peer: Peer) -> str | None:
-        """Pass a door. Returns why it cannot be passed; None if it was. Raises OSError or EOFError where there is
-        nobody."""
-        try:
-            greeting = await peer.take(len(_GREETING))
-        except TimeoutError:
-            greeting = b""
-        if greeting != _GREETING:
-            return f"does not ask for {_ASKS[self.kind]} that this process has: set that there, too, or nowhere"
+    async def present(self, peer: Peer) -> None:
+        """Pass a door. Raises Refused where it cannot be passed, and OSError or EOFError where nobody answers."""
+        if await peer.take(len(_GREETING)) != _GREETING:
+            raise Refused(self.missing)
         kind = await peer.take(1)
-        if kind != self.kind:
-            return f"asks for {_asked(kind)}, and this process has {_ASKS[self.kind]}; set the same everywhere"
+        if kind.lower() != self.kind:
+            raise Refused(f"asks for {_asked(kind)}, and this process has {_ASKS[self.kind]}; set the same everywhere")
         if self.contexts is None:
-            return await self._answered(peer, await peer.take(32))
+            await self._answer(peer, await peer.take(32))
+        else:
+            await self._answer(peer, await self._encrypted(peer, self.contexts.client, crowded=kind.isupper()))
+
+    @property
+    def missing(self) -> str:
+        """What is wrong with a store that has no door."""
+        return f"does not ask for {_ASKS[self.kind]} that this process has: set that there, too, or nowhere"
+
+    async def _encrypted(self, peer: Peer, context: ssl.SSLContext, crowded: bool) -> bytes:
+        """The challenge, by TLS: only when it comes has the door accepted the certificate."""
+        begin = time.monotonic()
         try:
-            await peer.encrypt(self.contexts.client)
-            other = await peer.take(32)
+            await peer.encrypt(context)
+            return await peer.take(32)
         except ssl.SSLCertVerificationError as error:
-            return f"shows a certificate that this process does not accept: {error.verify_message}"
-        except (OSError, EOFError):  # asyncio's server hangs up without a word
-            return (
+            raise Refused(f"shows a certificate that this process does not accept: {error.verify_message}") from None
+        except (OSError, EOFError) as error:  # asyncio's server hangs up without a word
+            if crowded or time.monotonic() - begin > _HANDSHAKE / 2:  # others came, or this took too long
+                raise
+            raise _HungUp(
                 "hangs up on the certificate of this process: give all processes certificates of one authority "
                 "(ca_cert_path), none of which another has in its crl_path"
-            )
-        return await self._answered(peer, other)
+            ) from error
 
-    async def _answered(self, peer: Peer, other: bytes) -> str | None:
+    async def _answer(self, peer: Peer, other: bytes) -> None:
         if not self.secret:
-            return None
+            return
         own = secrets.token_bytes(32)
         await peer.send(own + self._proof(b"worker", other + own))
         answer = await peer.take(32)
         if answer == _REFUSED:
-            return f"has another secret; give all processes of a job the same {SECRET}"
+            raise Refused(f"has another secret; give all processes of a job the same {SECRET}")
         if not hmac.compare_digest(answer, self._proof(b"door", other + own)):
-            return "does not know the secret that it asks for, and is not to be trusted; find out who listens there"
-        return None
+            raise Refused(
+                "does not know the secret that it asks for, and is not to be trusted; find out who listens there"
+            )
 
     def _proof(self, role: bytes, nonces: bytes) -> bytes:
         return hmac.digest(self.secret, b"partway " + role + nonces, "sha256")
@@ -155,8 +183,8 @@ def _read_alone(path: str) -> str:
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """What listens at one address of this host only ("": at all). Raises OSError if it cannot."""
-    listener = socket.socket()
+    """What listens at one address of this host only ("": at all of IPv4). Raises OSError if it cannot."""
+    listener = socket.socket(family_of(host))
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -183,24 +211,28 @@ def way_to(host: str, port: int, own: Guard | None, patience: float, keeper: str
     """The address by which this process reaches the store of `keeper` that listens at `host`: that itself, or one of
     its own loopback from where a passage leads through the door.
 
-    Raises RuntimeStateError if the door cannot be passed, and OSError where nobody listens in `patience` seconds.
+    Raises RuntimeStateError if the door cannot be passed, and OSError where nobody answers in `patience` seconds.
     """
-    end, where = time.monotonic() + patience, f"{host}:{port}"
-    while True:
-        try:
-            refused = _RUNS.wait(_knock(host, port, own))
-            break
-        except (OSError, EOFError) as error:
-            if time.monotonic() > end:
-                raise OSError(str(error) or "it hangs up") from error
-        time.sleep(_AGAIN)
-    if refused:
-        raise RuntimeStateError(f"{keeper} at {where} {refused}")
+    knocked = False
+
+    async def attempt() -> None:
+        nonlocal knocked
+        if not knocked:
+            await _knock(host, port, own)
+            knocked = True
+        if own is not None:
+            (await _passed(host, port, own)).close()
+
+    try:
+        _RUNS.wait(_patiently(attempt, patience))
+    except Refused as refused:
+        raise RuntimeStateError(f"{keeper} at {place_of(host, port)} {refused}") from None
     if own is None:
         return host, port
-    there = next((one for one in _OPEN if isinstance(one, _Passage) and one.leads == (host, port, own)), None)
+    leads = host, port, own, patience
+    there = next((one for one in _OPEN if isinstance(one, _Passage) and one.leads == leads), None)
     if there is None:
-        there = _Passage(host, port, own)
+        there = _Passage(*leads)
         _OPEN.append(there)
     return there.address
 
@@ -213,24 +245,59 @@ def shut() -> None:
 
 
 def _asked(kind: bytes) -> str:
-    return _ASKS.get(kind, "what this Partway does not know")
+    return _ASKS.get(kind.lower(), "what this Partway does not know")
 
 
-async def _knock(host: str, port: int, own: Guard | None) -> str | None:
-    """Whether a door can be passed, or a store without one be talked to: why not, or None."""
+async def _patiently(attempt: Callable[[], Coroutine[Any, Any, T]], patience: float) -> T:
+    """What an attempt gives that succeeds. Each has at least as long as all before it took together, so that who is
+    slow has time to answer and who is lost is asked again. Raises Refused, and OSError after `patience` seconds."""
+    begin, hung_up = time.monotonic(), 0
+    while True:
+        past = time.monotonic() - begin
+        try:
+            async with asyncio.timeout(min(max(_HANDSHAKE, past), max(patience - past, _SHORTEST))):
+                return await attempt()
+        except (OSError, EOFError) as error:
+            hung_up = hung_up + 1 if isinstance(error, _HungUp) else 0
+            over = time.monotonic() - begin > patience
+            if isinstance(error, _HungUp) and (over or hung_up == _HANG_UPS):
+                raise Refused(str(error)) from None
+            if over:
+                raise OSError(_described(error, patience)) from error
+        await asyncio.sleep(_AGAIN)
+
+
+def _described(error: OSError | EOFError, patience: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"it has not answered for {patience:g} s: the process is stopped or overloaded, or the network is"
+    return str(error) if isinstance(error, OSError) else "it hangs up on those who come"
+
+
+async def _knock(host: str, port: int, own: Guard | None) -> None:
+    """Ask who listens, in a way that a store answers with four bytes, and a door with its greeting. Raises Refused
+    where one of both is there and the other is expected."""
     peer = await Peer.reach(host, port)
     try:
-        if own is not None:
-            async with asyncio.timeout(2 * _HANDSHAKE):
-                return await own.present(peer)
-        await peer.send(STORE_PING)  # which a store answers, and a door greets all
-        with suppress(TimeoutError):
-            if await peer.take(4) == _GREETING[:4]:
-                kind = (await peer.take(len(_GREETING) - 3))[-1:]
-                return f"asks for {_asked(kind)}, and this process has none; set the same everywhere"
-        return None
+        await peer.send(STORE_PING)
+        if await peer.take(4) != _GREETING[:4]:
+            if own is not None:
+                raise Refused(own.missing)
+        elif own is None:
+            kind = (await peer.take(len(_GREETING) - 3))[-1:]
+            raise Refused(f"asks for {_asked(kind)}, and this process has none; set the same everywhere")
     finally:
         peer.close()
+
+
+async def _passed(host: str, port: int, own: Guard) -> Peer:
+    """A connection that has passed the door."""
+    peer = await Peer.reach(host, port)
+    try:
+        await own.present(peer)
+    except BaseException:
+        peer.abort()
+        raise
+    return peer
 
 
 class Peer:
@@ -242,8 +309,13 @@ class Peer:
     @classmethod
     async def reach(cls, host: str, port: int) -> Peer:
         """Raises OSError where nobody listens."""
-        async with asyncio.timeout(_HANDSHAKE):
+        async with asyncio.timeout(_CONNECTS):
             return cls(*await asyncio.open_connection(host, port))
+
+    @property
+    def address(self) -> str:
+        """From where it comes; "" if it has gone already."""
+        return str((self.writer.get_extra_info("peername") or [""])[0])
 
     async def send(self, data: bytes) -> None:
         """Send all of it."""
@@ -252,16 +324,19 @@ class Peer:
 
     async def encrypt(self, context: ssl.SSLContext) -> None:
         """Shake hands by TLS. Raises OSError, of which ssl.SSLError is one, and EOFError."""
-        await self.writer.start_tls(context, ssl_handshake_timeout=_HANDSHAKE)
+        await self.writer.start_tls(context, ssl_handshake_timeout=10**6)  # the caller has its own limit
 
     async def take(self, count: int) -> bytes:
-        """So many bytes. Raises EOFError if it hangs up, and TimeoutError."""
-        async with asyncio.timeout(_HANDSHAKE):
-            return await self.reader.readexactly(count)
+        """So many bytes. Raises EOFError if it hangs up."""
+        return await self.reader.readexactly(count)
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up, when all is sent."""
         self.writer.close()
+
+    def abort(self) -> None:
+        """Hang up at once: TLS would wait for a goodbye."""
+        self.writer.transport.abort()
 
     async def carry(self, other: Peer) -> None:
         """Carry bytes both ways until one end hangs up."""
@@ -281,33 +356,72 @@ class Peer:
                 await other.send(data)
 
 
+def _fairly_kept(came: list[tuple[socket.socket, Any]]) -> list[socket.socket]:
+    """Some of those that came, drawn so that no address has more than another unless that has no more; the others are
+    closed."""
+    random.shuffle(came)
+    turns = Counter[str]()
+
+    def turn(one: tuple[socket.socket, Any]) -> int:
+        turns[one[1][0]] += 1
+        return turns[one[1][0]]
+
+    came.sort(key=turn)
+    for connection, _ in came[_KEPT:]:
+        connection.close()
+    return [connection for connection, _ in came[:_KEPT]]
+
+
 class _Listens:
-    """What listens, and takes care of each that comes."""
+    """What listens, and takes care of each that comes. Of a flood it accepts a number in each turn and hangs up on most
+    of them: who knows the secret comes again soon, while the system's queue would not let it in for long."""
 
     def __init__(self, listener: socket.socket) -> None:
-        self._here: dict[asyncio.Task[None], None] = {}
-        self._server = _RUNS.wait(asyncio.start_server(self.came, sock=listener, backlog=4096))
+        self._here: set[asyncio.Task[None]] = set()
+        listener.setblocking(False)
+        self._accepts = _RUNS.start(self._accept(listener))
 
     def close(self) -> None:
         """Hang up on all."""
 
         async def close() -> None:
-            self._server.close()
-            for task in list(self._here):
+            for task in [self._accepts, *self._here]:
                 task.cancel()
+            await asyncio.wait([self._accepts])
 
         _RUNS.wait(close())
 
-    async def came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with listener:
+            while True:
+                try:
+                    came = [await loop.sock_accept(listener)]
+                except OSError:  # it has gone already, or no descriptor is left
+                    await asyncio.sleep(_AGAIN)
+                    continue
+                with suppress(OSError):
+                    while len(came) < _AT_ONCE:
+                        came.append(listener.accept())
+                for connection in _fairly_kept(came) if len(came) == _AT_ONCE else [one for one, _ in came]:
+                    connection.setblocking(False)
+                    with suppress(OSError):
+                        await loop.connect_accepted_socket(self._protocol, connection)
+
+    def _protocol(self) -> asyncio.StreamReaderProtocol:
+        return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self._came)
+
+    async def _came(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task, peer = asyncio.current_task(), Peer(reader, writer)
         assert task is not None
-        self._here[task] = None
+        self._here.add(task)
         try:
-            with suppress(OSError, EOFError, asyncio.CancelledError):
-                await self.serve(Peer(reader, writer))
+            await self.serve(peer)
+            peer.close()
+        except (OSError, EOFError, Refused, asyncio.CancelledError):
+            peer.abort()
         finally:
-            del self._here[task]
-            writer.close()
+            self._here.discard(task)
 
     async def serve(self, peer: Peer) -> None:
         raise NotImplementedError
@@ -318,27 +432,35 @@ class _Door(_Listens):
 
     def __init__(self, listener: socket.socket, inner: tuple[str, int], own: Guard) -> None:
         self._inner, self._guard = inner, own
-        self._pending: dict[Peer, None] = {}
+        self._pending: dict[asyncio.Task[Any], str] = {}  # those that have not passed yet, and from which address
         super().__init__(listener)
 
     async def serve(self, peer: Peer) -> None:
-        if len(self._pending) >= _PENDING:
-            next(iter(self._pending)).close()
-        self._pending[peer] = None
+        task = asyncio.current_task()
+        assert task is not None
+        self._make_room()
+        self._pending[task] = peer.address
         try:
-            async with asyncio.timeout(2 * _HANDSHAKE):
-                passes = await self._guard.admit(peer)
+            async with asyncio.timeout(_HANDSHAKE):
+                passes = await self._guard.admit(peer, crowded=len(self._pending) > _PENDING // 2)
         finally:
-            del self._pending[peer]
+            self._pending.pop(task, None)
         if passes:
             await peer.carry(await Peer.reach(*self._inner))
 
+    def _make_room(self) -> None:
+        if len(self._pending) >= _PENDING:
+            [(most, _)] = Counter(self._pending.values()).most_common(1)
+            one = random.choice([task for task, address in self._pending.items() if address == most])
+            del self._pending[one]
+            one.cancel()
+
 
 class _Passage(_Listens):
-    """From a port of this host's loopback through the door at `host`."""
+    """From a port of this host's loopback through the door at `host`, as long as it takes to pass that."""
 
-    def __init__(self, host: str, port: int, own: Guard) -> None:
-        self.leads = host, port, own
+    def __init__(self, host: str, port: int, own: Guard, patience: float) -> None:
+        self.leads = host, port, own, patience
         listener = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = listener.getsockname()
         super().__init__(listener)
@@ -346,15 +468,8 @@ class _Passage(_Listens):
     async def serve(self, peer: Peer) -> None:
         if not _is_ours(peer.writer.get_extra_info("peername")[1], self.address[1]):
             return
-        host, port, own = self.leads
-        there = await Peer.reach(host, port)
-        try:
-            async with asyncio.timeout(2 * _HANDSHAKE):
-                refused = await own.present(there)
-            if refused is None:
-                await peer.carry(there)
-        finally:
-            there.close()
+        host, port, own, patience = self.leads
+        await peer.carry(await _patiently(lambda: _passed(host, port, own), patience))
 
 
 def _is_ours(port: int, to: int) -> bool:
@@ -383,6 +498,14 @@ class _Runs:
             self._loop, self._process = asyncio.new_event_loop(), os.getpid()
             threading.Thread(target=self._loop.run_forever, name="partway door", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(what, self._loop).result()
+
+    def start(self, what: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a coroutine there."""
+
+        async def start() -> asyncio.Task[None]:
+            return asyncio.create_task(what)
+
+        return self.wait(start())
 
 
 _RUNS = _Runs()

@@ -26,10 +26,20 @@ def addresses() -> dict[str, str]:
     return found
 
 
+def family_of(host: str) -> socket.AddressFamily:
+    """IPv6 for an address of it; IPv4 for all else, names included."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def place_of(host: str, port: int) -> str:
+    """A host and its port as one writes them: an address of IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def from_here(host: str, port: int = 1) -> str:
     """The address of this host on the way to another, or to itself; nothing is sent. Raises OSError where there is no
     way."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as way:
         way.connect((host, port or 1))
         return str(way.getsockname()[0])
 

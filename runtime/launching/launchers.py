@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...strategy.errors import RuntimeStateError
+from .interfaces import place_of
 
 SIMULATE = "PARTWAY_SIMULATE"  # the number of virtual devices: `partway run --simulate` sets it
 READY = "PARTWAY_READY_FILE"  # a file that is written when this process has come to its job
@@ -90,7 +91,7 @@ class Launch:
     @property
     def where(self) -> str:
         """Where the processes meet, "host:port"."""
-        return f"{self.host}:{self.port}"
+        return place_of(self.host, self.port)
 
 
 def started(environment: Mapping[str, str] | None = None) -> bool:
@@ -115,7 +116,7 @@ def launch(environment: Mapping[str, str] | None = None) -> Launch | None:
         return _torchrun(env, tasks)
     if "MS_ROLE" in env and not _has_servers(env):
         _require(SCHEDULER, env)
-        host, port = env["MS_SCHED_HOST"], number("MS_SCHED_PORT", 1, env)
+        host, port = address_in(env, "MS_SCHED_HOST"), number("MS_SCHED_PORT", 1, env)
         return Launch(SCHEDULER, None, number("MS_WORKER_NUM", 1, env), None, host, port, one_host=is_local(host))
     if tasks is not None:
         return _of_tasks(tasks, env)
@@ -151,6 +152,11 @@ def number(name: str, least: int, environment: Mapping[str, str] | None = None) 
     return int(text)
 
 
+def address_in(env: Mapping[str, str], name: str) -> str:
+    """A variable as a host's name or address; one of IPv6 may have brackets."""
+    return env.get(name, "").removeprefix("[").removesuffix("]")
+
+
 def _torchrun(env: Mapping[str, str], tasks: _Tasks | None) -> Launch:
     _require(TORCHRUN, env)
     rank, size = number("RANK", 0, env), number("WORLD_SIZE", 1, env)
@@ -164,7 +170,7 @@ def _torchrun(env: Mapping[str, str], tasks: _Tasks | None) -> Launch:
             "set them alike"
         )
     local = number("LOCAL_RANK", 0, env) if "LOCAL_RANK" in env else None
-    host, port, here = env["MASTER_ADDR"], number("MASTER_PORT", 0, env), env.get("LOCAL_WORLD_SIZE")
+    host, port, here = address_in(env, "MASTER_ADDR"), number("MASTER_PORT", 0, env), env.get("LOCAL_WORLD_SIZE")
     one_host = is_local(host) if here is None else here == env["WORLD_SIZE"]
     return Launch(TORCHRUN, rank, size, local, host, port, one_host=one_host)
 
@@ -174,7 +180,7 @@ def _of_tasks(kind: _Tasks, env: Mapping[str, str]) -> Launch:
     all_here, here = kind.on_one_host
     one_host = env.get(all_here) == (env.get(here) if here else "1")
     job = "/".join(env[name] for name in kind.job if name in env)
-    host = env.get("MASTER_ADDR") or ("127.0.0.1" if one_host else first_host(env.get(kind.hosts, "")))
+    host = address_in(env, "MASTER_ADDR") or ("127.0.0.1" if one_host else first_host(env.get(kind.hosts, "")))
     if not host or not (job or one_host or "MASTER_PORT" in env):
         raise RuntimeStateError(
             f"{kind.name} started this process on one of several hosts, and does not say where rank 0 is; give all "

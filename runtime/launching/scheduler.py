@@ -39,6 +39,7 @@ import torch
 from ...strategy.errors import RuntimeStateError
 from ..doing import is_alive, named
 from .door import listening, store_behind
+from .interfaces import place_of
 from .launchers import Launch, number
 from .security import guard
 
@@ -362,8 +363,8 @@ def _listening(host: str, port: int) -> Any:
         return store_behind(listening(host, port), guard())
     except OSError as error:
         raise RuntimeStateError(
-            f"MS_SCHED cannot listen at {host}:{port}: {error.strerror or error}; MS_SCHED_HOST is an address of this "
-            "host, and MS_SCHED_PORT a port that nothing else takes"
+            f"MS_SCHED cannot listen at {place_of(host, port)}: {error.strerror or error}; MS_SCHED_HOST is an address "
+            "of this host, and MS_SCHED_PORT a port that nothing else takes"
         ) from error
 
 

@@ -6,6 +6,7 @@ kept: where it dies, another is started in its place, and coordinator and server
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import importlib.util
@@ -25,6 +26,7 @@ from typing import Any
 
 from ...strategy.errors import RuntimeStateError
 from ..launching.launchers import is_local
+from . import keeper
 from .coordinator import Coordinator, Plan
 from .job import Job
 from .server import Server
@@ -110,20 +112,26 @@ def prepare(host: str, token: str | None, variables: Mapping[str, str] | None = 
 
 
 class Node:
-    """Ray's processes on this host, in a session of their own: they outlive the process that starts them, if that is
-    killed.
+    """Ray's processes on this host, in a session of their own, with one that ends them where nobody wants them any more
+    (keeper.py).
 
-    head   whether it is the head of a new cluster; else it joins the one at `site`
+    head   whether it is the head of a new cluster, which outlives the process that starts it, if that is killed, and
+           waits for another; else it joins the one at `site`
+    logs   where it writes what it says, and where its folder is
     """
 
     def __init__(self, site: Site, head: bool, logs: Path) -> None:
         self._logs, self._head, self._site = logs, head, site
         self._process: subprocess.Popen[bytes] | None = None
-        self._pid = logs / ("head.pid" if head else "node.pid")
+        self._record = logs / ("head" if head else "node")
 
     def start(self, patience: float) -> None:
         """Start it, and wait until it answers. Raises RuntimeStateError."""
-        self._logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            folder = keeper.made()
+        except OSError as error:
+            raise RuntimeStateError(f"Ray has no folder for its sockets: {error}") from error
+        self.adopt(folder)
         if self._head:
             where = [
                 "--head", f"--port={self._site.port}", f"--node-ip-address={_address_of(self._site.host)}",
@@ -134,42 +142,42 @@ class Node:
         memory = min(_memory() // 4, 8 * 2**30)
         command = [
             sys.executable, "-m", "ray.scripts.scripts", "start", *where, "--block", "--num-cpus=1",
-            "--disable-usage-stats", f"--temp-dir={self._short()}", f"--object-store-memory={memory}",
+            "--disable-usage-stats", f"--temp-dir={keeper.inner(folder)}", f"--object-store-memory={memory}",
         ]  # fmt: skip
-        if not self._head:
-            command.remove(f"--temp-dir={self._short()}")
+        command = keeper.command(folder, 0 if self._head else os.getpid(), command)
         with open(self._logs / "ray.log", "ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-        self._pid.write_text(str(self._process.pid))
         end = time.monotonic() + patience
         while not (answers(self._site) if self._head else self._says_started()):
             if self._process.poll() is not None or time.monotonic() > end:
                 self.stop()
                 raise RuntimeStateError(f"Ray could not be started at {self._site.address}: {self._last_words()}")
+            keeper.renew(folder)
             time.sleep(0.05)
 
+    def adopt(self, folder: Path) -> None:
+        """Have it in `folder`: that of a new one, or of one that another process has started."""
+        self._logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._record.write_text(str(folder))
+
     def is_alive(self) -> bool:
-        """Whether it runs."""
+        """Whether it runs; it is wanted then."""
+        if (folder := self._folder()) is not None:
+            keeper.renew(folder)
         return answers(self._site) if self._process is None else self._process.poll() is None
 
     def stop(self) -> None:
         """End all of its processes."""
-        with contextlib.suppress(OSError, ValueError):
-            group = int(self._pid.read_text())
-            if _is_ray(group):
-                os.killpg(group, signal.SIGKILL)
-            if self._process is not None:
-                self._process.wait()
-            self._pid.unlink()
-        with contextlib.suppress(OSError):
-            if self._head:
-                shutil.rmtree(self._short(), ignore_errors=True)
+        if (folder := self._folder()) is not None:
+            keeper.end(folder)
+        if self._process is not None:
+            self._process.wait()
+        self._record.unlink(missing_ok=True)
 
-    def _short(self) -> Path:
-        """Ray's own folder: its sockets have no room for a long name."""
-        return Path(os.environ.get("TMPDIR", "/tmp")) / f"partway-{os.getuid()}-{self._site.port}"
+    def _folder(self) -> Path | None:
+        return Path(self._record.read_text()) if self._record.exists() else None
 
     def _says_started(self) -> bool:
         return "Ray runtime started" in (self._logs / "ray.log").read_text(errors="replace")
@@ -177,13 +185,6 @@ class Node:
     def _last_words(self) -> str:
         lines = (self._logs / "ray.log").read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
-
-
-def _is_ray(process: int) -> bool:
-    try:
-        return b"ray" in Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return not Path("/proc").exists()
 
 
 def _memory() -> int:
@@ -232,10 +233,7 @@ def _signals_kept() -> Iterator[None]:
 
 def _init(module: Any, site: Site, end: float, patience: float) -> None:
     if site.port == 0:
-        module.init(
-            address="local", num_cpus=1, include_dashboard=False, namespace=SPACE, log_to_driver=False,
-            logging_level="ERROR", object_store_memory=min(_memory() // 4, 8 * 2**30), _node_ip_address="127.0.0.1",
-        )  # fmt: skip
+        _init_alone(module)
         return
     while True:
         try:
@@ -255,6 +253,29 @@ def _init(module: Any, site: Site, end: float, patience: float) -> None:
                 "MS_ROLE=MS_SCHED there, and check MS_SCHED_HOST and MS_SCHED_PORT"
             )
         time.sleep(0.1)
+
+
+def _init_alone(module: Any) -> None:
+    """A cluster of this process, whose end is that of the cluster."""
+    folder = keeper.made()
+    process = subprocess.Popen(keeper.command(folder, os.getpid(), []), start_new_session=True)
+    atexit.register(process.wait)
+    atexit.register(process.terminate)
+    os.environ[keeper.FOLDER] = str(folder)
+    try:
+        module.init(
+            address="local", num_cpus=1, include_dashboard=False, namespace=SPACE, log_to_driver=False,
+            logging_level="ERROR", object_store_memory=min(_memory() // 4, 8 * 2**30), _node_ip_address="127.0.0.1",
+            _temp_dir=str(keeper.inner(folder)),
+        )  # fmt: skip
+    finally:
+        del os.environ[keeper.FOLDER]  # which is of Ray's processes alone
+
+
+def folder_here() -> Path | None:
+    """The folder of Ray's processes on this host, of a cluster that was joined; None where somebody else made it."""
+    folder = Path(ray().get_runtime_context().get_temp_dir()).parent
+    return folder if keeper.is_ours(folder) else None
 
 
 def leave() -> None:
@@ -332,6 +353,11 @@ class RayServers:
                 return await getattr(self._handle(name), method).remote(*arguments)
             except Full:
                 await asyncio.sleep(1)
+
+    def renew(self) -> None:
+        """See coordinator.Servers."""
+        if keeper.FOLDER in os.environ:
+            keeper.renew(Path(os.environ[keeper.FOLDER]))
 
     async def move(self, source: str, target: str, keys: list[str]) -> None:
         """See coordinator.Servers."""

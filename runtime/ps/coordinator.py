@@ -52,6 +52,9 @@ class Servers(Protocol):
     async def ask(self, name: str, method: str, *arguments: Any) -> Any:
         """What a server answers, however often it is started again meanwhile."""
 
+    def renew(self) -> None:
+        """Say that the cluster is wanted, where it would end otherwise."""
+
     async def move(self, source: str, target: str, keys: list[str]) -> None:
         """Have one server give pieces to another."""
 
@@ -448,6 +451,8 @@ class Coordinator:
             for worker, mine in list(self._workers.items()):
                 if now - mine.beat > self._plan.silence:
                     await self._without(worker, f"has not answered for {now - mine.beat:.0f} s (MS_NODE_TIMEOUT)")
+            if self._workers:
+                self._servers.renew()
             self._move_if_idle()
             await self._notify()  # those that wait look at the clock
 

@@ -31,7 +31,7 @@ from ..launching.certificates import Identity, pem_of
 from ..launching.interfaces import addresses as addresses_here
 from ..launching.interfaces import from_here
 from ..launching.launchers import number, tell_ready
-from ..launching.scheduler import seconds_of
+from ..launching.scheduler import AGAIN, seconds_of
 from . import cluster, settings
 from .cluster import COORDINATOR, Gone, Link, Node, Site
 from .coordinator import Plan
@@ -107,6 +107,8 @@ def _variables() -> tuple[str, Site, Plan] | None:
             "them alike for all processes of the job"
         )
     host, port = env["MS_SCHED_HOST"], number("MS_SCHED_PORT", 1)
+    if ":" in host:
+        raise RuntimeStateError(f"MS_SCHED_HOST is {host}; a parameter server needs an IPv4 address, or a name of one")
     folder = os.environ.get(FOLDER)
     chosen = settings.required().shard_folder
     if folder and chosen is not None and chosen.absolute() != Path(folder).absolute():
@@ -203,7 +205,8 @@ class _Scheduler:
         self._servers = number(LOCAL_SERVERS, 1) if LOCAL_SERVERS in os.environ else 0
 
     def run(self) -> None:
-        """Until all workers have ended, or this process is asked to end."""
+        """Until all workers have ended. Raises SystemExit where this process is asked to end before: another may take
+        its place."""
         signal.signal(signal.SIGTERM, lambda *_: self._asked.set())
         began, ended = False, False
         attached = cluster.answers(self._site)  # in place of one that died
@@ -223,15 +226,21 @@ class _Scheduler:
                 except TimeoutError:
                     _say("the coordinator does not answer")
         finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
             cluster.leave()
             self._node.stop()
             if self._own:
                 shutil.rmtree(self._site.folder or "", ignore_errors=True)
+        if not ended:
+            raise SystemExit(AGAIN)
 
     def _start(self) -> None:
         if not cluster.answers(self._site):
             self._node.start(_STARTS)
         self._link.again()
+        if (folder := cluster.folder_here()) is not None:
+            self._node.adopt(folder)
         cluster.start_coordinator(self._plan, self._site)
         self._link.await_coordinator()
         self._link.ask(COORDINATOR, "place_servers", self._servers)

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from served import Job, by_variables, difference, job, scale
+from served import Job, by_variables, difference, job, kept_steps, scale
 from served_script import one_device
 
 pytest.importorskip("ray")
@@ -48,15 +48,6 @@ def told(name: str, own: Job, text: str) -> None:
 
 def status(own: Job) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((own.folder / "status.json").read_text())
-    return found
-
-
-def kept_steps(own: Job) -> dict[str, int]:
-    """The version that each server's records have."""
-    found = {}
-    for folder in sorted((own.folder / "shards").glob("server*")):
-        with lmdb.open(str(folder), readonly=True, lock=False) as env, env.begin() as transaction:
-            found[folder.name] = json.loads(transaction.get(b"meta"))["version"]
     return found
 
 

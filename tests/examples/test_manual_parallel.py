@@ -82,6 +82,34 @@ def test_launchers_train_as_plain_pytorch(tmp_path: Path, plain: list[float], la
     assert losses(logs[0].read_text()) == pytest.approx(plain, rel=1e-12)
 
 
+MPIRUN = """#!/bin/bash
+# As Open MPI 5: logs of --output-filename would be elsewhere than those of Open MPI 4.
+[[ $* == *--output* ]] && exit 9
+shift 3
+export OMPI_COMM_WORLD_SIZE=$WORKERS OMPI_COMM_WORLD_LOCAL_SIZE=$WORKERS PMIX_NAMESPACE=$MASTER_PORT
+for ((i = 0; i < WORKERS; i++)); do
+    OMPI_COMM_WORLD_RANK=$i OMPI_COMM_WORLD_LOCAL_RANK=$i "$@" &
+done
+wait
+"""
+
+
+@pytest.mark.gloo
+def test_logs_are_where_they_are_with_any_version_of_open_mpi(tmp_path: Path, plain: list[float]) -> None:
+    fake = tmp_path / "bin" / "mpirun"
+    fake.parent.mkdir()
+    fake.write_text(MPIRUN)
+    fake.chmod(0o700)
+    given = environment(WORKERS="2", PATH=f"{fake.parent}:{os.environ['PATH']}", MASTER_PORT=str(free_port()))
+    done = subprocess.run(
+        ["bash", EXAMPLE / "run.sh", *OPTIONS], cwd=tmp_path, env=given, capture_output=True, text=True, timeout=200,
+        check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    for rank in range(2):
+        assert losses((tmp_path / f"log_output/1/rank.{rank}/stdout").read_text()) == pytest.approx(plain, rel=1e-12)
+
+
 def environment(**more: str) -> dict[str, str]:
     """That of a user, who may be root in a container; a port alone would be half of a launcher's variables."""
     kept = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "PARTWAY_VERIFY")}

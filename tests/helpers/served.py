@@ -111,9 +111,11 @@ def _variable(pid: int, name: str) -> str | None:
 
 @contextmanager
 def job(
-    folder: Path, workers: int, servers: int, script: Path = SCRIPT, arguments: tuple[str, ...] = (), **options: Any
-) -> Iterator[Job]:
-    """Start a job of `partway ps`; whatever is left of it is killed at the end. `options`: of the script, by name."""
+    folder: Path, workers: int, servers: int, script: Path = SCRIPT, arguments: tuple[str, ...] = (),
+    flags: tuple[str, ...] = (), **options: Any,
+) -> Iterator[Job]:  # fmt: skip
+    """Start a job of `partway ps`; whatever is left of it is killed at the end. `flags`: of the command; `options`: of
+    the script, by name."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     given = {f"SERVED_{name.upper()}": str(value) for name, value in options.items() if name.islower()}
@@ -124,7 +126,7 @@ def job(
     }  # fmt: skip
     command = [
         *PARTWAY, "ps", "--workers", str(workers), "--servers", str(servers), "--shards", str(folder / "shards"),
-        str(script), *arguments,
+        *flags, str(script), *arguments,
     ]  # fmt: skip
     with open(folder / "said", "w") as said:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=said, text=True)
@@ -187,6 +189,17 @@ def scale(own: Job, *arguments: str) -> str:
     done = subprocess.run(command, env=own.options, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def kept_steps(own: Job) -> dict[str, int]:
+    """The version that each server's records have."""
+    import lmdb
+
+    found = {}
+    for folder in sorted((own.folder / "shards").glob("server*")):
+        with lmdb.open(str(folder), readonly=True, lock=False) as env, env.begin() as transaction:
+            found[folder.name] = json.loads(transaction.get(b"meta"))["version"]
+    return found
 
 
 def difference(one: dict[str, Any], two: dict[str, Any]) -> float:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import select
+import signal
 import socket
 import ssl
 import threading
@@ -16,6 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from certificates import Authority
+from door_process import KINDS, flood, keeper
 
 from partway.runtime.launching import door
 from partway.runtime.launching.certificates import Contexts
@@ -62,8 +66,7 @@ def test_others_are_told_why_not(kept: tuple[Any, Address], own: Guard | None, s
     assert said.format(kept[1][1]) in str(error.value)
 
 
-def test_a_store_without_a_door_is_not_taken_for_one_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "_HANDSHAKE", 0.5)
+def test_a_store_without_a_door_is_not_taken_for_one_that_has_it() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert way_to("127.0.0.1", store.port, None, 5, "rank 0") == ("127.0.0.1", store.port)
     with pytest.raises(RuntimeStateError, match=r"rank 0 at .* does not ask for the job's secret .* that this proc"):
@@ -72,7 +75,7 @@ def test_a_store_without_a_door_is_not_taken_for_one_that_has_it(monkeypatch: py
 
 def test_a_door_that_does_not_know_the_secret_is_not_trusted() -> None:
     class Pretends(Guard):
-        async def admit(self, peer: Any) -> bool:
+        async def admit(self, peer: Any, crowded: bool) -> bool:
             await peer.send(b"partway door 1\ns" + bytes(32))
             await peer.take(64)
             await peer.send(bytes(32))
@@ -115,18 +118,232 @@ def test_strangers_do_not_keep_others_out(kept: tuple[Any, Address], monkeypatch
             assert said[48:] in (b"", b"refused".ljust(32))
 
 
+def test_a_door_may_have_an_address_of_ipv6() -> None:
+    listener = door.listening("::1", 0)
+    port = listener.getsockname()[1]
+    store = store_behind(listener, ONE)
+    client = dist.TCPStore(*way_to("::1", port, ONE, 60, "the scheduler"))
+    client.set("here", "1")
+    assert store.get("here") == b"1"
+    with pytest.raises(RuntimeStateError, match=rf"^the scheduler at \[::1\]:{port} has another secret; give all "):
+        way_to("::1", port, OTHER, 60, "the scheduler")
+
+
+def test_who_comes_from_elsewhere_is_not_hung_up_on_for_them(
+    kept: tuple[Any, Address], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "_PENDING", 4)
+    with contextlib.ExitStack() as stack:
+
+        def strangers() -> None:
+            for _ in range(20):
+                one = socket.create_connection(kept[1], source_address=("127.0.0.2", 0))
+                stack.enter_context(one).recv(48, socket.MSG_WAITALL)
+
+        strangers()
+        worker = stack.enter_context(socket.create_connection(kept[1]))
+        challenge = worker.recv(48, socket.MSG_WAITALL)[16:]
+        strangers()
+        worker.sendall(bytes(32) + ONE._proof(b"worker", challenge + bytes(32)))
+        assert worker.recv(32, socket.MSG_WAITALL) == ONE._proof(b"door", challenge + bytes(32))
+
+
+@pytest.mark.timeout(60)
+def test_few_of_those_that_say_nothing_are_held(kept: tuple[Any, Address], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_PENDING", 4)
+    monkeypatch.setattr(door, "_HANDSHAKE", 1000.0)
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(kept[1])) for _ in range(20)]
+        for stranger in silent:
+            with contextlib.suppress(ConnectionError):
+                stranger.recv(48, socket.MSG_WAITALL)
+        while len(gone := select.select(silent, [], [], 0.1)[0]) < 16:
+            pass
+        assert len(gone) == 16
+
+
+def test_who_does_not_pass_in_time_is_hung_up_on(kept: tuple[Any, Address], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "_HANDSHAKE", 0.3)
+    for says in (b"", b"x" * 63):
+        with socket.create_connection(kept[1]) as stranger:
+            stranger.sendall(says)
+            assert len(stranger.recv(4096, socket.MSG_WAITALL)) == 48
+
+
+def test_a_few_of_each_address_are_kept_of_many() -> None:
+    with contextlib.ExitStack() as stack:
+        ours = [stack.enter_context(socket.socket()) for _ in range(door._AT_ONCE)]
+        came = [(one, ("ours" if number < 3 else "flood", 1)) for number, one in enumerate(ours)]
+        kept = door._fairly_kept(came)
+        assert set(ours[:3]) < set(kept)
+        assert len(kept) == door._KEPT
+        assert sorted(one.fileno() >= 0 for one in ours) == [False] * (door._AT_ONCE - door._KEPT) + [True] * door._KEPT
+
+
+# -- Patience
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[Address]:
+    """The attempts of this process to reach a door, which wait for 0.3 seconds at first."""
+    made: list[Address] = []
+    reach = door.Peer.reach
+
+    async def counted(host: str, port: int) -> door.Peer:
+        made.append((host, port))
+        return await reach(host, port)
+
+    monkeypatch.setattr(door.Peer, "reach", counted)
+    monkeypatch.setattr(door, "_HANDSHAKE", 0.3)
+    return made
+
+
+def wait_for(there: Callable[[], bool]) -> None:
+    while not there():
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def stopped(process: Any, until: Callable[[], bool]) -> Iterator[None]:
+    """The process is stopped, until something is so."""
+
+    def go_on() -> None:
+        wait_for(until)
+        process.send_signal(signal.SIGCONT)
+
+    process.send_signal(signal.SIGSTOP)
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def test_a_keeper_that_is_stopped_is_waited_for(attempts: list[Address]) -> None:
+    with keeper(ONE.secret) as (process, address):
+        with stopped(process, until=lambda: len(attempts) > 3):
+            way = way_to(*address, ONE, 100, "the scheduler")
+        begun = len(attempts)
+        with stopped(process, until=lambda: len(attempts) > begun + 3):  # again, when the store is reached by that way
+            store = dist.TCPStore(*way)
+            store.set("here", "1")
+        assert store.get("here") == b"1"
+
+
+def test_a_keeper_that_stays_stopped_is_said_to_be_that(attempts: list[Address]) -> None:
+    with keeper(ONE.secret) as (process, address):
+        process.send_signal(signal.SIGSTOP)
+        for own in (ONE, None):
+            with pytest.raises(
+                OSError, match=r"^it has not answered for 1 s: the process is stopped or overloaded, or t"
+            ):
+                way_to(*address, own, 1, "the scheduler")
+
+
+@pytest.mark.parametrize(("count", "hangs_up"), [
+    *itertools.product([0, 10, 16, 40, 48, 79], [True, False]), (80, True),
+])  # fmt: skip
+def test_a_door_that_falls_silent_or_hangs_up_is_tried_again(
+    kept: tuple[Any, Address], attempts: list[Address], count: int, hangs_up: bool
+) -> None:
+    """The first connections get `count` bytes of what the door says."""
+    with socket.create_server(("127.0.0.1", 0)) as between, contextlib.ExitStack() as stack:
+
+        def carry() -> None:
+            for number in range(100):
+                try:
+                    client = stack.enter_context(between.accept()[0])
+                except OSError:
+                    return
+                upstream = stack.enter_context(socket.create_connection(kept[1]))
+                threading.Thread(target=pour, args=(client, upstream, 10**9), daemon=True).start()
+                threading.Thread(
+                    target=pour, args=(upstream, client, count if number < 4 else 10**9), daemon=True
+                ).start()
+
+        def pour(one: socket.socket, two: socket.socket, most: int) -> None:
+            with contextlib.suppress(OSError):
+                while most > 0 and (part := one.recv(min(65536, most))):
+                    two.sendall(part)
+                    most -= len(part)
+                if hangs_up:
+                    two.shutdown(socket.SHUT_RDWR)
+
+        thread = threading.Thread(target=carry)
+        thread.start()
+        try:
+            store = dist.TCPStore(*way_to(*between.getsockname(), ONE, 100, "the scheduler"))
+            store.set("here", "1")
+            assert store.get("here") == b"1"
+        finally:
+            between.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_a_door_that_takes_longer_than_the_first_attempts_is_passed(
+    kept: tuple[Any, Address], attempts: list[Address]
+) -> None:
+    """The network holds each connection back for three times as long as the first attempt lasts."""
+    with socket.create_server(("127.0.0.1", 0)) as between:
+
+        def carry(client: socket.socket) -> None:
+            time.sleep(0.9)
+            with client, socket.create_connection(kept[1]) as upstream, contextlib.suppress(OSError):
+                thread = threading.Thread(target=pour, args=(upstream, client), daemon=True)
+                thread.start()
+                pour(client, upstream)
+                upstream.shutdown(socket.SHUT_RDWR)
+                thread.join()
+
+        def pour(one: socket.socket, two: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while part := one.recv(65536):
+                    two.sendall(part)
+
+        def listen() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=carry, args=(between.accept()[0],), daemon=True).start()
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        try:
+            way_to(*between.getsockname(), ONE, 15, "the scheduler")
+            assert len(attempts) > 2
+        finally:
+            between.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_come_in_through_a_flood(kind: str) -> None:
+    with keeper(ONE.secret) as (process, address), flood(kind, address[1]) as strangers:
+        for number in range(2):
+            store = dist.TCPStore(*way_to(*address, ONE, 240, "the scheduler"))
+            assert store.add("came", 1) == number + 1
+            assert len(os.listdir(f"/proc/{process.pid}/fd")) < 3 * (door._PENDING + door._AT_ONCE)
+        assert strangers.poll() is None
+
+
+# -- Strangers who have seen what others sent
+
+
 def test_a_recorded_answer_does_not_open(kept: tuple[Any, Address]) -> None:
     """Whoever has seen a worker come in cannot come in with what it sent."""
     with socket.create_server(("127.0.0.1", 0)) as between:
         seen: list[bytes] = []
 
         def overhear() -> None:
-            client, _ = between.accept()
-            with client, socket.create_connection(kept[1]) as upstream:
-                client.sendall(upstream.recv(48, socket.MSG_WAITALL))
-                seen.append(client.recv(64, socket.MSG_WAITALL))
-                upstream.sendall(seen[0])
-                client.sendall(upstream.recv(32, socket.MSG_WAITALL))
+            while not seen or len(seen[-1]) < 64:  # before it answers, it asks whether there is a door
+                client, _ = between.accept()
+                with client, socket.create_connection(kept[1]) as upstream:
+                    client.sendall(upstream.recv(48, socket.MSG_WAITALL))
+                    seen.append(client.recv(64, socket.MSG_WAITALL))
+                    if len(seen[-1]) == 64:
+                        upstream.sendall(seen[-1])
+                        client.sendall(upstream.recv(32, socket.MSG_WAITALL))
 
         thread = threading.Thread(target=overhear)
         thread.start()
@@ -134,7 +351,7 @@ def test_a_recorded_answer_does_not_open(kept: tuple[Any, Address]) -> None:
         thread.join()
     with socket.create_connection(kept[1]) as again:
         again.recv(48, socket.MSG_WAITALL)
-        again.sendall(seen[0])
+        again.sendall(seen[-1])
         assert again.recv(32, socket.MSG_WAITALL) == b"refused".ljust(32)
 
 
@@ -276,6 +493,44 @@ def test_what_is_kept_goes_encrypted(certified: Callable[..., Contexts], tmp_pat
 
 
 HANGS_UP = r"at .* hangs up on the certificate of this process: give all processes certificates of one authority \(ca_"
+
+
+def test_a_door_that_hangs_up_since_many_come_is_not_said_to_refuse_a_certificate(
+    certified: Callable[..., Contexts], tmp_path: Path, attempts: list[Address], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts = certified(Authority(tmp_path))
+
+    class Busy(Guard):
+        async def admit(self, peer: Any, crowded: bool) -> bool:
+            if len(attempts) > 20:
+                return await super().admit(peer, crowded)
+            await peer.send(b"partway door 1\nT")
+            if len(attempts) % 2:
+                await peer.encrypt(contexts.server)
+            raise EOFError
+
+    own = Guard(b"", contexts)
+    _, address = opened(Busy(b"", contexts))
+    client = dist.TCPStore(*way_to(*address, own, 100, "the scheduler"))
+    assert client.add("came", 1) == 1
+
+
+def test_a_door_that_is_slow_to_encrypt_is_not_said_to_refuse_a_certificate(
+    certified: Callable[..., Contexts], tmp_path: Path, attempts: list[Address]
+) -> None:
+    class Slow(Guard):
+        async def admit(self, peer: Any, crowded: bool) -> bool:
+            if len(attempts) > 20:
+                return await super().admit(peer, crowded)
+            await peer.send(b"partway door 1\nt")
+            return bool(await peer.take(10**6))
+
+    contexts = certified(Authority(tmp_path))
+    _, address = opened(Slow(b"", contexts))
+    client = dist.TCPStore(*way_to(*address, Guard(b"", contexts), 100, "the scheduler"))
+    assert client.add("came", 1) == 1
+
+
 WRONG = {
     "a foreign one": HANGS_UP,
     "an expired one": HANGS_UP,

@@ -42,6 +42,17 @@ def test_one_process_may_simulate(alone: Mapping[str, str]) -> None:
     assert launch(alone) is None
 
 
+@pytest.mark.parametrize(("env", "name"), [
+    (TORCHRUN, "MASTER_ADDR"), (SCHEDULER, "MS_SCHED_HOST"), (OPEN_MPI, "MASTER_ADDR"),
+])  # fmt: skip
+@pytest.mark.parametrize("text", ["2001:db8::1", "[2001:db8::1]"])
+def test_an_address_of_ipv6_may_have_brackets(env: Mapping[str, str], name: str, text: str) -> None:
+    found = launch({**env, name: text})
+    assert found is not None
+    assert found.host == "2001:db8::1"
+    assert found.where == f"[2001:db8::1]:{found.port}"
+
+
 def test_each_launcher_is_read() -> None:
     told = {name: launch(env) for name, env in {
         "torchrun": TORCHRUN, "scheduler": SCHEDULER, "open mpi": OPEN_MPI, "mpich": MPICH, "slurm": SLURM,

@@ -81,6 +81,14 @@ def test_a_scheduler_and_its_workers_run_one_script(job: Job, numbered: bool) ->
 
 @pytest.mark.slow
 @pytest.mark.gloo
+def test_they_meet_at_an_address_of_ipv6(job: Job) -> None:
+    ended = job(SCRIPT, [{}, {}], 2, MS_SCHED_HOST="[::1]", PARTWAY_JOB_SECRET="0123456789abcdef")
+    assert [process.returncode for process in ended] == [0, 0, 0], ended
+    assert sorted(worker.stdout for worker in ended[1:]) == [f"rank {rank} of 2 2 sum 3.0\n" for rank in (0, 1)]
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
 def test_too_few_workers_are_told_who_came(job: Job) -> None:
     ended = job(SCRIPT, [{"MS_NODE_ID": "1"}], 3, MS_TOPO_TIMEOUT="10")
     assert [process.returncode for process in ended] == [1, 1]

@@ -56,6 +56,7 @@ class Servers:
         self.stopped: list[str] = []
         self.stops: str | None = None
         self.moved: list[tuple[str, str]] = []
+        self.renewals = 0
 
     def start(self, name: str, node: str | None, job: Job, maker: Maker) -> None:
         if name not in self.there:
@@ -71,6 +72,9 @@ class Servers:
             raise asyncio.CancelledError
         answer = getattr(self.there[name], method)(*copy.deepcopy(arguments))
         return copy.deepcopy(answer)
+
+    def renew(self) -> None:
+        self.renewals += 1
 
     async def move(self, source: str, target: str, keys: list[str]) -> None:
         await self.ask(target, "give", await self.ask(source, "take", keys))
@@ -466,6 +470,28 @@ def test_a_worker_whose_process_has_ended_is_waited_for_no_more(tmp_path: Path) 
         await run.coordinator.gone(1, "was killed")  # it is known already
         await two.leave()
         run.check(one)
+
+    running(tmp_path, act)
+
+
+def test_the_cluster_is_wanted_as_long_as_there_are_workers(tmp_path: Path) -> None:
+    async def act(run: Run) -> None:
+        one, two = await run.begin(2)
+        before = run.servers.renewals
+        await soon(lambda: run.servers.renewals > before + 2)
+        for worker in (one, two):
+            await worker.leave()
+        before = run.servers.renewals
+        looks = run.coordinator._notify
+        seen: list[int] = []
+
+        async def counted() -> None:
+            seen.append(run.servers.renewals)
+            await looks()
+
+        run.coordinator._notify = counted  # type: ignore[method-assign]
+        await soon(lambda: len(seen) > 3)
+        assert run.servers.renewals == before
 
     running(tmp_path, act)
 

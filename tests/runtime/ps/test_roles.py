@@ -89,6 +89,13 @@ def test_a_wrong_number_is_an_error(name: str, value: str, text: str, monkeypatc
     assert str(caught.value).startswith(text)
 
 
+def test_an_address_of_ipv6_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch, MS_SCHED_HOST="[::1]")
+    text = r"^MS_SCHED_HOST is \[::1\]; a parameter server needs an IPv4 address, or a name of one$"
+    with pytest.raises(RuntimeStateError, match=text):
+        roles._variables()
+
+
 def test_init_says_that_servers_have_to_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     want(None)
     given(monkeypatch)
