@@ -30,5 +30,5 @@ def test_the_status_of_the_definition_names_all_that_is_written():
     """What a schema does not name is dropped without a word."""
     (version,) = definition()["spec"]["versions"]
     known = version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
-    written = Status("a", "b", selector="c", start=1.0, end=1.0, restarted=1.0).to_api()
+    written = Status("a", "b", selector="c", secret="d", start=1.0, end=1.0, restarted=1.0).to_api()
     assert written.keys() == known.keys()

@@ -13,7 +13,9 @@ import pytest
 from operator_world import a_job
 
 from partway.operator import shell
-from partway.operator.shell import Cluster, Operator
+from partway.operator.cluster import Cluster
+from partway.operator.observed import JOB
+from partway.operator.shell import Operator
 
 
 class Refusal(Exception):
@@ -64,26 +66,36 @@ class Api:
         return copy.deepcopy(self.objects["job", arguments[-1]])
 
     def _list(self, kind: str, arguments: Any, options: Any) -> Any:
-        items = [each for (its, _), each in self.objects.items() if its == kind]
+        name = options.get("field_selector", "").removeprefix("metadata.name=")
+        label = options.get("label_selector", "").removeprefix(f"{JOB}=")
+        items = [
+            each
+            for (its, own), each in self.objects.items()
+            if its == kind and name in ("", own) and label in ("", each["metadata"].get("labels", {}).get(JOB))
+        ]
         return SimpleNamespace(data=json.dumps({"items": items}))
 
-    def _replace(self, kind: str, arguments: Any, options: Any) -> None:
+    def _replace(self, kind: str, arguments: Any, options: Any) -> Any:
         body = arguments[-1]
         if body["metadata"]["resourceVersion"] != self.job["metadata"]["resourceVersion"]:
             raise Refusal(409)
         self.job["status"] = body["status"]
         self.job["metadata"]["resourceVersion"] = str(int(self.job["metadata"]["resourceVersion"]) + 1)
+        return copy.deepcopy(self.job)
 
-    def _create(self, kind: str, arguments: Any, options: Any) -> None:
+    def _create(self, kind: str, arguments: Any, options: Any) -> Any:
         body = copy.deepcopy(arguments[-1])
         if kind == "event":
             self.events.append(body)
-            return
+            return None
+        if "generateName" in body["metadata"]:
+            body["metadata"]["name"] = f"{body['metadata'].pop('generateName')}{len(self.calls)}"
         key = kind, body["metadata"]["name"]
         if key in self.objects:
             raise Refusal(409)
         body["metadata"]["uid"] = str(len(self.calls))
         self.objects[key] = body
+        return SimpleNamespace(data=json.dumps(body))
 
     def _delete(self, kind: str, arguments: Any, options: Any) -> None:
         key = ("job" if kind == "custom_object" else kind), arguments[4 if kind == "custom_object" else 0]
@@ -116,7 +128,9 @@ def test_a_job_gets_its_pods_its_service_and_its_secret(api: Api):
     rest(operator(api))
     assert api.names("pod") == ["job-scheduler-0", "job-worker-0", "job-worker-1"]
     assert api.names("service") == ["job-scheduler"]
-    assert api.names("secret") == ["job-secret"]
+    (secret,) = api.names("secret")
+    assert secret.startswith("job-secret-")
+    assert api.job["status"]["secret"] == secret
     assert [each["reason"] for each in api.events] == ["JobCreated"]
     assert api.job["status"]["phase"] == "Created"
 
@@ -226,7 +240,7 @@ def test_a_job_that_cannot_be_looked_at_does_not_stop_the_others(api: Api, monke
 
     asyncio.run(run())
     assert looks == ["bad", "job"]
-    assert said == [f"default/bad: Refusal: the server is ill; looked at again in {shell.AGAIN:g} s"]
+    assert said == [f"default/bad: the server is ill; looked at again in {shell.AGAIN:g} s"]
 
 
 def test_what_happens_while_a_job_is_looked_at_has_it_looked_at_once_more(api: Api):
