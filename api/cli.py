@@ -284,6 +284,7 @@ def run_operator(
     from partway.operator import shell
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # each try; the operator says what failed
     logging.getLogger("partway.operator").setLevel(logging.DEBUG if debug else logging.INFO)
     try:
         shell.run(tuple(namespace or ()), lease, health)

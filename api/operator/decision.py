@@ -83,6 +83,9 @@ class Hindrance:
     taken: str = ""
 
 
+UNHINDERED = Hindrance()
+
+
 @dataclass(frozen=True)
 class Decision:
     """The status to write, then what to do; and in how many seconds to look again, if nothing happens before."""
@@ -94,7 +97,7 @@ class Decision:
 
 def decide(
     job: Mapping[str, Any], pods: Sequence[Pod], services: Mapping[str, str], now: float,
-    hindrance: Hindrance = Hindrance(),
+    hindrance: Hindrance = UNHINDERED,
 ) -> Decision:  # fmt: skip
     """What is to be done for `job`, an object of the API.
 
@@ -357,7 +360,7 @@ class _Course:
             yield MakeSecret()
         if self._spec.count(SCHEDULER) and not self._services:
             yield MakeService()
-        if self._hindrance != Hindrance():
+        if self._hindrance != UNHINDERED:
             self._again.append(_DELAY)
         yield from (Make(role, index, self._attempt(name)) for name, role, index in lacking)
 

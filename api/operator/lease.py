@@ -37,7 +37,8 @@ class _Lock:
         try:
             there, found = self._lock.get(name, namespace)
         except Exception as error:
-            there, found = False, client.ApiException(status=0, reason=reason_of(error))
+            self.trouble = reason_of(error)
+            return False, client.ApiException(reason=self.trouble)
         self.trouble = "" if there or found.status == 404 else reason_of(found)
         return there, found
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from partway.operator.spec import GROUP, SCHEDULER, SERVER, WORKER
 
-JOB, UID, ROLE, INDEX, ATTEMPT = (f"{GROUP}/{name}" for name in ("job", "job-uid", "role", "index", "attempt"))  # labels
+_LABELS = ("job", "job-uid", "role", "index", "attempt")
+JOB, UID, ROLE, INDEX, ATTEMPT = (f"{GROUP}/{name}" for name in _LABELS)
 KINDS = {SCHEDULER: "scheduler", SERVER: "ps", WORKER: "worker"}
 _BEGINNING = frozenset({"ContainerCreating", "PodInitializing"})  # reasons to wait that are none
 

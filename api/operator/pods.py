@@ -99,8 +99,8 @@ def _variables(job: Mapping[str, Any], spec: Spec, role: str, index: int) -> lis
     if spec.count(SCHEDULER) == 0:
         return [{"name": key, "value": value} for key, value in found.items()]
     found |= {
-        "MS_ROLE": _ROLES[role], "MS_SCHED_HOST": service_name(job["metadata"]["name"]), "MS_SCHED_PORT": str(spec.schedulerPort),
-        "MS_WORKER_NUM": str(spec.count(WORKER)), "PARTWAY_READY_FILE": READY,
+        "MS_ROLE": _ROLES[role], "MS_SCHED_HOST": service_name(job["metadata"]["name"]),
+        "MS_SCHED_PORT": str(spec.schedulerPort), "MS_WORKER_NUM": str(spec.count(WORKER)), "PARTWAY_READY_FILE": READY,
     }  # fmt: skip
     if spec.count(SERVER):
         found["MS_SERVER_NUM"] = str(spec.count(SERVER))
@@ -130,8 +130,10 @@ def _metadata(job: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> d
         "apiVersion": API, "kind": KIND, "name": job["metadata"]["name"], "uid": job["metadata"]["uid"],
         "controller": True, "blockOwnerDeletion": True,
     }  # fmt: skip
+    own = {JOB: job["metadata"]["name"], UID: job["metadata"]["uid"], "app.kubernetes.io/managed-by": "partway"}
     return {
-        "name": name, "namespace": job["metadata"]["namespace"],
-        "labels": {**labels, JOB: job["metadata"]["name"], UID: job["metadata"]["uid"], "app.kubernetes.io/managed-by": "partway"},
+        "name": name,
+        "namespace": job["metadata"]["namespace"],
+        "labels": {**labels, **own},
         "ownerReferences": [owner],
-    }  # fmt: skip
+    }

@@ -19,6 +19,7 @@ from typing import Any
 from partway.operator import pods
 from partway.operator.cluster import ChangedError, Cluster, NameTakenError
 from partway.operator.decision import (
+    UNHINDERED,
     Action,
     Decision,
     Delete,
@@ -116,7 +117,7 @@ class Operator:
             for each in self._cluster.services(namespace, name)
             if is_owned(each, uid)
         }
-        decision = decide(job, own, services, self._now(), self._hindered.get(key, Hindrance()))
+        decision = decide(job, own, services, self._now(), self._hindered.get(key, UNHINDERED))
         status = decision.status.to_api()
         try:
             if status != (job.get("status") or {}):
@@ -144,9 +145,9 @@ class Operator:
             if isinstance(action, MakeSecret | MakeService):
                 break  # no process is to begin without them
         hindrance = Hindrance(refused, "; ".join(taken[:3]))
-        if hindrance == self._hindered.get(key, Hindrance()):
+        if hindrance == self._hindered.get(key, UNHINDERED):
             return decision.again
-        if hindrance == Hindrance():
+        if hindrance == UNHINDERED:
             self._hindered.pop(key, None)
         else:
             self._hindered[key] = hindrance
@@ -209,8 +210,8 @@ def run(namespaces: tuple[str, ...] = (), lease: str | None = None, health: str 
 
     namespaces   those that it serves; none: all
     lease        NAMESPACE/NAME of a Lease: of several operators the one that holds it works; None: it is alone
-    health       where it answers 200 while it does its work, such as http://0.0.0.0:8080/healthz, and 503 with the reason
-                 while it cannot watch jobs, pods or services
+    health       where it answers 200, such as http://0.0.0.0:8080/healthz, or 503 with the reason while it cannot watch
+                 jobs, pods or services
 
     Raises RuntimeStateError where the extra is missing, no cluster is configured, or nobody can listen at `health`.
     """

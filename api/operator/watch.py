@@ -1,7 +1,7 @@
 """Watches of the API server, which say which object has changed.
 
-A watch lists, and follows the changes from there. When that fails, for whatever reason, `trouble` says why, and it lists
-again: the list has what was made meanwhile. So definitions and API servers may come and go.
+A watch lists, and follows the changes from there. When that fails, for whatever reason, `trouble` says why, and it
+lists again: the list has what was made meanwhile. So definitions and API servers may come and go.
 """
 
 from __future__ import annotations

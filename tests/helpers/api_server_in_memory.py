@@ -1,4 +1,4 @@
-"""An API server of Kubernetes in this process, over HTTP: enough for the operator as a process to list, watch and write.
+"""An API server of Kubernetes in this process, over HTTP: enough for the operator to list, watch and write.
 
 Not here: schemas, RBAC, admission. Objects outlive `stop` and `start`, as etcd's do; a job's go with it, as garbage
 collection has it. A real one is in kubernetes_server.py.
@@ -12,7 +12,8 @@ import re
 import socket
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,19 @@ class ApiServer:
             server.hang_up()
             with self._changed:
                 self._changed.notify_all()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Answers the Kubernetes client in this process."""
+        from kubernetes import client
+
+        self.start()
+        client.Configuration.set_default(client.Configuration(host=f"http://127.0.0.1:{self.port}"))
+        try:
+            yield
+        finally:
+            client.Configuration.set_default(None)
+            self.stop()
 
     def configured(self, folder: Path) -> Path:
         """A kubeconfig."""
@@ -310,7 +324,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    do_GET = do_POST = do_PUT = do_DELETE = _answered  # noqa: N815 (as http.server has it)
+    do_GET = do_POST = do_PUT = do_DELETE = _answered
 
     def _chunk(self, event: dict[str, Any]) -> None:
         data = json.dumps(event).encode() + b"\n"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from partway.operator.decision import (
+    UNHINDERED,
     Decision,
     Delete,
     DeleteJob,
@@ -77,12 +78,12 @@ class World:
         found: dict[str, Any] = next(each for each in self.status["conditions"] if each["type"] == kind)
         return found
 
-    def look(self, hindrance: Hindrance = Hindrance()) -> Decision:
+    def look(self, hindrance: Hindrance = UNHINDERED) -> Decision:
         """What the operator decides now."""
         assert self.job is not None
         return decide(self.job, tuple(self.pods.values()), self.services, self.now, hindrance)
 
-    def step(self, upto: int | None = None, hindrance: Hindrance = Hindrance()) -> Decision:
+    def step(self, upto: int | None = None, hindrance: Hindrance = UNHINDERED) -> Decision:
         """Have the operator look, and carry out its decision; of its actions the first `upto`, as if it died then."""
         assert self.job is not None
         decision = self.look(hindrance)

@@ -15,7 +15,6 @@ from partway.cli import app
 from partway.operator import manifests
 from partway.strategy import RuntimeStateError
 
-
 EVERYWHERE = {
     "pods": ["create", "delete", "list", "watch"], "services": ["create", "delete", "list", "watch"],
     "secrets": ["create"], "events": ["create"], "partwayjobs": ["get", "list", "watch", "delete"],
