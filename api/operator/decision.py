@@ -111,7 +111,7 @@ def decide(
         return Decision(before)  # all that belongs to it goes with it
     found = _decided(job, before, pods, services, now, hindrance)
     status = replace(found.status, generation=job["metadata"].get("generation", 0))
-    return replace(found, status=status, actions=(*found.actions, *_told(before, status)))
+    return replace(found, status=status, actions=(*_told(before, status), *found.actions))
 
 
 def _decided(

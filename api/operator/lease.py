@@ -23,8 +23,8 @@ _DURATION, _DEADLINE, _RETRY = 15, 10, 2  # seconds: of the lease, to renew it, 
 
 
 class _Lock:
-    """The Lease as leader election asks for it. Here an API server that does not answer is a failure like any other; the
-    client's own lock lets the exception through, which ends the thread of the election."""
+    """The Lease as leader election asks for it. Here an API server that does not answer is a failure like any other;
+    the client's own lock lets the exception through, which ends the thread of the election."""
 
     def __init__(self, name: str, namespace: str, identity: str) -> None:
         self.name, self.namespace, self.identity = name, namespace, identity

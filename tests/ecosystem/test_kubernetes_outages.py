@@ -1,8 +1,9 @@
-"""The operator as a process, while definitions and the API server (in memory) come and go; and its Lease."""
+"""The operator as a process on an API server in memory: definitions and the server come and go; Lease and memory."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,10 +23,12 @@ from scripts import free_port
 class Process:
     """The operator on a server, with its health."""
 
-    def __init__(self, server: ApiServer, folder: Path, *arguments: str) -> None:
+    def __init__(
+        self, server: ApiServer, folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "partway.cli")
+    ) -> None:
         self._url = f"http://127.0.0.1:{free_port()}/healthz"
         self._log = folder / f"operator-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-m", "partway.cli", "operator", "run", "--health", self._url, *arguments]
+        command = [sys.executable, *program, "operator", "run", "--health", self._url, *arguments]
         environment = {**os.environ, "KUBECONFIG": str(server.configured(folder)), "OMP_NUM_THREADS": "1"}
         with open(self._log, "wb") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -41,9 +44,9 @@ class Process:
         except OSError:
             return 0, ""
 
-    def until(self, there: Callable[[], Any], what: str) -> None:
+    def until(self, there: Callable[[], Any], what: str, seconds: float = 120) -> None:
         """Wait until something is so."""
-        end = time.monotonic() + 120
+        end = time.monotonic() + seconds
         while not there():
             assert time.monotonic() < end, f"no {what}\n{self.said()}"
             assert self.process.poll() is None, self.said()
@@ -71,8 +74,8 @@ def server() -> Iterator[ApiServer]:
 def start(server: ApiServer, tmp_path: Path) -> Iterator[Callable[..., Process]]:
     started: list[Process] = []
 
-    def begin(*arguments: str) -> Process:
-        started.append(Process(server, tmp_path, *arguments))
+    def begin(*arguments: str, **more: Any) -> Process:
+        started.append(Process(server, tmp_path, *arguments, **more))
         return started[-1]
 
     yield begin
@@ -218,3 +221,50 @@ def test_one_that_cannot_renew_its_lease_ends(server: ApiServer, start: Callable
     server.stop()
     assert operator.process.wait(120) == 1
     assert "no longer holds the lease system/operator, and ends" in operator.said()
+
+
+# -- Memory
+
+TRACED = """
+import gc, signal, tracemalloc
+
+def say(*_):
+    gc.collect()
+    print("holds", tracemalloc.get_traced_memory()[0], flush=True)
+
+signal.signal(signal.SIGUSR1, say)
+tracemalloc.start(1)
+from partway.cli import app
+app()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_rounds_of_200_jobs_leave_nothing_in_memory(server: ApiServer, start: Callable[..., Process]):
+    """The first two rounds have the client make what it makes once, and the third and fourth are as the second."""
+
+    def ended(pod: dict[str, Any]) -> None:
+        state = {"terminated": {"exitCode": 0, "finishedAt": "2026-01-01T00:00:00Z"}}
+        pod["status"] = {"phase": "Succeeded", "containerStatuses": [{"name": "main", "state": state}]}
+
+    server.made = ended
+    operator = start(program=("-c", TRACED))
+    operator.until_well()
+    holds: list[int] = []
+    for number in range(4):
+        names = [f"many-{number}-{i}" for i in range(200)]
+        for name in names:
+            server.put(JOBS, a_job(workers=8, name=name))
+        operator.until(lambda: set(server.phases().values()) == {"Succeeded"}, "success of all jobs", 300)
+        for name in names:
+            server.remove(JOBS, name)
+        asked = -1
+        while asked != len(server.requests):  # until it has seen that they are gone
+            asked = len(server.requests)
+            time.sleep(2)
+        operator.process.send_signal(signal.SIGUSR1)
+        operator.until(lambda: len(re.findall(r"holds (\d+)", operator.said())) > len(holds), "figure")  # noqa: B023
+        holds = [int(each) for each in re.findall(r"holds (\d+)", operator.said())]
+    sys.stdout.write(f"MB of Python objects after each round: {[round(each / 1e6, 2) for each in holds]}\n")
+    assert max(holds[1:]) - min(holds[1:]) < 500_000

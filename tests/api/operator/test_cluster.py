@@ -48,7 +48,9 @@ def test_what_has_the_name_and_is_not_the_jobs_is_another_s(
         cluster.make(kind, body_of(kind, job))
 
 
-def test_an_object_of_an_earlier_job_of_this_name_is_another_s(server: ApiServer, cluster: Cluster, job: dict[str, Any]):
+def test_an_object_of_an_earlier_job_of_this_name_is_another_s(
+    server: ApiServer, cluster: Cluster, job: dict[str, Any]
+):
     earlier = {**job, "metadata": {**job["metadata"], "uid": "earlier"}}
     cluster.make("pod", body_of("pod", earlier))
     with pytest.raises(NameTakenError, match=r"belongs to PartwayJob job \(uid earlier\)"):
@@ -89,7 +91,9 @@ def test_a_status_is_written_over_the_one_that_was_read(server: ApiServer, clust
         cluster.write_status(written, {"phase": "Running"})
 
 
-def test_jobs_and_their_objects_are_read_in_all_namespaces_or_in_one(server: ApiServer, cluster: Cluster, job: dict[str, Any]):
+def test_jobs_and_their_objects_are_read_in_all_namespaces_or_in_one(
+    server: ApiServer, cluster: Cluster, job: dict[str, Any]
+):
     other = a_job(name="other")
     other["metadata"]["namespace"] = "elsewhere"
     server.put(JOBS, other)

@@ -441,3 +441,28 @@ def test_whatever_happens_it_comes_to_rest_and_has_no_pod_too_many(
         over = world.phase if world.status.get("completionTime") else ""
     world.settle(60)
     assert world.phase == over or not over
+
+
+def test_the_time_of_a_condition_changes_only_where_its_status_does():
+    world = World(a_job()).running()
+    begun = {each["type"]: each for each in world.status["conditions"]}
+
+    def end(code: int) -> dict[str, Any]:
+        world.now += 100
+        world.end("job-worker-0", code)
+        world.rest()
+        return world.condition("Restarting")
+
+    first, second = end(137), end(3)
+    assert first["message"] != second["message"]
+    assert first["lastTransitionTime"] == second["lastTransitionTime"]
+    assert world.condition("Created") == begun["Created"]
+    stopped = world.condition("Running")
+    assert stopped["lastTransitionTime"] == first["lastTransitionTime"] > begun["Running"]["lastTransitionTime"]
+    world.now += 100
+    world.running()
+    assert world.condition("Running")["lastTransitionTime"] > stopped["lastTransitionTime"]
+    assert world.condition("Restarting")["lastTransitionTime"] == world.condition("Running")["lastTransitionTime"]
+    for each in world.status["conditions"]:
+        assert each["reason"].isidentifier()
+        assert each["message"]
