@@ -115,11 +115,17 @@ def told(text: str) -> None:
 # -- End to end
 
 
-def test_a_job_of_one_worker(cluster: Kubernetes):
+def test_a_job_of_one_worker(cluster: Kubernetes, tmp_path: Path):
     began = time.monotonic()
-    code = "import os, time; print(sorted(name for name in os.environ if name.startswith('MS_'))); time.sleep(1)"
+    code = f"""
+import os, time
+print(sorted(name for name in os.environ if name.startswith('MS_')))
+while not os.path.exists({str(tmp_path / "end")!r}):
+    time.sleep(0.1)
+"""
     cluster.apply(alone("one", code=code))
     cluster.until_phase("one", "Running")
+    (tmp_path / "end").touch()
     told(f"one worker: {time.monotonic() - began:.1f} s from apply to Running")
     cluster.until_phase("one", "Succeeded")
     assert cluster.log("one-worker-0") == "[]\n"
@@ -588,10 +594,12 @@ def test_an_operator_of_one_namespace_serves_it_and_may_do_nothing_in_others(clu
     cluster.kubectl("create", "namespace", "here")
     cluster.install("--namespace", "here-system", "--watch", "here")
     lease = ["--lease", "here-system/partway-operator", "--namespace", "here"]
+    cluster.kill("operator", signal.SIGTERM)  # so that the other one serves
     cluster.start_operator("operator-here", *lease, namespace="here-system")
     try:
         cluster.kubectl("-n", "here", "apply", "-f", "-", given=alone("own", code="pass"))
-        cluster.until(lambda: "holds the lease" in (cluster.folder / "operator-here.log").read_text(), "lease")
+        phase = ["-n", "here", "get", "pwj", "own", "-o", "jsonpath={.status.phase}"]
+        cluster.until(lambda: cluster.kubectl(*phase) == "Succeeded", "success")
 
         def may(verb: str, kind: str, namespace: str) -> bool:
             account = "system:serviceaccount:here-system:partway-operator"
@@ -611,6 +619,7 @@ def test_an_operator_of_one_namespace_serves_it_and_may_do_nothing_in_others(clu
             assert said.strip() == "no"
     finally:
         cluster.kill("operator-here", signal.SIGTERM)
+        cluster.start_operator()
         cluster.kubectl("delete", "namespace", "here", "here-system", "--wait=false")
 
 
