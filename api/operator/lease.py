@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from kubernetes import client
 from kubernetes.leaderelection import electionconfig, leaderelection
@@ -29,7 +29,7 @@ class _Lock:
     def __init__(self, name: str, namespace: str, identity: str) -> None:
         self.name, self.namespace, self.identity = name, namespace, identity
         self._lock = LeaseLock(name, namespace, identity)
-        self._lock.api_instance = Timed(client.CoordinationV1Api(), _DEADLINE / 2)
+        self._lock.api_instance = cast(Any, Timed(client.CoordinationV1Api(), _DEADLINE / 2))
         self.trouble = "not asked for yet"
 
     def get(self, name: str, namespace: str) -> tuple[bool, Any]:

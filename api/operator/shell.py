@@ -226,7 +226,7 @@ async def _run(cluster: Cluster, namespaces: tuple[str, ...], lease: str | None,
         loop.add_signal_handler(number, over.set)
     operator = Operator(cluster)
     watches = [
-        _watch(cluster, kind, namespace, partial(loop.call_soon_threadsafe, operator.touch))
+        _watch(cluster, kind, namespace, lambda *job: loop.call_soon_threadsafe(operator.touch, *job))
         for namespace in namespaces or (None,)
         for kind in (PLURAL, "pods", "services")
     ]
