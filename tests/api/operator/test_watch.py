@@ -112,8 +112,8 @@ def test_a_watch_that_ends_goes_on_from_the_last_version_without_another_list():
     "end", [Answer({"type": "ERROR", "object": {"code": 410}}), Answer(breaks=True), RefusedError(500)]
 )
 def test_after_whatever_ends_it_there_is_another_list(end: Answer | Exception):
-    server = Server(listed("a"), end, listed("a", "made meanwhile"), Answer())
-    assert server.run() == ["a", "a", "made meanwhile"]
+    server = Server(listed("a"), Answer(event("ADDED", "b", "9")), end, listed("b", "made meanwhile"), Answer())
+    assert server.run() == ["a", "b", "b", "made meanwhile"]
     assert server.watch.trouble == ""
 
 
