@@ -209,12 +209,16 @@ def scale(
 def manifests(
     namespace: Annotated[str, typer.Option(help="where the operator runs")] = "partway-system",
     image: Annotated[str, typer.Option(help="its image, as api/operator/Dockerfile makes it")] = "partway-operator",
+    watch: Annotated[
+        list[str] | None,
+        typer.Option(help="serve the jobs of this namespace, with rights in it alone [all]; may be repeated"),
+    ] = None,
 ) -> None:
     """Print what installs the operator: kubectl apply -f <(partway operator manifests)."""
     from partway.operator import manifests as written
 
     try:
-        typer.echo(written.text(written.installation(namespace, image)), nl=False)
+        typer.echo(written.text(written.installation(namespace, image, watch or ())), nl=False)
     except PartwayError as error:
         typer.echo(f"partway operator manifests: {error}", err=True)
         raise typer.Exit(2) from None
@@ -270,9 +274,9 @@ def run_operator(
         str | None, typer.Option(help="NAMESPACE/NAME of a Lease: the operator that holds it works")
     ] = None,
     health: Annotated[
-        str | None, typer.Option(help="where to answer that it lives: http://0.0.0.0:8080/healthz")
+        str | None, typer.Option(help="where to answer that it works: http://0.0.0.0:8080/healthz")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="log what kopf does")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="log what it watches")] = False,
 ) -> None:
     """Be the operator: what its Deployment runs. Outside of a cluster it uses your kubeconfig."""
     import logging
@@ -280,9 +284,8 @@ def run_operator(
     from partway.operator import shell
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("partway.operator").setLevel(logging.INFO)
-    if debug:
-        logging.getLogger("kopf").setLevel(logging.DEBUG)
+    logging.getLogger("urllib3").setLevel(logging.ERROR)  # each try; the operator says what failed
+    logging.getLogger("partway.operator").setLevel(logging.DEBUG if debug else logging.INFO)
     try:
         shell.run(tuple(namespace or ()), lease, health)
     except PartwayError as error:

@@ -31,6 +31,7 @@ api/test_bad_input.py                  api: checks request; api/annotations: nam
 api/test_context.py                    api/options: algo base fields in_force parallel refusals
 ecosystem/test_one_behaviour.py        api: state_dicts
 ecosystem/test_around.py               runtime: split_operators
+ecosystem/test_kubernetes_outages.py   api/operator: lease
 ecosystem/test_resume.py               api: resume
 ecosystem/test_checkpoints.py          api/checkpoints: contents manifest progress ranks
 ecosystem/test_pretrained.py           api/checkpoints: pretrained

@@ -48,15 +48,18 @@ _STATUS = {
         "workers": {"type": "integer"},
         "size": {"type": "integer"},
         "selector": {"type": "string"},
+        "secret": {"type": "string"},
         "replicaStatuses": {
             "type": "object",
             "additionalProperties": {"type": "object", "additionalProperties": {"type": "integer"}},
         },
         "conditions": {
             "type": "array",
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["type"],
             "items": {
                 "type": "object",
-                "required": ["type", "status"],
+                "required": ["type", "status", "reason", "message", "lastTransitionTime"],
                 "properties": {
                     "type": {"type": "string"},
                     "status": {"type": "string", "enum": ["True", "False", "Unknown"]},
@@ -91,7 +94,7 @@ def definition() -> dict[str, Any]:
             "scope": "Namespaced",
             "names": {
                 "kind": KIND, "listKind": f"{KIND}List", "plural": PLURAL, "singular": KIND.lower(),
-                "shortNames": [SHORT],
+                "shortNames": [SHORT], "categories": ["all"],
             },
             "versions": [
                 {

@@ -29,8 +29,13 @@ class Make:
 
 
 @dataclass(frozen=True)
+class MakeSecret:
+    """Make the secret that the processes share, and write its name into the status."""
+
+
+@dataclass(frozen=True)
 class MakeService:
-    """Make the headless service by which the scheduler is found, and the secret that the processes share."""
+    """Make the headless service by which the scheduler is found."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +48,10 @@ class Delete:
 
 @dataclass(frozen=True)
 class DeleteService:
-    """Delete the scheduler's service."""
+    """Delete the scheduler's service, if it is still that one."""
 
     name: str
+    uid: str
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,22 @@ class Tell:
     warning: bool
 
 
-Action = Make | MakeService | Delete | DeleteService | DeleteJob | Tell
+Action = Make | MakeSecret | MakeService | Delete | DeleteService | DeleteJob | Tell
+
+
+@dataclass(frozen=True)
+class Hindrance:
+    """Why something could not be made, the last time it was tried.
+
+    refused    what the API server says
+    taken      whose names it has
+    """
+
+    refused: str = ""
+    taken: str = ""
+
+
+UNHINDERED = Hindrance()
 
 
 @dataclass(frozen=True)
@@ -75,26 +96,28 @@ class Decision:
 
 
 def decide(
-    job: Mapping[str, Any], pods: Sequence[Pod], services: Sequence[str], now: float, refused: str = ""
-) -> Decision:
+    job: Mapping[str, Any], pods: Sequence[Pod], services: Mapping[str, str], now: float,
+    hindrance: Hindrance = UNHINDERED,
+) -> Decision:  # fmt: skip
     """What is to be done for `job`, an object of the API.
 
-    pods       those that it owns
-    services   the names of those that it owns
-    now        seconds since 1970
-    refused    why the API server did not take what was made for it last, if it did not
+    pods         those that it owns
+    services     those that it owns: uids by name
+    now          seconds since 1970
+    hindrance    why not all that it needs could be made
     """
     before = Status.of(job.get("status"))
     if job["metadata"].get("deletionTimestamp"):
         return Decision(before)  # all that belongs to it goes with it
-    found = _decided(job, before, pods, services, now, refused)
+    found = _decided(job, before, pods, services, now, hindrance)
     status = replace(found.status, generation=job["metadata"].get("generation", 0))
-    return replace(found, status=status, actions=(*found.actions, *_told(before, status)))
+    return replace(found, status=status, actions=(*_told(before, status), *found.actions))
 
 
 def _decided(
-    job: Mapping[str, Any], before: Status, pods: Sequence[Pod], services: Sequence[str], now: float, refused: str
-) -> Decision:
+    job: Mapping[str, Any], before: Status, pods: Sequence[Pod], services: Mapping[str, str], now: float,
+    hindrance: Hindrance,
+) -> Decision:  # fmt: skip
     spec, problems = parsed(job)
     invalid = (failed := before.condition("Failed")) is not None and failed.holds and failed.reason == "InvalidSpec"
     if before.over and not (invalid and before.generation != job["metadata"].get("generation", 0)):
@@ -113,13 +136,14 @@ def _decided(
         return _suspended(status, pods, now)
     if status.holds("Suspended"):
         status = status.having("Suspended", False, "Resumed", "the job goes on", now)
-    return _Course(job, spec, status, pods, services, now, refused).decided()
+    return _Course(job, spec, status, pods, services, now, hindrance).decided()
 
 
 def _suspended(status: Status, pods: Sequence[Pod], now: float) -> Decision:
     message = "the job waits, without pods (runPolicy.suspend)"
-    if status.condition("Running") is not None:
-        status = status.having("Running", False, "Suspended", message, now)
+    for other in ("Running", "Conflict"):
+        if status.condition(other) is not None:
+            status = status.having(other, False, "Suspended", message, now)
     status = status.having("Suspended", True, "Suspended", message, now)
     next_attempt = status.attempt + 1 if status.start is not None else status.attempt
     status = replace(
@@ -130,8 +154,9 @@ def _suspended(status: Status, pods: Sequence[Pod], now: float) -> Decision:
 
 
 def _over(
-    job: Mapping[str, Any], spec: Spec | None, status: Status, pods: Sequence[Pod], services: Sequence[str], now: float
-) -> Decision:
+    job: Mapping[str, Any], spec: Spec | None, status: Status, pods: Sequence[Pod], services: Mapping[str, str],
+    now: float,
+) -> Decision:  # fmt: skip
     """Of a job that is over: what is left of it goes."""
     status = replace(status, replicas=_counts(pods), ready=_ready(pods, len(pods)))
     if spec is None:
@@ -140,7 +165,7 @@ def _over(
     actions: tuple[Action, ...] = ()
     if policy.cleanPodPolicy != "None":
         gone = _deleted([pod for pod in pods if policy.cleanPodPolicy == "All" or not pod.ended])
-        actions = (*gone, *(DeleteService(name) for name in services))
+        actions = (*gone, *(DeleteService(name, uid) for name, uid in services.items()))
     if policy.ttlSecondsAfterFinished is None or status.end is None:
         return Decision(status, actions)
     left = status.end + policy.ttlSecondsAfterFinished - now
@@ -158,11 +183,11 @@ class _Course:
     """A decision for a job that is to run."""
 
     def __init__(
-        self, job: Mapping[str, Any], spec: Spec, status: Status, pods: Sequence[Pod], services: Sequence[str],
-        now: float, refused: str,
+        self, job: Mapping[str, Any], spec: Spec, status: Status, pods: Sequence[Pod], services: Mapping[str, str],
+        now: float, hindrance: Hindrance,
     ) -> None:  # fmt: skip
         self._name, self._spec, self._pods = job["metadata"]["name"], spec, pods
-        self._services, self._now, self._refused = services, now, refused
+        self._services, self._now, self._hindrance = services, now, hindrance
         self._status = status
         self._by_name = {pod.name: pod for pod in pods}
         self._again: list[float] = []
@@ -331,9 +356,11 @@ class _Course:
             lacking = []  # new ones would find the scheduler of the attempt before, which ends
         if lacking and not self._is_past(self._not_before()):
             lacking = [each for each in lacking if not self._is_delayed(each[0])]
-        if self._spec.count(SCHEDULER) and (not self._services or (lacking and not self._pods)):
+        if self._spec.count(SCHEDULER) and not self._status.secret:
+            yield MakeSecret()
+        if self._spec.count(SCHEDULER) and not self._services:
             yield MakeService()
-        if self._refused:
+        if self._hindrance != UNHINDERED:
             self._again.append(_DELAY)
         yield from (Make(role, index, self._attempt(name)) for name, role, index in lacking)
 
@@ -367,20 +394,29 @@ class _Course:
             status = status.having("Running", True, "JobRunning", f"{len(up)} of {total} pods run", self._now)
             if status.condition("Restarting") is not None:
                 status = status.having("Restarting", False, "JobRunning", "the pods run again", self._now)
-        elif self._refused or troubles:
-            reason = "PodRefused" if self._refused else "PodPending"
-            message = self._refused or "; ".join(troubles[:3])
+        elif self._hindrance.refused or troubles:
+            reason = "PodRefused" if self._hindrance.refused else "PodPending"
+            message = self._hindrance.refused or "; ".join(troubles[:3])
             status = status.having("Running", False, reason, message, self._now)
         elif status.condition("Running") is not None:
             status = status.having("Running", False, "PodsMissing", f"{len(up)} of {total} pods run", self._now)
+        if self._hindrance.taken:
+            status = status.having("Conflict", True, "NameTaken", self._hindrance.taken, self._now)
+        elif status.holds("Conflict") and self._is_whole():
+            status = status.having("Conflict", False, "NameFree", "the job has all that it needs", self._now)
         again = status.holds("Restarting") or status.attempt > 0
         phase = "Running" if runs else "Restarting" if again else "Created"
         return replace(status, phase=phase, ready=_ready(current, total), replicas=_counts(self._pods))
 
+    def _is_whole(self) -> bool:
+        """Whether all that the job needs is there."""
+        served = self._spec.count(SCHEDULER) == 0 or len(self._services) > 0
+        return served and all(name in self._by_name for name, _, _ in self._wanted())
+
     def _ended(self, well: bool, reason: str, message: str) -> Decision:
         """The job is over."""
         kind, status = "Succeeded" if well else "Failed", self._status
-        for other in ("Running", "Restarting"):
+        for other in ("Running", "Restarting", "Conflict"):
             if status.condition(other) is not None:
                 status = status.having(other, False, reason, message, self._now)
         status = status.having(kind, True, reason, message, self._now)
@@ -432,7 +468,8 @@ def _told(before: Status, after: Status) -> Iterator[Tell]:
         old = before.condition(each.kind)
         again = each.kind == "Restarting" and after.restarts > before.restarts
         refused = each.kind == "Running" and not each.holds and each.reason in ("PodRefused", "PodPending")
+        refused = refused or (each.kind == "Conflict" and each.holds)
         turned = old is None or old.holds != each.holds
         if (each.holds and (turned or again)) or (refused and (old is None or old.message != each.message)):
-            wrong = each.kind in ("Failed", "Invalid", "Restarting")
+            wrong = each.kind in ("Failed", "Invalid", "Restarting", "Conflict")
             yield Tell(each.reason, each.message, warning=wrong or refused)

@@ -15,13 +15,12 @@ from partway.strategy import RuntimeStateError
 
 _NAME = "partway-operator"
 _PORT = 8080
-_GROUPS = {
+_JOBS = {  # what it needs where jobs are: by API group and resource, the verbs
     "": {
         "pods": "create delete list watch", "services": "create delete list watch", "secrets": "create",
         "events": "create",
     },
     GROUP: {PLURAL: "get list watch delete", f"{PLURAL}/status": "update"},
-    "coordination.k8s.io": {"leases": "get create update"},
 }  # fmt: skip
 
 
@@ -41,16 +40,23 @@ def text(objects: Sequence[Mapping[str, Any]]) -> str:
     return written
 
 
-def installation(namespace: str, image: str) -> list[dict[str, Any]]:
-    """All that installs the operator: the definitions, its account, the least that it may do, and its Deployment."""
-    account = {"kind": "ServiceAccount", "name": _NAME, "namespace": namespace}
+def installation(namespace: str, image: str, watched: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """All that installs the operator: the definition, its account, the least that it may do, and its Deployment.
+
+    namespace    where it runs
+    watched      the namespaces whose jobs it serves, which are there already: it may do something in these alone;
+                 none: all namespaces
+    """
+    args = ["operator", "run", "--lease", f"{namespace}/{_NAME}", "--health", f"http://0.0.0.0:{_PORT}/healthz"]
+    probe = {"httpGet": {"path": "/healthz", "port": _PORT}, "periodSeconds": 10}
     container = {
         "name": "operator",
         "image": image,
-        "args": ["operator", "run", "--lease", f"{namespace}/{_NAME}", "--health", f"http://0.0.0.0:{_PORT}/healthz"],
+        "args": [*args, *(f"--namespace={each}" for each in watched)],
         "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "512Mi"}},
         "securityContext": SECURITY,
-        "livenessProbe": {"httpGet": {"path": "/healthz", "port": _PORT}, "initialDelaySeconds": 10},
+        "readinessProbe": probe,
+        "livenessProbe": {**probe, "failureThreshold": 30},  # it mends itself first: an API server may be away
         "env": [{"name": "HOME", "value": "/tmp"}],
         "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
     }  # fmt: skip
@@ -65,19 +71,8 @@ def installation(namespace: str, image: str) -> list[dict[str, Any]]:
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}},
         definition(),
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": _NAME, "namespace": namespace}},
-        {
-            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRole", "metadata": {"name": _NAME},
-            "rules": [
-                {"apiGroups": [group], "resources": [resource], "verbs": verbs.split()}
-                for group, resources in _GROUPS.items()
-                for resource, verbs in resources.items()
-            ],
-        },
-        {
-            "apiVersion": "rbac.authorization.k8s.io/v1", "kind": "ClusterRoleBinding", "metadata": {"name": _NAME},
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": _NAME},
-            "subjects": [account],
-        },
+        *_allowed(namespace, f"{_NAME}-lease", _lease_rules(), namespace),
+        *(each for where in watched or (None,) for each in _allowed(where, _NAME, _job_rules(), namespace)),
         {
             "apiVersion": "apps/v1", "kind": "Deployment",
             "metadata": {"name": _NAME, "namespace": namespace, "labels": labels},
@@ -85,6 +80,35 @@ def installation(namespace: str, image: str) -> list[dict[str, Any]]:
                 "replicas": 1, "selector": {"matchLabels": labels},
                 "template": {"metadata": {"labels": labels}, "spec": pod},
             },
+        },
+    ]  # fmt: skip
+
+
+def _job_rules() -> list[dict[str, Any]]:
+    return [
+        {"apiGroups": [group], "resources": [resource], "verbs": verbs.split()}
+        for group, resources in _JOBS.items()
+        for resource, verbs in resources.items()
+    ]
+
+
+def _lease_rules() -> list[dict[str, Any]]:
+    """Make leases, and use the operator's own."""
+    lease = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
+    return [{**lease, "verbs": ["create"]}, {**lease, "resourceNames": [_NAME], "verbs": ["get", "update"]}]
+
+
+def _allowed(where: str | None, name: str, rules: list[dict[str, Any]], namespace: str) -> list[dict[str, Any]]:
+    """A role and its binding to the operator's account: of one namespace, or of the cluster where that is None."""
+    kind = "ClusterRole" if where is None else "Role"
+    metadata = {"name": name, **({} if where is None else {"namespace": where})}
+    account = {"kind": "ServiceAccount", "name": _NAME, "namespace": namespace}
+    group = "rbac.authorization.k8s.io"
+    return [
+        {"apiVersion": f"{group}/v1", "kind": kind, "metadata": metadata, "rules": rules},
+        {
+            "apiVersion": f"{group}/v1", "kind": f"{kind}Binding", "metadata": metadata,
+            "roleRef": {"apiGroup": group, "kind": kind, "name": name}, "subjects": [account],
         },
     ]  # fmt: skip
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from partway.operator.spec import GROUP, SCHEDULER, SERVER, WORKER
 
-JOB, ROLE, INDEX, ATTEMPT = (f"{GROUP}/{name}" for name in ("job", "role", "index", "attempt"))  # labels
+_LABELS = ("job", "job-uid", "role", "index", "attempt")
+JOB, UID, ROLE, INDEX, ATTEMPT = (f"{GROUP}/{name}" for name in _LABELS)
 KINDS = {SCHEDULER: "scheduler", SERVER: "ps", WORKER: "worker"}
 _BEGINNING = frozenset({"ContainerCreating", "PodInitializing"})  # reasons to wait that are none
 
@@ -107,6 +108,7 @@ class Status:
     attempts     of pods that were started again alone: how often
     complete     whether all pods of this attempt were there
     size         how many workers this attempt was made for
+    secret       the name of the secret that was made for its processes
     replicas     by role: how many pods are active, ready, succeeded, failed
     """
 
@@ -122,6 +124,7 @@ class Status:
     complete: bool = False
     size: int = 0
     selector: str = ""
+    secret: str = ""
     replicas: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()
 
@@ -157,7 +160,7 @@ class Status:
             seconds_of(kept.get("startTime")), seconds_of(kept.get("completionTime")),
             seconds_of(kept.get("lastRestartTime")), kept.get("restarts", 0), kept.get("attempt", 0),
             dict(kept.get("attempts") or {}), kept.get("complete", False), kept.get("size", 0),
-            kept.get("selector", ""), kept.get("replicaStatuses") or {},
+            kept.get("selector", ""), kept.get("secret", ""), kept.get("replicaStatuses") or {},
             tuple(
                 Condition(
                     each["type"], each["status"] == "True", each.get("reason", ""), each.get("message", ""),
@@ -175,6 +178,7 @@ class Status:
             "lastRestartTime": text_of(self.restarted), "restarts": self.restarts, "attempt": self.attempt,
             "attempts": dict(self.attempts), "complete": self.complete, "size": self.size,
             "workers": (self.replicas.get(WORKER) or {}).get("active", 0), "selector": self.selector,
+            "secret": self.secret,
             "replicaStatuses": {role: dict(counts) for role, counts in self.replicas.items()},
             "conditions": [
                 {
@@ -187,11 +191,14 @@ class Status:
         return {name: value for name, value in found.items() if value not in (None, "")}
 
 
+def is_owned(found: Mapping[str, Any], uid: str) -> bool:
+    """Whether an object belongs to the job of this uid. A name or a label says nothing: anybody may give them."""
+    return any(owner.get("uid") == uid for owner in found["metadata"].get("ownerReferences") or ())
+
+
 def pods_of(objects: Iterable[Mapping[str, Any]], uid: str) -> tuple[Pod, ...]:
     """The pods that a job owns, by name."""
-    owned = [
-        each for each in objects if any(o.get("uid") == uid for o in each["metadata"].get("ownerReferences") or ())
-    ]
+    owned = [each for each in objects if is_owned(each, uid)]
     return tuple(sorted((pod for each in owned if (pod := Pod.of(each)) is not None), key=lambda pod: pod.name))
 
 

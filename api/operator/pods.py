@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from partway.operator.observed import ATTEMPT, INDEX, JOB, KINDS, ROLE, name_of
+from partway.operator.observed import ATTEMPT, INDEX, JOB, KINDS, ROLE, UID, name_of
 from partway.operator.spec import API, KIND, SCHEDULER, SERVER, WORKER, Spec
 
 TLS = "/etc/partway/tls"
@@ -26,11 +26,6 @@ def service_name(job: str) -> str:
     return f"{job}-scheduler"
 
 
-def secret_name(job: str) -> str:
-    """That of the secret that the processes of a job share."""
-    return f"{job}-secret"
-
-
 def service(job: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
     """The headless service of the scheduler. Its pod is found before it is ready: it is ready when others have come."""
     name = job["metadata"]["name"]
@@ -41,18 +36,22 @@ def service(job: Mapping[str, Any], spec: Spec) -> dict[str, Any]:
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": {JOB: name, ROLE: KINDS[SCHEDULER]},
+            "selector": {JOB: name, UID: job["metadata"]["uid"], ROLE: KINDS[SCHEDULER]},
             "ports": [{"name": "scheduler", "port": spec.schedulerPort}],
         },
     }
 
 
 def secret(job: Mapping[str, Any]) -> dict[str, Any]:
-    """A new secret for the processes of a job: only those that have it may join."""
+    """A new secret for the processes of a job: only those that have it may join. The API server adds to its name, which
+    so is never that of a secret that somebody else has made."""
+    metadata = _metadata(job, "", {})
+    del metadata["name"]
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": _metadata(job, secret_name(job["metadata"]["name"]), {}),
+        "metadata": {**metadata, "generateName": f"{job['metadata']['name']}-secret-"},
+        "immutable": True,
         "stringData": {"secret": secrets.token_hex(32)},
     }
 
@@ -87,21 +86,21 @@ def pod(job: Mapping[str, Any], spec: Spec, role: str, index: int, attempt: str)
     has = {each.get("name") for each in main.get("env") or ()}
     main["env"] = [
         *(main.get("env") or []),
-        *(each for each in _variables(name, spec, role, index) if each["name"] not in has),
+        *(each for each in _variables(job, spec, role, index) if each["name"] not in has),
     ]
     if spec.count(SCHEDULER):
         main.setdefault("readinessProbe", _probe(spec, role))
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": body}
 
 
-def _variables(name: str, spec: Spec, role: str, index: int) -> list[dict[str, Any]]:
+def _variables(job: Mapping[str, Any], spec: Spec, role: str, index: int) -> list[dict[str, Any]]:
     """The variables of a process. A job of one worker and nobody else has none of the scheduler's."""
     found = {"HOME": "/tmp"}
     if spec.count(SCHEDULER) == 0:
         return [{"name": key, "value": value} for key, value in found.items()]
     found |= {
-        "MS_ROLE": _ROLES[role], "MS_SCHED_HOST": service_name(name), "MS_SCHED_PORT": str(spec.schedulerPort),
-        "MS_WORKER_NUM": str(spec.count(WORKER)), "PARTWAY_READY_FILE": READY,
+        "MS_ROLE": _ROLES[role], "MS_SCHED_HOST": service_name(job["metadata"]["name"]),
+        "MS_SCHED_PORT": str(spec.schedulerPort), "MS_WORKER_NUM": str(spec.count(WORKER)), "PARTWAY_READY_FILE": READY,
     }  # fmt: skip
     if spec.count(SERVER):
         found["MS_SERVER_NUM"] = str(spec.count(SERVER))
@@ -109,7 +108,7 @@ def _variables(name: str, spec: Spec, role: str, index: int) -> list[dict[str, A
         found["MS_NODE_ID"] = str(index)
     if spec.recovers:
         found["MS_ENABLE_RECOVERY"] = "1"
-    key = {"secretKeyRef": {"name": secret_name(name), "key": "secret"}}
+    key = {"secretKeyRef": {"name": job["status"]["secret"], "key": "secret"}}
     own = {"name": "MS_SCHED_HOST", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}  # its name is known later
     return [
         *(
@@ -131,8 +130,10 @@ def _metadata(job: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> d
         "apiVersion": API, "kind": KIND, "name": job["metadata"]["name"], "uid": job["metadata"]["uid"],
         "controller": True, "blockOwnerDeletion": True,
     }  # fmt: skip
+    own = {JOB: job["metadata"]["name"], UID: job["metadata"]["uid"], "app.kubernetes.io/managed-by": "partway"}
     return {
-        "name": name, "namespace": job["metadata"]["namespace"],
-        "labels": {**labels, JOB: job["metadata"]["name"], "app.kubernetes.io/managed-by": "partway"},
+        "name": name,
+        "namespace": job["metadata"]["namespace"],
+        "labels": {**labels, **own},
         "ownerReferences": [owner],
-    }  # fmt: skip
+    }

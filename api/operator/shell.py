@@ -1,5 +1,5 @@
-"""The operator as a process: kopf watches jobs, pods and services, and says which job is to be looked at; decision.py
-says what is to be done, and this does it by the Kubernetes client.
+"""The operator as a process: watches of jobs, pods and services say which job is to be looked at; decision.py says what
+is to be done, and this does it by the Kubernetes client.
 
 A job is read, decided on and written anew each time, and by one task at a time; what happens meanwhile has it looked at
 once more. Nothing is remembered that a new process would need.
@@ -8,32 +8,34 @@ once more. Nothing is remembered that a new process would need.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
-import secrets
-import socket
-import threading
+import signal
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from partway.operator import pods
+from partway.operator.cluster import ChangedError, Cluster, NameTakenError
 from partway.operator.decision import (
+    UNHINDERED,
     Action,
     Decision,
     Delete,
     DeleteJob,
     DeleteService,
+    Hindrance,
     Make,
+    MakeSecret,
     MakeService,
     Tell,
     decide,
 )
-from partway.operator.observed import JOB, pods_of, text_of
-from partway.operator.spec import API, GROUP, KIND, PLURAL, VERSION, Spec, parsed
-from partway.strategy import RuntimeStateError
+from partway.operator.health import answering
+from partway.operator.observed import JOB, is_owned, pods_of, text_of
+from partway.operator.spec import API, KIND, PLURAL, Spec, parsed
+from partway.operator.watch import Watch, reason_of
 
 logger = logging.getLogger("partway.operator")
 GATHER = 0.2  # seconds in which the events of a job are taken together
@@ -43,103 +45,12 @@ _WORKERS = 8  # jobs that are looked at at the same time
 Key = tuple[str, str]  # namespace and name
 
 
-class Cluster:
-    """The API of Kubernetes, as far as the operator uses it."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-        self._core, self._custom = client.CoreV1Api(), client.CustomObjectsApi()
-        self.calls = 0
-
-    @classmethod
-    def connected(cls) -> Cluster:
-        """From within a pod, or by the kubeconfig of this user. Raises RuntimeStateError."""
-        try:
-            from kubernetes import client, config
-        except ImportError as error:
-            raise RuntimeStateError("the operator needs Kubernetes' client; pip install 'partway[k8s]'") from error
-        try:
-            config.load_incluster_config()
-        except config.ConfigException:
-            try:
-                config.load_kube_config()
-            except config.ConfigException as error:
-                raise RuntimeStateError(f"no Kubernetes cluster is configured: {error}") from error
-        return cls(client)
-
-    def job(self, namespace: str, name: str) -> dict[str, Any] | None:
-        """A job; None if there is none."""
-        method = self._custom.get_namespaced_custom_object
-        found: dict[str, Any] | None = self._but(404, method, GROUP, VERSION, namespace, PLURAL, name)
-        return found
-
-    def pods(self, namespace: str, name: str) -> list[dict[str, Any]]:
-        """The pods with the label of a job, as JSON has them."""
-        return self._items(self._core.list_namespaced_pod, namespace, name)
-
-    def services(self, namespace: str, name: str) -> list[dict[str, Any]]:
-        """The services with the label of a job."""
-        return self._items(self._core.list_namespaced_service, namespace, name)
-
-    def _items(self, method: Any, namespace: str, name: str) -> list[dict[str, Any]]:
-        self.calls += 1
-        found = method(namespace, label_selector=f"{JOB}={name}", _preload_content=False)
-        items: list[dict[str, Any]] = json.loads(found.data)["items"]
-        return items
-
-    def write_status(self, job: dict[str, Any], status: dict[str, Any]) -> None:
-        """Write the status of a job over the one that was read. Raises ApiException: 409 where another was written."""
-        self.calls += 1
-        metadata = job["metadata"]
-        body = {**job, "status": status}
-        self._custom.replace_namespaced_custom_object_status(
-            GROUP, VERSION, metadata["namespace"], PLURAL, metadata["name"], body
-        )
-
-    def make(self, kind: str, body: dict[str, Any]) -> None:
-        """Make a pod, a service, a secret or an event; nothing to do where it is there."""
-        method = getattr(self._core, f"create_namespaced_{kind}")
-        self._but(409, method, body["metadata"]["namespace"], body, _preload_content=False)
-
-    def delete_pod(self, namespace: str, name: str, uid: str) -> None:
-        """Delete a pod, if it is still that one."""
-        options = self._client.V1DeleteOptions(preconditions=self._client.V1Preconditions(uid=uid))
-        self._but(404, self._core.delete_namespaced_pod, name, namespace, body=options, _preload_content=False)
-
-    def delete_service(self, namespace: str, name: str) -> None:
-        """Delete a service."""
-        self._but(404, self._core.delete_namespaced_service, name, namespace, _preload_content=False)
-
-    def delete_job(self, job: dict[str, Any]) -> None:
-        """Delete a job, with all that belongs to it, if it is still that one."""
-        metadata = job["metadata"]
-        options = self._client.V1DeleteOptions(
-            propagation_policy="Background", preconditions=self._client.V1Preconditions(uid=metadata["uid"])
-        )
-        method = self._custom.delete_namespaced_custom_object
-        self._but(404, method, GROUP, VERSION, metadata["namespace"], PLURAL, metadata["name"], body=options)
-
-    def _but(self, status: int, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """What a call gives; None where it is answered by `status`."""
-        self.calls += 1
-        try:
-            return method(*arguments, **options)
-        except self._client.ApiException as error:
-            if error.status == status:
-                return None
-            raise
-
-    def status_of(self, error: Exception) -> int | None:
-        """With what status the API server has refused something; None if `error` is something else."""
-        return error.status if isinstance(error, self._client.ApiException) else None
-
-
 class Operator:
     """Looks at jobs, each as often as something of it changes."""
 
     def __init__(self, cluster: Cluster, now: Callable[[], float] = time.time) -> None:
         self._cluster, self._now = cluster, now
-        self._refused: dict[Key, str] = {}  # why something that was to be made was not
+        self._hindered: dict[Key, Hindrance] = {}  # why something that was to be made was not
         self._due: dict[Key, asyncio.TimerHandle] = {}
         self._busy: set[Key] = set()
         self._once_more: set[Key] = set()
@@ -180,7 +91,7 @@ class Operator:
         try:
             again = await asyncio.get_running_loop().run_in_executor(self._threads, self.look, *key)
         except Exception as error:  # one job must not stop the others
-            logger.warning("%s/%s: %s; looked at again in %g s", *key, _first_line(error), AGAIN)
+            logger.warning("%s/%s: %s; looked at again in %g s", *key, reason_of(error), AGAIN)
         finally:
             self._busy.discard(key)
             if key in self._once_more:
@@ -197,66 +108,75 @@ class Operator:
         self.looks += 1
         job = self._cluster.job(namespace, name)
         if job is None:
-            self._refused.pop(key, None)
+            self._hindered.pop(key, None)
             return None
         uid = job["metadata"]["uid"]
         own = pods_of(self._cluster.pods(namespace, name), uid)
-        services = [
-            each["metadata"]["name"]
+        services = {
+            each["metadata"]["name"]: each["metadata"]["uid"]
             for each in self._cluster.services(namespace, name)
-            if any(owner["uid"] == uid for owner in each["metadata"].get("ownerReferences") or ())
-        ]
-        decision = decide(job, own, services, self._now(), self._refused.get(key, ""))
+            if is_owned(each, uid)
+        }
+        decision = decide(job, own, services, self._now(), self._hindered.get(key, UNHINDERED))
         status = decision.status.to_api()
-        if status != (job.get("status") or {}):
-            try:
-                self._cluster.write_status(job, status)
-            except Exception as error:
-                if self._cluster.status_of(error) in (404, 409):  # it has changed, or is gone
-                    return 0.0
-                raise
-        return self._carried_out(job, decision)
+        try:
+            if status != (job.get("status") or {}):
+                job = self._cluster.write_status(job, status)
+            return self._carried_out(job, decision)
+        except ChangedError:  # or it is gone
+            return 0.0
 
     def _carried_out(self, job: dict[str, Any], decision: Decision) -> float | None:
         key = job["metadata"]["namespace"], job["metadata"]["name"]
         spec = parsed(job)[0] if decision.actions else None
-        refused = ""
+        refused, taken = "", []
         for action in decision.actions:
             try:
-                self._act(job, spec, action)
+                job = self._act(job, spec, action)
+            except NameTakenError as error:
+                taken.append(str(error))
             except Exception as error:
                 status = self._cluster.status_of(error)
-                if status is None or status >= 500 or not isinstance(action, Make | MakeService):
+                if status is None or status >= 500 or not isinstance(action, Make | MakeSecret | MakeService):
                     raise
                 refused = refused or _refusal(action, error)
-        if refused == self._refused.get(key, ""):
+            else:
+                continue
+            if isinstance(action, MakeSecret | MakeService):
+                break  # no process is to begin without them
+        hindrance = Hindrance(refused, "; ".join(taken[:3]))
+        if hindrance == self._hindered.get(key, UNHINDERED):
             return decision.again
-        if refused:
-            self._refused[key] = refused
-            logger.warning("%s/%s: %s", *key, refused)
+        if hindrance == UNHINDERED:
+            self._hindered.pop(key, None)
         else:
-            self._refused.pop(key, None)
+            self._hindered[key] = hindrance
+            logger.warning("%s/%s: %s", *key, refused or hindrance.taken)
         return 0.0  # the status is to say so
 
-    def _act(self, job: dict[str, Any], spec: Spec | None, action: Action) -> None:
+    def _act(self, job: dict[str, Any], spec: Spec | None, action: Action) -> dict[str, Any]:
+        """Carry out one action. The job as it is then."""
         namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
         match action:
             case Make(role, index, attempt):
                 assert spec is not None
                 self._cluster.make("pod", pods.pod(job, spec, role, index, attempt))
+            case MakeSecret():  # only what was made just now is known to nobody else
+                secret = self._cluster.make_secret(pods.secret(job))
+                return self._cluster.write_status(job, {**job["status"], "secret": secret})
             case MakeService():
                 assert spec is not None
-                self._cluster.make("secret", pods.secret(job))
                 self._cluster.make("service", pods.service(job, spec))
             case Delete(pod, uid):
                 self._cluster.delete_pod(namespace, pod, uid)
-            case DeleteService(service):
-                self._cluster.delete_service(namespace, service)
+            case DeleteService(service, uid):
+                self._cluster.delete_service(namespace, service, uid)
             case DeleteJob():
                 self._cluster.delete_job(job)
             case Tell(reason, message, warning):
                 logger.log(logging.WARNING if warning else logging.INFO, "%s/%s: %s", namespace, name, message)
-                self._cluster.make("event", _event(job, reason, message, warning, self._now()))
+                self._cluster.make_event(_event(job, reason, message, warning, self._now()))
+        return job
 
 
 def _event(job: dict[str, Any], reason: str, message: str, warning: bool, now: float) -> dict[str, Any]:
@@ -275,16 +195,14 @@ def _event(job: dict[str, Any], reason: str, message: str, warning: bool, now: f
 
 def _refusal(action: Action, error: Any) -> str:
     """Why the API server did not take something."""
-    what = f"{action.role} {action.index}" if isinstance(action, Make) else "the service or the secret"
-    try:
-        said = json.loads(error.body)["message"]
-    except (TypeError, ValueError, KeyError):
-        said = f"{error.status} {error.reason}"
-    return f"{what} was refused: {said}"
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    match action:
+        case Make(role, index, _):
+            what = f"{role} {index}"
+        case MakeSecret():
+            what = "the secret"
+        case _:
+            what = "the service"
+    return f"{what} was refused: {reason_of(error)}"
 
 
 def run(namespaces: tuple[str, ...] = (), lease: str | None = None, health: str | None = None) -> None:
@@ -292,62 +210,59 @@ def run(namespaces: tuple[str, ...] = (), lease: str | None = None, health: str 
 
     namespaces   those that it serves; none: all
     lease        NAMESPACE/NAME of a Lease: of several operators the one that holds it works; None: it is alone
-    health       where it answers that it lives, such as http://0.0.0.0:8080/healthz
+    health       where it answers 200, such as http://0.0.0.0:8080/healthz, or 503 with the reason while it cannot watch
+                 jobs, pods or services
 
-    Raises RuntimeStateError where the extra is missing, or no cluster is configured.
+    Raises RuntimeStateError where the extra is missing, no cluster is configured, or nobody can listen at `health`.
     """
-    try:
-        import kopf
-    except ImportError as error:
-        raise RuntimeStateError("the operator needs kopf; pip install 'partway[k8s]'") from error
-    operator = Operator(Cluster.connected())
-    if lease is not None:
-        _lead(lease)
-    registry = kopf.OperatorRegistry()
-    kopf.on.login(registry=registry)(kopf.login_via_client)
-
-    @kopf.on.startup(registry=registry)
-    def settle(settings: kopf.OperatorSettings, **_: Any) -> None:
-        settings.posting.enabled = False  # events are ours
-        settings.scanning.disabled = True  # neither namespaces nor definitions are watched: less to be allowed
-        settings.watching.server_timeout = 300
-
-    @kopf.on.event(GROUP, VERSION, PLURAL, registry=registry)
-    async def job_changed(namespace: str | None, name: str, **_: Any) -> None:
-        operator.touch(namespace or "", name)
-
-    @kopf.on.cleanup(registry=registry)
-    def told(**_: Any) -> None:
-        logger.info("ends after %d looks at jobs, with %d calls of the API server", operator.looks, operator.calls)
-
-    async def part_changed(namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
-        operator.touch(namespace or "", labels[JOB])
-
-    for kind in ("pods", "services"):
-        kopf.on.event("v1", kind, labels={JOB: kopf.PRESENT}, registry=registry)(part_changed)
-    kopf.run(
-        registry=registry, clusterwide=not namespaces, namespaces=namespaces, liveness_endpoint=health, standalone=True
-    )
+    asyncio.run(_run(Cluster.connected(), namespaces, lease, health))
 
 
-def _lead(lease: str) -> None:
-    """Wait until this process holds a Lease. It ends where it cannot hold it any more: another one works then."""
-    from kubernetes.leaderelection import electionconfig, leaderelection
-    from kubernetes.leaderelection.resourcelock.leaselock import LeaseLock
+async def _run(cluster: Cluster, namespaces: tuple[str, ...], lease: str | None, health: str | None) -> None:
+    from partway.operator.lease import Lease
 
-    namespace, _, name = lease.rpartition("/")
-    identity = f"{socket.gethostname()}-{secrets.token_hex(4)}"
-    leads = threading.Event()
+    loop, over, held = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, over.set)
+    operator = Operator(cluster)
+    watches = [
+        _watch(cluster, kind, namespace, lambda *job: loop.call_soon_threadsafe(operator.touch, *job))
+        for namespace in namespaces or (None,)
+        for kind in (PLURAL, "pods", "services")
+    ]
+    candidate = Lease(lease, partial(loop.call_soon_threadsafe, held.set)) if lease is not None else None
 
-    def lost() -> None:
-        logger.error("%s no longer holds the lease %s, and ends", identity, lease)
-        os._exit(1)
+    def trouble() -> str:
+        if candidate is not None and not held.is_set():
+            return candidate.trouble
+        return "\n".join(each.trouble for each in watches if each.trouble)
 
-    config = electionconfig.Config(
-        LeaseLock(name, namespace or "default", identity), lease_duration=15, renew_deadline=10, retry_period=2,
-        onstarted_leading=leads.set, onstopped_leading=lost,
-    )  # fmt: skip
-    threading.Thread(target=leaderelection.LeaderElection(config).run, name="partway lease", daemon=True).start()
-    while not leads.wait(1):  # a signal is heard meanwhile
-        pass
-    logger.info("%s holds the lease %s", identity, lease)
+    async with answering(health, trouble):
+        if candidate is not None:
+            candidate.start()
+            await _first(held, over)
+        if not over.is_set():
+            for each in watches:
+                each.start()
+        await over.wait()
+        for each in watches:
+            each.stop()
+    logger.info("ends after %d looks at jobs, with %d calls of the API server", operator.looks, operator.calls)
+
+
+async def _first(*events: asyncio.Event) -> None:
+    """Wait until one of these is set."""
+    waits = [asyncio.ensure_future(each.wait()) for each in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for each in waits:
+        each.cancel()
+
+
+def _watch(cluster: Cluster, kind: str, namespace: str | None, touch: Callable[[str, str], object]) -> Watch:
+    def changed(metadata: Mapping[str, Any]) -> None:
+        job = metadata["name"] if kind == PLURAL else metadata["labels"][JOB]
+        touch(metadata["namespace"], job)
+
+    missing = "define it: partway operator manifests | kubectl apply -f -" if kind == PLURAL else ""
+    where = f"{kind} of {namespace}" if namespace is not None else kind
+    return Watch(where, cluster.reader(kind, namespace), changed, missing)

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,11 +115,17 @@ def told(text: str) -> None:
 # -- End to end
 
 
-def test_a_job_of_one_worker(cluster: Kubernetes):
+def test_a_job_of_one_worker(cluster: Kubernetes, tmp_path: Path):
     began = time.monotonic()
-    code = "import os, time; print(sorted(name for name in os.environ if name.startswith('MS_'))); time.sleep(1)"
+    code = f"""
+import os, time
+print(sorted(name for name in os.environ if name.startswith('MS_')))
+while not os.path.exists({str(tmp_path / "end")!r}):
+    time.sleep(0.1)
+"""
     cluster.apply(alone("one", code=code))
     cluster.until_phase("one", "Running")
+    (tmp_path / "end").touch()
     told(f"one worker: {time.monotonic() - began:.1f} s from apply to Running")
     cluster.until_phase("one", "Succeeded")
     assert cluster.log("one-worker-0") == "[]\n"
@@ -462,6 +470,168 @@ def test_a_pod_that_the_server_refuses_is_said(cluster: Kubernetes):
     assert 'volumeMounts[0].name: Not found: "data"' in conditions(cluster, "volume")["Running"]["message"]
 
 
+# -- Names that others have
+
+
+def runs_when_free(cluster: Kubernetes, name: str, kind: str, taken: str) -> None:
+    """Nothing was done to the other's, which is said; without it the job runs."""
+    before = cluster.get(kind, taken)
+    cluster.apply(job(name, {"Scheduler": (1, "OnFailure"), "Worker": (1, "OnFailure")}, ["sleep", "600"]))
+    cluster.until(lambda: conditions(cluster, name).get("Conflict", {}).get("status") == "True", "condition")
+    said = (
+        f'{kind} "{taken}" is there and has no owner, so it is not of this job; delete it, or give the job another name'
+    )
+    assert conditions(cluster, name)["Conflict"]["message"] == said
+    assert said in cluster.kubectl("describe", "pwj", name)
+    assert "NameTaken" in reasons(cluster, name)
+    assert cluster.get(kind, taken)["metadata"]["uid"] == before["metadata"]["uid"]
+    assert cluster.get(kind, taken)["spec"] == before["spec"]
+    assert cluster.phase(name) == "Created"
+    cluster.kubectl("delete", kind, taken)
+    cluster.until_phase(name, "Running")
+    assert conditions(cluster, name)["Conflict"]["status"] == "False"
+
+
+def test_a_pod_of_another_is_not_taken_for_its_own(cluster: Kubernetes):
+    labels = {"partway.dev/job": "foreign-pod", "partway.dev/role": "worker", "partway.dev/index": "0"}
+    other = {
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {"name": "foreign-pod-worker-0", "labels": {**labels, "partway.dev/attempt": "0.0"}},
+        "spec": {"containers": [{"name": "main", "image": "local", "command": ["sleep", "600"]}]},
+    }  # fmt: skip
+    cluster.apply(json.dumps(other))
+    cluster.until(lambda: cluster.get("pod", "foreign-pod-worker-0")["status"]["phase"] == "Running", "the other's pod")
+    runs_when_free(cluster, "foreign-pod", "pod", "foreign-pod-worker-0")
+
+
+def test_a_service_of_another_is_not_taken_for_its_own_and_no_pod_begins(cluster: Kubernetes):
+    other = {
+        "apiVersion": "v1", "kind": "Service", "metadata": {"name": "foreign-service-scheduler"},
+        "spec": {"clusterIP": "None", "ports": [{"port": 8118}]},
+    }  # fmt: skip
+    cluster.apply(json.dumps(other))
+    runs_when_free(cluster, "foreign-service", "service", "foreign-service-scheduler")
+
+
+def test_a_secret_whose_value_another_knows_is_not_the_jobs(cluster: Kubernetes):
+    name = "foreign-secret"
+    other = {
+        "apiVersion": "v1", "kind": "Secret", "metadata": {"name": f"{name}-secret"}, "stringData": {"secret": "known"}
+    }  # fmt: skip
+    cluster.apply(json.dumps(other))
+    code = "import os, time; print('known' in os.environ['PARTWAY_JOB_SECRET'], flush=True); time.sleep(600)"
+    roles = {"Scheduler": (1, "OnFailure"), "Worker": (1, "OnFailure")}
+    cluster.apply(job(name, roles, [sys.executable, "-c", code]))
+    cluster.until(lambda: cluster.log(f"{name}-worker-0"), "what the worker says")
+    assert cluster.log(f"{name}-worker-0") == "False\n"
+    own = cluster.status(name)["secret"]
+    assert own.startswith(f"{name}-secret-")
+    (owner,) = cluster.get("secret", own)["metadata"]["ownerReferences"]
+    assert owner["uid"] == cluster.get("pwj", name)["metadata"]["uid"]
+    assert "immutable" in cluster.kubectl(
+        "patch", "secret", own, "--type=merge", "-p", '{"stringData": {"secret": "known"}}', check=False
+    )
+    cluster.kubectl("delete", "secret", f"{name}-secret")
+
+
+# -- What is installed
+
+
+def health(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+    except OSError:
+        return 0, ""
+
+
+def test_the_definition_goes_and_comes_again_under_a_running_operator_and_a_new_one(cluster: Kubernetes):
+    urls = [f"http://127.0.0.1:{free_port()}/healthz" for _ in range(2)]
+    cluster.kill("operator", signal.SIGTERM)
+    cluster.start_operator("operator-1", "--health", urls[0])
+    try:
+        cluster.until(lambda: health(urls[0])[0] == 200, "health")
+        cluster.kubectl("delete", "crd", "partwayjobs.partway.dev")
+        cluster.start_operator("operator-2", "--health", urls[1])
+        for url in urls:
+            cluster.until(lambda url=url: health(url)[0] == 503 and "define it" in health(url)[1], "503")
+        cluster.install()
+        cluster.apply(alone("defined", code="pass"))
+        cluster.until_phase("defined", "Succeeded")
+        for url in urls:
+            cluster.until(lambda url=url: health(url)[0] == 200, "health")
+        cluster.kill("operator-1", signal.SIGTERM)  # each of them serves
+        cluster.apply(alone("again", code="pass"))
+        cluster.until_phase("again", "Succeeded")
+    finally:
+        for name in [each for each in cluster.processes if each.startswith("operator-")]:
+            cluster.kill(name, signal.SIGTERM)
+        cluster.start_operator()
+
+
+def test_an_operator_that_starts_while_the_api_server_is_away_serves_when_that_is_back(cluster: Kubernetes):
+    url = f"http://127.0.0.1:{free_port()}/healthz"
+    cluster.kill("operator", signal.SIGTERM)
+    cluster.kill("server")
+    cluster.start_operator("operator-early", "--health", url)
+    try:
+        cluster.until(lambda: health(url)[0] == 503, "503")
+        cluster.start_server()
+        cluster.apply(alone("early", code="pass"))
+        cluster.until_phase("early", "Succeeded")
+        cluster.until(lambda: health(url)[0] == 200, "health")
+    finally:
+        if "server" not in cluster.processes:
+            cluster.start_server()
+        cluster.kill("operator-early", signal.SIGTERM)
+        cluster.start_operator()
+
+
+def test_an_operator_of_one_namespace_serves_it_and_may_do_nothing_in_others(cluster: Kubernetes):
+    cluster.kubectl("create", "namespace", "here")
+    cluster.install("--namespace", "here-system", "--watch", "here")
+    lease = ["--lease", "here-system/partway-operator", "--namespace", "here"]
+    cluster.kill("operator", signal.SIGTERM)  # so that the other one serves
+    cluster.start_operator("operator-here", *lease, namespace="here-system")
+    try:
+        cluster.kubectl("-n", "here", "apply", "-f", "-", given=alone("own", code="pass"))
+        phase = ["-n", "here", "get", "pwj", "own", "-o", "jsonpath={.status.phase}"]
+        cluster.until(lambda: cluster.kubectl(*phase) == "Succeeded", "success")
+
+        def may(verb: str, kind: str, namespace: str) -> bool:
+            account = "system:serviceaccount:here-system:partway-operator"
+            said = cluster.kubectl("auth", "can-i", verb, kind, "-n", namespace, "--as", account, check=False)
+            return said.strip() == "yes"
+
+        for verb, kind in (("create", "pods"), ("list", "partwayjobs"), ("create", "secrets")):
+            assert may(verb, kind, "here")
+            assert not may(verb, kind, "default")
+        assert may("update", "leases/partway-operator", "here-system")
+        assert not may("update", "leases/another", "here-system")
+        assert not may("create", "leases", "here")
+        assert not may("get", "secrets", "here")
+        account = "system:serviceaccount:partway-system:partway-operator"
+        for verb in ("get", "create", "update"):
+            said = cluster.kubectl("auth", "can-i", verb, "leases", "-n", "default", "--as", account, check=False)
+            assert said.strip() == "no"
+    finally:
+        cluster.kill("operator-here", signal.SIGTERM)
+        cluster.start_operator()
+        cluster.kubectl("delete", "namespace", "here", "here-system", "--wait=false")
+
+
+def test_kubectl_get_all_shows_jobs_and_their_conditions_have_times(cluster: Kubernetes):
+    cluster.apply(alone("all"))
+    cluster.until_phase("all", "Running")
+    assert re.search(r"^partwayjob.partway.dev/all +Running", cluster.kubectl("get", "all"), re.M)
+    for each in conditions(cluster, "all").values():
+        assert each.keys() == {"type", "status", "reason", "message", "lastTransitionTime"}
+        assert each["lastTransitionTime"] >= cluster.get("pwj", "all")["metadata"]["creationTimestamp"]
+
+
 # -- Many
 
 
@@ -472,6 +642,7 @@ def memory(pid: int) -> float:
     return int(found[1]) / 1024
 
 
+@pytest.mark.timeout(3600)
 def test_200_jobs_of_8_workers_at_once(cluster: Kubernetes):
     cluster.kill("operator", signal.SIGTERM)
     cluster.start_operator("operator-many")
@@ -488,10 +659,10 @@ def test_200_jobs_of_8_workers_at_once(cluster: Kubernetes):
             phases = [(each.get("status") or {}).get("phase") for each in cluster.get("pwj")]
             return len(phases) == 200 and set(phases) == {"Succeeded"}
 
-        cluster.until(done, "200 jobs", 600, every=5)
+        cluster.until(done, "200 jobs", 1500, every=5)
         told(f"200 jobs of 8 workers: {time.monotonic() - began:.0f} s")
         cluster.kubectl("delete", "pwj", "--all", "--wait=false")
-        cluster.until(lambda: not cluster.get("pods") and not cluster.get("pwj"), "end of all", 300, every=5)
+        cluster.until(lambda: not cluster.get("pods") and not cluster.get("pwj"), "end of all", 900, every=5)
         sizes.append(memory(process.pid))
     for again in range(2):
         some = [f"many-{again}-{i}-worker-{k}" for i in range(0, 200, 20) for k in range(8)]
@@ -502,7 +673,7 @@ def test_200_jobs_of_8_workers_at_once(cluster: Kubernetes):
     looks, calls = (int(each) / 400 for each in counts)
     told(f"{looks:.1f} looks and {calls:.1f} calls a job; MB of the operator: {[round(size) for size in sizes]}")
     assert calls < 100
-    assert sizes[2] < sizes[1] + 15
+    assert sizes[2] < sizes[1] + 4  # what it holds is the same; see test_kubernetes_outages.py
     cluster.start_operator()
 
 

@@ -89,8 +89,7 @@ class Kubernetes:
             "--resource-quota-sync-period", "1s", "--kube-api-qps", "500", "--kube-api-burst", "1000",
         )  # fmt: skip
         self.run("kubelet", sys.executable, str(HERE / "kubelet.py"), str(self.config), str(self.logs))
-        self.apply(subprocess.run([*PARTWAY, "operator", "manifests"], capture_output=True, check=True).stdout.decode())
-        self.kubectl("wait", "--for=condition=Established", "crd/partwayjobs.partway.dev", "--timeout=60s")
+        self.install()
 
     def start_server(self) -> None:
         """Start the API server, and wait until it is ready."""
@@ -105,20 +104,26 @@ class Kubernetes:
         )  # fmt: skip
         self.until(lambda: self.kubectl("get", "--raw", "/readyz", check=False) == "ok", "the API server", 120)
 
-    def start_operator(self, name: str = "operator", *arguments: str) -> None:
-        """Start the operator as a process, as its service account."""
-        config = self.folder / "operator.kubeconfig"
+    def install(self, *arguments: str) -> None:
+        """Apply what `partway operator manifests` writes."""
+        command = [*PARTWAY, "operator", "manifests", *arguments]
+        self.apply(subprocess.run(command, capture_output=True, check=True).stdout.decode())
+        self.kubectl("wait", "--for=condition=Established", "crd/partwayjobs.partway.dev", "--timeout=60s")
+
+    def start_operator(self, name: str = "operator", *arguments: str, namespace: str = "partway-system") -> None:
+        """Start the operator as a process, as its service account in a namespace."""
+        config = self.folder / f"{namespace}.kubeconfig"
         if not config.exists():
             given = json.loads(self.config.read_text())
-            given["users"][0]["user"] = {"token": self._token()}
+            given["users"][0]["user"] = {"token": self._token(namespace)}
             config.write_text(json.dumps(given))
         self.run(name, *PARTWAY, "operator", "run", *arguments, KUBECONFIG=str(config))
 
-    def _token(self) -> str:
+    def _token(self, namespace: str) -> str:
         """That of the operator's service account: it may do what the manifests say, and nothing else."""
 
         def secrets_of() -> list[Any]:
-            said = self.kubectl("-n", "partway-system", "get", "secrets", "-o", "json")
+            said = self.kubectl("-n", namespace, "get", "secrets", "-o", "json")
             kind = "kubernetes.io/service-account-token"
             accounts = [each for each in json.loads(said)["items"] if each["type"] == kind]
             name = "kubernetes.io/service-account.name"

@@ -8,7 +8,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from partway.operator.decision import Decision, Delete, DeleteJob, DeleteService, Make, MakeService, Tell, decide
+from partway.operator.decision import (
+    UNHINDERED,
+    Decision,
+    Delete,
+    DeleteJob,
+    DeleteService,
+    Hindrance,
+    Make,
+    MakeSecret,
+    MakeService,
+    Tell,
+    decide,
+)
 from partway.operator.observed import Pod, name_of
 from partway.operator.spec import API, KIND
 
@@ -44,7 +56,7 @@ class World:
     def __init__(self, job: dict[str, Any]) -> None:
         self.job: dict[str, Any] | None = job
         self.pods: dict[str, Pod] = {}
-        self.services: set[str] = set()
+        self.services: dict[str, str] = {}
         self.events: list[Tell] = []
         self.made: list[str] = []
         self.now = 1_000_000.0
@@ -66,15 +78,15 @@ class World:
         found: dict[str, Any] = next(each for each in self.status["conditions"] if each["type"] == kind)
         return found
 
-    def look(self, refused: str = "") -> Decision:
+    def look(self, hindrance: Hindrance = UNHINDERED) -> Decision:
         """What the operator decides now."""
         assert self.job is not None
-        return decide(self.job, tuple(self.pods.values()), tuple(self.services), self.now, refused)
+        return decide(self.job, tuple(self.pods.values()), self.services, self.now, hindrance)
 
-    def step(self, upto: int | None = None, refused: str = "") -> Decision:
+    def step(self, upto: int | None = None, hindrance: Hindrance = UNHINDERED) -> Decision:
         """Have the operator look, and carry out its decision; of its actions the first `upto`, as if it died then."""
         assert self.job is not None
-        decision = self.look(refused)
+        decision = self.look(hindrance)
         self.job["status"] = decision.status.to_api()
         for action in decision.actions[:upto]:
             self._act(action)
@@ -112,10 +124,13 @@ class World:
             case Delete(name, uid):
                 if name in self.pods and self.pods[name].uid == uid:
                     del self.pods[name]
+            case MakeSecret():
+                assert self.job is not None
+                self.job["status"]["secret"] = f"job-secret-{next(self._uids)}"
             case MakeService():
-                self.services.add("job-scheduler")
-            case DeleteService(name):
-                self.services.discard(name)
+                self.services["job-scheduler"] = str(next(self._uids))
+            case DeleteService(name, uid):
+                assert self.services.pop(name) == uid
             case DeleteJob():
                 self.job = None
                 self.pods.clear()

@@ -26,9 +26,23 @@ def test_the_definition_has_a_structural_schema():
     assert [each["name"] for each in version["additionalPrinterColumns"]] == ["Phase", "Ready", "Restarts", "Age"]
 
 
+def test_kubectl_get_all_shows_jobs():
+    assert definition()["spec"]["names"]["categories"] == ["all"]
+
+
+def test_conditions_are_as_kubernetes_api_conventions_have_them():
+    (version,) = definition()["spec"]["versions"]
+    conditions = version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]["conditions"]
+    assert conditions["x-kubernetes-list-type"] == "map"
+    assert conditions["x-kubernetes-list-map-keys"] == ["type"]
+    each = conditions["items"]
+    assert each["required"] == ["type", "status", "reason", "message", "lastTransitionTime"]
+    assert each["properties"].keys() == set(each["required"])
+
+
 def test_the_status_of_the_definition_names_all_that_is_written():
     """What a schema does not name is dropped without a word."""
     (version,) = definition()["spec"]["versions"]
     known = version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]
-    written = Status("a", "b", selector="c", start=1.0, end=1.0, restarted=1.0).to_api()
+    written = Status("a", "b", selector="c", secret="d", start=1.0, end=1.0, restarted=1.0).to_api()
     assert written.keys() == known.keys()

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from operator_world import World, a_job
 
-from partway.operator.decision import Delete, DeleteJob, Make
+from partway.operator.decision import Delete, DeleteJob, Hindrance, Make
 
 WORKERS = [f"job-worker-{i}" for i in range(4)]
 
@@ -40,7 +40,7 @@ def test_a_job_of_several_roles_runs_when_all_pods_do():
     world = World(a_job(workers=2, servers=2))
     world.rest()
     assert sorted(world.pods) == ["job-ps-0", "job-ps-1", "job-scheduler-0", "job-worker-0", "job-worker-1"]
-    assert world.services == {"job-scheduler"}
+    assert list(world.services) == ["job-scheduler"]
     world.begin("job-ps-0", "job-ps-1", "job-scheduler-0", "job-worker-0")
     world.rest()
     assert world.phase == "Created"
@@ -352,7 +352,7 @@ def test_why_pods_do_not_start_is_said():
 
 def test_what_the_server_refused_is_said_and_tried_again():
     world = World(a_job(workers=2))
-    decision = world.step(upto=0, refused="Worker 0 was refused: exceeded quota")
+    decision = world.step(upto=0, hindrance=Hindrance(refused="Worker 0 was refused: exceeded quota"))
     assert world.condition("Running")["message"] == "Worker 0 was refused: exceeded quota"
     assert decision.again == 10.0
     assert Make("Worker", 0, "0.0") in decision.actions
@@ -441,3 +441,28 @@ def test_whatever_happens_it_comes_to_rest_and_has_no_pod_too_many(
         over = world.phase if world.status.get("completionTime") else ""
     world.settle(60)
     assert world.phase == over or not over
+
+
+def test_the_time_of_a_condition_changes_only_where_its_status_does():
+    world = World(a_job()).running()
+    begun = {each["type"]: each for each in world.status["conditions"]}
+
+    def end(code: int) -> dict[str, Any]:
+        world.now += 100
+        world.end("job-worker-0", code)
+        world.rest()
+        return world.condition("Restarting")
+
+    first, second = end(137), end(3)
+    assert first["message"] != second["message"]
+    assert first["lastTransitionTime"] == second["lastTransitionTime"]
+    assert world.condition("Created") == begun["Created"]
+    stopped = world.condition("Running")
+    assert stopped["lastTransitionTime"] == first["lastTransitionTime"] > begun["Running"]["lastTransitionTime"]
+    world.now += 100
+    world.running()
+    assert world.condition("Running")["lastTransitionTime"] > stopped["lastTransitionTime"]
+    assert world.condition("Restarting")["lastTransitionTime"] == world.condition("Running")["lastTransitionTime"]
+    for each in world.status["conditions"]:
+        assert each["reason"].isidentifier()
+        assert each["message"]

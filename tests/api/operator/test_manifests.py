@@ -15,18 +15,59 @@ from partway.cli import app
 from partway.operator import manifests
 from partway.strategy import RuntimeStateError
 
+EVERYWHERE = {
+    "pods": ["create", "delete", "list", "watch"], "services": ["create", "delete", "list", "watch"],
+    "secrets": ["create"], "events": ["create"], "partwayjobs": ["get", "list", "watch", "delete"],
+    "partwayjobs/status": ["update"],
+}  # fmt: skip
+
+
+def rules(role: dict[str, Any]) -> dict[str, list[str]]:
+    return {rule["resources"][0]: rule["verbs"] for rule in role["rules"]}
+
+
+def roles(*watched: str) -> dict[tuple[str, str | None, str], dict[str, Any]]:
+    """What the manifests allow, and to whom, by kind, namespace and name."""
+    objects = [each for each in manifests.installation("ns", "image", watched) if "rbac" in each["apiVersion"]]
+    return {(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]): each for each in objects}
+
 
 def test_the_operator_may_do_no_more_than_it_does():
-    found = {each["kind"]: each for each in manifests.installation("ns", "image")}
-    allowed = {rule["resources"][0]: rule["verbs"] for rule in found["ClusterRole"]["rules"]}
-    assert allowed == {
-        "pods": ["create", "delete", "list", "watch"], "services": ["create", "delete", "list", "watch"],
-        "secrets": ["create"], "events": ["create"], "partwayjobs": ["get", "list", "watch", "delete"],
-        "partwayjobs/status": ["update"], "leases": ["get", "create", "update"],
-    }  # fmt: skip
-    pod = found["Deployment"]["spec"]["template"]["spec"]
+    found = roles()
+    assert rules(found["ClusterRole", None, "partway-operator"]) == EVERYWHERE
+    deployment = manifests.installation("ns", "image")[-1]
+    pod = deployment["spec"]["template"]["spec"]
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["containers"][0]["args"][:4] == ["operator", "run", "--lease", "ns/partway-operator"]
+
+
+def test_it_may_use_its_own_lease_alone_and_in_its_namespace():
+    lease = roles()["Role", "ns", "partway-operator-lease"]
+    own = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
+    assert lease["rules"] == [
+        {**own, "verbs": ["create"]}, {**own, "resourceNames": ["partway-operator"], "verbs": ["get", "update"]},
+    ]  # fmt: skip
+    binding = roles()["RoleBinding", "ns", "partway-operator-lease"]
+    assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("Role", "partway-operator-lease")
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "partway-operator", "namespace": "ns"}]
+
+
+def test_an_operator_of_some_namespaces_may_do_nothing_in_others():
+    found = roles("one", "two")
+    assert not [key for key in found if key[0].startswith("Cluster")]
+    for namespace in ("one", "two"):
+        assert rules(found["Role", namespace, "partway-operator"]) == EVERYWHERE
+        assert found["RoleBinding", namespace, "partway-operator"]["roleRef"]["kind"] == "Role"
+    said = run("manifests", "--watch", "one", "--watch", "two").output
+    container = list(yaml.safe_load_all(said))[-1]["spec"]["template"]["spec"]["containers"][0]
+    assert container["args"][-2:] == ["--namespace=one", "--namespace=two"]
+
+
+def test_the_operator_is_ready_while_it_watches_and_ends_when_it_cannot_for_long():
+    container = manifests.installation("ns", "image")[-1]["spec"]["template"]["spec"]["containers"][0]
+    assert container["readinessProbe"]["httpGet"] == {"path": "/healthz", "port": 8080}
+    assert container["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": 8080}
+    assert container["livenessProbe"]["failureThreshold"] == 30
 
 
 def run(*arguments: str) -> Any:
@@ -37,7 +78,8 @@ def test_manifests_are_yaml_without_aliases():
     said = run("manifests", "--namespace", "mine", "--image", "registry/operator:1").output
     kinds = [each["kind"] for each in yaml.safe_load_all(said)]
     assert kinds == [
-        "Namespace", "CustomResourceDefinition", "ServiceAccount", "ClusterRole", "ClusterRoleBinding", "Deployment",
+        "Namespace", "CustomResourceDefinition", "ServiceAccount", "Role", "RoleBinding", "ClusterRole",
+        "ClusterRoleBinding", "Deployment",
     ]  # fmt: skip
     assert not re.search(r"[&*]id\d", said)
     assert "registry/operator:1" in said
@@ -89,7 +131,7 @@ def test_the_operator_without_a_cluster_says_so(monkeypatch: pytest.MonkeyPatch,
     ("module", "said"), [("yaml", "yaml needs PyYAML"), ("kubernetes", "needs Kubernetes' client")]
 )
 def test_what_is_missing_names_the_extra(module: str, said: str, monkeypatch: pytest.MonkeyPatch):
-    from partway.operator.shell import Cluster
+    from partway.operator.cluster import Cluster
 
     monkeypatch.setitem(__import__("sys").modules, module, None)
     with pytest.raises(RuntimeStateError, match=re.escape(said) + r".*pip install 'partway\[k8s\]'"):

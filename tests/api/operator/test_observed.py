@@ -18,6 +18,7 @@ def a_pod(**status: Any) -> dict[str, Any]:
     job = a_job(workers=2, servers=1)
     spec, _ = parsed(job)
     assert spec is not None
+    job["status"] = {"secret": "job-secret-1"}
     pod = pods.pod(job, spec, "Worker", 1, "0.0")
     pod["metadata"]["uid"] = "1"
     return {**pod, "status": status}
@@ -78,7 +79,8 @@ def test_pods_of_others_are_left_alone():
 
 def test_a_status_is_read_as_it_was_written():
     status = Status(
-        "Running", "1/2", 3, 60.0, None, 70.0, 2, 1, {"job-worker-0": 2}, True, 4, "a=b", {"Worker": {"active": 2}},
+        "Running", "1/2", 3, 60.0, None, 70.0, 2, 1, {"job-worker-0": 2}, True, 4, "a=b", "job-secret-1",
+        {"Worker": {"active": 2}},
         (Condition("Running", True, "JobRunning", "it runs", 61.0),),
     )  # fmt: skip
     assert Status.of(json.loads(json.dumps(status.to_api()))) == status

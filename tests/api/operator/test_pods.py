@@ -13,6 +13,7 @@ from partway.operator.spec import parsed
 def made(job: dict[str, Any], role: str, index: int = 0) -> dict[str, Any]:
     spec, problems = parsed(job)
     assert spec is not None, problems
+    job["status"] = {"secret": "job-secret-x1"}
     return pods.pod(job, spec, role, index, "0.0")
 
 
@@ -25,7 +26,7 @@ def test_a_worker_finds_its_scheduler():
     assert given == {
         "HOME": "/tmp", "MS_ROLE": "MS_WORKER", "MS_SCHED_HOST": "job-scheduler", "MS_SCHED_PORT": "8118",
         "MS_WORKER_NUM": "3", "MS_SERVER_NUM": "2", "MS_NODE_ID": "1", "PARTWAY_READY_FILE": "/tmp/partway-ready",
-        "PARTWAY_JOB_SECRET": {"secretKeyRef": {"name": "job-secret", "key": "secret"}},
+        "PARTWAY_JOB_SECRET": {"secretKeyRef": {"name": "job-secret-x1", "key": "secret"}},
     }  # fmt: skip
 
 
@@ -51,8 +52,8 @@ def test_pods_belong_to_the_job_and_may_do_little():
     assert pod["metadata"]["name"] == "job-worker-1"
     assert pod["metadata"]["ownerReferences"][0]["uid"] == "of-the-job"
     assert pod["metadata"]["labels"] == {
-        "partway.dev/job": "job", "partway.dev/role": "worker", "partway.dev/index": "1",
-        "partway.dev/attempt": "0.0", "app.kubernetes.io/managed-by": "partway",
+        "partway.dev/job": "job", "partway.dev/job-uid": "of-the-job", "partway.dev/role": "worker",
+        "partway.dev/index": "1", "partway.dev/attempt": "0.0", "app.kubernetes.io/managed-by": "partway",
     }  # fmt: skip
     assert pod["spec"]["restartPolicy"] == "Never"
     assert pod["spec"]["automountServiceAccountToken"] is False
@@ -101,9 +102,15 @@ def test_the_service_is_headless_and_finds_a_scheduler_that_is_not_ready():
     service = pods.service(job, spec)
     assert service["spec"] == {
         "clusterIP": "None", "publishNotReadyAddresses": True,
-        "selector": {"partway.dev/job": "job", "partway.dev/role": "scheduler"},
+        "selector": {"partway.dev/job": "job", "partway.dev/job-uid": "of-the-job", "partway.dev/role": "scheduler"},
         "ports": [{"name": "scheduler", "port": 9000}],
     }  # fmt: skip
-    one, two = (pods.secret(job)["stringData"]["secret"] for _ in range(2))
-    assert len(one) == 64
-    assert one != two
+
+
+def test_a_secret_has_a_name_and_a_value_that_nobody_can_know():
+    one, two = (pods.secret(a_job()) for _ in range(2))
+    assert one["metadata"]["generateName"] == "job-secret-"
+    assert "name" not in one["metadata"]
+    assert one["immutable"] is True
+    assert len(one["stringData"]["secret"]) == 64
+    assert one["stringData"] != two["stringData"]
