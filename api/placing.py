@@ -25,7 +25,8 @@ from partway.propagation.graph.port import Role
 from partway.propagation.graph.structure import Call, name_of
 from partway.propagation.program.local_program import PlacedPort
 from partway.request import Request
-from partway.runtime.agreement import Fact, agree, agreement, checksum, facts_of, gathered
+from partway.runtime.agreement import Fact, agree, agreement, facts_of, gathered
+from partway.runtime.ledger import checksum
 from partway.runtime.loaded import Executor
 from partway.runtime.one_device import OneDevice
 from partway.runtime.parameters import hold

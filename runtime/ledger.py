@@ -251,7 +251,7 @@ def _places(shape: torch.Size, step: int) -> tuple[Tensor, ...]:
 def checksum(tensor: Tensor, start: int = 0) -> int:
     """A checksum of the bits of all elements in their order, which goes on from `start`."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    return zlib.crc32(flat.view(torch.uint8).cpu().numpy(), start)
+    return zlib.crc32(flat.view(torch.uint8).cpu().numpy().data, start)
 
 
 def _checksum(of: Any) -> int:
