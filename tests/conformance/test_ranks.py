@@ -28,4 +28,4 @@ def test_a_rank_that_differs_is_found(name):
 
 def test_the_page_has_every_case():
     text = ranks.PAGE.read_text(encoding="utf-8")
-    assert [words for words, _ in ranks.CASES.values() if f"| {words} |" not in text] == []
+    assert [case.words for case in ranks.CASES.values() if f"| {case.words} |" not in text] == []
