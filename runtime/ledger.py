@@ -15,6 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -58,13 +59,14 @@ _FIXES = {
 
 class Ledger:
     """The lines of this rank, one of `ranks`, which share the ledger `name`. `store` is a connection of its own; `tell`
-    tells all ranks what was found."""
+    tells all ranks what was found; `besides` is done each time that the thread compares."""
 
     def __init__(
-        self, store: Any, rank: int, ranks: Sequence[int], tell: Callable[[str], None], name: str = "ledger"
-    ) -> None:
+        self, store: Any, rank: int, ranks: Sequence[int], tell: Callable[[str], None], name: str = "ledger",
+        besides: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self._store, self._rank, self._first, self._tell = store, rank, ranks[0], tell
-        self._size, self._name = len(ranks), name
+        self._size, self._name, self._besides = len(ranks), name, besides
         self._lines: list[tuple[str, Any, Any]] = []  # not yet summed up: what, of what, and for people where
         self._own: list[tuple[str, Any]] = []  # not yet compared: the checksum, and where
         self._page = 0  # of rank 0's
@@ -141,6 +143,9 @@ class Ledger:
     def _compare(self) -> None:
         while not (self._ends.wait(_PERIOD) or self._over):
             self._turn()
+            if self._besides is not None:
+                with suppress(RuntimeError):  # the store has gone
+                    self._besides()
 
     def _turn(self, last: bool = False) -> bool:
         """Sum up the new lines, and compare; whether nothing is left to do."""

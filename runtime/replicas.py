@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from .ledger import Ledger, checksum, sample
 from .torch_internals import local_part_of
-from .watch import watch
+from .watch import EVERY, watch
 
 T = TypeVar("T")
 _EACH = 4  # what is looked at each time
@@ -49,8 +49,8 @@ def ledger_of(ranks: tuple[int, ...]) -> Ledger:
     """The ledger that this rank, one of `ranks`, shares with them."""
     own = watch()
     if len(ranks) == own.size:
-        return own.ledger("ledger", ranks)
-    return own.ledger(f"ledger/{ranks[0]}/{len(ranks)}/{zlib.crc32(repr(ranks).encode())}", ranks)
+        return own.ledger(EVERY, ranks)
+    return own.ledger(f"{EVERY}/{ranks[0]}/{len(ranks)}/{zlib.crc32(repr(ranks).encode())}", ranks)
 
 
 def in_turn(items: Sequence[T], time: int, every: int) -> tuple[list[T], bool]:

@@ -24,7 +24,7 @@ from ..propagation.torch_internals import OpOverloadPacket, schema_of, tree_leav
 from ..strategy.cut import Cut
 from ..strategy.errors import RuntimeStateError
 from .gather import exchange, gather
-from .torch_internals import is_documented, local_part_of, spec_of
+from .torch_internals import in_backward, is_documented, local_part_of, spec_of
 from .watch import comparing
 
 aten = torch.ops.aten
@@ -49,8 +49,9 @@ Operands = tuple[Any, ...]
 
 def run(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
     """What the ATen operator `op` gives of arguments of which some are split. The ledger is told of what writes: where
-    only one rank does, no collective says so."""
-    if _writes(op) and (own := comparing()) is not None:
+    only one rank does, no collective says so. But not of what a backward writes: whether it copies a gradient depends
+    on who else has a reference to it just then."""
+    if _writes(op) and not in_backward() and (own := comparing()) is not None:
         first = args[0] if args else None
         shape = tuple(first.shape) if isinstance(first, Tensor) else len(first) if isinstance(first, list) else None
         numbers = [value for value in (*args, *kwargs.values()) if isinstance(value, int | float)]

@@ -11,6 +11,7 @@ Each name, and why:
                                                              would be `dist.get_default_store()`
     torch._C._distributed_c10d._resolve_process_group        a process group by its name, which is all that the
                                                              arguments of an operator can have of it
+    torch._C._current_graph_task_id                          whether a backward runs in this thread; no public name says
     Backend.options._timeout                                 how long collectives of a group wait; there is
                                                              `set_timeout`, and would be `timeout`
     Tensor._backward_hooks, _post_accumulate_grad_hooks      the hooks of a tensor, which handles refer to; no public
@@ -82,6 +83,7 @@ __all__ = [
     "dtensor_spec",
     "forward_level",
     "give_hooks",
+    "in_backward",
     "inductor",
     "is_documented",
     "is_view",
@@ -114,6 +116,11 @@ local_part_of: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 _MOST_BATCHES = 8  # within each other
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+
+
+def in_backward() -> bool:
+    """Whether this thread computes a backward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def take_hooks(tensor: Tensor, carried: Callable[[Any], Any] = lambda hook: hook) -> Hooks:

@@ -37,6 +37,7 @@ from .answering import AnsweringStore
 from .doing import Doing, first_line, is_alive, last_words, lines_of, named, place_of
 from .functions import trail_of
 from .ledger import Ledger
+from .stragglers import Looks
 from .torch_internals import default_store, timeout_of
 
 _LOOK = 1.0  # seconds between two looks at who is missing
@@ -45,6 +46,7 @@ _SURE = 3  # looks at which the same ranks wait for the same: what is only slow 
 _FOREVER = timedelta(days=20)
 T = TypeVar("T")
 _STOP, _TOLD = "stop", "told "
+EVERY = "ledger"  # of all ranks
 
 
 class Watch:
@@ -66,7 +68,7 @@ class Watch:
         self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {self._process}")
         self._broken: str | None = None  # what was found to differ, until it is raised
         self._ledgers: dict[str, Ledger] = {}
-        own = self.ledger("ledger", range(self.size))
+        own = self.ledger(EVERY, range(self.size))
         self.ran, self.given, self.stepped, self.came_back = own.ran, own.given, own.stepped, own.came_back
         self.settings, self.writes = own.settings, own.writes
         self.look_every: int | None = 0  # what `replicas.note` is asked for: None: nothing; 0: only a few elements
@@ -79,7 +81,9 @@ class Watch:
     def ledger(self, name: str, ranks: Sequence[int]) -> Ledger:
         """The ledger `name` that this rank, one of `ranks`, shares with them."""
         if name not in self._ledgers:
-            self._ledgers[name] = Ledger(self._answering(), self.rank, ranks, self._tell, name)
+            store = self._answering()
+            looks = Looks(store, self.rank, self.size, self.doing).look if name == EVERY else None
+            self._ledgers[name] = Ledger(store, self.rank, ranks, self._tell, name, looks)
         return self._ledgers[name]
 
     def forget(self, name: str) -> None:

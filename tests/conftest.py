@@ -100,6 +100,8 @@ def on_ranks(pools):
     """`on_ranks(n, function, *arguments)`: run a function of the test's file on n gloo processes."""
 
     def run(n, function, *arguments):
+        if n in pools and pools[n].is_worn():
+            pools.pop(n).close()
         if n not in pools:
             pools[n] = Pool(n)
         try:

@@ -621,6 +621,15 @@ def test_a_level_of_forward_derivatives_is_told() -> None:
         assert running.forward_level() == 0
 
 
+def test_a_thread_that_computes_a_backward_is_told() -> None:
+    told = [running.in_backward()]
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: told.append(running.in_backward()))
+    assert torch._C._current_graph_task_id() == -1
+    x.sum().backward()
+    assert [*told, running.in_backward()] == [False, True, False]
+
+
 def test_inductor_takes_a_graph_of_operators() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")

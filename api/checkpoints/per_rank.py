@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from partway.attached import engine_of
-from partway.checkpoints.contents import every_name, named_tensors, part_of
+from partway.checkpoints.contents import MODEL, Content, every_name, keep, named_tensors, part_of
 from partway.checkpoints.rank_files import (
     Note,
     RankFile,
@@ -29,6 +29,8 @@ from partway.checkpoints.rank_files import (
     transformed,
     write_file,
 )
+from partway.checkpoints.ranks import Ranks
+from partway.checkpoints.saving import check_alike
 from partway.checkpoints.tensor_files import SUFFIX
 from partway.context import current
 from partway.dtensors import is_dtensor
@@ -91,12 +93,17 @@ def save_checkpoint(network: nn.Module, filename: Filename) -> list[Path]:
     "ckpt/rank_{rank}/model.safetensors". Under a launcher each process writes its own, and every rank calls it; when
     it returns, all files are there. Virtual devices are written all from one process, as the last plan splits them.
     Returns what this process wrote.
+
+    Raises RuntimeStateError where ranks that hold the same part of a weight have other values of it, as `save` does.
     """
     if "{rank}" not in os.fspath(filename) or "\0" in os.fspath(filename):
         raise RuntimeStateError(f"filename is {shown(filename)}; write where the rank stands in it, as rank_{{rank}}/x")
     tensors, _, _ = named_tensors(network)
     plan = _latest(network)
     if launched():
+        ranks = Ranks()
+        kept = {name: keep(tensor, ranks.size, ranks.rank, i) for i, (name, tensor) in enumerate(tensors.items())}
+        check_alike(Content({MODEL: kept}, {}), ranks)
         held = {name: part_of(tensor) for name, tensor in tensors.items()}
         own = {name: slices for name, (slices, _) in held.items()}
         if any(own[name] != slices_of(plan, name, tuple(t.shape), get_rank()) for name, t in tensors.items()):

@@ -38,6 +38,7 @@ class ParallelOptions(TypedDict, total=False):
     compile_cache_path: str
     backend: Literal["eager", "inductor"]
     random_numbers: Literal["counter", "torch", "rank"]
+    compare_replicas: bool | int
     whole_results: bool
     on_unknown_op: Literal["warn", "error"]
     device_profile: str | None

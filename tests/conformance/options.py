@@ -29,7 +29,14 @@ END = "<!-- end -->"
 PARALLEL: dict[str, tuple[str, ...]] = {  # every option belongs to one purpose
     "What is split": ("parallel_mode", "device_num", "dataset_strategy", "full_batch", "whole_results"),
     "How plans are found": ("search_mode", "device_profile", "on_unknown_op", "strategy_ckpt_config"),
-    "Numbers": ("gradients_mean", "gradient_fp32_sync", "batch_norm_parts", "random_numbers", "parameter_broadcast"),
+    "Numbers": (
+        "gradients_mean",
+        "gradient_fp32_sync",
+        "batch_norm_parts",
+        "random_numbers",
+        "compare_replicas",
+        "parameter_broadcast",
+    ),
     "Memory": ("enable_parallel_optimizer", "parallel_optimizer_config", "reshard_after_forward"),
     "Speed": ("comm_fusion", "all_reduce_fusion_config", "backend", "enable_compile_cache", "compile_cache_path"),
 }

@@ -4,9 +4,9 @@
     python tests/conformance/ranks.py seed annotation the ones that are named
 
 Each case is a training script that 2 processes run on gloo with a timeout of 10 s; in it rank 1 does one thing in
-another way. What each rank says is the error that ends it. A rank that is told nothing trains on for MOST steps, and all
-are killed in the end: nothing is found by `shutdown`, or by what a process does when it ends. A rank that says nothing
-has to have the losses of one device: a wrong number without a word is the one thing that must not be.
+another way. What each rank says is the error that ends it. A rank that is told nothing trains on for MOST steps, and
+all are killed in the end: nothing is found by `shutdown`, or by what a process does when it ends. A rank that says
+nothing has to have the losses of one device: a wrong number without a word is the one thing that must not be.
 """
 
 from __future__ import annotations
@@ -903,9 +903,8 @@ def main() -> None:
             results.append(found)
             print(f"{found.name}: {'; '.join(found.problems) or 'as it should be'}")
             for said in found.said:
-                print(
-                    f"    rank {said.rank} {said.seconds:.1f} s after {said.step} steps: {said.text or said.losses[-1:]}"
-                )
+                when = f"{said.seconds:.1f} s after {said.step} steps"
+                print(f"    rank {said.rank} {when}: {said.text or said.losses[-1:]}")
             sys.stdout.flush()
     if names == list(CASES):
         PAGE.write_text(page(results), encoding="utf-8")

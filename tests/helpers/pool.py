@@ -17,6 +17,7 @@ from rank import serve
 from scripts import FORKS
 
 SECONDS = 100  # of a call in which its ranks do next to nothing: they wait for each other
+THREADS = 120  # of a rank: with more its pool is worn, since those of each process group look for work all the time
 BUSY = 0.05  # of that time on a CPU, from which on a rank is not one that waits
 # NCCL refuses a second rank of a host on one GPU; as hosts of their own ranks share it, and send over sockets
 SHARES_A_GPU = {"LOCAL_RANK": "0", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": "2"}
@@ -100,6 +101,13 @@ class Pool:
     def _said(self, rank):
         self.logs[rank].seek(0)
         return self.logs[rank].read()[-2000:]
+
+    def is_worn(self):
+        """Whether new ranks cost less than what the process groups of these do while nobody uses them."""
+        try:
+            return len(os.listdir(f"/proc/{self.processes[0].pid}/task")) > THREADS
+        except OSError:
+            return False
 
     def close(self):
         for connection in self.connections:

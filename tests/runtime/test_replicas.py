@@ -158,6 +158,29 @@ def nothing(options):
     return told("nothing", None, **options)
 
 
+def keeps_a_gradient():
+    """Train until the ranks have been compared often; the last one keeps each gradient, so that autograd copies it."""
+    ledgers._PERIOD = 0.002
+    model, optimizer = made(SPLIT)
+    kept = []
+    if pw.get_rank() == 1:
+        for parameter in model.parameters():
+            parameter.register_hook(kept.append)
+    for _ in range(5):
+        model(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    raise RuntimeError(pw.shutdown() or f"kept {len(kept)} and said nothing")
+
+
+@pytest.mark.gloo
+def test_whether_a_backward_copies_a_gradient_is_no_difference(on_ranks):
+    with pytest.raises(AssertionError) as caught:
+        on_ranks(2, keeps_a_gradient)
+    assert "kept 30 and said nothing" in str(caught.value)
+    assert "kept 0 and said nothing" in str(caught.value)
+
+
 def saved(compare):
     model, optimizer = made(compare_replicas=compare)
     model(torch.ones(4, 8)).sum().backward()

@@ -1,0 +1,87 @@
+"""A rank that the others wait for is named while they train."""
+
+import logging
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import partway as pw
+from partway.runtime import ledger as ledgers
+from partway.runtime import stragglers
+from partway.runtime.agreement import gathered
+from partway.runtime.doing import Doing
+from partway.runtime.stragglers import Looks, Seen, slow_in, told
+
+
+@pytest.mark.parametrize(
+    ("waits", "slow"),
+    [
+        ((0.4, 0.4, 0.1, 0.45), (2,)),
+        ((0.4, 0.4, 0.3, 0.45), ()),
+        ((0.1, 0.5, 0.12, 0.5), (0, 2)),
+        ((0.1, 0.1, 0.12, 0.5), ()),  # one that is faster
+        ((0.0, 0.2), (0,)),
+        ((0.5,), ()),
+    ],
+)
+def test_who_is_slow(waits, slow):
+    assert slow_in([Seen(each, "") for each in waits]) == slow
+
+
+def test_what_is_said_of_them():
+    seen = [Seen(0.38, "computes"), Seen(0.031, "is outside of what is sharded, at train.py:3: load()"), Seen(0.41, "")]
+    assert told(seen, (1,)) == (
+        "rank 1 is slower than the others: of the last minute ranks 0, 2 waited in collectives for 38 to 41 %, and "
+        "rank 1 for 3 %; at other times rank 1 most often is outside of what is sharded, at train.py:3: load()"
+    )
+    assert told([Seen(0.5, ""), Seen(0, ""), Seen(0.1, ""), Seen(0.5, "")], (1, 2)) == (
+        "ranks 1, 2 are slower than the others: of the last minute ranks 0, 3 waited in collectives for 50 %, and "
+        "ranks 1, 2 for 0 to 10 %"
+    )
+
+
+def test_it_is_said_once_until_another_one_is_slow(monkeypatch, caplog):
+    monkeypatch.setattr(stragglers, "_LOOKS", 4)
+    store = torch.distributed.HashStore()
+    waits = {0: True, 1: False}
+    ranks = [
+        Looks(store, rank, 2, lambda rank=rank: Doing("does", (1 - rank,) if waits[rank] else ())) for rank in (1, 0)
+    ]
+    for _ in range(12):
+        for each in ranks:
+            each.look()
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["rank 1 is slower than the others"]
+    waits.update({0: False, 1: True})
+    for _ in range(12):
+        for each in ranks:
+            each.look()
+    assert [record.message.partition(":")[0] for record in caplog.records][1:] == ["rank 0 is slower than the others"]
+
+
+def slow_rank():
+    """Train until it is said that a rank is slow; what is said, on rank 0."""
+    ledgers._PERIOD, stragglers._LOOKS = 0.005, 40
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("partway").addHandler(handler)
+    model = pw.shard(nn.Linear(8, 8), mesh={"dp": pw.get_group_size()}, in_strategy=(("dp", None),))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(10_000):
+        model(torch.ones(8, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if pw.get_rank() == 1:
+            time.sleep(0.02)
+        if step % 50 == 49 and gathered("say what is heard", bool(heard))[0]:
+            return heard
+    return ["nothing"]
+
+
+@pytest.mark.gloo
+def test_a_slow_rank_is_named_while_they_train(on_ranks):
+    heard, _ = on_ranks(2, slow_rank)
+    assert heard[0].startswith("rank 1 is slower than the others: of the last minute rank 0 waited in collectives for ")
+    assert "time.sleep(0.02)" in heard[0]
