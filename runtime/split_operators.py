@@ -383,10 +383,17 @@ def _viewed(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
 
 
 def _new(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
-    """New tensors take only dtype and device of another."""
-    if not is_split(args[0]):
+    """New tensors take only dtype and device of another; but one of its shape with given strides lies as it does, since
+    autograd makes that of a gradient which somebody else refers to, and copies it."""
+    like, *rest = args
+    if not is_split(like):
         return on_whole(op, args, kwargs)
-    return op(local_part_of(args[0]), *args[1:], **kwargs)
+    part = local_part_of(like)
+    if _name(op) == "new_empty_strided" and tuple(rest[0]) == tuple(like.shape) and has_slices(spec_of(like)):
+        dims = sorted(range(like.dim()), key=lambda dim: -rest[1][dim])
+        made = part.new_empty([part.shape[dim] for dim in dims], **kwargs)
+        return like.placed(made.permute([dims.index(dim) for dim in range(like.dim())]))
+    return op(part, *rest, **kwargs)
 
 
 def _warn_if_large(op: Any, value: Any) -> None:

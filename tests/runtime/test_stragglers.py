@@ -42,41 +42,54 @@ def test_what_is_said_of_them():
     )
 
 
-def test_it_is_said_once_until_another_one_is_slow(monkeypatch, caplog):
+class Heard(logging.Handler):
+    """What Partway logs."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+    def __enter__(self):
+        logging.getLogger("partway").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_):
+        logging.getLogger("partway").removeHandler(self)
+
+
+def test_it_is_said_once_until_another_one_is_slow(monkeypatch):
     monkeypatch.setattr(stragglers, "_LOOKS", 4)
     store = torch.distributed.HashStore()
     waits = {0: True, 1: False}
     ranks = [
         Looks(store, rank, 2, lambda rank=rank: Doing("does", (1 - rank,) if waits[rank] else ())) for rank in (1, 0)
     ]
-    for _ in range(12):
-        for each in ranks:
-            each.look()
-    assert [record.message.partition(":")[0] for record in caplog.records] == ["rank 1 is slower than the others"]
-    waits.update({0: False, 1: True})
-    for _ in range(12):
-        for each in ranks:
-            each.look()
-    assert [record.message.partition(":")[0] for record in caplog.records][1:] == ["rank 0 is slower than the others"]
+    with Heard() as lines:
+        for slow in (1, 0):
+            waits.update({slow: False, 1 - slow: True})
+            for _ in range(12):
+                for each in ranks:
+                    each.look()
+    assert [line.partition(":")[0] for line in lines] == [f"rank {slow} is slower than the others" for slow in (1, 0)]
 
 
 def slow_rank():
     """Train until it is said that a rank is slow; what is said, on rank 0."""
     ledgers._PERIOD, stragglers._LOOKS = 0.005, 40
-    heard = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    logging.getLogger("partway").addHandler(handler)
     model = pw.shard(nn.Linear(8, 8), mesh={"dp": pw.get_group_size()}, in_strategy=(("dp", None),))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(10_000):
-        model(torch.ones(8, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if pw.get_rank() == 1:
-            time.sleep(0.02)
-        if step % 50 == 49 and gathered("say what is heard", bool(heard))[0]:
-            return heard
+    with Heard() as lines:
+        for step in range(10_000):
+            model(torch.ones(8, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if pw.get_rank() == 1:
+                time.sleep(0.02)
+            if step % 50 == 49 and gathered("say what is heard", bool(lines))[0]:
+                return lines
     return ["nothing"]
 
 
