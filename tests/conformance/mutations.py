@@ -1,9 +1,9 @@
 """Which test fails without which mechanism: of those whose loss would be a wrong number, or a wait without end, in
 silence.
 
-    python tests/conformance/mutations.py                       all of them, in half an hour
+    python tests/conformance/mutations.py                       runs all of them, in an hour
     python tests/conformance/mutations.py runtime/ledger.py     those of the files that are named
-    python tests/conformance/mutations.py --write               all, and docs/coverage/mutations.md
+    python tests/conformance/mutations.py --write               writes docs/coverage/mutations.md, and runs none
 
 Each row of MUTATIONS takes one mechanism out: in a copy of Partway a text is replaced. The test that it names has to
 pass in the copy as it is, and to fail in what is left.
@@ -53,6 +53,7 @@ def of_file(file: str, *rows: tuple[str, str, str, str]) -> tuple[Mutation, ...]
     return tuple(Mutation(words, file, text, by, f"tests/{test}") for words, text, by, test in rows)
 
 
+_TOLD = "runtime/test_replicas.py::test_what_one_rank_alone_does_is_told_while_they_train"
 MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "Ranks agree before they follow a plan": (
         *of_file(
@@ -238,12 +239,12 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "lines are compared",
                 "if theirs != ours:", "if False:",
-                "runtime/test_process.py::test_a_difference_that_is_found_at_exit_is_in_the_status",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[runs]",
             ),
             (
                 "which program runs has a line",
                 'self._lines.append(("runs", identity, where))', "pass",
-                "runtime/test_process.py::test_a_difference_that_is_found_at_exit_is_in_the_status",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[runs]",
             ),
             (
                 "the state of the generator has a line where a program draws",
@@ -263,12 +264,12 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "what comes back for a result that is whole on every rank has a line",
                 'self._lines.append(("gradients", ', 'len(("gradients", ',
-                "models/test_own_parts.py::test_a_loss_of_labels_that_broadcast_against_the_batch_is_told",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[gradients]",
             ),
             (
                 "a part of the batch that ranks share has a line",
                 'self._lines.append(("parts", ', 'len(("parts", ',
-                "models/test_own_parts.py::test_a_rank_that_is_given_another_part_later_is_told",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[parts]",
             ),
             (
                 "writes to parameters between two calls have a line",
@@ -278,22 +279,22 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "elements of what ranks hold alike have a line",
                 'self._lines.append(("copies", what, where))', "pass",
-                "runtime/test_replicas.py::test_what_one_rank_alone_does_is_told_while_they_train[a gradient that is scaled-2]",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[copies]",
             ),
             (
                 "what an operator writes to a split tensor has a line",
                 'self._lines.append(("writes", what, what))', "pass",
-                "runtime/test_replicas.py::test_so_it_is_where_no_rank_holds_what_another_one_does[a clip]",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[writes]",
             ),
             (
                 "an optimizer's settings have a line",
                 'self._lines.append(("settings", setting, where))', "pass",
-                "runtime/test_replicas.py::test_what_one_rank_alone_does_is_told_while_they_train[the learning rate-2]",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[settings]",
             ),
             (
                 "a collective that is called by hand has a line",
                 'self._lines.append(("calls", zlib.crc32(what.encode()), what))', "pass",
-                "runtime/test_ledger.py::test_what_the_first_rank_alone_did_last_is_told_at_the_end",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[calls]",
             ),
             (
                 "the first rank says which line was its last",
@@ -336,7 +337,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "at each call it is noted what was written before",
                 "ranks.stepped(written(held), where)", "pass",
-                "runtime/test_replicas.py::test_what_one_rank_alone_does_is_told_while_they_train[a buffer-2]",
+                f"{_TOLD}[a buffer-2]",
             ),
             (
                 "the parts of each call are noted",
@@ -346,7 +347,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "at each call it is noted what parameters and buffers hold",
                 'note(copies, f"call {call} of {name}", call, whole)', "pass",
-                "runtime/test_replicas.py::test_what_one_rank_alone_does_is_told_while_they_train[a part that is written to-2]",
+                f"{_TOLD}[a part that is written to-2]",
             ),
             (
                 "the gradient of a result that is whole on every rank is noted",
@@ -359,22 +360,22 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "an optimizer's class is noted",
                 'own.settings(type(optimizer).__qualname__, f"{where}: its class")', "pass",
-                "runtime/test_replicas.py::test_what_one_rank_alone_does_is_told_while_they_train[the class-2]",
+                f"{_TOLD}[the class-2]",
             ),
             (
                 "an optimizer's settings are noted",
                 'own.settings(values, f"{where}: {setting}")', "pass",
-                "runtime/test_replicas.py::test_what_one_rank_alone_does_is_told_while_they_train[the learning rate-2]",
+                f"{_TOLD}[the learning rate-2]",
             ),
             (
                 "gradients are noted",
                 '"the gradient": parameter.grad, ', "",
-                "runtime/test_replicas.py::test_what_one_rank_alone_does_is_told_while_they_train[a gradient that is scaled-2]",
+                f"{_TOLD}[a gradient that is scaled-2]",
             ),
             (
                 "an optimizer's states are noted",
                 ", **optimizer.state.get(parameter, {})", "",
-                "runtime/test_replicas.py::test_what_one_rank_alone_does_is_told_while_they_train[a state-2]",
+                f"{_TOLD}[a state-2]",
             ),
             (
                 "an optimizer gets the parameters that took the place of its own",
@@ -386,19 +387,32 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             "runtime/split_operators.py",
             (
                 "operators that write to a split tensor are noted",
-                "if _writes(op) and (own := comparing()) is not None:", "if False:",
+                "tell_of_write(str(op), shape, args, kwargs)", "pass",
                 "runtime/test_replicas.py::test_so_it_is_where_no_rank_holds_what_another_one_does[a clip]",
             ),
             (
                 "the numbers that they write with are noted",
-                "own.writes((str(op), shape, *numbers))", "own.writes((str(op), shape))",
-                "runtime/test_replicas.py::test_what_one_rank_alone_does_is_told_while_they_train[another number-2]",
+                "if number is not None", "if False",
+                "runtime/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others]",
             ),
             (
                 "a gradient that is not finite on one rank counts on all",
                 'found.copy_(exchange(mesh, found.reshape(1), "gradients that are not finite").amax()'
                 ".reshape(found.shape))", "pass",
-                "ecosystem/test_around.py::test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all",
+                "runtime/test_split_tensor.py::test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all",
+            ),
+        ),
+        *of_file(
+            "runtime/split_tensor.py",
+            (
+                "so are those that run by parts without PyTorch's dispatcher",
+                "tell_of_write(func.__name__, spec.shape, args, kwargs)", "pass",
+                "runtime/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others]",
+            ),
+            (
+                "and those of lists",
+                "tell_of_write(func.__name__, [len(first)], args, kwargs)", "pass",
+                "runtime/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others of a list]",
             ),
         ),
         *of_file(
@@ -498,7 +512,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "each rank gets back what it alone had",
                 "blobs |= {name: own[name] for name in differ}", "pass",
-                "ecosystem/test_checkpoints.py::test_each_rank_goes_on_with_what_it_alone_had",
+                "ecosystem/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
             ),
         ),
         *of_file(
@@ -536,7 +550,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "so is whether gradients are taken",
                 "and _inference(self._by_mode) == self._inference", "",
-                "models/test_inference.py::test_each_mode_of_gradients_has_its_plan",
+                "api/test_guard.py::test_a_call_that_takes_gradients_is_not_one_that_takes_none",
             ),
             (
                 "so are the rules of users' operators",
@@ -551,7 +565,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "their dtypes are the same",
                 "and tensor.dtype is dtype", "",
-                "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[dtype of an input]",
+                "api/test_guard.py::test_another_dtype_of_an_input_is_planned_for",
             ),
             (
                 "a gradient is wanted of the same ones",
@@ -597,11 +611,6 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
                 "DTensors among the inputs are placed as they were",
                 "and (spec is None or spec_of(tensor) == spec)", "",
                 "models/test_gloo_dtensors.py::test_inputs_keep_their_placements",
-            ),
-            (
-                "parameters are split as they were",
-                "and all(spec_of(p) is spec for p, spec in self._specs)", "",
-                "models/test_gloo_features.py::test_a_plan_that_another_one_has_moved_the_parameters_of_is_bound_anew",
             ),
             (
                 "what the code reads is as it was",
@@ -694,12 +703,17 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "the text of Partway is a part of the digest",
                 "digest.update(path.read_bytes())", "pass",
-                "api/test_cache_folder.py::test_another_text_of_partway_is_other_content",
+                "api/test_cache_folder.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
+            ),
+            (
+                "so is it for a plan",
+                "Files(folder, software(), *text_of_graph(graph)", "Files(folder, *text_of_graph(graph)",
+                "api/test_cache_folder.py::test_entries_of_another_version_are_not_used",
             ),
             (
                 "the version of PyTorch is a part of it",
                 'f"torch {torch.__version__}, partway', 'f"partway',
-                "api/test_cache_folder.py::test_another_text_of_partway_is_other_content",
+                "api/test_cache_folder.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
             ),
             (
                 "the options and the request are a part of it",
@@ -710,11 +724,6 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
                 "operators' arguments are a part of it",
                 "{node.args} ", "",
                 "models/test_cache.py::test_other_code_is_planned_anew",
-            ),
-            (
-                "shapes and dtypes are a part of it",
-                "{_described(node.meta.get('val'))} ", "",
-                "models/test_cache.py::test_other_sizes_and_dtypes_are_planned_anew",
             ),
             (
                 "derivatives of users' operators are not kept",
@@ -728,11 +737,6 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
                 "the rules of users' operators are a part of the digest",
                 "text_of(inputs.rules),", "",
                 "api/test_user_rules.py::test_the_cache_knows_rules_and_keeps_no_derivative_of_a_custom_operator",
-            ),
-            (
-                "a program with hooks of this process is not kept",
-                " and not graph.hooks.by_number", "",
-                "models/test_hooks.py::test_what_has_hooks_of_a_process_is_not_kept_on_disk",
             ),
         ),
         *of_file(
@@ -839,7 +843,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "a worker that its job has left behind is ended",
                 "os._exit(1)", "pass",
-                "runtime/launching/test_worker.py::test_a_worker_that_computes_on_is_ended_with_its_job",
+                "runtime/launching/test_scheduler.py::test_a_worker_that_meets_nobody_is_ended_with_its_job",
             ),
             (
                 "a worker whose scheduler has gone ends",
@@ -925,9 +929,9 @@ def fails_without(tree: Path, row: Mutation) -> str:
 HEAD = """# Which test fails without which mechanism
 
 A check that is never needed in a test may be dead, and nobody knows. Below is what stands between a mistake and a wrong
-number, or a wait without end, in silence, and for each of them the test that fails when it is taken out. Written by
-`python tests/conformance/mutations.py --write`, which takes each one out of a copy and runs its test; `make test`
-checks that what is taken out is still there.
+number, or a wait without end, in silence, and for each of them the test that fails when it is taken out.
+`python tests/conformance/mutations.py` takes each out of a copy and runs its test, and `--write` writes this page;
+`make test` checks that what is taken out is still there.
 """
 
 
@@ -948,8 +952,11 @@ def _shown(test: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="paths in the checkout, such as runtime/ledger.py; none: all")
-    parser.add_argument("--write", action="store_true", help="write docs/coverage/mutations.md")
+    parser.add_argument("--write", action="store_true", help="write docs/coverage/mutations.md, and run nothing")
     given = parser.parse_args()
+    if given.write:
+        PAGE.write_text(page(), encoding="utf-8")
+        return
     rows = all_of(given.files)
     problems = 0
     with copied() as tree:
@@ -960,10 +967,9 @@ def main() -> None:
             began = time.monotonic()
             problem = fails_without(tree, row)
             problems += bool(problem)
-            print(f"{row.file}: {row.words}: {problem or 'the test fails'} ({time.monotonic() - began:.0f} s)")
+            said = problem or f"{row.test} fails"
+            sys.stdout.write(f"{row.file}: {row.words}: {said} ({time.monotonic() - began:.0f} s)\n")
             sys.stdout.flush()
-    if given.write and not problems and not given.files:
-        PAGE.write_text(page(), encoding="utf-8")
     sys.exit(bool(problems))
 
 
