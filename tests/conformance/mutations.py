@@ -405,12 +405,12 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         *of_file(
             "runtime/split_tensor.py",
             (
-                "so are those that run by parts without PyTorch's dispatcher",
+                "so are the operators that run by parts without PyTorch's dispatcher",
                 "tell_of_write(func.__name__, spec.shape, args, kwargs)", "pass",
                 "runtime/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others]",
             ),
             (
-                "and those of lists",
+                "so are the operators on lists",
                 "tell_of_write(func.__name__, [len(first)], args, kwargs)", "pass",
                 "runtime/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others of a list]",
             ),
@@ -533,57 +533,57 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         *of_file(
             "api/reuse/guard.py",
             (
-                "the options are those of the plan",
+                "a call has the options of the plan",
                 "(context is self.context or context == self.context)", "True",
                 "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[the context]",
             ),
             (
-                "so are those of the algorithm",
+                "a call has the options of the algorithm of the plan",
                 "(current_algo() is self._algo or current_algo() == self._algo)", "True",
                 "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[the algorithm's parameters]",
             ),
             (
-                "so are the settings of PyTorch",
+                "a call has the settings of PyTorch of the plan",
                 "and modes() == self._modes", "",
                 "api/test_guard.py::test_autocast_is_a_plan_of_its_own",
             ),
             (
-                "so is whether gradients are taken",
+                "a call that takes gradients has a plan for them",
                 "and _inference(self._by_mode) == self._inference", "",
                 "api/test_guard.py::test_a_call_that_takes_gradients_is_not_one_that_takes_none",
             ),
             (
-                "so are the rules of users' operators",
+                "a call has the rules of users' operators of the plan",
                 "and version() == self._rules", "",
                 "api/test_user_rules.py::test_a_rule_that_comes_after_the_first_call_is_used_by_the_next",
             ),
             (
-                "tensors are like those of the plan",
+                "the tensors of a call are like those of the plan",
                 "and all(map(_is_like, tensors, self._tensors))", "",
                 "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[shape]",
             ),
             (
-                "their dtypes are the same",
+                "the tensors of a call have the dtypes of the plan",
                 "and tensor.dtype is dtype", "",
                 "api/test_guard.py::test_another_dtype_of_an_input_is_planned_for",
             ),
             (
-                "a gradient is wanted of the same ones",
+                "a gradient is wanted of the same inputs",
                 "and tensor.requires_grad is needs", "",
                 "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[requires_grad of an input]",
             ),
             (
-                "their attributes are the same",
+                "the tensors of a call have the attributes that they had",
                 "(attributes == _NOTHING if not vars(tensor) else fact(attributes_of(tensor)) == attributes)", "True",
                 "models/test_state.py::test_attributes_of_tensors_are_those_of_the_call",
             ),
             (
-                "they lie in memory as code asks",
+                "tensors lie in memory as the code asked",
                 "(self._asks is None or self._asks.answers(tensors) == self._answers)", "True",
                 "models/test_state.py::test_a_function_that_asks_how_a_tensor_lies_in_memory_is_planned_for_each[_branch]",
             ),
             (
-                "other arguments are the same",
+                "arguments that are no tensors are the same",
                 "if not structure.is_like(self._structure):", "if False:",
                 "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[a plain value]",
             ),
@@ -666,22 +666,22 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
                 "models/test_cache.py::test_a_damaged_file_is_made_anew_with_a_warning",
             ),
             (
-                "its bytes are those that were written",
+                "the bytes of an entry are those that were written",
                 " {hashlib.sha256(data).hexdigest()}", "",
                 "api/test_cache_folder.py::test_an_entry_with_another_byte_is_made_anew",
             ),
             (
-                "it is of the content that it is named after",
+                "an entry is of the content that it is named after",
                 "{_FORMAT} {self._digest} {name}", "{_FORMAT} {name}",
                 "api/test_cache_folder.py::test_an_entry_under_the_name_of_another_is_made_anew[moved]",
             ),
             (
-                "it was written by this user",
+                "an entry was written by this user",
                 "if hasattr(os, \"geteuid\") and (status", "if False and (status",
                 "api/test_cache_folder.py::test_an_entry_that_others_may_write_is_made_anew",
             ),
             (
-                "it holds what is asked for",
+                "an entry holds what is asked for",
                 "if not isinstance(value, kinds):", "if False:",
                 "api/test_cache_folder.py::test_an_entry_with_a_right_digest_and_another_type_is_made_anew",
             ),
@@ -701,27 +701,27 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
                 "api/test_cache_folder.py::test_a_folder_below_one_that_others_may_write_to_is_not_used",
             ),
             (
-                "the text of Partway is a part of the digest",
+                "the text of Partway is a part of what a version is",
                 "digest.update(path.read_bytes())", "pass",
                 "api/test_cache_folder.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
             ),
             (
-                "so is it for a plan",
+                "a plan on disk is of this version",
                 "Files(folder, software(), *text_of_graph(graph)", "Files(folder, *text_of_graph(graph)",
                 "api/test_cache_folder.py::test_entries_of_another_version_are_not_used",
             ),
             (
-                "the version of PyTorch is a part of it",
+                "the version of PyTorch is a part of what a version is",
                 'f"torch {torch.__version__}, partway', 'f"partway',
                 "api/test_cache_folder.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
             ),
             (
-                "the options and the request are a part of it",
+                "a plan on disk is of these options and this request",
                 "*map(repr, content)", "",
                 "models/test_cache.py::test_other_content_is_planned_anew[context]",
             ),
             (
-                "operators' arguments are a part of it",
+                "a plan on disk is of these arguments of operators",
                 "{node.args} ", "",
                 "models/test_cache.py::test_other_code_is_planned_anew",
             ),
@@ -734,7 +734,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         *of_file(
             "api/compiling.py",
             (
-                "the rules of users' operators are a part of the digest",
+                "a plan on disk is of these rules of users' operators",
                 "text_of(inputs.rules),", "",
                 "api/test_user_rules.py::test_the_cache_knows_rules_and_keeps_no_derivative_of_a_custom_operator",
             ),
@@ -785,7 +785,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
                 "ecosystem/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-Python's]",
             ),
             (
-                "and then they are as the checkpoint was",
+                "after that, random generators are as the checkpoint was",
                 "self._set_random(now)", "pass",
                 "ecosystem/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-Python's]",
             ),
