@@ -11,7 +11,7 @@ How is decided by what PyTorch says of an operator, its tags and its schema, and
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -48,15 +48,28 @@ Operands = tuple[Any, ...]
 
 
 def run(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
-    """What the ATen operator `op` gives of arguments of which some are split. The ledger is told of what writes: where
-    only one rank does, no collective says so. But not of what a backward writes: whether it copies a gradient depends
-    on who else has a reference to it just then."""
-    if _writes(op) and not in_backward() and (own := comparing()) is not None:
+    """What the ATen operator `op` gives of arguments of which some are split."""
+    if _writes(op):
         first = args[0] if args else None
-        shape = tuple(first.shape) if isinstance(first, Tensor) else len(first) if isinstance(first, list) else None
-        numbers = [value for value in (*args, *kwargs.values()) if isinstance(value, int | float)]
-        own.writes((str(op), shape, *numbers))
+        shape = first.shape if isinstance(first, Tensor) else [len(first)] if isinstance(first, list) else []
+        tell_of_write(str(op), shape, args, kwargs)
     return (_HOW.get(op) or _how(op))(op, args, kwargs)
+
+
+def tell_of_write(op: str, shape: Sequence[int], args: Operands, kwargs: Mapping[str, Any]) -> None:
+    """Tell the ledger that `op` writes to what is split, of a `shape`, with which numbers: where only one rank does, or
+    with others, no collective says so. But not of what a backward writes: whether it copies a gradient depends on who
+    else has a reference to it just then."""
+    if (own := comparing()) is not None and not in_backward():
+        numbers = (_number(value) for value in (*args, *kwargs.values()))
+        own.writes((op, tuple(shape), *(number for number in numbers if number is not None)))
+
+
+def _number(value: Any) -> Any:
+    """A number, also where it comes as a tensor, as the factor of `mul_` does; None for anything else."""
+    if isinstance(value, int | float):
+        return value
+    return value.item() if type(value) is Tensor and value.dim() == 0 and value.device.type == "cpu" else None
 
 
 def is_split(value: Any) -> bool:

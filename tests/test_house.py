@@ -100,7 +100,6 @@ fusion/test_schedule.py                fusion: updates
 runtime/test_stretches.py              runtime: functions
 models/test_inductor.py                runtime: inductor
 runtime/test_execute.py                runtime: instructions memory
-conformance/test_ranks.py              runtime: watch
 api/ps/test_clusters.py                api/ps: jobs live saving workers; runtime/ps: client cluster
 runtime/launching/test_security.py     runtime/launching: interfaces
 api/test_islands.py                    propagation/capture: by_rank islands messages; propagation/search: islands

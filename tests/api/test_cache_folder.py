@@ -9,15 +9,18 @@ import os
 import pickle
 import signal
 import stat
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 import partway as pw
+from partway import cache
 from partway.fusion.program import Program
 from partway.propagation.capture.capture import capture
 from partway.propagation.graph.graph import Graph
@@ -107,6 +110,38 @@ def test_an_entry_under_the_name_of_another_is_made_anew(folder: Path, edit: Cal
     with pytest.warns(UserWarning, match="it is not what was written there"):
         step()
     step()
+
+
+def test_an_entry_with_another_byte_is_made_anew(folder: Path) -> None:
+    step()
+    for path in entries(folder).values():
+        path.write_bytes(path.read_bytes() + b" ")  # which JSON does not mind
+    with pytest.warns(UserWarning, match="it is not what was written there"):
+        step()
+    step()
+
+
+def test_the_text_of_partway_and_the_version_of_pytorch_are_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = ModuleType("package")
+    package.__file__ = str(tmp_path / "__init__.py")
+    monkeypatch.setitem(sys.modules, "package", package)
+    monkeypatch.setattr(cache, "_PACKAGES", ("package",))
+    said = []
+    for text, version in (("one", "2"), ("two", "2"), ("two", "3")):
+        (tmp_path / "__init__.py").write_text(text)
+        monkeypatch.setattr(torch, "__version__", version)
+        said.append(cache.software.__wrapped__())
+    assert len(set(said)) == 3
+
+
+def test_entries_of_another_version_are_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step()
+    before = set(folder.glob("*/*"))
+    monkeypatch.setattr(cache, "software", lambda: "another version")  # (captures look it up elsewhere)
+    step()
+    assert {path.name.partition(".")[2].partition("-")[0] for path in set(folder.glob("*/*")) - before} >= {"plan"}
 
 
 FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {

@@ -74,6 +74,21 @@ def test_a_call_as_before_runs_the_plan_from_before(plans: list[Any]) -> None:
     assert model.plan is plans[0].plan
 
 
+def test_another_dtype_of_an_input_is_planned_for(plans: list[Any]) -> None:
+    f = pw.shard(lambda x: x * 2, mesh={"x": 2})
+    for x in (X, X.double(), X):
+        assert f(x).dtype is x.dtype
+    assert len(plans) == 2
+
+
+def test_a_call_that_takes_gradients_is_not_one_that_takes_none() -> None:
+    model = pw.shard(Scaled().eval(), mesh={"x": 2})
+    with torch.no_grad():
+        model(X)
+    model(X).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 def test_autocast_is_a_plan_of_its_own(plans: list[Any]) -> None:
     model = pw.shard(Scaled(), mesh={"x": 2})
     model(X)
@@ -164,6 +179,22 @@ def test_a_parameter_that_was_replaced_is_used(plans: list[Any]) -> None:
         model.inner[0].bias = nn.Parameter(torch.ones(8))
     assert model(X) == 32
     assert len(plans) == 1  # the same shapes and flags
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 2.0))
+
+    def forward(self, x: Any) -> Any:
+        return sum(p * x for p in self.parameters())
+
+
+def test_a_parameter_that_was_added_is_used() -> None:
+    model = pw.shard(Shifted(), mesh={"x": 2})
+    assert torch.equal(model(X), X * 2)
+    model.register_parameter("more", nn.Parameter(torch.ones(8)))
+    assert torch.equal(model(X), X * 3)
 
 
 def test_a_module_that_was_replaced_is_used(plans: list[Any]) -> None:

@@ -562,6 +562,57 @@ def test_ranks_that_give_different_whole_batches_are_refused(on_ranks: Ranks) ->
     assert on_ranks(2, reads_its_own_batch) == ["\n".join(["the ranks differ:", *lines])] * 2
 
 
+def computes_something_else() -> str:
+    scale = 2.0 + dist.get_rank()
+    f = pw.shard(lambda x: (x * scale).sum(), mesh={"dp": 2}, in_strategy=(("dp", None),))
+    with pytest.raises(pw.RuntimeStateError) as error:
+        f(torch.ones(4, 2))
+    return str(error.value)
+
+
+def test_ranks_whose_forwards_differ_are_refused(on_ranks: Ranks) -> None:
+    first, second = on_ranks(2, computes_something_else)
+    assert first == second
+    assert "the captured graph differs, first in line" in first
+    assert "the model's code, or what it reads, differs between ranks: run the same on every rank" in first
+
+
+def is_seeded_before_a_call(draws: bool) -> str:
+    torch.manual_seed(dist.get_rank())
+    f = pw.shard(
+        lambda x: nn.functional.dropout(x, 0.5 if draws else 0.0, draws).sum(), mesh={"dp": 2},
+        in_strategy=(("dp", None),),
+    )  # fmt: skip
+    try:
+        f(torch.ones(4, 2))
+    except pw.RuntimeStateError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_are_seeded_otherwise_before_a_call_that_draws_are_refused(on_ranks: Ranks) -> None:
+    said = (
+        "the random generator has other values on rank 1 than on rank 0; seed every rank alike with torch.manual_seed"
+    )
+    assert on_ranks(2, is_seeded_before_a_call, True) == [said] * 2
+    assert on_ranks(2, is_seeded_before_a_call, False) == [""] * 2
+
+
+def gets_a_parameter() -> str:
+    torch.manual_seed(0)
+    model: Any = pw.shard(nn.Linear(2, 2), mesh={"dp": 2}, in_strategy=(("dp", None),))
+    model(torch.ones(4, 2))
+    model.more = nn.Parameter(torch.full((2,), float(dist.get_rank())))
+    with pytest.raises(pw.RuntimeStateError) as error:
+        model(torch.ones(4, 2))
+    return str(error.value)
+
+
+def test_parameters_that_are_added_and_differ_are_refused(on_ranks: Ranks) -> None:
+    said = "more has other values on rank 1 than on rank 0; seed every rank alike"
+    assert on_ranks(2, gets_a_parameter) == [said] * 2
+
+
 def test_parameter_broadcast_makes_ranks_agree(on_ranks: Ranks) -> None:
     assert on_ranks(2, disagrees, True, False, {"parameter_broadcast": True}) == [""] * 2
     assert on_ranks(2, disagrees, True, True, {"parameter_broadcast": True}) == [""] * 2

@@ -217,6 +217,19 @@ def test_globals_and_closures_may_change(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.allclose(ours(X), f(X))
 
 
+def test_a_function_whose_code_is_replaced_is_captured_anew() -> None:
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    def thrice(x: Tensor) -> Tensor:
+        return x * 3
+
+    ours = pw.shard(lambda x: twice(x) + 1, mesh={"x": 2})
+    assert torch.equal(ours(X), X * 2 + 1)
+    twice.__code__ = thrice.__code__
+    assert torch.equal(ours(X), X * 3 + 1)
+
+
 @pytest.mark.parametrize(
     "read", [lambda m: getattr(m, f"shift_{m.place}"), lambda m: vars(m)["shift_1"], lambda m: m.__dict__["shift_1"]]
 )

@@ -112,6 +112,68 @@ def test_what_the_first_rank_alone_did_last_is_told_at_the_end(pair):
     ]
 
 
+def test_what_another_rank_alone_did_last_is_told_at_the_end(pair):
+    first, second, told, _ = pair
+    for each in (first, second):
+        each.called("a call")
+    while not compared(first, second):
+        time.sleep(0.001)
+    second.called("another call")
+    ends = [threading.Thread(target=each.end, args=(False,)) for each in (first, second)]
+    for each in ends:
+        each.start()
+    for each in ends:
+        each.join()
+    assert told == [
+        "rank 1 called more collectives than rank 0 before that ended; let all ranks of a group call collectives in "
+        "one order, on tensors of one shape and dtype"
+    ]
+
+
+LINES = {  # of a rank's own: what is noted, and what is said of it
+    "runs": (lambda ledger, rank: ledger.ran(rank, "a call", draws=False), "ran another program"),
+    "random": (lambda ledger, rank: ledger.ran(7, "a call", draws=True), "drew from a random generator in another"),
+    "inputs": (
+        lambda ledger, rank: ledger.given([torch.ones(3), torch.full((3,), rank)], "a call"),
+        "was given inputs of other values",
+    ),
+    "first input": (
+        lambda ledger, rank: ledger.given([torch.full((3,), rank), torch.ones(3)], "a call"),
+        "was given inputs of other values",
+    ),
+    "gradients": (lambda ledger, rank: ledger.came_back(torch.full((3,), rank), "a call"), "went on otherwise with a"),
+    "parts": (lambda ledger, rank: ledger.shared(torch.full((3,), rank), "a call"), "was given another part of the"),
+    "steps": (lambda ledger, rank: ledger.stepped((1, rank), "a call"), "stepped its optimizer (or wrote to"),
+    "copies": (lambda ledger, rank: ledger.holds(torch.full((3,), rank), "a call"), "holds other values"),
+    "a checksum of copies": (lambda ledger, rank: ledger.holds(rank, "a call"), "holds other values"),
+    "writes": (lambda ledger, rank: ledger.writes(("aten.add_", (3,), rank)), "wrote otherwise"),
+    "settings": (lambda ledger, rank: ledger.settings((0.1, rank), "a step: lr"), "has an optimizer of other settings"),
+    "calls": (lambda ledger, rank: ledger.called(f"all_reduce of {rank}"), "called another collective"),
+}
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_each_kind_of_line_is_compared(kind):
+    store, told = dist.HashStore(), []
+    both = [Ledger(store, rank, (0, 1), told.append) for rank in (0, 1)]
+    note, said = LINES[kind]
+    for alike in (True, False):
+        for rank, each in enumerate(both):
+            torch.manual_seed(0 if alike else rank)
+            note(each, 0 if alike else rank)
+        for each in both:
+            each._turn()
+        assert len(told) == (not alike)
+    for each in both:
+        each._ends.set()
+    assert told[0].startswith(f"rank 1 {said}")
+
+
+def test_every_element_has_its_turn():
+    seen = {int(each) for turn in range(15) for each in sample(torch.arange(1000), turn)}
+    assert seen == set(range(1000))
+
+
 def drifts(idle, wait):
     """Rank 1 goes on with another batch; nothing ends the ranks but the error."""
     ledgers._PERIOD = 0.02

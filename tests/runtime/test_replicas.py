@@ -11,6 +11,7 @@ import partway as pw
 from partway.runtime import ledger as ledgers
 from partway.runtime.agreement import gathered
 from partway.runtime.replicas import in_turn, settings_of
+from partway.runtime.watch import end_watch
 
 WHOLE = {"a.weight": (None, None), "a.bias": (None,), "b.weight": (None, None), "b.bias": (None,)}
 SPLIT = {"a.weight": ("dp", None), "a.bias": ("dp",), "b.weight": (None, "dp")}
@@ -65,7 +66,7 @@ def told(what, plan=None, **options):
     hooked = None
     generator = torch.Generator().manual_seed(1)
     try:
-        for step in range(100_000):
+        for step in range(3_000):
             x = torch.randn(16, 8, generator=generator)
             labels = x[:, :4].argmax(1)
             if other and step == 5 and what == "a hook":
@@ -84,6 +85,7 @@ def told(what, plan=None, **options):
             if what == "nothing" and step == 60:
                 return None
             time.sleep(0.001)
+        return None
     except RuntimeError as error:
         return str(error)
     finally:
@@ -94,10 +96,8 @@ def told(what, plan=None, **options):
 HELD = "rank {last} holds other values than rank {first} of "
 CHANGED = "; change parameters, gradients, buffers and the states of optimizers on every rank, or on none"
 WROTE = "rank {last} wrote otherwise than rank 0 to a tensor that is split, at "
-STEPPED = (
-    "rank {last} stepped its optimizer (or wrote to parameters or buffers) between other calls than rank 0, at a call "
-    "of Net; step the optimizer, and write to parameters and buffers, on every rank or on none"
-)
+STEPPED = "rank {last} stepped its optimizer (or wrote to parameters or buffers) between other calls than rank 0, at "
+STEP = "; step the optimizer, and write to parameters and buffers, on every rank or on none"
 SET = "rank {last} has an optimizer of other settings than rank 0, at step "
 WENT_ON = "rank {last} went on otherwise with a result that is whole on every rank than rank 0, at a call of Net; "
 SAID = {
@@ -108,14 +108,14 @@ SAID = {
     "a state": HELD + "exp_avg of a.weight, at step ",
     "the count of steps": HELD + "step of a.weight, at step ",
     "a gradient that is scaled": HELD,
-    "a gradient that is zeroed": WROTE + "aten.zero_.default of (16, 8)" + CHANGED,
+    "a gradient that is zeroed": WROTE + "zero_ of (16, 8)" + CHANGED,
     "a gradient that is left out": HELD,
     "a clip": WROTE,
     "a hook": HELD,
     "a part that is written to": HELD,
-    "a weight that is written to": STEPPED,
-    "a buffer": STEPPED,
-    "a step too many": STEPPED,
+    "a weight that is written to": WROTE + "mul_ of (16, 8), 1.5" + CHANGED,
+    "a buffer": STEPPED + "a call of Net" + STEP,
+    "a step too many": STEPPED + "step 7 of AdamW: its class" + STEP,
     "the labels": WENT_ON,
     "the loss": WENT_ON,
 }
@@ -140,7 +140,9 @@ def test_what_one_rank_alone_does_is_told_while_they_train(on_ranks, size, what)
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize("what", ["a weight that is written to", "a clip", "the learning rate"])
+@pytest.mark.parametrize(
+    "what", ["a weight that is written to", "a gradient that is zeroed", "a clip", "the learning rate"]
+)
 @pytest.mark.slow
 def test_so_it_is_where_no_rank_holds_what_another_one_does(on_ranks, what):
     with pytest.raises(AssertionError, match=r"has an optimizer of other|wrote otherwise|stepped its optimizer"):
@@ -179,6 +181,58 @@ def test_whether_a_backward_copies_a_gradient_is_no_difference(on_ranks):
         on_ranks(2, keeps_a_gradient)
     assert "kept 30 and said nothing" in str(caught.value)
     assert "kept 0 and said nothing" in str(caught.value)
+
+
+def end():
+    """Raise what the ledgers found when they ended; these ranks are not used again."""
+    raise RuntimeError(end_watch() or "nothing differs")
+
+
+def writes_with(number, listed):
+    model, _ = made(SPLIT)
+    model(torch.ones(4, 8))
+    factor = 1 + number * pw.get_rank()
+    with torch.no_grad():
+        torch._foreach_mul_([model.a.weight], factor) if listed else model.a.weight.mul_(factor)
+    end()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("number", "listed", "said"),
+    [
+        (0, False, "nothing differs"),
+        (1, False, r"rank 1 wrote otherwise than rank 0 to a tensor that is split, at mul_ of \(16, 8\), 2"),
+        (1, True, r"rank 1 wrote otherwise than rank 0 to a tensor that is split, at _foreach_mul_ of \(1,\), 2"),
+    ],
+    ids=["alike", "others", "others of a list"],
+)
+def test_what_is_split_is_written_to_with_the_same_numbers(on_ranks, number, listed, said):
+    with pytest.raises(AssertionError, match=said):
+        on_ranks(2, writes_with, number, listed)
+
+
+def hides(compare):
+    """Rank 1 changes an element that is in no sample of these two calls."""
+    pw.set_auto_parallel_context(compare_replicas=compare)
+    torch.manual_seed(0)
+    model = pw.shard(
+        nn.Linear(64, 64), mesh={"dp": 2}, in_strategy=(("dp", None),), parameter_plan={"weight": (None,) * 2}
+    )
+    model(torch.ones(4, 64))
+    if pw.get_rank():
+        model.weight.to_local().detach().view(-1)[37] += 1
+    model(torch.ones(4, 64))
+    end()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("compare", "said"), [(True, "nothing differs"), (2, "rank 1 holds other values than rank 0 of weight, at call 2")]
+)
+def test_an_element_that_is_in_no_sample_is_told_where_all_are_looked_at(on_ranks, compare, said):
+    with pytest.raises(AssertionError, match=said):
+        on_ranks(2, hides, compare)
 
 
 def saved(compare):

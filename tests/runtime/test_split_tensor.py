@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+import partway as pw
 from partway.runtime import device_mesh
 from partway.runtime.parameters import as_dtensor, gradient_of, shard_tensor
 from partway.runtime.split_operators import run
@@ -259,3 +260,21 @@ def counted():
 
 def test_steps_and_clips_send_no_tensor(on_ranks):
     on_ranks(2, counted)
+
+
+def overflows():
+    """The scale after a step in which a gradient is infinite on rank 1 alone."""
+    torch.manual_seed(0)
+    model = pw.shard(nn.Linear(8, 4), mesh={"tp": 2}, parameter_plan={"weight": ("tp", None), "bias": ("tp",)})
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", 4.0)
+    scaler.scale(model(torch.ones(2, 8)).sum()).backward()
+    before = model.weight.full_tensor()
+    if dist.get_rank():
+        model.weight.grad.to_local()[0, 0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), torch.equal(model.weight.full_tensor(), before)
+
+
+def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(on_ranks):
+    assert on_ranks(2, overflows) == [(2.0, True)] * 2

@@ -172,6 +172,17 @@ def test_a_worker_that_fails_ends_all_with_its_name(job: Job, fault: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.gloo
+def test_a_worker_that_meets_nobody_is_ended_with_its_job(job: Job) -> None:
+    alone = "time.sleep(40); sys.stdout.write('went on')"
+    workers = [{"MS_NODE_ID": "0", "FAULT": alone}, {"MS_NODE_ID": "1", "FAULT": FAULTS["an exception"][0]}]
+    scheduler, first, _ = job(GOES_ON, workers, 2)
+    assert (scheduler.returncode, first.returncode) == (1, 1)
+    assert "partway: rank 0 ends: rank 1" in first.stderr
+    assert "went on" not in first.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
 def test_workers_end_where_their_scheduler_is_gone(job: Job) -> None:
     script = (
         """

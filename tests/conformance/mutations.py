@@ -1,0 +1,977 @@
+"""Which test fails without which mechanism: of those whose loss would be a wrong number, or a wait without end, in
+silence.
+
+    python tests/conformance/mutations.py                       runs all of them, in an hour
+    python tests/conformance/mutations.py runtime/ledger.py     those of the files that are named
+    python tests/conformance/mutations.py --write               writes docs/coverage/mutations.md, and runs none
+
+Each row of MUTATIONS takes one mechanism out: in a copy of Partway a text is replaced. The test that it names has to
+pass in the copy as it is, and to fail in what is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "coverage" / "mutations.md"
+STAGES = ("strategy", "propagation", "fusion", "runtime")
+SECONDS = 200  # of a test: what waits without end has failed by then
+PASSED, FAILED = 0, 1  # what pytest ends with; other numbers say that the test did not run
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A mechanism, and the test that fails without it.
+
+    words   what the mechanism does
+    file    where it is, by its path in the checkout
+    text    what is replaced, which is once in the file
+    by      what takes its place
+    test    the test's node id
+    """
+
+    words: str
+    file: str
+    text: str
+    by: str
+    test: str
+
+
+def of_file(file: str, *rows: tuple[str, str, str, str]) -> tuple[Mutation, ...]:
+    return tuple(Mutation(words, file, text, by, f"tests/{test}") for words, text, by, test in rows)
+
+
+_TOLD = "runtime/test_replicas.py::test_what_one_rank_alone_does_is_told_while_they_train"
+MUTATIONS: dict[str, tuple[Mutation, ...]] = {
+    "Ranks agree before they follow a plan": (
+        *of_file(
+            "runtime/agreement.py",
+            (
+                "facts of ranks are compared",
+                "if any(each", "if False and any(each",
+                "runtime/test_agreement.py::test_tensors_that_differ_are_named_on_every_rank",
+            ),
+            (
+                "the values of a tensor are a part of its fact",
+                "str(checksum(tensor))", '""',
+                "runtime/test_agreement.py::test_tensors_that_differ_are_named_on_every_rank",
+            ),
+            (
+                "a fact's checksum counts beside its text",
+                r"{self.text}\n{self.checksum}", "{self.text}",
+                "runtime/test_agreement.py::test_tensors_that_differ_are_named_on_every_rank",
+            ),
+            (
+                "ranks that come to other points of the program are told",
+                "if len(set(purposes.values())) > 1:", "if False:",
+                "runtime/test_agreement.py::test_values_of_all_ranks_are_gathered_where_they_are_at_one_point_of_the_program",
+            ),
+            (
+                "a rank that fails before a meeting comes to it all the same",
+                '_agree(purpose, [], f"{type(error).__name__}: {error}", detail)', "pass",
+                "runtime/test_agreement.py::test_a_block_that_fails_on_one_rank_is_an_error_on_all",
+            ),
+            (
+                "what failed on one rank is an error on the others",
+                "if not error and refused and len(refused) < len(each_rank):", "if False:",
+                "runtime/test_agreement.py::test_a_block_that_fails_on_one_rank_is_an_error_on_all",
+            ),
+        ),
+        *of_file(
+            "api/placing.py",
+            (
+                "parameters are compared when a module is sharded",
+                'facts += facts_of(named, "seed every rank alike, or set parameter_broadcast=True")', "pass",
+                "models/test_gloo_features.py::test_ranks_that_differ_are_refused_on_every_rank",
+            ),
+            (
+                "random generators are compared when a module is sharded",
+                "facts += facts_of(generators(), SEED, follows=2)", "pass",
+                "models/test_gloo_features.py::test_ranks_that_differ_are_refused_on_every_rank",
+            ),
+            (
+                "the inputs of a first call that are whole on every rank are compared",
+                "facts += facts_of(whole, _whole_fix(context))", "pass",
+                "models/test_gloo_features.py::test_ranks_that_give_different_whole_batches_are_refused",
+            ),
+            (
+                "parameters that a module got after it was sharded are compared",
+                "agree(purpose, facts_of({n: p for n, p in added.items() if not p.is_meta}, "
+                '"seed every rank alike"))', "pass",
+                "models/test_gloo_features.py::test_parameters_that_are_added_and_differ_are_refused",
+            ),
+            (
+                "ranks that share a part of an input have the same one in a first call",
+                "if content != parts.contents[first]:", "if False:",
+                "models/test_own_parts.py::test_ranks_that_share_a_part_and_are_given_others_are_told",
+            ),
+            (
+                "parts of a batch have to make a whole",
+                "if rest or (count == 1 and len(set(sizes)) > 1):", "if False:",
+                "api/test_placing.py::test_parts_that_make_no_whole_are_refused_with_their_sizes",
+            ),
+            (
+                "what was captured and planned is compared",
+                "facts += of_plan(compiled)", "pass",
+                "models/test_gloo_features.py::test_ranks_whose_forwards_differ_are_refused",
+            ),
+            (
+                "random generators are compared before the first call of what draws",
+                "if draws(compiled):", "if False:",
+                "models/test_gloo_features.py::test_ranks_that_are_seeded_otherwise_before_a_call_that_draws_are_refused",
+            ),
+        ),
+        *of_file(
+            "api/engine.py",
+            (
+                "where one rank's part has another shape, all ranks look for another plan",
+                "if last is not None and last.runner.own and placing()", "if False and placing()",
+                "models/test_own_parts.py::test_processes_train_on_their_parts_as_one_device_on_the_batch",
+            ),
+        ),
+    ),
+    "No rank waits in vain": of_file(
+        "runtime/watch.py",
+        (
+            "what differs is raised by the next call",
+            "raise found", "pass",
+            "conformance/test_ranks.py::test_a_rank_that_differs_is_found[later_values]",
+        ),
+        (
+            "the rank that finds a difference tells the others",
+            'self._ring(rank, f"{_TOLD}{text}")', "pass",
+            "runtime/test_process.py::test_a_difference_that_is_found_at_exit_is_in_the_status",
+        ),
+        (
+            "a rank that is told of a difference keeps it",
+            "self._broken = request.removeprefix(_TOLD)", "pass",
+            "runtime/test_process.py::test_a_difference_that_is_found_at_exit_is_in_the_status",
+        ),
+        (
+            "what was not compared yet is compared at the end",
+            "ledger.end(failed)", "pass",
+            "runtime/test_process.py::test_a_difference_that_is_found_at_exit_is_in_the_status",
+        ),
+        (
+            "a process that ends with a difference has a status that says so",
+            'raise OSError("the ranks differ")', "pass",
+            "runtime/test_process.py::test_a_difference_that_is_found_at_exit_is_in_the_status",
+        ),
+        (
+            "a rank whose process is gone is not waited for",
+            "not is_alive(int(process))", "False",
+            "ecosystem/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
+        ),
+        (
+            "a meeting ends where rank 0, who is to say how it went, has ended",
+            "(left > 0 and not self._has_ended(0))", "left > 0",
+            "ecosystem/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
+        ),
+        (
+            "a wait ends where it is for a rank that has ended",
+            'if any(doing.mark == "ended" for doing in last.values()):', "if False:",
+            "ecosystem/test_killed_ranks.py::test_a_rank_0_that_ends_before_it_says_how_a_meeting_went_is_named",
+        ),
+        (
+            "a wait within PyTorch ends where a rank has ended",
+            "[rank for rank in self._others() if self._has_ended(rank)]", "[]",
+            "ecosystem/test_killed_ranks.py::test_a_rank_that_ends_while_the_ranks_connect_is_named_before_the_timeout",
+        ),
+        (
+            "ranks that wait for each other in two collectives are told",
+            "if len(looks) == _SURE and waiting", "if False and waiting",
+            "api/ops/test_groups.py::test_ranks_that_call_in_other_groups_do_not_wait_in_vain[elsewhere-told1]",
+        ),
+        (
+            "a rank answers what it is doing while it waits itself",
+            'self._own.set(f"{request}/{self.rank}", json.dumps(asdict(self.doing())))', "pass",
+            "api/ops/test_groups.py::test_ranks_that_call_in_other_groups_do_not_wait_in_vain[elsewhere-told1]",
+        ),
+        (
+            "a meeting ends after the timeout where a rank is busy elsewhere",
+            "if left <= 0:", "if False:",
+            "runtime/test_watch.py::test_a_rank_that_is_busy_elsewhere_is_waited_for_until_the_timeout",
+        ),
+        (
+            "rank 0, who may keep the store, stays until all know that a meeting has failed",
+            'if self._store.check([f"parted/{n}/{rank}" for rank in range(self.size)]):', "if True:",
+            "runtime/test_watch.py::test_rank_0_stays_until_the_others_know_that_a_meeting_has_failed",
+        ),
+        (
+            "a second process group has a watch of its own",
+            "or _watch.group is not dist.group.WORLD", "",
+            "runtime/test_watch.py::test_a_second_process_group_has_a_watch_of_its_own",
+        ),
+    )
+    + of_file(
+        "runtime/answering.py",
+        (
+            "a store that does not answer is not waited for",
+            "timeout=0 if self._silent else self._seconds + more", "",
+            "runtime/test_answering.py::test_an_answer_that_does_not_come_is_an_error",
+        ),
+    ),
+    "What ranks ran is compared afterwards": (
+        *of_file(
+            "runtime/ledger.py",
+            (
+                "the thread goes on after a turn in which nothing ran",
+                "self._ends.wait(_PERIOD) or self._over", "self._ends.wait(_PERIOD) or self._turn()",
+                "runtime/test_ledger.py::test_ranks_are_compared_after_turns_in_which_nothing_ran",
+            ),
+            (
+                "the thread is started",
+                "self._thread.start()", "pass",
+                "runtime/test_ledger.py::test_ranks_are_compared_after_turns_in_which_nothing_ran",
+            ),
+            (
+                "lines are compared",
+                "if theirs != ours:", "if False:",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[runs]",
+            ),
+            (
+                "which program runs has a line",
+                'self._lines.append(("runs", identity, where))', "pass",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[runs]",
+            ),
+            (
+                "the state of the generator has a line where a program draws",
+                'self._lines.append(("random", torch.get_rng_state(), where))', "pass",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[random]",
+            ),
+            (
+                "a call's inputs have a line",
+                'self._lines.append(("inputs", ', 'len(("inputs", ',
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[inputs]",
+            ),
+            (
+                "each of a call's inputs counts, not only the last",
+                "cpu().numpy().data, start)", "cpu().numpy().data)",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[first input]",
+            ),
+            (
+                "what comes back for a result that is whole on every rank has a line",
+                'self._lines.append(("gradients", ', 'len(("gradients", ',
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[gradients]",
+            ),
+            (
+                "a part of the batch that ranks share has a line",
+                'self._lines.append(("parts", ', 'len(("parts", ',
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[parts]",
+            ),
+            (
+                "writes to parameters between two calls have a line",
+                'self._lines.append(("steps", written, where))', "pass",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[steps]",
+            ),
+            (
+                "elements of what ranks hold alike have a line",
+                'self._lines.append(("copies", what, where))', "pass",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[copies]",
+            ),
+            (
+                "what an operator writes to a split tensor has a line",
+                'self._lines.append(("writes", what, what))', "pass",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[writes]",
+            ),
+            (
+                "an optimizer's settings have a line",
+                'self._lines.append(("settings", setting, where))', "pass",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[settings]",
+            ),
+            (
+                "a collective that is called by hand has a line",
+                'self._lines.append(("calls", zlib.crc32(what.encode()), what))', "pass",
+                "runtime/test_ledger.py::test_each_kind_of_line_is_compared[calls]",
+            ),
+            (
+                "the first rank says which line was its last",
+                "[_END] * (last and not ended)", "[]",
+                "runtime/test_ledger.py::test_what_another_rank_alone_did_last_is_told_at_the_end",
+            ),
+            (
+                "pages that all have read are removed",
+                'self._store.delete_key(f"{self._name}/{self._page}")', "pass",
+                "runtime/test_ledger.py::test_lines_and_pages_do_not_pile_up",
+            ),
+            (
+                "elements are looked at whatever a tensor's strides are",
+                "return tensor[_places(tensor.shape, step)]", "return None",
+                "runtime/test_ledger.py::test_the_same_elements_are_looked_at_whatever_the_strides_are",
+            ),
+            (
+                "other elements are looked at in each turn",
+                "[turn % step :: step]", "[::step]",
+                "runtime/test_ledger.py::test_every_element_has_its_turn",
+            ),
+            (
+                "writes are counted",
+                "m - n if t is u", "0 if t is u",
+                "runtime/test_ledger.py::test_a_step_of_an_optimizer_between_two_calls_is_seen",
+            ),
+            (
+                "a parameter that was replaced counts as written to",
+                "if t is u else -1", "",
+                "runtime/test_ledger.py::test_a_step_of_an_optimizer_between_two_calls_is_seen",
+            ),
+        ),
+        *of_file(
+            "api/placing.py",
+            (
+                "each call's inputs are noted",
+                "ranks.given([tensors[i] for i in wholes], where)", "pass",
+                "conformance/test_ranks.py::test_a_rank_that_differs_is_found[later_values]",
+            ),
+            (
+                "at each call it is noted what was written before",
+                "ranks.stepped(written(held), where)", "pass",
+                f"{_TOLD}[a buffer-2]",
+            ),
+            (
+                "the parts of each call are noted",
+                "ledger.shared(tensors[i], at)", "pass",
+                "models/test_own_parts.py::test_a_rank_that_is_given_another_part_later_is_told",
+            ),
+            (
+                "at each call it is noted what parameters and buffers hold",
+                'note(copies, f"call {call} of {name}", call, whole)', "pass",
+                f"{_TOLD}[a part that is written to-2]",
+            ),
+            (
+                "the gradient of a result that is whole on every rank is noted",
+                "if result.requires_grad:", "if False:",
+                "models/test_own_parts.py::test_a_loss_of_labels_that_broadcast_against_the_batch_is_told",
+            ),
+        ),
+        *of_file(
+            "runtime/optimizers.py",
+            (
+                "an optimizer's class is noted",
+                'own.settings(type(optimizer).__qualname__, f"{where}: its class")', "pass",
+                f"{_TOLD}[the class-2]",
+            ),
+            (
+                "an optimizer's settings are noted",
+                'own.settings(values, f"{where}: {setting}")', "pass",
+                f"{_TOLD}[the learning rate-2]",
+            ),
+            (
+                "gradients are noted",
+                '"the gradient": parameter.grad, ', "",
+                f"{_TOLD}[a gradient that is scaled-2]",
+            ),
+            (
+                "an optimizer's states are noted",
+                ", **optimizer.state.get(parameter, {})", "",
+                f"{_TOLD}[a state-2]",
+            ),
+            (
+                "an optimizer gets the parameters that took the place of its own",
+                "if known.state != now:", "if False:",
+                "runtime/test_optimizers.py::test_each_kind_of_optimizer_steps_what_took_the_place_of_its_parameters",
+            ),
+        ),
+        *of_file(
+            "runtime/split_operators.py",
+            (
+                "operators that write to a split tensor are noted",
+                "tell_of_write(str(op), shape, args, kwargs)", "pass",
+                "runtime/test_replicas.py::test_so_it_is_where_no_rank_holds_what_another_one_does[a clip]",
+            ),
+            (
+                "the numbers that they write with are noted",
+                "if number is not None", "if False",
+                "runtime/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others]",
+            ),
+            (
+                "a gradient that is not finite on one rank counts on all",
+                'found.copy_(exchange(mesh, found.reshape(1), "gradients that are not finite").amax()'
+                ".reshape(found.shape))", "pass",
+                "runtime/test_split_tensor.py::test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all",
+            ),
+        ),
+        *of_file(
+            "runtime/split_tensor.py",
+            (
+                "so are the operators that run by parts without PyTorch's dispatcher",
+                "tell_of_write(func.__name__, spec.shape, args, kwargs)", "pass",
+                "runtime/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others]",
+            ),
+            (
+                "so are the operators on lists",
+                "tell_of_write(func.__name__, [len(first)], args, kwargs)", "pass",
+                "runtime/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others of a list]",
+            ),
+        ),
+        *of_file(
+            "runtime/replicas.py",
+            (
+                "each of what ranks hold alike has its turn",
+                "items[(time * count + k) % len(items)]", "items[k]",
+                "runtime/test_replicas.py::test_each_has_its_turn",
+            ),
+            (
+                "all is looked at in every so many turns",
+                "if every > 0 and time % every == 0:", "if False:",
+                "runtime/test_replicas.py::test_each_has_its_turn",
+            ),
+            (
+                "all elements are summed up where all is looked at",
+                "checksum(part) if whole else sample(part, time)", "sample(part, time)",
+                "runtime/test_replicas.py::test_an_element_that_is_in_no_sample_is_told_where_all_are_looked_at",
+            ),
+            (
+                "an optimizer's settings are read from all of its groups",
+                "_plain(group.get(key)) for group in groups", "_plain(group.get(key)) for group in []",
+                "runtime/test_replicas.py::test_settings_are_what_groups_say_beside_their_parameters",
+            ),
+        ),
+    ),
+    "Checkpoints are whole and of all ranks": (
+        *of_file(
+            "api/checkpoints/saving.py",
+            (
+                "what ranks do not hold alike is not saved",
+                "if found := differing(", "if found := [] and differing(",
+                "runtime/test_replicas.py::test_what_ranks_do_not_hold_alike_is_not_saved",
+            ),
+            (
+                "optimizers whose settings differ are not saved",
+                'if name.startswith(f"{OPTIMIZER}.")', "if False",
+                "runtime/test_replicas.py::test_what_ranks_do_not_hold_alike_is_not_saved",
+            ),
+            (
+                "ranks save into the same folder",
+                'agree(f"save a checkpoint in {folder}", facts)', "pass",
+                "ecosystem/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
+            ),
+        ),
+        *of_file(
+            "runtime/replicas.py",
+            (
+                "what is about to be saved is summed up",
+                "groups.setdefault(ranks, {})[name] = checksum(part)", "groups.setdefault(ranks, {})[name] = 0",
+                "runtime/test_replicas.py::test_what_ranks_do_not_hold_alike_is_not_saved",
+            ),
+            (
+                "the sums of ranks are compared",
+                "if by_rank[other][group] != value:", "if False:",
+                "runtime/test_replicas.py::test_what_ranks_do_not_hold_alike_is_not_saved",
+            ),
+        ),
+        *of_file(
+            "api/checkpoints/ranks.py",
+            (
+                "what failed on one rank while it saves or loads is an error on all",
+                'if text), None)', "if False), None)",
+                "ecosystem/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
+            ),
+        ),
+        *of_file(
+            "api/checkpoints/folder.py",
+            (
+                "one job at a time saves into a folder",
+                "if not ours:", "if False:",
+                "api/checkpoints/test_saving.py::test_two_jobs_that_save_into_one_folder_at_once_are_told",
+            ),
+        ),
+        *of_file(
+            "api/checkpoints/loading.py",
+            (
+                "files have the sizes that they had",
+                "if file.stat().st_size != size:", "if False:",
+                "api/checkpoints/test_loading.py::test_a_damaged_file_is_named",
+            ),
+            (
+                "the content of files is what it was",
+                "if zlib.crc32((path / name).read_bytes()) != checksum:", "if False:",
+                "api/checkpoints/test_loading.py::test_a_damaged_file_is_named",
+            ),
+            (
+                "the values of tensors are what they were",
+                "if checksum_of(checkpoint.path, place, slices, report) != checksum:", "if False:",
+                "api/checkpoints/test_loading.py::test_a_damaged_file_is_named",
+            ),
+            (
+                "an optimizer has the groups that it had",
+                "if [*map(set, groups)] != [*map(set, known)]:", "if False:",
+                "api/checkpoints/test_loading.py::test_an_optimizer_that_was_made_otherwise_is_refused",
+            ),
+            (
+                "each rank gets back what it alone had",
+                "blobs |= {name: own[name] for name in differ}", "pass",
+                "ecosystem/test_checkpoints.py::test_what_goes_wrong_on_one_rank_is_told_to_all_and_changes_nothing",
+            ),
+        ),
+        *of_file(
+            "api/checkpoints/manifest.py",
+            (
+                "a manifest is what it was",
+                "if manifest.checksum != _checksum_of(tree):", "if False:",
+                "api/checkpoints/test_loading.py::test_any_other_byte_is_found_by_the_file_that_it_is_in[partway.json]",
+            ),
+            (
+                "all parts of a tensor were written",
+                "            if count:\n", "            if False:\n",
+                "api/checkpoints/test_loading.py::test_forged_parts_are_named",
+            ),
+        ),
+    ),
+    "A program serves only the calls that it was made for": (
+        *of_file(
+            "api/reuse/guard.py",
+            (
+                "a call has the options of the plan",
+                "(context is self.context or context == self.context)", "True",
+                "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[the context]",
+            ),
+            (
+                "a call has the options of the algorithm of the plan",
+                "(current_algo() is self._algo or current_algo() == self._algo)", "True",
+                "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[the algorithm's parameters]",
+            ),
+            (
+                "a call has the settings of PyTorch of the plan",
+                "and modes() == self._modes", "",
+                "api/test_guard.py::test_autocast_is_a_plan_of_its_own",
+            ),
+            (
+                "a call that takes gradients has a plan for them",
+                "and _inference(self._by_mode) == self._inference", "",
+                "api/test_guard.py::test_a_call_that_takes_gradients_is_not_one_that_takes_none",
+            ),
+            (
+                "a call has the rules of users' operators of the plan",
+                "and version() == self._rules", "",
+                "api/test_user_rules.py::test_a_rule_that_comes_after_the_first_call_is_used_by_the_next",
+            ),
+            (
+                "the tensors of a call are like those of the plan",
+                "and all(map(_is_like, tensors, self._tensors))", "",
+                "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[shape]",
+            ),
+            (
+                "the tensors of a call have the dtypes of the plan",
+                "and tensor.dtype is dtype", "",
+                "api/test_guard.py::test_another_dtype_of_an_input_is_planned_for",
+            ),
+            (
+                "a gradient is wanted of the same inputs",
+                "and tensor.requires_grad is needs", "",
+                "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[requires_grad of an input]",
+            ),
+            (
+                "the tensors of a call have the attributes that they had",
+                "(attributes == _NOTHING if not vars(tensor) else fact(attributes_of(tensor)) == attributes)", "True",
+                "models/test_state.py::test_attributes_of_tensors_are_those_of_the_call",
+            ),
+            (
+                "tensors lie in memory as the code asked",
+                "(self._asks is None or self._asks.answers(tensors) == self._answers)", "True",
+                "models/test_state.py::test_a_function_that_asks_how_a_tensor_lies_in_memory_is_planned_for_each[_branch]",
+            ),
+            (
+                "arguments that are no tensors are the same",
+                "if not structure.is_like(self._structure):", "if False:",
+                "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[a plain value]",
+            ),
+            (
+                "each module is in training or in evaluation as it was",
+                "and [*map(_TRAINING, self._modules)] == self._training", "",
+                "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[training of a module inside]",
+            ),
+            (
+                "a module has as many parameters as it had",
+                "and [*map(len, self._stores)] == self._sizes", "",
+                "api/test_guard.py::test_a_parameter_that_was_added_is_used",
+            ),
+            (
+                "parameters are the objects that they were",
+                "and all(map(is_, chain.from_iterable(self._held), self._parameters_in_order))", "",
+                "api/test_guard.py::test_a_parameter_that_was_replaced_is_used",
+            ),
+            (
+                "a gradient is wanted of the same parameters",
+                "and [*map(_FACTS, self._parameters)] == self._facts", "",
+                "api/test_guard.py::test_what_a_plan_depends_on_is_planned_for[requires_grad of a parameter]",
+            ),
+            (
+                "DTensors among the inputs are placed as they were",
+                "and (spec is None or spec_of(tensor) == spec)", "",
+                "models/test_gloo_dtensors.py::test_inputs_keep_their_placements",
+            ),
+            (
+                "what the code reads is as it was",
+                "and self._state.holds()", "",
+                "models/test_state.py::test_globals_and_closures_may_change",
+            ),
+            (
+                "the dtype that autocast casts to is the same",
+                'torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None', "None",
+                "api/test_guard.py::test_each_dtype_of_autocast_is_a_plan_of_its_own",
+            ),
+            (
+                "function modes are the same",
+                "*[(type(mode), fact(vars(mode))) for mode in function_modes()],", "",
+                "api/test_guard.py::test_what_a_function_mode_changes_is_planned_for",
+            ),
+        ),
+        *of_file(
+            "api/reuse/state.py",
+            (
+                "attributes that the code reads are as they were",
+                "and self._are_as_before([*map(getitem, self._stores, self._keys)])", "",
+                "models/test_state.py::test_a_change_of_what_is_read_is_seen[attribute]",
+            ),
+            (
+                "elements of lists that it reads are as they were",
+                "and all(map(is_, chain.from_iterable(self._views), self._elements))", "",
+                "models/test_state.py::test_a_change_of_what_is_read_is_seen[element of a list]",
+            ),
+            (
+                "variables of the environment that it reads are as they were",
+                "and (self._environment is None or self._environment == dict(os.environ))", "",
+                "models/test_state.py::test_variables_of_the_environment_may_change",
+            ),
+            (
+                "tensors whose values it read as numbers are as they were",
+                "and (not self.read or [*map(_version, self.read)] == self._versions)", "",
+                "models/test_contents.py::test_what_courses_took_of_tensors_is_compared_for_each",
+            ),
+            (
+                "the functions that it calls are as they were",
+                "and all(map(is_, chain.from_iterable(map(_CODE, self._functions)), self._codes))", "",
+                "models/test_state.py::test_a_function_whose_code_is_replaced_is_captured_anew",
+            ),
+        ),
+    ),
+    "What is on disk is used only for what it was made for": (
+        *of_file(
+            "api/cache.py",
+            (
+                "an entry is what was written",
+                r'if head + b"\n" != self._head(name, data):', "if False:",
+                "models/test_cache.py::test_a_damaged_file_is_made_anew_with_a_warning",
+            ),
+            (
+                "the bytes of an entry are those that were written",
+                " {hashlib.sha256(data).hexdigest()}", "",
+                "api/test_cache_folder.py::test_an_entry_with_another_byte_is_made_anew",
+            ),
+            (
+                "an entry is of the content that it is named after",
+                "{_FORMAT} {self._digest} {name}", "{_FORMAT} {name}",
+                "api/test_cache_folder.py::test_an_entry_under_the_name_of_another_is_made_anew[moved]",
+            ),
+            (
+                "an entry was written by this user",
+                "if hasattr(os, \"geteuid\") and (status", "if False and (status",
+                "api/test_cache_folder.py::test_an_entry_that_others_may_write_is_made_anew",
+            ),
+            (
+                "an entry holds what is asked for",
+                "if not isinstance(value, kinds):", "if False:",
+                "api/test_cache_folder.py::test_an_entry_with_a_right_digest_and_another_type_is_made_anew",
+            ),
+            (
+                "the folder is this user's",
+                "if status.st_uid != os.geteuid():", "if False:",
+                "api/test_cache_folder.py::test_a_folder_of_another_user_is_not_used",
+            ),
+            (
+                "nobody else may write to the folder",
+                "if status.st_mode & 0o077:", "if False:",
+                "api/test_cache_folder.py::test_a_folder_that_others_may_use_is_not_used",
+            ),
+            (
+                "nobody else may put another folder in its place",
+                "if mode & 0o022 and not mode & stat.S_ISVTX:", "if False:",
+                "api/test_cache_folder.py::test_a_folder_below_one_that_others_may_write_to_is_not_used",
+            ),
+            (
+                "the text of Partway is a part of what a version is",
+                "digest.update(path.read_bytes())", "pass",
+                "api/test_cache_folder.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
+            ),
+            (
+                "a plan on disk is of this version",
+                "Files(folder, software(), *text_of_graph(graph)", "Files(folder, *text_of_graph(graph)",
+                "api/test_cache_folder.py::test_entries_of_another_version_are_not_used",
+            ),
+            (
+                "the version of PyTorch is a part of what a version is",
+                'f"torch {torch.__version__}, partway', 'f"partway',
+                "api/test_cache_folder.py::test_the_text_of_partway_and_the_version_of_pytorch_are_content",
+            ),
+            (
+                "a plan on disk is of these options and this request",
+                "*map(repr, content)", "",
+                "models/test_cache.py::test_other_content_is_planned_anew[context]",
+            ),
+            (
+                "a plan on disk is of these arguments of operators",
+                "{node.args} ", "",
+                "models/test_cache.py::test_other_code_is_planned_anew",
+            ),
+            (
+                "derivatives of users' operators are not kept",
+                "or (derived and not self._derivable)", "",
+                "api/test_user_rules.py::test_the_cache_knows_rules_and_keeps_no_derivative_of_a_custom_operator",
+            ),
+        ),
+        *of_file(
+            "api/compiling.py",
+            (
+                "a plan on disk is of these rules of users' operators",
+                "text_of(inputs.rules),", "",
+                "api/test_user_rules.py::test_the_cache_knows_rules_and_keeps_no_derivative_of_a_custom_operator",
+            ),
+        ),
+        *of_file(
+            "api/reuse/captures.py",
+            (
+                "a capture is of what the code reads",
+                "own, reads, call.structure.key()", "own, call.structure.key()",
+                "api/reuse/test_captures.py::test_what_changed_is_captured_anew",
+            ),
+            (
+                "a capture is of the modes that it was made in",
+                "list(_parameters(fn)), modes()", "list(_parameters(fn))",
+                "api/reuse/test_captures.py::test_other_modes_of_torch_are_captured_anew",
+            ),
+            (
+                "each rank has captures of its own",
+                'f"rank {get_rank()} of {get_group_size()}", ', "",
+                "api/reuse/test_captures.py::test_ranks_have_captures_of_their_own",
+            ),
+            (
+                "a capture is of the packages that are installed",
+                "software(), installed(), content", "software(), content",
+                "api/reuse/test_captures.py::test_other_packages_are_captured_anew",
+            ),
+        ),
+        *of_file(
+            "strategy/files.py",
+            (
+                "what another process writes now is left to it",
+                "not fresh and bool(_lock(number))", "not fresh",
+                "api/test_cache_folder.py::test_what_another_process_writes_now_is_left",
+            ),
+        ),
+    ),
+    "What was ended goes on as if it had not been": (
+        *of_file(
+            "api/resume.py",
+            (
+                "random generators go on as they were",
+                "self._set_random(_named(found, _NOW))", "pass",
+                "ecosystem/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-a generator]",
+            ),
+            (
+                "an epoch is begun again with the numbers of the first time",
+                "self._set_random(self._began)", "pass",
+                "ecosystem/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-Python's]",
+            ),
+            (
+                "after that, random generators are as the checkpoint was",
+                "self._set_random(now)", "pass",
+                "ecosystem/test_resume.py::test_every_epoch_is_shuffled_as_it_would_have_been[3-Python's]",
+            ),
+            (
+                "a loader that cannot go on within an epoch is refused",
+                "if sampler.replacement or", "if False and",
+                "ecosystem/test_resume.py::test_a_loader_that_cannot_go_on_within_an_epoch_is_named",
+            ),
+            (
+                "a training that is asked to end saves, and ends",
+                "ends = self._ends()", "ends = False",
+                "ecosystem/test_resume.py::test_steps_go_on_in_one_process",
+            ),
+            (
+                "all ranks end after the same step",
+                "and self.step >= int(store.get(_STOP))", "",
+                "ecosystem/test_resume.py::test_a_training_that_was_ended_has_the_losses_of_one_that_was_not[SIGTERM-2]",
+            ),
+            (
+                "every so many steps there is a checkpoint",
+                "or self.step % self.every == 0", "",
+                "ecosystem/test_resume.py::test_a_training_that_was_ended_has_the_losses_of_one_that_was_not[raise-1]",
+            ),
+        ),
+        *of_file(
+            "runtime/launching/scheduler.py",
+            (
+                "a worker whose process is gone has failed",
+                "elif _is_gone(card):", "elif False:",
+                "runtime/launching/test_scheduler.py::test_a_worker_that_fails_ends_all_with_its_name[a kill]",
+            ),
+            (
+                "a worker that is silent has failed",
+                "elif now - beats[rank][1] > (", "elif False and now > (",
+                "runtime/launching/test_scheduler.py::test_a_worker_that_fails_ends_all_with_its_name[a stop]",
+            ),
+            (
+                "a worker of another version is not let in",
+                "if card.versions != versions():", "if False:",
+                "runtime/launching/test_scheduler.py::test_a_worker_that_does_not_fit_is_told_so_and_the_others_go_on[version]",
+            ),
+            (
+                "nothing of the attempt before is read",
+                'return f"partway/{attempt}/{name}"', 'return f"partway/1/{name}"',
+                "runtime/launching/test_worker.py::test_the_others_start_again_and_wait_for_its_place_to_be_taken",
+            ),
+            (
+                "a job of which a part has ended well does not wait for it to come back",
+                "if done and time.monotonic() >", "if False and time.monotonic() >",
+                "runtime/launching/test_worker.py::test_a_job_of_which_a_part_has_ended_well_does_not_start_again",
+            ),
+        ),
+        *of_file(
+            "runtime/launching/worker.py",
+            (
+                "a worker that its job has left behind is ended",
+                "os._exit(1)", "pass",
+                "runtime/launching/test_scheduler.py::test_a_worker_that_meets_nobody_is_ended_with_its_job",
+            ),
+            (
+                "a worker whose scheduler has gone ends",
+                "except RuntimeError as error:\n", "except ZeroDivisionError as error:\n",
+                "runtime/launching/test_scheduler.py::test_workers_end_where_their_scheduler_is_gone",
+            ),
+            (
+                "the worker that failed does not start again beside the one that takes its place",
+                'if self._how == "done" or self._rank == over.failed:', 'if self._how == "done":',
+                "runtime/launching/test_worker.py::test_the_others_start_again_and_wait_for_its_place_to_be_taken",
+            ),
+        ),
+    ),
+}  # fmt: skip
+
+
+def all_of(files: Sequence[str] = ()) -> list[Mutation]:
+    """Those of some files, or all."""
+    return [row for rows in MUTATIONS.values() for row in rows if not files or row.file in files]
+
+
+# -- running them
+
+
+def source_of(file: str) -> Path:
+    """The file with that path in the checkout; a wheel has it elsewhere."""
+    stage, _, inside = file.partition("/")
+    package = importlib.import_module("partway" if stage == "api" else f"partway.{stage}")
+    return Path(str(package.__file__)).parent / inside
+
+
+def changed(row: Mutation) -> str:
+    """The file without the mechanism."""
+    source = source_of(row.file).read_text(encoding="utf-8")
+    assert source.count(row.text) == 1, f"{row.file} has {row.text!r} {source.count(row.text)} times, not once"
+    return source.replace(row.text, row.by)
+
+
+@contextmanager
+def copied() -> Iterator[Path]:
+    """A folder with a copy of Partway, and of its tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        skipped = shutil.ignore_patterns("__pycache__", *STAGES)
+        shutil.copytree(source_of("api/__init__.py").parent, tree / "partway", ignore=skipped)
+        for stage in STAGES:
+            found = source_of(f"{stage}/__init__.py").parent
+            shutil.copytree(found, tree / "partway" / stage, ignore=shutil.ignore_patterns("__pycache__"))
+        for part in ("tests", "benchmarks", "examples", "pyproject.toml"):
+            copy = shutil.copy if (ROOT / part).is_file() else shutil.copytree
+            copy(ROOT / part, tree / part)
+        yield tree
+
+
+def run(tree: Path, tests: Sequence[str]) -> tuple[int, str]:
+    """Run tests in a copy. What pytest ends with, and what it says."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--timeout", str(SECONDS), "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PARTWAY_CACHE": "0"}
+    ended = subprocess.run(
+        command, cwd=tree, env=environment, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return ended.returncode, ended.stdout
+
+
+def fails_without(tree: Path, row: Mutation) -> str:
+    """Take a mechanism out of a copy, run its test, and put it back. "" if the test fails, else what happened."""
+    stage, _, inside = row.file.partition("/")
+    path = tree / "partway" / ("" if stage == "api" else stage) / inside
+    before = path.read_text(encoding="utf-8")
+    compile(without := changed(row), row.file, "exec")
+    try:
+        path.write_text(without, encoding="utf-8")
+        shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)  # which goes by seconds
+        status, said = run(tree, [row.test])
+    finally:
+        path.write_text(before, encoding="utf-8")
+        shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
+    if status == PASSED:
+        return "no test fails"
+    return "" if status == FAILED else f"the test did not run:\n{said[-2000:]}"
+
+
+HEAD = """# Which test fails without which mechanism
+
+A check that is never needed in a test may be dead, and nobody knows. Below is what stands between a mistake and a wrong
+number, or a wait without end, in silence, and for each of them the test that fails when it is taken out.
+`python tests/conformance/mutations.py` takes each out of a copy and runs its test, and `--write` writes this page;
+`make test` checks that what is taken out is still there.
+"""
+
+
+def page() -> str:
+    lines = [HEAD]
+    for title, rows in MUTATIONS.items():
+        lines += [f"## {title}", "", "| mechanism | file | the test that fails without it |", "| --- | --- | --- |"]
+        lines += [f"| {row.words} | `{row.file}` | {_shown(row.test)} |" for row in rows]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _shown(test: str) -> str:
+    file, _, name = test.removeprefix("tests/").partition("::")
+    return f"`{file}`: `{name}`"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", help="paths in the checkout, such as runtime/ledger.py; none: all")
+    parser.add_argument("--write", action="store_true", help="write docs/coverage/mutations.md, and run nothing")
+    given = parser.parse_args()
+    if given.write:
+        PAGE.write_text(page(), encoding="utf-8")
+        return
+    rows = all_of(given.files)
+    problems = 0
+    with copied() as tree:
+        status, said = run(tree, list(dict.fromkeys(row.test for row in rows)))
+        if status != PASSED:
+            sys.exit(f"the tests do not pass as it is:\n{said[-4000:]}")
+        for row in rows:
+            began = time.monotonic()
+            problem = fails_without(tree, row)
+            problems += bool(problem)
+            said = problem or f"{row.test} fails"
+            sys.stdout.write(f"{row.file}: {row.words}: {said} ({time.monotonic() - began:.0f} s)\n")
+            sys.stdout.flush()
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

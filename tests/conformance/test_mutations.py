@@ -1,0 +1,41 @@
+"""Each mechanism of mutations.py is where it says, and so is the test that fails without it."""
+
+import ast
+import functools
+
+import mutations
+import pytest
+
+ROWS = mutations.all_of()
+SLICE = ("elements of lists that it reads are as they were", "which program runs has a line")
+
+
+@functools.cache
+def functions(file: str) -> set[str]:
+    tree = ast.parse((mutations.ROOT / file).read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("file", sorted({row.file for row in ROWS}))
+def test_what_is_taken_out_is_in_its_file_once(file: str) -> None:
+    for row in mutations.all_of([file]):
+        compile(mutations.changed(row), file, "exec")
+
+
+def test_the_tests_that_fail_are_there() -> None:
+    places = [row.test.partition("[")[0].split("::") for row in ROWS]
+    assert sorted(f"{file}::{name}" for file, name in places if name not in functions(file)) == []
+
+
+def test_the_page_is_what_the_list_says() -> None:
+    assert mutations.PAGE.read_text(encoding="utf-8") == mutations.page(), "run mutations.py --write"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_test_fails_without_its_mechanism() -> None:
+    rows = [row for row in ROWS if row.words in SLICE]
+    assert len(rows) == len(SLICE)
+    with mutations.copied() as tree:
+        assert mutations.run(tree, [row.test for row in rows])[0] == mutations.PASSED
+        assert [mutations.fails_without(tree, row) for row in rows] == [""] * len(rows)
