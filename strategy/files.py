@@ -32,6 +32,7 @@ MARKS = {  # what is in every file that is written as this: what another file la
     "the plan": ('"axes"', '"operators"', '"certificate"'),
     "the device profile": ('"peak"', '"memory_bandwidth"', '"levels"'),
     "the figures": ('"contenders"', '"ratio_to_ddp"'),
+    "the mark": ("partway ",),
     "the job": ('"port"', '"process"', '"began"'),
     "the timeline": ('"otherData": {"program": "Partway"}',),
     "the page": ('<meta name="generator" content="Partway">',),

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...strategy.errors import RuntimeStateError
+from ...strategy.files import FOREIGN, is_foreign
 from .interfaces import place_of
 
 SIMULATE = "PARTWAY_SIMULATE"  # the number of virtual devices: `partway run --simulate` sets it
@@ -243,10 +244,12 @@ def _is_batch(env: Mapping[str, str]) -> bool:
 
 def tell_ready() -> None:
     """Write the file that PARTWAY_READY_FILE names, if it does: this process has come to its job. What starts processes
-    may look for it, as Kubernetes' probes do. Raises RuntimeStateError."""
+    may look for it, as Kubernetes' probes do. Raises RuntimeStateError, also where another file is there."""
     if path := os.environ.get(READY):
         try:
-            Path(path).write_text(f"{os.getpid()}\n", encoding="utf-8")
+            if is_foreign("the mark", path):
+                raise RuntimeStateError(f"{READY} is {path!r}: {FOREIGN}")
+            Path(path).write_text(f"partway {os.getpid()}\n", encoding="utf-8")
         except OSError as error:
             raise RuntimeStateError(f"{READY} is {path!r}, which cannot be written: {error.strerror}") from error
 

@@ -16,7 +16,7 @@ import pytest
 import slurm
 from scripts import free_port, run_script
 
-from partway.runtime.launching.launchers import Launch, first_host, launch, started
+from partway.runtime.launching.launchers import Launch, first_host, launch, started, tell_ready
 from partway.strategy import RuntimeStateError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
@@ -212,3 +212,19 @@ def test_the_launcher_itself(program: str, wrapped: bool, clean: dict[str, str],
             timeout=120,
         )  # fmt: skip
     assert sorted(ended.stdout.split("\n"))[1:] == EXPECTED, ended
+
+
+def test_a_process_that_is_ready_does_not_write_over_what_is_not_its_mark(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mark = tmp_path / "ready"
+    monkeypatch.setenv("PARTWAY_READY_FILE", str(mark))
+    for _ in range(2):
+        tell_ready()
+    assert mark.read_text() == f"partway {os.getpid()}\n"
+    mark.write_text("a thesis")
+    with pytest.raises(
+        RuntimeStateError, match=r"PARTWAY_READY_FILE is '.*ready': it is there already, and Partway did"
+    ):
+        tell_ready()
+    assert mark.read_text() == "a thesis"
