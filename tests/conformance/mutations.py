@@ -232,6 +232,11 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
                 "runtime/test_ledger.py::test_ranks_are_compared_after_turns_in_which_nothing_ran",
             ),
             (
+                "it looks at whether this rank waits for others",
+                "self._besides()", "pass",
+                "runtime/test_stragglers.py::test_a_slow_rank_is_named_while_they_train",
+            ),
+            (
                 "the thread is started",
                 "self._thread.start()", "pass",
                 "runtime/test_ledger.py::test_ranks_are_compared_after_turns_in_which_nothing_ran",
@@ -394,6 +399,16 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
                 "the numbers that they write with are noted",
                 "if number is not None", "if False",
                 "runtime/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others]",
+            ),
+            (
+                "what a backward writes is not noted",
+                " and not in_backward()", "",
+                "runtime/test_replicas.py::test_whether_a_backward_copies_a_gradient_is_no_difference",
+            ),
+            (
+                "a backward copies a split gradient as parts",
+                'if _name(op) == "new_empty_strided"', "if False",
+                "runtime/test_replicas.py::test_whether_a_backward_copies_a_gradient_is_no_difference",
             ),
             (
                 "a gradient that is not finite on one rank counts on all",
