@@ -24,6 +24,7 @@ from ..strategy.placement import PARTIAL_MAX, Kind, Placement, Shard
 from .instructions import Relayout
 from .record import note
 from .slices import addends_of, first_row, joined, pieces, slice_of, window_of
+from .stragglers import waits
 from .strides import contiguous
 from .torch_internals import coalescing_manager
 
@@ -44,8 +45,12 @@ class Pending:
 
     def wait(self) -> Any:
         """The result: of a collective of one tensor that tensor, else all of them."""
-        for work in self.works:
-            work.wait()
+        waits.begin()
+        try:
+            for work in self.works:
+                work.wait()
+        finally:
+            waits.end()
         results = self._finish()
         return results[0] if self._single else results
 

@@ -96,9 +96,10 @@ class Ledger:
         """A call is given `tensors`, whole."""
         self._lines.append(("inputs", [s for t in tensors if (s := sample(t)) is not None], where))
 
-    def came_back(self, gradient: Tensor, where: str) -> None:
-        """A `gradient` comes back for a result that is whole on every rank."""
-        self._lines.append(("gradients", [s] if (s := sample(gradient)) is not None else [], where))
+    def came_back(self, gradient: Tensor | None, where: str) -> None:
+        """A `gradient` comes back for a result that is whole on every rank; None: nothing was made of that."""
+        found = sample(gradient) if gradient is not None else None
+        self._lines.append(("gradients", [found] if found is not None else [], where))
 
     def shared(self, tensor: Tensor, where: str) -> None:
         """A call is given `tensor`, the part that these ranks share."""

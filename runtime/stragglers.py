@@ -1,89 +1,109 @@
 """Which ranks the others wait for: where some are slower, the others spend more of their time in collectives.
 
-A few times a second each rank looks at what its own code does (`doing.py`), from the thread of its ledger. Every
-_LOOKS looks it leaves word of how many found it waiting in a collective, and of what else they found most often; the
-first rank compares, and logs which ranks are slower than the others when those are other ones than before. Over NCCL
-the host does not wait in collectives, so that nothing is seen.
+What a rank waits in collectives adds up in `waits`. Every _LOOKS turns of its ledger each rank leaves word of the share
+of its time that this was; the first rank compares, and logs which ranks are slower than the others when those are other
+ones than before. Over NCCL the host does not wait in collectives, so that nothing is seen.
+
+(To look at the frames of other threads instead would change what they do: what a frame refers to lives longer then, by
+which torch.export fails and autograd copies gradients.)
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from .doing import Doing, named
+from .doing import named
 
-_LOOKS = 120  # a minute of a ledger's turns: the share of waits is then within 0.05 of what it is
-_CLEAR = 0.2  # the least difference between shares of waits that is not chance
+_LOOKS = 120  # turns of a ledger: a minute
+_CLEAR = 0.2  # the least difference between shares of waits that is said
 _log = logging.getLogger("partway")
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What some looks at a rank have seen: the share of them, 0 to 1, at which it waited in a collective, and what it
-    did most often at the others."""
+class Waits:
+    """The seconds that this process has waited in collectives, and since when it does."""
 
-    waits: float
-    does: str
+    def __init__(self) -> None:
+        self._seconds, self._since = 0.0, 0.0
+
+    def begin(self) -> None:
+        """It waits from now on."""
+        self._since = time.monotonic()
+
+    def end(self) -> None:
+        """It waits no more."""
+        self._seconds, self._since = self._seconds + time.monotonic() - self._since, 0.0
+
+    def total(self) -> float:
+        """Up to now."""
+        since = self._since  # the thread that waits goes on meanwhile
+        return self._seconds + (time.monotonic() - since if since else 0.0)
+
+
+waits = Waits()
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """The block waits."""
+    waits.begin()
+    try:
+        yield
+    finally:
+        waits.end()
 
 
 class Looks:
-    """Those of one rank. `store` is a connection of the thread that looks; `doing` says what the rank does."""
+    """Those of one rank at what it waits. `store` is a connection of the thread that looks."""
 
-    def __init__(self, store: Any, rank: int, size: int, doing: Callable[[], Doing]) -> None:
-        self._store, self._rank, self._size, self._doing = store, rank, size, doing
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
         self._slow: tuple[int, ...] = ()
-        self._begin()
-
-    def _begin(self) -> None:
-        self._count, self._does = 0, Counter[str]()
+        self._count, self._begin, self._waited = 0, time.monotonic(), waits.total()
 
     def look(self) -> None:
-        """Look once, and compare if it is time. Raises RuntimeError where the store has gone."""
-        found = self._doing()
+        """Leave word and compare, if it is time. Raises RuntimeError where the store has gone."""
         self._count += 1
-        if not found.waits_for:
-            self._does[found.text] += 1
-        if self._count < _LOOKS:
+        if self._count % _LOOKS:
             return
-        [(does, _)] = self._does.most_common(1) or [("", 0)]
-        self._store.set(f"looks/{self._rank}", json.dumps([1 - self._does.total() / self._count, does]))
-        self._begin()
-        keys = [f"looks/{rank}" for rank in range(self._size)]
+        now, waited = time.monotonic(), waits.total()
+        share = (waited - self._waited) / (now - self._begin)
+        self._begin, self._waited = now, waited
+        self._store.set(f"waits/{self._rank}", f"{share:.3f}")
+        keys = [f"waits/{rank}" for rank in range(self._size)]
         if self._rank == 0 and self._store.check(keys):
-            self._compare([Seen(*json.loads(self._store.get(key))) for key in keys])
+            self._compare([float(self._store.get(key)) for key in keys])
 
-    def _compare(self, seen: Sequence[Seen]) -> None:
-        before, self._slow = self._slow, slow_in(seen)
+    def _compare(self, shares: Sequence[float]) -> None:
+        before, self._slow = self._slow, slow_in(shares)
         if self._slow and self._slow != before:
-            _log.warning("%s", told(seen, self._slow))
+            _log.warning("%s", told(shares, self._slow))
 
 
-def slow_in(seen: Sequence[Seen]) -> tuple[int, ...]:
-    """The ranks that the others wait for, half of all at most: those below the widest gap between shares of waits, if
-    that is clear. `seen` has what was seen of each rank."""
-    ranks = sorted(range(len(seen)), key=lambda rank: seen[rank].waits)
-    gaps = [seen[after].waits - seen[rank].waits for rank, after in itertools.pairwise(ranks)][: len(ranks) // 2]
+def slow_in(shares: Sequence[float]) -> tuple[int, ...]:
+    """The ranks that the others wait for, half of all at most: those below the widest gap between the `shares` of time,
+    0 to 1, that each rank waited, if that is clear."""
+    ranks = sorted(range(len(shares)), key=shares.__getitem__)
+    gaps = [shares[after] - shares[rank] for rank, after in itertools.pairwise(ranks)][: len(ranks) // 2]
     widest = max(gaps, default=0.0)
     return tuple(sorted(ranks[: gaps.index(widest) + 1])) if widest >= _CLEAR else ()
 
 
-def told(seen: Sequence[Seen], slow: Sequence[int]) -> str:
+def told(shares: Sequence[float], slow: Sequence[int]) -> str:
     """What to say of the `slow` ranks."""
-    others = [rank for rank in range(len(seen)) if rank not in slow]
-    does = seen[slow[0]].does
+    others = [rank for rank in range(len(shares)) if rank not in slow]
     return (
         f"{named(slow)} {'is' if len(slow) == 1 else 'are'} slower than the others: of the last minute {named(others)} "
-        f"waited in collectives for {_shares(seen, others)}, and {named(slow)} for {_shares(seen, slow)}"
-        + (f"; at other times rank {slow[0]} most often {does}" if does else "")
+        f"waited in collectives for {_said(shares, others)}, and {named(slow)} for {_said(shares, slow)}; see what "
+        f"{'it does' if len(slow) == 1 else 'they do'} between collectives, such as loading data, and what else runs "
+        "there"
     )
 
 
-def _shares(seen: Sequence[Seen], ranks: Sequence[int]) -> str:
-    least, most = (f(round(100 * seen[rank].waits) for rank in ranks) for f in (min, max))
+def _said(shares: Sequence[float], ranks: Sequence[int]) -> str:
+    least, most = (f(round(100 * shares[rank]) for rank in ranks) for f in (min, max))
     return f"{least} %" if least == most else f"{least} to {most} %"

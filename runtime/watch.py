@@ -37,7 +37,7 @@ from .answering import AnsweringStore
 from .doing import Doing, first_line, is_alive, last_words, lines_of, named, place_of
 from .functions import trail_of
 from .ledger import Ledger
-from .stragglers import Looks
+from .stragglers import Looks, waiting
 from .torch_internals import default_store, timeout_of
 
 _LOOK = 1.0  # seconds between two looks at who is missing
@@ -82,7 +82,7 @@ class Watch:
         """The ledger `name` that this rank, one of `ranks`, shares with them."""
         if name not in self._ledgers:
             store = self._answering()
-            looks = Looks(store, self.rank, self.size, self.doing).look if name == EVERY else None
+            looks = Looks(store, self.rank, self.size).look if name == EVERY else None
             self._ledgers[name] = Ledger(store, self.rank, ranks, self._tell, name, looks)
         return self._ledgers[name]
 
@@ -151,6 +151,8 @@ class Watch:
 
     def doing(self) -> Doing:
         """What the code of this rank is doing now."""
+        if self._planning and self._at is None and self._waits is None:
+            return Doing(self._planning[-1])  # what looks at the frames of a capture can make it fail
         main = threading.main_thread().ident
         frames = sys._current_frames()
         where = place_of(frames.get(main)) if main is not None else ""
@@ -167,14 +169,12 @@ class Watch:
                     text = f"{'waits in' if peers else 'computes'} {about}{where}"
                     return Doing(text, peers, f"{id(frame)} {frame.f_lineno}")
                 frame = frame.f_back  # type: ignore[assignment]
-        if self._planning:
-            return Doing(f"{self._planning[-1]}{where}")
         return Doing(self.failed or f"is outside of what is sharded{where}")
 
     @contextmanager
     def planning(self, text: str) -> Iterator[None]:
         """While this rank plans: what it then says."""
-        self._planning.append(text)
+        self._planning.append(f"{text}{place_of(sys._getframe())}")
         try:
             yield
         finally:
@@ -383,7 +383,8 @@ class Watch:
 def _is_over(work: Any, limit: timedelta | None) -> bool:
     """Wait for a collective, no longer than `limit`; whether it is over. Raises what it raised."""
     try:
-        work.wait() if limit is None else work.wait(limit)
+        with waiting():
+            work.wait() if limit is None else work.wait(limit)
     except RuntimeError:
         if work.is_completed():
             raise

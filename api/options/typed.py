@@ -37,8 +37,8 @@ class ParallelOptions(TypedDict, total=False):
     enable_compile_cache: bool
     compile_cache_path: str
     backend: Literal["eager", "inductor"]
-    random_numbers: Literal["counter", "torch", "rank"]
     compare_replicas: bool | int
+    random_numbers: Literal["counter", "torch", "rank"]
     whole_results: bool
     on_unknown_op: Literal["warn", "error"]
     device_profile: str | None

@@ -145,6 +145,11 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
     "No rank waits in vain": of_file(
         "runtime/watch.py",
         (
+            "nobody looks at the frames of a rank that captures",
+            "if self._planning and self._at is None and self._waits is None:", "if False:",
+            "runtime/test_watch.py::test_a_rank_that_captures_says_so_and_is_not_disturbed",
+        ),
+        (
             "what differs is raised by the next call",
             "raise found", "pass",
             "conformance/test_ranks.py::test_a_rank_that_differs_is_found[later_values]",

@@ -2,10 +2,13 @@
 ranks that are killed or wait elsewhere, is in tests/ecosystem/test_killed_ranks.py, tests/api/ops/test_groups.py and
 tests/conformance/test_ranks.py.)"""
 
+import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from partway.runtime import agree, shutdown
 from partway.runtime import watch as watches
@@ -51,6 +54,45 @@ def hears_late():
     finally:
         watches._ANSWER = before
         vars(own).pop("part", None)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Embedding(8, 8)
+
+    def forward(self, x):
+        return x + self.places(torch.arange(x.shape[1]))
+
+
+def is_asked_while_it_captures():
+    """Capture a model many times while another thread asks what this rank does; the errors, and an answer."""
+    own, ends, answers = watch(), threading.Event(), []
+
+    def ask():
+        while not ends.is_set():
+            answers.append(own.doing().text)
+
+    asker = threading.Thread(target=ask)
+    failed = []
+    with own.planning("is about to capture"):
+        asker.start()
+        for _ in range(20):
+            try:
+                torch.export.export(Net(), (torch.ones(2, 8, 8),))
+            except Exception as error:
+                failed.append(str(error))
+        ends.set()
+        asker.join()
+    return failed, answers[-1]
+
+
+@pytest.mark.gloo
+def test_a_rank_that_captures_says_so_and_is_not_disturbed(on_ranks):
+    for failed, answer in on_ranks(2, is_asked_while_it_captures):
+        assert failed == []
+        assert answer.startswith("is about to capture, at test_watch.py:")
+        assert answer.endswith('with own.planning("is about to capture"):')
 
 
 @pytest.mark.gloo
