@@ -50,19 +50,28 @@ Operands = tuple[Any, ...]
 def run(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
     """What the ATen operator `op` gives of arguments of which some are split."""
     if _writes(op):
-        first = args[0] if args else None
-        shape = first.shape if isinstance(first, Tensor) else [len(first)] if isinstance(first, list) else []
-        tell_of_write(str(op), shape, args, kwargs)
+        tell_of_write(_name(op), _written(op, args, kwargs), args, kwargs)
     return (_HOW.get(op) or _how(op))(op, args, kwargs)
 
 
-def tell_of_write(op: str, shape: Sequence[int], args: Operands, kwargs: Mapping[str, Any]) -> None:
-    """Tell the ledger that `op` writes to what is split, of a `shape`, with which numbers: where only one rank does, or
-    with others, no collective says so. But not of what a backward writes: whether it copies a gradient depends on who
-    else has a reference to it just then."""
-    if (own := comparing()) is not None and not in_backward():
+def tell_of_write(op: str, written: Sequence[Any], args: Operands, kwargs: Mapping[str, Any]) -> None:
+    """Tell the ledger that `op` writes to the tensors, or lists of them, that are `written`, and with which numbers,
+    where one of them lies in parts: if only one rank does, or with others, no collective says so. (What is whole is
+    compared where ranks hold it alike, and one may have a copy of its own.) But not of what a backward writes: whether
+    it copies a gradient depends on who else has a reference to it just then."""
+    if (own := comparing()) is None or in_backward():
+        return
+    first = written[0] if written else ()
+    each = first if isinstance(first, list | tuple) else [first]
+    if any(is_split(one) and _has_parts(spec_of(one)) for one in each):
+        shape = tuple(first.shape) if isinstance(first, Tensor) else (len(first),)
         numbers = (_number(value) for value in (*args, *kwargs.values()))
-        own.writes((op, tuple(shape), *(number for number in numbers if number is not None)))
+        own.writes((op, shape, *(number for number in numbers if number is not None)))
+
+
+def _has_parts(spec: Any) -> bool:
+    """Whether ranks have parts of a tensor with this spec, and not all of them the whole."""
+    return any(isinstance(placement, Shard) for placement in spec.placements)
 
 
 def _number(value: Any) -> Any:

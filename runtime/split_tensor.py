@@ -547,7 +547,7 @@ def _by_element(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwa
     result = func(*parts, **kwargs)
     if result is not parts[0]:
         return like.placed(result)
-    tell_of_write(func.__name__, spec.shape, args, kwargs)
+    tell_of_write(func.__name__, [like], args, kwargs)
     increment_version(like)
     return like
 
@@ -584,7 +584,7 @@ def _by_position(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kw
         else [v for values, own in zip(given, lists, strict=True) if values is not own for v in values]
     )
     if not fused:  # a step of an optimizer, of which its settings are told
-        tell_of_write(func.__name__, [len(first)], args, kwargs)
+        tell_of_write(func.__name__, [first], args, kwargs)
     increment_version(written)
     return first if result is not None else None
 

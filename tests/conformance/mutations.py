@@ -397,7 +397,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             "runtime/split_operators.py",
             (
                 "operators that write to a split tensor are noted",
-                "tell_of_write(str(op), shape, args, kwargs)", "pass",
+                "tell_of_write(_name(op), ", "(lambda *_: None)(_name(op), ",
                 "runtime/test_replicas.py::test_so_it_is_where_no_rank_holds_what_another_one_does[a clip]",
             ),
             (
@@ -407,7 +407,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
             (
                 "what a backward writes is not noted",
-                " and not in_backward()", "",
+                " or in_backward()", "",
                 "runtime/test_replicas.py::test_whether_a_backward_copies_a_gradient_is_no_difference",
             ),
             (
@@ -426,12 +426,12 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             "runtime/split_tensor.py",
             (
                 "so are the operators that run by parts without PyTorch's dispatcher",
-                "tell_of_write(func.__name__, spec.shape, args, kwargs)", "pass",
+                "tell_of_write(func.__name__, [like], args, kwargs)", "pass",
                 "runtime/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others]",
             ),
             (
                 "so are the operators on lists",
-                "tell_of_write(func.__name__, [len(first)], args, kwargs)", "pass",
+                "tell_of_write(func.__name__, [first], args, kwargs)", "pass",
                 "runtime/test_replicas.py::test_what_is_split_is_written_to_with_the_same_numbers[others of a list]",
             ),
         ),
