@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..propagation.torch_internals import version_of
+from ..propagation.torch_internals import is_batched, version_of
 
 _PERIOD = 0.5  # seconds between two comparisons
 _SAMPLE = 64  # elements of an input
@@ -97,8 +97,9 @@ class Ledger:
         self._lines.append(("inputs", [s for t in tensors if (s := sample(t)) is not None], where))
 
     def came_back(self, gradient: Tensor | None, where: str) -> None:
-        """A `gradient` comes back for a result that is whole on every rank; None: nothing was made of that."""
-        found = sample(gradient) if gradient is not None else None
+        """A `gradient` comes back for a result that is whole on every rank; None: nothing was made of that. One that
+        stands for several at once is not looked at."""
+        found = sample(gradient) if gradient is not None and not is_batched(gradient) else None
         self._lines.append(("gradients", [found] if found is not None else [], where))
 
     def shared(self, tensor: Tensor, where: str) -> None:
@@ -238,8 +239,9 @@ class Written:
 
 def sample(tensor: Tensor, turn: int = 0) -> Tensor | None:
     """A few elements of a plain tensor on the CPU, in memory of their own, the same ones whatever its strides are; None
-    where they are not cheap to have. Another `turn` looks at others where the tensor is contiguous."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or hasattr(tensor, "placements"):
+    where they are not cheap to have, or not there. Another `turn` looks at others where the tensor is contiguous."""
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if not plain or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return None
     tensor = tensor.detach()
     step = max(1, tensor.numel() // _SAMPLE)

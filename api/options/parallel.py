@@ -238,11 +238,11 @@ class ParallelContext(Options):
             raise ValueError(str(error)) from None
         return value
 
-    @field_validator("compare_replicas")
+    @field_validator("compare_replicas", mode="before")
     @classmethod
-    def _is_a_count(cls, value: bool | int) -> bool | int:
-        if not isinstance(value, bool) and value < 1:
-            raise ValueError("must be True, False, or an int of 1 or more")
+    def _is_a_count(cls, value: object) -> object:
+        if not isinstance(value, int) or (not isinstance(value, bool) and value < 1):
+            raise ValueError  # a union would give two reasons
         return value
 
     @property

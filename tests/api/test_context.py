@@ -50,6 +50,7 @@ DEFAULTS = {
     "compile_cache_path": "",
     "backend": "eager",
     "whole_results": False,
+    "compare_replicas": True,
     "random_numbers": "counter",
     "on_unknown_op": "warn",
     "device_profile": None,
@@ -117,6 +118,8 @@ def test_defaults_are_these() -> None:
         ("compile_cache_path", "plans"),
         ("backend", "inductor"),
         ("whole_results", True),
+        ("compare_replicas", False),
+        ("compare_replicas", 100),
         ("random_numbers", "torch"),
         ("random_numbers", "rank"),
         ("on_unknown_op", "error"),
@@ -166,6 +169,14 @@ WRONG: list[tuple[dict[str, object], str]] = [
         "compile_cache_path: got None (NoneType); accepts a folder, or '' for PARTWAY_CACHE_DIR",
     ),
     ({"whole_results": 1}, "whole_results: got 1 (int); accepts True or False"),
+    (
+        {"compare_replicas": 0},
+        "compare_replicas: got 0 (int); accepts True, False, or an int of 1 or more",
+    ),
+    (
+        {"compare_replicas": "yes"},
+        "compare_replicas: got 'yes' (str); accepts True, False, or an int of 1 or more",
+    ),
     (
         {"random_numbers": "seed"},
         "random_numbers: got 'seed' (str); accepts one of 'counter', 'torch', 'rank'",

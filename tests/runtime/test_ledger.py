@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import partway as pw
+from partway.propagation.torch_internals import FakeTensorMode
 from partway.runtime import ledger as ledgers
 from partway.runtime.ledger import Ledger, Written, sample
 from partway.runtime.watch import watch
@@ -235,6 +236,13 @@ def test_the_same_elements_are_looked_at_whatever_the_strides_are(laid_out, dtyp
 def test_a_scalar_and_a_tensor_of_no_elements_are_looked_at():
     assert sample(torch.tensor(3.0)).tolist() == [3.0]
     assert sample(torch.ones(0, 4).T).tolist() == []
+
+
+def test_what_has_no_values_here_is_not_looked_at():
+    with FakeTensorMode():
+        assert sample(torch.ones(3)) is None
+    assert sample(torch.ones(3, device="meta")) is None
+    assert sample(torch.ones(3).to_sparse()) is None
 
 
 def test_a_step_of_an_optimizer_between_two_calls_is_seen():
