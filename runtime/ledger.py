@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..propagation.torch_internals import is_batched, version_of
+from .torch_internals import local_part_of
 
 _PERIOD = 0.5  # seconds between two comparisons
 _SAMPLE = 64  # elements of an input
@@ -40,6 +42,7 @@ _SAYS = {
     "copies": "holds other values than {first} of {where}",
     "writes": "wrote otherwise than {first} to a tensor that is split, at {where}",
     "settings": "has an optimizer of other settings than {first}, at {where}",
+    "kept": "has new gradients, or none, of other parameters than {first}, at {where}",
 }
 _CHANGES = "change parameters, gradients, buffers and the states of optimizers on every rank, or on none"
 _FIXES = {
@@ -53,6 +56,7 @@ _FIXES = {
     "inputs": "give every rank the same whole batch, or set dataset_strategy where each has its own part",
     "copies": _CHANGES,
     "writes": _CHANGES,
+    "kept": "set gradients to None or to zero on every rank, or on none",
     "settings": "make optimizers and schedulers alike on every rank, and step them alike",
 }
 
@@ -119,6 +123,12 @@ class Ledger:
     def settings(self, setting: Any, where: str) -> None:
         """An optimizer steps with a `setting`: numbers and texts."""
         self._lines.append(("settings", setting, where))
+        self._start()
+
+    def kept(self, gradients: tuple[int, ...], where: str) -> None:
+        """An optimizer steps with `gradients`, of which each is new (0), the object of a step before (1), or None
+        (2)."""
+        self._lines.append(("kept", gradients, where))
         self._start()
 
     def writes(self, what: tuple[Any, ...]) -> None:
@@ -229,12 +239,18 @@ class Written:
         self._before: list[tuple[Tensor, int]] | None = None
 
     def __call__(self, held: Sequence[tuple[str, Tensor]]) -> tuple[int, ...]:
-        """The writes to each of the tensors that are `held`, by name; none before the second call. -1: it is another
-        one than before."""
-        now = [(t, version_of(t)) for _, t in held]  # counts what is written in place
+        """The writes to each of the tensors that are `held`, by name, and to this rank's part of it; none before the
+        second call. -1: it is another one than before."""
+        now = [(t, _version(t)) for _, t in held]
         before, self._before = self._before or now, now
         pairs = zip(before, now, strict=False)  # as many, but where modules were replaced
         return tuple(m - n if t is u else -1 for (t, n), (u, m) in pairs)
+
+
+def _version(tensor: Tensor) -> int:
+    """Counts what is written in place."""
+    part = version_of(local_part_of(tensor)) if isinstance(tensor, DTensor) else 0
+    return version_of(tensor) + part
 
 
 def sample(tensor: Tensor, turn: int = 0) -> Tensor | None:

@@ -31,6 +31,7 @@ from .watch import Watch, comparing
 
 _modules: WeakSet[nn.Module] = WeakSet()  # whose parameters Partway lays out
 _changes = 0
+_SEEN = "_partway_seen"  # an attribute of gradients that an optimizer has stepped with
 _COUNTS = {"step", "mu_product", "mu", "eta"}  # what PyTorch's optimizers keep of a parameter as one number
 
 
@@ -61,7 +62,9 @@ _known: WeakKeyDictionary[torch.optim.Optimizer, _Known] = WeakKeyDictionary()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    known = _known.setdefault(optimizer, _Known())
+    if (known := _known.get(optimizer)) is None:
+        known = _known[optimizer] = _Known()
+        optimizer.register_load_state_dict_post_hook(_after_load)
     now = (_changes, *(len(group["params"]) for group in optimizer.param_groups))
     if known.state != now:
         bring_up_to_date(optimizer)
@@ -73,6 +76,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _tell(own, optimizer, known)
 
 
+def _after_load(optimizer: torch.optim.Optimizer) -> None:
+    """States that are split are in no other rank."""
+    if (own := comparing()) is not None:
+        own.settings("loaded", f"the load_state_dict of {type(optimizer).__name__}")
+
+
 def _tell(own: Watch, optimizer: torch.optim.Optimizer, known: _Known) -> None:
     """Tell the ledger what the optimizer is about to step with."""
     own.check()
@@ -81,11 +90,21 @@ def _tell(own: Watch, optimizer: torch.optim.Optimizer, known: _Known) -> None:
     own.settings(type(optimizer).__qualname__, f"{where}: its class")
     for setting, values in settings_of(optimizer.param_groups).items():
         own.settings(values, f"{where}: {setting}")
+    own.kept(tuple(_kept(parameter.grad) for _, parameter in known.names), where)
     parameters, whole = in_turn(known.names, known.steps, own.look_every)
     for name, parameter in parameters:
         held = {"the gradient": parameter.grad, **optimizer.state.get(parameter, {})}
         copies = ((f"{what} of {name}", kept) for what, kept in held.items() if isinstance(kept, Tensor))
         note(copies, where, known.steps, whole)
+
+
+def _kept(gradient: Tensor | None) -> int:
+    """See Ledger.kept."""
+    if gradient is None:
+        return 2
+    before = hasattr(gradient, _SEEN)
+    setattr(gradient, _SEEN, True)
+    return int(before)
 
 
 def bring_up_to_date(optimizer: torch.optim.Optimizer) -> None:

@@ -54,12 +54,14 @@ def run(op: Any, args: Operands, kwargs: dict[str, Any]) -> Any:
     return (_HOW.get(op) or _how(op))(op, args, kwargs)
 
 
-def tell_of_write(op: str, written: Sequence[Any], args: Operands, kwargs: Mapping[str, Any]) -> None:
+def tell_of_write(
+    op: str, written: Sequence[Any], args: Operands, kwargs: Mapping[str, Any], always: bool = False
+) -> None:
     """Tell the ledger that `op` writes to the tensors, or lists of them, that are `written`, and with which numbers,
     where one of them lies in parts: if only one rank does, or with others, no collective says so. (What is whole is
-    compared where ranks hold it alike, and one may have a copy of its own.) But not of what a backward writes: whether
-    it copies a gradient depends on who else has a reference to it just then."""
-    if (own := comparing()) is None or in_backward():
+    compared where ranks hold it alike, and one may have a copy of its own.) But not of what a backward writes, unless
+    it `always` does: whether it copies a gradient depends on who else has a reference to it just then."""
+    if (own := comparing()) is None or (in_backward() and not always):
         return
     first = written[0] if written else ()
     each = first if isinstance(first, list | tuple) else [first]

@@ -468,6 +468,7 @@ def _set_grad(func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwarg
         pass
     elif isinstance(tensor, SplitTensor) and isinstance(value, Tensor) and value.shape == tensor.shape:
         value = value if _lies_like(value, tensor) else _placed_like(value, tensor, "grad")
+        tell_of_write("the setting of .grad", [tensor], (), {}, always=True)
     elif not isinstance(tensor, SplitTensor):
         value = _value(value)
     as_object(func, (), (tensor, value), {})

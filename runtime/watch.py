@@ -70,7 +70,7 @@ class Watch:
         self._ledgers: dict[str, Ledger] = {}
         own = self.ledger(EVERY, range(self.size))
         self.ran, self.given, self.stepped, self.came_back = own.ran, own.given, own.stepped, own.came_back
-        self.settings, self.writes = own.settings, own.writes
+        self.settings, self.writes, self.kept = own.settings, own.writes, own.kept
         self.look_every: int | None = 0  # what `replicas.note` is asked for: None: nothing; 0: only a few elements
         self._thread = threading.Thread(target=self._listen, name="partway watch", daemon=True)
         self._thread.start()
