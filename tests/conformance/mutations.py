@@ -237,6 +237,11 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
                 "runtime/test_ledger.py::test_ranks_are_compared_after_turns_in_which_nothing_ran",
             ),
             (
+                "writes to a rank's part are counted",
+                "return version_of(tensor) + part", "return version_of(tensor)",
+                "runtime/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[writes to its part]",
+            ),
+            (
                 "it looks at whether this rank waits for others",
                 "self._besides()", "pass",
                 "runtime/test_stragglers.py::test_a_slow_rank_is_named_while_they_train",
@@ -368,6 +373,16 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         *of_file(
             "runtime/optimizers.py",
             (
+                "which gradients are new, kept or None is noted",
+                "own.kept(tuple(", "(lambda *_: None)(tuple(",
+                "runtime/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[keeps gradients]",
+            ),
+            (
+                "an optimizer that loads states says so",
+                "optimizer.register_load_state_dict_post_hook(_after_load)", "pass",
+                "runtime/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[loads states]",
+            ),
+            (
                 "an optimizer's class is noted",
                 'own.settings(type(optimizer).__qualname__, f"{where}: its class")', "pass",
                 f"{_TOLD}[the class-2]",
@@ -424,6 +439,11 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
         ),
         *of_file(
             "runtime/split_tensor.py",
+            (
+                "so are gradients that are set",
+                'tell_of_write("the setting of .grad", [tensor], (), {}, always=True)', "pass",
+                "runtime/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[sets a gradient]",
+            ),
             (
                 "so are the operators that run by parts without PyTorch's dispatcher",
                 "tell_of_write(func.__name__, [like], args, kwargs)", "pass",

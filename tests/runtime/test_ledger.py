@@ -148,6 +148,7 @@ LINES = {  # of a rank's own: what is noted, and what is said of it
     "copies": (lambda ledger, rank: ledger.holds(torch.full((3,), rank), "a call"), "holds other values"),
     "a checksum of copies": (lambda ledger, rank: ledger.holds(rank, "a call"), "holds other values"),
     "writes": (lambda ledger, rank: ledger.writes(("aten.add_", (3,), rank)), "wrote otherwise"),
+    "kept": (lambda ledger, rank: ledger.kept((rank,), "step 1"), "has new gradients, or none, of other parameters"),
     "settings": (lambda ledger, rank: ledger.settings((0.1, rank), "a step: lr"), "has an optimizer of other settings"),
     "calls": (lambda ledger, rank: ledger.called(f"all_reduce of {rank}"), "called another collective"),
 }

@@ -211,6 +211,45 @@ def test_what_is_split_is_written_to_with_the_same_numbers(on_ranks, number, lis
         on_ranks(2, writes_with, number, listed)
 
 
+ALONE = {  # what rank 1 does to parts that no other rank holds, and what is said
+    "sets a gradient": (
+        lambda model, _: put(model.a.weight, "grad", model.a.weight.grad * 2),
+        r"rank 1 wrote otherwise than rank 0 to a tensor that is split, at the setting of .grad of \(16, 8\)",
+    ),
+    "keeps gradients": (
+        lambda model, optimizer: put(optimizer, "zero_grad", lambda: None),
+        "rank 1 has new gradients, or none, of other parameters than rank 0, at step 3 of AdamW",
+    ),
+    "loads states": (
+        lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+        "rank 1 has an optimizer of other settings than rank 0, at the load_state_dict of AdamW",
+    ),
+    "writes to its part": (
+        lambda model, _: model.a.weight.to_local().add_(1),
+        r"rank 1 stepped its optimizer \(or wrote to parameters or buffers\) between other calls than rank 0",
+    ),
+}
+
+
+def does_alone(what):
+    model, optimizer = made(SPLIT)
+    for step in range(3):
+        model(torch.ones(4, 8)).sum().backward()
+        if step == 1 and pw.get_rank():
+            with torch.no_grad():
+                ALONE[what][0](model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    end()
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("what", ALONE)
+def test_what_one_rank_does_to_its_own_parts_is_told(on_ranks, what):
+    with pytest.raises(AssertionError, match=ALONE[what][1]):
+        on_ranks(2, does_alone, what)
+
+
 def hides(compare):
     """Rank 1 changes an element that is in no sample of these two calls."""
     pw.set_auto_parallel_context(compare_replicas=compare)
