@@ -104,14 +104,13 @@ def save_checkpoint(network: nn.Module, filename: Filename) -> list[Path]:
         ranks = Ranks()
         kept = {name: keep(tensor, ranks.size, ranks.rank, i) for i, (name, tensor) in enumerate(tensors.items())}
         check_alike(Content({MODEL: kept}, {}), ranks)
-        held = {name: part_of(tensor) for name, tensor in tensors.items()}
-        own = {name: slices for name, (slices, _) in held.items()}
+        own = {name: each.slices for name, each in kept.items()}
         if any(own[name] != slices_of(plan, name, tuple(t.shape), get_rank()) for name, t in tensors.items()):
             plan = None  # they were laid out otherwise since
         note = Note.of(get_rank(), get_group_size(), own, plan)
         with agreement(f"save {name_of(network)} as one file per rank") as facts:
             facts.append(Fact("filename", os.fspath(filename)))
-            return [write_file(_named(filename, get_rank()), {name: part for name, (_, part) in held.items()}, note)]
+            return [write_file(_named(filename, get_rank()), {name: each.part for name, each in kept.items()}, note)]
     written, count = [], plan.mesh.device_num if plan else 1
     for rank in range(count):
         slices = {name: slices_of(plan, name, tuple(t.shape), rank) for name, t in tensors.items()}
