@@ -45,12 +45,9 @@ class Pending:
 
     def wait(self) -> Any:
         """The result: of a collective of one tensor that tensor, else all of them."""
-        waits.begin()
-        try:
+        with waits:
             for work in self.works:
                 work.wait()
-        finally:
-            waits.end()
         results = self._finish()
         return results[0] if self._single else results
 

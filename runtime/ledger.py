@@ -74,7 +74,7 @@ class Ledger:
         self._lines: list[tuple[str, Any, Any]] = []  # not yet summed up: what, of what, and for people where
         self._own: list[tuple[str, Any]] = []  # not yet compared: the checksum, and where
         self._page = 0  # of rank 0's
-        self._ended = self._over = False  # the last line is handed out; no more will be compared
+        self._ended = self._over = False  # rank 0's last line is handed out, or read; no more will be compared
         self._work = threading.Lock()
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
@@ -186,26 +186,27 @@ class Ledger:
 
     def _read(self, last: bool) -> bool:
         self._own += self._sum_up()
-        while (self._own or last) and self._store.check([f"{self._name}/{self._page}"]):
+        if self._ended and self._differs([_END]):
+            return True
+        while (self._own or last) and not self._ended and self._store.check([f"{self._name}/{self._page}"]):
             page = self._store.get(f"{self._name}/{self._page}").decode().split()
             ended = page[-1] == _END
             if not last and len(page) - ended > len(self._own):
                 return False  # this rank is behind
-            if self._differs(page, last):
+            if self._differs(page):
                 return True
             if self._store.add(f"{self._name}/{self._page}/read", 1) == self._size - 1:
                 self._store.delete_key(f"{self._name}/{self._page}")
                 self._store.delete_key(f"{self._name}/{self._page}/read")
             self._page += 1
-            if ended:
-                self._over = True
-                return True
-        return not (self._own or last)
+            self._ended = ended
+        self._over = self._ended and last
+        return self._ended or not (self._own or last)
 
-    def _differs(self, page: list[str], last: bool) -> bool:
+    def _differs(self, page: list[str]) -> bool:
         """Compare a page of rank 0's with our first lines, and take those away; whether they differ."""
         for theirs in page:
-            if theirs == _END and not (self._own and last):
+            if theirs == _END and not self._own:
                 return False
             ours, where = self._own.pop(0) if self._own else (_END, "")
             if theirs != ours:

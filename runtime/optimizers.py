@@ -78,7 +78,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _after_load(optimizer: torch.optim.Optimizer) -> None:
     """States that are split are in no other rank."""
-    if (own := comparing()) is not None:
+    if _known[optimizer].names and (own := comparing()) is not None:
         own.settings("loaded", f"the load_state_dict of {type(optimizer).__name__}")
 
 

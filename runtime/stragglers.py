@@ -13,8 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from .doing import named
@@ -25,17 +24,16 @@ _log = logging.getLogger("partway")
 
 
 class Waits:
-    """The seconds that this process has waited in collectives, and since when it does."""
+    """The seconds that this process has waited in collectives, which are the blocks within it, and since when it
+    does."""
 
     def __init__(self) -> None:
         self._seconds, self._since = 0.0, 0.0
 
-    def begin(self) -> None:
-        """It waits from now on."""
+    def __enter__(self) -> None:
         self._since = time.monotonic()
 
-    def end(self) -> None:
-        """It waits no more."""
+    def __exit__(self, *_: object) -> None:
         self._seconds, self._since = self._seconds + time.monotonic() - self._since, 0.0
 
     def total(self) -> float:
@@ -45,16 +43,6 @@ class Waits:
 
 
 waits = Waits()
-
-
-@contextmanager
-def waiting() -> Iterator[None]:
-    """The block waits."""
-    waits.begin()
-    try:
-        yield
-    finally:
-        waits.end()
 
 
 class Looks:

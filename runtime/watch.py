@@ -37,7 +37,7 @@ from .answering import AnsweringStore
 from .doing import Doing, first_line, is_alive, last_words, lines_of, named, place_of
 from .functions import trail_of
 from .ledger import Ledger
-from .stragglers import Looks, waiting
+from .stragglers import Looks, waits
 from .torch_internals import default_store, timeout_of
 
 _LOOK = 1.0  # seconds between two looks at who is missing
@@ -383,7 +383,7 @@ class Watch:
 def _is_over(work: Any, limit: timedelta | None) -> bool:
     """Wait for a collective, no longer than `limit`; whether it is over. Raises what it raised."""
     try:
-        with waiting():
+        with waits:
             work.wait() if limit is None else work.wait(limit)
     except RuntimeError:
         if work.is_completed():

@@ -395,7 +395,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "gradients are noted",
                 '"the gradient": parameter.grad, ', "",
-                f"{_TOLD}[a gradient that is scaled-2]",
+                "runtime/test_replicas.py::test_a_gradient_is_named_at_its_step_where_all_are_looked_at",
             ),
             (
                 "an optimizer's states are noted",
@@ -405,7 +405,8 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "an optimizer gets the parameters that took the place of its own",
                 "if known.state != now:", "if False:",
-                "runtime/test_optimizers.py::test_each_kind_of_optimizer_steps_what_took_the_place_of_its_parameters",
+                "runtime/test_optimizers.py::test_an_optimizer_of_a_parameter_that_was_replaced_gets_the_new_one_with_the_"
+                "states_of_the_old_one",
             ),
         ),
         *of_file(

@@ -100,6 +100,7 @@ CONTEXT: Mapping[str, Sequence[Any]] = {
     "reshard_after_forward": (None, True, False),
     "enable_compile_cache": (False, True),
     "compile_cache_path": ("", "folder"),
+    "compare_replicas": (True, False, 1),
     "random_numbers": ("counter", "torch", "rank"),
     "whole_results": (False, True),
     "on_unknown_op": ("warn", "error"),

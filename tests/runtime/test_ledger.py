@@ -131,6 +131,23 @@ def test_what_another_rank_alone_did_last_is_told_at_the_end(pair):
     ]
 
 
+@pytest.mark.parametrize("alike", [0, 1, 3])
+def test_what_comes_after_the_first_rank_has_ended_is_told_at_the_next_turn(alike):
+    store, told = dist.HashStore(), []
+    both = first, second = [Ledger(store, rank, (0, 1), told.append) for rank in (0, 1)]
+    for call in range(alike):
+        for each in both:
+            each.called(f"call {call}")
+    first._turn(last=True)
+    second._turn()
+    assert told == []
+    second.called("one more")
+    second._turn()
+    for each in both:
+        each._ends.set()
+    assert [line.partition(";")[0] for line in told] == ["rank 1 called more collectives than rank 0 before that ended"]
+
+
 LINES = {  # of a rank's own: what is noted, and what is said of it
     "runs": (lambda ledger, rank: ledger.ran(rank, "a call", draws=False), "ran another program"),
     "random": (lambda ledger, rank: ledger.ran(7, "a call", draws=True), "drew from a random generator in another"),

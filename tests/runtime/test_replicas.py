@@ -138,6 +138,25 @@ def test_what_one_rank_alone_does_is_told_while_they_train(on_ranks, size, what)
     assert said in str(caught.value)
 
 
+def scales():
+    """Train to the sixth step, which rank 1 makes with another gradient."""
+    model, optimizer = made(compare_replicas=1)
+    for step in range(6):
+        model(torch.ones(4, 8)).square().sum().backward()
+        if step == 5 and pw.get_rank() == 1:
+            ACTS["a gradient that is scaled"](model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    end()
+
+
+@pytest.mark.gloo
+def test_a_gradient_is_named_at_its_step_where_all_are_looked_at(on_ranks):
+    said = "rank 1 holds other values than rank 0 of the gradient of a.weight, at step 6 of AdamW; "
+    with pytest.raises(AssertionError, match=said):
+        on_ranks(2, scales)
+
+
 @pytest.mark.gloo
 @pytest.mark.parametrize(
     "what", ["a weight that is written to", "a gradient that is zeroed", "a clip", "the learning rate"]

@@ -68,11 +68,10 @@ def test_it_is_said_once_until_another_one_is_slow():
 
 def test_a_wait_that_goes_on_counts():
     own = Waits()
-    own.begin()
-    before = own.total()
-    while own.total() == before:
-        pass
-    own.end()
+    with own:
+        before = own.total()
+        while own.total() == before:
+            pass
     assert own.total() == own.total() > before
 
 
