@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -777,10 +778,10 @@ def _said(rank: int, process: Any, folder: Path, ended: float) -> Said:
     process.join()
     if not path.exists() and not found.text:
         status, written = process.exitcode, (folder / f"stderr{rank}").read_text()
+        error = re.split(r'(?m)^  File ".*\n.*\n', written)[-1].strip().removeprefix("partway.strategy.errors.")
         found.text = (
-            f"(killed by {signal.Signals(-status).name})" if status < 0
-            else f"(ended with status {status}) {written[-300:]}"
-        )  # fmt: skip
+            f"(killed by {signal.Signals(-status).name})" if status < 0 else f"(ended with status {status}) {error}"
+        )
     return found
 
 

@@ -51,7 +51,7 @@ ACTS = {  # of one rank, between a backward and a step
     "a gradient that is zeroed": lambda model, _: model.a.weight.grad.zero_(),
     "a gradient that is left out": lambda model, _: put(model.a.weight, "grad", None),
     "a clip": lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 1e-6),
-    "a part that is written to": lambda model, _: model.a.weight.to_local()[1].add_(1),
+    "a part that is written to": lambda model, _: model.a.weight.to_local().data[1].add_(1),  # counted nowhere
     "a weight that is written to": lambda model, _: model.a.weight.mul_(1.5),
     "a buffer": lambda model, _: model.norm.running_mean.add_(1),
     "a step too many": lambda model, optimizer: optimizer.step(),
