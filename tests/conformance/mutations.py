@@ -314,7 +314,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "the first rank says which line was its last",
                 "[_END] * (last and not ended)", "[]",
-                "runtime/test_ledger.py::test_what_another_rank_alone_did_last_is_told_at_the_end",
+                "runtime/test_ledger.py::test_what_one_rank_alone_did_last_is_told_at_the_end[1]",
             ),
             (
                 "pages that all have read are removed",

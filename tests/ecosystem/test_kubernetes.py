@@ -11,8 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import torch
 import yaml
 from kubernetes_server import Kubernetes, kubernetes
 from operator_wrong_jobs import MISSPELLED, WRONG, changed
+from probes import health
 from scripts import free_port
 from served import difference
 from served_script import one_device
@@ -535,17 +534,6 @@ def test_a_secret_whose_value_another_knows_is_not_the_jobs(cluster: Kubernetes)
 
 
 # -- What is installed
-
-
-def health(url: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(url, timeout=20) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-    except OSError:
-        return 0, ""
 
 
 def test_the_definition_goes_and_comes_again_under_a_running_operator_and_a_new_one(cluster: Kubernetes):

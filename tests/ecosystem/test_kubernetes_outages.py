@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 from api_server_in_memory import JOBS, ApiServer
 from operator_world import a_job
+from probes import health
 from scripts import free_port
 
 
@@ -34,15 +33,7 @@ class Process:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
     def health(self) -> tuple[int, str]:
-        """What probes are answered; (0, "") where nobody answers."""
-        try:
-            with urllib.request.urlopen(self._url, timeout=20) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-        except OSError:
-            return 0, ""
+        return health(self._url)
 
     def until(self, there: Callable[[], Any], what: str, seconds: float = 120) -> None:
         """Wait until something is so."""

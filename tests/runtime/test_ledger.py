@@ -95,39 +95,22 @@ def test_a_ledger_without_lines_ends_when_the_first_one_does(pair):
     assert told == []
 
 
-def test_what_the_first_rank_alone_did_last_is_told_at_the_end(pair):
+@pytest.mark.parametrize("more", [0, 1])
+def test_what_one_rank_alone_did_last_is_told_at_the_end(pair, more):
     first, second, told, _ = pair
     for each in (first, second):
         each.called("a call")
     while not compared(first, second):
         time.sleep(0.001)
-    first.called("another call")
+    pair[more].called("another call")
     ends = [threading.Thread(target=each.end, args=(False,)) for each in (first, second)]
     for each in ends:
         each.start()
     for each in ends:
         each.join()
     assert told == [
-        "rank 0 called more collectives than rank 1 before that ended; let all ranks of a group call collectives in "
-        "one order, on tensors of one shape and dtype"
-    ]
-
-
-def test_what_another_rank_alone_did_last_is_told_at_the_end(pair):
-    first, second, told, _ = pair
-    for each in (first, second):
-        each.called("a call")
-    while not compared(first, second):
-        time.sleep(0.001)
-    second.called("another call")
-    ends = [threading.Thread(target=each.end, args=(False,)) for each in (first, second)]
-    for each in ends:
-        each.start()
-    for each in ends:
-        each.join()
-    assert told == [
-        "rank 1 called more collectives than rank 0 before that ended; let all ranks of a group call collectives in "
-        "one order, on tensors of one shape and dtype"
+        f"rank {more} called more collectives than rank {1 - more} before that ended; let all ranks of a group call "
+        "collectives in one order, on tensors of one shape and dtype"
     ]
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import urllib.error
-import urllib.request
 
 import pytest
+from probes import health
 from scripts import free_port
 
 from partway.operator.health import answering
@@ -17,17 +16,9 @@ from partway.strategy import RuntimeStateError
 def asked(url: str, trouble: str) -> tuple[int, str]:
     """What a probe is answered where there is trouble."""
 
-    def ask() -> tuple[int, str]:
-        try:
-            with urllib.request.urlopen(url, timeout=20) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-
     async def run() -> tuple[int, str]:
         async with answering(url.replace("/other", "/healthz"), lambda: trouble):
-            return await asyncio.to_thread(ask)
+            return await asyncio.to_thread(health, url)
 
     return asyncio.run(run())
 
