@@ -247,7 +247,7 @@ def write_job(
 
 @kubernetes.command()
 def check(
-    files: Annotated[list[typer.FileText], typer.Argument(help="yaml with jobs; - reads what is piped in")],
+    files: Annotated[list[typer.FileBinaryRead], typer.Argument(help="yaml with jobs; - reads what is piped in")],
 ) -> None:
     """Say what is wrong with the yaml of a job. The exit status is 1 if anything is."""
     from partway.operator import manifests as written

@@ -30,7 +30,7 @@ class _Config(BaseModel):
     ca_cert_path: str = ""
     crl_path: str = ""
     cipher_list: str = ""
-    cert_expire_warning_time_in_day: int = Field(default=90, ge=0)
+    cert_expire_warning_time_in_day: int = Field(default=90, ge=0, le=36_500)
     password_path: str = ""
 
 
@@ -151,8 +151,10 @@ def _password_in(path: Path) -> str:
     told = f"set_ps_context: password_path names {path}"
     try:
         mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ContextError(f"{told}, which cannot be read: {getattr(error, 'strerror', 'it is no text')}") from None
+    except UnicodeDecodeError:
+        raise ContextError(f"{told}, which is no text") from None
+    except (OSError, ValueError) as error:  # a name with NUL
+        raise ContextError(f"{told}, which cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if mode & 0o077:
         raise ContextError(f"{told}, which other users may read or write; run: chmod 600 {path}")
     return text.rstrip("\r\n")

@@ -13,6 +13,8 @@ from partway.operator.pods import SECURITY
 from partway.operator.spec import API, GROUP, KIND, PLURAL, parsed
 from partway.strategy import RuntimeStateError
 
+_MOST = 100_000  # values of a yaml, which an API server would not take either
+
 _NAME = "partway-operator"
 _PORT = 8080
 _JOBS = {  # what it needs where jobs are: by API group and resource, the verbs
@@ -136,12 +138,31 @@ def job(
     return made
 
 
-def check(written: str) -> list[str]:
+def _count(value: Any, known: dict[int, int]) -> int:
+    """How many values `value` is, each as often as an alias repeats it. Raises ValueError where it holds itself."""
+    if not isinstance(value, Mapping | list | tuple | set):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = 0
+        inside = [*value, *value.values()] if isinstance(value, Mapping) else value
+        known[id(value)] = 1 + sum(_count(each, known) for each in inside)
+    elif not known[id(value)]:
+        raise ValueError("it has a value that holds itself")
+    return known[id(value)]
+
+
+def check(written: str | bytes) -> list[str]:
     """All that is wrong with the jobs of a yaml, each with what it accepts; nothing where they are right."""
     module = yaml()
     try:
         objects = [each for each in module.safe_load_all(written) if each is not None]
-    except module.YAMLError as error:
+        if (count := _count(objects, {})) > _MOST:
+            return [f"it is {count} values, written out; at most {_MOST} are read"]
+    except RecursionError:
+        return ["this is no yaml: it is nested too deeply"]
+    except (TypeError, AttributeError):
+        return ["this is no yaml: a value has the tag of another kind"]
+    except (module.YAMLError, ValueError) as error:
         return [f"this is no yaml: {error}"]
     if not objects:
         return ["there is nothing in it"]

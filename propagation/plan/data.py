@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from ...strategy.layout import Layout, layout
 from ...strategy.mesh import Mesh
@@ -21,7 +20,7 @@ from ..program.collective import Collective
 from ..search.problem import AMONG
 from ..search.search import SEARCHES, SearchMode
 
-FORMAT: Literal[1] = 1
+_FORMAT = 1
 
 
 class _Frozen(BaseModel):
@@ -214,7 +213,7 @@ class MemoryPoint(_Frozen):
 class PlanData(_Frozen):
     """What a plan holds; see Plan."""
 
-    format: Literal[1] = FORMAT
+    format: int = Field(default=_FORMAT, ge=_FORMAT, le=_FORMAT)
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
     inputs: tuple[TensorPlan, ...]

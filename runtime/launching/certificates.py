@@ -127,8 +127,9 @@ def _bytes(name: str, file: Path, alone: bool = False) -> bytes:
     gives a Secret to a process of another user."""
     try:
         status, data = file.stat(), file.read_bytes()
-    except OSError as error:
-        raise RuntimeStateError(f"{name} names {file}, which cannot be read: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # a name with NUL
+        why = getattr(error, "strerror", None) or error
+        raise RuntimeStateError(f"{name} names {file}, which cannot be read: {why}") from None
     others = 0o037 if status.st_uid == 0 and os.geteuid() != 0 else 0o077
     if alone and status.st_mode & others:
         raise RuntimeStateError(f"{name} names {file}, which other users may read or write; run: chmod 600 {file}")
@@ -169,7 +170,7 @@ def _context(protocol: Any, identity: Identity, certificates: Certificates) -> s
         context.maximum_version = ssl.TLSVersion.TLSv1_2  # those of TLS 1.3 cannot be chosen
         try:
             context.set_ciphers(certificates.ciphers)
-        except ssl.SSLError:
+        except (ssl.SSLError, ValueError):
             raise RuntimeStateError(
                 f"cipher_list is {certificates.ciphers!r}, of which this OpenSSL knows none; `openssl ciphers -tls1_2` "
                 "prints those that it knows"

@@ -18,6 +18,7 @@ from typing import Any
 import malformed
 import pytest
 import torch
+from certificates import Authority
 from hypothesis import given
 from hypothesis import strategies as st
 from malformed import MESH, Net, X
@@ -28,6 +29,7 @@ from partway.cache import Files
 from partway.checkpoints.manifest import MANIFEST
 from partway.fusion.program import Program
 from partway.graphs.saved import saved_calls
+from partway.operator import manifests
 from partway.propagation.cost.profile import DeviceProfile, profile_of, read_profile
 from partway.propagation.plan.data import PlanData
 from partway.propagation.plan.stored import dump, load
@@ -105,18 +107,18 @@ def edited_note(data: bytes, draws: Random) -> bytes:
 
 
 def refusal(call: Callable[[], object], *named: Path) -> pw.PartwayError | None:
-    """The error of Partway's own that a call raises, which names one of the files; None if it works."""
+    """The error of Partway's own that a call raises, of one line, which names one of the files; None if it works."""
+    found = None
     try:
         with malformed.within(malformed.SECONDS), warnings.catch_warnings(action="ignore"):
             call()
     except pw.PartwayError as error:
         found = error
-    else:
-        return None
     finally:
         malformed.reset()
-    assert any(str(path) in str(found) for path in named), f"the file is not named: {found}"
-    assert "\n" not in str(found) or "is not a device profile:\n" in str(found), str(found)
+    if found is not None:
+        assert not named or any(str(path) in str(found) for path in named), f"the file is not named: {found}"
+        assert "\n" not in str(found) or "is not a device profile:\n" in str(found), str(found)
     return found
 
 
@@ -257,7 +259,6 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Home:
     folder = tmp_path_factory.mktemp("documents")
     malformed.plan().save(folder / "plan.json")
     profile_of("cpu").save(folder / "profile.json")
-    (folder / "config.json").write_text(json.dumps({"recovery": {"storage_type": 1}}))
     return Home(folder)
 
 
@@ -293,6 +294,60 @@ def test_a_name_that_a_file_says_twice_is_refused(documents: Home, name: str) ->
         assert f"has {first!r} twice in one object" in str(error)
     finally:
         documents.restore()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    """A configuration of certificates, with all that it may say."""
+    folder = tmp_path_factory.mktemp("certificates")
+    authority = Authority(folder)
+    for side in ("server", "client"):
+        authority.sign(side, kind="p12", password="hush hush")
+    (folder / "password").touch(mode=0o600)
+    (folder / "password").write_text("hush hush")
+    (folder / "config.json").touch(mode=0o600)
+    said = {
+        "secure_interfaces": ["wg0"], "server_cert_path": "server.p12", "client_cert_path": "client.p12",
+        "ca_cert_path": authority.file.name, "cipher_list": "ECDHE+AESGCM", "password_path": "password",
+        "cert_expire_warning_time_in_day": 1,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(said))
+    yield Home(folder)
+    pw.set_ps_context()
+
+
+@given(DRAWS, st.sampled_from(["bytes", "other", "structure", "structure"]))
+@examples(60)
+def test_a_changed_configuration_of_certificates_is_read_or_refused(
+    certificates: Home, draws: Random, how: str
+) -> None:
+    path = certificates.folder / ("config.json" if how != "other" else draws.choice([*certificates.good]).name)
+    good = certificates.good[path]
+    try:
+        if how == "other":
+            certificates.replace(path, draws)
+        else:
+            path.write_bytes(malformed.bytes_of(good, draws) if how == "bytes" else edited_json(good, draws))
+        path = certificates.folder / "config.json"
+        refusal(lambda: pw.set_ps_context(enable_ssl=True, config_file_path=str(path)))
+    finally:
+        certificates.restore()
+        for each in certificates.good:
+            each.chmod(0o600)
+
+
+@given(DRAWS, st.sampled_from(["bytes", "structure", "junk"]))
+@examples(200)
+def test_a_changed_yaml_of_a_job_is_right_or_its_problems_are_told(draws: Random, how: str) -> None:
+    yaml = pytest.importorskip("yaml")
+    job = manifests.job("train.py", ["--steps", "3"], 4, 2, "image")
+    good = yaml.safe_dump(job).encode()
+    if how == "structure":
+        text = yaml.safe_dump(json.loads(edited_json(json.dumps(job).encode(), draws))).encode()
+    else:
+        text = draws.choice(JUNK) if how == "junk" else malformed.bytes_of(good, draws)
+    with malformed.within(malformed.SECONDS):
+        assert all(isinstance(problem, str) and problem for problem in manifests.check(text))
 
 
 @pytest.fixture(scope="module")

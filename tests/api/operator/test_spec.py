@@ -52,11 +52,20 @@ def test_what_the_api_server_adds_is_right_too():
         ("", "there is nothing in it"),
         ("a: [", "this is no yaml: "),
         ("- 1", "it is [1]; it must be a mapping with apiVersion, kind, metadata, spec"),
+        (b"a: \xff", "this is no yaml: unacceptable character #x00ff: invalid start byte"),
+        ("a: 2024-99-99", "this is no yaml: month must be in 1..12"),
+        ("a: !!timestamp x", "this is no yaml: a value has the tag of another kind"),
+        ("[" * 20_000, "this is no yaml: it is nested too deeply"),
+        ("a: &a [*a]", "this is no yaml: it has a value that holds itself"),
+        (
+            "a: &a [1, 1]\n" + "".join(f"b{i}: &a [{'*a, ' * 20}]\n" for i in range(5)),
+            "it is , written out; at most 100000 are read",
+        ),
         ("kind: PartwayJob", "apiVersion is missing; it must be partway.dev/v1"),
         ("specs: {}", "specs is not known; did you mean spec?"),
     ],
 )
-def test_what_is_no_job_is_told(text: str, said: str):
+def test_what_is_no_job_is_told(text: str | bytes, said: str):
     assert any(problem.startswith(said) for problem in manifests.check(text))
 
 
