@@ -108,8 +108,8 @@ SAID = {
     "the count of steps": HELD + "step of a.weight, at step ",
     "a gradient that is scaled": HELD,
     "a gradient that is zeroed": HELD,
-    "a gradient that is left out": "rank {last} has new gradients, or none, of other parameters than rank 0, at step 6 of "
-    "AdamW; set gradients to None or to zero on every rank, or on none",
+    "a gradient that is left out": "rank {last} has new gradients, or none, of other parameters than rank 0, at step 6 "
+    "of AdamW; set gradients to None or to zero on every rank, or on none",
     "a clip": HELD,
     "a hook": HELD,
     "a part that is written to": HELD,
