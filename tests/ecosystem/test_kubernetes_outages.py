@@ -46,6 +46,11 @@ class Process:
     def until_well(self) -> None:
         self.until(lambda: self.health()[0] == 200, "health")
 
+    def until_it_works(self) -> None:
+        """Until it is well and holds the lease: while it waits for that it is well, too."""
+        self.until(lambda: "holds the lease" in self.said(), "lease")
+        self.until_well()
+
     def until_ill(self, said: str) -> None:
         self.until(lambda: self.health()[0] == 503 and said in self.health()[1], f"503 with {said!r}")
 
@@ -181,7 +186,7 @@ def test_a_lease_is_asked_for_until_the_api_server_answers(server: ApiServer, st
 
 def test_a_lease_is_renewed_after_a_short_restart_of_the_api_server(server: ApiServer, start: Callable[..., Process]):
     operator = start(*LEASE)
-    operator.until_well()
+    operator.until_it_works()
     server.stop()
     operator.until_ill("partwayjobs: ")
     before = renewed(server)
@@ -197,7 +202,7 @@ def test_a_lease_that_may_not_be_read_is_said_by_its_health(server: ApiServer, s
 
 def test_one_that_waits_for_the_lease_is_well_and_does_nothing(server: ApiServer, start: Callable[..., Process]):
     works = start(*LEASE)
-    works.until_well()
+    works.until_it_works()
     waits = start(*LEASE)
     waits.until_well()
     serves(server, works, "job")
@@ -208,7 +213,7 @@ def test_one_that_waits_for_the_lease_is_well_and_does_nothing(server: ApiServer
 @pytest.mark.slow
 def test_one_that_cannot_renew_its_lease_ends(server: ApiServer, start: Callable[..., Process]):
     operator = start(*LEASE)
-    operator.until_well()
+    operator.until_it_works()
     server.stop()
     assert operator.process.wait(120) == 1
     assert "no longer holds the lease system/operator, and ends" in operator.said()
