@@ -317,6 +317,11 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
                 "runtime/test_ledger.py::test_what_one_rank_alone_did_last_is_told_at_the_end[1]",
             ),
             (
+                "what a rank does after the first one has ended is told at once",
+                "if self._ended and self._differs([_END]):", "if False:",
+                "runtime/test_ledger.py::test_what_comes_after_the_first_rank_has_ended_is_told_at_the_next_turn[1]",
+            ),
+            (
                 "pages that all have read are removed",
                 'self._store.delete_key(f"{self._name}/{self._page}")', "pass",
                 "runtime/test_ledger.py::test_lines_and_pages_do_not_pile_up",
