@@ -848,7 +848,8 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "all ranks end after the same step",
                 "and self.step >= int(store.get(_STOP))", "",
-                "ecosystem/test_resume.py::test_a_training_that_was_ended_has_the_losses_of_one_that_was_not[SIGTERM-2]",
+                "ecosystem/test_resume.py::test_ranks_end_after_the_same_step_where_one_is_told_before_another_has_ended_"
+                "the_step_before",
             ),
             (
                 "every so many steps there is a checkpoint",

@@ -27,6 +27,8 @@ TRAIN = """
     import torch
     from torch import nn
     import partway as pw
+    from partway.resume import _STOP
+    from partway.runtime.torch_internals import default_store
 
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -40,7 +42,10 @@ TRAIN = """
     data = torch.randn(40, 8, dtype=torch.float64)
     loader = StatefulDataLoader(data, batch_size=8, shuffle=True)
     training = pw.Resume(folder, model, optimizer, loader=loader, every=3)
+    last = pw.get_rank() == pw.get_group_size() - 1
     for epoch, batch in training.batches(epochs=3):
+        if fault == "ahead" and last and training.step == at + 1 and not training.resumed:
+            os.kill(os.getpid(), signal.SIGTERM)
         loss = model(batch).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -48,7 +53,10 @@ TRAIN = """
         if pw.get_rank() == 0:
             sys.stdout.write(f"{epoch} {training.step} {loss.item().hex()}\\n")
             sys.stdout.flush()
-        if training.step == at and not training.resumed and pw.get_rank() == pw.get_group_size() - 1:
+        if fault == "ahead" and not last and training.step == at and not training.resumed:
+            while not default_store().check([_STOP]):  # the other rank is in the next step already
+                time.sleep(0.01)
+        elif fault != "ahead" and last and training.step == at and not training.resumed:
             if fault == "raise":
                 raise ValueError("a bad batch")
             os.kill(os.getpid(), getattr(signal, fault))
@@ -93,6 +101,19 @@ def test_a_training_that_was_ended_has_the_losses_of_one_that_was_not(script: Pa
     assert before | after == expected
     first = int(next(iter(after)).split()[1])
     assert first == (6 if fault != "SIGTERM" else len(before)), "it went on from another step than the last saved"
+
+
+@pytest.mark.slow
+@pytest.mark.gloo
+def test_ranks_end_after_the_same_step_where_one_is_told_before_another_has_ended_the_step_before(
+    script: Path,
+) -> None:
+    _, expected, _ = run(script, 2, "whole", "none", -1)
+    status, before, said = run(script, 2, "ended", "ahead", 7)
+    assert (status != 0, len(before)) == (True, 10), said
+    status, after, said = run(script, 2, "ended", "none", -1)
+    assert (status, len(after)) == (0, 5), said
+    assert before | after == expected
 
 
 @pytest.mark.slow
