@@ -91,7 +91,9 @@ def prepare(host: str, token: str | None, variables: Mapping[str, str] | None = 
         "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_AUTH_MODE": "token",
         "RAY_free_objects_period_milliseconds": "0",  # memory that was touched before is used again at once
         "RAY_max_direct_call_object_size": str(2**19),  # bytes that go with a call, and not by way of shared memory
-        "RAY_BACKEND_LOG_LEVEL": os.environ.get("RAY_BACKEND_LOG_LEVEL", "fatal"), **(variables or {}),
+        "RAY_BACKEND_LOG_LEVEL": os.environ.get("RAY_BACKEND_LOG_LEVEL", "fatal"),
+        keeper.PATIENCE: str(10**6),  # seconds: how long a process waits for Ray's head is said by us
+        **(variables or {}),
     }  # fmt: skip
     if token is not None:
         wanted["RAY_AUTH_TOKEN"] = token

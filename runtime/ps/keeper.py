@@ -26,6 +26,7 @@ from pathlib import Path
 
 FOLDER = "PARTWAY_PS_RAY"  # in the environment of Ray's processes: their folder
 LEASE = 120.0  # seconds
+PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"  # after which a process without Ray's head exits, and says nothing
 _PREFIX = "partway-ray-"
 _LONGEST = 107 - len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1")  # a path of a socket
 _LOOK = 0.5  # seconds
@@ -65,8 +66,8 @@ def renew(folder: Path) -> None:
 
 
 def marked(folder: Path) -> dict[str, str]:
-    """The environment of Ray's processes."""
-    return {**os.environ, FOLDER: str(folder)}
+    """The environment of Ray's processes: they need not outlive its head."""
+    return {**{name: value for name, value in os.environ.items() if name != PATIENCE}, FOLDER: str(folder)}
 
 
 def command(folder: Path, parent: int, ray: list[str]) -> list[str]:

@@ -132,6 +132,20 @@ def test_nothing_is_left_of_a_job_whose_command_ends(how: int, when: str, tempor
         nothing_is_left(own, temporary)
 
 
+def test_a_job_outlives_a_head_that_is_away_for_longer_than_ray_waits(temporary: Path, tmp_path: Path) -> None:
+    """After a minute without a head a process that has joined a cluster of Ray's ends, unless it is told to wait."""
+    with job(tmp_path / "job", 1, 1, steps=10**6, nap=0.05, TMPDIR=str(temporary)) as own:
+        own.until(3)
+        (scheduler,) = own.pids(ROLES["scheduler"])
+        os.kill(scheduler, signal.SIGSTOP)  # who would start another one
+        for pid in own.pids(ROLES["head"]):
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(75)
+        before = len(own.steps())
+        os.kill(scheduler, signal.SIGCONT)
+        own.wait_for(lambda: len(own.steps()) > before + 3, "steps after the head has come again", 240)
+
+
 def test_a_head_that_nobody_wants_ends(temporary: Path, tmp_path: Path) -> None:
     """The scheduler is killed and not started again; the worker goes on, and ends."""
     folder = tmp_path / "job"

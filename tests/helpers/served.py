@@ -45,7 +45,8 @@ class Job:
         """Wait until something is so."""
         end = time.monotonic() + seconds
         while not there():
-            assert self.process.poll() is None, f"the job ended before {what}:\n{self.said()}"
+            status = self.process.poll()
+            assert status is None, f"the job ended with status {status} before {what}:\n{self.said()}"
             assert time.monotonic() < end, f"no {what} in {seconds} s:\n{self.said()}"
             time.sleep(0.02)
 
