@@ -101,9 +101,9 @@ def conditions(cluster: Kubernetes, name: str) -> dict[str, Any]:
 
 
 def reasons(cluster: Kubernetes, name: str) -> list[str]:
-    """The reasons of the events of a job."""
+    """The reasons of the events of a job, in the order in which they were written: their times are whole seconds."""
     events = [each for each in cluster.get("events") if each["involvedObject"]["name"] == name]
-    return [each["reason"] for each in sorted(events, key=lambda each: each["lastTimestamp"])]
+    return [each["reason"] for each in sorted(events, key=lambda each: int(each["metadata"]["resourceVersion"]))]
 
 
 def told(text: str) -> None:
