@@ -419,7 +419,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             (
                 "operators that write to a split tensor are noted",
                 "tell_of_write(_name(op), ", "(lambda *_: None)(_name(op), ",
-                "runtime/test_replicas.py::test_so_it_is_where_no_rank_holds_what_another_one_does[a clip]",
+                "runtime/test_replicas.py::test_what_one_rank_does_to_its_own_parts_is_told[copies a tensor]",
             ),
             (
                 "the numbers that they write with are noted",

@@ -244,6 +244,10 @@ ALONE = {  # what rank 1 does to parts that no other rank holds, and what is sai
         lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
         "rank 1 has an optimizer of other settings than rank 0, at the load_state_dict of AdamW",
     ),
+    "copies a tensor": (
+        lambda model, _: model.a.weight.copy_(torch.ones(16, 8)),
+        r"rank 1 wrote otherwise than rank 0 to a tensor that is split, at copy_ of \(16, 8\)",
+    ),
     "writes to its part": (
         lambda model, _: model.a.weight.to_local().add_(1),
         r"rank 1 stepped its optimizer \(or wrote to parameters or buffers\) between other calls than rank 0",
