@@ -17,7 +17,7 @@ from partway.runtime.ps.job import MODES
 from partway.runtime.ps.shelf import DURABILITIES
 from partway.strategy import ContextError, RuntimeStateError
 from partway.strategy.errors import shown
-from partway.strategy.files import json_of
+from partway.strategy.files import json_of, reason
 
 
 class _Config(BaseModel):
@@ -154,7 +154,7 @@ def _password_in(path: Path) -> str:
     except UnicodeDecodeError:
         raise ContextError(f"{told}, which is no text") from None
     except (OSError, ValueError) as error:  # a name with NUL
-        raise ContextError(f"{told}, which cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ContextError(f"{told}, which cannot be read: {reason(error)}") from None
     if mode & 0o077:
         raise ContextError(f"{told}, which other users may read or write; run: chmod 600 {path}")
     return text.rstrip("\r\n")
@@ -165,7 +165,7 @@ def _read(name: str) -> _Config:
     try:
         mode, text = path.stat().st_mode, path.read_bytes()
     except (OSError, ValueError) as error:  # a name with NUL
-        raise ContextError(f"{told}, which cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise ContextError(f"{told}, which cannot be read: {reason(error)}") from None
     if mode & 0o022:
         raise ContextError(f"{told}, which other users may write; run: chmod go-w {name}")
     try:

@@ -49,7 +49,7 @@ def read(what: str, path: Any) -> bytes:
         with open(_path(path), "rb") as file:
             data = file.read(_LARGEST + 1)
     except (OSError, ValueError, TypeError) as error:
-        raise StrategyError(f"could not read {what} {_shown(path)}: {_reason(error)}") from error
+        raise StrategyError(f"could not read {what} {_shown(path)}: {reason(error)}") from error
     if len(data) > _LARGEST:
         raise StrategyError(f"could not read {what} {_shown(path)}: it has more than {_LARGEST:,} bytes")
     return data
@@ -65,7 +65,7 @@ def save(what: str, path: Any, text: str | bytes) -> None:
             raise ValueError(FOREIGN)
         write_whole(file, text)
     except (OSError, ValueError, TypeError) as error:
-        raise StrategyError(f"could not write {what} to {_shown(path)}: {_reason(error)}") from error
+        raise StrategyError(f"could not write {what} to {_shown(path)}: {reason(error)}") from error
 
 
 def is_foreign(what: str, path: str | PathLike[str]) -> bool:
@@ -122,7 +122,8 @@ def _shown(path: Any) -> str:
     return shown(os.fspath(path) if isinstance(path, PathLike) else path)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Why a file cannot be read or written: of the system's errors its words, without the number and the name."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 

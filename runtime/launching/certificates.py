@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...strategy.errors import RuntimeStateError
+from ...strategy.files import reason
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -128,8 +129,7 @@ def _bytes(name: str, file: Path, alone: bool = False) -> bytes:
     try:
         status, data = file.stat(), file.read_bytes()
     except (OSError, ValueError) as error:  # a name with NUL
-        why = getattr(error, "strerror", None) or error
-        raise RuntimeStateError(f"{name} names {file}, which cannot be read: {why}") from None
+        raise RuntimeStateError(f"{name} names {file}, which cannot be read: {reason(error)}") from None
     others = 0o037 if status.st_uid == 0 and os.geteuid() != 0 else 0o077
     if alone and status.st_mode & others:
         raise RuntimeStateError(f"{name} names {file}, which other users may read or write; run: chmod 600 {file}")

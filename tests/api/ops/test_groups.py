@@ -395,14 +395,19 @@ elif how == "destroyed":
             [
                 "rank 0 would create a group, and rank 1 waits in a collective that needs all of its ranks; run the",
                 "rank 1: waits for rank 0 to all_reduce(sum) over a of float32[2], at run.py:16: ops.all_reduce(",
-                "RuntimeStateError: rank 1 ",  # sees that rank 0 has ended, or that its collective fails by that
+                (  # it sees that rank 0 has ended, or that its collective fails by that
+                    "rank 1 would all_reduce(sum) over a of float32[2], and rank 0 cannot come",
+                    "rank 1 has failed in all_reduce(sum) over a of float32[2]: ",
+                ),
             ],
         ),
         ("drift", ["rank 1 called another collective than rank 0, at all_reduce(max) over a of float32[4]; let all"]),
         ("destroyed", ["there is no ProcessGroup ", "; it has been destroyed"]),
     ],
 )  # fmt: skip
-def test_ranks_that_call_in_other_groups_do_not_wait_in_vain(tmp_path: Path, how: str, told: list[str]) -> None:
+def test_ranks_that_call_in_other_groups_do_not_wait_in_vain(
+    tmp_path: Path, how: str, told: list[str | tuple[str, ...]]
+) -> None:
     (tmp_path / "run.py").write_text(SCRIPT)
     shared = {name: value for name, value in os.environ.items() if name != "PARTWAY_VERIFY"}
     shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -411,5 +416,5 @@ def test_ranks_that_call_in_other_groups_do_not_wait_in_vain(tmp_path: Path, how
         ended = list(pool.map(lambda environment: run_script(["run.py", how], tmp_path, environment), environments))
     said = "".join(each.stderr for each in ended)
     assert all(each.returncode for each in ended), said
-    for text in told:
-        assert text in said
+    for texts in told:
+        assert any(text in said for text in ([texts] if isinstance(texts, str) else texts))
