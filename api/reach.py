@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from partway.runtime import process
+from partway.runtime import gpus, process
 from partway.runtime.doing import first_line, named
 from partway.runtime.launching import interfaces, scheduler
 from partway.runtime.launching.launchers import SCHEDULER, Launch
@@ -417,11 +417,12 @@ def _talked(met: Met, limit: float) -> str:
 
 
 def _messages(met: Met, limit: float) -> str:
-    rank, size, local = met.launch.rank or 0, met.launch.size, met.launch.local_rank or 0
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", local) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
+    rank, size = met.launch.rank or 0, met.launch.size
+    gpu, claims = torch.cuda.is_available(), dist.PrefixStore("claims", met.store)  # type: ignore[attr-defined]
+    device = (
+        torch.device("cuda", gpus.take(claims, rank, met.launch.local_rank, met.launch.one_host)) if gpu
+        else torch.device("cpu")
+    )  # fmt: skip
     dist.init_process_group(
         "nccl" if gpu else "gloo", store=dist.PrefixStore("group", met.store), rank=rank, world_size=size,  # type: ignore[attr-defined]
         timeout=timedelta(seconds=limit),

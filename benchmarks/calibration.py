@@ -48,6 +48,7 @@ import partway as pw
 from partway.fusion.timeline import COMMUNICATION
 from partway.measure.calibrate import calibrate, threads_of
 from partway.measure.clock import wait_for
+from partway.runtime.gpus import take_of
 from partway.runtime.record import record_timeline
 
 WARM, TIMED = 2, 3  # steps before those that are measured, and steps of which every operator is timed
@@ -77,10 +78,9 @@ def join(rank: int, ranks: int, device: str, folder: str) -> None:
     """Be one of `ranks` processes."""
     torch.set_num_threads(threads_of(ranks))
     if device == "cuda":
-        torch.cuda.set_device(rank)
-    backend, own = ("nccl", torch.device("cuda", rank)) if device == "cuda" else ("gloo", None)
-    store = f"file://{folder}/store"
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, device_id=own)
+        take_of(rank, ranks)
+    backend, store = "nccl" if device == "cuda" else "gloo", f"file://{folder}/store"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks)
 
 
 class Running:

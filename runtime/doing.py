@@ -8,21 +8,29 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 import torch
 
+GONE = "gone"  # the mark of a rank that cannot be asked, since the store has gone
+MEETS = "meets"  # the mark of a rank that waits for all others to come to a point of the program
+
 
 @dataclass(frozen=True)
 class Doing:
-    """What a rank does. `waits_for`: it waits in a collective of these ranks; `mark` tells one wait from another."""
+    """What a rank does.
+
+    waits_for   it waits in a collective of these ranks; `mark` tells one wait from another
+    given       over NCCL, how many collectives it has given to each group, by the group's name
+    """
 
     text: str
     waits_for: tuple[int, ...] = ()
     mark: str = ""
+    given: Mapping[str, int] = field(default_factory=dict)
 
 
 def named(ranks: Sequence[int]) -> str:

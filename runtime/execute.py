@@ -64,7 +64,7 @@ def process_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
     """
     device_mesh(mesh)
     if (mesh, axes) not in _groups:
-        _groups[mesh, axes] = own_group(mesh.groups(*axes), timeout_of(dist.group.WORLD))
+        _groups[mesh, axes] = own_group(mesh.groups(*axes), timeout_of(dist.group.WORLD), ",".join(axes))
     return _groups[mesh, axes]
 
 

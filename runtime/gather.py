@@ -19,6 +19,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ..strategy.cut import Cut
 from ..strategy.errors import RuntimeStateError
+from ..strategy.torch_mesh import has_nccl
 from .agreement import agree
 from .doing import place_of
 from .issue import all_gather, as_bytes
@@ -113,7 +114,7 @@ def _gathered(part: Tensor, group: Any, purpose: str) -> Tensor:
 def _check_same(group: Any, purpose: str, detail: str) -> None:
     """Raise RuntimeStateError unless all ranks of `group` are here for the same purpose."""
     digest = zlib.crc32(f"{purpose} {detail}".encode())
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    device = "cuda" if has_nccl(group) else "cpu"
     digests = _gathered(torch.tensor([digest], device=device), group, purpose).flatten()
     if bool((digests != digest).any()):
         frame = sys._getframe(1)

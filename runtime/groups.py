@@ -18,7 +18,7 @@ from ..strategy.errors import RuntimeStateError, StrategyError, shown
 from ..strategy.mesh import Mesh
 from ..strategy.place import WORLD_GROUPS, Members, Place
 from ..strategy.suggest import there_are
-from ..strategy.torch_mesh import check_ranks, own_group
+from ..strategy.torch_mesh import check_ranks, new_group, own_group
 from .agreement import Fact, agreement
 from .process import launched
 from .torch_internals import process_group_named, timeout_of
@@ -87,7 +87,11 @@ def set_mesh(mesh: Mesh | None) -> None:
         facts.append(Fact("the mesh", str(mesh), fix=_SAME_MESH))
     several = [axes for n in range(1, len(mesh.axes) + 1) for axes in itertools.combinations(mesh.axes, n)]
     timeout = timeout_of(here.world)
-    here.of = _together(about, lambda: {axes: own_group(mesh.groups(*axes), timeout) for axes in several})
+
+    def made() -> dict[tuple[str, ...], Any]:
+        return {axes: own_group(mesh.groups(*axes), timeout, f"by hand {','.join(axes)}") for axes in several}
+
+    here.of = _together(about, made)
     here.mesh = mesh
 
 
@@ -171,7 +175,7 @@ def create(name: str, ranks: Sequence[int], place: Place) -> None:
     group = None
     if len(members.ranks) > 1:
         timeout = timeout_of(here.world)
-        made = _together(f"create the group {members}", lambda: dist.new_group(list(members.ranks), timeout=timeout))
+        made = _together(f"create the group {members}", lambda: new_group(members.ranks, timeout, f"group {name}"))
         group = made if place.rank in members.ranks else None
     here.named[name] = _Made(members, group, here.made)
     here.made += 1

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..propagation.ops.kinds import WORTH_A_CALL
 from ..strategy.cut import SliceWindow, Strip
 from ..strategy.placement import PARTIAL_MAX, Kind, Placement, Shard
+from ..strategy.torch_mesh import has_nccl
 from .instructions import Relayout
 from .record import note
 from .slices import addends_of, first_row, joined, pieces, slice_of, window_of
@@ -33,7 +34,6 @@ all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dis
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _MAPPED = 2**25  # bytes: from there on glibc's malloc maps memory for each call
-_COALESCING = ("nccl",)  # backends that run several collectives as one without a copy
 _ADDED_AS = {torch.int16: torch.int32}  # neither backend adds these
 
 
@@ -110,7 +110,7 @@ class _Together:
 
     send       one call for tensors of one dtype; of each it is told whether its memory may hold its result
     adds       each element is made of those at its place, so that a tensor may become its own result
-    coalesces  the backends of `_COALESCING` can run several calls as one
+    coalesces  NCCL can run several calls as one, without a copy
     """
 
     send: _Send
@@ -118,7 +118,7 @@ class _Together:
     coalesces: bool = True
 
     def __call__(self, c: Relayout, seat: Seat) -> Issue:
-        coalesces = self.coalesces and len(c.tags) > 1 and dist.get_backend(seat.group) in _COALESCING
+        coalesces = self.coalesces and len(c.tags) > 1 and has_nccl(seat.group)
         return lambda *parts: self._started(c, parts, seat, coalesces)
 
     def _started(self, c: Relayout, parts: Sequence[Tensor], seat: Seat, coalesces: bool) -> Pending:

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError, shown
+from ..strategy.torch_mesh import has_nccl
+from . import gpus
 from .doing import first_line
 from .launching import door, scheduler, security, worker
 from .launching.launchers import SCHEDULER, TORCHRUN, Launch, launch, number, simulated, started, tell_ready
@@ -44,12 +46,14 @@ def init(simulate: int | None = None, backend: str | None = None, timeout: float
 
     simulate   the number of devices if no launcher did (default 1); a launcher's world size comes first, and that of
                `partway run --simulate`, so that one script serves all
-    backend    "gloo" or "nccl" (default: nccl where there is CUDA, and this process takes the GPU of its LOCAL_RANK)
+    backend    "gloo" or "nccl" (default: nccl where there is CUDA, and this process takes the GPU of its LOCAL_RANK;
+               with PARTWAY_SHARE_GPU=1 ranks may share one)
     timeout    how long a rank waits for others before it raises an error, a timedelta or seconds (default: PyTorch's,
                10 minutes for nccl and 30 for gloo): for each other's start, in every collective, and to plan
 
     A second call changes nothing. Raises RuntimeStateError for a wrong `simulate`, `backend` or `timeout`, another
-    backend or timeout than that of the group there is, or missing variables of the environment, which it names.
+    backend or timeout than that of the group there is, a GPU that another rank has, or missing variables of the
+    environment, which it names.
     """
     if simulate is not None and (not isinstance(simulate, int) or isinstance(simulate, bool) or simulate < 1):
         raise RuntimeStateError(f"simulate is {shown(simulate)}; it is a number of devices, an int of 1 or more")
@@ -63,14 +67,13 @@ def init(simulate: int | None = None, backend: str | None = None, timeout: float
         return dist.get_world_size()
     _check_that_it_is_protected()
     _warn_of_restarts()
-    if backend is not None and backend != dist.get_backend():
+    if backend is not None and backend != (there := "nccl" if has_nccl() else "gloo"):
         raise RuntimeStateError(
-            f"the process group there is uses {dist.get_backend()}, not {backend}; leave out backend, or call "
-            "shutdown() first"
+            f"the process group there is uses {there}, not {backend}; leave out backend, or call shutdown() first"
         )
-    if limit is not None and limit != (there := timeout_of(dist.group.WORLD)):
+    if limit is not None and limit != (waits := timeout_of(dist.group.WORLD)):
         raise RuntimeStateError(
-            f"collectives of the process group there wait {there.total_seconds():g} s, not {limit.total_seconds():g}; "
+            f"collectives of the process group there wait {waits.total_seconds():g} s, not {limit.total_seconds():g}; "
             "give the timeout where the group is made, or call shutdown() first"
         )
     return dist.get_world_size()
@@ -149,7 +152,7 @@ def before_shutdown(wait: Callable[[], object]) -> None:
 
 def device_type() -> str:
     """Where the ranks of the process group compute: "cuda" or "cpu"."""
-    return "cuda" if "nccl" in dist.get_backend() else "cpu"
+    return "cuda" if has_nccl() else "cpu"
 
 
 def _ready() -> bool:
@@ -190,11 +193,13 @@ def _start(backend: str, timeout: timedelta | None) -> None:
         store, rank, local = meet_by_scheduler(found, timeout)
     else:
         store = meet(found, timeout, way)
-    if backend == "nccl":
-        torch.cuda.set_device(local or 0)
     assert rank is not None
-    security.confirm(dist.PrefixStore(f"start/{_STARTS[0]}", store), rank, found.size, way)  # type: ignore[attr-defined]
+    start = dist.PrefixStore(f"start/{_STARTS[0]}", store)  # type: ignore[attr-defined]
+    gpu = gpus.take(start, rank, local, found.one_host) if backend == "nccl" else None
+    security.confirm(start, rank, found.size, way)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=found.size)
+    if gpu is not None:
+        dist.barrier(device_ids=[gpu])  # connects it; see `new_group` for why not by a device_id
     _MADE.clear()
     _MADE[dist.group.WORLD] = local
     tell_ready()

@@ -11,6 +11,8 @@ Each name, and why:
                                                              would be `dist.get_default_store()`
     torch._C._distributed_c10d._resolve_process_group        a process group by its name, which is all that the
                                                              arguments of an operator can have of it
+    torch._C._distributed_c10d._dump_nccl_trace_json         what NCCL was given and has not done; PyTorch's public
+                                                             way is a file that is written when it gives up
     torch._C._current_graph_task_id                          whether a backward runs in this thread; no public name says
     Backend.options._timeout                                 how long collectives of a group wait; there is
                                                              `set_timeout`, and would be `timeout`
@@ -51,6 +53,7 @@ Each name, and why:
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -59,7 +62,6 @@ from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 from torch._C import _disabled_torch_function_impl as as_object
 from torch.autograd import forward_ad
@@ -71,6 +73,8 @@ from torch.nn import Module, RNNBase
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as util_foreach_types
 
+from ..strategy.torch_mesh import has_nccl
+
 __all__ = [
     "ASKS_SUBCLASSES",
     "GLOO_TLS",
@@ -81,6 +85,7 @@ __all__ = [
     "coalescing_manager",
     "default_store",
     "dtensor_spec",
+    "flight_record",
     "forward_level",
     "give_hooks",
     "in_backward",
@@ -217,10 +222,18 @@ def _batched_at(level: int, tensors: Sequence[Tensor]) -> bool:
     return any(len(remove_batch_dim(tensor, level, 0, 0)) > 0 for tensor in tensors)
 
 
+def flight_record(everything: bool | None = None) -> dict[str, Any]:
+    """What PyTorch has recorded of NCCL's collectives: of all of the last ones, of those that are not over (True), or
+    no more than how many each group has been given and has done (False)."""
+    record = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    if record is None:
+        return {"pg_config": {}, "pg_status": {}}
+    return json.loads(record(everything is not False, everything is True))  # type: ignore[no-any-return]
+
+
 def timeout_of(group: Any) -> timedelta:
     """How long a collective of `group` waits for its ranks."""
-    device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
-    options: Any = group._get_backend(device).options
+    options: Any = group._get_backend(torch.device("cuda" if has_nccl(group) else "cpu")).options
     found: timedelta = options._timeout
     return found
 

@@ -10,12 +10,14 @@ the store by which the processes have met, on connections of its own, and in the
               them). A rank that waits there for others rings their bells: if they wait in a collective for ranks that
               are here, neither can ever come, and everyone at the meeting is told at once
     ended     a rank that ends leaves word of it, with the error that ended it
+    overdue   over NCCL a rank's GPU waits where its code has gone on (`flights.py`)
     tell      what the ranks' ledgers (`ledger.py`) show to differ is raised by the next step of every rank
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import socket
@@ -25,20 +27,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ..strategy.errors import RuntimeStateError
+from ..strategy.torch_mesh import has_nccl
 from .answering import AnsweringStore
-from .doing import Doing, first_line, is_alive, last_words, lines_of, named, place_of
+from .doing import GONE, MEETS, Doing, first_line, is_alive, last_words, lines_of, named, place_of
+from .flights import Overdue, end_process, flights, given
 from .functions import trail_of
 from .ledger import Ledger
 from .stragglers import Looks, waits
-from .torch_internals import default_store, timeout_of
+from .torch_internals import default_store, flight_record, timeout_of
 
 _LOOK = 1.0  # seconds between two looks at who is missing
 _ANSWER = 2.0  # seconds in which a watch answers: it has nothing else to do
@@ -58,13 +63,14 @@ class Watch:
         self.timeout = timeout_of(self.group).total_seconds()
         self._prefix = f"partway/{generation}"
         self._store, self._own = self._answering(), self._connected()
-        self._process, self._meetings, self._asked = os.getpid(), 0, 0
+        self._process, self._meetings, self._asked = os.getpid(), 0, itertools.count()
         self._planning: list[str] = []
         self._at: str | None = None  # the meeting that this rank waits at
         self._waits: tuple[str, tuple[int, ...]] | None = (
             None  # in what, and for whom: a collective outside of programs
         )
         self.failed: str | None = None
+        self._nccl = has_nccl()
         self._store.set(f"process/{self.rank}", f"{socket.gethostname()} {self._process}")
         self._broken: str | None = None  # what was found to differ, until it is raised
         self._ledgers: dict[str, Ledger] = {}
@@ -74,6 +80,7 @@ class Watch:
         self.look_every: int | None = 0  # what `replicas.note` is asked for: None: nothing; 0: only a few elements
         self._thread = threading.Thread(target=self._listen, name="partway watch", daemon=True)
         self._thread.start()
+        self._overdue = Overdue(self.rank, flight_record, self.ask, self._end) if self._nccl else None
 
     def _connected(self) -> Any:
         return dist.PrefixStore(self._prefix, _connection())  # type: ignore[attr-defined]
@@ -112,10 +119,25 @@ class Watch:
             except RuntimeError:  # the store has gone, and with it those who could ask
                 return
 
+    def _end(self, text: str) -> None:
+        """End this process, whose GPU waits in vain."""
+        self.failed = text.partition("\n")[0]
+        with suppress(RuntimeError):  # the store has gone
+            self._leave_word()
+        end_process(text)
+
+    def _leave_word(self) -> None:
+        """What others are told when this process has ended."""
+        given_here = given(flight_record()) if self._nccl else {}
+        word = Doing(last_words(self.failed), mark="ended", given=given_here)
+        self._store.set(f"ended/{self.rank}", json.dumps(asdict(word)))
+
     def stop(self) -> str | None:
         """Leave word of the end, and end the thread. What the ranks' ledgers show to differ, if it was not raised."""
         if os.getpid() != self._process or not self._thread.is_alive():
             return None
+        if self._overdue is not None:
+            self._overdue.stop()
         failed = self.failed is not None or hasattr(sys, "last_value")
         for ledger in self._ledgers.values():
             ledger.end(failed)
@@ -123,7 +145,7 @@ class Watch:
         if difference is not None:
             self.failed = f"has found: {difference}"
         try:
-            self._store.set(f"ended/{self.rank}", last_words(self.failed))
+            self._leave_word()
             self._ring(self.rank, _STOP)
             self._thread.join(_ANSWER)
         except RuntimeError:  # the store has gone
@@ -150,14 +172,23 @@ class Watch:
             self._ring(rank, f"{_TOLD}{text}")
 
     def doing(self) -> Doing:
-        """What the code of this rank is doing now."""
+        """What this rank is doing now: its code and, over NCCL, its GPU."""
+        does = self._code_does()
+        if not self._nccl:
+            return does
+        recorded = flight_record()
+        under_way = flights(recorded, time.time())
+        text = f"{does.text}; its GPU waits in {under_way[0].text}" if under_way else does.text
+        return replace(does, text=text, given=given(recorded))
+
+    def _code_does(self) -> Doing:
         if self._planning and self._at is None and self._waits is None:
             return Doing(self._planning[-1])  # what looks at the frames of a capture can make it fail
         main = threading.main_thread().ident
         frames = sys._current_frames()
         where = place_of(frames.get(main)) if main is not None else ""
         if self._at is not None:
-            return Doing(f"waits for the other ranks to {self._at}{where}")
+            return Doing(f"waits for the other ranks to {self._at}{where}", mark=MEETS)
         if self._waits is not None:
             purpose, peers = self._waits
             return Doing(f"waits for {named(peers)} to {purpose}{where}", peers, f"{purpose}{where}")
@@ -188,8 +219,7 @@ class Watch:
 
     def ask(self, ranks: Sequence[int]) -> dict[int, Doing]:
         """What `ranks` are doing, as they say or have left word."""
-        self._asked += 1
-        request = f"asked/{self.rank}/{self._asked}"
+        request = f"asked/{self.rank}/{next(self._asked)}"
         try:
             alive = [rank for rank in ranks if not self._store.check([f"ended/{rank}"])]
             for rank in alive:
@@ -198,17 +228,15 @@ class Watch:
             return {rank: self._answer(rank, request, end) for rank in ranks}
         except RuntimeError:
             silent = "cannot be asked: the store by which the processes met has gone, with the process that kept it"
-            return dict.fromkeys(ranks, Doing(silent))
+            return dict.fromkeys(ranks, Doing(silent, mark=GONE))
 
     def _answer(self, rank: int, request: str, end: float) -> Doing:
         keys = f"{request}/{rank}", f"ended/{rank}"
         while True:
             answered, ended = (self._store.check([key]) for key in keys)
-            if answered:
-                answer = json.loads(self._store.get(keys[0]))
-                return Doing(answer["text"], tuple(answer["waits_for"]), answer["mark"])
-            if ended:
-                return Doing(self._store.get(keys[1]).decode(), mark="ended")
+            if answered or ended:
+                answer = json.loads(self._store.get(keys[0] if answered else keys[1]))
+                return Doing(**answer | {"waits_for": tuple(answer["waits_for"])})
             if self._is_gone(rank):
                 return Doing("has ended without a word, as a process does that is killed", mark="ended")
             if time.monotonic() > end:
@@ -270,9 +298,12 @@ class Watch:
         Raises RuntimeStateError where a rank has ended meanwhile: PyTorch would wait for it until its timeout.
         """
         result = Future[T]()
+        gpu = torch.cuda.current_device() if has_nccl() else None  # a thread begins with the first
 
         def run() -> None:
             try:
+                if gpu is not None:
+                    torch.cuda.set_device(gpu)
                 result.set_result(act())
             except BaseException as error:
                 result.set_exception(error)
@@ -295,7 +326,7 @@ class Watch:
         Raises RuntimeStateError where it is clear that another rank will not come, or where the collective fails.
         """
         peers = tuple(rank for rank in dist.get_process_group_ranks(group) if rank != self.rank)
-        patient = dist.get_backend(group) == "nccl"  # a wait of NCCL that times out ends its process group
+        patient = has_nccl(group)  # a wait of NCCL that times out ends its process group
         looks = list[dict[int, Doing]]()
         self._waits = purpose, peers
         try:

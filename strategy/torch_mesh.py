@@ -26,15 +26,35 @@ def to_device_mesh(mesh: Mesh, device_type: str, timeout: timedelta | None = Non
     every = {axis: mesh.groups(axis) for axis in mesh.axes}
     # made here, because init_device_mesh takes no timeout
     world: Any = dist.group.WORLD
-    groups = [own_group(ranks, timeout) if len(ranks) > 1 else world for ranks in every.values()]
+    groups = [
+        own_group(ranks, timeout, f"DeviceMesh {axis}") if len(ranks) > 1 else world for axis, ranks in every.items()
+    ]
     with torch.device("cpu"):  # the default may be meta, where a model is made that is larger than a device
         ranks = torch.arange(mesh.device_num).view(mesh.sizes)
         return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.axes)
 
 
-def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None) -> Any:
-    """This rank's process group, of a new one for each of `groups`; every rank calls it."""
-    return dist.new_subgroups_by_enumeration([list(ranks) for ranks in groups], timeout=timeout)[0]
+def has_nccl(group: Any = None) -> bool:
+    """Whether ranks of a process group (None: the default one) talk by NCCL: also where it has gloo for the CPU beside
+    it, or was made without the name of a backend."""
+    return "nccl" in str(dist.get_backend_config(group))
+
+
+def new_group(ranks: Sequence[int], timeout: timedelta | None, name: str) -> Any:
+    """A process group of `ranks`, called "partway: name" where PyTorch and NCCL speak of it; every rank calls it.
+
+    NCCL connects its ranks here, by the current GPU, and not when they first send something: they may come to that in
+    another order. (To bind the GPU to the default group would do so for every group; but then `new_group` splits NCCL's
+    default one, and waits forever for the ranks of a group of gloo that others are not in: pytorch#145376.)
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if has_nccl() else None
+    return dist.new_group(list(ranks), timeout=timeout, group_desc=f"partway: {name}", device_id=device)
+
+
+def own_group(groups: Sequence[Sequence[int]], timeout: timedelta | None, name: str) -> Any:
+    """This rank's process group, of a new one for each of `groups` (see `new_group`); every rank calls it."""
+    made = [new_group(ranks, timeout, name) for ranks in groups]
+    return next(group for ranks, group in zip(groups, made, strict=True) if dist.get_rank() in ranks)
 
 
 def check_ranks(mesh: Mesh, ranks: int) -> None:

@@ -51,6 +51,7 @@ from partway.measure.contenders import (
 )
 from partway.measure.workloads import Workload, gpt2, mlp, own, resnet50, tiny
 from partway.propagation.cost.profile import DeviceProfile, profile_of
+from partway.runtime.gpus import may_share
 from partway.runtime.record import record_collectives, record_timeline
 from partway.strategy.errors import RuntimeStateError
 from partway.strategy.files import save
@@ -277,7 +278,8 @@ def bench_fusion(
     """Compare all contenders on `world` processes of this machine.
 
     model     gpt2, resnet50 or mlp; or module:function, see `workloads.own`
-    device    cpu (gloo) or cuda (NCCL, a GPU for each process); "": cuda where there are several GPUs, and enough
+    device    cpu (gloo) or cuda (NCCL, a GPU for each process); "": cuda where there are several GPUs, and enough, or
+              PARTWAY_SHARE_GPU=1 lets processes share one
     quick     small models and few rounds: everything runs, and the times mean nothing
     profile   a device profile to predict with (a preset or a path), instead of calibrating
     timed     record a timeline of the contender `traced`, too
@@ -319,7 +321,9 @@ def _say(what: str) -> None:
 
 
 def _device(world: int) -> str:
-    return "cuda" if torch.cuda.device_count() > 1 and 1 <= world <= torch.cuda.device_count() else "cpu"
+    count = torch.cuda.device_count()
+    enough = count > 1 and 1 <= world <= count
+    return "cuda" if enough or (count and may_share()) else "cpu"
 
 
 def _joined(ranks: Sequence[Mapping[str, Any]]) -> list[Figures]:

@@ -67,6 +67,7 @@ from partway.propagation.cost.profile import (
     Sources,
     profile_of,
 )
+from partway.runtime import gpus
 from partway.strategy.errors import RuntimeStateError
 from partway.strategy.notation import counted
 from partway.strategy.placement import Kind
@@ -223,11 +224,8 @@ def check_devices(processes: int, device: str) -> None:
         raise RuntimeStateError(f"processes is {processes}; it must be 1 (which measures no collectives) or more")
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeStateError("device is 'cuda', but PyTorch finds no GPU here; use device 'cpu'")
-    if device == "cuda" and processes > torch.cuda.device_count():
-        raise RuntimeStateError(
-            f"{processes} processes need a GPU each, but there are {torch.cuda.device_count()}; use fewer processes (1 "
-            "measures no collectives)"
-        )
+    if device == "cuda":
+        gpus.check_enough(processes)
 
 
 # -- Measuring -------------------------------------------------------------------------------------------------------
@@ -246,7 +244,7 @@ def _rank(rank: int, processes: int, device: str, effort: Effort, folder: str, m
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo prints a line for each group that it makes
     torch.set_num_threads(threads_of(processes))
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        gpus.take_of(rank, processes)
     meeting.wait()
     speed = _device_speed(device, effort)
     networks = chain.from_iterable(effort.probes(times) for times in TIMES[device])
@@ -325,7 +323,7 @@ def _level(fitted: Fit, processes: int, device: str) -> NetworkLevel:
     return NetworkLevel(
         name="nccl" if device == "cuda" else "gloo",
         source=source,
-        devices=torch.cuda.device_count() if device == "cuda" else None,
+        devices=max(torch.cuda.device_count(), processes) if device == "cuda" else None,
         bandwidth=bandwidth,  # type: ignore[arg-type]
         latency={kind.value: seconds for kind, seconds in fitted.latency.items()},  # type: ignore[arg-type]
         launch=fitted.launch,
@@ -345,7 +343,9 @@ def _how(processes: int, device: str) -> str:
     cpu = f"a CPU with {counted(threads_of(processes), 'thread')}"
     where = torch.cuda.get_device_name() if device == "cuda" else cpu
     who = counted(processes, "process", "processes")
-    return f"measured by partway calibrate with {who} on {where} each, PyTorch {torch.__version__}"
+    shared = device == "cuda" and processes > torch.cuda.device_count()
+    each = f" that they share, so that no figure is that of {where} alone" if shared else " each"
+    return f"measured by partway calibrate with {who} on {where}{each}, PyTorch {torch.__version__}"
 
 
 def threads_of(processes: int) -> int:

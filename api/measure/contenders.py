@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from partway.context import auto_parallel_context
 from partway.measure.clock import wait_for
 from partway.measure.workloads import Workload
+from partway.runtime import gpus
 from partway.sharding import shard
 
 LEARNING_RATE = 1e-4
@@ -163,12 +164,12 @@ def disagreements(
 
 @contextlib.contextmanager
 def one_rank(rank: int, ranks: int, folder: str, threads: int = 1, device: str = "cpu") -> Iterator[None]:
-    """This process as one rank: with `threads` threads on gloo, or with its own GPU on NCCL."""
+    """This process as one rank: with `threads` threads on gloo, or with a GPU on NCCL."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # gloo prints a line for each group that it makes
     torch.set_num_threads(threads)
     backend = "gloo"
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        gpus.take_of(rank, ranks)
         backend = "nccl"
     limit = datetime.timedelta(seconds=SECONDS)
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=limit)

@@ -19,8 +19,6 @@ from scripts import FORKS
 SECONDS = 100  # of a call in which its ranks do next to nothing: they wait for each other
 THREADS = 120  # of a rank: with more its pool is worn, since those of each process group look for work all the time
 BUSY = 0.05  # of that time on a CPU, from which on a rank is not one that waits
-# NCCL refuses a second rank of a host on one GPU; as hosts of their own ranks share it, and send over sockets
-SHARES_A_GPU = {"LOCAL_RANK": "0", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": "2"}
 
 
 def seconds_of(process):
@@ -51,7 +49,7 @@ class Pool:
                 "OMP_NUM_THREADS": "1",
             }
             if os.environ.get("PARTWAY_TEST_DEVICE") == "cuda":
-                environment |= {**SHARES_A_GPU, "NCCL_HOSTID": f"rank-{rank}"}
+                environment |= {"LOCAL_RANK": str(rank), "PARTWAY_SHARE_GPU": "1"}
             log = tempfile.NamedTemporaryFile("w+")  # noqa: SIM115 - open as long as the process
             with theirs:
                 process = start.Process(target=serve, args=(theirs, {**os.environ, **environment}, log.name))

@@ -17,9 +17,11 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["partway", "torch.optim"])
@@ -50,6 +52,17 @@ def run_script(
             texts = [path.read_text() if path.exists() else "" for path in said]
             raise AssertionError(f"{arguments} still runs after {seconds:g} s, having said:\n" + "\n".join(texts))
         return subprocess.CompletedProcess(list(arguments), process.exitcode, *(path.read_text() for path in said))
+
+
+def run_ranks(
+    arguments: Sequence[str], folder: Path, environment: Mapping[str, str] = MappingProxyType({}), seconds: float = 280
+) -> list[subprocess.CompletedProcess[str]]:
+    """Run a script as both ranks of two, as torchrun would; see `run_script`."""
+    shared = {name: value for name, value in os.environ.items() if name != "PARTWAY_VERIFY"}
+    shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environment}
+    each = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda own: run_script(arguments, folder, own, seconds), each))
 
 
 def _run(arguments: list[str], folder: Path, environment: dict[str, str], said: Sequence[Path]) -> None:

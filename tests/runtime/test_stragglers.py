@@ -1,10 +1,10 @@
 """A rank that the others wait for is named while they train."""
 
-import logging
 import time
 
 import pytest
 import torch
+from heard import Heard
 from torch import nn
 
 import partway as pw
@@ -38,24 +38,6 @@ def test_what_is_said_of_them():
         "ranks 1, 2 are slower than the others: of the last minute ranks 0, 3 waited in collectives for 50 %, and "
         "ranks 1, 2 for 0 to 10 %; see what they do between collectives, such as loading data, and what else runs there"
     )
-
-
-class Heard(logging.Handler):
-    """What Partway logs."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-    def __enter__(self):
-        logging.getLogger("partway").addHandler(self)
-        return self.lines
-
-    def __exit__(self, *_):
-        logging.getLogger("partway").removeHandler(self)
 
 
 def test_it_is_said_once_until_another_one_is_slow():

@@ -249,7 +249,8 @@ def test_a_gpu_for_each_process_is_needed(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(RuntimeStateError) as error:
         calibrate(2, "cuda")
     assert str(error.value) == (
-        "2 processes need a GPU each, but there are 1; use fewer processes (1 measures no collectives)"
+        "2 processes need a GPU each, and there is 1; use fewer processes, or set PARTWAY_SHARE_GPU=1 to have them "
+        "share, which shows numbers and says nothing of times"
     )
 
 

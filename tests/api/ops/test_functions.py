@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import uneven
-from scripts import free_port, run_script
+from scripts import run_ranks
 
 import partway as pw
 from partway import ops
@@ -221,11 +219,7 @@ ops.broadcast(torch.ones(4))
 )
 def test_a_rank_that_does_otherwise_is_named(tmp_path: Path, when: str, told: str) -> None:
     (tmp_path / "run.py").write_text(SCRIPT)
-    shared = {name: value for name, value in os.environ.items() if name != "PARTWAY_VERIFY"}
-    shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    with ThreadPoolExecutor() as pool:
-        ended = list(pool.map(lambda environment: run_script(["run.py", when], tmp_path, environment), environments))
+    ended = run_ranks(["run.py", when], tmp_path)
     said = "".join(each.stderr for each in ended)
     assert told in said
     assert when != "later" or "rank 1: is outside of what is sharded, at run.py:17: time.sleep(8)" in said

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import CASES, derivatives, program, uneven, values
-from scripts import free_port, run_script
+from scripts import run_ranks
 
 import partway as pw
 from partway import ops
@@ -409,11 +407,7 @@ def test_ranks_that_call_in_other_groups_do_not_wait_in_vain(
     tmp_path: Path, how: str, told: list[str | tuple[str, ...]]
 ) -> None:
     (tmp_path / "run.py").write_text(SCRIPT)
-    shared = {name: value for name, value in os.environ.items() if name != "PARTWAY_VERIFY"}
-    shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    with ThreadPoolExecutor() as pool:
-        ended = list(pool.map(lambda environment: run_script(["run.py", how], tmp_path, environment), environments))
+    ended = run_ranks(["run.py", how], tmp_path)
     said = "".join(each.stderr for each in ended)
     assert all(each.returncode for each in ended), said
     for texts in told:
