@@ -96,6 +96,7 @@ class Reachable:
         self.unwatched: list[tuple[str, str]] = []
         self._waiting = deque[tuple[Any, str, bool]]()  # reached, and not looked into yet
         self._known: set[int] = set()
+        self._types: set[int] = set()
         self._global: set[tuple[int, str]] = set()
         self._kept: list[Any] = []  # keeps what is known alive, so that no other object gets its id
         if isinstance(fn, nn.Module):
@@ -190,7 +191,10 @@ class Reachable:
                         self.getters.append((f"{label}{name}", value, name))
 
     def _reach_type(self, cls: type) -> None:
-        if not is_closed_type(type(cls)) and id(type(cls)) not in self._known:
+        if id(cls) in self._types:
+            return
+        self._types.add(id(cls))
+        if not is_closed_type(type(cls)):
             self._reach_type(type(cls))
         for base in cls.__mro__:
             ours = not is_closed_type(base)

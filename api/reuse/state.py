@@ -70,7 +70,7 @@ class State:
         self._sized = [*self._views, *owned]
         self._sizes = [*map(len, self._sized)]
         self._empty = [store for store in (*stores, *hooks) if not store]
-        self._environment = dict(os.environ) if reached.environment else None
+        self._environment = dict(_environment()) if reached.environment else None
         self.facts = self._facts(modules, reached)
 
     def _facts(self, modules: Sequence[tuple[str, nn.Module]], reached: Reachable) -> dict[str, Any]:
@@ -84,7 +84,7 @@ class State:
             known = tuple(Same(hook) for hook in hooks.values() if not tracks(hook))
             facts[f"{kind} hooks of {where or 'all modules'} ({i})"] = known
         if self._environment is not None:
-            facts["os.environ"] = tuple(self._environment.items())
+            facts["os.environ"] = tuple(os.environ.items())
         for label, store, key in reached.items:
             fact_of = likeness if label in self.kept else fact
             facts[_numbered(label, places)] = fact_of(store[key])
@@ -106,12 +106,12 @@ class State:
                 [*map(len, self._sized)] == self._sizes
                 and not any(self._empty)
                 and all(map(is_, chain.from_iterable(self._views), self._elements))
-                and (self._environment is None or self._environment == dict(os.environ))
+                and (self._environment is None or self._environment == _environment())
                 and (not self._cells or all(getattr(owner, name) is value for owner, name, value in self._cells))
                 and all(map(is_, chain.from_iterable(map(_CODE, self._functions)), self._codes))
                 and (not self.read or [*map(_version, self.read)] == self._versions)
                 and all(fact(read()) == before for _, read, before in self._reads)
-                and self._are_as_before([*map(getitem, self._stores, self._keys)])
+                and (all(map(is_, map(getitem, self._stores, self._keys), self._values)) or self._are_like_before())
                 and all(likeness(store[key]) == fact for store, key, fact in self._own)
                 and all(likeness(getattr(owner, name)) == fact for owner, name, fact in self._own_cells)
             )
@@ -125,9 +125,8 @@ class State:
         now = State(fn, self.observers, self.kept, self.read)
         return now if now.facts == self.facts else None
 
-    def _are_as_before(self, values: list[Any]) -> bool:
-        if all(map(is_, values, self._values)):
-            return True
+    def _are_like_before(self) -> bool:
+        values = [*map(getitem, self._stores, self._keys)]
         for before, now in zip(self._values, values, strict=True):
             if before is not now and not (issubclass(type(now), PLAIN) and fact(before) == fact(now)):
                 return False
@@ -163,6 +162,11 @@ def warn_of_unwatched(fn: Callable[..., Any], state: State) -> None:
 
 def _versioned(tensors: Sequence[Tensor], versions: Sequence[int]) -> Any:
     return tuple((Same(tensor), version) for tensor, version in zip(tensors, versions, strict=True))
+
+
+def _environment() -> Any:
+    """The variables as os.environ keeps them: it decodes what it gives, which takes longer than all else of a guard."""
+    return vars(os.environ).get("_data") or dict(os.environ)
 
 
 def _version(tensor: Tensor) -> int:

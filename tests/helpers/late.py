@@ -1,0 +1,81 @@
+"""Collectives that are over as late as they can be, for tests of what happens between issue and wait.
+
+On a GPU a collective runs beside what the host has issued before and after it, on a stream of its own: it may read what
+it sends, and write what it gives, at any moment until it is waited for. `late` makes such moments the worst ones:
+
+    on a CPU    it reads and writes when it is waited for, and what it gives is rubbish before
+    on a GPU    each rank in turn is held up by a kernel before a collective and by one after it, for longer than the
+                collective takes, so that a rank that did not wait would read what the other has not sent
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from partway.runtime import gather, issue
+
+CYCLES = 3_000_000  # of a GPU: 1.5 to 2 ms
+
+
+class Late:
+    """The work of a collective that has not begun."""
+
+    def __init__(self, begin: Callable[[], Any]) -> None:
+        self._begin, self._over = begin, False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._over:
+            self._begin().wait()
+            self._over = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._over
+
+
+@contextlib.contextmanager
+def late(counts: list[int]) -> Iterator[None]:
+    """Within it, collectives are late. `counts[0]` is how many were."""
+    turns = itertools.count(dist.get_rank())
+    found = [(issue, "all_gather"), (issue, "reduce_scatter"), (gather, "all_gather")]
+    found += [(dist, "all_reduce"), (dist, "all_to_all_single")]
+    before = [(module, name, getattr(module, name)) for module, name in found]
+
+    def made(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(out: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+            if not async_op:
+                return plain(out, *args, **kwargs)
+            counts[0] += 1
+            if out.is_cuda:
+                return held_up(lambda: plain(out, *args, async_op=True, **kwargs), next(turns))
+            if name != "all_reduce":  # which sends what is in `out`
+                out.view(torch.uint8).fill_(0xFF)
+            return Late(lambda: plain(out, *args, async_op=True, **kwargs))
+
+        return call
+
+    try:
+        for module, name, plain in before:
+            setattr(module, name, made(name, plain))
+        yield
+    finally:
+        for module, name, plain in before:
+            setattr(module, name, plain)
+
+
+def held_up(begin: Callable[[], Any], turn: int) -> Any:
+    """What `begin` gives, with a long kernel before it on this rank or on the other, and after it on that other."""
+    if turn % 2:
+        torch.cuda._sleep(CYCLES)
+    work = begin()
+    if not turn % 2:
+        torch.cuda._sleep(CYCLES)
+    return work
