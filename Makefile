@@ -24,7 +24,7 @@ SOURCES := $(shell find api strategy propagation fusion runtime -name '*.py' -o 
 # One thread for each process: the tests run side by side and start processes of their own.
 PYTEST := OMP_NUM_THREADS=1 PARTWAY_CHECKOUT="$(CURDIR)" PARTWAY_INSTALL=$(INSTALL) $(BIN)/pytest
 
-.PHONY: help demo quick test check bench conformance conformance-k8s oldest docs docs-serve format install clean
+.PHONY: help demo quick test check bench gpu gpu-wheels conformance conformance-k8s oldest docs docs-serve format install clean
 .DELETE_ON_ERROR:
 
 help:
@@ -37,6 +37,8 @@ help:
 	@echo 'make conformance-k8s  run jobs on a real API server of Kubernetes'
 	@echo 'make oldest       run a slice of the tests with the lowest version of every dependency (gigabytes to fetch)'
 	@echo 'make bench        run the benchmarks'
+	@echo 'make gpu          all that a borrowed GPU is needed for, in 9 minutes (OUT=folder; DRY=1: without one)'
+	@echo 'make gpu-wheels   fetch for it what the Python there may lack'
 	@echo 'make docs         build the documentation into site/'
 	@echo 'make docs-serve   serve it, and build it again when a page changes'
 	@echo 'make install      only set up the virtual environment'
@@ -87,6 +89,25 @@ bench: $(STAMP)
 	  case $$script in *plan_time.py) quick=--quick ;; *) quick= ;; esac; \
 	  echo "== $$script $$quick"; $(BIN)/python "$$script" $$quick; \
 	done
+
+# On a machine with a GPU PYTHON is one that has PyTorch for it; nothing is fetched there, nor installed in it.
+OUT ?= out/gpu
+MINUTES ?= 9
+ifdef DRY
+gpu: $(STAMP)
+	$(BIN)/python tests/gpu/session.py --out $(OUT) --minutes $(MINUTES) --dry
+else
+gpu:
+	$(PYTHON) tests/gpu/session.py --out $(OUT) --minutes $(MINUTES)
+endif
+
+# For Linux on x86-64; WHEELS is what is often missing beside PyTorch, with all that it needs itself.
+GPU_PYTHON ?= 3.12
+GPU_WHEELS ?= annotated-types expecttest hypothesis networkx pydantic pydantic-core sortedcontainers typing-inspection
+gpu-wheels: $(STAMP)
+	rm -rf wheels
+	$(PIP) download -c constraints.txt --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
+	  $(foreach n,28 27 17,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 -d wheels $(GPU_WHEELS)
 
 # Material says at each build when it ends; docs/design/documentation.md has it.
 docs: $(STAMP)
