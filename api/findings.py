@@ -24,6 +24,7 @@ import torch
 from partway.cache import cache_folder, cache_limit, folder_named
 from partway.graphs.asked import asked
 from partway.propagation.cost.profile import profile_of
+from partway.runtime.gpus import check_enough, may_share
 from partway.runtime.launching.door import secret
 from partway.runtime.launching.launchers import simulated
 from partway.strategy.errors import PartwayError, UntestedTorchWarning, shown
@@ -35,8 +36,8 @@ from partway.versions import installed_torch, warn_if_untested
 VARIABLES = (
     "PARTWAY_CACHE", "PARTWAY_CACHE_DIR", "PARTWAY_CACHE_MB", "PARTWAY_JOB_SECRET", "PARTWAY_JOB_SECRET_FILE",
     "PARTWAY_LOG", "PARTWAY_PS_FOLDER", "PARTWAY_PS_LOCAL_SERVERS", "PARTWAY_PS_RAY", "PARTWAY_READY_FILE",
-    "PARTWAY_SAVE_GRAPHS", "PARTWAY_SAVE_GRAPHS_PATH", "PARTWAY_SAVE_GRAPHS_RANKS", "PARTWAY_SIMULATE",
-    "PARTWAY_SSL_PASSWORD", "PARTWAY_VERIFY",
+    "PARTWAY_SAVE_GRAPHS", "PARTWAY_SAVE_GRAPHS_PATH", "PARTWAY_SAVE_GRAPHS_RANKS", "PARTWAY_SHARE_GPU",
+    "PARTWAY_SIMULATE", "PARTWAY_SSL_PASSWORD", "PARTWAY_VERIFY",
 )  # fmt: skip
 SWITCHES = {"PARTWAY_CACHE": "0 for no cache", "PARTWAY_VERIFY": "1 to check every pass and tensor"}
 EXTRAS = ("data", "demo", "k8s", "ps", "ray", "serve", "ssl")
@@ -63,6 +64,7 @@ def findings(processes: int = 1, profile: str | None = None) -> list[Finding]:
         of_variables(os.environ),
         of_cache(),
         of_threads(processes, os.environ),
+        of_gpus(processes),
         of_host(),
         of_extras(),
     )
@@ -118,7 +120,7 @@ def of_variables(environment: Mapping[str, str]) -> Iterator[Finding]:
         value = environment.get(name, "")
         if value not in ("", "0", "1"):
             yield Finding(f"{name} is {shown(value)}, which changes nothing: write {use}, or unset it")
-    readers: tuple[Callable[[], Any], ...] = (cache_limit, simulated, asked, secret, level_asked)
+    readers: tuple[Callable[[], Any], ...] = (cache_limit, simulated, asked, secret, level_asked, may_share)
     yield from (Finding(problem) for read in readers if (problem := _problem(read)))
 
 
@@ -139,6 +141,13 @@ def of_cache() -> Iterator[Finding]:
             "set PARTWAY_CACHE_DIR to a folder on another",
             wrong=False,
         )
+
+
+def of_gpus(processes: int) -> Iterator[Finding]:
+    """GPUs against processes of this host."""
+    there = has_backend("nccl") and torch.cuda.is_available() and torch.cuda.device_count()
+    if there and (problem := _problem(lambda: check_enough(processes))):
+        yield Finding(problem)
 
 
 def of_threads(processes: int, environment: Mapping[str, str]) -> Iterator[Finding]:

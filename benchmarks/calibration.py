@@ -185,7 +185,9 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     times: Annotated[int, typer.Option(help="how many times larger batches are")] = 1,
     full: Annotated[bool, typer.Option("--full", help="calibrate with all probes")] = False,
-    profile: Annotated[Path | None, typer.Option(help="a device profile in place of a calibration")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="a device profile, or a preset's name, to calibrate nothing")
+    ] = None,
     out: Annotated[Path, typer.Option("--json", help="where to write the figures")] = Path("out/calibration.json"),
 ) -> None:
     """Calibrate, run every case, and print the tables."""

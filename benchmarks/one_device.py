@@ -214,7 +214,14 @@ def measured(contenders: dict[str, Make], model: str, rounds: int, small: bool, 
     _, batch = MODELS[model](small)
     batch = {name: t.to(device, torch.bfloat16 if t.is_floating_point() else t.dtype) for name, t in batch.items()}
     torch._dynamo.reset()
-    runs = [begun(name, make, model, batch, small, device) for name, make in contenders.items()]
+    runs = list[Run]()
+    for name, make in contenders.items():
+        try:
+            runs.append(begun(name, make, model, batch, small, device))
+        except Exception as error:
+            if name.startswith("partway") or name == REFERENCE:
+                raise
+            print(f"{model}, {name}: {type(error).__name__}, {str(error).splitlines()[0][:100]}")
     for _ in range(rounds):
         for run in runs:
             issued, seconds = run.timed(batch)

@@ -17,7 +17,8 @@ run the same instructions, and tell `record_collectives` of the same collectives
     ps/                 the parameter server
     process.py          the processes and their meeting
     launching/          what started this one; the scheduler and its workers; who is let in
-    watch.py            what ranks know of each other: agreement.py, ledger.py, doing.py
+    gpus.py             which GPU a rank takes, and who may share one
+    watch.py            what ranks know of each other: agreement.py, ledger.py, doing.py; over NCCL flights.py
     record.py           what ran, and when
     peak.py             how many bytes a rank holds while a step runs, from its text
 """

@@ -10,7 +10,7 @@ In goes a strategy in any of three notations, with a mesh and a shape. Out comes
     errors, suggest           the tree of exceptions, `Problem`, and the names that a person may have meant
     units                     sizes and times as people read them
     files, afterwards, choice files that are whole or not there, blocks that clean up, enums that are strings
-    torch_mesh                our mesh as torch's DeviceMesh
+    torch_mesh                our mesh as torch's DeviceMesh, and process groups
 
 Two names are not re-exported: the factory `layout.layout`, which would hide its module, and `torch_mesh`, which
 imports torch.distributed, which planning does not need.

@@ -571,6 +571,14 @@ def test_a_dtensor_has_its_part_and_its_spec(one_process: Any) -> None:
     assert running.spec_or_none(torch.ones(1)) is None
 
 
+def test_what_nccl_was_given_is_recorded_under_the_keys_that_are_read() -> None:
+    """What entries have is tested with those that gloo writes (runtime/test_flights.py)."""
+    for everything in (None, True, False):
+        recorded = running.flight_record(everything)
+        assert {"pg_config", "pg_status"} <= set(recorded)
+        assert not recorded.get("entries")
+
+
 def test_groups_have_a_store_a_timeout_and_coalescing(one_process: Any) -> None:
     running.default_store().set("canary", "sings")
     assert running.default_store().get("canary") == b"sings"

@@ -68,6 +68,23 @@ def test_gpus_without_nccl_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     only("there are GPUs, and this build of PyTorch has no NCCL: install one for CUDA from pytorch.org", wrong=True)
 
 
+def test_fewer_gpus_than_processes_are_wrong_unless_these_may_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: True)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    only(
+        "2 processes need a GPU each, and there is 1; use fewer processes, or set PARTWAY_SHARE_GPU=1 to have them "
+        "share, which shows numbers and says nothing of times",
+        wrong=True,
+        processes=2,
+    )
+    monkeypatch.setenv("PARTWAY_SHARE_GPU", "1")
+    assert findings(2) == []
+    monkeypatch.setenv("PARTWAY_SHARE_GPU", "yes")
+    only("PARTWAY_SHARE_GPU is 'yes'; it must be 1 (ranks may share a GPU) or 0", wrong=True)
+
+
 @pytest.mark.parametrize(
     ("cuda", "hidden", "says"),
     [

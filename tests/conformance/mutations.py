@@ -90,6 +90,50 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
         ),
         *of_file(
+            "runtime/flights.py",
+            (
+                "a rank that has not come and has ended is told of where a GPU waits for it",
+                'if any(doing.mark == "ended"', 'if False and any(doing.mark == "ended"',
+                "runtime/test_flights.py::test_a_rank_that_has_not_come_and_has_ended_will_not",
+            ),
+            (
+                "a rank that waits for all others elsewhere is told of where a GPU waits for it",
+                '(MEETS,): "waits', '("",): "waits',
+                "runtime/test_flights.py::test_a_rank_that_waits_for_all_elsewhere_will_not_come",
+            ),
+            (
+                "a rank that has come is waited for, also where it has ended",
+                "if doing.given.get(flight.group, 0) < flight.number}", "}",
+                "runtime/test_flights.py::test_a_rank_that_has_come_or_may_come_is_waited_for",
+            ),
+            (
+                "what goes on is no wait",
+                "if first != self._first:", "if False:",
+                "runtime/test_flights.py::test_what_goes_on_is_looked_at_anew",
+            ),
+            (
+                "the thread that looks goes on looking",
+                "while not self._over.wait(_LOOK):", "for _ in range(2):",
+                "runtime/test_flights.py::test_the_thread_looks_until_it_is_stopped",
+            ),
+        ),
+        *of_file(
+            "runtime/gpus.py",
+            (
+                "two ranks do not share a GPU unasked",
+                "elif number > 1:", "elif False:",
+                "runtime/test_gpus.py::test_a_rank_without_a_gpu_is_told_of_who_has_it_and_what_to_do",
+            ),
+        ),
+        *of_file(
+            "runtime/issue.py",
+            (
+                "a collective is waited for before its result is read",
+                "work.wait()", "pass",
+                "runtime/test_races.py::test_a_step_whose_collectives_are_late_has_the_same_numbers",
+            ),
+        ),
+        *of_file(
             "api/placing.py",
             (
                 "parameters are compared when a module is sharded",

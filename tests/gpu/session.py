@@ -105,7 +105,6 @@ def stages(out: Path, dry: bool, workers: int) -> list[Stage]:
     probe = str(ROOT / "tests" / "gpu" / "probe.py")
     own = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", **share}
     few = RANKS[:2] if dry else RANKS
-    profile = str(ROOT / "propagation" / "cost" / "profiles" / "cpu.json")
     quick = ["--small", "--rounds", "2", "--model", "vit"] if dry else ["--rounds", "11"]
     return [
         Stage("two ranks", [python, probe, device, "2"], 60, environment=share),
@@ -121,7 +120,7 @@ def stages(out: Path, dry: bool, workers: int) -> list[Stage]:
         Stage(
             "calibration",
             [python, "benchmarks/calibration.py", "--world", "1", "--device", device, "--steps", "2" if dry else "7",
-             *(["--only", "mlp, data, 1", "--profile", profile] if dry else ["--times", "8"])],
+             *(["--only", "mlp, data, 1", "--profile", "cpu"] if dry else ["--times", "8"])],
             120, figures=14,
         ),
         Stage(

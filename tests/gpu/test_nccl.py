@@ -39,7 +39,7 @@ def ranks(tmp_path: Path, body: str) -> list[Any]:
 
 
 def test_two_ranks_train(tmp_path: Path) -> None:
-    for each in ranks(tmp_path, 'print(type(model.weight.grad).__name__, model.weight.device.type)\npw.shutdown()'):
+    for each in ranks(tmp_path, "print(type(model.weight.grad).__name__, model.weight.device.type)\npw.shutdown()"):
         assert (each.returncode, each.stdout) == (0, "SplitTensor cuda\n"), each.stderr
 
 
