@@ -127,8 +127,8 @@ def test_the_thread_looks_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -
 
     overdue = Overdue(0, counted, lambda ranks: {}, pytest.fail)
     while counts[0] < 20:
+        assert overdue.thread.is_alive()
         time.sleep(0.001)
-    assert overdue.thread.is_alive()
     overdue.stop()
     overdue.thread.join(60)
     assert not overdue.thread.is_alive()
