@@ -146,8 +146,8 @@ class Overdue:
         if any(doing.mark == "ended" for doing in last.values()):
             return "cannot come"
         same = len(self._looks) == _SURE and all(look == last for look in self._looks)
-        marks = {doing.mark for doing in last.values()} if same else set()
-        return {(MEETS,): "waits for all ranks elsewhere", (GONE,): "cannot come"}.get(tuple(marks), "")
+        marks = {doing.mark for doing in last.values()} if same else set[str]()
+        return "waits for all ranks elsewhere" if marks == {MEETS} else "cannot come" if marks == {GONE} else ""
 
     def _told(self, under_way: Sequence[Flight], missing: Mapping[int, Doing], why: str) -> str:
         first, more = under_way[0], len(under_way) - _SHOWN

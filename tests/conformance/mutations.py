@@ -98,7 +98,7 @@ MUTATIONS: dict[str, tuple[Mutation, ...]] = {
             ),
             (
                 "a rank that waits for all others elsewhere is told of where a GPU waits for it",
-                '(MEETS,): "waits', '("",): "waits',
+                "marks == {MEETS}", "False",
                 "runtime/test_flights.py::test_a_rank_that_waits_for_all_elsewhere_will_not_come",
             ),
             (
